@@ -33,14 +33,17 @@ def listing(path: Path) -> None:
     """List the checkpoints of a run, oldest step first.
 
     PATH is a run directory, its directory of checkpoints, or a checkpoint. The one with the best evaluation is marked. No
-    checkpoint is read, only names and sizes, and the record of the best one.
+    tensor is read, only names, sizes and metadata, and the record of the best one.
     """
     from hpctrain.storage import best_record
 
     files = files_of(path)
     best = best_record.read(files[0][1].parent)
     mark = "" if best is None else f"best: {best}"
-    for step, file in files:
+    for step, file in sorted(files):
+        if not file.exists():
+            click.echo(f"step {step:>8}  a link to what is not there: {file}")
+            continue
         status = file.stat()
         written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(status.st_mtime))
         size = sum(part.stat().st_size for part in file.iterdir()) if file.is_dir() else status.st_size
@@ -141,35 +144,38 @@ def prune(path: Path, keep: int, drop_best: bool) -> None:
 
     The latest are those that were written last, whatever their steps; as many that were set aside at a resume are kept beside
     them, and so is the one with the best evaluation. Unfinished checkpoints that killed runs have left go, too, once nothing
-    was written to them for an hour. PATH is a run directory or its directory of checkpoints.
+    was written to them for an hour. PATH is a run directory or its directory of checkpoints. In any other directory, only
+    files that say themselves that they are checkpoints of a run are deleted.
     """
     from hpctrain.storage import best_record
     from hpctrain.storage import checkpoint as storage
     from hpctrain.storage.leftovers import ABANDONED_SECONDS, remove_left
+    from hpctrain.storage.run_marker import is_run
 
     directory = _directory(path)
     if not directory.is_dir():
         raise CheckpointError(f"{path} is no directory; give a run directory to prune its checkpoints.")
     best = best_record.read(directory)
-    left = remove_left(directory, least_age_seconds=ABANDONED_SECONDS)
-    for file in [*storage.prune(directory, keep, () if best is None or drop_best else {best.step}), *left]:
+    of_run = directory.name == "checkpoints" and is_run(directory.absolute().parent)
+    left = remove_left(directory, least_age_seconds=ABANDONED_SECONDS) if of_run else []
+    for file in [*storage.prune(directory, keep, () if best is None or drop_best else {best.step}, is_run=of_run), *left]:
         click.echo(f"deleted {file}")
     if best is not None and not (directory / best.checkpoint).exists():
         best_record.write(directory, None)
 
 
 def files_of(path: Path) -> list[tuple[int, Path]]:
-    """(step, file) of the checkpoints that a path stands for, oldest step first; one at least.
+    """(step, file) of the checkpoints that a path stands for, in the order in which they were written; one at least.
 
     Raises:
         CheckpointError: there are none.
     """
-    from hpctrain.storage.checkpoint import checkpoints, is_sharded
+    from hpctrain.storage.checkpoint import by_age, checkpoints, is_sharded
 
     if path.is_file() or (path.is_dir() and is_sharded(path)):
         matching = [entry for entry in checkpoints(path.parent) if entry[1].name == path.name]
         return matching or [(0, path)]
-    files = checkpoints(_directory(path))
+    files = by_age(_directory(path))
     if not files:
         raise CheckpointError(f"{path} holds no checkpoints; give a run directory that has some, or a checkpoint file.")
     return files

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ _MOST_RUNS = 8
 
 
 class RunTraces:
-    """Tells what is new since it was asked last. Reads names, times and flight records; no checkpoint.
+    """Tells what is new since it was asked last. Reads names and flight records; no checkpoint.
 
     Args:
         output, name: of the configuration.
@@ -33,9 +34,10 @@ class RunTraces:
 
     def look(self) -> Traces:
         """The traces of the latest attempt."""
-        written = {path: times for path, times in self._checkpoints() if self._seen.get(path) != times}
+        written = {path: version for path, version in self._checkpoints() if self._seen.get(path) != version}
         self._seen = dict(self._checkpoints())
-        newest = max(written, key=lambda path: written[path], default=None)
+        runs_of = list(dict.fromkeys(path.parent.parent for path in written))  # the newest run first
+        newest = max(written, key=lambda path: (-runs_of.index(path.parent.parent), _step(path)), default=None)
         step = None if newest is None else _step(newest)
         run = None if newest is None else newest.parent.parent
         for records in self._records():
@@ -46,12 +48,14 @@ class RunTraces:
                 return Traces(run, newest, reached, found.sentences[0], _node(records, found.blamed))
         return Traces(run, newest, step)
 
-    def _checkpoints(self) -> Iterator[tuple[Path, int]]:
-        """(path, time of writing in ns) of all checkpoints of the runs of this name."""
+    def _checkpoints(self) -> Iterator[tuple[Path, tuple[int, ...]]]:
+        """(path, version of the file) of all checkpoints of the runs of this name, of the newest run first."""
         for run in runs(self._output, self._name):
             for path in run.checkpoints.glob("checkpoint-*"):
                 if _CHECKPOINT.fullmatch(path.name):
-                    yield path, path.stat().st_mtime_ns
+                    with contextlib.suppress(OSError):  # deleted meanwhile, or a link to what is not there
+                        status = path.stat()
+                        yield path, (status.st_ino, status.st_size, status.st_mtime_ns)
 
     def _records(self) -> Iterator[tuple[FlightRecord, ...]]:
         """The records of the latest start of each run, the newest run first; runs without any are left out."""

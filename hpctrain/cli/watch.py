@@ -48,7 +48,7 @@ def watch(run: Path | None, runs: Path, once: bool, interval: float) -> None:
     from hpctrain.cli.watch_screen import COLUMNS
     from hpctrain.experiment.run_state import RunReader
 
-    reader = RunReader(_directory(run, runs))
+    reader = RunReader(_directory(run, runs), follows=not once)
     console = Console(width=None if sys.stdout.isatty() else COLUMNS, highlight=False, markup=False, emoji=False)
     if once:
         _show(reader.read(time.time()), console)

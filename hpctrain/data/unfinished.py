@@ -42,7 +42,8 @@ class UnfinishedFile:
         path: of the file in the making. size: bytes of the block.
 
     Raises:
-        OSError: it cannot be made. DataError: another process makes the same file at this moment.
+        OSError: it cannot be made.
+        DataError: another process makes the same file at this moment, or a file of its name is none in the making.
     """
 
     def __init__(self, path: Path, source: str | None = None) -> None:
@@ -56,6 +57,7 @@ class UnfinishedFile:
         try:
             if self.keeps:
                 self._lock()
+                self._refuse_foreign()
                 self._journal = os.open(self._journal_path, os.O_RDWR | os.O_CREAT, 0o666)
             else:
                 os.ftruncate(self._descriptor, 0)
@@ -156,6 +158,14 @@ class UnfinishedFile:
                     f"Another process writes {self.path} at this moment; wait for it, or give another name to write to."
                 ) from error
             # A file system without locks: two conversions to one name are the user's own.
+
+    def _refuse_foreign(self) -> None:
+        """Raise where the file in the making is somebody else's: a download may have that name, too."""
+        if os.fstat(self._descriptor).st_size and not self._journal_path.is_file():
+            raise DataError(
+                f"{self.path} is there already without the journal of a conversion, so it may be somebody else's; "
+                f"move it away, or give another name to write to."
+            )
 
     def _chunk(self, record: dict[str, Any]) -> np.ndarray | None:
         """The bytes of the next chunk; None where they are not those that were written."""

@@ -88,8 +88,6 @@ def best_of(evaluations: Iterable[StepEvaluation], measure: str, steps: Collecti
 def spared(evaluations: Collection[StepEvaluation], measure: str, by_age: Sequence[int], keep: int) -> set[int]:
     """Steps whose checkpoints stay, however old they are: the best, and the best as of the oldest of the `keep` newest ones.
 
-    The first is one of the newest, or the second, unless files have got other times, as in a directory that was copied.
-
     Args:
         by_age: steps of all checkpoints that there are, the one written first at first.
     """
@@ -153,13 +151,13 @@ class BestCheckpoint:
         entries = [self._evaluations[number].to_meta() for number in sorted(self._evaluations)]
         return {META: entries} if entries else {}
 
-    def retention(self) -> Callable[[], None]:
-        """Work for once the next checkpoint is on the disk, in any thread: delete old ones, by what is known now.
+    def retention(self, step: int) -> Callable[[], None]:
+        """Work for once the next checkpoint, of `step`, is on the disk, in any thread: delete old ones, by what is known now.
 
-        It raises a CheckpointError where they cannot be deleted.
+        It raises a CheckpointError where they cannot be deleted. The one that was just written stays, whatever is found of it.
         """
         evaluations = tuple(self._evaluations.values())
-        return lambda: self._retain(evaluations)
+        return lambda: self._retain(evaluations, {step})
 
     def settle(self) -> None:
         """At the end of a run: an evaluation that came after its checkpoint counts, too.
@@ -221,7 +219,7 @@ class BestCheckpoint:
             return f"cannot be used ({str(error).rstrip('.')})"
         return None
 
-    def _retain(self, evaluations: Sequence[StepEvaluation]) -> None:
+    def _retain(self, evaluations: Sequence[StepEvaluation], written: Collection[int] = ()) -> None:
         """Delete old checkpoints, but not the best; the record of it comes first, so that it names what stays.
 
         Raises:
@@ -229,8 +227,9 @@ class BestCheckpoint:
         """
         self._write_record(evaluations)
         by_age = [step for step, _ in checkpoint.by_age(self._directory)]
+        stay = spared(evaluations, self._measure, by_age, self._keep) | set(written)
         try:
-            checkpoint.prune(self._directory, self._keep, spared(evaluations, self._measure, by_age, self._keep))
+            checkpoint.prune(self._directory, self._keep, stay)
         except OSError as error:
             raise CheckpointError(
                 f"Old checkpoints in {self._directory} cannot be deleted ({error.strerror}); allow it."

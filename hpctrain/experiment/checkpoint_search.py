@@ -133,4 +133,4 @@ def _candidates(output: str, name: str, source: str) -> _Candidates:
 
 
 def _newest_first(run: RunDirectory) -> tuple[Path, ...]:
-    return tuple(path for _, path in reversed(checkpoint.checkpoints(run.checkpoints)))
+    return tuple(path for _, path in reversed(checkpoint.by_age(run.checkpoints)))

@@ -25,6 +25,7 @@ from hpctrain.experiment.session import Session
 from hpctrain.storage import checkpoint
 from hpctrain.storage.leftovers import remove_left
 from hpctrain.storage.run_directory import RunDirectory
+from hpctrain.storage.run_marker import marker_of
 from hpctrain.storage.shard_file import ShardFacts, write_shard
 from hpctrain.storage.sharded_checkpoint import publish, unfinished
 from hpctrain.train.metrics import Reporter, RunningSums
@@ -60,6 +61,7 @@ class RunCheckpoints:
         )
         self.best = BestCheckpoint(directory.checkpoints, config.checkpoint, reporter) if session.is_root else None
         self.last: Path | None = None
+        self._sequence, self._identity = 0, None if (marker := marker_of(directory.path)) is None else marker.identity
 
     def go_on(self, start: Start, changed: Collection[str] = ()) -> None:
         """Take what is known of earlier checkpoints from the one that the run goes on from. changed: keys, since then."""
@@ -97,14 +99,14 @@ class RunCheckpoints:
         config, world, replica = self._session.config.checkpoint, self._session.world, self._parts.replica
         sharded = is_sharded(self._session, self._parts)
         self.last = checkpoint.checkpoint_path(self._directory.checkpoints, step, sharded=sharded)
-        retain, meta = self._retention(), self._meta(position)
+        retain, meta = self._retention(step), self._meta(position)
         if sharded:
             self.saver.begin(shards(world, replica, position, meta, self.last, retain))
         else:
             self.saver.begin(one_file(world, replica, position, meta, self.last, retain, copied=config.asynchronous))
 
-    def _retention(self) -> Callable[[], None]:
-        return _nothing if self.best is None else self.best.retention()
+    def _retention(self, step: int) -> Callable[[], None]:
+        return _nothing if self.best is None else self.best.retention(step)
 
     def _meta(self, position: Position) -> dict[str, Any]:
         """The metadata of a checkpoint. Collective."""
@@ -125,11 +127,19 @@ class RunCheckpoints:
             meta[exact_promise.META] = exact_promise.promise(parts.replica.network.kernels, session.threads)
         if self.best is not None:
             meta |= self.best.to_meta(position.global_step)
+            meta |= self._place()
         if session.resolved.choice is not None:
             meta[automatic.META] = session.resolved.choice.to_meta()
         if digests := user_code.digests():
             meta["code"] = digests
         return meta
+
+    def _place(self) -> dict[str, Any]:
+        """Return the metadata on the next checkpoint's place: its sequence number and its run. On the rank that writes files."""
+        self._sequence = max(1 + self._sequence, checkpoint.next_sequence(self._directory.checkpoints))
+        marker = marker_of(self._directory.path)
+        self._identity = self._identity if marker is None else marker.identity
+        return {checkpoint.SEQUENCE: self._sequence, **({} if self._identity is None else {"run": self._identity})}
 
 
 def is_sharded(session: Session, parts: Parts) -> bool:
@@ -187,7 +197,7 @@ def shards(
 
     def own() -> ShardFacts:
         if rank == 0:
-            remove_left(path.parent, growing)
+            remove_left(path.parent, growing, of=path)
         return write_shard(growing, rank, parts)
 
     def publish_all(facts: Sequence[ShardFacts]) -> None:

@@ -33,6 +33,7 @@ from hpctrain.experiment.resume import check_model, data_of, stored_config
 from hpctrain.experiment.session import Session
 from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.storage.run_directory import RunDirectory
+from hpctrain.storage.run_marker import is_run
 from hpctrain.train.confusion import ConfusionCounts, ConfusionMatrix
 from hpctrain.train.metrics import Reporter, RunningSums
 from hpctrain.train.progress_bar import Advance
@@ -134,7 +135,7 @@ def keep_log(checkpoint: Path, rank: int) -> None:
     kept = rank_log.own()
     if kept is not None:
         run = RunDirectory(checkpoint.resolve().parent)
-        run = RunDirectory(run.path.parent) if run.path.name == run.checkpoints.name else run
+        run = RunDirectory(run.path.parent) if run.path.name == run.checkpoints.name and is_run(run.path.parent) else run
         kept.keep_in(run.log_path(rank))
 
 

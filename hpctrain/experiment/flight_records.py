@@ -11,10 +11,11 @@ from pathlib import Path
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.raise_on_all_ranks import on_ranks, raise_on_all_ranks
+from hpctrain.errors import DataError
 from hpctrain.experiment.session import Session
 from hpctrain.flight.heartbeat import Heartbeat
 from hpctrain.flight.recorder import FlightRecorder
-from hpctrain.flight.report import BEFORE_LOSS, explanation
+from hpctrain.flight.report import BEFORE_LOSS, explanation, records_in
 from hpctrain.flight.ring import End, file_name
 from hpctrain.launch import keeper
 from hpctrain.paths import path_of
@@ -31,7 +32,9 @@ def watched(flight: FlightRecorder, world: Communicator, deadline_seconds: float
 
     Left without an error, the record says that the process finished.
     """
-    flight.join(world.rank, world.size, world.broadcast_object(time.time_ns()), deadline_seconds)
+    world.allgather_object(None)  # all are here, so that the time that rank 0 sends is that of now for everybody
+    now_ns = world.broadcast_object(time.time_ns())
+    flight.join(world.rank, world.size, now_ns, deadline_seconds, now_ns)
     explain = partial(_explanation, flight)
     heartbeat = Heartbeat(
         flight,
@@ -81,11 +84,12 @@ def keep(session: Session, directory: RunDirectory, reporter: Reporter, *, shrun
 
 
 def _kept(session: Session, flight: FlightRecorder, directory: RunDirectory, target: Path, *, shrunk: bool) -> str | None:
-    """Keep this rank's record in a directory; the sentence on why it cannot be kept. Collective where the run has `shrunk`."""
+    """Keep this rank's record in a directory; the sentence on why it cannot be kept. Collective."""
     where = session.config.flight
     if shrunk:
         leads = session.is_root if where == IN_RUN else session.grid.node.rank == 0  # other directories may be the nodes' own
         raise_on_all_ranks(session.world, partial(_set_aside, target, leads=leads))
+    flight.comes_after(max(session.world.allgather_object(_latest_job(target) if session.grid.node.rank == 0 else 0)))
     try:
         keep_in(flight, target)
         if session.is_root:
@@ -93,6 +97,14 @@ def _kept(session: Session, flight: FlightRecorder, directory: RunDirectory, tar
     except OSError as error:
         return missing(target, error)
     return None
+
+
+def _latest_job(directory: Path) -> int:
+    """Return the number of the latest job whose records are in a directory; 0 where there are none that can be read."""
+    try:
+        return max(record.job for record in records_in(directory, operations=False))
+    except (DataError, OSError, ValueError):
+        return 0
 
 
 def keep_in(flight: FlightRecorder, target: Path) -> None:

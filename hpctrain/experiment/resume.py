@@ -38,11 +38,12 @@ class Start:
     """A checkpoint that fits what is asked for, before anything is made from it.
 
     Args:
-        directory: the run that goes on. path: the file. position: where training goes on, in the data of now.
+        directory: the run that goes on; None: the checkpoint is from elsewhere, and a new run begins with its state.
+        path: the file. position: where training goes on, in the data of now.
         changes: from the checkpoint's values to those of now. data: the training file as the checkpoint knows it, if it does.
     """
 
-    directory: RunDirectory
+    directory: RunDirectory | None
     path: Path
     content: CheckpointContent
     position: Position
@@ -72,7 +73,12 @@ def find_start(session: Session, source: str) -> Start | None:
 
 
 def _start(session: Session, path: Path, content: CheckpointContent, file: ImageFile) -> Start:
-    """The start from a checkpoint. file: the training file."""
+    """Return the start from a checkpoint. file: the training file."""
+    if "config" not in content.meta:
+        raise CheckpointError(
+            f"{path} was written by a program with a loop of its own, and does not say which model it is of; "
+            f"load it in that program, or give a checkpoint of `hpctrain train`."
+        )
     config, position = session.config, Position.from_meta(content.meta)
     data = data_of(content)
     if data is not None and difference(file.class_names, data.class_names) is None:
@@ -93,7 +99,7 @@ def _start(session: Session, path: Path, content: CheckpointContent, file: Image
             f"{path} has seen {position.samples} images of its epoch, but {config.data.train} holds {now.samples} only; "
             f"give data.train the file that it was trained on."
         )
-    return Start(RunDirectory.open(path.parent.parent), path, content, position, differences, data)
+    return Start(RunDirectory.of_checkpoint(path, content.meta), path, content, position, differences, data)
 
 
 def data_of(content: CheckpointContent) -> DataFacts | None:
@@ -187,6 +193,8 @@ def introduce(start: Start, config: Config, samples: int, reporter: Reporter) ->
     """Say where the run goes on, and each change; record both."""
     position = start.position
     epochs, over = config.epochs, position.samples == samples
+    if start.directory is None:
+        reporter.say(f"{start.path} lies outside of the run that it is of: a new run begins with its state")
     if position.epoch + over >= epochs:
         rest = "there is nothing to train" if config.data.test is None else "it is evaluated only"
         done = f"{epochs} {'epoch' if epochs == 1 else 'epochs'}"

@@ -89,16 +89,22 @@ class Rollback:
 
 
 def rollback(
-    session: Session, parts: Parts, directory: RunDirectory, reporter: Reporter, checkpoints: RunCheckpoints, *, fresh: bool
+    session: Session,
+    parts: Parts,
+    directory: RunDirectory,
+    reporter: Reporter,
+    checkpoints: RunCheckpoints,
+    *,
+    fresh: Position | None,
 ) -> Rollback | None:
     """The way back of a run, where its configuration asks for one. Collective.
 
     Args:
-        checkpoints: of the run. fresh: the run has none yet, so that its first state becomes one.
+        checkpoints: of the run. fresh: where the run has none yet, its position, at which its first state becomes one.
     """
     answer = session.config.on_nonfinite
     if answer.action != "rollback":
         return None
-    if fresh:
-        checkpoints.save(Position())
+    if fresh is not None:
+        checkpoints.save(fresh)
     return Rollback(session, parts, directory, reporter, checkpoints, answer.most)

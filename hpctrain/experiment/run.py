@@ -40,6 +40,7 @@ from hpctrain.launch.signals import SignalWatch
 from hpctrain.storage import checkpoint
 from hpctrain.storage.leftovers import ABANDONED_SECONDS, remove_left
 from hpctrain.storage.run_directory import RunDirectory, runs, software_versions
+from hpctrain.storage.run_marker import claim
 from hpctrain.train.console_reporter import ConsoleReporter, ProgressStyle
 from hpctrain.train.log_reporter import LogReporter
 from hpctrain.train.metrics import Reporter, RunningSums
@@ -93,7 +94,8 @@ def run_training(
         checkpoints = _checkpoints(session, parts, directory, reporter, start)
         trainer_of = partial(build_trainer, session, parts, reporter, checkpoints.save, saver=checkpoints.saver, steps=steps)
         told = partial(trainer_of, epoch_ended=(reads.tell, data.tell), evaluated=checkpoints.evaluated, waits=data.waits)
-        go_back = rollback(session, parts, directory, reporter, checkpoints, fresh=start is None)
+        fresh = position if start is None or start.directory is None else None
+        go_back = rollback(session, parts, directory, reporter, checkpoints, fresh=fresh)
         trainer = told(go_back=go_back, sample=account.sample, stop_requested=watch.asked, limit=limit.limit, hashed=hashes.keep)
         outcome, evaluation = _train(session, parts, trainer, checkpoints, position, nothing_left=steps < 0)
         _finish_trace(report, session, parts, directory, reporter)
@@ -130,7 +132,7 @@ def _checkpoints(
 ) -> RunCheckpoints:
     """The checkpoints of the run, which goes on from a start, if any. Collective."""
     checkpoints = RunCheckpoints(session, parts, directory, reporter)
-    if start is not None:
+    if start is not None and start.directory is not None:
         checkpoints.go_on(start, [change.key for change in start.changes])
     return checkpoints
 
@@ -230,36 +232,30 @@ def _remove_left(config: Config, directory: RunDirectory) -> None:
 
 def _directory(session: Session, parts: Parts, start: Start | None, memory: RunMemory) -> RunDirectory:
     """The directory of the run, without what lies behind its start. Collective."""
-    if start is not None:
-        _cut_records(session, parts, start)
-        return start.directory
-    if memory.directory is None:
+    directory = None if start is None else start.directory
+    if directory is None and memory.directory is not None:  # ranks were lost before its first checkpoint
+        directory = RunDirectory.open(memory.directory)
+    if directory is None:
         return _new_directory(session, parts)
-    directory = RunDirectory.open(memory.directory)  # ranks were lost before its first checkpoint: its first step comes again
-
-    def cut() -> None:
-        if session.is_root:
-            directory.cut_metrics(0, 0)
-            directory.follow_config(dump(session.config), 0, directory.config())
-            automatic.keep(session.resolved, directory)
-
-    raise_on_all_ranks(session.world, cut)
+    _cut_records(session, parts, start, directory)
     return directory
 
 
-def _cut_records(session: Session, parts: Parts, start: Start) -> None:
+def _cut_records(session: Session, parts: Parts, start: Start | None, directory: RunDirectory) -> None:
     """Rank 0 takes out of the run what lies behind its start: metrics, and what looks like newer checkpoints. Collective.
 
     The configuration is that of now.
     """
-    directory, position = start.directory, start.position
+    position = Position() if start is None else start.position
     evaluates = position.epoch >= session.config.epochs and parts.test_loader is not None
 
     def cut() -> None:
         if session.is_root:
+            earlier = directory.config() if start is None else str(start.content.meta["config"])
+            claim(directory.path)
             checkpoint.set_aside(directory.checkpoints, position.global_step)
             directory.cut_metrics(position.epoch, position.global_step, evaluates=evaluates)
-            directory.follow_config(dump(session.config), position.global_step, str(start.content.meta["config"]))
+            directory.follow_config(dump(session.config), position.global_step, earlier)
             automatic.keep(session.resolved, directory)
 
     raise_on_all_ranks(session.world, cut)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,8 @@ from hpctrain.storage.whole_file import json_object, read_whole
 
 #: without a sign of life after which a rank of this machine counts as silent; the heartbeat gives one every second
 SILENT_SECONDS = 10.0
+# Of two clocks, that nobody has set wrong by more.
+_CERTAIN_SECONDS = 86400.0
 _CHECKPOINT = re.compile(r"checkpoint-(\d{8,})(\.h5|\.shards)")
 
 Record = Mapping[str, Any]
@@ -96,11 +99,14 @@ class RunReader:
     """Reads a run again and again; its metrics only where they have changed.
 
     Args:
-        directory: of the run, which is opened.
+        directory: of the run, which is opened. follows: it is read again and again, so that silence of ranks on other machines,
+            whose clocks may differ, is counted from what is seen here.
     """
 
-    def __init__(self, directory: RunDirectory) -> None:
+    def __init__(self, directory: RunDirectory, *, follows: bool = False) -> None:
         self.directory = directory
+        self._follows = follows
+        self._signs: dict[tuple[int, int], tuple[int, float]] = {}
         self._read_at: tuple[int, ...] = ()
         self._records: tuple[Record, ...] = ()
 
@@ -108,8 +114,19 @@ class RunReader:
         """The state at an instant of the wall clock. What is being written, is torn or is gone meanwhile is left out."""
         records, ranks = self._metrics(), _flight(self.directory)
         path, written = _newest_checkpoint(self.directory.checkpoints)
-        end = _end(records, ranks, now)
+        end = _end(records, ranks, now, self._still(ranks))
         return RunState(self.directory.path, now, records, ranks, path, max(0.0, now - written), end)
+
+    def _still(self, ranks: Sequence[FlightRecord]) -> Mapping[int, float] | None:
+        """Return for how many seconds no sign of life of each rank has come, as seen here; None where that is not followed."""
+        if not self._follows:
+            return None
+        seconds = time.monotonic()
+        for record in ranks:
+            known = self._signs.get((record.job, record.rank))
+            if known is None or known[0] != record.last_ns:
+                self._signs[record.job, record.rank] = record.last_ns, seconds
+        return {record.rank: seconds - self._signs[record.job, record.rank][1] for record in ranks}
 
     def _metrics(self) -> tuple[Record, ...]:
         try:
@@ -149,24 +166,31 @@ def _newest_checkpoint(directory: Path) -> tuple[Path | None, float]:
     return (None, 0.0) if not names else max(names)[1:]
 
 
-def _end(records: Sequence[Record], ranks: Sequence[FlightRecord], now: float) -> str | None:
-    """How the run ended; by its metrics alone where no records of ranks are kept."""
+def _end(
+    records: Sequence[Record], ranks: Sequence[FlightRecord], now: float, still: Mapping[int, float] | None = None
+) -> str | None:
+    """How the run ended; by its metrics alone where no records of ranks are kept. still: as of `RunReader`, by rank."""
     if not ranks:
         return _stopped(records) or ("finished" if _complete(records) else None)
-    if not all(_has_ended(record, now) for record in ranks):
+    if not all(_has_ended(record, now, None if still is None else still[record.rank]) for record in ranks):
         return None
     if all(record.end is End.FINISHED for record in ranks):
         return _stopped(records) or "finished"
     return autopsy(ranks).sentences[0].rstrip(".")
 
 
-def _has_ended(record: FlightRecord, now: float) -> bool:
-    """Whether a rank has said so, is no process of this machine any more, or has been silent for longer than it may be."""
+def _has_ended(record: FlightRecord, now: float, still_seconds: float | None = None) -> bool:
+    """Whether a rank has said so, is no process of this machine any more, or has been silent for longer than it may be.
+
+    By the clocks of two machines alone, a silence of more than a day is certain, as clocks may be wrong by hours.
+    """
     if record.end is not End.RUNNING:
         return True
     silent = now - record.wall_seconds(record.last_ns)
     if record.host == socket.gethostname():
-        return silent > SILENT_SECONDS and not _lives(record.process)
+        return abs(silent) > SILENT_SECONDS and not _lives(record.process)  # the clock may have been set back
+    if still_seconds is not None and silent < _CERTAIN_SECONDS:
+        silent = still_seconds
     return silent > SILENT_SECONDS + record.deadline_ns * 1e-9  # the record may come from its node as late as that
 
 

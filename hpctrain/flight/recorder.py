@@ -44,20 +44,27 @@ class FlightRecorder:
         words[Word.CLOCK_AT] = now - time.time_ns()
         words[Word.BEGUN] = words[Word.SEEN] = words[Word.ALIVE] = now
 
-    def join(self, rank: int, ranks: int, job: int, deadline_seconds: float) -> None:
+    def join(self, rank: int, ranks: int, job: int, deadline_seconds: float, met_ns: int | None = None) -> None:
         """The process knows its place in the job.
 
         Args:
             job: a number that the ranks of one start share, larger than that of any earlier start.
             deadline_seconds: without progress, after which the process gives up.
+            met_ns: the time now by the wall clock of rank 0. All records go by that clock then, as those of nodes differ.
         """
         words = self._ring.words
         self.stands_at(rank, ranks)
         words[Word.JOB], words[Word.DEADLINE] = job, int(deadline_seconds * 1e9)
+        if met_ns is not None:
+            words[Word.CLOCK_AT] = self._clock_ns() - met_ns
 
     def stands_at(self, rank: int, ranks: int) -> None:
         """The rank of the process and their number, as the launcher says before there is MPI."""
         self._ring.words[Word.RANK], self._ring.words[Word.RANKS] = rank, ranks
+
+    def comes_after(self, job: int) -> None:
+        """Make the number of the job larger than `job`, that of an earlier start: the clock may have gone back since."""
+        self._ring.words[Word.JOB] = max(self._ring.words[Word.JOB], job + 1)
 
     def keep_in(self, directory: Path) -> Path:
         """From now on the ring is a file in `directory`, which is made where it does not exist; give its path.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 from hpctrain.errors import LaunchError
@@ -31,19 +33,21 @@ class Submission:
 
 
 def job_files(site: Site, name: str, output: Path, train: Sequence[str]) -> JobFiles:
-    """Where the files of a job lie: beside the runs, below `output`, named after the run and the time.
+    """Where the files of a job lie: beside the runs, below `output`, named after the run and the time in UTC.
 
     Args:
         name: of the run. train: configuration and overrides.
     """
     plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("-.") or "run"
-    stem = f"{plain}-{time.strftime('%Y%m%d-%H%M%S')}"
-    logs = output / _FOLDER
+    logs, ending = output / _FOLDER, ENDINGS[site.profile.scheduler]
+    begun = f"{plain}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
+    stems = (begun if number == 1 else f"{begun}-{number}" for number in count(1))
+    stem = next(stem for stem in stems if not os.path.lexists(logs / f"{stem}{ending}"))
     # Slurm's number stays when a job is queued again; the others write to their log themselves.
     log = f"{stem}-%j.log" if site.profile.scheduler == "slurm" else f"{stem}.log"
     return JobFiles(
         name=plain,
-        script=str(logs / f"{stem}{ENDINGS[site.profile.scheduler]}"),
+        script=str(logs / f"{stem}{ending}"),
         logs=str(logs),
         log=str(logs / log),
         train=tuple(train),

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -20,12 +21,16 @@ from hpctrain.errors import CheckpointError
 from hpctrain.log import get_logger
 from hpctrain.nearest import choices
 from hpctrain.storage.atomic_write import replacing, synchronise_directory
-from hpctrain.storage.hdf5_store import read_store, write_store
+from hpctrain.storage.hdf5_store import read_store, read_store_meta, write_store
 from hpctrain.storage.leftovers import remove_left
-from hpctrain.storage.sharded_checkpoint import BEFORE, SUFFIX, delete, open_sharded
+from hpctrain.storage.sharded_checkpoint import BEFORE, MANIFEST, SUFFIX, delete, open_sharded
 from hpctrain.storage.sharded_tensors import ShardedTensors
 
 _log = get_logger(__name__)
+#: links to what is not there, each of which is told once
+_told_missing: set[Path] = set()
+#: in the metadata: a checkpoint's number among all that its run has written, from 1 on
+SEQUENCE = "sequence"
 _NAME = re.compile(rf"checkpoint-(\d{{8,}})(?:{BEFORE})?\.(h5|shards)")
 _SET_ASIDE = re.compile(rf"checkpoint-(\d{{8,}})(?:{BEFORE})?-set-aside\.(h5|shards)")
 
@@ -90,14 +95,15 @@ def write(path: Path, content: CheckpointContent) -> None:
     """Write `path`, so that at every moment it is either what it was before or complete, on the disk.
 
     The file grows under a temporary name in the same directory, is synchronised, renamed, and the directory synchronised.
-    A temporary file that an earlier kill has left is removed first. One process writes in a directory at a time.
+    Temporary files that an earlier kill has left of it, or of other checkpoints of a run, are removed first. One process writes
+    in a directory at a time.
 
     Raises:
         CheckpointError: the file cannot be written (disk full, no permission); nothing is left behind.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        remove_left(path.parent)
+        remove_left(path.parent, of=path)
         with replacing(path) as partial:
             write_store(partial, content.tensors, content.meta)
     except (OSError, RuntimeError) as error:
@@ -131,12 +137,21 @@ def open_checkpoint(path: Path) -> CheckpointContent:
     return CheckpointContent(*(open_sharded(path) if is_sharded(path) else read_store(path)))
 
 
+def read_meta(path: Path) -> Mapping[str, object]:
+    """Return the metadata of a checkpoint, verified; no tensor is read.
+
+    Raises:
+        CheckpointError: as `read`.
+    """
+    return open_sharded(path)[1] if is_sharded(path) else read_store_meta(path)
+
+
 def read_newest(directory: Path) -> tuple[Path, CheckpointContent] | None:
-    """The checkpoint of the highest step whose every checksum holds, and its content; None where there is none.
+    """The checkpoint that was written last and whose every checksum holds, and its content; None where there is none.
 
     Each file is read once. Damaged ones are logged.
     """
-    for _, path in reversed(checkpoints(directory)):
+    for _, path in reversed(by_age(directory)):
         try:
             return path, read(path)
         except CheckpointError as error:
@@ -145,28 +160,84 @@ def read_newest(directory: Path) -> tuple[Path, CheckpointContent] | None:
 
 
 def by_age(directory: Path) -> list[tuple[int, Path]]:
-    """As `checkpoints`, but the one that was written first comes first, whatever its step."""
-    return _by_age(_matching(directory, _NAME))
+    """As `checkpoints`, but the one that was written first comes first, whatever its step. No clock decides.
+
+    Checkpoints are ordered by the sequence number in their metadata, which are read. One without it, as an earlier version wrote
+    it, or with metadata that cannot be read, is as old as those of the steps before it.
+    """
+    return _by_age(checkpoints(directory))
 
 
 def _by_age(entries: Iterable[tuple[int, Path]]) -> list[tuple[int, Path]]:
-    return sorted(entries, key=lambda entry: (entry[1].stat().st_mtime_ns, entry[0]))
+    latest, aged = 0, []
+    for step, path in entries:
+        number = _sequence(path)
+        latest = max(latest, number or 0)
+        aged.append((latest if number is None else number, step, path))
+    return [(step, path) for _, step, path in sorted(aged)]
 
 
-def prune(directory: Path, keep: int, spared: Collection[int] = ()) -> list[Path]:
+def next_sequence(directory: Path) -> int:
+    """Return the sequence number of the next checkpoint in `directory`: those that are set aside count, too."""
+    paths = (path for name in (_NAME, _SET_ASIDE) for _, path in _matching(directory, name))
+    return 1 + max((_sequence(path) or 0 for path in paths), default=0)
+
+
+def _sequence(path: Path) -> int | None:
+    """Return the sequence number in a checkpoint's metadata; None where there is none."""
+    try:
+        status = (path / MANIFEST if is_sharded(path) else path).stat()
+    except OSError:
+        return None
+    return _sequence_in(path.absolute(), status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+
+@lru_cache(maxsize=1 << 14)
+def _sequence_in(path: Path, *version: int) -> int | None:
+    """As `_sequence`; read once for each version of the file, as a directory may hold many checkpoints."""
+    try:
+        number = read_meta(path).get(SEQUENCE)
+    except (CheckpointError, OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return number if isinstance(number, int) and number > 0 else None
+
+
+def prune(directory: Path, keep: int, spared: Collection[int] = (), *, is_run: bool = True) -> list[Path]:
     """Delete all but the `keep` checkpoints that were written last, and all but as many set-aside ones; give what was deleted.
 
-    Not the highest steps: after a resume from before a damaged checkpoint, the damaged one would push out the new ones.
+    Not the highest steps: after a resume from before a damaged checkpoint, the damaged one would push out the new ones. A link to
+    what is not there is left out, with a warning.
 
     Args:
         spared: steps whose checkpoints stay, too, however old they are.
+        is_run: the directory is proven to be that of a run. Else it may be anybody's, and only files whose metadata say that they
+            are checkpoints of a run are looked at, whatever their names.
     """
     assert keep >= 1, "a directory keeps at least one checkpoint"
-    deleted = [path for step, path in by_age(directory)[:-keep] if step not in spared]
-    deleted += [path for _, path in _by_age(_matching(directory, _SET_ASIDE))[:-keep]]
+    there, aside = (
+        [(step, path) for step, path in _by_age(_matching(directory, name)) if _counts(path, is_run=is_run)]
+        for name in (_NAME, _SET_ASIDE)
+    )
+    deleted = [path for step, path in there[:-keep] if step not in spared]
+    deleted += [path for _, path in aside[:-keep]]
     for path in deleted:
         remove(path)
     return deleted
+
+
+def _counts(path: Path, *, is_run: bool) -> bool:
+    """Return whether a path is a checkpoint that may be deleted for its age."""
+    if not path.exists():
+        if path not in _told_missing:
+            _told_missing.add(path)
+            _log.warning("Skipping the checkpoint %s: it is a link to what is not there.", path)
+        return False
+    if is_run:
+        return True
+    try:
+        return "global_step" in read_meta(path)
+    except (CheckpointError, OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
 
 
 def remove(path: Path) -> None:
@@ -175,7 +246,7 @@ def remove(path: Path) -> None:
     Raises:
         OSError: it cannot be deleted.
     """
-    if is_sharded(path) and path.is_dir():
+    if is_sharded(path) and path.is_dir() and not path.is_symlink():
         delete(path)
     else:
         path.unlink(missing_ok=True)
@@ -195,7 +266,7 @@ def set_aside(directory: Path, step: int) -> list[Path]:
         return []
     try:
         for path, other in behind:
-            if other.exists():  # of an earlier time, and a directory cannot be replaced
+            if os.path.lexists(other):  # of an earlier time, and a directory cannot be replaced
                 remove(other)
             os.replace(path, other)
         synchronise_directory(directory)

@@ -140,6 +140,22 @@ def read_store(path: Path) -> tuple[dict[str, np.ndarray], dict[str, object]]:
         return _read(path, file)
 
 
+def read_store_meta(path: Path) -> dict[str, object]:
+    """Return the metadata of `path`, their own checksum verified; no tensor is read.
+
+    Raises:
+        CheckpointError: as `read_store`.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"There is no checkpoint {path}.")
+    with _damage_in(path), h5py.File(path, "r", locking=False) as file:
+        _check_header(path, file)
+        text = file[_META][()]
+        if hashlib.sha256(text).hexdigest() != _text(file[_META], "sha256"):
+            raise CheckpointError(f"The metadata in checkpoint {path} does not match its checksum; use an older one.")
+        return dict(json.loads(text))
+
+
 def _text(item: h5py.Group | h5py.Dataset, attribute: str) -> str:
     """An attribute's text; empty where there is none."""
     value = item.attrs.get(attribute, b"")

@@ -37,7 +37,8 @@ def _cut_torn_line(descriptor: int) -> None:
 
 
 def cut_back(path: Path, epoch: int, step: int, *, evaluates: bool = False, goes_back: bool = False) -> None:
-    """Take out of `path` what lies behind a position and will be recorded again from there. What has no step stays.
+    """Take out of `path` what lies behind a position and will be recorded again from there. What has no step stays, and so do
+    lines that no run has written.
 
     A last line that a kill has torn goes. Any other line that is no JSON object moves to `unreadable_path`, with a warning. At
     every moment `path` is either what it was before or complete, on the disk. One process at a time.
@@ -85,7 +86,8 @@ def _is_behind(record: Mapping[str, object], epoch: int, step: int, evaluates: b
     A checkpoint at an epoch's last step may be older than the end of the epoch: then its epoch is still that one.
     """
     its_step, its_epoch = record.get("step"), record.get("epoch")
-    if not isinstance(its_step, int):
+    is_of_a_run = isinstance(record.get("kind"), str) or isinstance(record.get("hashes"), str)
+    if not isinstance(its_step, int) or not is_of_a_run:
         return False
     if its_step != step or not isinstance(its_epoch, int):
         return its_step > step

@@ -1,6 +1,7 @@
 """The directory of one run: what was asked for, with what it ran, what it measured, and its checkpoints.
 
-    <output>/<name>-<YYYYmmdd-HHMMSS>/
+    <output>/<name>-<YYYYmmdd-HHMMSS>/      the time of its start, in UTC
+        run.json         proves that the directory is a run, and orders it among others (see `RunMarker`)
         config.yaml      the resolved configuration, of the latest start
         config-<step>.yaml      what it was until that step, where a resume changed it
         versions.json    versions of everything that computes
@@ -25,6 +26,7 @@ import math
 import os
 import platform
 import re
+import secrets
 import subprocess
 import time
 from collections.abc import Iterable, Mapping
@@ -42,18 +44,19 @@ from hpctrain.storage import metrics_file
 from hpctrain.storage.atomic_write import write_json, write_text
 from hpctrain.storage.bookkeeping import Bookkeeping
 from hpctrain.storage.whole_file import json_object, read_whole
+from hpctrain.storage.run_marker import MARKER, STAMP, RunMarker, is_run, mark, marker_of, order_of
 from hpctrain.version import __version__
 
 if TYPE_CHECKING:
     from hpctrain.storage.checkpoint import CheckpointContent
 
-_STAMP = re.compile(r".*-(\d{8}-\d{6})(?:-(\d+))?", re.DOTALL)
 _EARLIER = re.compile(r"config-(\d{8,})\.yaml")
 _NAME = re.compile(r"^name:.*$", re.MULTILINE)
 _LEGAL_NAME = re.compile(r"[A-Za-z0-9._][A-Za-z0-9._-]*")
 _GIT_SECONDS = 10
 # Of a file system, with room to spare.
 _LONGEST_PATH = 1 << 14
+_MOST_CONFIG_BYTES = 1 << 20
 
 #: name of the file that says where flight records lie
 FLIGHT_POINTER = "flight-directory"
@@ -112,7 +115,7 @@ class RunDirectory:
         versions: Mapping[str, str],
         git: Mapping[str, object],
     ) -> RunDirectory:
-        """A new directory below `output`, named after the time; no two calls get the same one. One rank only.
+        """A new directory below `output`, named after the time in UTC; no two calls get the same one. One rank only.
 
         Raises:
             ConfigError: `name` is no plain file name, or the directory cannot be made.
@@ -123,11 +126,12 @@ class RunDirectory:
                 f"The run name {name!r} may have letters, digits, dots, dashes and underscores only, as in {legal!r}."
             )
         try:
-            run = cls(_make_unique(Path(output), f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"))
+            run = cls(_make_unique(Path(output), f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"))
             run.checkpoints.mkdir()
             write_json(run.path / "versions.json", dict(versions))
             write_json(run.path / "git.json", dict(git))
-            # Last, because a directory with a configuration is a run.
+            mark(run.path, RunMarker(secrets.token_hex(8), _later_than_all(Path(output))))
+            # Last, because a directory with a configuration and a marker is a run.
             write_text(run.path / "config.yaml", config)
         except OSError as error:
             raise ConfigError(
@@ -145,7 +149,35 @@ class RunDirectory:
         run = cls(Path(path))
         if not (run.path / "config.yaml").is_file():
             raise CheckpointError(f"{path} is no run directory: it has no config.yaml.")
+        if not is_run(run.path):
+            raise CheckpointError(
+                f"{path} is no run directory: it has a config.yaml, but not the {MARKER} that `hpctrain train` writes; "
+                f"give the directory that a training named as its run directory."
+            )
         return run
+
+    @classmethod
+    def of_checkpoint(cls, path: Path, meta: Mapping[str, object]) -> RunDirectory | None:
+        """Return the run that the checkpoint `path` belongs to; None where it lies in no run, or in another one than its own.
+
+        A checkpoint holds the identity of its run. One that an earlier version wrote holds a configuration of the run instead.
+
+        Args:
+            meta: of the checkpoint.
+        """
+        for place in (path, path.absolute(), path.resolve()):
+            run = cls(place.parent.parent)
+            if place.parent.name != run.checkpoints.name or not is_run(run.path):
+                continue
+            marker, identity = marker_of(run.path), meta.get("run")
+            if (marker is not None and identity == marker.identity) if identity is not None else run._had(meta.get("config")):
+                return run
+        return None
+
+    def _had(self, config: object) -> bool:
+        """Return whether this is a configuration that the run has, or had."""
+        kept = [path for path in self.path.iterdir() if path.name == "config.yaml" or _EARLIER.fullmatch(path.name)]
+        return any(path.is_file() and path.read_bytes() == str(config).encode() for path in kept)
 
     @property
     def checkpoints(self) -> Path:
@@ -228,17 +260,18 @@ class RunDirectory:
     def follow_config(self, config: str, step: int, earlier: str) -> None:
         """From `step` on the run has this configuration; `earlier`, which it had until then, is kept beside it if it is another.
 
-        Configurations of steps behind `step` go, as the metrics of these do.
+        Configurations of steps behind `step` go, as the metrics of these do. Files that no run wrote stay.
 
         Raises:
             CheckpointError: the directory cannot be written; the configuration is what it was.
         """
         dated = ((_EARLIER.fullmatch(path.name), path) for path in self.path.iterdir())
-        gone = {path for match, path in dated if match and int(match[1]) >= step}
+        gone = {path for match, path in dated if match and int(match[1]) >= step and _is_dumped(path)}
         try:
             if config != earlier:
                 kept = self.path / f"config-{step:08d}.yaml"
-                write_text(kept, earlier)
+                if kept in gone or not os.path.lexists(kept):
+                    write_text(kept, earlier)
                 gone.discard(kept)
             if config != self.config():
                 write_text(self.path / "config.yaml", config)
@@ -289,6 +322,16 @@ def _make_unique(output: Path, stem: str) -> Path:
     raise AssertionError("unreachable")
 
 
+def _is_dumped(path: Path) -> bool:
+    """Return whether a file is a configuration as a run writes it: in the dump's form, to the last byte, with all keys."""
+    try:
+        text = path.read_text() if path.is_file() and path.stat().st_size <= _MOST_CONFIG_BYTES else ""
+        content = yaml.safe_load(text)
+        return isinstance(content, dict) and "output" in content and text == yaml.safe_dump(content, sort_keys=False, width=120)
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):
+        return False
+
+
 def _finite(value: object) -> object:
     if isinstance(value, float) and not math.isfinite(value):
         return None
@@ -300,16 +343,23 @@ def _finite(value: object) -> object:
 
 
 def runs(output: Path, name: str | None) -> Iterable[RunDirectory]:
-    """All runs below `output` whose configuration has exactly that name, newest first by the time in their directories' names.
+    """All runs below `output` whose configuration has exactly that name, newest first by the order that their markers keep.
+
+    Directories that are not proven to be runs are left out.
 
     name: None: whatever their names.
     """
-    stamped = []
+    ordered = []
     for path in Path(output).glob("*/config.yaml"):
-        match = _STAMP.fullmatch(path.parent.name)
-        if match and (name is None or _name_in(path) == name):
-            stamped.append((match[1], int(match[2] or 1), path.parent))
-    return [RunDirectory(path) for *_, path in sorted(stamped, reverse=True)]
+        match = STAMP.fullmatch(path.parent.name)
+        if match and (name is None or _name_in(path) == name) and is_run(path.parent):
+            ordered.append((order_of(path.parent), match[1], int(match[2] or 1), path.parent))
+    return [RunDirectory(path) for *_, path in sorted(ordered, reverse=True)]
+
+
+def _later_than_all(output: Path) -> int:
+    """Return the place of a new run below `output` in the order of runs."""
+    return max([time.time_ns(), *(1 + order_of(run.path) for run in runs(output, None))])
 
 
 def _name_in(path: Path) -> str | None:

@@ -24,7 +24,7 @@ from hpctrain.storage.sharded_tensors import ShardedTensors
 SUFFIX = ".shards"
 #: in the name of a checkpoint that gives way to another one of its step
 BEFORE = "-before"
-_MANIFEST, _DIGEST = "manifest.json", "manifest.sha256"
+MANIFEST, _DIGEST = "manifest.json", "manifest.sha256"
 _FORMAT, _VERSION = "hpctrain-sharded-checkpoint", 1
 
 
@@ -51,8 +51,8 @@ def publish(partial: Path, path: Path, shards: Sequence[ShardFacts], meta: Mappi
     content = {"format": _FORMAT, "format_version": _VERSION, "meta": dict(meta), "shards": facts}
     text = json.dumps(content, default=plain, sort_keys=True, indent=1).encode()
     try:
-        write_bytes(partial / _MANIFEST, text)
-        write_bytes(partial / _DIGEST, f"{hashlib.sha256(text).hexdigest()}  {_MANIFEST}\n".encode())
+        write_bytes(partial / MANIFEST, text)
+        write_bytes(partial / _DIGEST, f"{hashlib.sha256(text).hexdigest()}  {MANIFEST}\n".encode())
         before = moved_away(path)
         if path.exists():  # the same step once more: a directory that is not empty cannot be replaced
             if before.exists():
@@ -88,11 +88,11 @@ def open_sharded(path: Path) -> tuple[ShardedTensors, dict[str, object]]:
         CheckpointError: there is none, or its manifest is damaged or of another version.
     """
     try:
-        text = (path / _MANIFEST).read_bytes()
+        text = (path / MANIFEST).read_bytes()
         digest = (path / _DIGEST).read_bytes()
     except OSError as error:
         raise CheckpointError(f"The checkpoint {path} has no manifest ({error.strerror}); use an older one.") from error
-    if digest != f"{hashlib.sha256(text).hexdigest()}  {_MANIFEST}\n".encode():
+    if digest != f"{hashlib.sha256(text).hexdigest()}  {MANIFEST}\n".encode():
         raise CheckpointError(f"The manifest of the checkpoint {path} does not match its checksum; use an older one.")
     content = json.loads(text)
     if content["format_version"] != _VERSION:

@@ -9,11 +9,11 @@ import pytest
 
 from benchmarks import finetune
 from benchmarks.finetune import OURS, PEER, RANDOM
+from tests.support.unmarked_run import make_unmarked
 
 
 def write(directory: Path, accuracies: list[float]) -> None:
-    directory.mkdir(parents=True)
-    (directory / "config.yaml").write_text("name: some\n")
+    make_unmarked(directory, "name: some\n")
     records = [{"kind": "evaluation", "epoch": epoch + 1, "top1": value} for epoch, value in enumerate(accuracies)]
     (directory / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
 

@@ -13,7 +13,8 @@ from click.testing import CliRunner, Result
 from hpctrain.cli.main import cli
 from hpctrain.storage import best_record
 from hpctrain.storage.best_record import BestRecord
-from hpctrain.storage.checkpoint import CheckpointContent, checkpoint_path, parameter_key, read, write
+from hpctrain.storage.checkpoint import SEQUENCE, CheckpointContent, checkpoint_path, parameter_key, read, write
+from tests.support.unmarked_run import make_unmarked
 
 
 def _call(*words: str) -> Result:
@@ -25,11 +26,11 @@ def run(tmp_path: Path) -> Path:
     """A run with checkpoints after 1, 2 and 3 steps, written in this order."""
     for step in (1, 2, 3):
         tensors = {parameter_key("fc.weight"): np.full((3, 2), step, np.float32)}
-        meta = {"global_step": step, "epoch": 0, "seed": 5, "config": "name: long\n" * 50}
+        meta = {"global_step": step, "epoch": 0, "seed": 5, "config": "name: long\n" * 50, SEQUENCE: step}
         path = checkpoint_path(tmp_path / "checkpoints", step)
         write(path, CheckpointContent(tensors, meta))
-        os.utime(path, (1e9 + step, 1e9 + step))
-    return tmp_path
+        os.utime(path, (2e9 - step, 2e9 - step))  # clocks decide nothing
+    return make_unmarked(tmp_path, "name: long\n")
 
 
 def _damage(run: Path, step: int) -> Path:
@@ -109,7 +110,8 @@ def test_the_best_is_pruned_on_request_only(run: Path, best: Path) -> None:
 
 
 def test_the_best_among_the_latest_is_pruned_by_no_request(run: Path, best: Path) -> None:
-    os.utime(best, (2e9, 2e9))
+    content = read(best)
+    write(best, CheckpointContent(content.tensors, {**content.meta, SEQUENCE: 4}))  # a run went back to before it
     assert _call("prune", str(run), "--keep", "1", "--drop-best").exit_code == 0
     assert best_record.read(run / "checkpoints") is not None
     assert best.exists()

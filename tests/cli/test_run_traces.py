@@ -11,13 +11,11 @@ from hpctrain.cli.run_traces import RunTraces
 from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.flight.ring import End, file_name, mark_end
 from hpctrain.launch.supervisor import Traces
+from tests.support.unmarked_run import make_unmarked
 
 
 def _run(output: Path, stamp: str, name: str = "a") -> Path:
-    run = output / f"{name}-{stamp}"
-    (run / "checkpoints").mkdir(parents=True)
-    (run / "config.yaml").write_text(f"name: {name}\n")
-    return run
+    return make_unmarked(output / f"{name}-{stamp}", f"name: {name}\n")
 
 
 def _checkpoint(run: Path, step: int, suffix: str = ".h5", written: int = 0) -> Path:

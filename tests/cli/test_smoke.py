@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 from hpctrain.cli.main import cli
 from tests.support.jobs import Outcome
+from tests.support.unmarked_run import make_unmarked
 
 Job = Callable[..., Outcome]
 
@@ -78,8 +79,7 @@ def test_grids_are_tried_on_the_ranks_that_there_are(job: Job, ranks: int, tmp_p
 def test_all_parts_of_a_recipe_run_and_earlier_runs_stay(job: Job, tmp_path: Path) -> None:
     (tmp_path / "tiny.yaml").write_text(AGAINST_ALL)
     earlier = tmp_path / "runs" / "tiny-20200101-000000"
-    earlier.mkdir(parents=True)
-    (earlier / "config.yaml").write_text("name: tiny\n")
+    make_unmarked(earlier, "name: tiny\n")
     outcome = job(2, ["-m", "hpctrain", "train", "tiny.yaml", "--smoke"], cwd=tmp_path)
     assert outcome.code == 0, outcome.output
     assert "smoke: there is no nowhere.safetensors yet, so all weights are drawn by the seed" in outcome.stdout

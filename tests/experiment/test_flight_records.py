@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,6 +15,7 @@ from hpctrain.comm.single import SingleCommunicator
 from hpctrain.experiment.flight_records import explain_deadlines, keep, watched
 from hpctrain.experiment.session import Session
 from hpctrain.flight.recorder import FlightRecorder
+from hpctrain.flight.report import records_in
 from hpctrain.flight.ring import End, file_name, read
 from hpctrain.storage.run_directory import FLIGHT_POINTER, RunDirectory
 from hpctrain.train.metrics import Reporter
@@ -37,6 +39,7 @@ def _session(flight: FlightRecorder | None, where: str) -> Session:
         "config": SimpleNamespace(flight=where),
         "is_root": True,
         "world": SingleCommunicator(),
+        "grid": SimpleNamespace(node=alone),
     }
     return cast("Session", SimpleNamespace(**values))
 
@@ -55,6 +58,31 @@ def test_a_run_that_ends_well_has_finished(tmp_path: Path) -> None:
     assert (found.end, found.ranks, found.deadline_ns) == (End.FINISHED, 1, 30_000_000_000)
     assert found.job > 0
     assert session.progress.explain()[0].startswith("autopsy: The job finished")
+
+
+def test_records_of_the_latest_start_count_where_the_clock_has_gone_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, year_ns = _directory(tmp_path), 365 * 86400 * 10**9
+    now_ns = time.time_ns()
+    for start, time_ns in enumerate((now_ns + year_ns, now_ns - year_ns, now_ns)):
+        monkeypatch.setattr(time, "time_ns", lambda time_ns=time_ns: time_ns)
+        for rank in (0, 1):  # of which the later one is of the first start alone
+            if rank and start:
+                continue
+            flight = FlightRecorder()
+            flight.join(rank, 2 if start == 0 else 1, time.time_ns(), 30.0)
+            flight.step(1, start + 1)
+            keep(_session(flight, "run"), directory, Saying())
+    assert [(found.rank, found.step) for found in records_in(directory.path / "flight")] == [(0, 3)]
+
+
+def test_times_of_all_records_are_those_of_rank_0(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Clocks of nodes differ, and the autopsy compares times of ranks."""
+    flight = FlightRecorder()
+    monkeypatch.setattr(time, "time_ns", lambda: 10**18)
+    with watched(flight, SingleCommunicator(), 30.0):
+        flight.keep_in(tmp_path)
+        found = read(tmp_path / file_name(0))
+    assert 1e9 <= found.wall_seconds(time.perf_counter_ns()) < 1e9 + 600
 
 
 def test_one_that_raises_has_not(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 from hpctrain.data import format as data_format
 from hpctrain.storage.run_directory import latest
 from tests.experiment.test_checkpoints import CONFIG
+from tests.support.unmarked_run import make_unmarked
 from tests.support.virtual_runs import train_virtual
 
 
@@ -23,8 +24,7 @@ def test_a_new_run_removes_what_killed_runs_of_its_name_have_left(tmp_path: Path
     left = {}
     for name, stamp in (("tiny", "20200101-000000"), ("tiny", "20200101-000001"), ("other", "20200101-000000")):
         checkpoints = output / f"{name}-{stamp}" / "checkpoints"
-        checkpoints.mkdir(parents=True)
-        (checkpoints.parent / "config.yaml").write_text(f"name: {name}\n")
+        make_unmarked(checkpoints.parent, f"name: {name}\n")
         left[name, stamp] = checkpoints / "checkpoint-00000002.h5.partial"
         left[name, stamp].write_bytes(b"half")
     for key in (("tiny", "20200101-000000"), ("other", "20200101-000000")):

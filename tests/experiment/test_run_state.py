@@ -93,6 +93,25 @@ def test_ranks_tell_whether_the_run_goes_on() -> None:
     assert "It broke" in failed
 
 
+def test_clocks_that_differ_end_no_run_that_is_followed(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silence of a rank on another machine is counted here, unless it is longer than clocks are wrong."""
+    beat, seconds = [100 * SECOND], [0.0]
+    monkeypatch.setattr(run_state, "_flight", lambda of: (record(0, ranks=1, seen_ns=beat[0]),))
+    monkeypatch.setattr(time, "monotonic", lambda: seconds[0])
+    skewed, reader = 5 * 3600.0, RunReader(directory, follows=True)
+    assert RunReader(directory).read(skewed).end is not None, "one look has the clocks alone"
+    for _ in range(9):
+        assert reader.read(beat[0] / SECOND + skewed).end is None
+        beat[0] += 30 * SECOND
+        seconds[0] += 30.0
+    for silent, ended in ((0.0, False), (69.0, False), (71.0, True)):
+        assert (reader.read(beat[0] / SECOND + skewed + silent).end is not None) == ended
+        seconds[0] = 270.0 + (69.0 if silent == 0.0 else 71.0)
+    assert RunReader(directory, follows=True).read(3e6).end is not None
+    gone = record(0, host=socket.gethostname(), process=2**22 + 1, ranks=1)
+    assert _end(gone, now=-3600.0) is not None, "the clock was set back after its end"
+
+
 def test_records_of_ranks_are_read_where_the_run_says_they_lie(directory: RunDirectory, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     directory.point_to_flight(elsewhere)

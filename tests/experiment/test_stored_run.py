@@ -14,6 +14,7 @@ from hpctrain.experiment.stored_run import FRESH, find_run
 from hpctrain.storage import best_record, checkpoint
 from hpctrain.storage.best_record import BestRecord
 from hpctrain.storage.checkpoint import CheckpointContent
+from tests.support.unmarked_run import make_unmarked
 
 CONFIG = """
 name: {name}
@@ -37,9 +38,8 @@ def runs(tmp_path: Path) -> Path:
     """Two runs of unlike names, of which the older one has a best checkpoint, and a newer one without any checkpoint."""
     for name, step in ((OLD, 4), (NEW, 9), ("third-20260401-120000", None)):
         directory = tmp_path / "runs" / name
-        (directory / "checkpoints").mkdir(parents=True)
         text = CONFIG.format(name=name.partition("-")[0], model="small")
-        (directory / "config.yaml").write_text(text)
+        make_unmarked(directory, text)
         if step is not None:
             content = CheckpointContent({"parameters/w": np.ones(2)}, {"config": text.replace("small", "alexnet")})
             checkpoint.write(checkpoint.checkpoint_path(directory / "checkpoints", step), content)
@@ -88,9 +88,8 @@ def test_what_begins_afresh_is_the_default_of_every_key() -> None:
 def test_code_that_a_run_alone_names_is_not_imported(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     directory = tmp_path / "runs" / NEW
-    directory.mkdir(parents=True)
     (tmp_path / "mine.py").write_text("raise SystemExit('imported')")
-    (directory / "config.yaml").write_text(CONFIG.format(name="second", model=f'"{model}"'))
+    make_unmarked(directory, CONFIG.format(name="second", model=f'"{model}"'))
     with pytest.raises(
         ConfigError, match=f'names code, "{model}", which is imported only where you name it yourself; give --config'
     ):

@@ -17,6 +17,7 @@ from hpctrain.site import profile_files
 from hpctrain.site.job import JobRequest, plan_job
 from hpctrain.site.script import render
 from hpctrain.site.submission import Submission, job_files, submit
+from tests.experiment.test_clocks import DOUBLE_HOUR, clock
 from tests.support import stand_ins
 
 pytestmark = pytest.mark.job
@@ -124,3 +125,15 @@ def test_the_environment_of_this_python_is_used_again(monkeypatch: pytest.Monkey
         monkeypatch.setattr("sys.prefix", prefix)
         monkeypatch.setattr("sys.base_prefix", base)
         assert job_files(site, "run", Path("out"), ()).environment == used
+
+
+def test_no_script_of_another_job_is_replaced(tmp_path: Path) -> None:
+    """Of two jobs in a second, or in the hour that comes twice when summer time ends."""
+    site, names = profile_files.read("slurm", {}), []
+    for seconds in (DOUBLE_HOUR, DOUBLE_HOUR, DOUBLE_HOUR + 3600):
+        with clock(seconds, "Europe/Berlin"):
+            files = job_files(site, "run", tmp_path, ())
+        names.append(Path(files.script).name)
+        Path(files.script).parent.mkdir(exist_ok=True)
+        Path(files.script).write_text("")
+    assert names == ["run-20251026-003000.sbatch", "run-20251026-003000-2.sbatch", "run-20251026-013000.sbatch"]

@@ -9,16 +9,19 @@ import subprocess
 import sys
 import time
 
+import h5py
 import numpy as np
 import pytest
 
 from hpctrain.errors import CheckpointError
 from hpctrain.storage import checkpoint as module
 from hpctrain.storage.checkpoint import (
+    SEQUENCE,
     CheckpointContent,
     by_age,
     checkpoint_path,
     checkpoints,
+    next_sequence,
     optimizer_key,
     parameter_key,
     prune,
@@ -115,35 +118,75 @@ def test_nothing_valid(tmp_path):
     assert newest(tmp_path) is None
 
 
-def test_prune_keeps_what_was_written_last(tmp_path):
-    def written(step, seconds):
-        write(checkpoint_path(tmp_path, step), content(step))
-        os.utime(checkpoint_path(tmp_path, step), (seconds, seconds))
+def written(directory, step, sequence=None):
+    """A checkpoint as a run writes it; without a sequence number: as an earlier version did."""
+    held = content(step)
+    meta = held.meta if sequence is None else {**held.meta, SEQUENCE: sequence}
+    write(checkpoint_path(directory, step), CheckpointContent(held.tensors, meta))
 
-    for step in (5, 7, 9, 25):
-        written(step, step)
+
+@pytest.mark.parametrize("numbered", [True, False])
+def test_prune_keeps_what_was_written_last(tmp_path, numbered):
+    for sequence, step in enumerate((5, 7, 9, 25), 1):
+        written(tmp_path, step, sequence if numbered else None)
     assert prune(tmp_path, 4) == []
     assert prune(tmp_path, 2) == [checkpoint_path(tmp_path, 5), checkpoint_path(tmp_path, 7)]
     damage(checkpoint_path(tmp_path, 25))
-    os.utime(checkpoint_path(tmp_path, 25), (25, 25))
-    written(11, 30)  # resumed from step 9, because 25 is damaged
+    set_aside(tmp_path, 9)
+    assert next_sequence(tmp_path) == (5 if numbered else 1)
+    written(tmp_path, 11, 5)  # resumed from step 9, because 25 is damaged
     prune(tmp_path, 1)
     assert newest(tmp_path) == checkpoint_path(tmp_path, 11)
-    assert listing(tmp_path) == ["checkpoint-00000011.h5"]
+    assert listing(tmp_path) == ["checkpoint-00000011.h5", "checkpoint-00000025-set-aside.h5"]
     with pytest.raises(AssertionError):
         prune(tmp_path, 0)
 
 
 def test_prune_spares_a_step_however_old_it_is(tmp_path):
     for step in (5, 7, 9, 25):
-        write(checkpoint_path(tmp_path, step), content(step))
-        os.utime(checkpoint_path(tmp_path, step), (100 - step, 100 - step))
+        written(tmp_path, step, 100 - step)
     assert [step for step, _ in by_age(tmp_path)] == [25, 9, 7, 5]
+    assert newest(tmp_path) == checkpoint_path(tmp_path, 5)
     set_aside(tmp_path, 9)
-    write(checkpoint_path(tmp_path, 25), content(25))
-    os.utime(checkpoint_path(tmp_path, 25), (1, 1))
+    written(tmp_path, 25, 1)
     assert prune(tmp_path, 1, {25, 4}) == [checkpoint_path(tmp_path, 9), checkpoint_path(tmp_path, 7)]
     assert [step for step, _ in by_age(tmp_path)] == [25, 5]
+
+
+def test_a_link_to_what_is_not_there_is_left_out(tmp_path, caplog):
+    for sequence, step in enumerate((7, 9, 11), 1):
+        written(tmp_path, step, sequence)
+    for step in (5, 13):
+        checkpoint_path(tmp_path, step).symlink_to(tmp_path / "unmounted" / "checkpoint.h5")
+    logger = logging.getLogger("hpctrain.storage.checkpoint")
+    logger.addHandler(caplog.handler)
+    try:
+        assert newest(tmp_path) == checkpoint_path(tmp_path, 11)
+        assert prune(tmp_path, 2) == [checkpoint_path(tmp_path, 7)]
+        set_aside(tmp_path, 9)
+    finally:
+        logger.removeHandler(caplog.handler)
+    told = {record.getMessage() for record in caplog.records if "is a link to what is not there" in record.getMessage()}
+    assert len(told) == 2
+    assert len(listing(tmp_path)) == 4, "links stay, as their targets may come back"
+
+
+def test_where_no_run_is_proven_only_checkpoints_of_runs_are_pruned(tmp_path):
+    for step in (5, 7, 9):
+        written(tmp_path, step)
+    with h5py.File(checkpoint_path(tmp_path, 1), "w") as file:  # other programs name their files alike
+        file["weights"] = np.ones(3)
+    checkpoint_path(tmp_path, 3).write_bytes(b"somebody's")
+    assert prune(tmp_path, 1, is_run=False) == [checkpoint_path(tmp_path, 5), checkpoint_path(tmp_path, 7)]
+    assert len(listing(tmp_path)) == 3
+
+
+def test_a_write_removes_no_file_of_others(tmp_path):
+    names = ("download.h5.partial", "checkpoint-00000003.h5.partial", "net.h5.partial.backup", "other.shards.ab12.partial")
+    for name in names:
+        (tmp_path / name).write_bytes(b"somebody's")
+    write(tmp_path / "net.h5", content(1))
+    assert listing(tmp_path) == sorted((*names, "net.h5"))
 
 
 def test_prune_keeps_as_many_of_those_that_are_set_aside(tmp_path):

@@ -16,8 +16,9 @@ import pytest
 from hpctrain.errors import CheckpointError, ConfigError, DataError
 from hpctrain.storage.checkpoint import CheckpointContent, checkpoint_path, write
 from hpctrain.storage.run_directory import RunDirectory, git_state, latest, resumable, runs, software_versions
+from tests.support.unmarked_run import make_unmarked
 
-CONFIG = "model: {name: Größe}\nname: quickstart\n"
+CONFIG = "model:\n  name: small\nname: quickstart\noutput: runs\n"
 
 
 def create(output, name="quickstart"):
@@ -26,10 +27,8 @@ def create(output, name="quickstart"):
 
 def at(output, name, *steps):
     """A run with that directory name and checkpoints."""
-    path = output / name
-    path.mkdir(parents=True)
     recorded = re.sub(r"-\d{8}-\d{6}(-\d+)?$", "", name)
-    (path / "config.yaml").write_text(f"seed: 1\nname: '{recorded}'\nmodel:\n  name: small\n")
+    path = make_unmarked(output / name, f"seed: 1\nname: '{recorded}'\nmodel:\n  name: small\n")
     for step in steps:
         write(checkpoint_path(path / "checkpoints", step), CheckpointContent({"parameters/a": np.ones(3)}, {}))
     return RunDirectory(path)
@@ -44,7 +43,13 @@ def test_create_and_open(tmp_path):
         git={"revision": "abc", "dirty": True},
     )
     assert run.path.parent == tmp_path / "runs"
-    assert sorted(path.name for path in run.path.iterdir()) == ["checkpoints", "config.yaml", "git.json", "versions.json"]
+    assert sorted(path.name for path in run.path.iterdir()) == [
+        "checkpoints",
+        "config.yaml",
+        "git.json",
+        "run.json",
+        "versions.json",
+    ]
     assert run.config() == CONFIG
     versions = json.loads((run.path / "versions.json").read_text())
     assert set(versions) == {"python", "hpctrain", "numpy", "mpi4py", "h5py", "kernels", "mpi"}

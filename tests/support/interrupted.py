@@ -152,6 +152,7 @@ class PartOfRun:
         position, directory = Position(), None
         if start is not None:
             raise_on_all_ranks(session.world, lambda: parts.replica.load(start.content))
+            assert start.directory is not None
             position, directory = start.position, start.directory
             if session.is_root:
                 checkpoint.set_aside(directory.checkpoints, position.global_step)
@@ -161,7 +162,7 @@ class PartOfRun:
         directory = directory or _new_directory(session)
         checkpoints = RunCheckpoints(session, parts, directory, reporter)
         hashes = RunHashes(session, parts.replica, directory)
-        go_back = rollback(session, parts, directory, reporter, checkpoints, fresh=start is None)
+        go_back = rollback(session, parts, directory, reporter, checkpoints, fresh=position if start is None else None)
         first_step = position.global_step
         asks = self._asks(session.world.rank, session.world.size, parts.replica)
         ends = self.course is not None

@@ -1,0 +1,117 @@
+"""The proof that a directory is a run, and the order of runs, which no clock and no time zone decides.
+
+A run has a marker of its own, `run.json`. Runs of earlier versions have none: they are known by the versions that they kept, and
+are marked when they go on. Whatever is written, cut or deleted in a directory needs this proof first, as a `config.yaml` or a
+`metrics.jsonl` may be anybody's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import re
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.storage.atomic_write import write_json
+
+#: of the name of a run directory: its start, and a number where several have begun in that second
+STAMP = re.compile(r".*-(\d{8}-\d{6})(?:-(\d+))?", re.DOTALL)
+#: name of the file that proves that a directory is a run
+MARKER = "run.json"
+_FORMAT, _FORMAT_VERSION = "hpctrain-run", 1
+#: of a small JSON file that is read from a directory which may be anybody's
+_MOST_BYTES = 1 << 20
+_MOST_NS = 1 << 62
+
+
+@dataclass(frozen=True)
+class RunMarker:
+    """The identity of a run, and its place in the order of runs.
+
+    Args:
+        identity: random; the run's checkpoints hold it, too.
+        order: nanoseconds since 1970 at the start of the run, but always more than that of every run which was there then. So the
+            order of the runs of an output directory does not depend on clocks that differ, go back or jump.
+    """
+
+    identity: str
+    order: int
+
+
+def mark(path: Path, marker: RunMarker) -> None:
+    """Write the marker of the run directory `path`, whole or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    begun = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(marker.order // 10**9))
+    content = {"format": _FORMAT, "format_version": _FORMAT_VERSION, "run": marker.identity, "order": marker.order}
+    write_json(path / MARKER, {**content, "begun": begun})
+
+
+def marker_of(path: Path) -> RunMarker | None:
+    """Return the marker of the run directory `path`; None where it has none, as in runs of earlier versions."""
+    content = _json_object(path / MARKER)
+    identity, order = content.get("run"), content.get("order")
+    if content.get("format") != _FORMAT or not isinstance(identity, str) or not isinstance(order, int):
+        return None
+    return RunMarker(identity, min(max(0, order), _MOST_NS))
+
+
+def is_run(path: Path) -> bool:
+    """Return whether `path` is proven to be a run directory: by its marker, or by the versions that earlier versions kept."""
+    if not (path / "config.yaml").is_file():
+        return False
+    versions = _json_object(path / "versions.json")
+    return marker_of(path) is not None or ("python" in versions and "hpctrain" in versions)
+
+
+def claim(path: Path) -> None:
+    """Mark the run directory `path` of an earlier version, which has no marker; its place among the runs stays.
+
+    Raises:
+        OSError: the marker cannot be written.
+    """
+    if marker_of(path) is None:
+        mark(path, RunMarker(secrets.token_hex(8), order_of(path)))
+
+
+def _json_object(path: Path) -> Mapping[str, object]:
+    """Return the JSON object in a small file; an empty one where there is none."""
+    try:
+        if not path.is_file() or path.stat().st_size > _MOST_BYTES:
+            return {}
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def order_of(path: Path) -> int:
+    """Return the place of a run in the order of runs; that of an earlier version began when its first record was made."""
+    marker = marker_of(path)
+    if marker is not None:
+        return marker.order
+    seconds = _first_seconds(path / "metrics.jsonl")
+    match = STAMP.fullmatch(path.name)
+    if seconds is None and match is not None:  # the name alone is left, in the local time of the machine that the run began on
+        with contextlib.suppress(ValueError, OverflowError):
+            seconds = time.mktime(time.strptime(match[1], "%Y%m%d-%H%M%S"))
+    return 0 if seconds is None else min(max(0, int(seconds * 1e9)), _MOST_NS)
+
+
+def _first_seconds(metrics: Path) -> float | None:
+    """Return when the first record of a run was made, in seconds since 1970; None where that cannot be read."""
+    try:
+        if metrics.is_file():
+            with open(metrics, "rb") as file:
+                seconds = json.loads(file.readline(_MOST_BYTES))["time"]
+                return seconds if isinstance(seconds, int | float) and math.isfinite(seconds) else None
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        pass
+    return None
