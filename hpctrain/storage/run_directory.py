@@ -43,8 +43,8 @@ from hpctrain.launch.signals import release
 from hpctrain.storage import metrics_file
 from hpctrain.storage.atomic_write import write_json, write_text
 from hpctrain.storage.bookkeeping import Bookkeeping
-from hpctrain.storage.whole_file import json_object, read_whole
 from hpctrain.storage.run_marker import MARKER, STAMP, RunMarker, is_run, mark, marker_of, order_of
+from hpctrain.storage.whole_file import json_object, read_whole
 from hpctrain.version import __version__
 
 if TYPE_CHECKING:
