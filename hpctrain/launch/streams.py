@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import contextlib
 import fcntl
+import io
 import os
 import stat
 import sys
@@ -18,7 +19,7 @@ def open_closed_streams() -> None:
     """Put /dev/null where one of the descriptors 0 to 2 is closed: call it before any file is opened.
 
     The next file, be it a checkpoint, would get that number, and what MPI, the keeper or a signal has to say would be written
-    into it. Python has None for such a stream.
+    into it. Python has None for such a stream. Characters that the encoding of an output lacks are written as escapes.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
@@ -28,6 +29,9 @@ def open_closed_streams() -> None:
             stream = open(number, mode, closefd=False)  # noqa: SIM115  as long as the process
             setattr(sys, name, stream)
             setattr(sys, f"__{name}__", stream)
+    for output in (sys.stdout, sys.stderr):
+        if isinstance(output, io.TextIOWrapper) and output.errors == "strict":  # class names, in the locale of a batch job
+            output.reconfigure(errors="backslashreplace")
 
 
 def flush_to_reader(seconds: float = 1.0) -> None:

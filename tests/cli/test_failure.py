@@ -295,7 +295,13 @@ def test_a_job_whose_reader_leaves_ends_without_a_word(monkeypatch: pytest.Monke
 def test_a_command_that_needs_no_ranks_is_told_once_under_a_launcher(
     monkeypatch: pytest.MonkeyPatch, rank: str, said: int
 ) -> None:
-    for name, value in {"MPI_LOCALNRANKS": "4", "MPI_LOCALRANKID": rank, "PMI_SIZE": "4", "PMI_RANK": rank}.items():
+    for name, value in {
+        "MPI_LOCALNRANKS": "4",
+        "MPI_LOCALRANKID": rank,
+        "PMI_SIZE": "4",
+        "PMI_RANK": rank,
+        "PMI_PORT": "n1:4000",
+    }.items():
         monkeypatch.setenv(name, value)
     result = CliRunner().invoke(cli, ["config", "check", "nowhere.yaml"])
     assert result.exit_code == USER_ERROR

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -13,8 +14,10 @@ from hpctrain.launch.launcher import (
     Launcher,
     check_world,
     detect,
+    environment_fault,
     expand_counts,
     keeps_job_of_lost_ranks,
+    lone_fault,
     may_overlook_exit_codes,
     without_launcher,
 )
@@ -141,6 +144,76 @@ def test_neither_numpy_nor_mpi_is_imported() -> None:
     modules = "hpctrain.launch.launcher, hpctrain.launch.threads"
     program = f"import sys, {modules}; print(*[m for m in ('numpy', 'mpi4py') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip() == ""
+
+
+def _root(tmp_path: Path, listening: int = 39519) -> Path:
+    """A file system with a socket at descriptor 9, a file at 8, and one port that listens."""
+    (tmp_path / "proc/self/fd").mkdir(parents=True)
+    (tmp_path / "proc/self/fd/9").symlink_to("socket:[1]")
+    (tmp_path / "proc/self/fd/8").symlink_to("/some/file")
+    (tmp_path / "proc/net").mkdir()
+    rows = [f"0: 0100007F:{listening:04X} 00000000:0000 0A 0", "1: 0100007F:0FA0 0100007F:9A5F 01 0"]
+    (tmp_path / "proc/net/tcp").write_text("\n".join(["sl local_address rem_address st", *rows]) + "\n")
+    return tmp_path
+
+
+_URI = "PMIX_SERVER_URI41"
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        (HYDRA | {"PMI_FD": "77"}, "PMI_FD is 77, but no such descriptor is open: the variables of MPICH hydra mpiexec"),
+        (HYDRA | {"PMI_FD": "8"}, "this descriptor is /some/file, no socket"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "1", "PMI_FD": "77"}, "unset PMI_FD PMI_RANK PMI_SIZE"),
+        (SLURM | {"PMI_RANK": "6", "PMI_SIZE": "7", "PMI_FD": "77"}, "the variables of Slurm srun are left over"),
+        (HYDRA, "PMI_RANK is set, but neither PMI_FD nor PMI_PORT"),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_PORT": "localhost:4000"}, "PMI_PORT names port 4000, where nothing listens"),
+        (OPEN_MPI | {_URI: "prte@0.0;tcp4://127.0.0.1:4000"}, f"{_URI} names port 4000, where nothing listens"),
+    ],
+)
+def test_variables_of_a_launcher_that_is_gone_are_told(tmp_path: Path, environ: dict, words: str) -> None:
+    fault = environment_fault(environ, _root(tmp_path))
+    assert fault is not None
+    assert words in fault
+    assert "start it by a launcher" in fault
+    assert fault.endswith(".")
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        BATCH_SCRIPT,
+        SLURM,
+        PALS,
+        OPEN_MPI,
+        HYDRA | {"PMI_FD": "9"},
+        HYDRA | {"PMI_PORT": "node7:4000"},  # another node's
+        HYDRA | {"PMI_SIZE": "1"},
+        OPEN_MPI | {_URI: "prte@0.0;tcp4://127.0.0.1:39519"},
+        OPEN_MPI | {_URI: "prte@0.0;tcp4://127.0.0.1:4000", "PMIX_SERVER_URI2": "prte@0.0;tcp4://127.0.0.1:39519"},
+        OPEN_MPI | {_URI: "prte@0.0;/tmp/socket"},
+        {"PMI_RANK": "1", "PMI_SIZE": "2", "FLUX_URI": "local:///x"},
+    ],
+)
+def test_ranks_of_a_launcher_that_is_there_are_not(tmp_path: Path, environ: dict) -> None:
+    assert environment_fault(environ, _root(tmp_path)) is None
+
+
+def test_one_process_of_a_job_of_several_is_told(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("a\na\nb\n")
+    (tmp_path / "host").write_text("a\na\n")
+    pbs = {"PBS_JOBID": "1", "PBS_NODEFILE": str(tmp_path / "hosts")}
+    several = [BATCH_SCRIPT, {"SLURM_NTASKS": "8"}, {"SLURM_NTASKS": "1", "SLURM_JOB_NUM_NODES": "2"}, pbs]
+    for environ in several:
+        fault = lone_fault(detect(environ), environ)
+        assert fault is not None
+        assert "is the only rank; start it as" in fault
+        assert lone_fault(detect(environ), environ | {"HPCTRAIN_EXPECT_RANKS": "1"}) is None
+    alone = [{}, {"SLURM_NTASKS": "1"}, {"PBS_NODEFILE": "x"}, pbs | {"PBS_NODEFILE": str(tmp_path / "host")}]
+    for environ in (*alone, pbs | {"PBS_NODEFILE": "/nowhere"}, SLURM, BATCH_SCRIPT | HYDRA, SLURM | OPEN_MPI):
+        assert lone_fault(detect(environ), environ) is None
 
 
 def test_only_fault_tolerant_launchers_keep_a_job_that_has_lost_a_rank() -> None:

@@ -72,3 +72,11 @@ def test_nobody_waits_longer_than_asked_for(capfd: pytest.CaptureFixture[str]) -
     begin = time.monotonic()
     flush_to_reader(0.2)
     assert time.monotonic() - begin < 5.0
+
+
+@pytest.mark.job
+def test_characters_that_the_encoding_of_an_output_lacks_are_escapes() -> None:
+    program = "from hpctrain.launch.streams import open_closed_streams as o; o(); print('caf\\xe9')"
+    environ = clean_environment() | {"PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
+    done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "caf\\xe9\n"), done.stderr

@@ -10,7 +10,7 @@ import pytest
 
 from hpctrain.errors import LaunchError
 from hpctrain.launch.launcher import Launcher
-from hpctrain.launch.threads import outnumbers_cores, physical_cores, rank_cores, set_threads
+from hpctrain.launch.threads import outnumbers_cores, physical_cores, rank_cores, set_threads, usable_cores
 from tests.support.jobs import Outcome, find_mpiexec, run_job
 
 ALONE = Launcher("none")
@@ -19,9 +19,10 @@ SHARED = Launcher("MPICH hydra mpiexec", 4 * CORES, 0, 4 * CORES, 0, "PMI_RANK")
 
 
 @pytest.fixture(autouse=True)
-def _keep_this_process_as_it_is():
+def _keep_this_process_as_it_is(monkeypatch: pytest.MonkeyPatch):
     from threadpoolctl import threadpool_limits
 
+    monkeypatch.setattr("hpctrain.launch.threads.whole_quota", lambda: None)  # whatever limits the tests' own container
     with threadpool_limits(limits=None):
         yield
 
@@ -147,6 +148,25 @@ def test_more_threads_than_cores_are_refused(requested: int) -> None:
     assert environ == {}
     with pytest.raises(LaunchError, match="at most 1 thread "):
         set_threads(SHARED, 2, {})
+
+
+@pytest.mark.parametrize(
+    ("quota", "ranks", "cores"), [(None, 1, 12), (12, 1, 12), (5, 1, 5), (1, 1, 1), (6, 4, 1), (6, 2, 3), (100, 4, 3)]
+)
+def test_ranks_share_the_processor_time_that_control_groups_allow(
+    monkeypatch: pytest.MonkeyPatch, quota: int | None, ranks: int, cores: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(1000, 1012)))
+    monkeypatch.setattr("hpctrain.launch.threads.whole_quota", lambda: quota)
+    launcher = Launcher("MPICH hydra mpiexec", ranks, 0, ranks, 0, "PMI_RANK")
+    found, reason = rank_cores(launcher, {})
+    assert found == cores
+    assert ("a control group allows the time of" in reason) is (quota is not None and quota // ranks < 12 // ranks)
+    assert outnumbers_cores(launcher) is (quota is not None and ranks > quota)
+    assert usable_cores(range(1000, 1012)) == min(12, quota or 12)
+    if cores == 1:
+        with pytest.raises(LaunchError, match="a control group allows the time of"):
+            set_threads(launcher, 2, {})
 
 
 def test_hardware_threads_of_one_core_count_once(tmp_path: Path) -> None:

@@ -123,10 +123,12 @@ def test_beyond_two_points_a_call_keeps_its_own_cost() -> None:
     assert interpolated([(4, 2.0), (8, 1.0)], 16) == pytest.approx(1.0)  # noise: no less than the last
 
 
-def test_the_file_lies_in_the_cache_directory_of_the_user(tmp_path: Path) -> None:
+def test_the_file_lies_in_the_cache_directory_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache_file({"XDG_CACHE_HOME": str(tmp_path)}).parent == tmp_path / "hpctrain"
     assert cache_file({}).is_relative_to(Path.home() / ".cache")
     assert cache_file({"XDG_CACHE_HOME": "not/absolute"}) == cache_file({})
+    monkeypatch.setattr("hpctrain.paths.pwd.getpwuid", lambda uid: {}[uid])
+    assert cache_file({}) is None
 
 
 def test_of_two_measurements_the_less_counts() -> None:

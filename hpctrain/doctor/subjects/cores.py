@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from hpctrain.doctor.check import Check, JobView, OwnPlace
 from hpctrain.doctor.findings import DoctorFinding, FindingKind, Severity, fine
 from hpctrain.experiment.cores import describe_cores
+from hpctrain.launch.cpu_quota import whole_quota
 from hpctrain.launch.threads import core_names
 
 TOO_MANY_THREADS = FindingKind(
@@ -50,7 +51,7 @@ class CoreFacts:
     Attributes:
         cpus: logical ones that it may run on. cores: the physical ones among them. threads: that it computes with; None where
             they were refused. pools: threads of each library's pool. fault: the refusal.
-        variables: of the environment, that set numbers of threads.
+        variables: of the environment, that set numbers of threads. quota: cores whose time control groups allow; None: all.
     """
 
     cpus: frozenset[int]
@@ -59,6 +60,7 @@ class CoreFacts:
     pools: Mapping[str, int]
     fault: str
     variables: Mapping[str, str]
+    quota: int | None = None
 
     @property
     def most_threads(self) -> int:
@@ -69,7 +71,7 @@ class CoreFacts:
 def gather(place: OwnPlace) -> CoreFacts:
     """The facts of this rank; NumPy and the kernels are loaded, so that their pools can be asked."""
     cpus = frozenset(os.sched_getaffinity(0))
-    return CoreFacts(cpus, core_names(cpus), place.threads, _pools(), place.threads_fault, dict(place.variables))
+    return CoreFacts(cpus, core_names(cpus), place.threads, _pools(), place.threads_fault, dict(place.variables), whole_quota())
 
 
 def _pools() -> dict[str, int]:
@@ -117,6 +119,7 @@ def judge_threads(job: JobView, facts: Sequence[CoreFacts]) -> list[DoctorFindin
         return [THREADS_REFUSED.from_error(facts[refused[0]].fault)]
     for ranks in job.nodes.values():
         cores = len(frozenset().union(*(facts[rank].cores for rank in ranks)))
+        cores = min([cores, *(quota for rank in ranks if (quota := facts[rank].quota) is not None)])
         threads = sum(facts[rank].most_threads for rank in ranks)
         if threads > cores:
             return [_too_many(job, facts, ranks, threads, cores)]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpctrain.config.load import parse
+from hpctrain.doctor.check import OwnPlace
 from hpctrain.doctor.subjects import grid
 from hpctrain.launch.launcher import Launcher
+from tests.experiment.test_single_values import CONFIG
 from tests.support.doctored import configuration, keys, view
 
 
@@ -37,3 +42,12 @@ def test_where_each_rank_is_alone_the_grid_is_judged_by_what_was_asked_for() -> 
     config = configuration("grid.rows=2", "grid.cols=2")
     alone = Launcher("Open MPI mpiexec", 4, 0)
     assert keys(grid.judge(view(1, launcher=alone, config=config), [None])) == [""]
+
+
+@pytest.mark.parametrize(("batch", "key"), [(1, "single-value"), (39, "short-batch"), (4, "")])
+def test_batch_norms_of_a_single_value_are_told(batch: int, key: str) -> None:
+    config = parse(CONFIG, overrides=[f"batch={batch}"])[0]
+    facts = grid.gather(OwnPlace(Launcher("none"), config, Path()))
+    [found] = grid.judge(view(1, config=config), [facts])
+    assert found.key == key
+    assert ("layer4.0.bn1" in found.sentence) is bool(key)
