@@ -35,9 +35,7 @@ _COMMANDS = """0 sites
 2 config check c.yaml output=~/runs
 2 config check ~/c.yaml
 0 list models
-0 plan search c.yaml --ranks 2 --machine xc40
 0 completion bash
-0 --version
 """
 
 
