@@ -1,18 +1,21 @@
 """The data commands: what they print, what they write, how they fail."""
 
 import gzip
+import json
 import re
 import struct
 import subprocess
 import sys
 import time
 
+import h5py
 import numpy as np
 import pytest
 from click.testing import CliRunner
 from PIL import Image
 
 from hpctrain.cli.data import data
+from hpctrain.data import decoder
 from hpctrain.data import fetch as fetching
 from hpctrain.data import format as data_format
 from hpctrain.data.format import ImageFile
@@ -212,7 +215,10 @@ def inputs(tmp_path):
     Image.new("RGB", (4, 4)).save(tmp_path / "tree" / "ant" / "a.png")
     blob = np.fromfile(tmp_path / "tree" / "ant" / "a.png", np.uint8)
     np.savez(tmp_path / "a.npz", blob=blob, offsets=np.array([0, blob.size]), labels=np.array([0]))
+    with h5py.File(tmp_path / "foreign.h5", "w") as foreign:
+        foreign["x"], foreign["y"] = np.zeros((2, 3, 5, 5), np.uint8), np.array([[1, 0], [0, 1]])
     return {
+        "hdf5": ((tmp_path / "foreign.h5",), ("--images", "x", "--labels", "y")),
         "idx": ((tmp_path / "images.gz", tmp_path / "labels.gz"), ()),
         "cifar": ((tmp_path,), ("--split", "test")),
         "npz": ((tmp_path / "a.npz",), ()),
@@ -220,7 +226,7 @@ def inputs(tmp_path):
     }
 
 
-@pytest.mark.parametrize("command", ["idx", "cifar", "npz", "folder"])
+@pytest.mark.parametrize("command", ["idx", "cifar", "npz", "hdf5", "folder"])
 def test_a_file_is_replaced_only_on_request(tmp_path, inputs, command):
     before, after = inputs[command]
     out = tmp_path / "out.h5"
@@ -229,6 +235,44 @@ def test_a_file_is_replaced_only_on_request(tmp_path, inputs, command):
     assert out.read_text() == "precious"
     run("convert", command, *before, out, *after, "--overwrite")
     ImageFile.open(out).verify()
+
+
+@pytest.mark.parametrize("command", ["idx", "cifar", "npz", "hdf5", "folder"])
+def test_every_converter_says_what_it_made(tmp_path, inputs, command):
+    before, after = inputs[command]
+    out = tmp_path / "out.h5"
+    said = json.loads(run("convert", command, *before, out, *after, "--json"))
+    file = ImageFile.open(out)
+    counts = np.bincount(file.labels, minlength=len(file.class_names)).tolist()
+    assert (said["file"], said["images"], said["least"], said["most"]) == (str(out), len(file), min(counts), max(counts))
+    expected = [
+        {"label": i, "name": name, "images": count} for i, (name, count) in enumerate(zip(file.class_names, counts, strict=True))
+    ]
+    assert said["classes"] == expected
+    assert said["left_out"] == []
+    text = run("convert", command, *before, out, *after, "--overwrite")
+    assert text.startswith(f"{out}: {len(file)} image{'' if len(file) == 1 else 's'} of {len(counts)} class")
+
+
+def test_what_a_limit_leaves_out_is_said(tmp_path, inputs):
+    blob = np.fromfile(tmp_path / "tree" / "ant" / "a.png", np.uint8)
+    np.savez(tmp_path / "b.npz", blob=np.tile(blob, 3), offsets=blob.size * np.arange(4), labels=np.array([0, 1, 0]))
+    said = run("convert", "npz", tmp_path / "b.npz", tmp_path / "out.h5", "--limit", 1)
+    assert said.splitlines()[1:] == ["classes without an image: 1 (1)", "left out, behind --limit: 2 (image 1, image 2)"]
+
+
+@pytest.mark.parametrize("keep", [(), ("--keep-jpeg",)])
+def test_a_limit_of_pixels_holds_for_a_data_file_too(tmp_path, keep, monkeypatch):
+    """Training decodes kept files that the user has allowed, without being told again."""
+    (tmp_path / "tree" / "ant").mkdir(parents=True)
+    Image.new("RGB", (10, 8), (7, 7, 7)).save(tmp_path / "tree" / "ant" / "a.jpg")
+    monkeypatch.setattr(decoder, "MAX_PIXELS", 79)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 79)
+    convert = ("convert", "folder", tmp_path / "tree", tmp_path / "out.h5", "--size", 4, *keep)
+    run(*convert, fails_with="None of 1 image")
+    run(*convert, "--max-pixels", 80)
+    assert (ImageFile.open(tmp_path / "out.h5").pixels[0] == 7).all()
+    run("check", tmp_path / "out.h5")
 
 
 def test_splits_are_not_taken_for_classes(tmp_path):
@@ -243,7 +287,7 @@ def test_splits_are_not_taken_for_classes(tmp_path):
     assert ImageFile.open(tmp_path / "out.h5").class_names == ("train", "validation", "test")
 
 
-@pytest.mark.parametrize("command", ["idx", "cifar", "npz", "folder"])
+@pytest.mark.parametrize("command", ["idx", "cifar", "npz", "hdf5", "folder"])
 @pytest.mark.parametrize("kind", ["missing", "directory", "file", "in a file", "endless link", "long name"])
 def test_inputs_that_cannot_be_read_are_told_in_a_sentence(tmp_path, inputs, command, kind):
     _, after = inputs[command]

@@ -31,6 +31,7 @@ from types import ModuleType
 from typing import Any
 
 import click
+import h5py
 import numpy as np
 import pytest
 import yaml
@@ -338,6 +339,8 @@ def after_make_train(tmp_path_factory: pytest.TempPathFactory) -> Path:
         images, labels = numbers.integers(0, 256, (40, 28, 28, 1), np.uint8), np.arange(40) % 10
         path = folder / "data" / "fashion-mnist" / f"{split}.h5"
         data_format.write(path, 40, (28, 28, 1), CLASS_NAMES, [(images, labels)])
+    with h5py.File(folder / "theirs.h5", "w") as theirs:
+        theirs["x"], theirs["y"] = numbers.integers(0, 256, (4, 3, 9, 9), np.uint8), np.eye(2)[[0, 1, 1, 0]]
     (folder / "cifar-10-batches-bin").mkdir()
     for name in ("test_batch.bin", *(f"data_batch_{i}.bin" for i in range(1, 6))):
         records = numbers.integers(0, 256, (8, 3073), np.uint8)
