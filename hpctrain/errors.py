@@ -64,6 +64,10 @@ class CheckpointError(HpctrainError):
     """A checkpoint that is missing, damaged, or belongs to another model."""
 
 
+class CheckpointRemovedError(CheckpointError):
+    """A checkpoint whose files another process removed while it was written: the disk works, and the next one may be written."""
+
+
 class DivergedError(HpctrainError):
     """The loss or a gradient is no longer finite."""
 

@@ -226,10 +226,12 @@ class BestCheckpoint:
             CheckpointError: they cannot be deleted.
         """
         self._write_record(evaluations)
-        by_age = [step for step, _ in checkpoint.by_age(self._directory)]
-        stay = spared(evaluations, self._measure, by_age, self._keep) | set(written)
         try:
+            by_age = [step for step, _ in checkpoint.by_age(self._directory)]
+            stay = spared(evaluations, self._measure, by_age, self._keep) | set(written)
             checkpoint.prune(self._directory, self._keep, stay)
+        except FileNotFoundError:  # another process deletes them, too; what it leaves goes with the next checkpoint
+            return
         except OSError as error:
             raise CheckpointError(
                 f"Old checkpoints in {self._directory} cannot be deleted ({error.strerror}); allow it."

@@ -201,7 +201,7 @@ def shards(
         return write_shard(growing, rank, parts)
 
     def publish_all(facts: Sequence[ShardFacts]) -> None:
-        if growing.exists():  # not where it was published, but old ones could not be deleted
+        if not path.exists() or growing.exists():  # not where it was published, but old ones could not be deleted
             publish(growing, path, facts, whole_meta)
         written()
 

@@ -8,6 +8,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from hpctrain.errors import CheckpointError, CheckpointRemovedError
+
 PARTIAL = ".partial"
 
 
@@ -34,6 +36,14 @@ def publish(partial: Path, path: Path) -> None:
     """Rename a complete file, whose bytes are on the disk, to `path`, and bring the new name to the disk."""
     os.replace(partial, path)
     synchronise_directory(path.parent)
+
+
+def not_written(what: str, error: Exception) -> CheckpointError:
+    """Return the error for a part of a checkpoint that cannot be written. what: "The shard PATH"."""
+    reason = " ".join(str(error).split())
+    if isinstance(error, FileNotFoundError):  # its directory was made just before
+        return CheckpointRemovedError(f"{what} was removed by another process while it was written ({reason}); end that process.")
+    return CheckpointError(f"{what} cannot be written ({reason}); make room or choose another output.")
 
 
 def synchronise_directory(directory: Path) -> None:

@@ -20,7 +20,7 @@ from hpctrain.boxes import Box, relative, whole
 from hpctrain.errors import CheckpointError
 from hpctrain.log import get_logger
 from hpctrain.nearest import choices
-from hpctrain.storage.atomic_write import replacing, synchronise_directory
+from hpctrain.storage.atomic_write import not_written, replacing, synchronise_directory
 from hpctrain.storage.hdf5_store import read_store, read_store_meta, write_store
 from hpctrain.storage.leftovers import remove_left
 from hpctrain.storage.sharded_checkpoint import BEFORE, MANIFEST, SUFFIX, delete, open_sharded
@@ -107,10 +107,7 @@ def write(path: Path, content: CheckpointContent) -> None:
         with replacing(path) as partial:
             write_store(partial, content.tensors, content.meta)
     except (OSError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise CheckpointError(
-            f"The checkpoint {path} cannot be written ({reason}); make room or choose another output."
-        ) from error
+        raise not_written(f"The checkpoint {path}", error) from error
 
 
 def read(path: Path) -> CheckpointContent:

@@ -13,7 +13,7 @@ import numpy as np
 
 from hpctrain.boxes import Box, relative, shape_of, size_of
 from hpctrain.errors import CheckpointError
-from hpctrain.storage.atomic_write import synchronise_directory
+from hpctrain.storage.atomic_write import not_written, synchronise_directory
 from hpctrain.storage.hdf5_store import TensorPlace, begun_digest, digest_of, index_store, write_store
 
 #: by key, of the parts of a shard
@@ -59,8 +59,7 @@ def write_shard(directory: Path, rank: int, parts: Mapping[str, Part]) -> ShardF
         synchronise_directory(directory)
         size = path.stat().st_size
     except (OSError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"The shard {path} cannot be written ({reason}); make room or choose another output.") from error
+        raise not_written(f"The shard {path}", error) from error
     facts = {key: (part.shape, part.values.dtype.newbyteorder("<").str, part.box) for key, part in parts.items()}
     return ShardFacts(path.name, size, sha256, facts)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from hpctrain.boxes import size_of
 from hpctrain.errors import CheckpointError
-from hpctrain.storage.atomic_write import PARTIAL, synchronise_directory, write_bytes
+from hpctrain.storage.atomic_write import PARTIAL, not_written, synchronise_directory, write_bytes
 from hpctrain.storage.hdf5_store import plain
 from hpctrain.storage.shard_file import ShardFacts
 from hpctrain.storage.sharded_tensors import ShardedTensors
@@ -63,10 +63,7 @@ def publish(partial: Path, path: Path, shards: Sequence[ShardFacts], meta: Mappi
         if before.exists():
             delete(before)
     except OSError as error:
-        reason = " ".join(str(error).split())
-        raise CheckpointError(
-            f"The checkpoint {path} cannot be written ({reason}); make room or choose another output."
-        ) from error
+        raise not_written(f"The checkpoint {path}", error) from error
 
 
 def delete(path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.raise_on_all_ranks import on_ranks, raise_on_all_ranks
-from hpctrain.errors import CheckpointError
+from hpctrain.errors import CheckpointError, CheckpointRemovedError
 from hpctrain.flight.notes import FlightNotes
 from hpctrain.storage.background_writer import BackgroundWriter
 from hpctrain.train.metrics import Reporter
@@ -23,6 +23,8 @@ from hpctrain.train.metrics import Reporter
 #: between two polls at the states of all ranks, where the program waits for them
 _LOOK_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 60.0
+#: at a checkpoint that is written at once, where another process removes its files
+_ATTEMPTS = 5
 
 
 @dataclass(frozen=True)
@@ -43,12 +45,16 @@ class Writing:
 
 @dataclass(frozen=True)
 class _State:
-    """The state of a rank's part: under way, done with a result, or failed; seconds since its begin."""
+    """The state of a rank's part: under way, done with a result, or failed; seconds since its begin.
+
+    removed: it failed as another process removed its files.
+    """
 
     busy: bool
     result: Any
     failure: str | None
     seconds: float
+    removed: bool = False
 
     @property
     def done(self) -> bool:
@@ -110,16 +116,26 @@ class Saver:
         """Write a checkpoint, or begin to, after `ready` said so.
 
         Raises:
-            CheckpointError: it cannot be written. In the background that is told instead, and tried again.
+            CheckpointError: it cannot be written. In the background that is told instead, and tried again; so are files that
+                another process removes.
         """
         assert self._writing is None, "the checkpoint before it is still being written"
         self._missing = None
         if not self.asynchronous:
-            _write_now(self._world, writing)
+            self._write_now(writing)
             return
         self._writing, self._publishes, self._told_late, self._sentence = writing, False, False, ""
         self._begin_seconds = time.monotonic()
         self._start(writing.own)
+
+    def _write_now(self, writing: Writing) -> None:
+        for _ in range(_ATTEMPTS):
+            try:
+                _write_now(self._world, writing)
+                return
+            except CheckpointRemovedError as error:  # on all ranks alike
+                removed = str(error)
+        self._tell(writing.step, f"{removed} The run goes on without the checkpoint of step {writing.step}.")
 
     def news(self) -> int:
         """This rank's share of the step's message: 1 where its part is done, and as many as there are ranks where there is
@@ -164,7 +180,7 @@ class Saver:
         """Wait for what is being written, for the deadline at most.
 
         Raises:
-            CheckpointError: the last checkpoint is not there, on every rank.
+            CheckpointError: the last checkpoint is not there, on every rank. It is told where another process removed its files.
         """
         if self._writing is None:
             _require(self._missing)
@@ -179,9 +195,12 @@ class Saver:
             _require(self._missing)
             return
         self._let_go()
-        failures = [state.failure for state in states if state.failure is not None]
-        if failures:
-            raise CheckpointError(failures[0])
+        failed = [state for state in states if state.failure is not None]
+        if failed and all(state.removed for state in failed):  # as they would have been a moment after they were written
+            self._tell(writing.step, f"{failed[0].failure} The run ends without the checkpoint of step {writing.step}.")
+            return
+        if failed:
+            raise CheckpointError(failed[0].failure or "")
         busy = [rank for rank, state in enumerate(states) if state.busy]
         raise CheckpointError(
             f"The checkpoint {writing.path} is not written after the deadline of {self._deadline_seconds:g} s at the end of the "
@@ -205,7 +224,7 @@ class Saver:
         try:
             return _State(False, self._writer.result(), None, seconds)
         except CheckpointError as error:
-            return _State(False, None, str(error), seconds)
+            return _State(False, None, str(error), seconds, isinstance(error, CheckpointRemovedError))
 
     def _advance(self, until_seconds: float) -> tuple[bool, Sequence[_State]]:
         """Wait until it is written, or cannot be for now, or until that time on rank 0; whether it is written, and the states."""
