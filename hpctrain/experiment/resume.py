@@ -28,7 +28,7 @@ from hpctrain.experiment.resume_rules import Change, changes, check, flat
 from hpctrain.experiment.session import Session
 from hpctrain.experiment.user_code import is_trusted
 from hpctrain.storage.checkpoint import CheckpointContent
-from hpctrain.storage.run_directory import RunDirectory
+from hpctrain.storage.run_directory import RunDirectory, run_of_checkpoint
 from hpctrain.train.metrics import Reporter
 from hpctrain.train.snapshot import Position
 
@@ -99,7 +99,7 @@ def _start(session: Session, path: Path, content: CheckpointContent, file: Image
             f"{path} has seen {position.samples} images of its epoch, but {config.data.train} holds {now.samples} only; "
             f"give data.train the file that it was trained on."
         )
-    return Start(RunDirectory.of_checkpoint(path, content.meta), path, content, position, differences, data)
+    return Start(run_of_checkpoint(path, content.meta), path, content, position, differences, data)
 
 
 def data_of(content: CheckpointContent) -> DataFacts | None:

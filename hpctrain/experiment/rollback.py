@@ -10,7 +10,7 @@ from hpctrain.data.sampler import Reordering
 from hpctrain.errors import DivergedError
 from hpctrain.experiment.build import Parts
 from hpctrain.experiment.checkpoints import RunCheckpoints
-from hpctrain.experiment.resume import find_start
+from hpctrain.experiment.resume import Start, find_start
 from hpctrain.experiment.session import Session
 from hpctrain.storage import checkpoint
 from hpctrain.storage.run_directory import RunDirectory
@@ -94,17 +94,16 @@ def rollback(
     directory: RunDirectory,
     reporter: Reporter,
     checkpoints: RunCheckpoints,
-    *,
-    fresh: Position | None,
+    start: Start | None,
 ) -> Rollback | None:
     """The way back of a run, where its configuration asks for one. Collective.
 
     Args:
-        checkpoints: of the run. fresh: where the run has none yet, its position, at which its first state becomes one.
+        checkpoints: of the run; its first state becomes one where it has none yet. start: where it goes on; None: it is new.
     """
     answer = session.config.on_nonfinite
     if answer.action != "rollback":
         return None
-    if fresh is not None:
-        checkpoints.save(fresh)
+    if start is None or start.directory is None:
+        checkpoints.save(Position() if start is None else start.position)
     return Rollback(session, parts, directory, reporter, checkpoints, answer.most)

@@ -94,8 +94,7 @@ def run_training(
         checkpoints = _checkpoints(session, parts, directory, reporter, start)
         trainer_of = partial(build_trainer, session, parts, reporter, checkpoints.save, saver=checkpoints.saver, steps=steps)
         told = partial(trainer_of, epoch_ended=(reads.tell, data.tell), evaluated=checkpoints.evaluated, waits=data.waits)
-        fresh = position if start is None or start.directory is None else None
-        go_back = rollback(session, parts, directory, reporter, checkpoints, fresh=fresh)
+        go_back = rollback(session, parts, directory, reporter, checkpoints, start)
         trainer = told(go_back=go_back, sample=account.sample, stop_requested=watch.asked, limit=limit.limit, hashed=hashes.keep)
         outcome, evaluation = _train(session, parts, trainer, checkpoints, position, nothing_left=steps < 0)
         _finish_trace(report, session, parts, directory, reporter)

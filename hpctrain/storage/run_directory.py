@@ -156,29 +156,6 @@ class RunDirectory:
             )
         return run
 
-    @classmethod
-    def of_checkpoint(cls, path: Path, meta: Mapping[str, object]) -> RunDirectory | None:
-        """Return the run that the checkpoint `path` belongs to; None where it lies in no run, or in another one than its own.
-
-        A checkpoint holds the identity of its run. One that an earlier version wrote holds a configuration of the run instead.
-
-        Args:
-            meta: of the checkpoint.
-        """
-        for place in (path, path.absolute(), path.resolve()):
-            run = cls(place.parent.parent)
-            if place.parent.name != run.checkpoints.name or not is_run(run.path):
-                continue
-            marker, identity = marker_of(run.path), meta.get("run")
-            if (marker is not None and identity == marker.identity) if identity is not None else run._had(meta.get("config")):
-                return run
-        return None
-
-    def _had(self, config: object) -> bool:
-        """Return whether this is a configuration that the run has, or had."""
-        kept = [path for path in self.path.iterdir() if path.name == "config.yaml" or _EARLIER.fullmatch(path.name)]
-        return any(path.is_file() and path.read_bytes() == str(config).encode() for path in kept)
-
     @property
     def checkpoints(self) -> Path:
         """Where the checkpoints lie."""
@@ -360,6 +337,30 @@ def runs(output: Path, name: str | None) -> Iterable[RunDirectory]:
 def _later_than_all(output: Path) -> int:
     """Return the place of a new run below `output` in the order of runs."""
     return max([time.time_ns(), *(1 + order_of(run.path) for run in runs(output, None))])
+
+
+def run_of_checkpoint(path: Path, meta: Mapping[str, object]) -> RunDirectory | None:
+    """Return the run that the checkpoint `path` belongs to; None where it lies in no run, or in another one than its own.
+
+    A checkpoint holds the identity of its run. One that an earlier version wrote holds a configuration of the run instead.
+
+    Args:
+        meta: of the checkpoint.
+    """
+    for place in (path, path.absolute(), path.resolve()):
+        run = RunDirectory(place.parent.parent)
+        if place.parent.name != run.checkpoints.name or not is_run(run.path):
+            continue
+        marker, identity = marker_of(run.path), meta.get("run")
+        if (marker is not None and identity == marker.identity) if identity is not None else _had(run, str(meta.get("config"))):
+            return run
+    return None
+
+
+def _had(run: RunDirectory, config: str) -> bool:
+    """Return whether this is a configuration that a run has, or had."""
+    kept = [path for path in run.path.iterdir() if path.name == "config.yaml" or _EARLIER.fullmatch(path.name)]
+    return any(path.is_file() and path.read_bytes() == config.encode() for path in kept)
 
 
 def _name_in(path: Path) -> str | None:

@@ -162,7 +162,7 @@ class PartOfRun:
         directory = directory or _new_directory(session)
         checkpoints = RunCheckpoints(session, parts, directory, reporter)
         hashes = RunHashes(session, parts.replica, directory)
-        go_back = rollback(session, parts, directory, reporter, checkpoints, fresh=position if start is None else None)
+        go_back = rollback(session, parts, directory, reporter, checkpoints, start)
         first_step = position.global_step
         asks = self._asks(session.world.rank, session.world.size, parts.replica)
         ends = self.course is not None
