@@ -1,4 +1,4 @@
-"""The cost of watched weights: processor time of a check and of guarded updates, over that of a step of one rank.
+"""The cost of watched weights: processor time of a check, of sums and of guarded updates, over that of a step of one rank.
 
     python -m benchmarks.checks                # ResNet-20 and ResNet-50; a minute
     python -m benchmarks.checks --report       # Markdown of the file of results; runs nothing
@@ -14,14 +14,18 @@ import json
 import statistics
 import sys
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from hpctrain.averaging.read_sums import ReadSums
 from hpctrain.averaging.slice_sizes import RULE_LINK, slice_elements
-from hpctrain.averaging.slices import cut, fused
+from hpctrain.averaging.slices import Slice, cut, fused
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.backend.kernels.onednn.kernel_set import OnednnKernelSet
 from hpctrain.bench.machine import machine
@@ -34,6 +38,7 @@ from hpctrain.optim.base import Optimizer
 from hpctrain.optim.guarded import guarded
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.storage.atomic_write import write_json
+from hpctrain.train.agreed_checksums import AgreedChecksums
 from hpctrain.train.replica import Replica
 from hpctrain.train.weight_watch import CheckCadence
 from tests.support.training import Task, batches, replica_of
@@ -90,8 +95,7 @@ def check_seconds(task: Task) -> dict[str, Any]:
 
     def message() -> None:
         watch.look(0)
-        watch.post()
-        watch.read()
+        watch.read(watch.message())
 
     whole = [_seconds(message) - looks[0] for _ in range(_ROUNDS)]
     return {"look": looks, "message": [max(0.0, seconds) for seconds in whole], "checks": watch.checks_to_see_all}
@@ -120,11 +124,30 @@ def guard_seconds(task: Task) -> list[float]:
     return differences
 
 
+def read_seconds(task: Task) -> list[float]:
+    """The time of the sums over all parameters that a step has read, as on one of two ranks with `sharded`."""
+    (group,) = _replica(task).network.groups.values()
+    slices = _slices(group)
+    places = [bound for piece in slices for rank in range(_RANKS) for bound in piece.part(rank, _RANKS)]
+    reads = ReadSums(group, [group.covering(piece.start, piece.stop) for piece in slices], places)
+    agreed = AgreedChecksums(([range(_RANKS)],), 0)
+
+    def step() -> None:
+        sums = np.concatenate([fetch.result() for fetch in reads.complete()])
+        agreed.numbers([zlib.crc32(sums.tobytes())], found=False)
+
+    return [_seconds(step) for _ in range(_ROUNDS)]
+
+
 def _owned(group: FlatGroup) -> list[tuple[Segment, ...]]:
     """The pieces that rank 0 updates one after the other."""
-    least, most = slice_elements(None, group, _RANKS, RULE_LINK)
-    parts = [piece.part(0, _RANKS) for piece in cut(group, fused(group, least), most)]
+    parts = [piece.part(0, _RANKS) for piece in _slices(group)]
     return [group.covering(begin, end) for begin, end in parts if begin < end]
+
+
+def _slices(group: FlatGroup) -> Sequence[Slice]:
+    least, most = slice_elements(None, group, _RANKS, RULE_LINK)
+    return cut(group, fused(group, least), most)
 
 
 def _seconds(event: Callable[[], object]) -> float:
@@ -140,14 +163,16 @@ def measure(names: Sequence[str]) -> dict[str, Any]:
 
 def _of_model(name: str) -> dict[str, Any]:
     task = task_of(name)
-    steps, check, guard = step_seconds(task), check_seconds(task), guard_seconds(task)
+    steps, check, read, guard = step_seconds(task), check_seconds(task), read_seconds(task), guard_seconds(task)
     per_check = statistics.median(check["look"]) + statistics.median(check["message"])
     step = statistics.median(steps)
     return {
         "samples": task.batch,
         "step_seconds": steps,
         "check": check,
+        "read_seconds": read,
         "guard_seconds": guard,
+        "share_of_reads": statistics.median(read) / step,
         "share_of_checks": per_check / EVERY_STEPS / step,
         "share_of_guards": statistics.median(guard) / step,
     }
@@ -156,16 +181,19 @@ def _of_model(name: str) -> dict[str, Any]:
 def markdown(results: dict[str, Any]) -> str:
     """A line for each model."""
     lines = [
-        "| model, images of a rank | step, ms | a check, ms | all seen after | guards, ms | share of checks | share of guards |",
-        "|---|---|---|---|---|---|---|",
+        "| model, images of a rank | step, ms | sums, ms | a check, ms | all seen after | guards, ms "
+        "| share of sums | share of checks | share of guards |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, values in results["models"].items():
         check = values["check"]
-        step, guard = (statistics.median(values[key]) * 1e3 for key in ("step_seconds", "guard_seconds"))
+        keys = ("step_seconds", "read_seconds", "guard_seconds")
+        step, read, guard = (statistics.median(values[key]) * 1e3 for key in keys)
         of_check = (statistics.median(check["look"]) + statistics.median(check["message"])) * 1e3
         lines.append(
-            f"| {name}, {values['samples']} | {step:.0f} | {of_check:.2f} | {check['checks'] * results['every_steps']} steps "
-            f"| {guard:.2f} | {values['share_of_checks']:.3%} | {values['share_of_guards']:.3%} |"
+            f"| {name}, {values['samples']} | {step:.0f} | {read:.2f} | {of_check:.2f} "
+            f"| {check['checks'] * results['every_steps']} steps | {guard:.2f} | {values['share_of_reads']:.3%} "
+            f"| {values['share_of_checks']:.3%} | {values['share_of_guards']:.3%} |"
         )
     return "\n".join(lines)
 

@@ -21,6 +21,7 @@ from hpctrain.averaging.collective_schedule import CollectiveSchedule, Stream
 from hpctrain.averaging.lazy_interval import LazyInterval
 from hpctrain.averaging.norms import JointNorms
 from hpctrain.averaging.read_sums import ReadSums
+from hpctrain.averaging.rounded_parameters import RoundedParameters
 from hpctrain.averaging.shard_gradients import ShardGradients
 from hpctrain.averaging.tree_norms import TreeNorms
 from hpctrain.boxes import Interval
@@ -100,6 +101,7 @@ class GradientAverager(ABC):
         gather_parameters: lets every rank have what owners have of the parameters, exactly; collective, while nothing is queued.
             None: every rank updates all.
         reads: sums over the parameters that a step reads; None: nobody asks for them.
+        rounded: what this rank owns, where parameters travel in 16 bits; else None.
         counted: gives owned segments that have each element of the group once over the ranks of `comm`, with views of their
             state, 1-D, by name, without what is kept back; where ranks own parts. None: every rank has all.
         holders: the number of those that keep back gradients of one parameter, such as the ranks of `comm`, or the nodes.
@@ -123,6 +125,7 @@ class GradientAverager(ABC):
         self._state_of: Callable[[Segment], dict[str, Array]] = setup.optimizer.state
         self.gather_parameters: Callable[[], None] | None = None
         self.reads: ReadSums | None = None
+        self.rounded: RoundedParameters | None = None
         self.counted: Callable[[], Sequence[tuple[Segment, dict[str, Array]]]] | None = None
 
     @property

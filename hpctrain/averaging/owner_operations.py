@@ -58,6 +58,7 @@ class OwnerOperations:
     Attributes:
         owned: all segments that this rank updates, in the order of the flat buffers; those that every rank updates included.
         touching: by parameter, the slices that hold some of it. exchange_of: by weight.
+        rounded: what this rank owns, where parameters travel in 16 bits; else None.
     """
 
     def __init__(
@@ -83,11 +84,11 @@ class OwnerOperations:
         for k in range(len(schedule.slices)):
             self._add(k, batch)
         self._covered = {first: self._places(slices) for first, slices in covered_slices(schedule).items()}
-        self._rounded: RoundedParameters | None = None
+        self.rounded: RoundedParameters | None = None
         casts = None if schedule.rounding is None else caster(schedule.rounding.parameters)
         if casts is not None and self._comm.size > 1:
             rank, ranks = self._comm.rank, self._comm.size
-            self._rounded = RoundedParameters(self._group, schedule.slices, self._own, rank, ranks, casts)
+            self.rounded = RoundedParameters(self._group, schedule.slices, self._own, rank, ranks, casts)
         owned = [segment for parts in (self._own, self._replicated) for segments in parts for segment in segments]
         self.owned = tuple(sorted(owned, key=lambda segment: segment.start))
 
@@ -166,10 +167,10 @@ class OwnerOperations:
                 continue
             self._finish_gradient(k)
             self._optimizer.prepare_norms(self._updated(k))
-            if self._rounded is None:
+            if self.rounded is None:
                 segments += self._counted(k)
             else:
-                self._rounded.add_squares(norms, k, self._own[k])
+                self.rounded.add_squares(norms, k, self._own[k])
                 segments += self._replicated[k] if self._counts_replicated else ()
             if self._group.arithmetic.on_host:  # while the slice is in a cache; elsewhere one wait for all is better
                 norms.add_partial(self._group, segments)
@@ -210,15 +211,15 @@ class OwnerOperations:
             update.reads.take(k)
         if update.norms is None:
             self._finish_gradient(k)
-        if self._rounded is not None:
-            self._rounded.restore(k)
+        if self.rounded is not None:
+            self.rounded.restore(k)
         self._optimizer.update(self._updated(k), update.lr, update.norms)
         return self._gather(k, self._streams[operation.stream])
 
     def _gather(self, k: int, comm: Communicator) -> Handle:
         """The allgather of a slice's parameters, in place."""
-        if self._rounded is not None:
-            return self._rounded.gather(k, comm)
+        if self.rounded is not None:
+            return self.rounded.gather(k, comm)
         piece = self._schedule.slices[k]
         return comm.iallgather(None, self._group.data[piece.start : piece.stop], self._counts[k])
 
@@ -268,7 +269,7 @@ class OwnerOperations:
 
     def owned_state(self, segment: Segment) -> dict[str, Array]:
         """Views of the state of an owned segment, or of one without elements."""
-        rounded = {} if self._rounded is None else self._rounded.state(segment)
+        rounded = {} if self.rounded is None else self.rounded.state(segment)
         return {**self._optimizer.state(segment), **rounded}
 
     def _state(self, segment: Segment) -> dict[str, np.ndarray]:

@@ -80,6 +80,7 @@ class ReduceScatterAverager(GradientAverager):
         self.optimizer.bind(self.group, self._operations.owned)
         self._state_of = self._operations.owned_state
         self.counted = self._operations.counted
+        self.rounded = self._operations.rounded
         self.gather_parameters = partial(self._operations.gather_parameters, self.progress)
         self._exchanging = exchanging
         self._weight_of = {name: weight for weight, biases in exchanging.items() for name in (weight, *biases)}

@@ -7,6 +7,7 @@ what it sends. Both are exact, as the difference of a number and its nearest 16-
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -21,11 +22,26 @@ from hpctrain.optim.base import Norms
 PARAMETER_ERROR = "parameter_error"
 
 
+class WriteGuard(Protocol):
+    """Notices changes of arrays between two writes to them."""
+
+    def compare(self) -> None:
+        """Compare the arrays with what was remembered: they are about to be written."""
+        ...
+
+    def remember(self) -> None:
+        """Remember the arrays: they were just written."""
+        ...
+
+
 class RoundedParameters:
     """The errors of what this rank owns, and the allgathers of rounded parts. All arrays are on the host.
 
     Args:
         slices: of a schedule. own: by slice, the segments of this rank's part, in order. rank, ranks: those that own the parts.
+
+    Attributes:
+        guards: of what `guarded` gives for each slice; empty where nobody watches.
     """
 
     def __init__(
@@ -40,10 +56,14 @@ class RoundedParameters:
             for k, segments in enumerate(own)
             for segment in segments
         }
+        self._own = own
+        self.guards: Sequence[WriteGuard] = ()
         self._exact = np.empty(max(map(len, self._errors), default=0), group.dtype)
 
     def restore(self, k: int) -> None:
         """Put the exact values of a slice into this rank's part of it."""
+        if self.guards:
+            self.guards[k].compare()
         begin, end = self._parts[k]
         self._group.arithmetic.add(self._group.data[begin:end], self._errors[k])
 
@@ -59,6 +79,8 @@ class RoundedParameters:
         parts.read(mine, messages, data)
         with np.errstate(invalid="ignore"):  # what is not finite is reported elsewhere
             self._group.arithmetic.subtract(self._errors[k], data[begin:end])
+        if self.guards:
+            self.guards[k].remember()
 
         def finish() -> None:
             for rank in range(self._ranks):
@@ -67,6 +89,15 @@ class RoundedParameters:
             self._buffers.give_back(messages)
 
         return Finished(comm.iallgather(None, messages, parts.sizes), finish)
+
+    def guarded(self) -> list[list[tuple[str, np.ndarray]]]:
+        """Return the arrays that nothing but `restore` and `gather` writes, by slice, with their names."""
+        of_slices: list[list[tuple[str, np.ndarray]]] = []
+        for segments in self._own:
+            arrays = [(f"parameter {one.parameter}", self._group.data[one.start : one.stop]) for one in segments]
+            errors = [(f"the rounding error of {one.parameter}", self.state(one)[PARAMETER_ERROR]) for one in segments]
+            of_slices.append([*arrays, *errors])
+        return of_slices
 
     def add_squares(self, norms: Norms, k: int, segments: Sequence[Segment]) -> None:
         """As `Norms.add_partial` for this rank's part of a slice, but with its exact values."""

@@ -251,7 +251,7 @@ class ChecksConfig(Section):
         default=10,
         ge=0,
         description="Number of steps from one check to the next, each of a part of what ranks must hold alike; 0 switches them "
-        "off, and with them the sums that owners keep of the optimiser's state.",
+        "off, and with them the sums of what every step has read, and those that owners keep of the optimiser's state.",
     )
 
 

@@ -85,6 +85,7 @@ class PartGuard:
 
     Attributes:
         found: names of what had changed, when that was first seen; empty where nothing had.
+        remembered: whether it is known what is right.
     """
 
     def __init__(self, part: Part) -> None:
@@ -92,18 +93,18 @@ class PartGuard:
         self._guards = [(numbers, arrays.guard()) for numbers, arrays in _by_place(self._part)]
         self._on_host = all(piece.arithmetic.on_host for piece in self._part)
         self._asked: list[tuple[Sequence[int], Fetch]] = []
-        self._remembered = False
+        self.remembered = False
         self.found: tuple[str, ...] = ()
 
     def remember(self) -> None:
         """Take the pieces as they are now for right: they were just written."""
         for _, guard in self._guards:
             guard.remember()
-        self._remembered = True
+        self.remembered = True
 
     def compare(self) -> None:
         """Compare the pieces with what is remembered; where nothing is, remember them."""
-        if not self._remembered:
+        if not self.remembered:
             self.remember()
             return
         for _, guard in self._guards:
@@ -130,7 +131,7 @@ class PartGuard:
 
     def forget(self) -> None:
         """Something else has written: remember the pieces at the next comparison."""
-        self._remembered = False
+        self.remembered = False
 
 
 def _by_place(part: Part) -> list[tuple[list[int], WatchedArrays]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import starmap
 
 import numpy as np
 
@@ -118,9 +119,14 @@ class WeightWatch:
         self._steps_kept = 1 if network.kernels.arithmetic.on_host else 2
         self._read_equal_at = 0
         self._vouches = dict.fromkeys(averagers, False)
+        self._rounded: dict[str, list[PartGuard]] = {}
         for name, averager in averagers.items():
             if averager.comm.size == 1 or not _replicates_state(averager):
                 guards[name].watch(parameters=_keeps_parameters(averager), updates=averager.update_parts())
+            if averager.rounded is not None:
+                self._rounded[name] = [PartGuard(tuple(starmap(WatchedPiece, arrays))) for arrays in averager.rounded.guarded()]
+                averager.rounded.guards = self._rounded[name]
+                self._guards += self._rounded[name]
 
     @property
     def checks_to_see_all(self) -> int:
@@ -183,7 +189,7 @@ class WeightWatch:
                 # Known before this step: what it has read before its update was compared with that.
                 if self._vouches[name]:
                     vouched[_kind(name)] = self._read_owned[_kind(name)]
-                self._vouches[name] = self._optimizers[name].vouches
+                self._vouches[name] = self._knows_owned(name)
         self._frozen.compare()
         self._reads = [*self._reads, _Read(step, fetches, tuple(vouched))][-self._steps_kept :]
         self._taken_step = step
@@ -230,7 +236,7 @@ class WeightWatch:
             return True
         for guard in self._guards:
             guard.verify()
-        self._vouches = {name: optimizer.vouches for name, optimizer in self._optimizers.items()}
+        self._vouches = {name: self._knows_owned(name) for name in self._averagers}
         looks = self._next_reads() if self._reads else [Checksums() for _ in range(_KINDS)]
         for kind, (whole, equal_at) in enumerate(zip(self._whole, self._equal_at, strict=True)):
             look = Checksums(whole.names, whole.fetch().result(), min(equal_at))
@@ -269,6 +275,11 @@ class WeightWatch:
         """All pieces of a kind, where there is somebody to compare them with."""
         alone = all(len(positions) == 1 for positions in self._alike[kind])
         return () if alone else tuple(piece for part in parts for piece in part)
+
+    def _knows_owned(self, name: str) -> bool:
+        """Whether owned parameters of a group are known to be what the last update has made of them, or are told as found."""
+        rounded = self._rounded.get(name)
+        return self._optimizers[name].vouches if rounded is None else all(guard.remembered for guard in rounded)
 
     def _turn(self, step: int, parts: Sequence[object]) -> int:
         """The part that a step looks at."""

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.backend.host_checksums import HostChecksums, HostGuard
+from hpctrain.backend.host_checksums import HostChecksums, HostGuard, HostSums
 
 SIZES = (3, 0, 5, 1, 4)
 
@@ -41,6 +41,12 @@ def test_a_flipped_bit_marks_its_array_for_good(number: int, place: int, bit: in
 def test_checksums_are_of_the_bytes() -> None:
     arrays = _arrays()
     np.testing.assert_array_equal(HostChecksums(arrays).fetch().result(), [zlib.crc32(array.tobytes()) for array in arrays])
+
+
+def test_sums_are_of_the_words_of_each_array() -> None:
+    arrays = _arrays()
+    expected = [int(array.view(np.uint32).sum(dtype=np.uint64)) % (1 << 32) for array in arrays]
+    assert HostSums(arrays).fetch().result().tolist() == expected
 
 
 def test_no_arrays_have_no_checksums() -> None:

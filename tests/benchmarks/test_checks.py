@@ -16,6 +16,7 @@ def test_checks_and_guards_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(values["step_seconds"]) == 3
     assert min(values["check"]["look"]) > 0
     assert 0 < values["share_of_checks"] < 1
+    assert 0 < values["share_of_reads"] < 1
     assert values["check"]["checks"] == 2  # 2.2 MB of parameters and momentum, by the MiB
 
 
@@ -24,9 +25,11 @@ def test_the_report_has_the_shares() -> None:
         "samples": 8,
         "step_seconds": [1.0, 2.0, 3.0],
         "check": {"look": [1e-3], "message": [1e-4], "checks": 4},
+        "read_seconds": [4e-3],
         "guard_seconds": [2e-3],
+        "share_of_reads": 2e-3,
         "share_of_checks": 5e-5,
         "share_of_guards": 1e-3,
     }
     text = checks.markdown({"every_steps": 10, "models": {"a model": of_model}})
-    assert "| a model, 8 | 2000 | 1.10 | 40 steps | 2.00 | 0.005% | 0.100% |" in text
+    assert "| a model, 8 | 2000 | 4.00 | 1.10 | 40 steps | 2.00 | 0.200% | 0.005% | 0.100% |" in text

@@ -70,7 +70,7 @@ TRAININGS: dict[str, Training] = {
     "bucketed": Training(Bucketed, {"bucket_bytes": 400}),
     "sharded": Training(Sharded, _SMALL),
     "sharded, exchange": Training(Sharded, {**_SMALL, "fc_exchange": "always"}),
-    "sharded, rounded": Training(Sharded, {**_SMALL, "wire_parameters": "bfloat16"}, ranks=(3, 4)),
+    "sharded, rounded": Training(Sharded, {**_SMALL, "wire_parameters": "bfloat16"}),
     "sharded, split": Training(Sharded, _SMALL, ranks=(4,), changes=_SPLIT),
     "sharded, exact": Training(Sharded, _SMALL, ranks=(2, 4), changes=_EXACT),
     "sharded, micro-batches": Training(Sharded, _SMALL, changes={"micro_batches": 3}),
@@ -119,13 +119,11 @@ def drawn(seed: int) -> Damage:
     names = list(TRAININGS)
     training = names[int(random.integers(len(names)))]
     ranks = int(random.choice(TRAININGS[training].ranks))
-    # Nothing guards what an owner has rounded until it sends that.
-    kinds = [kind for kind in KINDS if training != "sharded, rounded" or kind != "owned parameter"]
     return Damage(
         training=training,
         ranks=ranks,
         rank=int(random.integers(ranks)),
-        kind=str(random.choice(kinds)),
+        kind=str(random.choice(KINDS)),
         moment=str(random.choice(MOMENTS)),
         harm=str(random.choice(HARMS, p=(0.6, 0.2, 0.2))),
         step=int(random.integers(STEPS - 1)),

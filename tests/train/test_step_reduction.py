@@ -44,6 +44,21 @@ def test_sums_over_ranks_arrive_in_order(ranks: int) -> None:
             assert total.non_finite == 0
 
 
+def test_numbers_of_checks_are_summed_beside_the_statistics() -> None:
+    def program(comm: Communicator) -> tuple[list[float], list[float]]:
+        message = StepReduction(comm, virtual_engine(comm), 2, checks=3)
+        for factor in (1.0, 2.0):
+            message.read()
+            message.clear()
+            message.add(LossSums(0.0, 0, 0, 1), np.array([1.0, 2.0]))
+            message.post(stop=False, checks=factor * np.array([comm.rank, 1.0, 2.0]))
+        totals = message.read()
+        assert totals is not None
+        return totals.statistics.tolist(), totals.checks.tolist()
+
+    assert run_virtual(3, program) == [([3.0, 6.0], [6.0, 6.0, 12.0])] * 3
+
+
 def test_a_loss_that_is_not_finite_is_counted_and_not_summed() -> None:
     comm = SingleCommunicator()
     message = _message(comm, ProgressEngine(rank=0, deadline_seconds=5, abort=comm.abort))

@@ -68,6 +68,22 @@ def test_what_is_said(reports: list[RankReport], ranks: tuple[int, ...], text: s
     assert found.ranks == ranks
 
 
+@pytest.mark.parametrize(("vouched", "ranks"), [((True, False), (11,)), ((False, True), (10,)), ((True, True), (10, 11))])
+def test_of_two_ranks_the_owner_is_right(vouched: tuple[bool, bool], ranks: tuple[int, ...]) -> None:
+    """Where it knows what it has written; what both own is of nobody in particular."""
+    looks = [Checksums(NAMES[:1], np.array([rank], np.uint32), 3, 8, (vouched[rank],)) for rank in range(2)]
+    found = difference([RankReport((look,)) for look in looks], ([range(2)],), [10, 11], 9)
+    assert found.ranks == ranks
+    assert found.text.startswith("After step 8 ")
+    assert ("which owns it" in found.text) == (len(ranks) == 1)
+
+
+def test_a_message_that_was_damaged_blames_no_rank() -> None:
+    found = _difference(_report(1, 2, 3), _report(1, 2, 3))
+    assert found.ranks == ()
+    assert found.text.endswith("a message between them was damaged")
+
+
 def test_split_parameters_are_compared_among_those_that_hold_the_same_part() -> None:
     reports = [_report(1, 2, 3, split=number) for number in (1, 2, 1, 2, 1, 3)]
     text = "After step 9 rank 15 holds other bits of parameter fc2.weight than ranks 11, 13; all had the same after step 7"

@@ -1,4 +1,4 @@
-"""Parts cover every element once, are of even size, and their checksums tell each change."""
+"""Parts cover every element once, are of even size, and their checksums and guards tell each change."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.train.watched_parts import PartChecksums, WatchedPiece, cut
+from hpctrain.train.watched_parts import PartChecksums, PartGuard, WatchedPiece, cut
 
 SIZES = st.lists(st.integers(0, 40), max_size=6)
 
@@ -37,3 +37,29 @@ def test_a_flipped_bit_changes_the_checksum_of_its_piece_alone(sizes: list[int],
     place = data.draw(st.integers(0, part[k].values.size - 1))
     part[k].values.view(np.uint32)[place] ^= np.uint32(1 << data.draw(st.integers(0, 31)))
     assert np.flatnonzero(PartChecksums(part).fetch().result() != before).tolist() == [k]
+
+
+@given(sizes=SIZES.filter(any), data=st.data())
+def test_a_guard_finds_what_has_changed_since_it_was_remembered(sizes: list[int], data: st.DataObject) -> None:
+    (part,) = cut(_arrays(sizes), most=1, least_bytes=0)
+    guard = PartGuard(part)
+    piece = part[data.draw(st.integers(0, len(part) - 1))]
+
+    def flip() -> None:
+        place = data.draw(st.integers(0, piece.values.size - 1))
+        piece.values.view(np.uint32)[place] ^= np.uint32(1 << data.draw(st.integers(0, 31)))
+
+    guard.compare()  # remembers
+    guard.forget()
+    flip()
+    guard.verify()  # remembers again
+    flip()
+    guard.remember()
+    guard.compare()
+    assert guard.found == ()
+    flip()
+    guard.compare()
+    assert guard.found == (piece.name,)
+    guard.remember()
+    guard.verify()
+    assert guard.found == (piece.name,)

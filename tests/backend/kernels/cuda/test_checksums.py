@@ -39,6 +39,13 @@ def test_checksums_are_those_of_the_host(cuda_kernels: CudaKernelsFactory, dtype
         values[7] = np.full(SIZES[7], 3, dtype)
 
 
+def test_sums_are_of_the_words_of_each_array(cuda_kernels: CudaKernelsFactory) -> None:
+    kernels = cuda_kernels()
+    values, arrays = _placed(kernels, "float32")
+    expected = [int(array.view(np.uint32).sum(dtype=np.uint64)) % (1 << 32) for array in values]
+    assert kernels.arithmetic.watched(arrays).sums().fetch().result().tolist() == expected
+
+
 def test_checksums_are_of_the_point_at_which_they_are_asked_for(cuda_kernels: CudaKernelsFactory) -> None:
     kernels = cuda_kernels()
     values, arrays = _placed(kernels, "float32")
