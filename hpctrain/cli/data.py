@@ -319,10 +319,10 @@ def convert_folder(
 
 def _report(out: Path, as_json: bool, left_out: Sequence[LeftOut] = ()) -> None:
     """Print what was made and what was left out; the command fails where a part of the source could not be read."""
-    from hpctrain.data.convert.common import Summary
+    from hpctrain.data.convert.common import ConvertedFile
 
-    summary = Summary.of(out, left_out)
-    click.echo(json.dumps(summary.to_json(), indent=1) if as_json else summary)
+    made = ConvertedFile.of(out, left_out)
+    click.echo(json.dumps(made.to_json(), indent=1) if as_json else made)
     if any(one.unreadable for one in left_out):
         raise SystemExit(USER_ERROR)
 

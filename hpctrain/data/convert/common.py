@@ -143,7 +143,7 @@ class LeftOut:
 
 
 @dataclass(frozen=True)
-class Summary:
+class ConvertedFile:
     """What a conversion made, and what it left out.
 
     Attributes:
@@ -155,7 +155,7 @@ class Summary:
     left_out: tuple[LeftOut, ...] = ()
 
     @classmethod
-    def of(cls, path: Path, left_out: Sequence[LeftOut] = ()) -> Summary:
+    def of(cls, path: Path, left_out: Sequence[LeftOut] = ()) -> ConvertedFile:
         """Return the summary of a data file as it is on the disk.
 
         Raises:

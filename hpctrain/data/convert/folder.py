@@ -172,17 +172,23 @@ def convert(
                 f"{listed('image', unreadable)} cannot be decoded, so {out} was not written; mend or remove them, or give "
                 "--skip-unreadable."
             )
-        if not tree.named:
-            left = Counter(label for _, label in tree.files)
-            label_of = {str(path): label for path, label in tree.files} if unreadable else {}
-            left.subtract(label_of[path] for path in unreadable)
-            empty = [tree.class_names[label] for label, count in sorted(left.items()) if not count]
-            if empty:
-                raise DataError(
-                    f"No image can be decoded of these classes: {', '.join(empty)}; remove their directories, or name all "
-                    "classes in --class-names."
-                )
+        _require_all_classes(tree, unreadable)
     return unreadable
+
+
+def _require_all_classes(tree: Tree, unreadable: Sequence[str]) -> None:
+    """Make sure that a class keeps an image where `unreadable` files are left out, unless the user has named the classes."""
+    if tree.named or not unreadable:
+        return
+    left = Counter(label for _, label in tree.files)
+    label_of = {str(path): label for path, label in tree.files}
+    left.subtract(label_of[path] for path in unreadable)
+    empty = [tree.class_names[label] for label, count in sorted(left.items()) if not count]
+    if empty:
+        raise DataError(
+            f"No image can be decoded of these classes: {', '.join(empty)}; remove their directories, or name all classes in "
+            "--class-names."
+        )
 
 
 def left_out(tree: Tree, unreadable: Sequence[str]) -> tuple[LeftOut, ...]:

@@ -27,7 +27,7 @@ _SHOWN = 20
 
 
 @dataclass(frozen=True)
-class Source:
+class ForeignImages:
     """An open file.
 
     Attributes:
@@ -51,7 +51,7 @@ class Source:
 
 
 @contextmanager
-def opened(path: Path, images: str = "images", labels: str = "labels", layout: Layout | None = None) -> Iterator[Source]:
+def opened(path: Path, images: str = "images", labels: str = "labels", layout: Layout | None = None) -> Iterator[ForeignImages]:
     """Open a file and read its labels.
 
     Args:
@@ -61,18 +61,18 @@ def opened(path: Path, images: str = "images", labels: str = "labels", layout: L
     Raises:
         DataError: missing, not readable, no HDF5 file, without these datasets, or with others than images and labels.
     """
-    require_file(path, "HDF5 file", "give the path of an existing one")
+    require_file(path, "foreign HDF5 file", "give the path of an existing one")
     with _errors_of(path, "cannot be read"):
         file = h5py.File(path, "r", locking=False)
     with file:
         with _errors_of(path, "cannot be read"):
             pixels, targets = _dataset(path, file, images, "--images"), _dataset(path, file, labels, "--labels")
-            source = Source(path, pixels, _check_images(path, pixels, layout), *_labels(path, targets, pixels))
+            source = ForeignImages(path, pixels, _check_images(path, pixels, layout), *_labels(path, targets, pixels))
         yield source
 
 
 def convert(
-    source: Source,
+    source: ForeignImages,
     out: Path,
     class_names: Sequence[str] | None = None,
     *,
@@ -183,7 +183,7 @@ def _labels(path: Path, labels: h5py.Dataset, images: h5py.Dataset) -> tuple[np.
     return values.astype(np.int64), 1
 
 
-def _chunks(source: Source, advance: Advance) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _chunks(source: ForeignImages, advance: Advance) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     images, one = source.images, math.prod(source.shape) * source.images.dtype.itemsize
     rows = images.chunks[0] if images.chunks else 1  # of a chunk, which is unpacked as a whole
     step = max(1, _BYTES_AT_ONCE // one, min(rows, _MOST_BYTES_OF_CHUNKS // one))

@@ -16,7 +16,7 @@ from PIL import Image
 
 from hpctrain.cli.data import data
 from hpctrain.data.convert import folder
-from hpctrain.data.convert.common import Summary
+from hpctrain.data.convert.common import ConvertedFile
 from hpctrain.data.format import ImageFile
 from hpctrain.errors import DataError
 from tests.support.folder_trees import Folder, as_another_user
@@ -208,7 +208,7 @@ def test_a_class_without_an_image_must_be_named(tmp_path):
         folder.scan(root)
     tree = folder.scan(root, ["ant", "bee", "cow", "stray"])
     folder.convert(tree, tmp_path / "out.h5", size=(5, 5))
-    said = str(Summary.of(tmp_path / "out.h5", folder.left_out(tree, [])))
+    said = str(ConvertedFile.of(tmp_path / "out.h5", folder.left_out(tree, [])))
     assert said.splitlines()[0].endswith("3 images of 4 classes, 0 (stray) to 1 (ant) per class")
     assert "classes without an image: 1 (stray)" in said
     assert f"left out, not a picture by the name: 1 ({root / 'stray' / 'notes.txt'})" in said
