@@ -54,16 +54,19 @@ class ConfiguredProcess(JobProcess):
 
     Args:
         watch: of its signals, which is told where its rank has another number. log_ranks: that keep log files, as of `begin_log`.
-        smoke: sessions are of a trial of the configuration.
+        smoke: sessions are of a trial of the configuration. options: of the command, which all ranks must have alike.
 
     Attributes:
         world: all ranks, once MPI has started, and later those that are left. memory: of the run, for where ranks are lost.
         flight: the record of the process in the present world.
     """
 
-    def __init__(self, watch: SignalWatch | None = None, log_ranks: str = NONE, *, smoke: bool = False) -> None:
+    def __init__(
+        self, watch: SignalWatch | None = None, log_ranks: str = NONE, *, smoke: bool = False, **options: object
+    ) -> None:
         super().__init__(detect(os.environ))
         self._log_ranks, self._smoke = log_ranks, smoke
+        self._options = {"smoke": smoke, **options}
         self._trial: SmokeTrial | None = None
         self.memory, self._watch = RunMemory(), watch
         self._config: Config | None = None
@@ -215,7 +218,7 @@ class ConfiguredProcess(JobProcess):
         config, threads = raise_on_all_ranks(world, lambda: _given(self._prepared))
         if goes_on:
             raise_on_all_ranks(world, lambda: check_offered(config, self.launcher))
-        check_same_start(world, config, leads_node=not self.launcher.local_rank)
+        check_same_start(world, config, leads_node=not self.launcher.local_rank, options=self._options)
         check_alike(world)
         if goes_on and config.on_lost_rank.shrinks:  # any rank may be the first one of a smaller world
             self._revision = world.broadcast_object(self._revision)

@@ -86,7 +86,7 @@ def predict(
     """
     if file is not None and runs is not None:
         raise click.UsageError("--config says where its runs are; leave --runs out, or --config.")
-    job = ConfiguredProcess()
+    job = ConfiguredProcess(top=top, flip=flip, averaged=averaged, fit=fit, batch=batch)
     chosen = _Choice(checkpoint, runs or _RUNS, file, overrides)
     with job_ends_on_error(job.rank, job.abort, job.failed):
         session = job.start_from(chosen.read)

@@ -85,7 +85,8 @@ def train(
     """
     _check_options(resume, steps, schedule_from, compute_only=compute_only, smoke=smoke)
     watch = watch or SignalWatch()
-    job = ConfiguredProcess(watch, log_ranks, smoke=smoke)
+    goes_on = {"resume": resume is not None, "schedule_from": schedule_from is not None}
+    job = ConfiguredProcess(watch, log_ranks, smoke=smoke, steps=steps, compute_only=compute_only, **goes_on)
     if compute_only:
         watch.end_at_once()
 
@@ -189,7 +190,8 @@ def evaluate(
     target = None if confusion in (None, _PRINTED) else Path(confusion)
     if target is not None and target.suffix not in (".json", ".csv"):
         raise click.UsageError(f"--confusion {target} is no file that ends in .json or .csv; leave the name out to print it.")
-    job = ConfiguredProcess(log_ranks=log_ranks)
+    counts = per_class or confusion is not None
+    job = ConfiguredProcess(log_ranks=log_ranks, averaged=averaged, flip=flip, counts=counts)
     with job_ends_on_error(job.rank, job.abort, job.failed):
         session = job.start(file, overrides, checkpoint)
         from hpctrain.cli.evaluation_tables import check_target, print_json, print_text, write_confusion
@@ -199,7 +201,6 @@ def evaluate(
 
         if target is not None:
             raise_on_all_ranks(session.world, lambda: check_target(target) if session.is_root else None)
-        counts = per_class or confusion is not None
         bar = partial(pass_on_stderr, style, visible=session.is_root, description="evaluation")
         evaluation = run_evaluation(session, checkpoint, averaged=averaged, flip=flip, confusion=counts, show=bar)
         if session.is_root:

@@ -180,8 +180,10 @@ class Job(StartedRank):
         """A replica on which the ranks have agreed. samples: of a rank's pass, at most. Collective."""
         check_alike(self.world)
         if self.size > 1:
-            made = Subject("another network in job.replica", "make the same on all ranks", _made(replica))
-            compare(self.world, called_with("job.replica", arguments), made)
+            mend = "make the same on all ranks"
+            network = Subject("another network in job.replica", mend, _operations(replica))
+            optimizer = Subject("another optimizer in job.replica", mend, _options(arguments["optimizer"]))
+            compare(self.world, called_with("job.replica", arguments), network, optimizer)
         replica.agree()
         set_progress(self, replica.network, self.progress_mode, samples)
         replica.require_alike(schedules=True)
@@ -414,7 +416,13 @@ def _answer(on_nonfinite: str | Mapping[str, Any], checks_every_steps: int) -> N
     return answer
 
 
-def _made(replica: Replica) -> dict[str, str]:
+def _options(optimizer: Choice | Callable[[], Optimizer]) -> dict[str, str]:
+    """Return the plain values of an optimiser as it is made: where a program makes it, nothing else tells of its options."""
+    values = vars(optimizer_of(optimizer)())
+    return {name: str(value) for name, value in values.items() if isinstance(value, bool | int | float | str | None)}
+
+
+def _operations(replica: Replica) -> dict[str, str]:
     """Return the operations of a replica's network in words, by the layer's name: a layer's options may come from anywhere."""
     nodes = enumerate(replica.network.graph(1).nodes)
     return {f"{node.name or 'operation'} ({number})": _ADDRESS.sub("", repr(node.spec)) for number, node in nodes}

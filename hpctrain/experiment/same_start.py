@@ -80,11 +80,13 @@ class Subject:
         return next((key for key in keys if facts.get(key) != reference.get(key)), None)
 
 
-def check_same_start(world: Communicator, config: Config | None, *, leads_node: bool = True) -> None:
+def check_same_start(
+    world: Communicator, config: Config | None, *, leads_node: bool = True, options: Mapping[str, Any] | None = None
+) -> None:
     """Compare what the ranks of a configured job have started with. Collective; every rank raises the same error.
 
     Args:
-        config: None: there is none to compare.
+        config: None: there is none to compare. options: of the command that decide what ranks do together, as JSON can hold them.
         leads_node: this rank reads the files of hpctrain, which are the same for all ranks of its node.
 
     Raises:
@@ -95,7 +97,8 @@ def check_same_start(world: Communicator, config: Config | None, *, leads_node: 
     values = {} if config is None else flat(config.model_dump(mode="json"))
     configuration = {key: value for key, value in values.items() if key not in _BY_NODE}
     asked = Subject("another configuration", "give all ranks the same file and overrides", configuration)
-    compare(world, asked, *_software(leads_node=leads_node))
+    given = Subject("other options", "give all ranks the same command", options or {})
+    compare(world, asked, given, *_software(leads_node=leads_node))
 
 
 def check_same_program(

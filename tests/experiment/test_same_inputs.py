@@ -42,6 +42,7 @@ from hpctrain.experiment.same_start import Subject, compare
 from hpctrain.experiment.session import Session
 from hpctrain.experiment.start_search import StartedJob
 from hpctrain.launch.signals import SignalWatch
+from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.storage import checkpoint
 from hpctrain.storage.convert import convert
 from hpctrain.storage.run_directory import latest
@@ -502,8 +503,8 @@ def test_a_rank_with_other_arguments_of_a_loader_is_named(folder: Path, keywords
     run_virtual(2, on_rank)
 
 
-def test_a_rank_with_another_network_is_named(tmp_path: Path) -> None:
-    """An option that no parameter shows, as a program may take it from its environment."""
+def test_a_rank_with_another_network_or_optimizer_is_named(tmp_path: Path) -> None:
+    """An option that no argument shows, as a program may take it from its environment."""
     prepare(tmp_path)
 
     def on_rank(comm: Communicator) -> None:
@@ -511,6 +512,9 @@ def test_a_rank_with_another_network_is_named(tmp_path: Path) -> None:
         model = hpctrain.model("small", classes=5, channels_in=3, hidden=4, dropout=0.5 if comm.rank else 0.25)
         with pytest.raises(ConfigError, match=r"Rank 1 has another network in job.replica than rank 0: .*rate=0\.5"):
             job.replica(model, (12, 12, 3), backend="numpy")
+        momentum = 0.5 if comm.rank else 0.9
+        with pytest.raises(ConfigError, match=r"Rank 1 has another optimizer in .* than rank 0: momentum is 0\.5, not 0\.9"):
+            job.replica(nets.plain(), (9, 7, 3), backend="numpy", optimizer=lambda: Sgd(momentum=momentum))
 
     run_virtual(2, on_rank)
 

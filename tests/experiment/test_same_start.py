@@ -52,6 +52,15 @@ def test_another_configuration_is_named_on_every_rank() -> None:
     assert "averager.wire is bfloat16, not none" in options[0]
 
 
+def test_another_option_of_the_command_is_named() -> None:
+    def program(comm: ThreadCommunicator) -> None:
+        check_same_start(comm, None, options={"resume": True, "steps": 5})
+        with pytest.raises(ConfigError, match="Rank 1 has other options than rank 0: resume is False, not True"):
+            check_same_start(comm, None, options={"resume": comm.rank == 0, "steps": 5})
+
+    run_virtual(2, program)
+
+
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
