@@ -256,7 +256,7 @@ class ConfiguredProcess(JobProcess):
 
 def _tell_start(launcher: Launcher, flight: FlightRecorder) -> None:
     """Log which process this is, for its file, and where its record lies until the run has a directory."""
-    _log.debug("flight record until there is a run directory: %s", flight.begun_in)
+    _log.debug("flight record until there is a run directory: %s", flight.begun_at)
     words = " ".join(sys.argv[1:])
     _log.debug("process %d on %s, hpctrain %s, launcher %s: %s", os.getpid(), platform.node(), __version__, launcher.name, words)
 

@@ -12,6 +12,7 @@ import click
 from hpctrain.cli.arguments import FilePath
 from hpctrain.cli.failure import job_ends_on_error
 from hpctrain.errors import ConfigError
+from hpctrain.flight import start_records
 from hpctrain.launch.launcher import detect
 
 #: that ranks which have not started MPI yet may take to do it, where one of them ends the job
@@ -35,7 +36,7 @@ def script(file: Path, arguments: tuple[str, ...]) -> None:
 
             mpi.abort_job(code, START_SECONDS)
 
-    with job_ends_on_error(lambda: launcher.rank or 0, abort):
+    with job_ends_on_error(lambda: launcher.rank or 0, abort, start_records.failed):
         left = _left_by(file, arguments)
     if left.code not in (0, None):
         code = left.code if isinstance(left.code, int) else 1

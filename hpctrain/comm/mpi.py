@@ -29,6 +29,7 @@ from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.watchdog import guard
 from hpctrain.errors import MissingLibraryError, RankLostError
 from hpctrain.flight.recorder import FlightRecorder
+from hpctrain.launch import keeper
 from hpctrain.launch.launcher import keeps_job_of_lost_ranks
 from hpctrain.launch.streams import flush_to_reader
 from hpctrain.rank_spans import spans
@@ -188,6 +189,7 @@ def _abort(comm: MPI.Comm, code: int) -> None:
     backstop.daemon = True
     backstop.start()
     flush_to_reader()
+    keeper.own().pulse.tell()
     comm.Abort(code)
     # MPICH comes back from it where its launcher's process cannot be told, and the end of MPI would then wait for that process.
     os._exit(code)

@@ -24,13 +24,14 @@ class FlightRecorder:
 
     Attributes:
         directory: of its file, once there is one.
+        begun_at: its file, where that is removed as soon as there is another one, or the process ends in good order.
         beats: a number that grows while the process gets on, whichever thread sees that.
     """
 
     def __init__(self, clock_ns: Callable[[], int] = time.perf_counter_ns) -> None:
         self.directory: Path | None = None
         self.beats = 0
-        self._begun_at: Path | None = None
+        self.begun_at: Path | None = None
         self._clock_ns = clock_ns
         self._ring = RingWriter()
         self._lines = SourceLines(self._ring.name)
@@ -53,14 +54,10 @@ class FlightRecorder:
             met_ns: the time now by the wall clock of rank 0. All records go by that clock then, as those of nodes differ.
         """
         words = self._ring.words
-        self.stands_at(rank, ranks)
-        words[Word.JOB], words[Word.DEADLINE] = job, int(deadline_seconds * 1e9)
+        words[Word.JOB], words[Word.RANK], words[Word.RANKS] = job, rank, ranks
+        words[Word.DEADLINE] = int(deadline_seconds * 1e9)
         if met_ns is not None:
             words[Word.CLOCK_AT] = self._clock_ns() - met_ns
-
-    def stands_at(self, rank: int, ranks: int) -> None:
-        """The rank of the process and their number, as the launcher says before there is MPI."""
-        self._ring.words[Word.RANK], self._ring.words[Word.RANKS] = rank, ranks
 
     def comes_after(self, job: int) -> None:
         """Make the number of the job larger than `job`, that of an earlier start: the clock may have gone back since."""
@@ -75,34 +72,14 @@ class FlightRecorder:
         path = directory / file_name(self._ring.words[Word.RANK])
         self._ring.move(path)
         self.directory = directory
-        self._remove_begun()
+        self.begun_at = _removed(self.begun_at)
         return path
-
-    def begin_in(self, directory: Path) -> None:
-        """As `keep_in`, until there is another directory, or the process ends in good order: the file is removed then.
-
-        Raises:
-            OSError: as of `keep_in`.
-        """
-        self._begun_at = self.keep_in(directory)
-
-    @property
-    def begun_in(self) -> Path | None:
-        """The directory of `begin_in`, as long as the file is there; None later."""
-        return None if self._begun_at is None else self._begun_at.parent
 
     def keep_nowhere(self) -> None:
         """From now on the ring is memory of this process alone."""
         self._ring.leave_file()
         self.directory = None
-        self._remove_begun()
-
-    def _remove_begun(self) -> None:
-        begun_at, self._begun_at = self._begun_at, None
-        if begun_at is not None:
-            with contextlib.suppress(OSError):
-                begun_at.unlink()
-                begun_at.parent.rmdir()  # by the last rank, unless it is not empty
+        self.begun_at = _removed(self.begun_at)
 
     # -- operations of queues ----------------------------------------------------------------------------------------------
 
@@ -184,7 +161,7 @@ class FlightRecorder:
         """
         self.wait(purpose, number)
         yield
-        self.waited()
+        self._ring.words[Word.WAIT] = 0
 
     def wait(self, purpose: str, number: int = 0) -> None:
         """A wait begins."""
@@ -198,10 +175,6 @@ class FlightRecorder:
         """When the wait that goes on began; 0: the program does not wait."""
         return self._ring.words[Word.WAIT_SINCE] if self._ring.words[Word.WAIT] else 0
 
-    def waited(self) -> None:
-        """It is over."""
-        self._ring.words[Word.WAIT] = 0
-
     # -- the heartbeat, and the end ------------------------------------------------------------------------------------------
 
     def looked(self, *, moved: bool) -> None:
@@ -212,21 +185,29 @@ class FlightRecorder:
             words[Word.ALIVE] = now
 
     def ended(self, end: End, sentence: str = "", blamed: Sequence[int] = ()) -> None:
-        """The process ends, as it knows itself. The first end stays: what comes after follows from it.
+        """The process ends, as it knows itself. The first end stays, as later ones follow from it; but a finished run may fail.
 
         Args:
             blamed: the ranks at which the cause lies, where they are known.
         """
         words = self._ring.words
-        if words[Word.ENDED] == End.RUNNING:
+        if words[Word.ENDED] == End.RUNNING or (words[Word.ENDED] == End.FINISHED and end is End.FAILED):
             words[Word.SENTENCE] = self._ring.name(sentence)
             words[Word.BLAMED] = self._ring.name(spans(blamed))
             words[Word.SEEN] = self._clock_ns()
             words[Word.ENDED] = end
             self.flush()
         if end is End.FINISHED:
-            self._remove_begun()
+            self.begun_at = _removed(self.begun_at)
 
     def flush(self) -> None:
         """Bring the file up to date for other nodes; waits for the disk."""
         self._ring.flush()
+
+
+def _removed(path: Path | None) -> None:
+    """Remove a file, if there is one, and its directory, if no other rank has a file there."""
+    if path is not None:
+        with contextlib.suppress(OSError):
+            path.unlink()
+            path.parent.rmdir()

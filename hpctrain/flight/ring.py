@@ -267,7 +267,7 @@ def read(path: Path, *, operations: bool = True) -> FlightRecord:
         wait_since_ns=words[Word.WAIT_SINCE],
         wait_number=words[Word.WAIT_RECORD],
         sentence=text(words[Word.SENTENCE]),
-        blamed=_ranks(text(words[Word.BLAMED]), words[Word.RANKS]),
+        blamed=_ranks(text(words[Word.BLAMED])),
         deadline_ns=words[Word.DEADLINE],
         operations=tuple(_operations(words, text)) if operations else (),
     )
@@ -291,7 +291,7 @@ def _content(path: Path) -> bytes:
 def _fault(words: memoryview) -> str:
     """Return what is impossible in the head of a record; empty where nothing is."""
     rank, ranks, end, number = (words[word] for word in (Word.RANK, Word.RANKS, Word.ENDED, Word.SIGNAL))
-    if not 0 <= rank < ranks <= _MOST_RANKS:
+    if not 0 <= rank < (ranks or _MOST_RANKS) <= _MOST_RANKS:
         return f"it is of rank {rank} of {ranks}"
     if end not in End.__members__.values():
         return f"it has the unknown end {end}"
@@ -325,10 +325,10 @@ def mark_end(path: Path, number: int, end: End = End.SIGNAL) -> bool:
         os.close(descriptor)
 
 
-def _ranks(text: str, ranks: int) -> tuple[int, ...]:
-    """The ranks of a name; none where the table had no room for it, its end is torn, or the job has not that many ranks."""
+def _ranks(text: str) -> tuple[int, ...]:
+    """The ranks of a name; none where the table had no room for it, or it is damaged."""
     try:
-        return ranks_of(text, ranks)
+        return ranks_of(text, _MOST_RANKS)
     except ValueError:
         return ()
 

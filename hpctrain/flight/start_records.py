@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from hpctrain.flight.recorder import FlightRecorder
@@ -41,14 +41,14 @@ def place_of_start(environ: Mapping[str, str], launcher: Launcher) -> Path:
 def begin(path: Path, launcher: Launcher) -> FlightRecorder:
     """Begin the record of this process in a file, or in memory where there can be none; `taken` returns it."""
     recorder = FlightRecorder()
-    recorder.stands_at(launcher.rank or 0, launcher.expected_size or 1)
+    recorder.join(launcher.rank or 0, launcher.expected_size or 1, 0, 0.0)
     with contextlib.suppress(OSError):
         new = not path.parent.exists()
         if path.parent.name.startswith(_START):
             path.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not _is_own(path.parent.parent):
                 raise PermissionError
-        recorder.begin_in(path.parent)
+        recorder.begun_at = recorder.keep_in(path.parent)
         if new:
             _prune(path.parent)
     _BEGUN[:] = _TO_TAKE[:] = [recorder]
@@ -75,8 +75,14 @@ def recorded(path: Path, launcher: Launcher) -> Iterator[None]:
 
 def hint() -> list[str]:
     """Return a line that tells where the record of this process lies, as long as it has no run directory."""
-    place = _BEGUN[-1].begun_in if _BEGUN else None
-    return [] if place is None else [f"hpctrain autopsy {place} has the records of this start"]
+    path = _BEGUN[-1].begun_at if _BEGUN else None
+    return [] if path is None else [f"`hpctrain autopsy {path.parent}` has the records of this start"]
+
+
+def failed(sentence: str, ranks: Sequence[int]) -> None:
+    """Keep the error in the record that this process has begun, if any. ranks: at which its cause lies."""
+    if _BEGUN:
+        _BEGUN[-1].ended(End.FAILED, sentence, ranks)
 
 
 def taken() -> FlightRecorder:

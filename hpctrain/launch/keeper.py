@@ -230,8 +230,9 @@ def _leave_as(child: _Rank, code: int) -> NoReturn:
         child.mark_end(record, number, end)
         finished = True
     marked = None if finished else child.mark_end(record, code, End.LEFT)
-    # One that could not tell the others of its end, by MPI, must end as these learn of it, instead of at their deadline.
-    overlooked = code not in (FINISHED, USER_ERROR, STOPPED, DEADLINE) and code < SIGNALLED and not child.pulse.deadline_seconds
+    # One that has met no other rank, and told none by MPI, must end as these learn of it, instead of at their deadline.
+    alone = not child.pulse.deadline_seconds and not child.pulse.told
+    overlooked = alone and code not in (FINISHED, USER_ERROR, STOPPED, DEADLINE) and code < SIGNALLED
     if not finished and (code not in _EXPLAINED if marked is None else marked):
         end = f"something called exit() in it{child.place(record)}"
         _say(child.rank, f"the process left with exit code {code} before the run was over: {end}.")

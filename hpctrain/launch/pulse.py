@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import mmap
 
-_BEATS, _DEADLINE, _WATCHED, _KEEPER, _GUARDED = range(5)
+_BEATS, _DEADLINE, _WATCHED, _KEEPER, _GUARDED, _TOLD = range(6)
 
 
 class Pulse:
@@ -48,6 +48,15 @@ class Pulse:
     def guarded(self) -> bool:
         """Whether such a timer runs, or has ended the rank."""
         return self._words[_GUARDED] != 0
+
+    def tell(self) -> None:
+        """In the rank: it is about to tell the other ranks of its end."""
+        self._words[_TOLD] = 1
+
+    @property
+    def told(self) -> bool:
+        """Whether it has."""
+        return self._words[_TOLD] != 0
 
     def look(self, seconds: float) -> bool:
         """In the keeper, every so many seconds: whether the rank has stood still for too long."""

@@ -39,3 +39,12 @@ def test_the_job_ends_and_says_why_once(tmp_path: Path, name: str, through_mpi4p
     if name == "no memory":
         for words in ("Memory ran out on rank 1 (", "allocate 4.00 EiB", "the plan has 0.000 GB for a pass over 4 samples"):
             assert words in said[0]
+
+
+@pytest.mark.parametrize("name", ["an import error at the start", "SIGKILL of the launcher's process"])
+def test_an_end_before_the_run_and_one_without_a_launcher_are_named(tmp_path: Path, name: str) -> None:
+    [fault] = [fault for fault in FAULTS if fault.name == name]
+    prepare(tmp_path)
+    outcome = run_fault(fault, tmp_path, timeout_seconds=90)
+    assert outcome.code not in (0, 85), outcome.output
+    assert is_named(fault, outcome, findings(tmp_path)), outcome.output

@@ -10,6 +10,7 @@ import pytest
 from hpctrain.flight.heartbeat import Heartbeat
 from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.flight.ring import End, file_name, read
+from hpctrain.launch.pulse import Pulse
 from hpctrain.speaker import place
 from tests.support.jobs import run_job
 
@@ -82,6 +83,23 @@ def test_what_others_need_to_know_is_written_at_half_the_deadline(tmp_path: Path
 
 
 # The second holds the interpreter lock without end: PyDLL does not let go of it during a call.
+def test_a_keeper_that_stands_still_is_ended(tmp_path: Path) -> None:
+    recorder, pulse, ended = FlightRecorder(), Pulse(), []
+    pulse.keep()
+    pulse.watch(4.0)
+    path = recorder.keep_in(tmp_path)
+    with open(tmp_path / "said", "w+") as stream:
+        heartbeat = _heartbeat(recorder, stream, pulse=pulse, end_keeper=lambda: ended.append(True))
+        for _ in range(21):
+            assert not ended
+            recorder.beats += 1
+            heartbeat.look()
+        stream.seek(0)
+        assert stream.read().startswith(f"{place(3)}the parent process of this rank was stopped, or hung")
+    assert ended
+    assert read(path).end is End.FAILED
+
+
 @pytest.mark.job
 @pytest.mark.parametrize("hang", ["time.sleep(60)", "ctypes.PyDLL(None).sleep(60)", "os.kill(os.getpid(), signal.SIGSTOP)"])
 def test_a_process_that_hangs_is_ended(hang: str) -> None:

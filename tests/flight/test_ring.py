@@ -132,3 +132,15 @@ def test_an_end_is_marked_from_outside_unless_the_process_has_said_its_own(tmp_p
     recorder.ended(End.FAILED, "why")
     mark_end(path, number, end)
     assert (read(path).end, read(path).sentence) == (End.FAILED, "why")
+
+
+@pytest.mark.parametrize(
+    ("end", "number", "stays"),
+    [(End.SIGNAL, 9, False), (End.LEFT, 15, False), (End.LEFT, 0, True), (End.LEFT, 85, True), (End.LAUNCHER, 19, False)],
+)
+def test_a_run_that_has_finished_may_still_end_badly(tmp_path: Path, end: End, number: int, stays: bool) -> None:
+    recorder = FlightRecorder()
+    path = recorder.keep_in(tmp_path)
+    recorder.ended(End.FINISHED)
+    assert mark_end(path, number, end) is not stays
+    assert read(path).end is (End.FINISHED if stays else end)

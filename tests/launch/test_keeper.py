@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.speaker import place
-from tests.support.jobs import Outcome, run_job
+from tests.support.jobs import Outcome, clean_environment, run_job
 from tests.support.signal_storm import prepare
 
 Job = Callable[..., Outcome]
@@ -24,7 +24,7 @@ import os, signal, sys, time
 from hpctrain.launch.signals import hold
 from hpctrain.launch.keeper import keep
 started = os.getpid()
-keeper = keep(None, hold(), lambda path, number: os.write(2, f"{path}: {number}\\n".encode()))
+keeper = keep(None, hold(), lambda path, number, end: os.write(2, f"{path}: {number}\\n".encode()) > 0)
 finished = keeper.finished
 """
 
@@ -121,6 +121,65 @@ def test_a_killed_keeper_takes_its_rank_along() -> None:
 def _lives(process: int) -> bool:
     status = Path(f"/proc/{process}/stat")
     return status.exists() and status.read_text().rpartition(")")[2].split()[0] not in "ZX"
+
+
+@pytest.mark.job
+def test_an_exit_code_that_a_record_does_not_explain_is_marked_and_told() -> None:
+    """A library may call exit(1), too, which an error of the program's own has explained in the record."""
+    told = "from pathlib import Path; keeper.record(Path('/record'))"
+    outcome = _run(f"{told}; os._exit(1)")
+    assert outcome.stderr.startswith("/record: 1\nhpctrain: the process left with exit code 1 before the run was over")
+    assert _run(f"{told}; os._exit(130)").stderr == "/record: 2\n"
+
+
+@pytest.mark.job
+def test_a_rank_ends_a_keeper_that_stays_stopped() -> None:
+    outcome = _run("os.kill(started, signal.SIGSTOP); time.sleep(0.1); finished(); print('never')")
+    assert (outcome.code, outcome.stdout) == (-signal.SIGKILL, "")
+
+
+_LAUNCHER = """
+import os, signal, subprocess, sys
+rank = subprocess.Popen([sys.executable, "-c", sys.argv[1]], env={**os.environ, "PMI_RANK": "0", "MPI_LOCALNRANKS": "1"})
+rank.wait()
+"""
+
+
+@pytest.mark.job
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_whose_launcher_is_gone_or_stopped_is_ended(number: signal.Signals) -> None:
+    """And one that is stopped is ended with it, so that who waits for it learns of the end."""
+    program = _START + "keeper.pulse.watch(1.0)\nprint(os.getpid(), flush=True)\nwhile True: keeper.pulse.beat(); time.sleep(0.1)"
+    command = [sys.executable, "-c", _LAUNCHER, program]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=clean_environment()
+    ) as launcher:
+        assert launcher.stdout is not None
+        child = int(launcher.stdout.readline())
+        launcher.send_signal(number)
+        assert launcher.wait(60) == -signal.SIGKILL
+        end = time.monotonic() + 20
+        while _lives(child) and time.monotonic() < end:
+            time.sleep(0.01)
+        assert not _lives(child)
+        assert launcher.stderr is not None
+        assert f"({launcher.pid}) {'has ended' if number == signal.SIGKILL else 'was stopped'}" in launcher.stderr.read()
+
+
+@pytest.mark.job
+def test_a_suspended_job_goes_on() -> None:
+    """All of its processes are stopped, for longer than the deadline of one that hangs, and resumed in any order."""
+    program = _START + "keeper.pulse.watch(1.0)\nprint(os.getpid(), flush=True)\n"
+    program += "for _ in range(40): keeper.pulse.beat(); assert not keeper.pulse.look_at_keeper(0.1); time.sleep(0.1)\nfinished()"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as keeper:
+        assert keeper.stdout is not None
+        child = int(keeper.stdout.readline())
+        for process in (child, keeper.pid):
+            os.kill(process, signal.SIGSTOP)
+        time.sleep(3)
+        for process in (keeper.pid, child):
+            os.kill(process, signal.SIGCONT)
+        assert keeper.wait(60) == 0
 
 
 @pytest.mark.job

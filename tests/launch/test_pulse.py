@@ -1,4 +1,4 @@
-"""The pulse: it is still while it is watched and does not beat, in looks of the keeper."""
+"""The pulse: each side is still while it is watched and does not beat, in looks of the other."""
 
 from __future__ import annotations
 
@@ -29,3 +29,13 @@ def test_one_that_stands_still_for_the_deadline_does_not() -> None:
     pulse = Pulse()
     pulse.watch(3.0)
     assert _looks(pulse, 5) == [False, False, False, True, True]  # the first look sees that it is watched
+
+
+def test_a_keeper_that_stands_still_for_the_deadline_does_not() -> None:
+    pulse = Pulse()
+    pulse.watch(3.0)
+    assert not any(pulse.look_at_keeper(1.0) for _ in range(100))  # there is none
+    pulse.keep()
+    assert [pulse.look_at_keeper(1.0) for _ in range(5)] == [False, False, False, True, True]
+    pulse.keep()
+    assert not pulse.look_at_keeper(1.0)

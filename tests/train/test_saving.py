@@ -15,8 +15,9 @@ import pytest
 
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.single import SingleCommunicator
-from hpctrain.errors import CheckpointError
+from hpctrain.errors import CheckpointError, CheckpointRemovedError
 from hpctrain.flight.notes import FlightNotes
+from hpctrain.storage.atomic_write import not_written
 from hpctrain.storage.background_writer import BackgroundWriter
 from hpctrain.train.metrics import Reporter
 from hpctrain.train.saving import Saver, Writing
@@ -268,3 +269,37 @@ def test_a_part_that_does_not_end_ends_the_run() -> None:
             go.set()
 
     run_virtual(1, lambda comm: work(comm, Told()), deadline_seconds=60)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("times", [2, 1000])
+def test_files_that_another_process_removes_end_no_run(asynchronous: bool, times: int) -> None:
+    """It is tried again; one that comes to nothing is told and left out, and the next one is written."""
+
+    def work(comm: ThreadCommunicator, told: Told) -> list[str]:
+        saver, failures = saver_of(comm, told, asynchronous=asynchronous, deadline=1.0), iter(range(times))
+
+        def own() -> int:
+            if comm.rank == 1 and next(failures, None) is not None:
+                raise CheckpointRemovedError("The shard s was removed.")
+            return comm.rank
+
+        assert saver.ready(5)
+        saver.begin(Writing(5, Path("c"), own, published.append if comm.rank == 0 else lambda results: None))
+        saver.finish()
+        assert saver.ready(6)
+        saver.begin(Writing(6, Path("d"), lambda: comm.rank, published.append))
+        saver.finish()
+        return told.lines
+
+    published: list[Any] = []
+    lines = on_each(work)[0]
+    written = 1 if times == 1000 or asynchronous else 2
+    assert len(published) >= written
+    if times == 1000:
+        assert any("without the checkpoint of step 5" in line for line in lines)
+
+
+def test_a_removed_directory_is_told_from_a_disk_that_fails(tmp_path: Path) -> None:
+    assert isinstance(not_written("x", FileNotFoundError(2, "gone")), CheckpointRemovedError)
+    assert not isinstance(not_written("x", OSError(28, "No space left on device")), CheckpointRemovedError)
