@@ -7,10 +7,13 @@ from collections.abc import Iterable
 
 _CUTOFF = 0.5  # of difflib's similarity: one wrong letter in three still finds a word
 _MOST_LISTED = 30
+_MOST_COMPARED = 200
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
     """The most similar of `names`; None where none is similar."""
+    if len(name) > _MOST_COMPARED:  # which no name is near to, and whose comparison takes long
+        return None
     return next(iter(difflib.get_close_matches(name, list(names), n=1, cutoff=_CUTOFF)), None)
 
 

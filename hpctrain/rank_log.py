@@ -13,6 +13,8 @@ import time
 from collections import deque
 from pathlib import Path
 
+from hpctrain.plain_text import escaped
+
 #: lines that wait for the file, or for a disk that takes them; the oldest ones go first
 MOST_WAITING = 10_000
 
@@ -49,7 +51,7 @@ class RankLog(logging.Handler):
     def add(self, line: str) -> None:
         """Write a formatted line, or several."""
         self._dropped += len(self._waiting) == MOST_WAITING
-        self._waiting.append(line)
+        self._waiting.append(escaped(line, keep="\n\t"))
         self._wake.set()
 
     def keep_in(self, path: Path) -> None:

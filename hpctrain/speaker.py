@@ -9,8 +9,11 @@ import os
 import platform
 from collections.abc import Mapping
 
+from hpctrain.plain_text import escaped
+
 # A pipe takes so many bytes of one write without bytes of others in between (POSIX: 512 at least; Linux: 4096).
 _WHOLE_BYTES = 4096
+_TAB = "\t"
 
 
 def place(rank: int | None, size: int | None = None) -> str:
@@ -25,8 +28,8 @@ def place(rank: int | None, size: int | None = None) -> str:
 
 
 def beginning_with(beginning: str, text: str) -> str:
-    """A text in which every line begins so, and the last one ends."""
-    return "".join(f"{beginning}{line}\n" for line in text.splitlines())
+    """A text in which every line begins so, and the last one ends; what a terminal would obey is escaped."""
+    return "".join(f"{beginning}{escaped(line, keep=_TAB)}\n" for line in text.splitlines())
 
 
 def write_lines(text: str, descriptor: int = 2) -> None:

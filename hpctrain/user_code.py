@@ -24,6 +24,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.errors import ConfigError
+from hpctrain.input_file import read_bytes
 from hpctrain.nearest import choices
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 _REFERENCE = re.compile(r"(?P<place>[^:]+):(?P<name>[A-Za-z_]\w*)")
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_MOST_CODE_BYTES = 1 << 28  # a compiled module among them
 _NOT_THE_USERS = ("<frozen ", str(Path(importlib.__file__).parents[1]))
 _PACKAGE = Path(__file__).parent
 #: before the names of modules that are files named by a reference
@@ -93,7 +95,7 @@ def is_loaded(reference: str) -> bool:
 def digests() -> dict[str, str]:
     """Reference -> "FILE sha256 DIGEST" of the code that this process has loaded, in alphabetical order."""
     return {
-        reference: f"{path.name} sha256 {hashlib.sha256(path.read_bytes()).hexdigest()}"
+        reference: f"{path.name} sha256 {hashlib.sha256(read_bytes(path, _MOST_CODE_BYTES)).hexdigest()}"
         for reference, path in sorted(_files.items())
     }
 

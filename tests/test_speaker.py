@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpctrain.plain_text import escaped
 from hpctrain.speaker import beginning_with, colours, place, write_lines
 
 
@@ -23,7 +24,7 @@ def test_a_place_is_rank_size_and_host() -> None:
 def test_every_line_gets_the_beginning_and_ends(text: str) -> None:
     lines = beginning_with("[1] ", text)
     assert lines.count("[1] ") >= len(text.splitlines())
-    assert lines == "".join(f"[1] {line}\n" for line in text.splitlines())
+    assert lines == "".join(f"[1] {escaped(line, keep=chr(9))}\n" for line in text.splitlines())
 
 
 def test_lines_of_many_writers_stay_whole() -> None:

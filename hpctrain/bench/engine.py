@@ -171,9 +171,9 @@ def compare(task: Workload, backend: str, python: str, threads: int, rounds: int
 
 def print_tables(found: Measurement, compared: Mapping[str, Mapping[str, float]] | None) -> None:
     """A line of totals, the operators with their times, and the comparison where there is one."""
-    from rich.console import Console
+    from hpctrain.console import PlainConsole
 
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 130)
+    console = PlainConsole(file=sys.stdout, width=None if sys.stdout.isatty() else 130)
     console.print(_totals(found), highlight=False)
     console.print(layer_table(found))
     if compared is not None:

@@ -6,6 +6,7 @@ step. A point whose ranks share cores has no efficiency: what it would say is ho
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shlex
@@ -26,8 +27,9 @@ from hpctrain.errors import ConfigError, HpctrainError, LaunchError
 from hpctrain.experiment.check import check_names, refusal
 from hpctrain.experiment.compute_only import RESULT_FILE
 from hpctrain.experiment.trace_report import TABLE_FILE
+from hpctrain.input_file import read_text
 from hpctrain.launch.threads import usable_cores
-from hpctrain.storage.atomic_write import write_json
+from hpctrain.storage.atomic_write import write_bytes, write_json
 from hpctrain.storage.run_directory import RunDirectory
 
 Mode = Literal["weak", "strong"]
@@ -159,7 +161,7 @@ def _job(task: ScalingStudy, ranks: int, arguments: Sequence[str], result: str) 
         found = list(Path(output).glob(f"*/{result}"))
         if len(found) != 1:
             raise LaunchError(f"The job of {ranks} ranks left no {result}: {shlex.join(command)}")
-        content: dict[str, Any] = json.loads(found[0].read_text())
+        content: dict[str, Any] = json.loads(read_text(found[0]))
         if content["ranks"] != ranks:
             raise LaunchError(f"{ranks} ranks were asked for, but the job had {content['ranks']}; see to the launcher.")
         accounts = [line for line in RunDirectory(found[0].parent).metrics() if line["kind"] == "steps"]
@@ -262,6 +264,8 @@ def plot(path: Path, points: Sequence[Point], mode: Mode) -> Path | None:
     axes.set_xticks(ranks, [str(count) for count in ranks])
     axes.set(xlabel="ranks (hollow: they share cores)", ylabel="ms per step", title=f"{mode} scaling", ylim=(0, None))
     axes.legend()
-    figure.savefig(path, dpi=150)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=150, format="png")
     pyplot.close(figure)
+    write_bytes(path, picture.getvalue())
     return path

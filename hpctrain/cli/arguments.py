@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,47 @@ class FilePath(click.Path):
             except ValueError as error:
                 self.fail(f"{value} is no path: {error}.", param, ctx)
         return super().convert(value, param, ctx)
+
+
+class OutputFile(FilePath):
+    """A file to write, which is refused before any work is done where it cannot be.
+
+    Args:
+        streams: whether a pipe, a terminal and other devices of characters are written to; otherwise only a regular file is.
+        makes_directory: whether the file's directory is made where it is missing.
+        of_job: whether the first rank of a job writes it, on whose node alone its directory need be: the job checks it.
+    """
+
+    def __init__(self, *, streams: bool = False, makes_directory: bool = False, of_job: bool = False) -> None:
+        super().__init__(dir_okay=False, path_type=Path)
+        self.streams, self._makes_directory, self._of_job = streams, makes_directory, of_job
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path = super().convert(value, param, ctx)
+        if self._of_job:
+            return path
+        if not (self._makes_directory and not os.path.lexists(path.parent)):
+            check_output(path, param.opts[0] if isinstance(param, click.Option) else "", streams=self.streams)
+        return path
+
+
+def check_output(path: Path, option: str = "", *, streams: bool = False) -> None:
+    """Raise unless a file can be written; see `OutputFile`.
+
+    Args:
+        option: that names the file; empty: an argument does.
+
+    Raises:
+        ConfigError: a sentence with the option, the path and the reason.
+    """
+    from hpctrain.errors import ConfigError
+    from hpctrain.storage.atomic_write import check_target
+
+    try:
+        check_target(path, streams=streams)
+    except OSError as error:
+        named = f"{option} {path}".lstrip()
+        raise ConfigError(f"{named} cannot be written: {error.strerror}; give another path.") from None
 
 
 class Seconds(click.FloatRange):

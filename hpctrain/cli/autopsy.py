@@ -11,6 +11,7 @@ import click
 
 from hpctrain.cli.arguments import FilePath
 from hpctrain.errors import DataError
+from hpctrain.plain_text import echo, echo_block, escaped
 
 
 @click.command()
@@ -29,22 +30,22 @@ def autopsy(run: Path | None, as_json: bool) -> None:
     found = report.find_records(directory_of(run))
     records, notes = found.records, found.notes()
     if as_json:
-        click.echo(json.dumps(report.as_json(records, notes), indent=1))
+        echo_block(json.dumps(report.as_json(records, notes), indent=1))
         return
     width = shutil.get_terminal_size().columns
     for sentence in findings(records).sentences:
-        click.echo(click.wrap_text(sentence, width))
-    click.echo()
+        echo_block(click.wrap_text(escaped(sentence), width))
+    echo()
     for line in _aligned(report.table(records), width):
-        click.echo(line)
+        echo(line)
     for record in records:
         if record.sentence:
-            click.echo(click.wrap_text(f"rank {record.rank}: {record.sentence}", width, subsequent_indent="  "))
+            echo_block(click.wrap_text(escaped(f"rank {record.rank}: {record.sentence}"), width, subsequent_indent="  "))
     for note in notes:
-        click.echo(click.wrap_text(f"note: {note}", width, subsequent_indent="  "))
+        echo_block(click.wrap_text(escaped(f"note: {note}"), width, subsequent_indent="  "))
     logs = _logs(run, [record.rank for record in records])
     if logs:
-        click.echo(logs)
+        echo(logs)
 
 
 def _latest_start() -> Path:
@@ -58,7 +59,7 @@ def _latest_start() -> Path:
     directory = latest(os.environ)
     if directory is None:
         raise DataError(f"No start has left flight records on this machine; give the directory of a run, or set {RECORDS}.")
-    click.echo(f"records of {directory}", err=True)
+    echo(f"records of {directory}", err=True)
     return directory
 
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hpctrain.cli.arguments import FILE, OVERRIDES, FilePath
+from hpctrain.cli.arguments import FILE, OVERRIDES, OutputFile
 from hpctrain.cli.bench_scaling import RankCounts
+from hpctrain.plain_text import echo, echo_block
 
 if TYPE_CHECKING:
     from hpctrain.bench.data import DataRates
@@ -36,7 +37,7 @@ class ThreadCounts(RankCounts):
 )
 @click.option("--no-step", is_flag=True, help="Time no training step to compare with.")
 @click.option("--json", "as_json", is_flag=True, help="Print all figures as JSON.")
-@click.option("--out", type=FilePath(dir_okay=False, path_type=Path), help="File to which all figures are written as JSON.")
+@click.option("--out", type=OutputFile(streams=True), help="File to which all figures are written as JSON.")
 def data(
     file: Path, overrides: tuple[str, ...], threads: tuple[int, ...] | None, no_step: bool, as_json: bool, out: Path | None
 ) -> None:
@@ -62,10 +63,10 @@ def data(
     sentences = [rates.sentence(count) for count in rates.threads]
     content = {"config": str(file), **asdict(rates), "sentences": sentences, "machine": machine()}
     if as_json:
-        click.echo(json.dumps(content, indent=1))
+        echo_block(json.dumps(content, indent=1))
     else:
         for line in (*table(rates), *_folded(sentences)):
-            click.echo(line)
+            echo(line)
     if out is not None:
         write_json(out, content)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from hpctrain.cli.arguments import FilePath
+from hpctrain.cli.arguments import OutputFile
 
 
 @click.command()
@@ -45,7 +45,7 @@ from hpctrain.cli.arguments import FilePath
 )
 @click.option("--vs", "versus", type=click.Choice(["torch"]), help="Compare with PyTorch, whose steps take turns with these.")
 @click.option("--peer-python", default=sys.executable, help="Python interpreter that has PyTorch; by default this one.")
-@click.option("--out", type=FilePath(dir_okay=False, path_type=Path), help="File to which all figures are written as JSON.")
+@click.option("--out", type=OutputFile(streams=True), help="File to which all figures are written as JSON.")
 def engine(
     model: str,
     batch: int,

@@ -7,7 +7,8 @@ from typing import Any
 
 import click
 
-from hpctrain.cli.arguments import OVERRIDES, FilePath, Seconds
+from hpctrain.cli.arguments import OVERRIDES, FilePath, OutputFile, Seconds
+from hpctrain.plain_text import echo
 
 
 class RankCounts(click.ParamType):
@@ -63,7 +64,7 @@ class RankCounts(click.ParamType):
 )
 @click.option(
     "--out",
-    type=FilePath(dir_okay=False, path_type=Path),
+    type=OutputFile(streams=True),
     default=Path("scaling.json"),
     show_default=True,
     help="File to which all figures are written as JSON; the plot is written beside it.",
@@ -106,7 +107,7 @@ def scaling(
     )
     points = study.run(task, ranks, say=click.echo)
     for line in study.lines(points, mode):
-        click.echo(line)
+        echo(line)
     study.write(out, task, points)
-    click.echo(out)
-    click.echo(study.plot(out.with_suffix(".png"), points, mode) or "no plot: matplotlib is not installed (extra export)")
+    echo(out)
+    echo(study.plot(out.with_suffix(".png"), points, mode) or "no plot: matplotlib is not installed (extra export)")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hpctrain.cli.arguments import FilePath, Seconds
+from hpctrain.cli.arguments import OutputFile, Seconds
 from hpctrain.cli.failure import job_ends_on_error
 from hpctrain.launch.launcher import detect
 from hpctrain.launch.threads import set_threads
@@ -22,7 +22,7 @@ _DEADLINE_SECONDS = 300.0
 @click.command()
 @click.option(
     "--out",
-    type=FilePath(dir_okay=False, path_type=Path),
+    type=OutputFile(streams=True, of_job=True),
     required=True,
     help="File to which the machine is written, such as machine.yaml; its name without the ending becomes the machine's.",
 )

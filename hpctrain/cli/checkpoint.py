@@ -14,6 +14,7 @@ import click
 from hpctrain.cli.arguments import FilePath
 from hpctrain.cli.failure import Commands
 from hpctrain.errors import CheckpointError
+from hpctrain.plain_text import echo, echo_block
 
 if TYPE_CHECKING:
     from hpctrain.storage.checkpoint import CheckpointContent
@@ -42,16 +43,16 @@ def listing(path: Path) -> None:
     mark = "" if best is None else f"best: {best}"
     for step, file in sorted(files):
         if not file.exists():
-            click.echo(f"step {step:>8}  a link to what is not there: {file}")
+            echo(f"step {step:>8}  a link to what is not there: {file}")
             continue
         status = file.stat()
         written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(status.st_mtime))
         size = sum(part.stat().st_size for part in file.iterdir()) if file.is_dir() else status.st_size
         is_best = best is not None and best.checkpoint == file.name
         column = f"{mark if is_best else '':{len(mark)}}  " if mark else ""
-        click.echo(f"step {step:>8}  {size / 1e6:>10,.1f} MB  {written}  {column}{file}")
+        echo(f"step {step:>8}  {size / 1e6:>10,.1f} MB  {written}  {column}{file}")
     if best is not None and not (files[0][1].parent / best.checkpoint).exists():
-        click.echo(f"the best checkpoint, {best.checkpoint} ({best}), is not there any more")
+        echo(f"the best checkpoint, {best.checkpoint} ({best}), is not there any more")
 
 
 @checkpoint.command()
@@ -70,9 +71,9 @@ def verify(path: Path) -> None:
             tensors = len(read(file).tensors)
         except CheckpointError as error:
             damaged.append(file)
-            click.echo(str(error))
+            echo(str(error))
         else:
-            click.echo(f"{file}: all {tensors} tensors have their checksums")
+            echo(f"{file}: all {tensors} tensors have their checksums")
     if damaged:
         newest = next((file for _, file in reversed(files) if file not in damaged), None)
         advice = "none is left to go on from" if newest is None else f"the newest whole one is {newest}"
@@ -95,15 +96,15 @@ def show(path: Path, as_json: bool) -> None:
     content = read(file)
     tensors = _tensors(content)
     if as_json:
-        click.echo(json.dumps({"file": str(file), "meta": _about(content.meta), "tensors": tensors}, indent=1))
+        echo_block(json.dumps({"file": str(file), "meta": _about(content.meta), "tensors": tensors}, indent=1))
         return
-    click.echo(str(file))
+    echo(str(file))
     for key, value in _about(content.meta).items():
-        click.echo(f"{key}: {value}")
+        echo(f"{key}: {value}")
     for name, facts in tensors.items():
-        click.echo(f"  {name}  {facts['shape']} {facts['dtype']}")
+        echo(f"  {name}  {facts['shape']} {facts['dtype']}")
     size = sum(math.prod(facts["shape"]) * np.dtype(facts["dtype"]).itemsize for facts in tensors.values())
-    click.echo(f"{len(tensors)} tensors, {size / 1e6:,.1f} MB")
+    echo(f"{len(tensors)} tensors, {size / 1e6:,.1f} MB")
 
 
 @checkpoint.command()
@@ -132,7 +133,7 @@ def convert(path: Path, layout: str | None, shards: int | None, out: Path) -> No
     if shards is not None and not sharded:
         raise CheckpointError(f"--shards is {shards}, but the layout single has one file; leave --shards out.")
     tensors = write_converted(file, out, sharded=sharded, shards=shards).tensors
-    click.echo(f"{out}: all {len(tensors)} tensors are those of {file}")
+    echo(f"{out}: all {len(tensors)} tensors are those of {file}")
 
 
 @checkpoint.command()
@@ -159,7 +160,7 @@ def prune(path: Path, keep: int, drop_best: bool) -> None:
     of_run = directory.name == "checkpoints" and is_run(directory.absolute().parent)
     left = remove_left(directory, least_age_seconds=ABANDONED_SECONDS) if of_run else []
     for file in [*storage.prune(directory, keep, () if best is None or drop_best else {best.step}, is_run=of_run), *left]:
-        click.echo(f"deleted {file}")
+        echo(f"deleted {file}")
     if best is not None and not (directory / best.checkpoint).exists():
         best_record.write(directory, None)
 

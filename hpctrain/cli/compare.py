@@ -8,15 +8,14 @@ from pathlib import Path
 
 import click
 
-from hpctrain.cli.arguments import FilePath
+from hpctrain.cli.arguments import FilePath, OutputFile
+from hpctrain.plain_text import echo_block
 
 
 @click.command()
 @click.argument("runs", metavar="RUN RUN...", nargs=-1, required=True, type=FilePath(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print the same as JSON.")
-@click.option(
-    "--out", type=FilePath(dir_okay=False, path_type=Path), help="File to which the report of all runs is written, too."
-)
+@click.option("--out", type=OutputFile(streams=True), help="File to which the report of all runs is written, too.")
 def compare(runs: tuple[Path, ...], as_json: bool, out: Path | None) -> None:
     """Compare runs: results, differences, and where bits part.
 
@@ -32,11 +31,11 @@ def compare(runs: tuple[Path, ...], as_json: bool, out: Path | None) -> None:
 
     comparison = compared(runs)
     if as_json:
-        click.echo(json.dumps(comparison.to_json(), indent=1))
+        echo_block(json.dumps(comparison.to_json(), indent=1))
     else:
-        from rich.console import Console
+        from hpctrain.console import PlainConsole
 
-        console = Console(width=None if sys.stdout.isatty() else 80, highlight=False, markup=False, emoji=False)
+        console = PlainConsole(width=None if sys.stdout.isatty() else 80)
         for renderable in lines(comparison):
             console.print(renderable)
     if out is not None:

@@ -13,6 +13,7 @@ from hpctrain.cli.arguments import FILE, OVERRIDES, FilePath
 from hpctrain.cli.arguments import examples as complete_examples
 from hpctrain.cli.failure import Commands
 from hpctrain.cli.loading import load_config
+from hpctrain.plain_text import echo, echo_block
 
 
 @click.group(cls=Commands)
@@ -35,7 +36,7 @@ def show(file: Path, overrides: tuple[str, ...]) -> None:
 
     loaded, source = load_config(file, overrides)
     check_names(loaded, source)
-    click.echo(dump(filled(loaded)), nl=False)
+    echo_block(dump(filled(loaded)))
 
 
 @config.command()
@@ -55,9 +56,10 @@ def check(file: Path, overrides: tuple[str, ...]) -> None:
     single = single_values_of(loaded)
     single.check()
     if single.warning is not None:
-        click.echo(f"warning: {single.warning}", err=True)
-    click.echo(
-        f"ok: {file}\n  {loaded.model.name}, {loaded.epochs} epochs in batches of {loaded.batch}, {loaded.optimizer.name} with "
+        echo(f"warning: {single.warning}", err=True)
+    echo(f"ok: {file}")
+    echo(
+        f"  {loaded.model.name}, {loaded.epochs} epochs in batches of {loaded.batch}, {loaded.optimizer.name} with "
         f"lr {loaded.optimizer.lr:g}, schedule {loaded.schedule.name}"
     )
 
@@ -74,7 +76,7 @@ def list_() -> None:
     width = max(map(len, names))
     left = shutil.get_terminal_size().columns - width - 2
     for name in names:
-        click.echo(f"{name:{width}}  {textwrap.shorten(examples.purpose(name), max(20, left), placeholder=' ...')}")
+        echo(f"{name:{width}}  {textwrap.shorten(examples.purpose(name), max(20, left), placeholder=' ...')}")
 
 
 @config.command()
@@ -94,7 +96,7 @@ def copy(names: tuple[str, ...], directory: Path) -> None:
     from hpctrain.config import examples
 
     for path in examples.copy(names, directory):
-        click.echo(path)
+        echo(path)
 
 
 @config.command()
@@ -105,4 +107,4 @@ def schema() -> None:
     """
     from hpctrain.experiment.options_schema import json_schema
 
-    click.echo(json.dumps(json_schema(), indent=2))
+    echo_block(json.dumps(json_schema(), indent=2))

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.cli.arguments import FilePath
+from hpctrain.cli.arguments import FilePath, OutputFile
 from hpctrain.cli.data_check import check
 from hpctrain.cli.failure import USER_ERROR, Commands
 from hpctrain.cli.progress import progress
+from hpctrain.plain_text import echo, echo_block
 
 if TYPE_CHECKING:
     from hpctrain.data.convert.common import LeftOut
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 # NumPy and HDF5 are imported inside the commands: the command line itself must start fast, and set threads before NumPy is there.
 
 _INPUT = FilePath(path_type=Path)
-_OUTPUT = FilePath(path_type=Path, dir_okay=False)
+_OUTPUT = OutputFile(makes_directory=True)
 _FITS = click.Choice(["crop", "squash"])
 _SIDE = click.IntRange(1, 32768)  # pixels
 
@@ -47,7 +48,7 @@ def fetch(name: str, out: Path, overwrite: bool) -> None:
     from hpctrain.data import fetch as sources
 
     for path in sources.fetch(out, overwrite=overwrite, bar=progress).values():
-        click.echo(path)
+        echo(path)
 
 
 @data.command()
@@ -62,14 +63,14 @@ def info(file: Path) -> None:
     height, width, channels = opened.shape
     per_class = np.bincount(opened.labels, minlength=len(opened.class_names))
     megabytes = len(opened) * height * width * channels / 1e6
-    click.echo(f"images   {len(opened)} of {height}x{width}x{channels} (H x W x C), {megabytes:.1f} MB")
+    echo(f"images   {len(opened)} of {height}x{width}x{channels} (H x W x C), {megabytes:.1f} MB")
     if "blob" in opened.manifest:
-        click.echo(f"stored   as picture files, {opened.stored_bytes / 1e6:.1f} MB")
-    click.echo(f"mean     {_numbers(opened.mean)}")
-    click.echo(f"std      {_numbers(opened.std)}")
-    click.echo(f"classes  {len(opened.class_names)}")
+        echo(f"stored   as picture files, {opened.stored_bytes / 1e6:.1f} MB")
+    echo(f"mean     {_numbers(opened.mean)}")
+    echo(f"std      {_numbers(opened.std)}")
+    echo(f"classes  {len(opened.class_names)}")
     for label, (class_name, count) in enumerate(zip(opened.class_names, per_class.tolist(), strict=True)):
-        click.echo(f"  {label:4d}  {class_name}: {count}")
+        echo(f"  {label:4d}  {class_name}: {count}")
 
 
 @data.command()
@@ -83,7 +84,7 @@ def verify(file: Path) -> None:
 
     opened = ImageFile.open(file)
     opened.verify()
-    click.echo(f"{file}: {len(opened)} images, all checksums agree")
+    echo(f"{file}: {len(opened)} images, all checksums agree")
 
 
 data.add_command(check)
@@ -322,7 +323,7 @@ def _report(out: Path, as_json: bool, left_out: Sequence[LeftOut] = ()) -> None:
     from hpctrain.data.convert.common import ConvertedFile
 
     made = ConvertedFile.of(out, left_out)
-    click.echo(json.dumps(made.to_json(), indent=1) if as_json else made)
+    echo_block(json.dumps(made.to_json(), indent=1) if as_json else made)
     if any(one.unreadable for one in left_out):
         raise SystemExit(USER_ERROR)
 

@@ -9,6 +9,7 @@ import click
 
 from hpctrain.cli.arguments import FilePath
 from hpctrain.cli.progress import progress
+from hpctrain.plain_text import echo, echo_block
 
 # NumPy and HDF5 are imported inside the command: the command line itself must start fast, and set threads before NumPy is there.
 
@@ -36,11 +37,11 @@ def check(file: Path, as_json: bool, strict: bool, threads: int | None) -> None:
         checked = check_file(file, default_threads() if threads is None else threads, advance)
     if as_json:
         content = {"file": str(file), "images": checked.images, "classes": checked.classes, "damaged": checked.damaged}
-        click.echo(json.dumps({**content, "findings": [finding.to_json() for finding in checked.findings]}, indent=1))
+        echo_block(json.dumps({**content, "findings": [finding.to_json() for finding in checked.findings]}, indent=1))
     else:
         for finding in checked.findings:
-            click.echo(f"{'damage' if finding.damage else 'note'}: {finding.sentence}.")
+            echo(f"{'damage' if finding.damage else 'note'}: {finding.sentence}.")
         outcome = "damaged" if checked.damaged else "as it was written"
-        click.echo(f"{file}: {checked.images} images of {checked.classes} classes, {outcome}")
+        echo(f"{file}: {checked.images} images of {checked.classes} classes, {outcome}")
     if checked.damaged or (strict and checked.findings):
         raise SystemExit(_DAMAGED)

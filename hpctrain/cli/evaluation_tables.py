@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
-import os
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, Any
 
-from rich.console import Console
 from rich.table import Table
 
-from hpctrain.errors import ConfigError
+from hpctrain.console import PlainConsole
 from hpctrain.experiment.evaluation import Evaluation
-from hpctrain.storage.atomic_write import replacing
+from hpctrain.plain_text import echo, echo_block
+from hpctrain.storage.atomic_write import write_text
 from hpctrain.train.confusion import ClassScore, ConfusionMatrix
 from hpctrain.train.progress_text import loss_text
 
@@ -29,19 +29,19 @@ _NO_CLASS = "(not finite)"
 def print_text(evaluation: Evaluation, *, per_class: bool, confusion: bool) -> None:
     """Print the means, and what is asked for of the confusion matrix."""
     for note in evaluation.notes:
-        print(note)
+        echo(note)
     sums, means = evaluation.sums, evaluation.sums.means()
     weights = " (averaged weights)" if evaluation.averaged else ""
     flip = ", with mirror images" if evaluation.flip else ""
-    print(
+    echo(
         f"{evaluation.path}{weights}: {sums.count} samples, loss {loss_text(means['loss'])}, top1 {means['top1']:.2%}, "
         f"top5 {means['top5']:.2%}{flip}"
     )
-    console = Console(width=None if sys.stdout.isatty() else _COLUMNS, highlight=False, markup=False, emoji=False)
+    console = PlainConsole(width=None if sys.stdout.isatty() else _COLUMNS)
     for asked, table in ((per_class, _class_table), (confusion, _confusion_table)):
         if asked:
             assert evaluation.confusion is not None, "it was counted"
-            print()
+            echo()
             console.print(table(evaluation.confusion, evaluation.class_names, console.width))
     sys.stdout.flush()
 
@@ -69,7 +69,7 @@ def _class_table(matrix: ConfusionMatrix, names: tuple[str, ...], width: int) ->
 def _confusion_table(matrix: ConfusionMatrix, names: tuple[str, ...], width: int) -> Table:
     """The whole matrix where it fits, with the classes' numbers above; else the most frequent mistakes."""
     whole = _whole_table(matrix, names)
-    if whole is not None and Console(width=10_000).measure(whole).maximum <= width:
+    if whole is not None and PlainConsole(width=10_000).measure(whole).maximum <= width:
         return whole
     table = _table("class", "taken for", "times", left=2)
     for label, prediction, count in matrix.largest_confusions(_MOST_CONFUSIONS):
@@ -111,7 +111,7 @@ def print_json(evaluation: Evaluation, *, per_class: bool, confusion: bool) -> N
         content["classes"] = [_plain(score, evaluation.class_names) for score in evaluation.confusion.worst_first()]
     if confusion:
         content["confusion"] = _matrix(evaluation)
-    print(json.dumps(content, indent=1))
+    echo_block(json.dumps(content, indent=1))
 
 
 def _plain(score: ClassScore, names: tuple[str, ...]) -> dict[str, Any]:
@@ -139,18 +139,6 @@ def _matrix(evaluation: Evaluation) -> dict[str, Any]:
     }
 
 
-def check_target(path: Path) -> None:
-    """Nothing, where a file can be written, before the time of an evaluation is spent on it.
-
-    Raises:
-        ConfigError: its directory is not there, or may not be written.
-    """
-    directory = path.resolve().parent
-    if not (directory.is_dir() and os.access(directory, os.W_OK)):
-        reason = "may not be written to" if directory.is_dir() else "is no directory"
-        raise ConfigError(f"--confusion {path} cannot be written: {directory} {reason}; give another path.")
-
-
 def write_confusion(evaluation: Evaluation, path: Path) -> None:
     """Write the whole confusion matrix, whole or not at all; as JSON or CSV, by the end of the name.
 
@@ -158,10 +146,9 @@ def write_confusion(evaluation: Evaluation, path: Path) -> None:
         OSError: it cannot be written.
     """
     write: Callable[[Evaluation, IO[str]], None] = _write_csv if path.suffix == ".csv" else _write_json
-    with replacing(path.resolve()) as partial, open(partial, "w", encoding="utf-8", newline="") as file:
-        write(evaluation, file)
-        file.flush()
-        os.fsync(file.fileno())
+    text = io.StringIO(newline="")
+    write(evaluation, text)
+    write_text(path, text.getvalue())
 
 
 def _write_json(evaluation: Evaluation, file: IO[str]) -> None:

@@ -24,6 +24,7 @@ from hpctrain.errors import HpctrainError, LaunchError, RankLostError
 from hpctrain.flight.start_records import hint
 from hpctrain.launch import exit_codes, last_words
 from hpctrain.launch.launcher import EXPECT_RANKS, Launcher, detect, environment_fault, place_of
+from hpctrain.plain_text import sentence as sentence_of
 from hpctrain.speaker import colours
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -141,7 +142,7 @@ def _silent_seconds(error: Exception, rank: int) -> float:
 def _say(sentence: str, rank: Callable[[], int] | None) -> None:
     """Print one line, in red on a terminal; with the rank's place where another rank than the first speaks."""
     place = place_of(rank()) if rank is not None and rank() else ""
-    line = f"hpctrain: {place}{sentence}"
+    line = f"hpctrain: {place}{sentence_of(sentence)}"
     click.echo(click.style(line, fg="red") if colours(2, os.environ) else line, err=True)
 
 
@@ -164,7 +165,7 @@ def _out_of_memory(error: MemoryError, rank: int) -> str:
 def _sentences(error: HpctrainError | OSError) -> list[str]:
     """The lines to print; none where the error is no user's to mend."""
     if isinstance(error, HpctrainError):
-        return str(error).splitlines()
+        return [line for line in str(error).split("\n") if line]
     if isinstance(error, BrokenPipeError) or error.strerror is None:
         return []
     if error.filename is not None:

@@ -8,6 +8,7 @@ import shutil
 import click
 
 from hpctrain.cli.failure import Commands
+from hpctrain.plain_text import echo_block
 
 # The kinds of `experiment/options.py`, which imports NumPy; a test compares them.
 KINDS = ("models", "optimizers", "averagers", "schedules", "augmentations", "reporters")
@@ -27,7 +28,7 @@ def _command(kind: str) -> click.Command:
     @click.command(kind, help=f"Print all {kind} with one sentence each.")
     @_JSON
     def show(as_json: bool) -> None:
-        click.echo(_as_json(kind) if as_json else _table(kind), nl=as_json)
+        echo_block(_as_json(kind) if as_json else _table(kind))
 
     return show
 

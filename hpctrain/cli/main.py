@@ -7,6 +7,7 @@ import importlib
 import click
 
 from hpctrain.cli.failure import Commands
+from hpctrain.plain_text import echo_block
 
 # command -> (module, attribute); listed, not discovered, so that `hpctrain --help` imports nothing else
 _COMMANDS = {
@@ -53,7 +54,7 @@ def _print_versions(ctx: click.Context, parameter: click.Parameter, wanted: bool
     if wanted and not ctx.resilient_parsing:
         from hpctrain.cli.versions import versions
 
-        click.echo(versions())
+        echo_block(versions())
         ctx.exit()
 
 

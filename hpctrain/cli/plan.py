@@ -13,6 +13,7 @@ from hpctrain.cli.failure import Commands
 from hpctrain.cli.loading import load_config
 from hpctrain.cli.plan_search import search
 from hpctrain.cli.plan_simulate import simulate
+from hpctrain.plain_text import echo, echo_block
 
 if TYPE_CHECKING:
     from hpctrain.comm.link import LinkModel
@@ -124,7 +125,7 @@ def show(
     places, pinned = dry_run.rank_map(task.plan, ranks_per_node), pinned_memory(task, averaged)
     if as_json:
         for line in plan_tables.json_lines(plan_tables.as_dict(task, report, averaged, places, pinned)):
-            click.echo(line)
+            echo(line)
         return
     plan_tables.print_plan(task, report, averaged, places, pinned)
 
@@ -167,11 +168,11 @@ def schedule(
     averaged = dry_run.group_schedules(task, link, ranks_per_node)
     if as_json:
         if task.assumption:
-            click.echo(task.assumption, err=True)
-        click.echo(json.dumps([plan_tables.schedule_dict(group) for group in averaged], indent=1))
+            echo(task.assumption, err=True)
+        echo_block(json.dumps([plan_tables.schedule_dict(group) for group in averaged], indent=1))
         return
     for line in plan_tables.schedule_lines(task, averaged, link):
-        click.echo(line)
+        echo(line)
 
 
 def _task(

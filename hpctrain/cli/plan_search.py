@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import click
 
 from hpctrain.cli import planner_options
-from hpctrain.cli.arguments import FILE, OVERRIDES, FilePath, Seconds
+from hpctrain.cli.arguments import FILE, OVERRIDES, OutputFile, Seconds
 from hpctrain.cli.loading import load_config
-from hpctrain.cli.planner_options import check_writable
 from hpctrain.errors import ConfigError
+from hpctrain.plain_text import echo, echo_block
 
 if TYPE_CHECKING:
     from hpctrain.config.schema import Config
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 @click.option("--ranks", type=click.IntRange(min=1, max=1_000_000), required=True, help="Number of ranks of the job.")
 @click.option("--best", type=click.IntRange(min=1), default=5, show_default=True, help="Number of choices to print.")
 @click.option(
-    "--write", type=FilePath(path_type=Path), help="File for the configuration with the best choice, as `train` takes it."
+    "--write", type=OutputFile(streams=True), help="File for the configuration with the best choice, as `train` takes it."
 )
 @click.option(
     "--keep",
@@ -72,7 +72,6 @@ def search(
     Searches the grid, the use of each layer, the averager and the number of micro-batches with which a step of FILE's training,
     with OVERRIDES, takes least time on that many ranks of a machine, as far as memory allows; the best few are simulated.
     """
-    check_writable("--write", write)
     if write is not None and write.exists() and file.exists() and write.samefile(file):
         raise ConfigError(f"--write {write} is the configuration itself, whose comments would be lost; give another name.")
     from hpctrain.experiment.check import check_names
@@ -90,13 +89,13 @@ def search(
 
         coverage = measure_here(task, [choice.candidate for choice in outcome.result.choices[:best]], seconds)
         left = f"; {coverage.left} did not fit into the time or the memory" if coverage.left else ""
-        click.echo(f"Measured {coverage.programs} programs in {coverage.seconds:.0f} s{left}.", err=True)
+        echo(f"Measured {coverage.programs} programs in {coverage.seconds:.0f} s{left}.", err=True)
         outcome = planner_search.run(task)
     command = _written(config, outcome, file, overrides, write)
     from hpctrain.cli import search_tables
 
     if as_json:
-        click.echo(json.dumps(search_tables.as_dict(outcome, best, command), indent=1))
+        echo_block(json.dumps(search_tables.as_dict(outcome, best, command), indent=1))
     else:
         search_tables.print_search(outcome, best, command)
 

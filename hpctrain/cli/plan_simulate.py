@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hpctrain.cli import planner_options
-from hpctrain.cli.arguments import FILE, OVERRIDES, FilePath
+from hpctrain.cli.arguments import FILE, OVERRIDES, OutputFile
 from hpctrain.cli.loading import load_config
-from hpctrain.cli.planner_options import check_writable
+from hpctrain.plain_text import echo, echo_block
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -62,12 +62,8 @@ if TYPE_CHECKING:
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the random deviations.")
 @planner_options.IMAGE
 @planner_options.CLASSES
-@click.option(
-    "--png", type=FilePath(path_type=Path), help="File to which the curves are drawn; needs matplotlib (the extra `export`)."
-)
-@click.option(
-    "--trace", type=FilePath(path_type=Path), help="File for the trace of the step of the largest job, as runs write traces."
-)
+@click.option("--png", type=OutputFile(), help="File to which the curves are drawn; needs matplotlib (the extra `export`).")
+@click.option("--trace", type=OutputFile(), help="File for the trace of the step of the largest job, as runs write traces.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, times in seconds and sizes in bytes.")
 def simulate(
     file: Path,
@@ -93,8 +89,6 @@ def simulate(
     Simulates a step of FILE's training, with OVERRIDES, on each number of ranks: its time, the exposed time of it, efficiency
     and memory. The machine need not be there, nor the data.
     """
-    check_writable("--png", png)
-    check_writable("--trace", trace)
     configs = _configs(file, overrides, averagers)
     from hpctrain.experiment import simulated_scaling
     from hpctrain.experiment.planner_search import progress_of
@@ -116,10 +110,10 @@ def simulate(
     points = simulated_scaling.run(study)
     _print(study, points, as_json=as_json)
     if trace is not None:
-        click.echo(simulated_scaling.write_trace(trace, points[len(ranks) - 1], study.title), err=as_json)
+        echo(simulated_scaling.write_trace(trace, points[len(ranks) - 1], study.title), err=as_json)
     if png is not None:
         drawn = simulated_scaling.plot(png, points, study.title)
-        click.echo(drawn or f"{png} is not drawn: matplotlib is not installed (extra `export`).", err=as_json or not drawn)
+        echo(drawn or f"{png} is not drawn: matplotlib is not installed (extra `export`).", err=as_json or not drawn)
 
 
 def _configs(file: Path, overrides: tuple[str, ...], averagers: tuple[str, ...]) -> dict[str, Config]:
@@ -139,6 +133,6 @@ def _print(study: SimulatedStudy, points: Sequence[SimulatedPoint], *, as_json: 
     from hpctrain.experiment import simulated_scaling
 
     if as_json:
-        click.echo(json.dumps(simulated_scaling.facts(study, points), indent=1))
+        echo_block(json.dumps(simulated_scaling.facts(study, points), indent=1))
     else:
         planner_tables.print_scaling(study, points)

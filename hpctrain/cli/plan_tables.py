@@ -14,6 +14,7 @@ from rich.table import Table
 
 from hpctrain.boxes import Box, Interval
 from hpctrain.comm.link import LinkModel
+from hpctrain.console import PlainConsole
 from hpctrain.experiment.dry_run import averaging_bytes, micro_counts
 from hpctrain.experiment.grid import overlap
 from hpctrain.experiment.pinned_memory import PlannedPinnedMemory
@@ -40,7 +41,7 @@ def print_plan(
     pinned: PlannedPinnedMemory | None = None,
 ) -> None:
     """The head, the layers, totals, gradients and the map of ranks, on stdout; nothing is ever cut off."""
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else _COLUMNS, highlight=False, soft_wrap=False)
+    console = PlainConsole(file=sys.stdout, width=None if sys.stdout.isatty() else _COLUMNS, markup=True)
     for line in _head(task):
         console.print(line)
     _print_layers(console, task, report)

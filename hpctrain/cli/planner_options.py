@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import click
@@ -109,22 +107,6 @@ CLASSES = click.option(
     type=click.IntRange(min=1),
     help="Number of classes; by default that of the training file, or the model's own where there is no such file.",
 )
-
-
-def check_writable(option: str, path: Path | None) -> None:
-    """Refuse a file that cannot be written, before anything takes long. None: nothing is to be written.
-
-    Raises:
-        ConfigError: a directory, or a place that is not there or not writable.
-    """
-    if path is None:
-        return
-    if path.is_dir():
-        raise ConfigError(f"{option} {path} is a directory; give the name of a file in it.")
-    if not path.parent.is_dir():
-        raise ConfigError(f"{option} {path} cannot be written: there is no directory {path.parent}; make it first.")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError(f"{option} {path} cannot be written: permission denied; give another place.")
 
 
 def slow_ranks(pairs: tuple[tuple[int, float], ...], most_ranks: int) -> Mapping[int, float]:

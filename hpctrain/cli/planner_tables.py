@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from hpctrain.console import PlainConsole
 from hpctrain.experiment.planner_search import job_of
 from hpctrain.experiment.simulated_scaling import SimulatedPoint, SimulatedStudy, by_averager
 from hpctrain.planner.averaging_costs import AveragerChoice
@@ -21,7 +22,7 @@ _SHARE_THAT_IS_ALL = 0.995
 
 def console() -> Console:
     """As wide as the terminal; 100 columns where there is none."""
-    return Console(file=sys.stdout, width=None if sys.stdout.isatty() else _COLUMNS, highlight=False, soft_wrap=False)
+    return PlainConsole(file=sys.stdout, width=None if sys.stdout.isatty() else _COLUMNS, markup=True)
 
 
 def table(*titles: str, left: int = 1) -> Table:
@@ -35,7 +36,7 @@ def table(*titles: str, left: int = 1) -> Table:
 def print_whole(out: Console, rows: Table) -> None:
     """Print a table as wide as it is: on a narrow terminal its lines are broken, but no number is cut."""
     width = Measurement.get(out, out.options.update(max_width=_WIDEST), rows).maximum
-    wide = Console(file=out.file, width=max(width, out.width), force_terminal=out.is_terminal, highlight=False, soft_wrap=False)
+    wide = PlainConsole(file=out.file, width=max(width, out.width), force_terminal=out.is_terminal, markup=True)
     wide.print(rows)
 
 

@@ -15,6 +15,7 @@ from hpctrain.cli.failure import job_ends_on_error
 from hpctrain.launch.exit_codes import USER_ERROR
 from hpctrain.launch.launcher import detect
 from hpctrain.launch.threads import set_threads
+from hpctrain.plain_text import echo
 
 if TYPE_CHECKING:
     from hpctrain.config.schema import Config
@@ -103,7 +104,7 @@ def predict(
         job.finish()
     if broken:
         if job.rank() == 0:
-            click.echo(_sentence(broken, len(predictions.files)), err=True)
+            echo(_sentence(broken, len(predictions.files)), err=True)
         job.leave(USER_ERROR)
 
 

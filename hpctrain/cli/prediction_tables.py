@@ -11,10 +11,11 @@ from itertools import groupby, islice
 from pathlib import Path
 
 from rich.cells import cell_len
-from rich.console import Console
 from rich.table import Table
 
+from hpctrain.console import PlainConsole
 from hpctrain.experiment.prediction import PredictedPicture, Predictions
+from hpctrain.plain_text import echo, escaped
 
 _COLUMNS = 80  # where there is no terminal
 _MOST_OF_A_NAME, _PROBABILITY, _GAP = 30, 11, 2
@@ -31,7 +32,7 @@ def print_lines(predictions: Predictions, *, visible: bool) -> list[Path]:
         if picture.error is not None:
             broken.append(picture.file)
         if visible:
-            print(json.dumps(_plain(picture)), flush=True)
+            echo(json.dumps(_plain(picture)))
     return broken
 
 
@@ -49,7 +50,7 @@ def print_table(predictions: Predictions, *, visible: bool) -> list[Path]:
     if visible:
         weights = " (averaged weights)" if predictions.averaged else ""
         count = f"{len(predictions.files):,} {'image' if len(predictions.files) == 1 else 'images'}"
-        print(f"{predictions.checkpoint}{weights}: {count}")
+        echo(f"{predictions.checkpoint}{weights}: {count}")
         form.print_titles()
     while pictures := list(islice(predictions.answers, _AT_ONCE)):
         broken += [picture.file for picture in pictures if picture.error is not None]
@@ -64,8 +65,8 @@ class _Form:
     def __init__(self, class_names: tuple[str, ...]) -> None:
         self._text = io.StringIO()
         width = None if sys.stdout.isatty() else _COLUMNS
-        self._console = Console(file=self._text, width=width, highlight=False, markup=False, emoji=False)
-        self._name = min(_MOST_OF_A_NAME, max(map(cell_len, (*class_names, "class"))))
+        self._console = PlainConsole(file=self._text, width=width)
+        self._name = min(_MOST_OF_A_NAME, max(map(cell_len, map(escaped, (*class_names, "class")))))
         self._file = self._console.width - self._name - _PROBABILITY - 2 * _GAP
 
     def print_titles(self) -> None:
@@ -92,7 +93,7 @@ class _Form:
 
     def _write(self, content: Table | str) -> None:
         self._console.print(content)
-        sys.stdout.write("".join(f"{line.rstrip()}\n" for line in self._text.getvalue().splitlines()))
+        sys.stdout.write("".join(f"{line.rstrip()}\n" for line in self._text.getvalue().split("\n")[:-1]))
         sys.stdout.flush()
         self._text.seek(0)
         self._text.truncate()
@@ -105,4 +106,4 @@ def _lines(picture: PredictedPicture) -> Iterator[tuple[str, str, str]]:
 
 def _printable(file: Path) -> str:
     """The path; a name that is not Unicode cannot be printed as it is."""
-    return os.fsencode(file).decode(errors="replace")
+    return escaped(os.fsencode(file).decode(errors="replace"))

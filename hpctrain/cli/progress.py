@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-import click
+from hpctrain.plain_text import echo
 
 if TYPE_CHECKING:
     from hpctrain.train.progress_bar import ProgressBar
@@ -58,7 +58,7 @@ class _Lines:
             return
         self._last = self._clock()
         share = f", {self._done / self._total:.1%}" if self._total else ""
-        click.echo(f"{self._description}: {self._done:,} of {self._total:,} {self._noun}{share}", err=True)
+        echo(f"{self._description}: {self._done:,} of {self._total:,} {self._noun}{share}", err=True)
 
 
 class _Line:

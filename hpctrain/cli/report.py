@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hpctrain.cli.arguments import FilePath
+from hpctrain.cli.arguments import FilePath, OutputFile
 from hpctrain.cli.configured_process import ConfiguredProcess
 from hpctrain.cli.failure import job_ends_on_error
 from hpctrain.launch.launcher import detect
 from hpctrain.launch.threads import set_threads
+from hpctrain.plain_text import echo
 
 if TYPE_CHECKING:
     from hpctrain.config.schema import Config
@@ -29,7 +30,7 @@ _MOST_PICTURES = 24
 @click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=FilePath(path_type=Path))
 @click.option(
     "--out",
-    type=FilePath(dir_okay=False, path_type=Path),
+    type=OutputFile(streams=True, of_job=True),
     help="File of the page; by default report.html in the directory of a single RUN, and in this directory for several.",
 )
 @click.option("--png", type=FilePath(file_okay=False, path_type=Path), help="Directory to which each figure is written as PNG.")
@@ -95,7 +96,7 @@ def write_report(runs: Sequence[Path], target: Path, png: Path | None, results: 
     page = report_page(read_runs(runs), results)
     text = html(page)
     _write(target, lambda: write_text(target, text))
-    click.echo(f"{target}: {len(text.encode()) / 1e6:.2f} MB")
+    echo(f"{target}: {len(text.encode()) / 1e6:.2f} MB")
     if png is not None:
         _write(png, lambda: png.mkdir(parents=True, exist_ok=True))
         _write_figures(page, png)
@@ -107,7 +108,7 @@ def _write_figures(page: Page, directory: Path) -> None:
     for drawing in page.drawings:
         path = directory / f"{drawing.key}.png"
         _write(path, partial(write_png, drawing, path))
-    click.echo(f"{directory}: {len(page.drawings)} pictures")
+    echo(f"{directory}: {len(page.drawings)} pictures")
 
 
 def _write(path: Path, write: Callable[[], object]) -> None:

@@ -12,6 +12,7 @@ import click
 
 from hpctrain.cli.arguments import Seconds
 from hpctrain.errors import LaunchError
+from hpctrain.plain_text import echo
 
 if TYPE_CHECKING:
     from hpctrain.launch.supervisor import Attempt
@@ -117,4 +118,4 @@ def _keep(output: Path, name: str, attempt: Attempt) -> None:
 
 
 def _say(sentence: str) -> None:
-    click.echo(f"hpctrain run: {sentence}", err=True)
+    echo(f"hpctrain run: {sentence}", err=True)

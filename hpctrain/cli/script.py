@@ -14,6 +14,7 @@ from hpctrain.cli.failure import job_ends_on_error
 from hpctrain.errors import ConfigError
 from hpctrain.flight import start_records
 from hpctrain.launch.launcher import detect
+from hpctrain.plain_text import echo
 
 #: that ranks which have not started MPI yet may take to do it, where one of them ends the job
 START_SECONDS = 60.0
@@ -41,7 +42,7 @@ def script(file: Path, arguments: tuple[str, ...]) -> None:
     if left.code not in (0, None):
         code = left.code if isinstance(left.code, int) else 1
         if code is not left.code:
-            click.echo(left.code, err=True)
+            echo(left.code, err=True)
         sys.stdout.flush()
         sys.stderr.flush()
         abort(code)

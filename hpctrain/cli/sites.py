@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hpctrain.cli.arguments import sites as complete_sites
+from hpctrain.plain_text import echo, echo_block
 
 if TYPE_CHECKING:
     from hpctrain.site.profile_files import Site
@@ -26,15 +27,16 @@ def sites(name: str | None) -> None:
     from hpctrain.site import profile_files
 
     if name is not None:
-        click.echo(_as_yaml(profile_files.read(name)), nl=False)
+        echo_block(_as_yaml(profile_files.read(name)))
         return
     formatter = click.HelpFormatter(width=min(shutil.get_terminal_size((80, 24)).columns, _MOST_COLUMNS))
     known = [profile_files.read(site) for site in profile_files.paths()]
     formatter.write_dl(
         [(site.name, site.profile.description + ("" if site.is_installed else f" ({site.path})")) for site in known]
     )
-    click.echo(formatter.getvalue(), nl=False)
-    click.echo(f"\nProfiles of your own: {profile_files.where_own()}/NAME.yaml")
+    echo_block(formatter.getvalue())
+    echo()
+    echo(f"Profiles of your own: {profile_files.where_own()}/NAME.yaml")
 
 
 def _as_yaml(site: Site) -> str:

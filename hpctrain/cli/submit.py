@@ -8,6 +8,7 @@ import click
 
 from hpctrain.cli.arguments import OVERRIDES, FilePath, sites
 from hpctrain.cli.loading import load_config
+from hpctrain.plain_text import echo, echo_block
 
 
 @click.command()
@@ -75,11 +76,11 @@ def submit(
     files = job_files(site, config.name, Path(config.output), (str(file), *overrides))
     job = plan_job(site, request, files, own_limit=config.max_time is not None)
     if dry_run:
-        click.echo(render(site, job), nl=False)
+        echo_block(render(site, job))
         return
     submission = hand_over(site, job)
     ranks = f"{job.nodes} {'node' if job.nodes == 1 else 'nodes'} with {job.ranks} {'rank' if job.ranks == 1 else 'ranks'} each"
-    click.echo(f"job {submission.number} on {site.name}: {ranks}")
-    click.echo(f"script: {job.script}")
+    echo(f"job {submission.number} on {site.name}: {ranks}")
+    echo(f"script: {job.script}")
     for line in submission.lines:
-        click.echo(line)
+        echo(line)

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from hpctrain.cli.arguments import FilePath
+from hpctrain.plain_text import echo
 
 
 @click.command()
@@ -32,4 +33,4 @@ def trace(run: Path, whole: bool) -> None:
         raise DataError(f"{path} is no time table of this version; trace the run again.") from error
     width = shutil.get_terminal_size((time_table_text.COLUMNS, 0)).columns
     for line in time_table_text.lines(table, *facts, width, None if whole else time_table_text.LINES):
-        click.echo(line)
+        echo(line)

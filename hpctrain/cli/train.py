@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hpctrain.cli.arguments import FILE, OVERRIDES, PASS_STYLE, FilePath
+from hpctrain.cli.arguments import FILE, OVERRIDES, PASS_STYLE, FilePath, OutputFile, check_output
 from hpctrain.cli.configured_process import ConfiguredProcess
 from hpctrain.cli.failure import job_ends_on_error
 from hpctrain.cli.log_ranks import log_ranks_option
@@ -60,7 +60,7 @@ _PRINTED = "-"  # in place of a file's name
 )
 @click.option(
     "--stopped-file",
-    type=FilePath(dir_okay=False, path_type=Path),
+    type=OutputFile(streams=True, of_job=True),
     help="Write this file and leave with 0 in place of 85, after which some launchers would kill the other ranks.",
 )
 @log_ranks_option
@@ -164,7 +164,7 @@ def _remove_trial(job: ConfiguredProcess) -> None:
 @click.option("--per-class", is_flag=True, help="Print the accuracy of each class, too, the worst first.")
 @click.option(
     "--confusion",
-    type=FilePath(),
+    type=OutputFile(streams=True, of_job=True),
     metavar="[FILE]",
     is_flag=False,
     flag_value=_PRINTED,
@@ -180,32 +180,35 @@ def evaluate(
     checkpoint: str,
     averaged: bool,
     per_class: bool,
-    confusion: str | None,
+    confusion: Path | None,
     flip: bool,
     as_json: bool,
     style: PassStyle | None,
     log_ranks: str,
 ) -> None:
     """Evaluate a checkpoint on the test set of FILE."""
-    target = None if confusion in (None, _PRINTED) else Path(confusion)
+    prints = confusion == Path(_PRINTED)
+    target = None if prints else confusion
     if target is not None and target.suffix not in (".json", ".csv"):
         raise click.UsageError(f"--confusion {target} is no file that ends in .json or .csv; leave the name out to print it.")
     counts = per_class or confusion is not None
     job = ConfiguredProcess(log_ranks=log_ranks, averaged=averaged, flip=flip, counts=counts)
     with job_ends_on_error(job.rank, job.abort, job.failed):
         session = job.start(file, overrides, checkpoint)
-        from hpctrain.cli.evaluation_tables import check_target, print_json, print_text, write_confusion
+        from hpctrain.cli.evaluation_tables import print_json, print_text, write_confusion
         from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
         from hpctrain.experiment.evaluation import run_evaluation
         from hpctrain.train.progress_bar import pass_on_stderr
 
         if target is not None:
-            raise_on_all_ranks(session.world, lambda: check_target(target) if session.is_root else None)
+            raise_on_all_ranks(
+                session.world, lambda: check_output(target, "--confusion", streams=True) if session.is_root else None
+            )
         bar = partial(pass_on_stderr, style, visible=session.is_root, description="evaluation")
         evaluation = run_evaluation(session, checkpoint, averaged=averaged, flip=flip, confusion=counts, show=bar)
         if session.is_root:
             show = print_json if as_json else print_text
-            show(evaluation, per_class=per_class, confusion=confusion == _PRINTED)
+            show(evaluation, per_class=per_class, confusion=prints)
             if target is not None:
                 write_confusion(evaluation, target)
         job.finish()

@@ -43,13 +43,12 @@ def watch(run: Path | None, runs: Path, once: bool, interval: float) -> None:
     RUN is a run directory, by default the newest one. Nothing is written to it. Where the output is no terminal, each news is
     a line.
     """
-    from rich.console import Console
-
     from hpctrain.cli.watch_screen import COLUMNS
+    from hpctrain.console import PlainConsole
     from hpctrain.experiment.run_state import RunReader
 
     reader = RunReader(_directory(run, runs), follows=not once)
-    console = Console(width=None if sys.stdout.isatty() else COLUMNS, highlight=False, markup=False, emoji=False)
+    console = PlainConsole(width=None if sys.stdout.isatty() else COLUMNS)
     if once:
         _show(reader.read(time.time()), console)
         return

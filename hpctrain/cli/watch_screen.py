@@ -15,6 +15,7 @@ from hpctrain.cli.text_curve import text_curve
 from hpctrain.experiment.run_events import events_of
 from hpctrain.experiment.run_state import SILENT_SECONDS, RunState
 from hpctrain.flight.ring import End, FlightRecord
+from hpctrain.plain_text import escaped
 from hpctrain.train.progress_text import duration_text, fitting, loss_text
 
 #: where there is no terminal
@@ -48,7 +49,7 @@ def screen(state: RunState, console: Console) -> RenderableType:
 def _head(state: RunState) -> Text:
     end = state.end
     colour = "green" if end == "finished" else "yellow" if end is None or end.startswith("stopped") else "red"
-    return Text.assemble((str(state.path), "bold"), "  ", (end or _going(state), colour), overflow="fold")
+    return Text.assemble((escaped(state.path), "bold"), "  ", (escaped(end or _going(state)), colour), overflow="fold")
 
 
 def _going(state: RunState) -> str:
@@ -98,7 +99,7 @@ def _pace(state: RunState) -> list[tuple[int, str]]:
 
 
 def _line(facts: Sequence[tuple[int, str]], width: int) -> Text:
-    return Text(fitting(facts, width))
+    return Text(escaped(fitting(facts, width)))
 
 
 def _numbers(state: RunState) -> Table | None:
@@ -169,7 +170,7 @@ def _ranks(state: RunState) -> list[RenderableType]:
     for record in heard[:_MOST_RANKS]:
         failed = record.end not in (End.RUNNING, End.FINISHED)
         if state.heard_seconds(record) > limit or failed:
-            lines.append(Text(_rank(state, record), style="red"))
+            lines.append(Text(escaped(_rank(state, record)), style="red"))
     return lines
 
 
@@ -186,7 +187,7 @@ def _ago(seconds: float) -> str:
 
 def _event(seconds: float, text: str) -> Table:
     grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_row(time.strftime("%m-%d %H:%M:%S", time.localtime(seconds)), Text(text, overflow="fold"))
+    grid.add_row(time.strftime("%m-%d %H:%M:%S", time.localtime(seconds)), Text(escaped(text), overflow="fold"))
     return grid
 
 

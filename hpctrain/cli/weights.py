@@ -10,9 +10,10 @@ from typing import Any
 
 import click
 
-from hpctrain.cli.arguments import FilePath
+from hpctrain.cli.arguments import FilePath, OutputFile
 from hpctrain.cli.failure import Commands
 from hpctrain.errors import CheckpointError, ConfigError
+from hpctrain.plain_text import echo, echo_block
 
 _FILE = click.argument("file", type=FilePath(path_type=Path))
 _CLASSES = click.option(
@@ -39,7 +40,7 @@ def weights() -> None:
 @click.option("--model", required=True, help="Name of the model in the catalogue (see `hpctrain list models`).")
 @_CLASSES
 @_OPTIONS
-@click.option("--out", type=FilePath(path_type=Path), required=True, help="File to write, which ends in .safetensors.")
+@click.option("--out", type=OutputFile(makes_directory=True), required=True, help="File to write, which ends in .safetensors.")
 def import_weights(file: Path, model: str, classes: int | None, options: tuple[str, ...], out: Path) -> None:
     """Check weights from elsewhere and write them for training.
 
@@ -53,7 +54,7 @@ def import_weights(file: Path, model: str, classes: int | None, options: tuple[s
     check_suffix(out, (SAFETENSORS,))
     content = of_file(file, model, classes, _parsed(options))
     content.write(out)
-    click.echo(f"{out}: {_summary(content.state)} of {model}, all those of {file}")
+    echo(f"{out}: {_summary(content.state)} of {model}, all those of {file}")
 
 
 @weights.command()
@@ -63,7 +64,9 @@ def import_weights(file: Path, model: str, classes: int | None, options: tuple[s
 @click.option("--model", help="Name of the model: of a file that does not say it, or of code of your own, to have it loaded.")
 @_CLASSES
 @_OPTIONS
-@click.option("--out", type=FilePath(path_type=Path), required=True, help="File to write: .safetensors, .pt, .pth or .onnx.")
+@click.option(
+    "--out", type=OutputFile(makes_directory=True), required=True, help="File to write: .safetensors, .pt, .pth or .onnx."
+)
 def export(
     source: Path, best: bool, averaged: bool, model: str | None, classes: int | None, options: tuple[str, ...], out: Path
 ) -> None:
@@ -91,7 +94,7 @@ def export(
         content = of_checkpoint(path, model, averaged=averaged)
     content.write(out)
     weights = ", averaged," if averaged else ""
-    click.echo(f"{out}: {_summary(content.state)}{weights} of {content.metadata['model']}, from {path}")
+    echo(f"{out}: {_summary(content.state)}{weights} of {content.metadata['model']}, from {path}")
 
 
 @weights.command()
@@ -107,14 +110,14 @@ def show(file: Path, as_json: bool) -> None:
     content = read(file)
     tensors = {name: {"shape": list(array.shape), "dtype": str(array.dtype)} for name, array in content.tensors.items()}
     if as_json:
-        click.echo(json.dumps({"file": str(file), "metadata": dict(content.metadata), "tensors": tensors}, indent=1))
+        echo_block(json.dumps({"file": str(file), "metadata": dict(content.metadata), "tensors": tensors}, indent=1))
         return
-    click.echo(str(file))
+    echo(str(file))
     for key, value in content.metadata.items():
-        click.echo(f"{key}: {value}")
+        echo(f"{key}: {value}")
     for name, facts in tensors.items():
-        click.echo(f"  {name}  {facts['shape']} {facts['dtype']}")
-    click.echo(f"{_summary(content.tensors)}, {sum(array.nbytes for array in content.tensors.values()) / 1e6:,.1f} MB")
+        echo(f"  {name}  {facts['shape']} {facts['dtype']}")
+    echo(f"{_summary(content.tensors)}, {sum(array.nbytes for array in content.tensors.values()) / 1e6:,.1f} MB")
 
 
 def _summary(state: Any) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import re
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 from hpctrain.errors import ConfigError
+from hpctrain.input_file import read_bytes
 from hpctrain.nearest import choices
 
 # Links to the folders of these names at the top of the repository; a wheel holds the files themselves.
@@ -56,10 +56,11 @@ def copy(wanted: Sequence[str], directory: Path) -> list[Path]:
     sources = [path_of(name) for name in wanted] or [_ROOT / name for name in names()]
     targets = [directory / source.relative_to(_ROOT) for source in sources]
     for source, target in zip(sources, targets, strict=True):
-        if target.exists() and target.read_bytes() != source.read_bytes():
+        if target.exists() and read_bytes(target) != source.read_bytes():
             raise ConfigError(f"{target} is there already and differs from the example; rename it, or copy to another directory.")
     for source, target in zip(sources, targets, strict=True):
         target.parent.mkdir(parents=True, exist_ok=True)
         if not target.exists():
-            shutil.copy(source, target)
+            with open(target, "xb") as file:  # a file alone is made, whatever comes there meanwhile
+                file.write(source.read_bytes())
     return targets

@@ -14,6 +14,7 @@ from hpctrain.config.schema import Config
 from hpctrain.config.section import Named
 from hpctrain.config.source import KeyPath, dotted
 from hpctrain.nearest import nearest
+from hpctrain.plain_text import escaped
 from hpctrain.rules import rule
 
 _SHOWN_CHARACTERS = 60
@@ -81,11 +82,14 @@ def _name(path: KeyPath, section: Any) -> Iterator[tuple[KeyPath, str]]:
 
 def show(value: Any) -> str:
     """A value as YAML in one line, shortened."""
+    if isinstance(value, str):
+        value = value[: 2 * _SHOWN_CHARACTERS]
     try:
         text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
     except yaml.YAMLError:
         text = repr(value)
     text = " ".join(text.removesuffix("\n").removesuffix("\n...").split("\n"))
+    text = escaped(text)
     return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
 
 

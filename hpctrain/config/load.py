@@ -16,6 +16,7 @@ from hpctrain.config.schema import Config, LostRankConfig, NonFiniteConfig, Plan
 from hpctrain.config.section import Named
 from hpctrain.config.source import KeyPath, Source, dotted, read_yaml
 from hpctrain.errors import ConfigError
+from hpctrain.input_file import TEXT_BYTES, read_text
 
 #: (path of a section, its name) -> the sentence that refuses the name; None where a registry has it
 Refusal = Callable[[KeyPath, str], str | None]
@@ -34,7 +35,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), refusal: Refusal | Non
         ConfigError: one sentence for each fault, each with its file and line or its override.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_text(path, TEXT_BYTES, pipes=True)
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: The byte at {error.start} is not UTF-8; save the file as UTF-8.") from None
     except OSError as error:

@@ -18,12 +18,17 @@ from hpctrain.config.exact_section import ExactConfig
 from hpctrain.config.open_section import AUTO, OPEN_SECTIONS, OpenSection, or_auto
 from hpctrain.config.section import Integer, Named, Number, PathText, Section, Text, Threads
 
+_MOST_NAME_BYTES = 200  # with the time and number of a run, no more than the 255 that file systems allow
+
 
 def _one_component(value: Any) -> Any:
     if isinstance(value, str) and (value in {".", ".."} or "/" in value or "\0" in value):
         raise PydanticCustomError(
             "name_type", 'must be usable as the name of a directory, so it has no "/" and is not "." or ".."'
         )
+    if isinstance(value, str) and len(value.encode(errors="replace")) > _MOST_NAME_BYTES:
+        sentence = "must be usable as the name of a directory, so it has at most {most} bytes"
+        raise PydanticCustomError("name_type", sentence, {"most": _MOST_NAME_BYTES})
     return value
 
 

@@ -11,7 +11,9 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 from hpctrain.paths import expanded
+from hpctrain.plain_text import forbidden
 
+_MOST_CHARACTERS = 4096  # as of a path
 # A number with an exponent that YAML 1.1 takes for a string: "1e-3", "1.5E4", ".5e1".
 _EXPONENT = re.compile(r"[-+]?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+")
 # A number that can be read in one way only. Readers differ about 010 (8 or 10), 0x10, 1_000 and 1:30.
@@ -20,12 +22,36 @@ _STARTS_AS_NUMBER = re.compile(r"\s*[-+]?\.?[0-9]")
 _EXACT_IN_FLOAT = 2**53
 
 
+def _text_fault(text: str) -> str | None:
+    """The rule that a text breaks, behind "must "; None where it keeps all."""
+    if len(text) > _MOST_CHARACTERS:
+        return f"have at most {_MOST_CHARACTERS} characters, not {len(text)}"
+    character = forbidden(text)
+    return None if character is None else f"be text in one line without control characters; it has {character}"
+
+
+def one_line(text: str) -> str:
+    """The text, which may go into scripts, names of files and lines of a terminal.
+
+    Raises:
+        PydanticCustomError: it has a character that has no place there, or too many.
+    """
+    fault = _text_fault(text)
+    if fault is not None:
+        raise PydanticCustomError("text_type", "must {rule}", {"rule": fault})
+    return text
+
+
 def plain(value: Any) -> Any:
     """An option as immutable plain data: lists become tuples, "1e-3" a float.
 
     Raises:
-        ValueError: a value that is no scalar, list or mapping with string keys, or a number that is not finite.
+        ValueError: a value that is no scalar, list or mapping with string keys, a number that is not finite, or a text that
+            `one_line` refuses.
     """
+    fault = _text_fault(value) if isinstance(value, str) else None
+    if fault is not None:
+        raise ValueError(fault.removeprefix("be "))
     if isinstance(value, str) and _EXPONENT.fullmatch(value):
         value = float(value)
     if isinstance(value, float) and not math.isfinite(value):
@@ -77,7 +103,7 @@ _SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False,
 
 Integer = Annotated[int, BeforeValidator(_integer)]
 Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
-Text = Annotated[str, Field(min_length=1)]
+Text = Annotated[str, Field(min_length=1), AfterValidator(one_line)]
 #: a path that all ranks share; `~` and variables are filled in when the configuration is read
 PathText = Annotated[Text, AfterValidator(expanded_path)]
 

@@ -10,12 +10,17 @@ from typing import Any
 import yaml
 
 from hpctrain.errors import ConfigError
+from hpctrain.input_file import TEXT_BYTES
+from hpctrain.plain_text import forbidden, shortened
 
 KeyPath = tuple[str | int, ...]
 
 _MERGE = "tag:yaml.org,2002:merge"
 _MAPPING = "tag:yaml.org,2002:map"
 _SEQUENCE = "tag:yaml.org,2002:seq"
+#: most values of a text with its aliases written out; a machine file has hundreds
+_MOST_VALUES = 10_000
+_SHOWN_CHARACTERS = 80
 
 
 def dotted(path: KeyPath) -> str:
@@ -71,13 +76,23 @@ def read_yaml(text: str, label: str) -> tuple[Any, dict[KeyPath, str]]:
 
     Raises:
         ConfigError: no valid YAML, a duplicate key, a key that is no string or lacks the blank behind its colon, an alias that
-            contains itself, a tag of its own.
+            contains itself, a tag of its own, more than `TEXT_BYTES` characters, or more than 10,000 values, counted with what
+            aliases repeat.
     """
+    if len(text) > TEXT_BYTES:
+        raise ConfigError(f"{label}: It has {len(text):,} characters, and a text such as this one has at most {TEXT_BYTES:,}.")
     try:
         loader = _YamlLoader(text)
         try:
             root = loader.get_single_node()
-            return (None, {}) if root is None else _Reader(loader, label).read(root)
+            if root is None:
+                return None, {}
+            if _values(root, {}) > _MOST_VALUES:
+                raise ConfigError(
+                    f"{label}: It has too many values, counted with what its aliases repeat; a text such as this one has at most "
+                    f"{_MOST_VALUES:,}."
+                )
+            return _Reader(loader, label).read(root)
         finally:
             loader.dispose()
     except yaml.MarkedYAMLError as error:
@@ -122,13 +137,13 @@ class _Reader:
                 return self._scalar(node)
         finally:
             self.open.pop()
-        raise ConfigError(f"{self._place(node)}: The tag {node.tag!r} is not known; use plain mappings and lists.")
+        raise ConfigError(f"{self._place(node)}: The tag {shortened(node.tag)} is not known; use plain mappings and lists.")
 
     def _scalar(self, node: yaml.ScalarNode) -> Any:
         try:
             return self.loader.construct_object(node)
         except ValueError as error:  # such as an integer in a base that its digits do not fit
-            raise ConfigError(f"{self._place(node)}: {node.value!r} is not a valid value: {error}.") from None
+            raise ConfigError(f"{self._place(node)}: {shortened(node.value)} is not a valid value: {error}.") from None
 
     def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
         self._check_keys(node, path)
@@ -159,7 +174,7 @@ class _Reader:
                     f"write {name}: {rest}."
                 )
             if not isinstance(key, yaml.ScalarNode) or not isinstance(self._scalar(key), str):
-                shown = key.value if isinstance(key, yaml.ScalarNode) else "a list or mapping"
+                shown = key.value[:_SHOWN_CHARACTERS] if isinstance(key, yaml.ScalarNode) else "a list or mapping"
                 raise ConfigError(f"{self._place(key)}: The key {shown} is no string; put it in quotes.")
             if key.value in first:
                 line = first[key.value].start_mark.line + 1
@@ -167,7 +182,26 @@ class _Reader:
                     f'{self._place(key)}: The key "{dotted((*path, key.value))}" is given twice, first in line {line}; '
                     f"remove one of them."
                 )
+            character = forbidden(key.value)
+            if character is not None:
+                raise ConfigError(f"{self._place(key)}: The key {shortened(key.value)} has the character {character}; remove it.")
             first[key.value] = key
+
+
+def _values(node: yaml.Node, known: dict[int, int]) -> int:
+    """The number of values that a node stands for, each alias counted as often as it is used; one that contains itself once.
+
+    Args:
+        known: the numbers of nodes by identity, 0 while one is being counted.
+    """
+    if id(node) in known:
+        return known[id(node)]
+    known[id(node)] = 0
+    children = node.value if isinstance(node, yaml.SequenceNode) else ()
+    if isinstance(node, yaml.MappingNode):
+        children = [child for entry in node.value for child in entry]
+    known[id(node)] = 1 + sum(_values(child, known) for child in children)
+    return known[id(node)]
 
 
 def _lacks_blank(key: yaml.Node, value: yaml.Node) -> bool:

@@ -23,7 +23,7 @@ import numpy as np
 
 from hpctrain.errors import DataError
 from hpctrain.log import get_logger
-from hpctrain.storage.atomic_write import PARTIAL, publish
+from hpctrain.storage.atomic_write import PARTIAL, publish, target_of
 
 #: place of the block in the file: HDF5's first structures fit in front of it
 BLOCK_OFFSET = 4096
@@ -47,6 +47,7 @@ class UnfinishedFile:
     """
 
     def __init__(self, path: Path, source: str | None = None) -> None:
+        path = target_of(path)
         self._target, self.keeps = path, source is not None
         self.path = path.with_name(path.name + PARTIAL if self.keeps else f".{path.name}.{os.getpid()}.tmp")
         self._journal_path = self.path.with_name(self.path.name + _JOURNAL)

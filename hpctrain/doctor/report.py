@@ -8,9 +8,9 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from hpctrain.console import PlainConsole
 from hpctrain.doctor.findings import DoctorFinding, Severity, exit_code
 from hpctrain.doctor.job import Examination
 from hpctrain.doctor.subjects.cores import BINDING, CoreFacts
@@ -29,7 +29,7 @@ def print_table(examination: Examination, *, strict: bool) -> None:
     """Print the findings, each with the line that mends it, the map of the ranks, and what follows."""
     text, terminal = io.StringIO(), sys.stdout.isatty() and examination.job.launcher.name == "none"
     width = None if terminal else _WIDTH
-    console = Console(file=text, width=width, force_terminal=terminal, highlight=False, markup=False, emoji=False)
+    console = PlainConsole(file=text, width=width, force_terminal=terminal)
     table = Table(box=None, show_header=False, padding=(0, 1, 0, 0))
     for _ in range(2):
         table.add_column(no_wrap=True)
@@ -45,7 +45,7 @@ def print_table(examination: Examination, *, strict: bool) -> None:
         console.print(_map_table(examination))
     console.print()
     console.print(conclusion(examination, strict=strict))
-    sys.stdout.write("".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines()))
+    sys.stdout.write("".join(f"{line.rstrip()}\n" for line in text.getvalue().split("\n")[:-1]))
 
 
 def _style(finding: DoctorFinding) -> str:

@@ -19,6 +19,7 @@ from hpctrain.launch import shared_segments
 from hpctrain.launch.exit_codes import FINISHED, USER_ERROR
 from hpctrain.launch.launcher import Launcher, environment_fault, place_of
 from hpctrain.launch.threads import VARIABLES, set_threads
+from hpctrain.plain_text import echo
 
 if TYPE_CHECKING:
     from hpctrain.comm.base import Communicator
@@ -181,7 +182,7 @@ class DoctorRank:
     def _say(self, place: OwnPlace, sentence: str) -> None:
         """Tell it on standard error, once a node."""
         if place.leads_node:
-            print(f"hpctrain: {place_of(self.launcher.rank or 0)}{sentence}", file=sys.stderr, flush=True)
+            echo(f"hpctrain: {place_of(self.launcher.rank or 0)}{sentence}", err=True)
 
 
 def _with_names_checked(configuration: _Read) -> _Read:

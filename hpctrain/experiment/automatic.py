@@ -23,6 +23,7 @@ from hpctrain.experiment.images import open_alike
 from hpctrain.experiment.planned_run import Image, PlannedRun
 from hpctrain.experiment.same_start import Subject, compare
 from hpctrain.experiment.start_search import BestCandidate, StartedJob, best, find
+from hpctrain.input_file import read_text
 from hpctrain.planner import machine_file
 from hpctrain.planner.averaging_costs import AveragerChoice
 from hpctrain.planner.prediction import SimulationOptions
@@ -110,7 +111,7 @@ def _of_run(repeated: str | None) -> tuple[AutomaticChoice, str] | None:
         meta = checkpoint.open_checkpoint(Path(repeated)).meta.get(META)
         return None if meta is None else (AutomaticChoice.from_meta(meta, repeated), repeated)
     path = RunDirectory.open(Path(repeated)).choice_path
-    return (AutomaticChoice.from_meta(json.loads(path.read_text()), str(path)), str(path)) if path.exists() else None
+    return (AutomaticChoice.from_meta(json.loads(read_text(path)), str(path)), str(path)) if path.exists() else None
 
 
 def planned(config: Config, ranks: int | None, machine: str | None, image: Image | None, classes: int | None) -> Config:

@@ -17,6 +17,7 @@ from hpctrain.launch.threads import usable_cores
 from hpctrain.planner import machine_file, rate_measurement
 from hpctrain.planner.calibration import RankFacts, calibrate
 from hpctrain.planner.machine import Link, Machine, OperatorClass
+from hpctrain.storage.atomic_write import check_target
 
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _COLUMNS = 80  # where there is no terminal, as under mpiexec
@@ -31,7 +32,7 @@ def run_calibration(world: Communicator, threads: int, seconds: float, out: Path
     Raises:
         OSError: the file cannot be written; told before anything is measured.
     """
-    raise_on_all_ranks(world, lambda: _check(out) if world.rank == 0 else None)
+    raise_on_all_ranks(world, lambda: check_target(out, streams=True) if world.rank == 0 else None)
     progress = ProgressEngine(rank=world.rank, deadline_seconds=deadline_seconds, abort=world.abort)
     backend = make_backend("auto", place=NodePlace(world.size))
     begin = time.perf_counter()
@@ -59,8 +60,9 @@ def facts_here() -> RankFacts:
 
 def print_machine(machine: Machine) -> None:
     """A table of every number of a machine, on stdout, and where it is from: beside the first of several from one source."""
-    from rich.console import Console  # not for the trainings that take facts from here
-    from rich.table import Table
+    from rich.table import Table  # not for the trainings that take facts from here
+
+    from hpctrain.console import PlainConsole
 
     table = Table(title=f"{machine.name}: {machine.description}", title_justify="left", box=None)
     for heading in ("number", "value", "source"):
@@ -70,7 +72,7 @@ def print_machine(machine: Machine) -> None:
         source = _source(machine, key)
         table.add_row(key, value, "" if source == told else source)
         told = source
-    Console(file=sys.stdout, width=None if sys.stdout.isatty() else _COLUMNS, highlight=False).print(table)
+    PlainConsole(file=sys.stdout, width=None if sys.stdout.isatty() else _COLUMNS).print(table)
 
 
 def _source(machine: Machine, key: str) -> str:
@@ -111,15 +113,6 @@ def _link_lines(link: Link) -> list[tuple[str, str]]:
     lines.append(("sum_seconds", f"{link.sum_seconds * 1e12:.0f} ps"))
     lines.append(("burst_bytes", f"{link.burst_bytes / 1024:.0f} KiB"))
     return lines
-
-
-def _check(out: Path) -> None:
-    """Fail now rather than after the measurement."""
-    existed = out.exists()
-    with out.open("a", encoding="utf-8"):
-        pass
-    if not existed:
-        out.unlink()
 
 
 def _memory_bytes() -> int:

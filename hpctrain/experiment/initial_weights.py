@@ -14,7 +14,7 @@ from hpctrain.config.schema import Config
 from hpctrain.errors import CheckpointError
 from hpctrain.experiment.same_start import Subject, compare
 from hpctrain.experiment.session import Session
-from hpctrain.models.state_dict import StateEntry, check_fits, declared_state
+from hpctrain.models.state_dict import StateEntry, check_finite, check_fits, declared_state
 from hpctrain.nn.network import Network
 from hpctrain.storage import weights_file
 from hpctrain.train.replica import Replica
@@ -56,7 +56,9 @@ def put_weights(
     def fitting() -> dict[str, np.ndarray]:
         tensors = weights_file.read(path).tensors
         ignored = check_fits(entries, tensors, source=str(path), model=model, ignore=ignore, hint=advice)
-        return {name: tensors[name] for name in entries if name not in ignored}
+        fitting_tensors = {name: tensors[name] for name in entries if name not in ignored}
+        check_finite(fitting_tensors, str(path), network.parameter_dtype)
+        return fitting_tensors
 
     state = raise_on_all_ranks(world, fitting)
     replica.drain()

@@ -22,6 +22,7 @@ from hpctrain.models import catalogue
 from hpctrain.models.onnx_model import onnx_model
 from hpctrain.models.state_dict import (
     StateEntry,
+    check_finite,
     check_fits,
     classes_in,
     declared_state,
@@ -107,7 +108,8 @@ def of_checkpoint(path: Path, name: str | None = None, *, averaged: bool = False
         averaged: the average of the weights in place of them.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, of another model, does not know its data, or has no average.
+        CheckpointError: the checkpoint is damaged, of another model, does not know its data, has no average, or has numbers
+            that are not finite.
         ConfigError: its configuration cannot be used, or names code that `name` does not.
     """
     content = checkpoint.read(path)
@@ -129,6 +131,7 @@ def of_checkpoint(path: Path, name: str | None = None, *, averaged: bool = False
     position = Position.from_meta(content.meta)
     keys = averaged_keys(content) if averaged else {}
     state = with_counters(_exported(content, declared_state(model), path, keys), position.global_step * config.micro_batches)
+    check_finite(state, str(path))
     facts = {
         "classes": json.dumps(data.class_names),
         **({} if shape is None else {"image_shape": json.dumps(shape)}),

@@ -22,6 +22,7 @@ from hpctrain.data.facts import compared_facts
 from hpctrain.data.format import ImageFile
 from hpctrain.errors import ConfigError, DataError, HpctrainError
 from hpctrain.experiment.resume_rules import flat
+from hpctrain.input_file import read_bytes
 from hpctrain.storage.run_directory import software_versions
 
 _PACKAGE = Path(__file__).parents[1]
@@ -115,7 +116,7 @@ def check_same_program(
     """
     if world.size == 1:
         return
-    checksum = {} if program is None else {program.name: zlib.crc32(program.read_bytes())}
+    checksum = {} if program is None else {program.name: zlib.crc32(read_bytes(program))}
     compare(
         world,
         Subject("other arguments of hpctrain.start", "give all ranks the same", arguments),

@@ -6,6 +6,7 @@ own (weak scaling), R0 T(R0) / (R T(R)) where all share one (strong scaling).
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from hpctrain.experiment.planner_search import SearchTask
 from hpctrain.planner.machine import Machine
 from hpctrain.planner.predict import predict
 from hpctrain.planner.prediction import Prediction, SimulationOptions
+from hpctrain.storage.atomic_write import replacing, write_bytes
 from hpctrain.trace.chrome import ChromeTrace
 
 Mode = Literal["weak", "strong"]
@@ -150,12 +152,13 @@ def write_trace(path: Path, point: SimulatedPoint, title: str) -> Path:
     """
     classes = point.prediction.step.events
     begin_ns = min((int(events.start_ns.min()) for events in classes.values() if len(events)), default=0)
-    with ChromeTrace(path, base_ns=begin_ns) as trace:
-        for number, (name, events) in enumerate(classes.items()):
-            trace.add_rank(number, events, name=f"simulated: {name}")
-        trace.describe({"simulated": True, "title": title, "averager": point.averager, "ranks": point.ranks})
-    if trace.error is not None:
-        raise trace.error
+    with replacing(path) as partial:
+        with ChromeTrace(partial, base_ns=begin_ns) as trace:
+            for number, (name, events) in enumerate(classes.items()):
+                trace.add_rank(number, events, name=f"simulated: {name}")
+            trace.describe({"simulated": True, "title": title, "averager": point.averager, "ranks": point.ranks})
+        if trace.error is not None:
+            raise trace.error
     return path
 
 
@@ -179,6 +182,7 @@ def plot(path: Path, points: Sequence[SimulatedPoint], title: str) -> Path | Non
     except ImportError:
         return None
     matplotlib.use("Agg")
+    matplotlib.rcParams["text.parse_math"] = False  # a $ in a name is no formula
     from matplotlib import pyplot
 
     figure, (rates, times) = pyplot.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
@@ -197,8 +201,10 @@ def plot(path: Path, points: Sequence[SimulatedPoint], title: str) -> Path | Non
         axes.set_xlabel("ranks")
         axes.legend(fontsize="small")
     figure.suptitle(title, fontsize="medium")
-    figure.savefig(path, dpi=150, format="png")
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=150, format="png")
     pyplot.close(figure)
+    write_bytes(path, picture.getvalue())
     return path
 
 

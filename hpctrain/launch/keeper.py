@@ -28,6 +28,7 @@ from hpctrain.launch.memory_group import MemoryGroup
 from hpctrain.launch.processes import WatchedProcess, launchers, status_of
 from hpctrain.launch.pulse import Pulse
 from hpctrain.launch.signals import HELD
+from hpctrain.plain_text import escaped
 
 #: 0 in the environment: no keeper, as for a debugger that follows the process it has started
 SWITCH = "HPCTRAIN_KEEPER"
@@ -313,4 +314,4 @@ def _say(rank: int | None, sentence: str) -> None:
         writable = select.poll()
         writable.register(2, select.POLLOUT)
         if writable.poll(_SAY_SECONDS * 1e3):
-            os.write(2, f"hpctrain: {place_of(rank)}{sentence}\n".encode())
+            os.write(2, f"hpctrain: {place_of(rank)}{escaped(sentence)}\n".encode(errors="backslashreplace"))

@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from itertools import chain, islice
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from hpctrain.errors import CheckpointError
 from hpctrain.models.interchange import exported_shape
@@ -88,8 +89,8 @@ def check_fits(
         ignore: patterns of names that need not be there, nor fit. hint: a sentence behind all others where something differs.
 
     Raises:
-        CheckpointError: a sentence for each name that is missing, unknown, or has another shape or numbers that are none; or for
-            a pattern that matches nothing.
+        CheckpointError: a sentence for each name that is missing, unknown, or has another shape or numbers that are none or not
+            finite; or for a pattern that matches nothing.
     """
     ignored = frozenset(name for name in (*expected, *given) if any(fnmatchcase(name, pattern) for pattern in ignore))
     faults = chain(_idle_patterns(ignore, ignored, expected, source), _differences(expected, given, ignored, source, model))
@@ -98,7 +99,38 @@ def check_fits(
         told.append(f"There are more such differences between {source} and the model {model}.")
     if told:
         raise CheckpointError("\n".join([*told, *([hint] if hint else [])]))
+    check_finite({name: given[name] for name in expected if name not in ignored}, source)
     return ignored
+
+
+def check_finite(state: Mapping[str, np.ndarray], source: str, dtype: DTypeLike | None = None) -> None:
+    """Raise where an array of floating-point numbers holds NaN or an infinity.
+
+    Args:
+        source: the name of the file or checkpoint in messages. dtype: of the numbers as they will be used; None: their own.
+
+    Raises:
+        CheckpointError: a sentence for each such array.
+    """
+    told = list(islice((sentence for name in state if (sentence := _not_finite(name, state[name], source, dtype))), _MOST_TOLD))
+    if told:
+        raise CheckpointError("\n".join(told))
+
+
+def _not_finite(name: str, array: np.ndarray, source: str, dtype: DTypeLike | None) -> str | None:
+    """A sentence about an array that holds NaN or an infinity; None where it holds none."""
+    if array.dtype.kind != "f":
+        return None
+    with np.errstate(over="ignore"):
+        finite = np.isfinite(array if dtype is None else array.astype(dtype, copy=False))
+    if finite.all():
+        return None
+    place = tuple(int(index) for index in np.argwhere(~finite)[0])
+    kind = "" if dtype is None or not np.isfinite(array[place]) else f" in {dtype}"
+    return (
+        f"{name} of {source} holds {int((~finite).sum()):,} of {array.size:,} numbers that are not finite{kind}, the first at "
+        f"{list(place)} ({array[place]:g}); take weights from before the training diverged."
+    )
 
 
 def _idle_patterns(

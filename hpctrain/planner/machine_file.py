@@ -15,11 +15,12 @@ from hpctrain.config import examples
 from hpctrain.config.faults import show
 from hpctrain.config.source import KeyPath, Source, dotted, read_yaml
 from hpctrain.errors import ConfigError
+from hpctrain.input_file import TEXT_BYTES, read_text
 from hpctrain.nearest import choices, nearest
 from hpctrain.planner.machine import Machine
 from hpctrain.planner.machine_schema import MachineFields
 from hpctrain.rules import rule
-from hpctrain.storage.atomic_write import replacing
+from hpctrain.storage.atomic_write import write_text
 
 _FOLDER = "configs/machines/"
 _WORDS = ("name", "description")  # that need no source
@@ -47,7 +48,7 @@ def read(path: str | Path) -> Machine:
             )
         file = examples.path_of(f"{_FOLDER}{path}.yaml")
     try:
-        return parse(file.read_text(encoding="utf-8"), str(path))
+        return parse(read_text(file, TEXT_BYTES), str(path))
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: The byte at {error.start} is not UTF-8; save the file as UTF-8.") from None
     except OSError as error:
@@ -82,8 +83,7 @@ def write(path: str | Path, machine: Machine) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    with replacing(Path(path)) as partial:
-        partial.write_text(text(machine), encoding="utf-8")
+    write_text(Path(path), text(machine))
 
 
 def text(machine: Machine) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hpctrain.input_file import read_text
 from hpctrain.log import get_logger
 from hpctrain.paths import user_directory
 from hpctrain.planner.operator_key import OperatorKey
@@ -155,7 +156,7 @@ def _order(entry: tuple[OperatorKey, float]) -> tuple[str, tuple[int, int, int],
 def _read(path: Path) -> dict[str, Any]:
     """The file's content; empty, with a note, where it is none of ours."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_text(path))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.errors import ConfigError
 from hpctrain.report import theme
+from hpctrain.storage.atomic_write import write_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -101,7 +102,9 @@ def write_png(drawing: Drawing, path: Path) -> None:
         OSError: it cannot be written.
     """
     with _drawn(drawing, Style(theme.LIGHT.__getitem__, alone=True)) as (figure, _):
-        figure.savefig(path, format="png", dpi=_DOTS_PER_INCH, facecolor=theme.LIGHT["paper"])
+        picture = io.BytesIO()
+        figure.savefig(picture, format="png", dpi=_DOTS_PER_INCH, facecolor=theme.LIGHT["paper"])
+    write_bytes(path, picture.getvalue())
 
 
 @contextmanager
@@ -119,6 +122,7 @@ def _drawn(drawing: Drawing, style: Style) -> Iterator[tuple[Figure, Mapping[str
         "axes.edgecolor": faint,
         "axes.labelcolor": ink,
         "text.color": ink,
+        "text.parse_math": False,  # a $ in a name is no formula
         "xtick.color": ink,
         "ytick.color": ink,
         "grid.color": faint,

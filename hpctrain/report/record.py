@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from hpctrain.errors import CheckpointError, DataError
+from hpctrain.config.source import read_yaml
+from hpctrain.errors import CheckpointError, ConfigError, DataError
 from hpctrain.experiment.run_state import RunReader, RunState
 from hpctrain.experiment.trace_report import TABLE_FILE, TRACE_FILE
 from hpctrain.storage import best_record
@@ -82,8 +81,8 @@ def _read(directory: RunDirectory) -> RunRecord:
 
 def _settings(directory: RunDirectory) -> object:
     try:
-        return yaml.safe_load(directory.config())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        return read_yaml(directory.config(), str(directory.path / "config.yaml"))[0]
+    except (OSError, UnicodeDecodeError, ConfigError) as error:
         raise DataError(f"{directory.path / 'config.yaml'} cannot be read ({error}); restore the file.") from error
 
 

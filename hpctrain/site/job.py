@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.config.duration import is_bare_number, parse_duration
 from hpctrain.errors import ConfigError
+from hpctrain.input_file import read_text
+from hpctrain.plain_text import shortened
 from hpctrain.site.profile_files import Site
 
 #: that a look at the nodes may take before a training; it ends itself within a minute, if its launcher does not hang
 DOCTOR_SECONDS = 80
 #: that a script without the scheduler's signal leaves to a training, see templates/forwarded.j2
 _LEAST_SECONDS = 60
+_HOSTFILE_BYTES = 1 << 24
+_PLAIN = re.compile(r"(?!-)[\w@%+=:.,/~^-]+")
 
 
 @dataclass(frozen=True)
@@ -187,7 +192,7 @@ def _check_nodes(site: Site, request: JobRequest) -> None:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_text(path, _HOSTFILE_BYTES)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--hostfile {path} cannot be read: {getattr(error, 'strerror', None) or 'it is not UTF-8'}.") from None
 
@@ -223,11 +228,26 @@ def _directives(site: Site, request: JobRequest) -> Sequence[tuple[str, str]]:
     if profile.account is not None and profile.account.needed and request.account is None:
         raise ConfigError(f"Site {site.name} refuses jobs without an account; give --account.")
     if profile.account is not None and request.account is not None:
-        found.append((_with_value(profile.account.option, request.account), ""))
-    queue = request.queue or (profile.queue.value if profile.queue is not None else None)
+        found.append((_with_value(profile.account.option, _word("--account", request.account)), ""))
+    queue = profile.queue.value if profile.queue is not None else None
+    if request.queue is not None:
+        queue = _word("--queue", request.queue)
     if profile.queue is not None and queue is not None:
         found.append((_with_value(profile.queue.option, queue), ""))
     return [*found, *((option, directive.why) for option, directive in profile.directives.items())]
+
+
+def _word(option: str, text: str) -> str:
+    """An account or a queue, which schedulers read from a line of options.
+
+    Raises:
+        ConfigError: it has blanks, quotes or other characters by which the line would be another.
+    """
+    if not _PLAIN.fullmatch(text):
+        raise ConfigError(
+            f"{option} is {shortened(text)}, but must have letters, digits and @ % + = : . , / ~ ^ _ - alone, and no - in front."
+        )
+    return text
 
 
 def _with_value(option: str, value: str) -> str:

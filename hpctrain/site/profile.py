@@ -2,19 +2,43 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import AfterValidator, Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 
-from hpctrain.config.section import Integer, Section
+from hpctrain.config.section import Integer, Section, one_line
 
 Scheduler = Literal["slurm", "pbs", "hostfile", "local"]
 
+# A variable, $USER or ${TMPDIR:-/tmp}: all other expansions of a shell can run commands.
+_EXPANSION = r"\$\w+|\$\{[A-Za-z_]\w*(?::?-(?:[^$\"`\\{}]|\$\w+)*)?\}"
+_QUOTED = re.compile(rf"(?!~)(?:[^$\"`\\]|{_EXPANSION})*", re.ASCII)
+_IDENTIFIER = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+
+
+def _quotable(text: str) -> str:
+    if not _QUOTED.fullmatch(text):
+        raise PydanticCustomError(
+            "quoted_type",
+            "must be text without quotes, backticks, backslashes, a ~ in front, and $ other than in variables such as $USER or "
+            "${TMPDIR:-/tmp}",
+        )
+    return text
+
+
+def _identifier(text: str) -> str:
+    if not _IDENTIFIER.fullmatch(text):
+        raise PydanticCustomError("identifier_type", "must be the name of a variable, of letters, digits and underscores")
+    return text
+
+
 #: text that stays in its line of a script
-Line = Annotated[str, StringConstraints(min_length=1, pattern=r"^[^\n\r]+$")]
+Line = Annotated[str, StringConstraints(min_length=1), AfterValidator(one_line)]
 #: text within double quotes of a shell: variables such as $USER are filled in, nothing is run, and ~ would stay as it is
-Quoted = Annotated[str, StringConstraints(pattern=r"^(?:[^~\n\r\"`\\][^\n\r\"`\\]*)?$")]
+Quoted = Annotated[str, AfterValidator(one_line), AfterValidator(_quotable)]
+Identifier = Annotated[str, AfterValidator(_identifier)]
 Time = Annotated[str, StringConstraints(pattern=r"^(\d+-)?\d{1,3}:\d\d:\d\d$")]
 
 NOT_SAID = "not said"
@@ -103,7 +127,7 @@ class GpuFields(Sourced):
     """The GPU that each rank of a node sees, chosen before Python starts."""
 
     vendor: Literal["nvidia", "amd"] = Field(description="Maker of the GPUs.")
-    variable: Line = Field(description="Environment variable that names the GPU which a rank may see.")
+    variable: Identifier = Field(description="Environment variable that names the GPU which a rank may see.")
     order: tuple[Integer, ...] = Field(
         min_length=1, description="List of GPUs: the one near the cores of the node's first rank first."
     )
@@ -143,7 +167,7 @@ class SiteProfile(Section):
     directives: dict[Line, DirectiveFields] = Field(default={}, description="Options of the scheduler, such as --constraint=cpu.")
     launch: LaunchFields = Field(default=LaunchFields(), description="Options of srun or mpiexec.")
     setup: tuple[SetupFields, ...] = Field(default=(), description="List of commands before all others.")
-    environment: dict[Line, VariableFields] = Field(default={}, description="Environment variables by name.")
+    environment: dict[Identifier, VariableFields] = Field(default={}, description="Environment variables by name.")
     gpu: GpuFields | None = Field(default=None, description="Choice of GPUs; null where there are none.")
     container: ContainerFields | None = Field(default=None, description="Image in which Python runs; null for none.")
     scratch: ScratchFields | None = Field(default=None, description="Node-local disk to unpack an environment on.")

@@ -14,7 +14,7 @@ from hpctrain.rules import rule
 from hpctrain.site.profile import SiteProfile
 
 # What patterns of the schema ask for, in words.
-_PATTERNS = {"directory": "in one line, without quotes, backticks and backslashes", "time": "a time such as 06:00:00"}
+_PATTERNS = {"time": "a time such as 06:00:00"}
 
 
 def faults(error: ValidationError) -> Iterator[tuple[KeyPath, str]]:

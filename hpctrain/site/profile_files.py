@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from hpctrain.config.source import KeyPath, Source, read_yaml
 from hpctrain.errors import ConfigError
+from hpctrain.input_file import TEXT_BYTES, read_text
 from hpctrain.nearest import choices
 from hpctrain.paths import user_directory
 from hpctrain.site.profile import SiteProfile
@@ -93,7 +94,7 @@ def _extended(path: Path, environ: Mapping[str, str], below: tuple[Path, ...]) -
 
 def _data(path: Path) -> tuple[Any, dict[KeyPath, str]]:
     try:
-        return read_yaml(path.read_text(encoding="utf-8"), str(path))
+        return read_yaml(read_text(path, TEXT_BYTES), str(path))
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: The byte at {error.start} is not UTF-8; save the file as UTF-8.") from None
     except OSError as error:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import re
+import functools
 import textwrap
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from hpctrain.errors import ConfigError
+from hpctrain.plain_text import escaped, forbidden, shell_word, shortened
 from hpctrain.site.job import SiteJob
 from hpctrain.site.profile_files import Site
 
@@ -15,16 +19,33 @@ _TEMPLATES = {"slurm": "slurm.j2", "pbs": "pbs.j2", "hostfile": "mpiexec.j2", "l
 ENDINGS = {"slurm": ".sbatch", "pbs": ".pbs", "hostfile": ".sh", "local": ".sh"}
 _COMMENT_AT = 32
 _COLUMNS = 130
-# Commas make some shell readers think of lists, so that a word with one is quoted.
-_PLAIN_WORD = re.compile(r"[\w@%+=:./-]+", re.ASCII)
-
 
 #: in scripts that are shipped, for people to replace
 ACCOUNT = "PROJECT"
 
 
 def render(site: Site, job: SiteJob) -> str:
-    """The script, for bash; it ends with a newline and has no trailing blanks."""
+    """The script, for bash; it ends with a newline and has no trailing blanks.
+
+    Raises:
+        ConfigError: a text of the site or the job has a character that may end a line, or turn it around.
+    """
+    for name, text in (("site", site.name), *_texts("", vars(job)), *_texts("profile.", site.profile.model_dump())):
+        character = forbidden(text)
+        if character is not None:
+            raise ConfigError(f"{name} is {shortened(text)}, which has {character} and cannot stand in a job script; remove it.")
+    template = _environment().get_template(_TEMPLATES[site.profile.scheduler])
+
+    def line(setting: str, comment: str, edit: bool = True) -> str:
+        return _line(setting, comment, edit=edit and job.train is None)
+
+    account = ACCOUNT if _needs_account(site) else ""
+    text = template.render(site=site.name, profile=site.profile, job=job, account=account, line=line)
+    return "\n".join(each.rstrip() for each in text.strip().split("\n")) + "\n"
+
+
+@functools.cache
+def _environment() -> Environment:
     environment = Environment(
         loader=PackageLoader("hpctrain.site"),
         autoescape=False,
@@ -33,22 +54,36 @@ def render(site: Site, job: SiteJob) -> str:
         keep_trailing_newline=True,
         undefined=StrictUndefined,
     )
-    environment.filters |= {"quote": _quote, "comment": _comment}
-    environment.globals["line"] = lambda setting, comment, edit=True: _line(setting, comment, edit=edit and job.train is None)
-    template = environment.get_template(_TEMPLATES[site.profile.scheduler])
-    text = template.render(site=site.name, profile=site.profile, job=job, account=ACCOUNT if _needs_account(site) else "")
-    return "\n".join(line.rstrip() for line in text.strip().splitlines()) + "\n"
+    environment.filters |= {"quote": shell_word, "directive": _directive, "comment": _comment}
+    return environment
+
+
+def _texts(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    """(name, text) of all texts inside of a value, keys among them."""
+    if isinstance(value, str):
+        yield name.removesuffix("."), value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield f"{name}{escaped(key)}", str(key)
+            yield from _texts(f"{name}{escaped(key)}.", item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(name, item)
 
 
 def _needs_account(site: Site) -> bool:
     return site.profile.account is not None and site.profile.account.needed
 
 
-def _quote(text: str) -> str:
-    """A text as one word of the shell, which fills in nothing in it."""
-    if not text:
-        return '""'
-    return text if _PLAIN_WORD.fullmatch(text) else "'" + text.replace("'", "'\"'\"'") + "'"
+def _directive(text: str) -> str:
+    """A text as one word of a line that Slurm reads, which takes quotes as the shell does and a backslash inside of them away.
+
+    Raises:
+        ConfigError: it has a backslash, which in a path also switches off what Slurm fills in, such as %j.
+    """
+    if "\\" in text:
+        raise ConfigError(f"output is {shortened(text)}, but Slurm takes backslashes away; choose a directory without one.")
+    return shell_word(text)
 
 
 def _comment(text: str) -> str:

@@ -13,6 +13,7 @@ from itertools import count
 from pathlib import Path
 
 from hpctrain.errors import LaunchError
+from hpctrain.plain_text import shell_word
 from hpctrain.site.job import JobFiles, SiteJob
 from hpctrain.site.profile_files import Site
 from hpctrain.site.script import ENDINGS, render
@@ -43,13 +44,14 @@ def job_files(site: Site, name: str, output: Path, train: Sequence[str]) -> JobF
     begun = f"{plain}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
     stems = (begun if number == 1 else f"{begun}-{number}" for number in count(1))
     stem = next(stem for stem in stems if not os.path.lexists(logs / f"{stem}{ending}"))
-    # Slurm's number stays when a job is queued again; the others write to their log themselves.
-    log = f"{stem}-%j.log" if site.profile.scheduler == "slurm" else f"{stem}.log"
+    log = str(logs / f"{stem}.log")
+    if site.profile.scheduler == "slurm":  # its number stays when a job is queued again; the others write to their log themselves
+        log = f"{str(logs).replace('%', '%%')}/{stem}-%j.log"
     return JobFiles(
         name=plain,
         script=str(logs / f"{stem}{ending}"),
         logs=str(logs),
-        log=str(logs / log),
+        log=log,
         train=tuple(train),
         environment=_environment(),
     )
@@ -67,9 +69,9 @@ def submit(site: Site, job: SiteJob) -> Submission:
     Raises:
         LaunchError: the scheduler's command is missing or refuses the job. OSError: the script cannot be written.
     """
-    script = Path(job.script)
+    script, text = Path(job.script), render(site, job)
     script.parent.mkdir(parents=True, exist_ok=True)
-    write_text(script, render(site, job))
+    write_text(script, text)
     command = _COMMANDS.get(site.profile.scheduler)
     if command is None:
         return _started(job)
@@ -97,13 +99,15 @@ def _number(command: Sequence[str]) -> str:
 
 
 def _following(site: Site, job: SiteJob, number: str) -> tuple[str, ...]:
+    log, number = job.log, shell_word(number)
     if site.profile.scheduler == "pbs":
-        follow, log = f"qstat {number}", job.log
-        stop = f"touch {job.logs}/no-restart; qsig -s USR1 {number}"
+        follow = f"qstat {number}"
+        stop = f"touch {shell_word(f'{job.logs}/no-restart')}; qsig -s USR1 {number}"
     else:
-        follow, log = f"squeue --jobs={number}", job.log.replace("%j", number)
+        log = re.sub("%[j%]", lambda match: number if match[0] == "%j" else "%", log)
+        follow = f"squeue --jobs={number}"
         stop = f"scontrol update JobId={number} Requeue=0; scancel --signal=USR1 {number}"
-    following = _with_commands("follow it:", follow, f"tail -F {log}")
+    following = _with_commands("follow it:", follow, f"tail -F {shell_word(log)}")
     return (*following, *_with_commands("stop it with a checkpoint, for good:", stop))
 
 
@@ -117,5 +121,5 @@ def _started(job: SiteJob) -> Submission:
     start = ["bash", "-c", _IN_BACKGROUND, "start", job.script, job.log]
     done = subprocess.run(start, stdout=subprocess.PIPE, text=True, timeout=_SUBMIT_SECONDS, check=True)
     number = done.stdout.strip()
-    follow = _with_commands("follow it:", f"tail -F {job.log}")
+    follow = _with_commands("follow it:", f"tail -F {shell_word(job.log)}")
     return Submission(number, (*follow, *_with_commands("stop it with a checkpoint:", f"kill -USR1 {number}")))

@@ -220,7 +220,10 @@ def _digests(path: Path, file: h5py.File) -> dict[str, str]:
 def _tensors(path: Path, file: h5py.File) -> Iterator[tuple[str, np.ndarray]]:
     """(name, tensor) of all datasets, verified; then the metadata and the list itself, verified."""
     digests = _digests(path, file)
+    size = path.stat().st_size
     for name in digests:
+        if file[name].nbytes > size:  # a hole, or compressed: not as `write_store` writes, and without a bound
+            raise ValueError(f"{name} has more bytes than the file")
         if name == _META:
             actual, what = hashlib.sha256(file[name][()]).hexdigest(), "The metadata"
         else:

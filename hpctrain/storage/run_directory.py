@@ -39,6 +39,7 @@ from typing import TYPE_CHECKING
 import yaml
 
 from hpctrain.errors import CheckpointError, ConfigError, DataError
+from hpctrain.input_file import TEXT_BYTES, read_text
 from hpctrain.launch.signals import release
 from hpctrain.storage import metrics_file
 from hpctrain.storage.atomic_write import write_json, write_text
@@ -228,11 +229,11 @@ class RunDirectory:
         """The schedules (JSON text) that were written, by parameter group."""
         pattern = self.schedule_path("*").name
         begin, end = pattern.split("*")
-        return {path.name[len(begin) : -len(end)]: path.read_text() for path in sorted(self.path.glob(pattern))}
+        return {path.name[len(begin) : -len(end)]: read_text(path) for path in sorted(self.path.glob(pattern))}
 
     def config(self) -> str:
         """The resolved configuration's text."""
-        return (self.path / "config.yaml").read_text()
+        return read_text(self.path / "config.yaml", TEXT_BYTES)
 
     def follow_config(self, config: str, step: int, earlier: str) -> None:
         """From `step` on the run has this configuration; `earlier`, which it had until then, is kept beside it if it is another.
@@ -366,7 +367,7 @@ def _had(run: RunDirectory, config: str) -> bool:
 def _name_in(path: Path) -> str | None:
     """The name in a run's configuration; None where it has none that can be read. The rest is not parsed: there may be many."""
     try:
-        line = _NAME.search(path.read_text())
+        line = _NAME.search(read_text(path, TEXT_BYTES))
         return None if line is None else str(yaml.safe_load(line[0])["name"])
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return None

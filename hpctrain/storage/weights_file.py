@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain.errors import CheckpointError
+from hpctrain.input_file import read_bytes
 from hpctrain.storage.atomic_write import replacing
 
 SAFETENSORS = ".safetensors"
@@ -26,6 +27,8 @@ SUFFIXES = (SAFETENSORS, *TORCH)
 #: under which a PyTorch file may hold its state dictionary beside other things
 _INNER_KEYS = ("state_dict", "model_state_dict", "model")
 _WRAPPER = "module."  # put before each name by torch's DataParallel and DistributedDataParallel
+#: parts of names that torch.compile, FSDP and the checkpointing of activations put where a layer is wrapped
+_WRAPPED = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _BLOCK = 1 << 22
 
 
@@ -40,14 +43,19 @@ class WeightsFile:
 def read(path: Path) -> WeightsFile:
     """All tensors of a file. Those of 16 bits are given in float32, which holds them exactly.
 
+    Names lose what PyTorch's wrappers of models and layers put into them, however they were nested; those of files that
+    `ModelWeights` wrote stay.
+
     Raises:
-        CheckpointError: the file is missing, damaged, or of another kind; or it is PyTorch's, which is not installed.
+        CheckpointError: the file is missing, damaged, or of another kind; it is PyTorch's, which is not installed; or two names
+            are one without what wrappers put into them.
     """
     suffix = check_suffix(path, SUFFIXES)
     if not path.is_file():
         raise CheckpointError(f"There is no file of weights {path}; give the path of one that ends in {_listed(SUFFIXES)}.")
     content = _read_safetensors(path) if suffix == SAFETENSORS else _read_torch(path)
-    return WeightsFile({name: _widened(array) for name, array in content.tensors.items()}, content.metadata)
+    tensors = content.tensors if "model" in content.metadata else _unwrapped(content.tensors, path)
+    return WeightsFile({name: _widened(array) for name, array in tensors.items()}, content.metadata)
 
 
 def write(path: Path, content: WeightsFile) -> None:
@@ -105,7 +113,7 @@ def _read_safetensors(path: Path) -> WeightsFile:
             brain_floats = [name for name in file.keys() if file.get_slice(name).get_dtype() == "BF16"]  # noqa: SIM118
             tensors = {name: file.get_tensor(name) for name in file.keys() if name not in brain_floats}  # noqa: SIM118
         if brain_floats:  # which NumPy does not have
-            raw = dict(library.deserialize(path.read_bytes()))
+            raw = dict(library.deserialize(read_bytes(path, path.stat().st_size)))
             tensors |= {name: _from_bfloat16(raw[name]) for name in brain_floats}
     except (library.SafetensorError, KeyError, TypeError) as error:
         reason = " ".join(str(error).split()).rstrip(".")
@@ -131,8 +139,23 @@ def _read_torch(path: Path) -> WeightsFile:
     state = state if inner is None else state[inner]
     if not isinstance(state, Mapping) or not state or not all(isinstance(value, torch.Tensor) for value in state.values()):
         raise CheckpointError(f"{path} holds no state dictionary; save model.state_dict() with torch.save.")
-    wrapped = all(name.startswith(_WRAPPER) for name in state)
-    return WeightsFile({name.removeprefix(_WRAPPER) if wrapped else name: _to_numpy(torch, t) for name, t in state.items()})
+    return WeightsFile({str(name): _to_numpy(torch, tensor) for name, tensor in state.items()})
+
+
+def _unwrapped(tensors: Mapping[str, np.ndarray], path: Path) -> dict[str, np.ndarray]:
+    """Tensors by the names that the model's layers have without wrappers."""
+    names = {name: ".".join(part for part in name.split(".") if part not in _WRAPPED) for name in tensors}
+    while names and all(name.startswith(_WRAPPER) for name in names.values()):
+        names = {name: shorter.removeprefix(_WRAPPER) for name, shorter in names.items()}
+    first: dict[str, str] = {}
+    for name, shorter in names.items():
+        other = first.setdefault(shorter, name)
+        if other != name:
+            raise CheckpointError(
+                f"{path} has both {other} and {name}, which are one name without the wrappers of PyTorch; save the state "
+                "dictionary of the model that is wrapped."
+            )
+    return {names[name]: array for name, array in tensors.items()}
 
 
 def _to_numpy(torch: ModuleType, tensor: Any) -> np.ndarray:

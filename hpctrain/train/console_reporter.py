@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from rich.console import Console
 
+from hpctrain.console import PlainConsole
 from hpctrain.storage.bookkeeping import PatientRecords
 from hpctrain.storage.run_directory import RunDirectory
 from hpctrain.train.metrics import Reporter, RunningSums
@@ -147,4 +148,4 @@ class ConsoleReporter(Reporter):
 def make_console(style: ProgressStyle | None) -> Console:
     """Stdout, where nothing is cut; a bar that was asked for is drawn even where stdout is no terminal (under mpiexec)."""
     forced = True if style == "bar" else None
-    return Console(file=sys.stdout, soft_wrap=True, highlight=False, force_terminal=forced)
+    return PlainConsole(file=sys.stdout, soft_wrap=True, force_terminal=forced)

@@ -1,11 +1,9 @@
-"""Options of the planner's commands: series of ranks, factors, and files that cannot be written."""
-
-from pathlib import Path
+"""Options of the planner's commands: series of ranks, and factors."""
 
 import click
 import pytest
 
-from hpctrain.cli.planner_options import Factor, RankSeries, SlowRank, check_writable, slow_ranks
+from hpctrain.cli.planner_options import Factor, RankSeries, SlowRank, slow_ranks
 from hpctrain.errors import ConfigError
 
 
@@ -63,17 +61,3 @@ def test_slow_ranks_are_ranks_of_the_job() -> None:
         slow_ranks(pairs, 2)
     with pytest.raises(click.BadParameter, match="must be a rank and a factor"):
         SlowRank().convert("-1=2", None, None)
-
-
-def test_places_that_cannot_be_written_are_told(tmp_path: Path) -> None:
-    check_writable("--png", None)
-    check_writable("--png", tmp_path / "new.png")
-    check_writable("--write", Path("bare.yaml"))
-    (tmp_path / "file").write_text("")
-    for path, words in (
-        (tmp_path, "is a directory"),
-        (tmp_path / "no" / "x.png", f"there is no directory {tmp_path / 'no'}"),
-        (tmp_path / "file" / "x.png", "there is no directory"),
-    ):
-        with pytest.raises(ConfigError, match=words):
-            check_writable("--png", path)

@@ -14,14 +14,16 @@ from hpctrain.config.load import parse
 from hpctrain.config.schema import Config
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
-KEYS = st.text(min_size=1, max_size=6).filter(lambda key: key not in {"name", "lr", "warmup_epochs"})
+# Others are refused: they may move a cursor, or end a line of a script.
+CHARACTERS = st.characters(exclude_categories=("Cc", "Cf", "Cs", "Zl", "Zp"))
+KEYS = st.text(CHARACTERS, min_size=1, max_size=6).filter(lambda key: key not in {"name", "lr", "warmup_epochs"})
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | FINITE | st.text(max_size=8),
+    st.none() | st.booleans() | st.integers() | FINITE | st.text(CHARACTERS, max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
     max_leaves=6,
 )
 OPTIONS = st.dictionaries(KEYS, VALUES, max_size=3)
-TEXTS = st.text(min_size=1, max_size=8)
+TEXTS = st.text(CHARACTERS, min_size=1, max_size=8)
 POSITIVE = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
 COUNTS = st.integers(1, 10**6)
 PAIRS = st.tuples(COUNTS, COUNTS).map(list)
@@ -85,9 +87,7 @@ def test_a_dump_is_plain_yaml(config):
     assert Config.model_validate(data) == config
 
 
-@pytest.mark.parametrize(
-    "text", ["a\x85b", "\u2028", "a\rb", "\ufeff", "é", " a ", "a: b", "~", "1e3", "0x1", "2026-01-31", "<<", "="]
-)
+@pytest.mark.parametrize("text", ["é", " a ", "a: b", "~", "1e3", "0x1", "2026-01-31", "<<", "="])
 def test_awkward_strings_survive(text):
     config = parse("batch: 1\nepochs: 1\ndata: {train: x}\nmodel: small\nschedule: constant\noptimizer: {name: sgd, lr: 1}")[0]
     odd = config.model_copy(update={"output": text, "model": {"name": text, text: [text]}})

@@ -1,6 +1,8 @@
 """Loading: overrides, and for each kind of fault one sentence with the value, the rule and the place."""
 
+import json
 import re
+from pathlib import Path
 
 import pytest
 import yaml
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from hpctrain.config.load import load, parse
 from hpctrain.config.schema import Config
 from hpctrain.errors import ConfigError
+from tests.support.nodes import make_node
 
 TEXT = """\
 name: seven
@@ -299,3 +302,43 @@ def test_an_action_alone_takes_overrides_of_its_section():
         assert (lost.shrinks, lost.least) == (True, 3)
     (fault,) = faults(TEXT, "on_nonfinite=skipp")
     assert "the nearest is 'skip'" in fault
+
+
+@pytest.mark.parametrize("character", ["\n", "\r", "\x1b", "\x7f", "\x85", "\u2028", "\u202e", "\u2066", "\u200b", "\ufeff"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "name",
+        "output",
+        "flight",
+        "machine",
+        "data.train",
+        "data.test",
+        "init.weights",
+        "model.name",
+        "model.width",
+        "data.cache.local",
+    ],
+)
+def test_a_text_is_one_line_that_moves_no_cursor(key: str, character: str) -> None:
+    value = json.dumps(f"a{character}b")
+    with pytest.raises(ConfigError) as error:
+        parse(TEXT, overrides=[f"{key}={value}"])
+    assert f"U+{ord(character):04X} at position 1" in str(error.value)
+
+
+@pytest.mark.parametrize(("key", "most"), [("name", 200), ("output", 4096), ("model.name", 4096)])
+def test_a_text_has_a_length(key: str, most: int) -> None:
+    parse(TEXT, overrides=[f"{key}={'x' * most}"])
+    with pytest.raises(ConfigError, match=rf"at most {most}") as error:
+        parse(TEXT, overrides=[f"{key}={'x' * (most + 1)}"])
+    assert len(str(error.value).partition(": ")[2]) < 400
+
+
+@pytest.mark.parametrize("kind", ["zero", "null", "pipe", "directory"])
+def test_a_configuration_that_has_no_end_is_one_sentence(kind: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"The configuration cannot be read: (it is .*, not a regular file|Is a directory)\."):
+        load(make_node(tmp_path / "config.yaml", kind))
+    (tmp_path / "long.yaml").write_text("# " + "x" * (1 << 18))
+    with pytest.raises(ConfigError, match=r"long.yaml: The configuration cannot be read: it has more than 262,144 bytes"):
+        load(tmp_path / "long.yaml")

@@ -144,3 +144,37 @@ def test_what_is_written_nowhere_lies_in_the_nearest_mapping():
 
 def test_dotted():
     assert dotted(("data", "augment", 0, "padding")) == "data.augment.0.padding"
+
+
+def _laughs(levels: int, entry: str) -> str:
+    """Lines of which each repeats the one before nine times."""
+    lines = [f"a0: &a0 {entry.format('x')}"]
+    lines += [f"a{n}: &a{n} {entry.format(', '.join([f'*a{n - 1}'] * 9))}" for n in range(1, levels)]
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        _laughs(9, "[{}]"),
+        _laughs(200, "[{}]"),
+        "z: &a0 {x: 1}\n" + "\n".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}" for n in range(1, 9)),
+        "[" + "a," * 10_100 + "]",
+        "[" * 5_000,
+        "{a: " * 5_000,
+        "a: " + "x" * (1 << 18),
+        "- " * 5_000,
+    ],
+    ids=["aliases", "deep-aliases", "merges", "long", "lists", "mappings", "characters", "indents"],
+)
+def test_a_text_that_means_more_than_it_may_is_one_sentence(text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        read_yaml(text, "bomb.yaml")
+    assert len(str(error.value)) < 300
+    assert str(error.value).startswith("bomb.yaml: It")
+
+
+@pytest.mark.parametrize("key", [r"a\nb", r"\e[2J", r"\u202E"])
+def test_a_key_is_text_in_one_line(key: str) -> None:
+    with pytest.raises(ConfigError, match=r"has the character U\+"):
+        read_yaml(f'"{key}": 1', "a.yaml")

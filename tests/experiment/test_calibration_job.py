@@ -41,12 +41,13 @@ def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
     monkeypatch.setattr(calibration_job, "calibrate", lambda *words, **names: pytest.fail("measured"))
     with pytest.raises(OSError, match="nowhere"):
         calibration_job.run_calibration(SingleCommunicator(), 1, 5.0, tmp_path / "nowhere" / "machine.yaml", 60.0)
-    old = tmp_path / "old.yaml"
+    old, new = tmp_path / "old.yaml", tmp_path / "new.yaml"
     old.write_text("as it was")
-    calibration_job._check(old)
+    for path in (old, new):
+        with pytest.raises(pytest.fail.Exception, match="measured"):  # which comes behind the check
+            calibration_job.run_calibration(SingleCommunicator(), 1, 5.0, path, 60.0)
     assert old.read_text() == "as it was"
-    calibration_job._check(tmp_path / "new.yaml")
-    assert not (tmp_path / "new.yaml").exists()
+    assert not new.exists()
 
 
 def test_this_process_has_cores_and_memory() -> None:

@@ -1,3 +1,5 @@
+import re
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -5,7 +7,7 @@ from hypothesis import strategies as st
 
 from hpctrain.errors import CheckpointError
 from hpctrain.models import catalogue
-from hpctrain.models.state_dict import check_fits, classes_in, declared_state, is_counter, with_counters
+from hpctrain.models.state_dict import check_finite, check_fits, classes_in, declared_state, is_counter, with_counters
 from hpctrain.nn.initialise import generator
 from hpctrain.testing.models import exported_shapes
 
@@ -105,3 +107,27 @@ def test_a_pattern_that_matches_nothing_is_refused() -> None:
 def test_classes_are_read_off_the_last_layer(name: str) -> None:
     assert classes_in(catalogue.build(name, NARROW), state_of(name, 13)) == 13
     assert classes_in(catalogue.build(name, NARROW), {}) is None
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_numbers_that_are_not_finite_are_refused_by_name(value: float, dtype: type) -> None:
+    model = catalogue.build("small", {"classes": 10})
+    entries = declared_state(model)
+    state = {name: np.zeros(entry.shape, dtype) for name, entry in entries.items()}
+    check_fits(entries, state, source="w", model="small")
+    for name in (next(iter(entries)), next(reversed(entries))):
+        bad = {**state, name: state[name].copy()}
+        bad[name].reshape(-1)[-1] = value
+        with pytest.raises(
+            CheckpointError, match=rf"^{re.escape(name)} of w holds 1 of [\d,]+ numbers that are not finite, the first"
+        ):
+            check_fits(entries, bad, source="w", model="small", hint="a hint for names")
+        assert check_fits(entries, bad, source="w", model="small", ignore=[name])
+
+
+def test_numbers_that_overflow_in_training_are_refused() -> None:
+    state = {"a": np.array([1.0, 1e300])}
+    check_finite(state, "w")
+    with pytest.raises(CheckpointError, match=r"a of w holds 1 of 2 numbers that are not finite in float32, the first at \[1\]"):
+        check_finite(state, "w", "float32")

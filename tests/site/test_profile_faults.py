@@ -30,13 +30,15 @@ GOOD = {"description": "a machine", "tested": "here", "scheduler": "slurm", "nod
             "must be 'slurm', 'pbs', 'hostfile' or 'local'; the nearest is 'slurm'",
         ),
         ({"time": "soon"}, "time", "time is soon, but must be a time such as 06:00:00."),
-        ({"description": "a\nb"}, "description", "must be text in one line."),
-        ({"environment": {"A": {"value": 'a"b', "why": "w"}}}, "environment.A.value", "must be text in one line"),
+        ({"description": "a\nb"}, "description", "must be text in one line without control characters; it has U+000A"),
+        ({"environment": {"A": {"value": 'a"b', "why": "w"}}}, "environment.A.value", "must be text without quotes"),
+        ({"environment": {"A": {"value": "$(id)", "why": "w"}}}, "environment.A.value", "must be text without quotes"),
+        ({"environment": {"A;id": {"value": "1", "why": "w"}}}, "environment.A;id.[key]", "must be the name of a variable"),
         ({"environment": {"A": {"valeu": "1", "why": "w"}}}, "environment.A.valeu", 'the nearest is "value"'),
         ({"directives": {"--x": {"source": "s"}}}, "directives.--x.why", "is missing: Reason"),
         ({"setup": [{"comand": "module load x", "why": "w"}]}, "setup.0.comand", 'the nearest is "command"'),
         ({"gpu": {"vendor": "nvidia", "variable": "V", "order": []}}, "gpu.order", "at least 1 item"),
-        ({"scratch": {"directory": "`pwd`"}}, "scratch.directory", "without quotes, backticks and backslashes."),
+        ({"scratch": {"directory": "`pwd`"}}, "scratch.directory", "without quotes, backticks, backslashes"),
     ],
 )
 def test_a_fault_is_one_sentence(changes: dict[str, object], path: str, sentence: str) -> None:

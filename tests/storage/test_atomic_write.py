@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import stat
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from hpctrain.storage import atomic_write
-from hpctrain.storage.atomic_write import PARTIAL, replacing, write_bytes, write_json, write_text
+from hpctrain.storage.atomic_write import PARTIAL, publish, replacing, write_bytes, write_json, write_text
+from tests.support.nodes import NODES, make_node
 
 
 def _failing(error: BaseException, number: int, function: Callable[..., object]) -> Callable[..., object]:
@@ -70,12 +74,82 @@ def test_the_file_is_the_old_one_until_the_block_ends(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_link_stays_a_link_and_a_device_a_device(tmp_path: Path) -> None:
-    target, link = tmp_path / "target.json", tmp_path / "link.json"
+def test_a_link_stays_a_link(tmp_path: Path) -> None:
+    target, link, dangling = tmp_path / "target.json", tmp_path / "link.json", tmp_path / "dangling.json"
     target.write_text("old")
-    link.symlink_to(target)
-    write_json(link, {"a": [1]})
-    assert link.is_symlink()
-    assert json.loads(target.read_text()) == {"a": [1]}
-    write_text(Path(os.devnull), "nothing")
-    assert not Path(os.devnull).is_file()
+    (tmp_path / "other").mkdir()
+    link.symlink_to("target.json")
+    dangling.symlink_to(tmp_path / "other" / "new.json")
+    for path in (link, dangling):
+        write_json(path, {"a": [1]})
+        assert path.is_symlink()
+        assert json.loads(path.read_text()) == {"a": [1]}
+    assert not target.is_symlink()
+    assert [path.name for path in (tmp_path / "other").iterdir()] == ["new.json"]
+
+
+@pytest.mark.parametrize("kind", [*NODES, "directory", "loop"])
+@pytest.mark.parametrize("linked", [False, True])
+def test_nothing_but_a_regular_file_is_replaced(kind: str, linked: bool, tmp_path: Path) -> None:
+    node = make_node(tmp_path / "node", kind)
+    path = tmp_path / "link" if linked else node
+    if linked:
+        path.symlink_to(node)
+    before = os.lstat(node)
+    with pytest.raises(OSError, match=r"only a regular file is replaced|Is a directory"), replacing(path) as partial:
+        partial.write_text("new")
+    (tmp_path / "complete").write_text("new")
+    with pytest.raises(OSError, match=r"only a regular file is replaced"):
+        publish(tmp_path / "complete", path)
+    if kind == "null":
+        write_text(path, "new")
+    else:  # nobody reads the pipe; the full disk is full
+        with pytest.raises(OSError) if kind != "zero" else contextlib.nullcontext():
+            write_text(path, "new")
+    after = os.lstat(node)
+    assert (after.st_mode, after.st_ino, after.st_rdev) == (before.st_mode, before.st_ino, before.st_rdev)
+    assert not list(tmp_path.glob("*partial*"))
+
+
+def test_a_pipe_that_is_read_gets_all_bytes(tmp_path: Path) -> None:
+    path, content = make_node(tmp_path / "pipe", "pipe"), os.urandom(300_000)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    os.set_blocking(reader, True)
+    parts: list[bytes] = []
+    thread = threading.Thread(target=lambda: parts.extend(iter(lambda: os.read(reader, 1 << 16), b"")))
+    thread.start()
+    write_bytes(path, content)
+    thread.join()
+    os.close(reader)
+    assert b"".join(parts) == content
+
+
+def test_an_open_file_is_written_where_it_stands(tmp_path: Path) -> None:
+    """As /dev/stdout is where a shell has sent it to the end of a file: what is in there stays."""
+    path = tmp_path / "log"
+    path.write_text("before\n")
+    with open(path, "ab") as file:
+        write_text(Path(f"/dev/fd/{file.fileno()}"), "new\n")
+        (tmp_path / "link").symlink_to(f"/proc/self/fd/{file.fileno()}")
+        write_text(tmp_path / "link", "linked\n")
+        for refused in (f"/dev/fd/{file.fileno()}", f"/proc/{os.getppid()}/fd/1"):
+            with pytest.raises(OSError, match="it is an open file"), replacing(Path(refused)):
+                pass
+    assert path.read_text() == "before\nnew\nlinked\n"
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o664])
+def test_a_new_file_has_the_permissions_of_the_old_one(mode: int, tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.touch()
+    path.chmod(mode)
+    write_text(path, "new")
+    assert (stat.S_IMODE(path.stat().st_mode), path.read_text()) == (mode, "new")
+
+
+def test_an_unfinished_file_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / f"a{PARTIAL}").symlink_to(tmp_path / "mine")
+    with pytest.raises(OSError, match="it is a link in the place of an unfinished file; delete it"):
+        write_text(tmp_path / "a", "new")
+    assert (tmp_path / "mine").read_text() == "mine"

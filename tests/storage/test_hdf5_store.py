@@ -241,3 +241,15 @@ def test_the_first_version_can_be_read(tmp_path):
     tensors, meta = read_store(tmp_path / "a.h5")
     assert same(tensors, expected[0])
     assert meta == expected[1]
+
+
+def test_a_tensor_larger_than_its_file_is_not_read(tmp_path):
+    """A data set without stored elements, as a checkpoint never has, may claim any number of bytes."""
+    path = tmp_path / "s.h5"
+    write_store(path, {"a/b": np.zeros(3, np.float32)}, {})
+    with h5py.File(path, "r+") as file:
+        digest = file["a/b"].attrs["sha256"]
+        del file["a/b"]
+        file.create_dataset("a/b", (1 << 44,), "<f4", chunks=(1 << 20,)).attrs["sha256"] = digest
+    with pytest.raises(CheckpointError, match="a/b has more bytes than the file"):
+        read_store(path)

@@ -92,3 +92,47 @@ def test_a_missing_package_is_a_sentence(tmp_path: Path, monkeypatch: pytest.Mon
 def test_checksums_are_of_the_bytes(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"abc")
     assert weights_file.checksum(tmp_path / "a").startswith("ba7816bf8f01cfea")
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        "module.{}",
+        "_orig_mod.{}",
+        "module._orig_mod.{}",
+        "_orig_mod.module.{}",
+        "module.module.{}",
+        "_fsdp_wrapped_module.{}",
+        "module._orig_mod._checkpoint_wrapped_module.{}",
+    ],
+)
+@pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
+def test_names_lose_what_wrappers_put_before_them(wrap: str, suffix: str, tmp_path: Path) -> None:
+    if suffix == ".pth":
+        pytest.importorskip("torch")
+    tensors = {name: np.full(2, float(number)) for number, name in enumerate(("conv.weight", "fc.bias", "n_module.weight"))}
+    path = tmp_path / f"w{suffix}"
+    weights_file.write(path, WeightsFile({wrap.format(name): array for name, array in tensors.items()}))
+    read = weights_file.read(path).tensors
+    assert list(read) == list(tensors) or sorted(read) == sorted(tensors)
+    for name, array in tensors.items():
+        np.testing.assert_array_equal(read[name], array)
+
+
+def test_names_lose_what_wrappers_put_inside_of_them(tmp_path: Path) -> None:
+    names = {"features._orig_mod.0.weight": "features.0.weight", "fc.bias": "fc.bias", "module.x": "module.x"}
+    weights_file.write(tmp_path / "w.safetensors", WeightsFile({name: np.zeros(1) for name in names}))
+    assert sorted(weights_file.read(tmp_path / "w.safetensors").tensors) == sorted(names.values())
+
+
+def test_names_of_a_file_of_ours_stay(tmp_path: Path) -> None:
+    tensors = {"module.weight": np.zeros(1), "module.bias": np.zeros(1)}
+    weights_file.write(tmp_path / "w.safetensors", WeightsFile(tensors, {"model": "package:Model"}))
+    assert sorted(weights_file.read(tmp_path / "w.safetensors").tensors) == sorted(tensors)
+
+
+def test_two_tensors_never_become_one(tmp_path: Path) -> None:
+    tensors = {"a._orig_mod.weight": np.zeros(1), "a.weight": np.ones(1)}
+    weights_file.write(tmp_path / "w.safetensors", WeightsFile(tensors))
+    with pytest.raises(CheckpointError, match=r"has both a\S+ and a\S+, which are one name without the wrappers of PyTorch"):
+        weights_file.read(tmp_path / "w.safetensors")
