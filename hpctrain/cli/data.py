@@ -323,7 +323,7 @@ def _report(out: Path, as_json: bool, left_out: Sequence[LeftOut] = ()) -> None:
     from hpctrain.data.convert.common import ConvertedFile
 
     made = ConvertedFile.of(out, left_out)
-    echo_block(json.dumps(made.to_json(), indent=1) if as_json else made)
+    echo_block(json.dumps(made.to_json(), indent=1) if as_json else str(made))
     if any(one.unreadable for one in left_out):
         raise SystemExit(USER_ERROR)
 
