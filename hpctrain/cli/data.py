@@ -56,6 +56,7 @@ def info(file: Path) -> None:
     """Print what a data file holds."""
     import numpy as np
 
+    from hpctrain.data.convert.common import printable
     from hpctrain.data.format import ImageFile
 
     opened = ImageFile.open(file)
@@ -69,7 +70,7 @@ def info(file: Path) -> None:
     click.echo(f"std      {_numbers(opened.std)}")
     click.echo(f"classes  {len(opened.class_names)}")
     for label, (class_name, count) in enumerate(zip(opened.class_names, per_class.tolist(), strict=True)):
-        click.echo(f"  {label:4d}  {class_name}: {count}")
+        click.echo(f"  {label:4d}  {printable(class_name)}: {count}")
 
 
 @data.command()
