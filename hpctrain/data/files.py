@@ -48,7 +48,7 @@ def _check_regular(mode: int) -> None:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     if not stat.S_ISREG(mode):
         kind = "a named pipe" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
-        raise OSError(errno.EINVAL, f"It is {kind}, not a regular file")
+        raise OSError(errno.EINVAL, f"it is {kind}, not a regular file")
 
 
 def read_regular(path: Path, most_bytes: int) -> bytes:
@@ -60,10 +60,10 @@ def read_regular(path: Path, most_bytes: int) -> bytes:
     with open(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > most_bytes:
-            raise OSError(errno.EFBIG, f"It has {size:,} bytes, more than the limit of {most_bytes:,}")
+            raise OSError(errno.EFBIG, f"it has {size:,} bytes, more than the limit of {most_bytes:,}")
         content = file.read(size + 1)
     if len(content) != size:
-        raise OSError(errno.EIO, f"It has {size:,} bytes, and another number was read")
+        raise OSError(errno.EIO, f"it has {size:,} bytes, and another number was read")
     return content
 
 

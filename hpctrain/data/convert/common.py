@@ -101,7 +101,7 @@ def slices(images: np.ndarray, labels: np.ndarray, advance: Advance = no_progres
 
 def listed(noun: str, names: Sequence[str], limit: int = 20) -> str:
     """ "2 files (a.jpg, b.jpg)" for messages; long lists are cut."""
-    shown = ", ".join(names[:limit]) + (f", and {len(names) - limit} more" if len(names) > limit else "")
+    shown = ", ".join(map(printable, names[:limit])) + (f", and {len(names) - limit} more" if len(names) > limit else "")
     return f"{len(names)} {noun}{'' if len(names) == 1 else 's'} ({shown})"
 
 
@@ -174,7 +174,9 @@ class ConvertedFile:
             if least[1] < most[1]
             else f"{least[1]:,}"
         )
-        lines = [f"{self.path}: {total:,} image{'' if total == 1 else 's'} of {len(self.images):,} {noun}, {sides} per class"]
+        lines = [
+            f"{printable(str(self.path))}: {total:,} image{'' if total == 1 else 's'} of {len(self.images):,} {noun}, {sides} per class"
+        ]
         empty = tuple(name for name, count in self.images if not count)
         if empty:
             lines.append(f"classes without an image: {_examples(empty)}")

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.data.convert.common import Advance, LeftOut, default_threads, in_order, listed, no_progress
+from hpctrain.data.convert.common import Advance, LeftOut, default_threads, in_order, listed, no_progress, printable
 from hpctrain.data.convert.packing import DecodedPicture, PictureForm, pack
 from hpctrain.data.decoder import FOREIGN_SUFFIXES, SUFFIXES, Fit
 from hpctrain.data.files import require_directory, require_new
@@ -73,6 +73,9 @@ def scan(directory: Path, class_names: Sequence[str] | None = None, *, skip_unre
     if class_names is None:
         _refuse_splits(directory, [path.name for path in found.values()])
     names = tuple(sorted(found) if class_names is None else class_names)
+    twice = [name for name, count in Counter(map(normal_name, names)).items() if count > 1]
+    if twice:
+        raise DataError(f"Several classes have the name {twice[0]}, so that a directory cannot tell them apart; give others.")
     strange = sorted(set(found).difference(map(normal_name, names)))
     if strange:
         raise DataError(f"In {directory} the directories {', '.join(strange)} are not among the class names {', '.join(names)}.")
@@ -156,7 +159,7 @@ def convert(
         try:
             return form.picture(path, label)
         except DataError as error:
-            _log.warning("%s: %s", path, error)
+            _log.warning("%s: %s", printable(str(path)), error)
             return str(path)
 
     source = form.source([_item(*file) for file in tree.files], tree.class_names, skip_unreadable)
@@ -268,7 +271,7 @@ class Search:
                 continue
             searched.add(identity)
             if self._class_of.setdefault(identity, of_class) != of_class:
-                _log.warning("%s is in the classes %s and %s", directory, self._class_of[identity], of_class)
+                _log.warning("%s is in the classes %s and %s", printable(str(directory)), self._class_of[identity], of_class)
             for path, is_directory in self.entries(directory):
                 if is_directory:
                     (links if path.is_symlink() else directories).append(path)
