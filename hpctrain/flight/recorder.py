@@ -72,14 +72,16 @@ class FlightRecorder:
         path = directory / file_name(self._ring.words[Word.RANK])
         self._ring.move(path)
         self.directory = directory
-        self.begun_at = _removed(self.begun_at)
+        _remove(self.begun_at)
+        self.begun_at = None
         return path
 
     def keep_nowhere(self) -> None:
         """From now on the ring is memory of this process alone."""
         self._ring.leave_file()
         self.directory = None
-        self.begun_at = _removed(self.begun_at)
+        _remove(self.begun_at)
+        self.begun_at = None
 
     # -- operations of queues ----------------------------------------------------------------------------------------------
 
@@ -198,14 +200,15 @@ class FlightRecorder:
             words[Word.ENDED] = end
             self.flush()
         if end is End.FINISHED:
-            self.begun_at = _removed(self.begun_at)
+            _remove(self.begun_at)
+            self.begun_at = None
 
     def flush(self) -> None:
         """Bring the file up to date for other nodes; waits for the disk."""
         self._ring.flush()
 
 
-def _removed(path: Path | None) -> None:
+def _remove(path: Path | None) -> None:
     """Remove a file, if there is one, and its directory, if no other rank has a file there."""
     if path is not None:
         with contextlib.suppress(OSError):

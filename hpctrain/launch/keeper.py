@@ -235,8 +235,8 @@ def _leave_as(child: _Rank, code: int) -> NoReturn:
     alone = not child.pulse.deadline_seconds and not child.pulse.told
     overlooked = alone and code not in (FINISHED, USER_ERROR, STOPPED, DEADLINE) and code < SIGNALLED
     if not finished and (code not in _EXPLAINED if marked is None else marked):
-        end = f"something called exit() in it{child.place(record)}"
-        _say(child.rank, f"the process left with exit code {code} before the run was over: {end}.")
+        cause = f"something called exit() in it{child.place(record)}"
+        _say(child.rank, f"the process left with exit code {code} before the run was over: {cause}.")
         code, overlooked = BUG if code in (FINISHED, STOPPED) else code, True
     _await_launcher(child, record)
     if overlooked and may_overlook_exit_codes(os.environ):
