@@ -57,7 +57,6 @@ def info(file: Path) -> None:
     """Print what a data file holds."""
     import numpy as np
 
-    from hpctrain.data.convert.common import printable
     from hpctrain.data.format import ImageFile
 
     opened = ImageFile.open(file)

@@ -18,6 +18,7 @@ from hpctrain.data.stored import normal_name
 from hpctrain.errors import DataError
 from hpctrain.launch.available_memory import available_bytes
 from hpctrain.launch.cpu_quota import whole_quota
+from hpctrain.plain_text import escaped
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -101,7 +102,7 @@ def slices(images: np.ndarray, labels: np.ndarray, advance: Advance = no_progres
 
 def listed(noun: str, names: Sequence[str], limit: int = 20) -> str:
     """ "2 files (a.jpg, b.jpg)" for messages; long lists are cut."""
-    shown = ", ".join(map(printable, names[:limit])) + (f", and {len(names) - limit} more" if len(names) > limit else "")
+    shown = ", ".join(map(escaped, names[:limit])) + (f", and {len(names) - limit} more" if len(names) > limit else "")
     return f"{len(names)} {noun}{'' if len(names) == 1 else 's'} ({shown})"
 
 
@@ -170,12 +171,10 @@ class ConvertedFile:
         noun = "class" if len(self.images) == 1 else "classes"
         total = sum(count for _, count in self.images)
         sides = (
-            f"{least[1]:,} ({printable(least[0])}) to {most[1]:,} ({printable(most[0])})"
-            if least[1] < most[1]
-            else f"{least[1]:,}"
+            f"{least[1]:,} ({escaped(least[0])}) to {most[1]:,} ({escaped(most[0])})" if least[1] < most[1] else f"{least[1]:,}"
         )
         lines = [
-            f"{printable(str(self.path))}: {total:,} image{'' if total == 1 else 's'} of {len(self.images):,} {noun}, {sides} per class"
+            f"{escaped(self.path)}: {total:,} image{'' if total == 1 else 's'} of {len(self.images):,} {noun}, {sides} per class"
         ]
         empty = tuple(name for name, count in self.images if not count)
         if empty:
@@ -194,9 +193,4 @@ class ConvertedFile:
 def _examples(names: Sequence[str]) -> str:
     """ "3 (a, b, c)": how many, and the first of them."""
     more = f", and {len(names) - _EXAMPLES:,} more" if len(names) > _EXAMPLES else ""
-    return f"{len(names):,} ({', '.join(map(printable, names[:_EXAMPLES]))}{more})"
-
-
-def printable(text: str) -> str:
-    """The text with escapes in place of what a terminal cannot print, or would act upon."""
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+    return f"{len(names):,} ({', '.join(map(escaped, names[:_EXAMPLES]))}{more})"

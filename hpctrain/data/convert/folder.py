@@ -14,13 +14,14 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.data.convert.common import Advance, LeftOut, default_threads, in_order, listed, no_progress, printable
+from hpctrain.data.convert.common import Advance, LeftOut, default_threads, in_order, listed, no_progress
 from hpctrain.data.convert.packing import DecodedPicture, PictureForm, pack
 from hpctrain.data.decoder import FOREIGN_SUFFIXES, SUFFIXES, Fit
 from hpctrain.data.files import require_directory, require_new
 from hpctrain.data.stored import normal_name
 from hpctrain.errors import DataError
 from hpctrain.log import get_logger
+from hpctrain.plain_text import escaped
 
 _SPLITS = frozenset({"train", "training", "val", "valid", "validation", "dev", "eval", "test", "testing"})
 #: directories that systems and programs make in any directory, in small letters
@@ -159,7 +160,7 @@ def convert(
         try:
             return form.picture(path, label)
         except DataError as error:
-            _log.warning("%s: %s", printable(str(path)), error)
+            _log.warning("%s: %s", escaped(str(path)), error)
             return str(path)
 
     source = form.source([_item(*file) for file in tree.files], tree.class_names, skip_unreadable)
@@ -271,7 +272,7 @@ class Search:
                 continue
             searched.add(identity)
             if self._class_of.setdefault(identity, of_class) != of_class:
-                _log.warning("%s is in the classes %s and %s", printable(str(directory)), self._class_of[identity], of_class)
+                _log.warning("%s is in the classes %s and %s", escaped(str(directory)), self._class_of[identity], of_class)
             for path, is_directory in self.entries(directory):
                 if is_directory:
                     (links if path.is_symlink() else directories).append(path)
