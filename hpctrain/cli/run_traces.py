@@ -13,7 +13,8 @@ from hpctrain.flight.autopsy import autopsy
 from hpctrain.flight.report import records_in
 from hpctrain.flight.ring import FlightRecord
 from hpctrain.launch.supervisor import Traces
-from hpctrain.storage.run_directory import runs
+from hpctrain.storage.run_directory import RunDirectory, runs
+from hpctrain.storage.run_owner import living_owner, owners
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d{8,})(\.h5|\.shards)?")
 # An attempt has one run: its own, or the one that it resumed, which is seldom an old one.
@@ -24,11 +25,11 @@ class RunTraces:
     """Tells what is new since it was asked last. Reads names and flight records; no checkpoint.
 
     Args:
-        output, name: of the configuration.
+        output, name: of the configuration. supervisor: mark of the process that starts the attempts.
     """
 
-    def __init__(self, output: Path, name: str) -> None:
-        self._output, self._name = output, name
+    def __init__(self, output: Path, name: str, supervisor: str = "") -> None:
+        self._output, self._name, self._supervisor = output, name, supervisor
         self._seen = dict(self._checkpoints())
         self._jobs = {records[0].job for records in self._records()}
 
@@ -50,16 +51,23 @@ class RunTraces:
 
     def _checkpoints(self) -> Iterator[tuple[Path, tuple[int, ...]]]:
         """(path, version of the file) of all checkpoints of the runs of this name, of the newest run first."""
-        for run in runs(self._output, self._name):
+        for run in self._own_runs():
             for path in run.checkpoints.glob("checkpoint-*"):
                 if _CHECKPOINT.fullmatch(path.name):
                     with contextlib.suppress(OSError):  # deleted meanwhile, or a link to what is not there
                         status = path.stat()
                         yield path, (status.st_ino, status.st_size, status.st_mtime_ns)
 
+    def _own_runs(self) -> Iterator[RunDirectory]:
+        """The runs of this name, the newest first, but those that other jobs have written to last."""
+        for run in runs(self._output, self._name):
+            last = next(reversed(owners(run.path)), None)
+            if last is None or last.supervisor == self._supervisor or (not last.supervisor and not living_owner(run.path)):
+                yield run
+
     def _records(self) -> Iterator[tuple[FlightRecord, ...]]:
         """The records of the latest start of each run, the newest run first; runs without any are left out."""
-        for run, _ in zip(runs(self._output, self._name), range(_MOST_RUNS), strict=False):
+        for run, _ in zip(self._own_runs(), range(_MOST_RUNS), strict=False):
             try:
                 yield records_in(directory_of(run.path))
             except (DataError, OSError):

@@ -65,6 +65,8 @@ def submit(
     from hpctrain.site.script import render
     from hpctrain.site.submission import job_files
     from hpctrain.site.submission import submit as hand_over
+    from hpctrain.storage.run_directory import latest
+    from hpctrain.storage.run_owner import living_owner
 
     config, source = load_config(file, overrides)
     check_names(config, source)
@@ -81,6 +83,12 @@ def submit(
     submission = hand_over(site, job)
     ranks = f"{job.nodes} {'node' if job.nodes == 1 else 'nodes'} with {job.ranks} {'rank' if job.ranks == 1 else 'ranks'} each"
     echo(f"job {submission.number} on {site.name}: {ranks}")
-    echo(f"script: {job.script}")
+    echo(f"script: {submission.script}")
     for line in submission.lines:
         echo(line)
+    run = latest(Path(config.output), config.name)
+    if run is not None and (owner := living_owner(run.path)) is not None:
+        echo(
+            f"note: the run {run.path} of the same name is being written to by {owner}; "
+            f"this job is refused while it is, and goes on with that run afterwards. Another name gives it a run of its own."
+        )

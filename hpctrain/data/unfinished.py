@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain.errors import DataError
+from hpctrain.launch import process_mark
 from hpctrain.log import get_logger
 from hpctrain.storage.atomic_write import PARTIAL, publish, target_of
 
@@ -49,7 +50,7 @@ class UnfinishedFile:
     def __init__(self, path: Path, source: str | None = None) -> None:
         path = target_of(path)
         self._target, self.keeps = path, source is not None
-        self.path = path.with_name(path.name + PARTIAL if self.keeps else f".{path.name}.{os.getpid()}.tmp")
+        self.path = path.with_name(path.name + PARTIAL if self.keeps else f".{path.name}.{process_mark.own()}.tmp")
         self._journal_path = self.path.with_name(self.path.name + _JOURNAL)
         self.size = self._journal_size = 0
         self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)

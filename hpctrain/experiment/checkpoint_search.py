@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TypeVar
@@ -12,11 +14,13 @@ from hpctrain.comm.base import Communicator
 from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
 from hpctrain.errors import CheckpointError
 from hpctrain.experiment.same_start import Subject, compare
+from hpctrain.launch.scheduler import own_job
 from hpctrain.log import get_logger
 from hpctrain.storage import best_record, checkpoint
 from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.storage.hdf5_store import root_digest
 from hpctrain.storage.run_directory import RunDirectory, runs
+from hpctrain.storage.run_owner import run_of, was_owned_by_job
 from hpctrain.storage.shard_file import ShardFacts
 from hpctrain.storage.sharded_checkpoint import manifest_digest, open_sharded
 from hpctrain.storage.sharded_tensors import ShardedTensors, shares
@@ -41,7 +45,9 @@ class _Candidates:
     refusal: str | None
 
 
-def find_checkpoint(world: Communicator, output: str, name: str, source: str) -> tuple[Path, CheckpointContent] | None:
+def find_checkpoint(
+    world: Communicator, output: str, name: str, source: str, take: Callable[[Path], bool] | None = None
+) -> tuple[Path, CheckpointContent] | None:
     """The newest whole checkpoint that a source stands for; None where there is none and the source is "auto". Collective.
 
     All ranks find the same one. A damaged one is passed over, with one line in the log.
@@ -50,12 +56,19 @@ def find_checkpoint(world: Communicator, output: str, name: str, source: str) ->
         output, name: of the runs.
         source: "auto" (the newest run that has a whole one), "best" (that of the newest run that has one), a run directory or a
             checkpoint.
+        take: owns the run that a checkpoint lies in, before it is read; True where it was not owned until then, so that another
+            job may have written to it since it was looked through. Collective.
 
     Raises:
         CheckpointError: a source that names nothing, or of which nothing is whole.
     """
-    candidates = _of_root(world, lambda: _candidates(output, name, source))
-    for path in candidates.paths:
+    candidates, tried = _of_root(world, lambda: _candidates(output, name, source)), set[Path]()
+    while (path := next((path for path in candidates.paths if path not in tried), None)) is not None:
+        run = _of_root(world, partial(run_of, path.parent))
+        if take is not None and run is not None and take(run):
+            candidates = _of_root(world, lambda: _candidates(output, name, source))
+            continue
+        tried.add(path)
         try:
             return path, read_together(world, path)
         except CheckpointError as error:
@@ -122,7 +135,10 @@ def _candidates(output: str, name: str, source: str) -> _Candidates:
     if source != AUTO:
         refusal = f"The run {source} holds no valid checkpoint; train one without --resume first."
         return _Candidates(_newest_first(RunDirectory.open(Path(source))), False, refusal)
-    having = {run.path: paths for run in runs(Path(output), name) if (paths := _newest_first(run))}
+    job = own_job(os.environ)
+    # A job that is queued again goes on with its own run, even if another one of this name has begun since.
+    by_owner = sorted(runs(Path(output), name), key=lambda run: not was_owned_by_job(run.path, job))
+    having = {run.path: paths for run in by_owner if (paths := _newest_first(run))}
     if not having:
         return _Candidates((), False, None)
     refusal = (

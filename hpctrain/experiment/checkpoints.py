@@ -24,7 +24,7 @@ from hpctrain.experiment.resume import Start
 from hpctrain.experiment.session import Session
 from hpctrain.storage import checkpoint
 from hpctrain.storage.leftovers import remove_left
-from hpctrain.storage.run_directory import RunDirectory
+from hpctrain.storage.run_directory import RunDirectory, require_owned, restore, small_files
 from hpctrain.storage.run_marker import marker_of
 from hpctrain.storage.shard_file import ShardFacts, write_shard
 from hpctrain.storage.sharded_checkpoint import publish, unfinished
@@ -62,6 +62,7 @@ class RunCheckpoints:
         self.best = BestCheckpoint(directory.checkpoints, config.checkpoint, reporter) if session.is_root else None
         self.last: Path | None = None
         self._sequence, self._identity = 0, None if (marker := marker_of(directory.path)) is None else marker.identity
+        self._files = small_files(directory) if session.is_root else {}
 
     def go_on(self, start: Start, changed: Collection[str] = ()) -> None:
         """Take what is known of earlier checkpoints from the one that the run goes on from. changed: keys, since then."""
@@ -101,9 +102,15 @@ class RunCheckpoints:
         self.last = checkpoint.checkpoint_path(self._directory.checkpoints, step, sharded=sharded)
         retain, meta = self._retention(step), self._meta(position)
         if sharded:
-            self.saver.begin(shards(world, replica, position, meta, self.last, retain))
+            self.saver.begin(shards(world, replica, position, meta, self.last, retain, self._prepare))
         else:
-            self.saver.begin(one_file(world, replica, position, meta, self.last, retain, copied=config.asynchronous))
+            copied = config.asynchronous
+            self.saver.begin(one_file(world, replica, position, meta, self.last, retain, self._prepare, copied=copied))
+
+    def _prepare(self) -> None:
+        """Before rank 0 writes: the run is still this job's, and its directory is one that `--resume` knows."""
+        require_owned(self._directory)
+        restore(self._directory, self._files)
 
     def _retention(self, step: int) -> Callable[[], None]:
         return _nothing if self.best is None else self.best.retention(step)
@@ -159,19 +166,21 @@ def one_file(
     meta: Mapping[str, Any],
     path: Path,
     written: Callable[[], None] = _nothing,
+    prepare: Callable[[], None] = _nothing,
     *,
     copied: bool,
 ) -> Writing:
     """A checkpoint that is one file, of rank 0. Collective; after `drain`.
 
     Args:
-        meta: goes into the metadata. written: called on rank 0 once the checkpoint is there.
+        meta: goes into the metadata. written: called on rank 0 once the checkpoint is there. prepare: called on rank 0 before.
         copied: training may go on while it is being written.
     """
     is_root = world.rank == 0
     content = replica.state(position, meta, keep=is_root, copied=copied)
 
     def write() -> None:
+        prepare()
         checkpoint.write(path, content)
         written()
 
@@ -185,22 +194,25 @@ def shards(
     meta: Mapping[str, Any],
     path: Path,
     written: Callable[[], None] = _nothing,
+    prepare: Callable[[], None] = _nothing,
 ) -> Writing:
     """A checkpoint that is a directory: a shard of each rank, and rank 0's manifest once all of them are there. Collective.
 
     Args:
-        meta, written: as for `one_file`.
+        meta, written, prepare: as for `one_file`.
     """
     rank = world.rank
-    growing = unfinished(path, world.broadcast_object(secrets.token_hex(4)))
+    growing: Path = world.broadcast_object(unfinished(path, secrets.token_hex(4)))
     parts, whole_meta = replica.own_parts(position, meta)
 
     def own() -> ShardFacts:
         if rank == 0:
+            prepare()
             remove_left(path.parent, growing, of=path)
         return write_shard(growing, rank, parts)
 
     def publish_all(facts: Sequence[ShardFacts]) -> None:
+        prepare()
         if not path.exists() or growing.exists():  # not where it was published, but old ones could not be deleted
             publish(growing, path, facts, whole_meta)
         written()

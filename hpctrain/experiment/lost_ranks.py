@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from hpctrain.comm.lost_ranks import named
 from hpctrain.config.schema import Config
 from hpctrain.errors import ConfigError
+from hpctrain.experiment.run_ownership import RunOwnership
 from hpctrain.launch.launcher import Launcher
 from hpctrain.storage.run_directory import RunDirectory
 
@@ -29,9 +30,11 @@ class RunMemory:
         directory: of the run, once it has one. shrunk: ranks were lost.
         lost: those of them that the user was not told of, by the numbers that they had when the run last spoke of a loss.
         step: the latest that any rank had begun when they were lost; 0: none.
+        ownership: of the directory.
     """
 
     def __init__(self) -> None:
+        self.ownership = RunOwnership()
         self.directory: Path | None = None
         self.lost: tuple[int, ...] = ()
         self.step = 0

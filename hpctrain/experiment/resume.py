@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from hpctrain.experiment.images import CHECKPOINT, open_alike
 from hpctrain.experiment.model import model_options
 from hpctrain.experiment.options import defaults, filled
 from hpctrain.experiment.resume_rules import Change, changes, check, flat
+from hpctrain.experiment.run_ownership import RunOwnership
 from hpctrain.experiment.session import Session
 from hpctrain.experiment.user_code import is_trusted
 from hpctrain.storage.checkpoint import CheckpointContent
@@ -55,17 +57,18 @@ class Start:
         return replace(self, content=CheckpointContent({}, self.content.meta))
 
 
-def find_start(session: Session, source: str) -> Start | None:
+def find_start(session: Session, source: str, ownership: RunOwnership | None = None) -> Start | None:
     """The checkpoint that training goes on from; None where it is "auto" and no run of this name has one. Collective.
 
     Args:
-        source: "auto", "best", a run directory or a checkpoint file.
+        source: "auto", "best", a run directory or a checkpoint file. ownership: owns its run from here on; None: it does already.
 
     Raises:
         CheckpointError: there is none, it is damaged, or it does not go together with what is asked for now.
+        RunOwnedError: another job writes to its run.
     """
-    config = session.config
-    there = find_checkpoint(session.world, config.output, config.name, source)
+    config, take = session.config, None if ownership is None else partial(ownership.take, session)
+    there = find_checkpoint(session.world, config.output, config.name, source, take)
     if there is None:
         return None
     file = open_alike(session.world, config, ("train",))["train"]

@@ -13,7 +13,7 @@ from hpctrain.experiment.checkpoints import RunCheckpoints
 from hpctrain.experiment.resume import Start, find_start
 from hpctrain.experiment.session import Session
 from hpctrain.storage import checkpoint
-from hpctrain.storage.run_directory import RunDirectory
+from hpctrain.storage.run_directory import RunDirectory, require_owned
 from hpctrain.train.metrics import Reporter
 from hpctrain.train.snapshot import Position
 
@@ -76,6 +76,7 @@ class Rollback:
 
         def cut() -> None:
             if self._session.is_root:
+                require_owned(self._directory)
                 checkpoint.set_aside(self._directory.checkpoints, there.global_step)
                 self._directory.cut_metrics(there.epoch, there.global_step, goes_back=True)
 

@@ -33,6 +33,7 @@ from hpctrain.experiment.resume import Start, find_start, introduce
 from hpctrain.experiment.rollback import rollback
 from hpctrain.experiment.run_account import RunAccount
 from hpctrain.experiment.run_hashes import RunHashes
+from hpctrain.experiment.run_ownership import RunOwnership
 from hpctrain.experiment.session import Session
 from hpctrain.experiment.stop import StopReason, kept_clause, stop_lines, stop_reason
 from hpctrain.experiment.trace_report import TraceReport
@@ -41,6 +42,7 @@ from hpctrain.storage import checkpoint
 from hpctrain.storage.leftovers import ABANDONED_SECONDS, remove_left
 from hpctrain.storage.run_directory import RunDirectory, runs, software_versions
 from hpctrain.storage.run_marker import claim
+from hpctrain.storage.run_owner import living_owner
 from hpctrain.train.console_reporter import ConsoleReporter, ProgressStyle
 from hpctrain.train.log_reporter import LogReporter
 from hpctrain.train.metrics import Reporter, RunningSums
@@ -71,8 +73,23 @@ def run_training(
         memory: of a run that goes on without lost ranks. complete: called once the run is done, before that is said; may raise.
     """
     memory = RunMemory() if memory is None else memory
+    with memory.ownership.held():
+        return _run_owned(session, watch, memory, resume, steps, schedule_from, style, complete)
+
+
+def _run_owned(
+    session: Session,
+    watch: SignalWatch,
+    memory: RunMemory,
+    resume: str | None,
+    steps: int,
+    schedule_from: str | None,
+    style: ProgressStyle | None,
+    complete: Callable[[], None],
+) -> bool:
+    """Train, as `run_training`, in a run that this job owns."""
     limit = raise_on_all_ranks(session.world, lambda: max_time(session.config.max_time))
-    parts, start = _parts(session, watch, resume, schedule_from)
+    parts, start = _parts(session, watch, resume, schedule_from, memory)
     position = Position() if start is None else start.position
     directory = _directory(session, parts, start, memory)
     begun = position.global_step  # training moves the position on
@@ -112,9 +129,11 @@ def run_training(
     return reason is not None
 
 
-def _parts(session: Session, watch: SignalWatch, resume: str | None, schedule_from: str | None) -> tuple[Parts, Start | None]:
+def _parts(
+    session: Session, watch: SignalWatch, resume: str | None, schedule_from: str | None, memory: RunMemory
+) -> tuple[Parts, Start | None]:
     """All objects of this rank, with the state of the checkpoint that training goes on from, if any. Collective."""
-    start = find_start(session, resume) if resume is not None else None
+    start = find_start(session, resume, memory.ownership) if resume is not None else None
     parts = build(session, None if start is None else start.data, stop_requested=watch.asked)
     if start is None:  # else the checkpoint has them
         start_from_weights(session, parts.replica)
@@ -180,7 +199,8 @@ def run_compute_only(session: Session, steps: int, style: ProgressStyle | None =
     alone = compute_only.without_communication(session)
     parts = build(alone)
     collective_schedules.agree(alone, parts)
-    directory = _new_directory(alone, parts)
+    ownership = RunOwnership()
+    directory = _new_directory(alone, parts, ownership)
     reporter = _reporter(alone, directory, style)
     trace = alone.progress.trace
     assert trace is not None
@@ -201,12 +221,13 @@ def run_compute_only(session: Session, steps: int, style: ProgressStyle | None =
             reporter.say(line)
     finally:
         reporter.close()
+        ownership.release()
     if alone.is_root:
         print(f"files of this run: {directory.path}", flush=True)
 
 
-def _new_directory(session: Session, parts: Parts) -> RunDirectory:
-    """A new run directory, made by rank 0. Collective."""
+def _new_directory(session: Session, parts: Parts, ownership: RunOwnership) -> RunDirectory:
+    """A new run directory, made by rank 0, which this job owns. Collective."""
     config = session.config
 
     def make() -> str | None:
@@ -219,23 +240,28 @@ def _new_directory(session: Session, parts: Parts) -> RunDirectory:
         _remove_left(config, directory)
         return str(directory.path)
 
-    return RunDirectory.open(Path(session.world.broadcast_object(raise_on_all_ranks(session.world, make))))
+    directory = RunDirectory.open(Path(session.world.broadcast_object(raise_on_all_ranks(session.world, make))))
+    ownership.take(session, directory.path)
+    return replace(directory, ownership=ownership.ownership)
 
 
 def _remove_left(config: Config, directory: RunDirectory) -> None:
-    """Delete what earlier runs of that name have left of unfinished checkpoints: nobody writes to their directories any more."""
+    """Delete what earlier runs of that name have left of unfinished checkpoints, unless another job owns them."""
     for run in runs(Path(config.output), config.name):
-        if run.path != directory.path:
+        if run.path != directory.path and living_owner(run.path) is None:
             remove_left(run.checkpoints, least_age_seconds=ABANDONED_SECONDS)
 
 
 def _directory(session: Session, parts: Parts, start: Start | None, memory: RunMemory) -> RunDirectory:
     """The directory of the run, without what lies behind its start. Collective."""
+    ownership = memory.ownership
     directory = None if start is None else start.directory
     if directory is None and memory.directory is not None:  # ranks were lost before its first checkpoint
         directory = RunDirectory.open(memory.directory)
     if directory is None:
-        return _new_directory(session, parts)
+        return _new_directory(session, parts, ownership)
+    ownership.take(session, directory.path)
+    directory = replace(directory, ownership=ownership.ownership)
     _cut_records(session, parts, start, directory)
     return directory
 

@@ -19,6 +19,7 @@ from enum import IntEnum
 from pathlib import Path
 
 from hpctrain.errors import DataError
+from hpctrain.launch import process_mark
 from hpctrain.launch.exit_codes import FINISHED, STOPPED
 from hpctrain.launch.exit_codes import End as End
 from hpctrain.rank_spans import ranks_of
@@ -97,16 +98,24 @@ class RingWriter:
         self.name("")  # place 0 stands for no name
 
     def move(self, path: Path) -> None:
-        """Go on in a file, which is made, with all that was written so far. Records of an earlier start there are lost.
+        """Go on in a new file, with all that was written so far. It replaces the record of an earlier start.
+
+        That one is never cut short: a process that still has it mapped would be ended by SIGBUS.
 
         Raises:
             OSError: the file cannot be made, or there is no room for it.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+        begun = path.with_name(f".{path.name}.{process_mark.own()}")
+        descriptor = os.open(begun, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             os.posix_fallocate(descriptor, 0, _SIZE)  # a full disk is an error now, and not a SIGBUS at some step
             moved = mmap.mmap(descriptor, _SIZE)
+            moved[:] = self._map[:]
+            os.replace(begun, path)
+        except BaseException:
+            begun.unlink(missing_ok=True)
+            raise
         finally:
             os.close(descriptor)
         self._go_on_in(moved)
@@ -300,23 +309,27 @@ def _fault(words: memoryview) -> str:
     return ""
 
 
-def mark_end(path: Path, number: int, end: End = End.SIGNAL) -> bool:
+def mark_end(path: Path, number: int, end: End = End.SIGNAL, process: int | None = None) -> bool:
     """Write into the record of a process how it ended: by a process on the same machine, whose clock is the same.
 
     An end that the process has written itself stays; False then. But one that has finished its run may still end by a signal,
-    with an exit code that stands for a failure, or without a launcher.
+    with an exit code that stands for a failure, or without a launcher. Nothing is written to the record of another process.
 
     Args:
         number: of the signal; for End.LEFT, the exit code; for End.LAUNCHER, SIGSTOP where it was stopped, else 0.
+        process: whose record is meant; None: whichever has the place.
 
     Raises:
         OSError: the file cannot be written.
     """
     descriptor = os.open(path, os.O_RDWR)
     try:
-        head = [int.from_bytes(os.pread(descriptor, 8, 8 * word), "little") for word in (Word.MAGIC, Word.ENDED)]
+        words = (Word.MAGIC, Word.ENDED, Word.PROCESS)
+        head = [int.from_bytes(os.pread(descriptor, 8, 8 * word), "little") for word in words]
         ended_well = end is End.DEADLINE or (end is End.LEFT and number in (FINISHED, STOPPED))
         if head[0] != MAGIC or head[1] not in ((End.RUNNING,) if ended_well else (End.RUNNING, End.FINISHED)):
+            return False
+        if process not in (None, head[2]):  # it has taken the place of the one that is meant
             return False
         for word, value in ((Word.SIGNAL, number), (Word.SEEN, time.perf_counter_ns()), (Word.ENDED, end)):
             os.pwrite(descriptor, value.to_bytes(8, "little"), 8 * word)

@@ -53,7 +53,7 @@ _SAY_SECONDS = 1.0
 
 #: writes into a flight record how its process ended, unless that has written it itself: the record, the number of a signal or an
 #: exit code, and the kind of end; True where it has written
-Mark = Callable[[Path, int, End], bool]
+Mark = Callable[[Path, int, End, int], bool]
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def own() -> Keeper:
     return _OF_PROCESS[-1] if _OF_PROCESS else Keeper()
 
 
-def _mark_nothing(path: Path, number: int, end: End) -> bool:
+def _mark_nothing(path: Path, number: int, end: End, process: int) -> bool:
     return False
 
 
@@ -180,7 +180,7 @@ class _Rank:
     def mark_end(self, record: Path | None, number: int, end: End) -> bool | None:
         """Write its end into its record; False where it had done so itself, None where there is no record."""
         with contextlib.suppress(OSError):
-            return None if record is None else self.mark(record, number, end)
+            return None if record is None else self.mark(record, number, end, self.process)
         return None
 
     def lost_launcher(self) -> WatchedProcess | None:

@@ -19,7 +19,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.launch.processes import status_of
+from hpctrain.launch.process_mark import begun as _begun
+from hpctrain.launch.process_mark import namespace as _namespace
 
 MEMORY = Path("/dev/shm")
 
@@ -167,18 +168,6 @@ def _is_own(folder: Path) -> bool:
 def _name(process: int) -> str:
     """A process by number and begin, as numbers come again."""
     return f"{process}-{_begun(process)}"
-
-
-def _begun(process: int) -> str:
-    """When a process began, in ticks since the machine did; "" where it has ended, though its parent may not have asked yet."""
-    status = status_of(process)
-    return "" if status is None or status.dead else str(status.begun)
-
-
-def _namespace() -> str:
-    """The machine's start and the namespace of process numbers."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
 def _mapped(process: Path = Path("/proc/self")) -> Iterator[Path]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
@@ -27,10 +28,14 @@ _COMMANDS = {"slurm": ("sbatch", "--parsable"), "pbs": ("qsub",)}
 
 @dataclass(frozen=True)
 class Submission:
-    """A job that the scheduler has taken. number: its own, or that of the process. lines: how to follow and to stop it."""
+    """A job that the scheduler has taken. number: its own, or that of the process. lines: how to follow and to stop it.
+
+    script: that was handed over.
+    """
 
     number: str
     lines: tuple[str, ...]
+    script: str
 
 
 def job_files(site: Site, name: str, output: Path, train: Sequence[str]) -> JobFiles:
@@ -69,14 +74,31 @@ def submit(site: Site, job: SiteJob) -> Submission:
     Raises:
         LaunchError: the scheduler's command is missing or refuses the job. OSError: the script cannot be written.
     """
-    script, text = Path(job.script), render(site, job)
-    script.parent.mkdir(parents=True, exist_ok=True)
-    write_text(script, text)
+    job = _reserved(job)
+    try:
+        write_text(Path(job.script), render(site, job))
+    except BaseException:
+        Path(job.script).unlink(missing_ok=True)
+        raise
     command = _COMMANDS.get(site.profile.scheduler)
     if command is None:
         return _started(job)
     number = _number([*command, job.script])
-    return Submission(number, _following(site, job, number))
+    return Submission(number, _following(site, job, number), job.script)
+
+
+def _reserved(job: SiteJob) -> SiteJob:
+    """The job with a script and a log that no other submission has, which may come in the same second."""
+    script = Path(job.script)
+    script.parent.mkdir(parents=True, exist_ok=True)
+    for number in count(1):
+        stem = script.stem if number == 1 else f"{script.stem}-{number}"
+        named = script.with_name(f"{stem}{script.suffix}")
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(named, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+            log = Path(job.log).with_name(Path(job.log).name.replace(script.stem, stem, 1))
+            return replace(job, script=str(named), log=str(log))
+    raise AssertionError("unreachable")
 
 
 def _number(command: Sequence[str]) -> str:
@@ -122,4 +144,4 @@ def _started(job: SiteJob) -> Submission:
     done = subprocess.run(start, stdout=subprocess.PIPE, text=True, timeout=_SUBMIT_SECONDS, check=True)
     number = done.stdout.strip()
     follow = _with_commands("follow it:", f"tail -F {shell_word(job.log)}")
-    return Submission(number, (*follow, *_with_commands("stop it with a checkpoint:", f"kill -USR1 {number}")))
+    return Submission(number, (*follow, *_with_commands("stop it with a checkpoint:", f"kill -USR1 {number}")), job.script)

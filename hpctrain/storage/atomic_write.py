@@ -9,18 +9,26 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import re
 import stat
 import sys
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 from hpctrain.errors import CheckpointError, CheckpointRemovedError
 from hpctrain.input_file import kind_of
+from hpctrain.launch import process_mark
+from hpctrain.launch.process_mark import ProcessMark
 
 PARTIAL = ".partial"
+# Of a file's name in that of its partial file, which has 255 bytes with the mark of a process.
+_LONGEST_NAME_BYTES = 120
+# Of partial files: threads of one process may write the same path at once.
+_NUMBERS = count(1)
 _DESCRIPTORS = re.compile(r"/proc/(\d+)(/task/\d+)?/fd")
 _MOST_LINKS = 40  # as Linux
 
@@ -65,18 +73,19 @@ def check_target(path: Path, *, streams: bool = False) -> None:
 def replacing(path: Path) -> Iterator[Path]:
     """The path of a new file that becomes `path` when the block ends; the block writes it and brings its bytes to the disk.
 
-    An error in the block, or at the end, leaves no new file; a kill may leave one, of the name `path` and PARTIAL. One process
-    writes `path` at a time.
+    An error in the block, or at the end, leaves no new file; a kill may leave one, which names its process (`partial_path`) and
+    is removed by the next write on the same machine. Of several processes that write `path` at once, the last one to end wins.
 
     Raises:
         OSError: `path` is no regular file that could be replaced, or something else has the new file's name.
     """
     target = target_of(path)
-    partial = target.with_name(target.name + PARTIAL)
+    partial = partial_path(target)
     mode = _mode_of(partial)
     if mode is not None and not stat.S_ISREG(mode):
         words = "a link" if stat.S_ISLNK(mode) else kind_of(mode)
         raise OSError(errno.EINVAL, f"it is {words} in the place of an unfinished file; delete it", os.fspath(partial))
+    _remove_left(target)
     try:
         yield partial
         publish(partial, target)
@@ -86,6 +95,37 @@ def replacing(path: Path) -> Iterator[Path]:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
         raise
+
+
+def partial_path(path: Path, token: str = "") -> Path:
+    """Return a new name under which this process writes what becomes `path`. token: of the attempt; by default a number."""
+    return path.with_name(f"{_begin_of_partial(path)}{token or next(_NUMBERS)}.{process_mark.own()}{PARTIAL}")
+
+
+def writer_of(partial: Path) -> ProcessMark | None:
+    """Return the process that has begun a partial file; None for one of an earlier version, which does not name it."""
+    words = partial.name.removesuffix(PARTIAL).split(".")
+    marks = (ProcessMark.parse(".".join(words[i:])) for i in range(1, len(words)))  # a host's name may have dots
+    return next((mark for mark in marks if mark is not None), None)
+
+
+def _begin_of_partial(path: Path) -> str:
+    name = path.name.encode()
+    if len(name) <= _LONGEST_NAME_BYTES:
+        return f"{path.name}."
+    return f"{hashlib.sha256(name).hexdigest()[:16]}{path.suffix[:16]}."
+
+
+def _remove_left(path: Path) -> None:
+    """Remove partial files of `path` whose processes are known to have ended."""
+    begin = _begin_of_partial(path)
+    with contextlib.suppress(OSError):
+        for name in os.listdir(path.parent):
+            if name.startswith(begin) and name.endswith(PARTIAL):
+                partial = path.with_name(name)
+                writer = writer_of(partial)
+                if writer is not None and writer.lives is False:
+                    partial.unlink(missing_ok=True)
 
 
 def publish(partial: Path, path: Path) -> None:

@@ -1,19 +1,22 @@
 """Leftovers of interrupted writes and deletions of checkpoints: nothing reads them, and the next write removes them.
 
-In a directory that nobody writes to any more they stay, until they are looked for. Whether a write is still under way there
-nobody can tell but by its age; one whose files are taken away fails, and is tried again.
+Each names the process that has begun it. What a living process writes stays. Of processes on other machines it cannot be seen
+whether they live, so their files go once nothing was written to them for ABANDONED_SECONDS, or as soon as the directory has
+another owner (`run_owner`), since these are dead then.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import os
 import re
 import shutil
-import time
+import tempfile
 from pathlib import Path
 
-from hpctrain.storage.atomic_write import PARTIAL
+from hpctrain.launch import process_mark
+from hpctrain.storage.atomic_write import PARTIAL, writer_of
 
 #: a write that has added nothing for so long is over
 ABANDONED_SECONDS = 3600.0
@@ -23,17 +26,29 @@ _OF_A_RUN = re.compile(r"checkpoint-\d{8,}(?:-before)?(?:-set-aside)?\.(?:h5|sha
 
 
 def remove_left(
-    directory: Path, but: Path | None = None, *, of: Path | None = None, least_age_seconds: float = 0.0
+    directory: Path,
+    but: Path | None = None,
+    *,
+    of: Path | None = None,
+    least_age_seconds: float = 0.0,
+    owned: bool = False,
 ) -> list[Path]:
-    """Delete what is left in a directory, but not `but`, and nothing that was written to later; give what is deleted.
+    """Delete what is left in a directory; return what is deleted.
 
-    of: the checkpoint that is to be written. Where its name is not that of a run's checkpoint, the directory may be anybody's,
-        and only what is left of this checkpoint is deleted. None: a run's.
+    Args:
+        but: stays. least_age_seconds: what was written to later than that stays.
+        of: the checkpoint that is to be written. Where its name is not that of a run's checkpoint, the directory may be
+            anybody's, and only what is left of this checkpoint is deleted. None: a run's.
+        owned: the directory is of a run that this process owns, so that no process on another machine writes there; all that
+            others have left unfinished goes, whatever it was to become.
     """
-    latest = time.time() - least_age_seconds
     own = None if of is None or _OF_A_RUN.fullmatch(of.name) else of.name
-    left = [path for path in directory.iterdir() if path != but and _is_left(path.name, own)] if directory.is_dir() else []
-    old = [path for path in left if not least_age_seconds or _written(path) <= latest]
+    paths = [path for path in directory.iterdir() if path != but] if directory.is_dir() else []
+    left = [path for path in paths if _is_left(path.name, own) or (owned and _is_of_a_process(path))]
+    if not left:
+        return []
+    now = _now(directory)
+    old = [path for path in left if _is_over(path, now, least_age_seconds, owned=owned)]
     for path in old:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -49,6 +64,31 @@ def _is_left(name: str, own: str | None) -> bool:
     if match is None:
         return False
     return match["of"] == own if own is not None else _OF_A_RUN.fullmatch(match["of"]) is not None
+
+
+def _is_of_a_process(path: Path) -> bool:
+    """Return whether an unfinished file names the process that has begun it."""
+    return path.name.endswith(PARTIAL) and writer_of(path) is not None
+
+
+def _is_over(path: Path, now: float, least_age_seconds: float, *, owned: bool) -> bool:
+    """Return whether a write is over. now: by the clock of the file server."""
+    writer = writer_of(path)
+    if writer is not None:
+        if writer == process_mark.own() or writer.lives:
+            return False
+        if writer.lives is None and not owned:
+            least_age_seconds = max(least_age_seconds, ABANDONED_SECONDS)
+    return not least_age_seconds or _written(path) <= now - least_age_seconds
+
+
+def _now(directory: Path) -> float:
+    """Return the time by the clock that dates files in a directory; where that cannot be known, a time before all files."""
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            return os.fstat(file.fileno()).st_mtime
+    except OSError:
+        return -math.inf
 
 
 def _written(path: Path) -> float:

@@ -11,6 +11,7 @@
         schedule-<group>.json   what the averager of a parameter group posts in a step, in order
         choice.json      what the run chose for grid, plan and averager, where the configuration leaves these to it
         flight/          what each rank did last
+        owners/          who has written to the run, and who does now (see `run_owner`)
         flight-directory      where that lies, where it is not here
         machine.yaml     the machine that was measured for that, where none was named
         checkpoints/
@@ -42,9 +43,10 @@ from hpctrain.errors import CheckpointError, ConfigError, DataError
 from hpctrain.input_file import TEXT_BYTES, read_text
 from hpctrain.launch.signals import release
 from hpctrain.storage import metrics_file
-from hpctrain.storage.atomic_write import write_json, write_text
+from hpctrain.storage.atomic_write import PARTIAL, write_bytes, write_json, write_text
 from hpctrain.storage.bookkeeping import Bookkeeping
 from hpctrain.storage.run_marker import MARKER, STAMP, RunMarker, is_run, mark, marker_of, order_of
+from hpctrain.storage.run_owner import Ownership
 from hpctrain.storage.whole_file import json_object, read_whole
 from hpctrain.version import __version__
 
@@ -58,6 +60,7 @@ _GIT_SECONDS = 10
 # Of a file system, with room to spare.
 _LONGEST_PATH = 1 << 14
 _MOST_CONFIG_BYTES = 1 << 20
+_MOST_BYTES_OF_SMALL = 1 << 20
 
 #: name of the file that says where flight records lie
 FLIGHT_POINTER = "flight-directory"
@@ -100,11 +103,14 @@ def _git(directory: Path | None, *words: str) -> str:
 class RunDirectory:
     """One run's files; made by `create` or `open`.
 
-    bookkeeping: writes those that the run can do without.
+    Args:
+        bookkeeping: writes those that the run can do without.
+        ownership: of the run, without which nothing more is written; None: nobody looks after that.
     """
 
     path: Path
     bookkeeping: Bookkeeping = field(default_factory=Bookkeeping, compare=False, repr=False)
+    ownership: Ownership | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def create(
@@ -264,11 +270,16 @@ class RunDirectory:
         """Append one line; it is the system's before this returns. Numbers that are not finite become null (JSON has none).
 
         A line that a kill has torn is cut off first. One process appends at a time.
+
+        Raises:
+            RunOwnedError: another job has taken the run over.
         """
+        require_owned(self)
         metrics_file.append(self.metrics_path, json.dumps(_finite(record), allow_nan=False) + "\n")
 
     def cut_metrics(self, epoch: int, step: int, *, evaluates: bool = False, goes_back: bool = False) -> None:
         """Before a run goes on from a checkpoint: metrics and hashes end where it was taken (see `metrics_file.cut_back`)."""
+        require_owned(self)
         for path in (self.metrics_path, self.hashes_path):
             metrics_file.cut_back(path, epoch, step, evaluates=evaluates, goes_back=goes_back)
 
@@ -288,6 +299,42 @@ class RunDirectory:
         if record is None:
             raise DataError(f"Line {number} of {self.metrics_path} is no JSON object; delete the line.")
         return record
+
+
+def require_owned(run: RunDirectory) -> None:
+    """Raise where another job has taken the run over, as this process was taken for dead.
+
+    Raises:
+        RunOwnedError: another job has.
+    """
+    if run.ownership is not None:
+        run.ownership.require()
+
+
+def small_files(run: RunDirectory) -> dict[str, bytes]:
+    """Return the files that make a directory this run, by name: all but records, checkpoints and what is large."""
+    paths = sorted(path for path in run.path.iterdir() if path.is_file() and path.suffix not in (".jsonl", PARTIAL))
+    return {path.name: path.read_bytes() for path in paths if path.stat().st_size <= _MOST_BYTES_OF_SMALL}
+
+
+def restore(run: RunDirectory, files: Mapping[str, bytes]) -> None:
+    """Write those of the run's small files again that are missing, as where its directory was removed while it is being trained.
+
+    Raises:
+        CheckpointError: they cannot be written.
+    """
+    try:
+        missing = [name for name in files if not (run.path / name).exists()]
+        if missing:
+            run.checkpoints.mkdir(parents=True, exist_ok=True)
+        for name in sorted(missing, key=lambda name: name == "config.yaml"):  # last, as a directory with one is a run
+            write_bytes(run.path / name, files[name])
+        if run.ownership is not None:
+            run.ownership.restore()
+    except OSError as error:
+        raise CheckpointError(
+            f"The files of the run {run.path} are missing and cannot be written again ({error.strerror}); make room or allow it."
+        ) from error
 
 
 def _make_unique(output: Path, stem: str) -> Path:

@@ -16,7 +16,7 @@ from typing import Any
 
 from hpctrain.boxes import size_of
 from hpctrain.errors import CheckpointError
-from hpctrain.storage.atomic_write import PARTIAL, not_written, synchronise_directory, write_bytes
+from hpctrain.storage.atomic_write import not_written, partial_path, synchronise_directory, write_bytes
 from hpctrain.storage.hdf5_store import plain
 from hpctrain.storage.shard_file import ShardFacts
 from hpctrain.storage.sharded_tensors import ShardedTensors
@@ -29,8 +29,8 @@ _FORMAT, _VERSION = "hpctrain-sharded-checkpoint", 1
 
 
 def unfinished(path: Path, token: str) -> Path:
-    """The directory in which the checkpoint `path` grows. token: of this attempt, the same on all ranks."""
-    return path.with_name(f"{path.name}.{token}{PARTIAL}")
+    """The directory in which the checkpoint `path` grows, named by the process that calls. token: of this attempt."""
+    return partial_path(path, token)
 
 
 def moved_away(path: Path) -> Path:

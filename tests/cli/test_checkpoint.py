@@ -14,6 +14,7 @@ from hpctrain.cli.main import cli
 from hpctrain.storage import best_record
 from hpctrain.storage.best_record import BestRecord
 from hpctrain.storage.checkpoint import SEQUENCE, CheckpointContent, checkpoint_path, parameter_key, read, write
+from hpctrain.storage.run_owner import owned
 from tests.support.unmarked_run import make_unmarked
 
 
@@ -129,6 +130,21 @@ def test_the_newest_is_converted_to_the_other_layout_and_back(run: Path) -> None
     refused = _call("convert", str(shards), "--shards", "2", "--out", str(run / "b.h5"))
     assert "--shards is 2, but the layout single has one file; leave --shards out." in refused.output
     assert _call("convert", str(run)).exit_code == 2
+
+
+def test_a_run_that_is_written_to_is_neither_pruned_nor_converted_in(run: Path) -> None:
+    make_unmarked(run, "name: a\n")
+    before = sorted(path.name for path in (run / "checkpoints").iterdir())
+    new = run / "checkpoints" / "checkpoint-00000003.shards"
+    with owned(run, "hpctrain train"):
+        for words in (["prune", str(run), "--keep", "1"], ["convert", str(run), "--out", str(new)]):
+            refused = _call(*words)
+            assert refused.exit_code == 2
+            assert f"The run {run} is being written to by hpctrain train, process {os.getpid()} on " in refused.output
+        assert _call("convert", str(run), "--out", str(run.parent / "copy.shards")).exit_code == 0
+        assert _call("verify", str(run)).exit_code == 0
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == before
+    assert _call("prune", str(run), "--keep", "1").exit_code == 0
 
 
 def test_what_a_killed_run_has_left_is_pruned_once_it_is_old(run: Path) -> None:

@@ -11,6 +11,7 @@ from hpctrain.cli.run_traces import RunTraces
 from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.flight.ring import End, file_name, mark_end
 from hpctrain.launch.supervisor import Traces
+from hpctrain.storage.run_owner import SUPERVISOR, owned
 from tests.support.unmarked_run import make_unmarked
 
 
@@ -67,6 +68,21 @@ def test_the_newest_checkpoint_that_was_written_counts(tmp_path: Path) -> None:
     assert traces.look() == Traces(run, shards, 12)
     again = _checkpoint(run, 3, written=4_000_000_000)  # a run that went on from before, and came by here once more
     assert traces.look() == Traces(run, again, 3)
+
+
+def test_runs_of_other_jobs_are_none_of_the_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    traces = RunTraces(tmp_path, "a", "here")
+    runs = {who: _run(tmp_path, f"2026010{number}-120000") for number, who in enumerate(("here", "elsewhere"), 1)}
+    for written, (who, run) in enumerate(runs.items(), 2):
+        monkeypatch.setenv(SUPERVISOR, who)
+        with owned(run, "hpctrain train"):
+            newest = _checkpoint(run, 10 * written, written=written * 1_000_000_000)
+    assert newest.parent.parent == runs["elsewhere"]
+    assert traces.look().run == runs["here"]
+    monkeypatch.delenv(SUPERVISOR)
+    with owned(runs["here"], "hpctrain train"):
+        _checkpoint(runs["here"], 50, written=9_000_000_000)
+        assert traces.look() == Traces()  # of a job that lives, when the attempt is over
 
 
 @pytest.mark.parametrize(("hosts", "node"), [(("n1.site.org", "n2.site.org", "n1.site.org"), "n2"), (("n2", "n2", "n2"), "")])

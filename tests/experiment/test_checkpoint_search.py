@@ -16,8 +16,9 @@ import pytest
 from hpctrain.boxes import Box, even_interval, size_of
 from hpctrain.errors import CheckpointError
 from hpctrain.experiment.checkpoint_search import find_checkpoint, read_together
-from hpctrain.storage.checkpoint import CheckpointContent, checkpoint_path, restore, write
+from hpctrain.storage.checkpoint import CheckpointContent, checkpoint_path, remove, restore, write
 from hpctrain.storage.run_directory import RunDirectory
+from hpctrain.storage.run_owner import owned
 from hpctrain.storage.shard_file import Part, write_shard
 from hpctrain.storage.sharded_checkpoint import publish, unfinished
 from hpctrain.virtual.communicator import ThreadCommunicator
@@ -154,6 +155,48 @@ def test_a_name_without_checkpoints_has_none(tmp_path: Path) -> None:
         return find_checkpoint(comm, str(tmp_path), "net", "auto")
 
     assert run_virtual(3, search) == [None] * 3
+
+
+def test_a_run_is_looked_through_again_once_it_is_owned(run: RunDirectory) -> None:
+    """Its owner until then may have written one more checkpoint, or deleted the one that was found."""
+
+    def search(comm: ThreadCommunicator) -> Any:
+        taken = []
+
+        def take(path: Path) -> bool:
+            assert path == run.path
+            taken.append(path)
+            if comm.rank == 0 and len(taken) == 1:
+                remove(checkpoint_path(run.checkpoints, 7, sharded=True))
+                write(checkpoint_path(run.checkpoints, 8), content(8))
+            return len(taken) == 1
+
+        found = find_checkpoint(comm, str(run.path.parent), "net", "auto", take)
+        return None if found is None else found[0].name
+
+    assert run_virtual(2, search) == ["checkpoint-00000008.h5"] * 2
+
+
+def test_a_job_that_is_queued_again_goes_on_with_its_own_run(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not with that of another job of the same name, which has begun since."""
+    monkeypatch.setenv("SLURM_JOB_ID", "41")
+    with owned(run.path, "hpctrain train"):
+        pass
+    monkeypatch.setenv("SLURM_JOB_ID", "42")
+    other = RunDirectory.create(run.path.parent, "net", config="name: net\n", versions={}, git={})
+    write(checkpoint_path(other.checkpoints, 2), content(2))
+    with owned(other.path, "hpctrain train"):
+        pass
+
+    def search(comm: ThreadCommunicator) -> Any:
+        found = find_checkpoint(comm, str(run.path.parent), "net", "auto")
+        return None if found is None else found[0].parent.parent
+
+    chosen = {}
+    for job in ("41", "42", "43"):
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+        [chosen[job]] = run_virtual(1, search)
+    assert chosen == {"41": run.path, "42": other.path, "43": other.path}
 
 
 @pytest.fixture

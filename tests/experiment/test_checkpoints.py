@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -71,6 +72,18 @@ def final_state(folder: Path) -> checkpoint.CheckpointContent:
     found = checkpoint.read_newest(run.checkpoints)
     assert found is not None
     return found[1]
+
+
+@pytest.mark.job
+@pytest.mark.slow
+def test_a_run_whose_directory_is_removed_can_be_resumed_all_the_same(folder: Path) -> None:
+    """Resumes know a directory by its files, which come back with the next checkpoint."""
+    remove = 'if NUMBER == 1: import shutil, glob; [shutil.rmtree(run) for run in glob.glob("runs/tiny-*")]'
+    done = train(folder, 0, "checkpoint.every_steps=1", fault=remove)
+    assert done.code == 0, done.output
+    resumed = train(folder, 0, "epochs=3", "--resume", "auto")
+    assert resumed.code == 0, resumed.output
+    assert re.search(r"resumed at .* step 10\b", resumed.stdout)
 
 
 @pytest.mark.job

@@ -121,6 +121,24 @@ def test_it_survives_a_kill(tmp_path: Path) -> None:
     assert operation.started_ns >= operation.posted_ns > operation.done_ns == 0
 
 
+def test_a_record_that_another_process_has_mapped_is_replaced_and_never_cut(tmp_path: Path) -> None:
+    """Two processes in one run: neither reads or overwrites what the other has mapped, nor marks the other's end."""
+    first, second = FlightRecorder(), FlightRecorder()
+    first.phase("a training step")
+    path = first.keep_in(tmp_path)
+    before = path.stat().st_ino
+    second.phase("evaluation")
+    assert second.keep_in(tmp_path) == path
+    assert path.stat().st_ino != before
+    first.phase("a checkpoint")
+    assert read(path).phase == "evaluation"
+    mark_end(path, 9, process=os.getpid() + 1)
+    assert read(path).end == End.RUNNING
+    mark_end(path, 9, process=os.getpid())
+    assert read(path).end == End.SIGNAL
+    assert list(tmp_path.iterdir()) == [path]
+
+
 @pytest.mark.parametrize(("end", "number"), [(End.SIGNAL, 9), (End.LEFT, 0), (End.LEFT, 5)])
 def test_an_end_is_marked_from_outside_unless_the_process_has_said_its_own(tmp_path: Path, end: End, number: int) -> None:
     recorder = FlightRecorder()

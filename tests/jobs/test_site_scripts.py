@@ -211,7 +211,7 @@ def test_under_pbs_it_submits_itself_up_to_the_limit(tmp_path: Path, restarts: i
     count = {"HPCTRAIN_RESTARTS": str(restarts)} if restarts else {}
     outcome = _run(tmp_path, "polaris", settings={"MOST_RESTARTS": "2"}, TRAIN_STATUS="85", **count)
     assert outcome.code == 85
-    again = [("qsub", "-v", f"HPCTRAIN_RESTARTS={restarts + 1}", "jobs/polaris.pbs")]
+    again = [("qsub", "-v", f"HPCTRAIN_RESTARTS={restarts + 1},HPCTRAIN_FIRST_JOB={JOB}", "jobs/polaris.pbs")]
     assert outcome.of("qsub") == (again if restarts < 2 else [])
     (tmp_path / "no-restart").touch()
     assert not _run(tmp_path, "polaris", TRAIN_STATUS="85").of("qsub")

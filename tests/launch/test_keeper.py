@@ -24,7 +24,7 @@ import os, signal, sys, time
 from hpctrain.launch.signals import hold
 from hpctrain.launch.keeper import keep
 started = os.getpid()
-keeper = keep(None, hold(), lambda path, number, end: os.write(2, f"{path}: {number}\\n".encode()) > 0)
+keeper = keep(None, hold(), lambda path, number, end, process: os.write(2, f"{path}: {number}\\n".encode()) > 0)
 finished = keeper.finished
 """
 

@@ -53,6 +53,21 @@ def test_slurm_gives_a_number(folder: Path) -> None:
     assert f"#SBATCH --output={script.with_suffix('')}-%j.log\n" in script.read_text()
 
 
+def test_two_submissions_of_one_second_have_a_script_each(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "strftime", lambda form, *when: "20260101-000000")
+    found = profile_files.read("polaris", {})
+    scripts = set()
+    both = {batch: job_files(found, "a run", Path("out"), ("a.yaml", f"batch={batch}")) for batch in ("8", "9")}
+    for batch, files in both.items():
+        submission = submit(found, plan_job(found, JobRequest(10, account="mine"), files))
+        text = Path(submission.script).read_text()
+        assert f"batch={batch}" in text
+        assert f"exec >>{Path(submission.script).with_suffix('.log')} " in text
+        assert submission.lines[2] == f"  tail -F {Path(submission.script).with_suffix('.log')}"
+        scripts.add(submission.script)
+    assert scripts == {"out/jobs/a-run-20260101-000000.pbs", "out/jobs/a-run-20260101-000000-2.pbs"}
+
+
 def test_pbs_gives_a_number(folder: Path) -> None:
     submission, script = _submit("polaris", JobRequest(10, account="mine"))
     assert submission.number == "77.pbs-01"

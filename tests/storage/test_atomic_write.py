@@ -8,12 +8,23 @@ import os
 import stat
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from hpctrain.launch import process_mark
 from hpctrain.storage import atomic_write
-from hpctrain.storage.atomic_write import PARTIAL, publish, replacing, write_bytes, write_json, write_text
+from hpctrain.storage.atomic_write import (
+    PARTIAL,
+    partial_path,
+    publish,
+    replacing,
+    write_bytes,
+    write_json,
+    write_text,
+    writer_of,
+)
 from tests.support.nodes import NODES, make_node
 
 
@@ -64,13 +75,38 @@ def test_the_file_is_the_old_one_until_the_block_ends(tmp_path: Path) -> None:
     path.write_text("old")
     with replacing(path) as partial:
         partial.write_text("new")
-        assert (path.read_text(), partial.name) == ("old", "a.txt" + PARTIAL)
+        assert (path.read_text(), partial.name.startswith("a.txt."), partial.suffix) == ("old", True, PARTIAL)
     assert path.read_text() == "new"
     with pytest.raises(FileNotFoundError), replacing(path):
         (tmp_path / "absent" / "half").write_text("half")
     with pytest.raises(FileNotFoundError, match=r"absent/a\.txt'$"):
         write_text(tmp_path / "absent" / "a.txt", "new")
     assert path.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("length", [3, 245])
+def test_two_that_write_a_file_at_once_both_write_it_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int) -> None:
+    path = tmp_path / ("x" * (length - 3) + ".h5")
+    dead = replace(process_mark.own(), begun="1")
+    with monkeypatch.context() as patch:
+        patch.setattr(process_mark, "own", lambda: dead)
+        left = partial_path(path)
+        left.write_bytes(b"as a kill leaves it")
+    other = replace(process_mark.own(), begun="2", place="other")
+    with replacing(path) as first:
+        first.write_bytes(b"first")
+        with monkeypatch.context() as patch:
+            patch.setattr(process_mark, "own", lambda: other)
+            with replacing(path) as second:
+                second.write_bytes(b"second")
+        assert path.read_bytes() == b"second"
+        assert (writer_of(first), writer_of(second)) == (process_mark.own(), other)
+    assert path.read_bytes() == b"first"
+    with replacing(path) as first, replacing(path) as second:  # as by two threads
+        first.write_bytes(b"first")
+        second.write_bytes(b"second")
+    assert path.read_bytes() == b"first"
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -147,7 +183,8 @@ def test_a_new_file_has_the_permissions_of_the_old_one(mode: int, tmp_path: Path
     assert (stat.S_IMODE(path.stat().st_mode), path.read_text()) == (mode, "new")
 
 
-def test_an_unfinished_file_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+def test_an_unfinished_file_that_is_a_link_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(atomic_write, "partial_path", lambda path: path.with_name(f"{path.name}{PARTIAL}"))
     (tmp_path / "mine").write_text("mine")
     (tmp_path / f"a{PARTIAL}").symlink_to(tmp_path / "mine")
     with pytest.raises(OSError, match="it is a link in the place of an unfinished file; delete it"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,16 @@ import pytest
 
 from hpctrain.errors import CheckpointError, ConfigError, DataError
 from hpctrain.storage.checkpoint import CheckpointContent, checkpoint_path, write
-from hpctrain.storage.run_directory import RunDirectory, git_state, latest, resumable, runs, software_versions
+from hpctrain.storage.run_directory import (
+    RunDirectory,
+    git_state,
+    latest,
+    restore,
+    resumable,
+    runs,
+    small_files,
+    software_versions,
+)
 from tests.support.unmarked_run import make_unmarked
 
 CONFIG = "model:\n  name: small\nname: quickstart\noutput: runs\n"
@@ -80,6 +90,23 @@ def test_output_that_is_a_file(tmp_path):
         create(tmp_path / "runs")
     with pytest.raises(ConfigError, match="choose another output"):
         create(tmp_path / "runs" / "below")
+
+
+def test_small_files_come_back_where_the_directory_was_removed(tmp_path):
+    run = create(tmp_path)
+    run.append_metrics({"kind": "start"})
+    (run.path / "choice.json").write_text("{}")
+    files = small_files(run)
+    assert {"choice.json", "config.yaml", "git.json", "versions.json"} <= set(files)
+    assert "metrics.jsonl" not in files
+    shutil.rmtree(run.path)
+    write(checkpoint_path(run.checkpoints, 3), CheckpointContent({"parameters/a": np.ones(3)}, {}))
+    restore(run, files)
+    assert resumable(tmp_path, "quickstart")[0] == checkpoint_path(run.checkpoints, 3)
+    assert small_files(run) == files
+    (run.path / "config.yaml").write_text("name: changed\n")
+    restore(run, files)
+    assert run.config() == "name: changed\n"
 
 
 def test_latest_goes_by_time_and_name(tmp_path):

@@ -1,0 +1,369 @@
+"""Pairs of jobs that meet in one run: none may crash, lose a checkpoint, or write where another one does.
+
+    python -m tests.support.job_pairs --pairs 200 --hosts 1 2 --together 3 --out benchmarks/results/job_pairs.json
+
+A first job trains; a second one of the same name starts at the same time, between two steps, while a checkpoint is written, by a
+resume, by `hpctrain submit` or as a command that deletes checkpoints; in some pairs the first one is killed. With two hosts, of
+network namespaces, neither sees the other's processes by name. In the end the run is brought to its last epoch, and must have
+each step's record once, each checkpoint that ever was there, and the bits of a run that nobody disturbed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.lab import Lab, take_down_at_termination
+from hpctrain.launch.exit_codes import FINISHED, USER_ERROR
+from hpctrain.storage import checkpoint
+from hpctrain.storage.atomic_write import write_json
+from hpctrain.storage.run_owner import owners
+from tests.support.jobs import clean_environment
+
+#: a meeting, whether the first job is killed, and the seed of all other choices
+Pair = tuple[str, bool, int]
+
+MEETINGS = ("start", "step", "write", "resume", "submit", "prune")
+
+_STEPS = 80
+_CONFIG = f"""
+name: pair
+seed: 3
+model: {{name: small, channels: [4, 6], hidden: 400}}
+data:
+  train: synthetic
+  test: synthetic
+  synthetic: {{height: 12, width: 12, channels: 1, classes: 3, samples: 80, test_samples: 9}}
+batch: 8
+epochs: {_STEPS // 10}
+optimizer: {{name: sgd, lr: 0.05, momentum: 0.9}}
+schedule: constant
+backend: numpy
+threads: 1
+checkpoint: {{every_steps: 1, keep: 100}}
+metrics: {{interval_seconds: 0.0001}}
+"""
+_PATIENCE_SECONDS = 600.0
+_CRASHES = ("Traceback", "Fatal Python error", "SIGBUS", "Bus error", "Segmentation")
+_REFUSALS = ("is being written to by", "was taken over by", "was let go")
+
+
+@dataclass
+class Tally:
+    """The events of pairs. pairs, refused, taken_over, killed: counts. faults: sentences, by kind."""
+
+    pairs: Counter[str] = field(default_factory=Counter)
+    refused: int = 0
+    taken_over: int = 0
+    killed: int = 0
+    faults: dict[str, list[str]] = field(default_factory=lambda: {"crash": [], "lost checkpoint": [], "double writer": []})
+
+    def fault(self, kind: str, sentence: str) -> None:
+        """Note a fault."""
+        self.faults[kind].append(sentence)
+
+
+class Job:
+    """A command on a host, in a session of its own."""
+
+    def __init__(self, folder: Path, lab: Lab | None, host: int, words: Sequence[str]) -> None:
+        command = [sys.executable, "-m", "hpctrain", *words]
+        self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115  as long as the job
+        self.process = subprocess.Popen(
+            command if lab is None else lab.on_host(host, command),
+            cwd=folder,
+            env=clean_environment({"PYTHONPATH": str(Path(__file__).parents[2])}),
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self.killed = False
+
+    def kill(self) -> None:
+        """End all of it at once, where it still runs."""
+        if self.process.poll() is None:
+            self.killed = True
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def end(self) -> tuple[int, str]:
+        """The exit code and all that was printed, once it has ended; a job that hangs is a crash."""
+        try:
+            code = self.process.wait(_PATIENCE_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            code = self.process.wait()
+        self._output.seek(0)
+        return code, self._output.read()
+
+
+class SeenCheckpoints:
+    """Looks all the time which checkpoints are there, in all runs below a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._ended = folder, threading.Event()
+        self.seen: set[Path] = set()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def close(self) -> set[Path]:
+        """All that were seen."""
+        self._ended.set()
+        self._thread.join()
+        return self.seen
+
+    def _run(self) -> None:
+        while not self._ended.wait(0.005):
+            for directory in self._folder.glob("runs/*/checkpoints"):
+                self.seen |= {path for _, path in checkpoint.checkpoints(directory)}
+
+
+def prepare(folder: Path) -> None:
+    """The configuration."""
+    (folder / "pair.yaml").write_text(_CONFIG)
+
+
+def final_digest(folder: Path) -> dict[str, bytes]:
+    """The tensors of the last checkpoint of the one run in a folder that has all steps."""
+    path = next(path for path in folder.glob("runs/*/checkpoints/*.h5") if path.name == f"checkpoint-{_STEPS:08d}.h5")
+    return {key: np.asarray(tensor).tobytes() for key, tensor in checkpoint.read(path).tensors.items()}
+
+
+def run_pair(folder: Path, lab: Lab | None, pair: Pair, reference: dict[str, bytes], tally: Tally) -> None:
+    """One pair, and what is left of it."""
+    meeting, kills, seed = pair
+    draws, name = random.Random(seed), f"{meeting}, seed {seed}, {'two hosts' if lab else 'one host'}"
+    prepare(folder)
+    hosts = (0, draws.choice((0, 1, 1)))
+    seen, jobs = SeenCheckpoints(folder), list[Job]()
+    train = ("train", "pair.yaml", "--resume", "auto", "output=runs")
+    try:
+        if meeting == "start":  # both find a run that stopped on its way
+            Job(folder, lab, 0, ("train", "pair.yaml", "output=runs", "--steps", "4")).end()
+        jobs.append(_submit(folder, lab, hosts[0]) if meeting == "submit" else Job(folder, lab, hosts[0], train))
+        run = _meet(folder, meeting, jobs[0], draws)
+        if kills and draws.random() < 0.5:
+            time.sleep(draws.uniform(0, 0.3))
+            jobs[0].kill()
+        jobs.append(_second(folder, lab, hosts[1], meeting, run, train, draws))
+        if kills and not jobs[0].killed:
+            time.sleep(draws.uniform(0, 2.0))
+            jobs[0].kill()
+        for job in jobs:
+            _judge_end(job, name, tally)
+        last = Job(folder, lab, 0, train)
+        _judge_end(last, name, tally, must_finish=True)
+    finally:
+        for job in jobs:
+            job.kill()
+    _judge_runs(folder, seen.close(), meeting == "prune", name, reference, tally)
+    tally.pairs[f"{meeting}, {'two hosts' if lab else 'one host'}"] += 1
+    tally.killed += any(job.killed for job in jobs)
+
+
+def _submit(folder: Path, lab: Lab | None, host: int) -> Job:
+    """A job of the site `local`, which outlives the command that submits it: its script is waited for in its place."""
+    words = ["submit", "pair.yaml", "--site", "local", "--ranks-per-node", "1", "--no-doctor", "--dry-run", "output=runs"]
+    code, script = Job(folder, lab, host, words).end()
+    assert code == 0, script
+    (folder / "runs" / "jobs").mkdir(parents=True, exist_ok=True)  # as without --dry-run
+    path = folder / f"job-{random.random()}.sh"
+    path.write_text(script)
+    return ScriptJob(folder, lab, host, path)
+
+
+class ScriptJob(Job):
+    """The script of a submission."""
+
+    def __init__(self, folder: Path, lab: Lab | None, host: int, script: Path) -> None:
+        command = ["bash", str(script)]
+        self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115  as long as the job
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        extra = {"PYTHONPATH": str(Path(__file__).parents[2]), "PATH": path}
+        self.process = subprocess.Popen(
+            command if lab is None else lab.on_host(host, command),
+            cwd=folder,
+            env=clean_environment(extra),
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self.killed, self._folder = False, folder
+
+    def kill(self) -> None:
+        """End the script and all that it has started: a launcher's ranks may have sessions of their own."""
+        if self.process.poll() is None:
+            children = _descendants(self.process.pid)
+            super().kill()
+            for child in children:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child, signal.SIGKILL)
+
+    def end(self) -> tuple[int, str]:
+        code, said = super().end()
+        logs = (path.read_text(errors="replace") for path in self._folder.glob("runs/jobs/*.log"))
+        return code, said + "".join(logs)
+
+
+def _descendants(process: int) -> list[int]:
+    with contextlib.suppress(OSError):
+        children = [int(word) for word in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+        return [*children, *(each for child in children for each in _descendants(child))]
+    return []
+
+
+def _meet(folder: Path, meeting: str, first: Job, draws: random.Random) -> Path | None:
+    """Wait for the moment at which the second job starts; the first one's run, where it has one."""
+    if meeting == "start":
+        time.sleep(draws.uniform(0, 0.5))
+    else:
+        wanted = "*.partial" if meeting == "write" else "*.h5"
+        end = time.monotonic() + 60
+        while first.process.poll() is None and time.monotonic() < end:
+            if any(folder.glob(f"runs/*/checkpoints/{wanted}")):
+                break
+            time.sleep(0.001)
+        if meeting != "write":
+            time.sleep(draws.uniform(0, 0.5))
+    return next(iter(folder.glob("runs/pair-*")), None)
+
+
+def _second(
+    folder: Path, lab: Lab | None, host: int, meeting: str, run: Path | None, train: Sequence[str], draws: random.Random
+) -> Job:
+    if meeting == "submit":
+        return _submit(folder, lab, host)
+    if meeting == "resume" and run is not None:
+        newest = checkpoint.checkpoints(run / "checkpoints")
+        source = draws.choice([run, newest[-1][1] if newest else run])
+        return Job(folder, lab, host, ("train", "pair.yaml", "--resume", str(source), "output=runs"))
+    if meeting == "prune" and run is not None:
+        return Job(folder, lab, host, ("checkpoint", "prune", str(run), "--keep", "1"))
+    return Job(folder, lab, host, train)
+
+
+def _judge_end(job: Job, name: str, tally: Tally, *, must_finish: bool = False) -> None:
+    code, said = job.end()
+    refused = any(words in said for words in _REFUSALS)
+    tally.refused += refused and code != FINISHED
+    tally.taken_over += "is taken over from" in said
+    if any(words in said for words in _CRASHES):
+        tally.fault("crash", f"{name}: {said[-1500:]}")
+    elif not job.killed and code != FINISHED and (must_finish or not (code == USER_ERROR and refused)):
+        tally.fault("crash", f"{name}: code {code}: {said[-1500:]}")
+
+
+def _judge_runs(folder: Path, seen: set[Path], pruned: bool, name: str, reference: dict[str, bytes], tally: Tally) -> None:
+    gone = sorted(path for path in seen if not path.exists())
+    if gone and not pruned:
+        tally.fault("lost checkpoint", f"{name}: {', '.join(path.name for path in gone)}")
+    for run in folder.glob("runs/pair-*"):
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_bytes().splitlines()]
+        times = Counter((line["kind"], line["step"]) for line in lines if line["kind"] in ("interval", "epoch"))
+        if twice := [key for key, count in times.items() if count > 1]:
+            tally.fault("double writer", f"{name}: records {twice} twice in {run.name}")
+        if len(found := owners(run)) != len({owner.token for owner in found}):
+            tally.fault("double writer", f"{name}: owners {found}")
+    try:
+        same = final_digest(folder) == reference
+    except StopIteration:
+        tally.fault("lost checkpoint", f"{name}: no run has all steps")
+        return
+    if not same:
+        tally.fault("double writer", f"{name}: other bits than the undisturbed run")
+
+
+def reference_of(folder: Path) -> dict[str, bytes]:
+    """The last tensors of a run that nobody disturbs."""
+    folder.mkdir()
+    prepare(folder)
+    code, said = Job(folder, None, 0, ("train", "pair.yaml", "output=runs")).end()
+    assert code == FINISHED, said
+    return final_digest(folder)
+
+
+def run_pairs(
+    folder: Path,
+    pairs: Sequence[Pair],
+    lab: Lab | None,
+    reference: dict[str, bytes],
+    tally: Tally,
+    together: int = 2,
+    out: Path | None = None,
+) -> None:
+    """All pairs, some at a time; the counts are written after each."""
+
+    def one(pair: Pair) -> None:
+        below = folder / f"{'two' if lab else 'one'}-{pair[2]}"
+        below.mkdir()
+        before = sum(map(len, tally.faults.values()))
+        run_pair(below, lab, pair, reference, tally)
+        if sum(map(len, tally.faults.values())) == before:
+            shutil.rmtree(below, ignore_errors=True)
+        if out is not None:
+            write_json(out, counts(tally))
+        print(f"{tally.pairs.total()} pairs, {sum(map(len, tally.faults.values()))} faults", flush=True)
+
+    with ThreadPoolExecutor(together) as pool:
+        list(pool.map(one, pairs))
+
+
+def counts(tally: Tally) -> dict[str, Any]:
+    """For the file of results."""
+    return {
+        "pairs": dict(sorted(tally.pairs.items())),
+        "all_pairs": tally.pairs.total(),
+        **{key: getattr(tally, key) for key in ("refused", "taken_over", "killed")},
+        **{kind: len(sentences) for kind, sentences in tally.faults.items()},
+        "faults": tally.faults,
+    }
+
+
+def draw_pairs(count: int, seed: int) -> Iterator[Pair]:
+    """Meetings in turn; a third of the first jobs is killed."""
+    draws = random.Random(seed)
+    for number in range(count):
+        yield MEETINGS[number % len(MEETINGS)], draws.random() < 1 / 3, seed + number
+
+
+def main() -> int:
+    """Run pairs on one host and on two."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=200, help="Pairs, shared evenly among the numbers of hosts.")
+    parser.add_argument("--hosts", type=int, nargs="+", default=[1, 2], choices=[1, 2])
+    parser.add_argument("--together", type=int, default=2, help="Pairs at a time.")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="JSON file of the counts.")
+    chosen = parser.parse_args()
+    tally = Tally()
+    take_down_at_termination()
+    with tempfile.TemporaryDirectory(prefix="hpctrain-pairs-") as text, contextlib.ExitStack() as stack:
+        folder = Path(text)
+        reference = reference_of(folder / "reference")
+        for hosts in chosen.hosts:
+            lab = stack.enter_context(Lab(2, None)) if hosts == 2 else None
+            pairs = list(draw_pairs(chosen.pairs // len(chosen.hosts), chosen.seed))
+            run_pairs(folder, pairs, lab, reference, tally, chosen.together, chosen.out)
+    print(json.dumps(counts(tally), indent=1))
+    return int(any(tally.faults.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
