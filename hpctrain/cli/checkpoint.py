@@ -159,8 +159,9 @@ def prune(path: Path, keep: int, drop_best: bool) -> None:
     directory = _directory(path)
     if not directory.is_dir():
         raise CheckpointError(f"{path} is no directory; give a run directory to prune its checkpoints.")
-    of_run = directory.name == "checkpoints" and is_run(directory.absolute().parent)
-    with owned(directory.absolute().parent if of_run else None, "hpctrain checkpoint prune"):
+    place = directory.absolute()
+    of_run = place.name == "checkpoints" and is_run(place.parent)
+    with owned(place.parent if of_run else None, "hpctrain checkpoint prune"):
         best = best_record.read(directory)
         left = remove_left(directory, least_age_seconds=ABANDONED_SECONDS) if of_run else []
         for file in [*storage.prune(directory, keep, () if best is None or drop_best else {best.step}, is_run=of_run), *left]:

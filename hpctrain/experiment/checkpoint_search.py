@@ -20,6 +20,7 @@ from hpctrain.storage import best_record, checkpoint
 from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.storage.hdf5_store import root_digest
 from hpctrain.storage.run_directory import RunDirectory, runs
+from hpctrain.storage.run_marker import marker_of
 from hpctrain.storage.run_owner import run_of, was_owned_by_job
 from hpctrain.storage.shard_file import ShardFacts
 from hpctrain.storage.sharded_checkpoint import manifest_digest, open_sharded
@@ -149,4 +150,14 @@ def _candidates(output: str, name: str, source: str) -> _Candidates:
 
 
 def _newest_first(run: RunDirectory) -> tuple[Path, ...]:
-    return tuple(path for _, path in reversed(checkpoint.by_age(run.checkpoints)))
+    """Return the checkpoints of a run; copies of another run's, which may lie there, too, are left out with a warning."""
+    marker, paths = marker_of(run.path), []
+    for _, path in reversed(checkpoint.by_age(run.checkpoints)):
+        identity = checkpoint.run_identity(path)
+        if marker is None or identity is None or identity == marker.identity:
+            paths.append(path)
+        else:
+            _log.warning(
+                "Skipping a checkpoint. %s is of another run; name it to --resume to begin a new run with its state.", path
+            )
+    return tuple(paths)

@@ -146,7 +146,7 @@ class RunCheckpoints:
         self._sequence = max(1 + self._sequence, checkpoint.next_sequence(self._directory.checkpoints))
         marker = marker_of(self._directory.path)
         self._identity = self._identity if marker is None else marker.identity
-        return {checkpoint.SEQUENCE: self._sequence, **({} if self._identity is None else {"run": self._identity})}
+        return {checkpoint.SEQUENCE: self._sequence, **({} if self._identity is None else {checkpoint.RUN: self._identity})}
 
 
 def is_sharded(session: Session, parts: Parts) -> bool:

@@ -31,6 +31,8 @@ _log = get_logger(__name__)
 _told_missing: set[Path] = set()
 #: in the metadata: a checkpoint's number among all that its run has written, from 1 on
 SEQUENCE = "sequence"
+#: in the metadata: the identity of the run (see `run_marker`)
+RUN = "run"
 _NAME = re.compile(rf"checkpoint-(\d{{8,}})(?:{BEFORE})?\.(h5|shards)")
 _SET_ASIDE = re.compile(rf"checkpoint-(\d{{8,}})(?:{BEFORE})?-set-aside\.(h5|shards)")
 
@@ -180,23 +182,33 @@ def next_sequence(directory: Path) -> int:
     return 1 + max((_sequence(path) or 0 for path in paths), default=0)
 
 
+def run_identity(path: Path) -> str | None:
+    """Return the identity of the run that has written a checkpoint; None where it has none, or cannot be read."""
+    return _place(path)[1]
+
+
 def _sequence(path: Path) -> int | None:
     """Return the sequence number in a checkpoint's metadata; None where there is none."""
+    return _place(path)[0]
+
+
+def _place(path: Path) -> tuple[int | None, str | None]:
     try:
         status = (path / MANIFEST if is_sharded(path) else path).stat()
     except OSError:
-        return None
-    return _sequence_in(path.absolute(), status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+        return None, None
+    return _place_in(path.absolute(), status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 @lru_cache(maxsize=1 << 14)
-def _sequence_in(path: Path, *version: int) -> int | None:
-    """As `_sequence`; read once for each version of the file, as a directory may hold many checkpoints."""
+def _place_in(path: Path, *version: int) -> tuple[int | None, str | None]:
+    """Read the place of a checkpoint among others, once for each version of the file, as a directory may hold many."""
     try:
-        number = read_meta(path).get(SEQUENCE)
+        meta = read_meta(path)
     except (CheckpointError, OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-    return number if isinstance(number, int) and number > 0 else None
+        return None, None
+    number, identity = meta.get(SEQUENCE), meta.get(RUN)
+    return number if isinstance(number, int) and number > 0 else None, identity if isinstance(identity, str) else None
 
 
 def prune(directory: Path, keep: int, spared: Collection[int] = (), *, is_run: bool = True) -> list[Path]:

@@ -105,6 +105,10 @@ def test_a_checkpoint_of_another_run_is_from_elsewhere(trained: Path, tmp_path: 
     train_virtual(1, trained / "tiny.yaml", f"output={tmp_path / 'runs'}", "seed=8", resume=str(source), steps=2)
     assert _contents(others.path) == before
     assert _run(tmp_path).path not in (mine.path, others.path)
+    output = f"output={tmp_path / 'other' / 'runs'}"
+    train_virtual(1, trained / "tiny.yaml", output, "seed=8", resume="auto", steps=2)
+    assert _run(tmp_path / "other").path == others.path
+    assert [record["step"] for record in others.metrics() if record["kind"] == "resume"] == [2], "its own checkpoint"
 
 
 @pytest.mark.parametrize("through", ["", "link", "linked directory"])
