@@ -340,7 +340,9 @@ class Job(StartedRank):
     def _open(self, path: str | Path, like: str | Path | None, arguments: Mapping[str, Any]) -> dict[str, ImageFile]:
         """Open the files of a loader, by what they are in messages, and compare them and its arguments. Collective."""
         paths = {_FILE: path} if like is None else {_FILE: path, _LIKE: like}
-        files = raise_on_all_ranks(self.world, lambda: {name: ImageFile.open(str(place)) for name, place in paths.items()})
+        files = raise_on_all_ranks(
+            self.world, lambda: {name: ImageFile.open(str(path_of(place))) for name, place in paths.items()}
+        )
         if self.size > 1:
             compare(self.world, called_with("job.loader", arguments), *(opened_file(*item) for item in files.items()))
         return files
