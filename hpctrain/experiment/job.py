@@ -273,9 +273,7 @@ class Job(StartedRank):
                 taken; arguments that differ among ranks.
         """
 
-        arguments, files = dict(locals()), self._open(path, like)
-        if self.size > 1:
-            compare(self.world, called_with("job.loader", arguments), *(opened_file(*item) for item in files.items()))
+        files = self._open(path, like, dict(locals()))
 
         def make() -> tuple[Loader, CacheConfig]:
             mixed, levels = mixing_of(mixing, seed, replica), cache_of(cache)
@@ -339,12 +337,15 @@ class Job(StartedRank):
         compare(self.world, called_with("job.array_loader", arguments), arrays)
         return loader
 
-    def _open(self, path: str | Path, like: str | Path | None) -> dict[str, ImageFile]:
-        """Open the files of a loader, by what they are in messages. Collective."""
+    def _open(self, path: str | Path, like: str | Path | None, arguments: Mapping[str, Any]) -> dict[str, ImageFile]:
+        """Open the files of a loader, by what they are in messages, and compare them and its arguments. Collective."""
         paths = {_FILE: path} if like is None else {_FILE: path, _LIKE: like}
-        return raise_on_all_ranks(
+        files = raise_on_all_ranks(
             self.world, lambda: {name: ImageFile.open(str(path_of(place))) for name, place in paths.items()}
         )
+        if self.size > 1:
+            compare(self.world, called_with("job.loader", arguments), *(opened_file(*item) for item in files.items()))
+        return files
 
     def save(self, replica: Replica, path: str | Path, *, background: bool = False, **notes: Any) -> None:
         """Write parameters, statistics and optimiser state, whole or not at all; any grid can read them.

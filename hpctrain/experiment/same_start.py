@@ -220,18 +220,16 @@ def _refuse(world: Communicator, subject: Subject) -> None:
     host, mend, facts = of_ranks[others[0]]
     key = subject.first_difference(facts, known)
     where = f" on {host}" if len({name for name, _, _ in of_ranks}) > 1 else ""
-    sentence = f"{_who(others, where, world.size)} {subject.name} than {_than(alike)}"
-    words = subject.words(key, facts.get(key), known.get(key))
-    ranks = [world.world_ranks[rank] for rank in others]
-    raise subject.error(f"{sentence}: {words}; {mend}.", ranks=ranks).of_all_ranks(world.world_ranks[0])
+    words, most = subject.words(key, facts.get(key), known.get(key)), _most(alike)
+    if len(others) == 1:
+        sentence = f"Rank {others[0]}{where} has {subject.name} than rank {most}: {words}; {mend}."
+    else:
+        who = f"Rank {others[0]}{where} and {len(others) - 1} more of {world.size} ranks"
+        sentence = f"{who} have {subject.name} than rank {most}: {words}; {mend}."
+    raise subject.error(sentence, ranks=[world.world_ranks[rank] for rank in others]).of_all_ranks(world.world_ranks[0])
 
 
-def _who(ranks: Sequence[int], where: str, size: int) -> str:
-    more = len(ranks) - 1
-    return f"Rank {ranks[0]}{where}" + (f" and {more} more of {size} ranks have" if more else " has")
-
-
-def _than(ranks: Sequence[int]) -> str:
-    """Name the ranks that are compared with: rank 0 alone, if it is among them."""
+def _most(ranks: Sequence[int]) -> str:
+    """Name the ranks that are compared with, after "rank": rank 0 alone, if it is among them."""
     more = len(ranks) - 1 if ranks[0] else 0
-    return f"rank {ranks[0]}" + (f" and {more} {'other' if more == 1 else 'others'}" if more else "")
+    return f"{ranks[0]}" + (f" and {more} {'other' if more == 1 else 'others'}" if more else "")
