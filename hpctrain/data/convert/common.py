@@ -168,14 +168,11 @@ class ConvertedFile:
 
     def __str__(self) -> str:
         least, most = (choose(self.images, key=lambda of: of[1]) for choose in (min, max))
-        noun = "class" if len(self.images) == 1 else "classes"
         total = sum(count for _, count in self.images)
-        sides = (
-            f"{least[1]:,} ({escaped(least[0])}) to {most[1]:,} ({escaped(most[0])})" if least[1] < most[1] else f"{least[1]:,}"
-        )
-        lines = [
-            f"{escaped(self.path)}: {total:,} image{'' if total == 1 else 's'} of {len(self.images):,} {noun}, {sides} per class"
-        ]
+        made = f"{total:,} image{'' if total == 1 else 's'} of {len(self.images):,} class{'' if len(self.images) == 1 else 'es'}"
+        sides = [f"{count:,} ({escaped(name)})" for name, count in (least, most)]
+        share = f"{least[1]:,}" if least[1] == most[1] else " to ".join(sides)
+        lines = [f"{escaped(self.path)}: {made}, {share} per class"]
         empty = tuple(name for name, count in self.images if not count)
         if empty:
             lines.append(f"classes without an image: {_examples(empty)}")
