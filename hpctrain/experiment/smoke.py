@@ -22,6 +22,7 @@ from hpctrain.experiment.automatic import stand_in
 from hpctrain.experiment.image_sizes import size_faults
 from hpctrain.experiment.images import check_shapes, evaluation_images, open_images, training_shape
 from hpctrain.experiment.planned_run import Image
+from hpctrain.experiment.single_values import single_values_of
 from hpctrain.experiment.start_search import StartedJob
 from hpctrain.models import catalogue
 
@@ -193,12 +194,13 @@ def _has_same_parameters(small: Config, full: Config, ranks: int) -> bool:
         shapes = [{name: spec.shape for name, spec in stand_in(one, ranks).specs.items()} for one in (small, full)]
     except HpctrainError:  # which the run itself will tell of the images as they are
         return False
-    return shapes[0] == shapes[1] and not any(size_faults(small))
+    # Images may become so small that a batch norm has a single value per channel, which a training is refused for.
+    return shapes[0] == shapes[1] and not any(size_faults(small)) and single_values_of(small, ranks).refusal is None
 
 
 def _short(config: Config, ranks: int) -> tuple[Config, tuple[str, ...]]:
     """The configuration with a small batch and few epochs, its rate and its schedule scaled with them; sentences that say so."""
-    batch = min(config.batch, SAMPLES * config.micro_batches * ranks)
+    batch = min(config.batch, SAMPLES * max(config.micro_batches * ranks, config.exact.shards or 1))
     epochs = min(config.epochs, EPOCHS)
     lr = config.optimizer.lr * batch / config.batch
     evaluate = {"every_epochs": 1}
