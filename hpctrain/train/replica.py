@@ -36,7 +36,7 @@ from hpctrain.train.step import TrainingStep
 from hpctrain.train.step_guard import StepGuard
 from hpctrain.train.step_reduction import StepReduction, StepTotals
 from hpctrain.train.weight_average import WeightAverage, evaluated_with
-from hpctrain.train.weight_watch import CheckCadence, WeightWatch, alike_positions
+from hpctrain.train.weight_watch import CheckCadence, WeightWatch, alike_positions, any_alike
 
 _NO_CHECKS = CheckCadence()
 # What overflows is told in one sentence on every rank; NumPy's warnings would come before it.
@@ -219,7 +219,9 @@ class Replica:
         well = self.watch is None or self.watch.read(totals.checks)
         if totals.non_finite:
             self.drain()
-            if well or self._diverged_alike():
+            # Sums of gradients that are not finite may have other bits on each rank, as an addition of two NaN gives the first.
+            seen = self._reduction.gather(self._step.finiteness.blames_parameters(self.global_step))
+            if well or any_alike(seen, self.groups):
                 self._raise_diverged()
         if not well:
             self._raise_corrupted()
@@ -355,15 +357,6 @@ class Replica:
         error = self._step.finiteness.error(self._reduction.gather, advice)
         if error is not None:
             raise error.of_all_ranks()
-
-    def _diverged_alike(self) -> bool:
-        """Whether parameters are not finite on all ranks that hold the same: else that follows from damage to one. Collective.
-
-        Sums of such gradients may have other bits on each rank, as an addition of two NaN gives the first one.
-        """
-        seen = self._reduction.gather(self._step.finiteness.blames_parameters(self.global_step))
-        alike = (positions for groups in alike_positions(self.groups) for positions in groups if len(positions) > 1)
-        return any(all(seen[position] for position in positions) for positions in alike)
 
     def _raise_corrupted(self) -> None:
         """Raise what the comparison has found, alike on all ranks. Collective."""

@@ -70,6 +70,12 @@ def alike_positions(groups: GridGroups) -> tuple[Sequence[Sequence[int]], ...]:
     return [range(ranks)], [range(split_rank, ranks, splits) for split_rank in range(splits)]
 
 
+def any_alike(seen: Sequence[bool], groups: GridGroups) -> bool:
+    """Return whether all of several ranks that hold the same have seen something, which then is no damage to one of them."""
+    alike = (positions for kind in alike_positions(groups) for positions in kind if len(positions) > 1)
+    return any(all(seen[position] for position in positions) for positions in alike)
+
+
 class WeightWatch:
     """Compares this rank's replica with those of the others, and what it alone writes with itself. Only `compare_all` and `error`
     are collective: checksums of steps travel with the steps' messages.
@@ -122,7 +128,7 @@ class WeightWatch:
         self._rounded: dict[str, list[PartGuard]] = {}
         for name, averager in averagers.items():
             if averager.comm.size == 1 or not _replicates_state(averager):
-                guards[name].watch(parameters=_keeps_parameters(averager), updates=averager.update_parts())
+                guards[name].watch(parameters=_keeps_parameters(averager), updates=averager.update_parts)
             if averager.rounded is not None:
                 self._rounded[name] = [PartGuard(tuple(starmap(WatchedPiece, arrays))) for arrays in averager.rounded.guarded()]
                 averager.rounded.guards = self._rounded[name]
@@ -142,7 +148,7 @@ class WeightWatch:
         names: tuple[list[str], ...] = tuple([] for _ in range(_KINDS))
         owned: tuple[list[bool], ...] = tuple([] for _ in range(_KINDS))
         for name, averager in self._averagers.items():
-            parts = averager.read_parts()
+            parts = averager.read_parts
             if averager.comm.size == 1 or not parts:
                 continue
             # Of two ranks no majority tells who is wrong, but the owner of a piece.
