@@ -70,8 +70,20 @@ def alike_positions(groups: GridGroups) -> tuple[Sequence[Sequence[int]], ...]:
     return [range(ranks)], [range(split_rank, ranks, splits) for split_rank in range(splits)]
 
 
+def message_size(groups: GridGroups, cadence: CheckCadence) -> int:
+    """Return how many numbers `WeightWatch.message` has; 0 where nothing is compared."""
+    return _agreed(groups).size if cadence.every_steps else 0
+
+
+def _agreed(groups: GridGroups) -> AgreedChecksums:
+    return AgreedChecksums(alike_positions(groups), groups.messages.rank)
+
+
 def any_alike(seen: Sequence[bool], groups: GridGroups) -> bool:
-    """Return whether all of several ranks that hold the same have seen something, which then is no damage to one of them."""
+    """Return whether all of several ranks that hold the same have seen parameters that are not finite: not damage to one rank.
+
+    Sums of such gradients may have other bits on each rank, as an addition of two NaN gives the first one.
+    """
     alike = (positions for kind in alike_positions(groups) for positions in kind if len(positions) > 1)
     return any(all(seen[position] for position in positions) for positions in alike)
 
@@ -82,10 +94,10 @@ class WeightWatch:
 
     Args:
         guards: the optimisers, by parameter group. average: of the weights; None without. groups: of ranks.
-        cadence: of checks, with `every_steps` above 0. agreed: makes the numbers that travel with a message.
+        cadence: of checks, with `every_steps` above 0.
 
     Attributes:
-        statistics: guards running statistics and their average; told before and after each write to them.
+        statistics: guards running statistics and their average; what writes to them goes through its `write`.
     """
 
     def __init__(
@@ -96,9 +108,8 @@ class WeightWatch:
         average: WeightAverage | None,
         groups: GridGroups,
         cadence: CheckCadence,
-        agreed: AgreedChecksums,
     ) -> None:
-        self._averagers, self._optimizers, self._agreed = averagers, guards, agreed
+        self._averagers, self._optimizers, self._agreed = averagers, guards, _agreed(groups)
         self._comm, self._every, self._hint = groups.messages, cadence.every_steps, cadence.hint
         self._alike = alike_positions(groups)
         statistics = _statistics(network, average)
