@@ -16,7 +16,7 @@ from hpctrain.averaging.norms import JointStep, fill_share
 from hpctrain.comm.base import Handle
 from hpctrain.comm.progress import Ticket
 from hpctrain.comm.single import Complete
-from hpctrain.nn.parameter import Parameter, Segment
+from hpctrain.nn.parameter import Parameter
 from hpctrain.optim.base import Norms
 
 
@@ -81,6 +81,7 @@ class AllreduceAverager(GradientAverager):
             name: [k for k, piece in enumerate(slices) if name in piece.parameters] for name in self.group.parameters
         }
         self._segments = [tuple(self.group.segment(name) for name in piece.parameters) for piece in slices]
+        self.read_parts, self.update_parts = (self.group.segments,), self._segments  # updates follow `end_backward`
         self._step = self._previous = AllreduceStep(0.0, {})  # before the first step nothing is pending
 
     def begin_step(self, lr: float, counts: Sequence[int] | None = None) -> None:
@@ -118,14 +119,6 @@ class AllreduceAverager(GradientAverager):
     def drain(self) -> None:
         self._settle(self._previous)
         self._settle(self._step)
-
-    def read_parts(self) -> Sequence[Sequence[Segment]]:
-        """Return all parameters as one part: updates follow `end_backward`."""
-        return (self.group.segments,)
-
-    def update_parts(self) -> Sequence[Sequence[Segment]]:
-        """Return the parameters of each slice."""
-        return self._segments
 
     def _start(self, k: int) -> Handle:
         """Called by the progress engine when the slice's turn has come: post its sum."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -101,6 +102,11 @@ class GradientAverager(ABC):
         gather_parameters: lets every rank have what owners have of the parameters, exactly; collective, while nothing is queued.
             None: every rank updates all.
         reads: sums over the parameters that a step reads; None: nobody asks for them.
+        read_parts: the parts of the parameters that updates write at once; none where it is not known what a step has read. Ranks
+            with a copy must hold the same bits from `before_forward` until the last operator of backward is done. Parts that are
+            written before `end_backward` is called, the averager takes from `reads` before.
+        update_parts: the owned segments of each update of the optimiser, the same in every step; none where they are not known.
+        complete_parameters: waits until all parameters hold the values of this step, also those that its forward did not use.
         rounded: what this rank owns, where parameters travel in 16 bits; else None.
         counted: gives owned segments that have each element of the group once over the ranks of `comm`, with views of their
             state, 1-D, by name, without what is kept back; where ranks own parts. None: every rank has all.
@@ -125,6 +131,9 @@ class GradientAverager(ABC):
         self._state_of: Callable[[Segment], dict[str, Array]] = setup.optimizer.state
         self.gather_parameters: Callable[[], None] | None = None
         self.reads: ReadSums | None = None
+        self.read_parts: Sequence[Sequence[Segment]] = ()
+        self.update_parts: Sequence[Sequence[Segment]] = ()
+        self.complete_parameters: Callable[[], None] = partial(self.before_forward, tuple(self.group.parameters.values()))
         self.rounded: RoundedParameters | None = None
         self.counted: Callable[[], Sequence[tuple[Segment, dict[str, Array]]]] | None = None
 
@@ -172,22 +181,6 @@ class GradientAverager(ABC):
     def owned(self) -> Sequence[Segment]:
         """The parts of the group that this rank updates, and whose optimiser state it holds. All of it, unless sharded."""
         return self.group.segments
-
-    def read_parts(self) -> Sequence[Sequence[Segment]]:
-        """Return the parts of the parameters that updates write at once; none where it is not known what a step has read.
-
-        Ranks that hold a copy must hold the same bits from `before_forward` until the last operator of backward is done. Parts
-        that an averager writes before `end_backward` is called, it takes from `reads` before.
-        """
-        return ()
-
-    def update_parts(self) -> Sequence[Sequence[Segment]]:
-        """Return the owned segments of each update of the optimiser, the same in every step; none where they are not known."""
-        return ()
-
-    def complete_parameters(self) -> None:
-        """Wait until all parameters hold the values of this step, also those that its forward did not use."""
-        self.before_forward(tuple(self.group.parameters.values()))
 
     def changed(self) -> Sequence[Array]:
         """Flat arrays of this rank that steps change and later ones go on from, each element in one of them; always the same."""

@@ -81,6 +81,8 @@ class ReduceScatterAverager(GradientAverager):
         self._state_of = self._operations.owned_state
         self.counted = self._operations.counted
         self.rounded = self._operations.rounded
+        self.read_parts, self.update_parts = self._operations.read_parts(), self._operations.update_parts()
+        self.complete_parameters = partial(self._wait_gathered, None)
         self.gather_parameters = partial(self._operations.gather_parameters, self.progress)
         self._exchanging = exchanging
         self._weight_of = {name: weight for weight, biases in exchanging.items() for name in (weight, *biases)}
@@ -208,23 +210,11 @@ class ReduceScatterAverager(GradientAverager):
                 segment = self.group.segment(parameter.name)
                 self.group.refresh_shadow(segment.start, segment.stop)
 
-    def _wait_gathered(self, name: str) -> None:
-        """Until one parameter holds what the previous step made of it."""
+    def _wait_gathered(self, name: str | None) -> None:
+        """Until one parameter holds what the previous step made of it; None: all parameters."""
         if self._previous is not None:
-            for k in self._operations.touching[name]:
+            for k in self._previous.gathered if name is None else self._operations.touching[name]:
                 self.progress.wait(self._previous.gathered[k])
-
-    def read_parts(self) -> Sequence[Sequence[Segment]]:
-        """Return the segments of each slice, with those that every rank updates beside it."""
-        return self._operations.read_parts()
-
-    def update_parts(self) -> Sequence[Sequence[Segment]]:
-        """Return what this rank updates of each slice."""
-        return self._operations.update_parts()
-
-    def complete_parameters(self) -> None:
-        if self._previous is not None:
-            self.progress.wait(self._previous.gathered.values())
 
     def drain(self) -> None:
         if self._step is None:

@@ -26,6 +26,12 @@ class _Update:
     guard: ArrayGuard | None
     remembered: bool = False
 
+    def remember(self) -> None:
+        """Take the arrays as they are now for right."""
+        if self.guard is not None:
+            self.guard.remember()
+        self.remembered = True
+
 
 class GuardedOptimizer(Optimizer):
     """`inner`, which may be watched: then nothing but its updates may write to its state.
@@ -88,7 +94,7 @@ class GuardedOptimizer(Optimizer):
         for update in self._updates.values():
             self._compare(update)
             if not update.remembered:
-                self._remember(update)
+                update.remember()
         self.look()
         self.tell()
 
@@ -130,7 +136,7 @@ class GuardedOptimizer(Optimizer):
             return
         self._compare(update)
         write()
-        self._remember(update)
+        update.remember()
 
     def _known(self, segments: tuple[Segment, ...]) -> _Update | None:
         """The update of these segments; None where updates are not of the same segments in every step, which nobody watches."""
@@ -149,12 +155,6 @@ class GuardedOptimizer(Optimizer):
 
     def state(self, segment: Segment) -> dict[str, Array]:
         return self._inner.state(segment)
-
-    @staticmethod
-    def _remember(update: _Update) -> None:
-        if update.guard is not None:
-            update.guard.remember()
-        update.remembered = True
 
     def _compare(self, update: _Update) -> None:
         assert self._group is not None

@@ -22,7 +22,6 @@ from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.storage.shard_file import Part
 from hpctrain.trace.tracer import Tracer
 from hpctrain.train import owned_parts, snapshot
-from hpctrain.train.agreed_checksums import AgreedChecksums
 from hpctrain.train.confusion import ConfusionCounts
 from hpctrain.train.evaluator import evaluate
 from hpctrain.train.exact_shards import Passes
@@ -36,7 +35,7 @@ from hpctrain.train.step import TrainingStep
 from hpctrain.train.step_guard import StepGuard
 from hpctrain.train.step_reduction import StepReduction, StepTotals
 from hpctrain.train.weight_average import WeightAverage, evaluated_with
-from hpctrain.train.weight_watch import CheckCadence, WeightWatch, alike_positions
+from hpctrain.train.weight_watch import CheckCadence, WeightWatch, any_alike, message_size
 
 _NO_CHECKS = CheckCadence()
 # What overflows is told in one sentence on every rank; NumPy's warnings would come before it.
@@ -108,15 +107,8 @@ class Replica:
         self.averagers: Mapping[str, GradientAverager] = {}
         self.shards = Shards(network, groups.shard_holders, progress)
         self.average: WeightAverage | None = None
-        checked = bool(checks.every_steps) and strategy is not None
-        self._agreed = AgreedChecksums(alike_positions(groups), groups.messages.rank) if checked else None
-        self._reduction = StepReduction(
-            groups.messages,
-            progress,
-            network.statistics.size,
-            self.passes.among(groups.messages),
-            checks=0 if self._agreed is None else self._agreed.size,
-        )
+        shards, numbers = self.passes.among(groups.messages), message_size(groups, checks)
+        self._reduction = StepReduction(groups.messages, progress, network.statistics.size, shards, checks=numbers)
         self._guard: StepGuard | None = None
         self._step = self._training_step()
         self.transport = AveragerSetup.transport  # the default
@@ -139,9 +131,8 @@ class Replica:
         self.network.slices = slices_of(averagers)
         if self._ema is not None and averagers:
             self.average = WeightAverage(self.network, averagers, self._ema)
-        if self._agreed is not None and averagers:
-            guards = self._optimizers.guards
-            self.watch = WeightWatch(self.network, averagers, guards, self.average, self.groups, self._checks, self._agreed)
+        if self._checks.every_steps and averagers:
+            self.watch = WeightWatch(self.network, averagers, self._optimizers.guards, self.average, self.groups, self._checks)
         self._step = self._training_step()
         if self._skips:
             self._guard = StepGuard(averagers, self.groups.messages, self.progress, self._step.finiteness)
@@ -217,19 +208,16 @@ class Replica:
         if totals is None:
             return None
         well = self.watch is None or self.watch.read(totals.checks)
-        if totals.non_finite:
+        if totals.non_finite or not well:
             self.drain()
-            if well or self._diverged_alike():
+            if well or any_alike(self._reduction.gather(self._step.finiteness.blames_parameters(self.global_step)), self.groups):
                 self._raise_diverged()
-        if not well:
-            self._raise_corrupted()
+            else:
+                self._raise_corrupted()
         self.loop.heard(totals)
         blend = self.network.statistics.blend if self.average is None else self.average.blend
-        if self.watch is not None:
-            self.watch.statistics.compare()
-        blend(totals.statistics, totals.count)
-        if self.watch is not None:
-            self.watch.statistics.remember()
+        write = partial(blend, totals.statistics, totals.count)
+        write() if self.watch is None else self.watch.statistics.write(write)
         return totals
 
     def post(self, *, stop: bool = False, news: int = 0) -> None:
@@ -356,17 +344,7 @@ class Replica:
         if error is not None:
             raise error.of_all_ranks()
 
-    def _diverged_alike(self) -> bool:
-        """Whether parameters are not finite on all ranks that hold the same: else that follows from damage to one. Collective.
-
-        Sums of such gradients may have other bits on each rank, as an addition of two NaN gives the first one.
-        """
-        seen = self._reduction.gather(self._step.finiteness.blames_parameters(self.global_step))
-        alike = (positions for groups in alike_positions(self.groups) for positions in groups if len(positions) > 1)
-        return any(all(seen[position] for position in positions) for positions in alike)
-
     def _raise_corrupted(self) -> None:
-        """Raise what the comparison has found, alike on all ranks. Collective."""
+        """Raise what the comparison has found, alike on all ranks. Collective; after `drain`."""
         assert self.watch is not None
-        self.drain()
         raise self.watch.error(self.kept_step).of_all_ranks()

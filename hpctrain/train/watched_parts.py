@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -101,6 +101,12 @@ class PartGuard:
         for _, guard in self._guards:
             guard.remember()
         self.remembered = True
+
+    def write(self, write: Callable[[], None]) -> None:
+        """Compare the pieces, let `write` write to them, and remember them."""
+        self.compare()
+        write()
+        self.remember()
 
     def compare(self) -> None:
         """Compare the pieces with what is remembered; where nothing is, remember them."""

@@ -70,16 +70,34 @@ def alike_positions(groups: GridGroups) -> tuple[Sequence[Sequence[int]], ...]:
     return [range(ranks)], [range(split_rank, ranks, splits) for split_rank in range(splits)]
 
 
+def message_size(groups: GridGroups, cadence: CheckCadence) -> int:
+    """Return how many numbers `WeightWatch.message` has; 0 where nothing is compared."""
+    return _agreed(groups).size if cadence.every_steps else 0
+
+
+def _agreed(groups: GridGroups) -> AgreedChecksums:
+    return AgreedChecksums(alike_positions(groups), groups.messages.rank)
+
+
+def any_alike(seen: Sequence[bool], groups: GridGroups) -> bool:
+    """Return whether all of several ranks that hold the same have seen parameters that are not finite: not damage to one rank.
+
+    Sums of such gradients may have other bits on each rank, as an addition of two NaN gives the first one.
+    """
+    alike = (positions for kind in alike_positions(groups) for positions in kind if len(positions) > 1)
+    return any(all(seen[position] for position in positions) for positions in alike)
+
+
 class WeightWatch:
     """Compares this rank's replica with those of the others, and what it alone writes with itself. Only `compare_all` and `error`
     are collective: checksums of steps travel with the steps' messages.
 
     Args:
         guards: the optimisers, by parameter group. average: of the weights; None without. groups: of ranks.
-        cadence: of checks, with `every_steps` above 0. agreed: makes the numbers that travel with a message.
+        cadence: of checks, with `every_steps` above 0.
 
     Attributes:
-        statistics: guards running statistics and their average; told before and after each write to them.
+        statistics: guards running statistics and their average; what writes to them goes through its `write`.
     """
 
     def __init__(
@@ -90,9 +108,8 @@ class WeightWatch:
         average: WeightAverage | None,
         groups: GridGroups,
         cadence: CheckCadence,
-        agreed: AgreedChecksums,
     ) -> None:
-        self._averagers, self._optimizers, self._agreed = averagers, guards, agreed
+        self._averagers, self._optimizers, self._agreed = averagers, guards, _agreed(groups)
         self._comm, self._every, self._hint = groups.messages, cadence.every_steps, cadence.hint
         self._alike = alike_positions(groups)
         statistics = _statistics(network, average)
@@ -122,7 +139,7 @@ class WeightWatch:
         self._rounded: dict[str, list[PartGuard]] = {}
         for name, averager in averagers.items():
             if averager.comm.size == 1 or not _replicates_state(averager):
-                guards[name].watch(parameters=_keeps_parameters(averager), updates=averager.update_parts())
+                guards[name].watch(parameters=_keeps_parameters(averager), updates=averager.update_parts)
             if averager.rounded is not None:
                 self._rounded[name] = [PartGuard(tuple(starmap(WatchedPiece, arrays))) for arrays in averager.rounded.guarded()]
                 averager.rounded.guards = self._rounded[name]
@@ -142,7 +159,7 @@ class WeightWatch:
         names: tuple[list[str], ...] = tuple([] for _ in range(_KINDS))
         owned: tuple[list[bool], ...] = tuple([] for _ in range(_KINDS))
         for name, averager in self._averagers.items():
-            parts = averager.read_parts()
+            parts = averager.read_parts
             if averager.comm.size == 1 or not parts:
                 continue
             # Of two ranks no majority tells who is wrong, but the owner of a piece.

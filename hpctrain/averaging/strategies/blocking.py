@@ -8,7 +8,7 @@ from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager
 from hpctrain.averaging.norms import JointStep, fill_share
 from hpctrain.averaging.options import WireOptions
 from hpctrain.averaging.strategy import Strategy
-from hpctrain.nn.parameter import Parameter, Segment
+from hpctrain.nn.parameter import Parameter
 
 
 class BlockingAverager(GradientAverager):
@@ -25,6 +25,7 @@ class BlockingAverager(GradientAverager):
         super().__init__(setup)
         self._sums, self._terms = self.comm if agreement.sums is None else agreement.sums, setup.terms
         self.optimizer.bind(self.group, self.group.segments)
+        self.read_parts = self.update_parts = (self.group.segments,)
         self._queue = self.progress.queue(self.comm)
         self._names = tuple(self.group.parameters)
         self._step: JointStep | None = None
@@ -62,14 +63,6 @@ class BlockingAverager(GradientAverager):
 
     def drain(self) -> None:
         self._update_late()
-
-    def read_parts(self) -> Sequence[Sequence[Segment]]:
-        """Return all parameters as one part: updates follow `end_backward`."""
-        return (self.group.segments,)
-
-    def update_parts(self) -> Sequence[Sequence[Segment]]:
-        """Return all parameters: there is one update."""
-        return (self.group.segments,)
 
     def _update_late(self) -> None:
         """With norms of several groups, the step's update; else the parameters hold its values since `end_backward`."""
