@@ -198,17 +198,18 @@ class _Rank:
 
 def _watch(child: _Rank, held: frozenset[Signals]) -> NoReturn:
     """Pass signals on until the child ends; then leave as it did, or with an error where it left without a word."""
-    look_at = time.monotonic() + _LOOK_SECONDS
+    # Not by `sigtimedwait`: CPython returns a number that no signal has where a stop interrupts it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
+    signal.setitimer(signal.ITIMER_REAL, _LOOK_SECONDS, _LOOK_SECONDS)
     while True:
-        received = signal.sigtimedwait(held | {signal.SIGCHLD}, max(0.0, look_at - time.monotonic()))
-        # Not those that are not waited for: after a stop, CPython may return a number that no signal has.
-        if received is not None and received.si_signo in held:
+        received = signal.sigwaitinfo(held | {signal.SIGCHLD, signal.SIGALRM})
+        looks = received.si_signo == signal.SIGALRM and received.si_code > 0  # of the timer, not of another process
+        if not looks and received.si_signo != signal.SIGCHLD:
             os.kill(child.process, received.si_signo)
         ended, status = os.waitpid(child.process, os.WNOHANG)
         if ended:
             _leave_as(child, os.waitstatus_to_exitcode(status))
-        if time.monotonic() >= look_at:  # also where signals never cease
-            look_at = time.monotonic() + _LOOK_SECONDS
+        if looks:
             child.pulse.keep()
             if child.pulse.look(_LOOK_SECONDS):
                 _end_still(child)
