@@ -192,23 +192,24 @@ class _Rank:
         return next(lost, None)
 
     def place(self, record: Path | None) -> str:
-        """The end of a sentence: where its record lies, as long as it has no run directory."""
-        return f" (`hpctrain autopsy {record.parent}` has the record)" if record is not None and record == self.record else ""
+        """A sentence on where its record lies, as long as it has no run directory."""
+        return f" `hpctrain autopsy {record.parent}` has the record." if record is not None and record == self.record else ""
 
 
 def _watch(child: _Rank, held: frozenset[Signals]) -> NoReturn:
     """Pass signals on until the child ends; then leave as it did, or with an error where it left without a word."""
-    look_at = time.monotonic() + _LOOK_SECONDS
+    # Not by `sigtimedwait`: CPython returns a number that no signal has where a stop interrupts it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
+    signal.setitimer(signal.ITIMER_REAL, _LOOK_SECONDS, _LOOK_SECONDS)
     while True:
-        received = signal.sigtimedwait(held | {signal.SIGCHLD}, max(0.0, look_at - time.monotonic()))
-        # Not those that are not waited for: after a stop, CPython may return a number that no signal has.
-        if received is not None and received.si_signo in held:
+        received = signal.sigwaitinfo(held | {signal.SIGCHLD, signal.SIGALRM})
+        looks = received.si_signo == signal.SIGALRM and received.si_code > 0  # of the timer, not of another process
+        if not looks and received.si_signo != signal.SIGCHLD:
             os.kill(child.process, received.si_signo)
         ended, status = os.waitpid(child.process, os.WNOHANG)
         if ended:
             _leave_as(child, os.waitstatus_to_exitcode(status))
-        if time.monotonic() >= look_at:  # also where signals never cease
-            look_at = time.monotonic() + _LOOK_SECONDS
+        if looks:
             child.pulse.keep()
             if child.pulse.look(_LOOK_SECONDS):
                 _end_still(child)
@@ -221,7 +222,7 @@ def _leave_as(child: _Rank, code: int) -> NoReturn:
     """Leave as the child has left, with an exit code or, negative, by a signal."""
     record, finished = child.words()
     if code == BUG and child.pulse.guarded:
-        _say(child.rank, f"the process was ended at its deadline, in a call that holds Python's lock{child.place(record)}.")
+        _say(child.rank, f"the process was ended at its deadline, in a call that holds Python's lock.{child.place(record)}")
         code = DEADLINE
     if code < 0:
         child.mark_end(record, -code, End.SIGNAL)
@@ -235,8 +236,8 @@ def _leave_as(child: _Rank, code: int) -> NoReturn:
     alone = not child.pulse.deadline_seconds and not child.pulse.told
     overlooked = alone and code not in (FINISHED, USER_ERROR, STOPPED, DEADLINE) and code < SIGNALLED
     if not finished and (code not in _EXPLAINED if marked is None else marked):
-        cause = f"something called exit() in it{child.place(record)}"
-        _say(child.rank, f"the process left with exit code {code} before the run was over: {cause}.")
+        cause = f"something called exit() in it.{child.place(record)}"
+        _say(child.rank, f"the process left with exit code {code} before the run was over: {cause}")
         code, overlooked = BUG if code in (FINISHED, STOPPED) else code, True
     _await_launcher(child, record)
     if overlooked and may_overlook_exit_codes(os.environ):
@@ -250,7 +251,7 @@ def _end_still(child: _Rank) -> NoReturn:
     place = child.place(record)
     _say(
         child.rank,
-        f"the process is stopped, or hangs without letting go of Python's lock: it is ended, as its time is over{place}.",
+        f"the process is stopped, or hangs without letting go of Python's lock: it is ended, as its time is over.{place}",
     )
     os.kill(child.process, signal.SIGABRT)
     end = time.monotonic() + _STACKS_SECONDS
@@ -269,7 +270,7 @@ def _end_without_launcher(child: _Rank, lost: WatchedProcess) -> NoReturn:
     os.waitpid(child.process, 0)
     child.mark_end(record, 0 if lost.gone else signal.SIGSTOP, End.LAUNCHER)
     how = "has ended" if lost.gone else f"was stopped for {lost.stopped_seconds:.0f} s"
-    _say(child.rank, f"the launcher's process {lost.name} ({lost.number}) {how}: this rank is ended, too{child.place(record)}.")
+    _say(child.rank, f"the launcher's process {lost.name} ({lost.number}) {how}: this rank is ended, too.{child.place(record)}")
     if not lost.gone:
         _kill(lost)
     os._exit(DEADLINE)
@@ -298,7 +299,7 @@ def _leave_by(number: Signals, child: _Rank, record: Path | None) -> NoReturn:
     if number == signal.SIGKILL:
         time.sleep(_ALONE_SECONDS)
     hint = child.memory.hint() if number == signal.SIGKILL else ""
-    _say(child.rank, f"the process was ended by {number.name}{hint} before the run was over{child.place(record)}.")
+    _say(child.rank, f"the process was ended by {number.name}{hint} before the run was over.{child.place(record)}")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _await_launcher(child, record)
     if number != signal.SIGKILL:

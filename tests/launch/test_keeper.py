@@ -169,14 +169,14 @@ def test_a_rank_whose_launcher_is_gone_or_stopped_is_ended(number: signal.Signal
 @pytest.mark.job
 def test_a_suspended_job_goes_on() -> None:
     """All of its processes are stopped, for longer than the deadline of one that hangs, and resumed in any order."""
-    program = _START + "keeper.pulse.watch(1.0)\nprint(os.getpid(), flush=True)\n"
-    program += "for _ in range(40): keeper.pulse.beat(); assert not keeper.pulse.look_at_keeper(0.1); time.sleep(0.1)\nfinished()"
+    program = _START + "keeper.pulse.watch(3.0)\nprint(os.getpid(), flush=True)\n"
+    program += "for _ in range(50): keeper.pulse.beat(); assert not keeper.pulse.look_at_keeper(0.1); time.sleep(0.1)\nfinished()"
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as keeper:
         assert keeper.stdout is not None
         child = int(keeper.stdout.readline())
         for process in (child, keeper.pid):
             os.kill(process, signal.SIGSTOP)
-        time.sleep(3)
+        time.sleep(5)
         for process in (keeper.pid, child):
             os.kill(process, signal.SIGCONT)
         assert keeper.wait(60) == 0
@@ -185,7 +185,7 @@ def test_a_suspended_job_goes_on() -> None:
 @pytest.mark.job
 @pytest.mark.parametrize("reason", ["HPCTRAIN_KEEPER is 0", "there is a thread"])
 def test_without_a_keeper_the_process_is_the_one_that_was_started(reason: str) -> None:
-    program = "import threading, time; threading.Thread(target=time.sleep, args=(0.2,)).start()\n" if "thread" in reason else ""
+    program = "import threading, time; threading.Thread(target=time.sleep, args=(1,)).start()\n" if "thread" in reason else ""
     environment = {"HPCTRAIN_KEEPER": "0"} if "KEEPER" in reason else {}
     outcome = run_job(0, ["-c", program + _START + "print(os.getpid() == started); finished()"], env=environment)
     assert (outcome.code, outcome.stdout) == (0, "True\n")
