@@ -151,10 +151,12 @@ def test_a_pipe_that_is_read_gets_all_bytes(tmp_path: Path) -> None:
     path, content = make_node(tmp_path / "pipe", "pipe"), os.urandom(300_000)
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     os.set_blocking(reader, True)
+    writer = os.open(path, os.O_WRONLY)  # without one, the reader would be at the end before there is any content
     parts: list[bytes] = []
     thread = threading.Thread(target=lambda: parts.extend(iter(lambda: os.read(reader, 1 << 16), b"")))
     thread.start()
     write_bytes(path, content)
+    os.close(writer)
     thread.join()
     os.close(reader)
     assert b"".join(parts) == content
