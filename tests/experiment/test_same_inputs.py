@@ -140,10 +140,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _trains(key: str, resume: str | None = None) -> Callable[[Session, Path], object]:
-    return lambda session, path: run_training(session, SignalWatch(), resume=resume, style="none")
-
-
 #: what reads a data file: the key of the configuration that names it, and what is done with a session and the rank's file
 SECTIONS: dict[str, tuple[str, Callable[[Session, Path], object]]] = {
     "train": ("data.train", lambda session, _: run_training(session, SignalWatch(), resume=None, style="none")),
@@ -162,6 +158,7 @@ def _automatic(session: Session) -> Any:
     return load(Path(session.config.output).parent / "tiny.yaml", [f"data.train={session.config.data.train}", "grid=auto"])[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fact", OTHERS)
 @pytest.mark.parametrize("section", SECTIONS)
 def test_a_rank_whose_file_differs_in_one_fact_is_named(folder: Path, section: str, fact: str) -> None:
