@@ -105,7 +105,7 @@ def scaling(
         timeout_seconds=timeout_seconds,
         machine=machine,
     )
-    points = study.run(task, ranks, say=click.echo)
+    points = study.run(task, ranks, say=echo)
     for line in study.lines(points, mode):
         echo(line)
     study.write(out, task, points)

@@ -16,6 +16,7 @@ from typing import Any
 
 from hpctrain.boxes import size_of
 from hpctrain.errors import CheckpointError
+from hpctrain.input_file import TEXT_BYTES, read_bytes
 from hpctrain.storage.atomic_write import not_written, partial_path, synchronise_directory, write_bytes
 from hpctrain.storage.hdf5_store import plain
 from hpctrain.storage.shard_file import ShardFacts
@@ -85,8 +86,7 @@ def open_sharded(path: Path) -> tuple[ShardedTensors, dict[str, object]]:
         CheckpointError: there is none, or its manifest is damaged or of another version.
     """
     try:
-        text = (path / MANIFEST).read_bytes()
-        digest = (path / _DIGEST).read_bytes()
+        text, digest = read_bytes(path / MANIFEST), read_bytes(path / _DIGEST, TEXT_BYTES)
     except OSError as error:
         raise CheckpointError(f"The checkpoint {path} has no manifest ({error.strerror}); use an older one.") from error
     if digest != f"{hashlib.sha256(text).hexdigest()}  {MANIFEST}\n".encode():
@@ -106,7 +106,7 @@ def manifest_digest(path: Path) -> str:
         CheckpointError: there is none.
     """
     try:
-        return (path / _DIGEST).read_text(encoding="ascii", errors="replace").partition(" ")[0]
+        return read_bytes(path / _DIGEST, TEXT_BYTES).decode("ascii", "replace").partition(" ")[0]
     except OSError as error:
         raise CheckpointError(f"The checkpoint {path} has no manifest ({error.strerror}); use an older one.") from error
 

@@ -269,3 +269,11 @@ def test_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match="sharded format version 2; this hpctrain reads 1"):
         read(path)
+
+
+def test_a_pipe_in_the_place_of_a_manifest_is_one_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint-00000001.shards"
+    path.mkdir()
+    os.mkfifo(path / "manifest.json")
+    with pytest.raises(CheckpointError, match="has no manifest"):
+        sharded_checkpoint.open_sharded(path)
