@@ -16,11 +16,8 @@ from tests.support.nodes import make_node
 
 #: parameters that name what is read, or a directory in which files are made
 READ = frozenset(
-    {
-        "directory", "disk", "file", "hostfile", "images", "labels", "names_file", "path", "places", "run", "runs", "source",
-        "stage",
-    }
-)  # fmt: skip
+    ["checkpoint", "directory", "file", "hostfile", "images", "labels", "machine", "names_file", "path", "places", "resume", "run", "runs", "schedule_from", "source", "stage"]
+)
 MADE_INSIDE = {
     ("config copy", "directory"),
     ("data fetch", "out"),
@@ -47,6 +44,11 @@ def _paths() -> Iterator[tuple[str, click.Parameter]]:
         for parameter in command.params:
             if isinstance(parameter.type, click.Path):
                 yield name, parameter
+
+
+def _identity(path: Path) -> tuple[int, int, int]:
+    status = os.lstat(path)
+    return status.st_mode, status.st_ino, status.st_rdev
 
 
 OUTPUTS = [(name, parameter) for name, parameter in _paths() if isinstance(parameter.type, OutputFile)]
@@ -84,13 +86,13 @@ def test_a_device_or_a_pipe_is_written_to_or_refused_before_any_work(
         path = make_node(tmp_path / kind, kind)
         (tmp_path / f"{kind}-link").symlink_to(path)
         for given in (path, tmp_path / f"{kind}-link"):
-            before = os.lstat(given)
+            before = _identity(given)
             if output.streams and kind in ("null", "pipe"):
                 assert output.convert(str(given), parameter, None) == given
             else:
                 with pytest.raises((ConfigError, click.BadParameter), match=r"cannot be written|is a directory|symbolic links"):
                     output.convert(str(given), parameter, None)
-            assert os.lstat(given) == before
+            assert _identity(given) == before
     (tmp_path / "dangling").symlink_to(tmp_path / "new")
     for given in (tmp_path / "file", tmp_path / "dangling", tmp_path / "other"):
         assert output.convert(str(given), parameter, None) == given
