@@ -16,8 +16,8 @@ from tests.support.nodes import make_node
 
 #: parameters that name what is read, or a directory in which files are made
 READ = frozenset(
-    ["checkpoint", "directory", "file", "hostfile", "images", "labels", "machine", "names_file", "path", "places", "resume", "run", "runs", "schedule_from", "source", "stage"]
-)
+    {"checkpoint", "directory", "file", "hostfile", "images", "labels", "machine", "names_file", "path", "places"}
+) | {*("resume", "run", "runs", "schedule_from", "source", "stage")}
 MADE_INSIDE = {
     ("config copy", "directory"),
     ("data fetch", "out"),
