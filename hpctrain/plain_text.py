@@ -8,8 +8,8 @@ import unicodedata
 
 # Controls (C0, DEL, C1), formats (bidirectional marks, zero-width characters), lone surrogates, and separators of lines.
 _FORBIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
-# Commas make some shell readers think of lists, so that a word with one is quoted.
-_PLAIN_WORD = re.compile(r"[\w@%+=:./-]+", re.ASCII)
+# Commas make some shell readers think of lists, and an = in front of comparisons, so that a word with one is quoted.
+_PLAIN_WORD = re.compile(r"(?!=)[\w@%+=:./-]+", re.ASCII)
 _SHOWN_CHARACTERS = 80
 _MOST_OF_A_SENTENCE = 4000
 

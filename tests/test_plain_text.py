@@ -32,6 +32,7 @@ def test_what_is_escaped_holds_none_and_others_stay(text: str) -> None:
 @given(st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"), max_size=20))
 def test_a_shell_reads_a_word_as_it_was(text: str) -> None:
     assert shlex.split(shell_word(text)) == [text]
+    assert not shell_word(text).startswith(("=", "~", "#"))
 
 
 @pytest.mark.parametrize("value", ["x" * 10**6, ["x"] * 10**5, 10**3000])
