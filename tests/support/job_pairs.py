@@ -58,7 +58,7 @@ optimizer: {{name: sgd, lr: 0.05, momentum: 0.9}}
 schedule: constant
 backend: numpy
 threads: 1
-checkpoint: {{every_steps: 1, keep: 100}}
+checkpoint: {{every_steps: 4, keep: 100}}
 metrics: {{interval_seconds: 0.0001}}
 """
 _PATIENCE_SECONDS = 600.0
@@ -156,7 +156,7 @@ def run_pair(folder: Path, lab: Lab | None, pair: Pair, reference: dict[str, byt
     train = ("train", "pair.yaml", "--resume", "auto", "output=runs")
     try:
         if meeting == "start":  # both find a run that stopped on its way
-            Job(folder, lab, 0, ("train", "pair.yaml", "output=runs", "--steps", "4")).end()
+            Job(folder, lab, 0, ("train", "pair.yaml", "output=runs", "--steps", "8")).end()
         jobs.append(_submit(folder, lab, hosts[0]) if meeting == "submit" else Job(folder, lab, hosts[0], train))
         run = _meet(folder, meeting, jobs[0], draws)
         if kills and draws.random() < 0.5:
