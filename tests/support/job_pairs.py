@@ -95,7 +95,7 @@ class Job:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        self.killed = False
+        self.killed, self._said = False, ""
 
     def kill(self) -> None:
         """End all of it at once, where it still runs."""
@@ -110,8 +110,11 @@ class Job:
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
             code = self.process.wait()
-        self._output.seek(0)
-        return code, self._output.read()
+        if not self._output.closed:
+            self._output.seek(0)
+            self._said = self._output.read()
+            self._output.close()
+        return code, self._said
 
 
 class SeenCheckpoints:
@@ -205,7 +208,7 @@ class ScriptJob(Job):
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        self.killed, self._folder = False, folder
+        self.killed, self._said, self._folder = False, "", folder
 
     def kill(self) -> None:
         """End the script and all that it has started: a launcher's ranks may have sessions of their own."""
