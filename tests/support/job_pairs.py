@@ -58,7 +58,7 @@ optimizer: {{name: sgd, lr: 0.05, momentum: 0.9}}
 schedule: constant
 backend: numpy
 threads: 1
-checkpoint: {{every_steps: 1, keep: 100}}
+checkpoint: {{every_steps: 4, keep: 100}}
 metrics: {{interval_seconds: 0.0001}}
 """
 _PATIENCE_SECONDS = 600.0
@@ -95,7 +95,7 @@ class Job:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        self.killed = False
+        self.killed, self._said = False, ""
 
     def kill(self) -> None:
         """End all of it at once, where it still runs."""
@@ -110,8 +110,11 @@ class Job:
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
             code = self.process.wait()
-        self._output.seek(0)
-        return code, self._output.read()
+        if not self._output.closed:
+            self._output.seek(0)
+            self._said = self._output.read()
+            self._output.close()
+        return code, self._said
 
 
 class SeenCheckpoints:
@@ -156,7 +159,7 @@ def run_pair(folder: Path, lab: Lab | None, pair: Pair, reference: dict[str, byt
     train = ("train", "pair.yaml", "--resume", "auto", "output=runs")
     try:
         if meeting == "start":  # both find a run that stopped on its way
-            Job(folder, lab, 0, ("train", "pair.yaml", "output=runs", "--steps", "4")).end()
+            Job(folder, lab, 0, ("train", "pair.yaml", "output=runs", "--steps", "8")).end()
         jobs.append(_submit(folder, lab, hosts[0]) if meeting == "submit" else Job(folder, lab, hosts[0], train))
         run = _meet(folder, meeting, jobs[0], draws)
         if kills and draws.random() < 0.5:
@@ -205,7 +208,7 @@ class ScriptJob(Job):
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        self.killed, self._folder = False, folder
+        self.killed, self._said, self._folder = False, "", folder
 
     def kill(self) -> None:
         """End the script and all that it has started: a launcher's ranks may have sessions of their own."""
