@@ -7,9 +7,11 @@ A device has no end and a named pipe may have no writer, so that neither is open
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 #: most bytes of a text that people write, such as a configuration
 TEXT_BYTES = 1 << 18
@@ -76,3 +78,12 @@ def read_text(path: str | Path, most: int = RECORD_BYTES, *, pipes: bool = False
         OSError: as `read_bytes`. UnicodeDecodeError: it is no UTF-8.
     """
     return read_bytes(path, most, pipes=pipes).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+
+
+def json_object(text: bytes) -> dict[str, Any] | None:
+    """Return the JSON object of a text; None where it is none that can be read."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None

@@ -20,14 +20,14 @@ def trace(run: Path, whole: bool) -> None:
     RUN is the directory of a run with trace=true. Rows that took most of a step come first.
     """
     from hpctrain.errors import DataError
-    from hpctrain.storage.whole_file import json_object, read_whole
+    from hpctrain.input_file import json_object, read_bytes
     from hpctrain.trace import time_table, time_table_text
 
     path = run / "time_table.json"
     if not path.is_file():
         raise DataError(f"{run} holds no time_table.json; give the directory of a run with trace=true that has ended.")
     try:
-        content = json_object(read_whole(path)) or {}
+        content = json_object(read_bytes(path)) or {}
         table, facts = time_table.from_json(content["table"]), (float(content["clock_error_seconds"]), int(content["ranks"]))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise DataError(f"{path} is no time table of this version; trace the run again.") from error

@@ -19,8 +19,8 @@ from hpctrain.experiment.run_events import RunEvent, events_of
 from hpctrain.flight.autopsy import autopsy
 from hpctrain.flight.report import records_in
 from hpctrain.flight.ring import End, FlightRecord
+from hpctrain.input_file import json_object, read_bytes
 from hpctrain.storage.run_directory import RunDirectory
-from hpctrain.storage.whole_file import json_object, read_whole
 
 #: without a sign of life after which a rank of this machine counts as silent; the heartbeat gives one every second
 SILENT_SECONDS = 10.0
@@ -133,7 +133,7 @@ class RunReader:
             status = os.stat(self.directory.metrics_path)
             read_at = (status.st_ino, status.st_size, status.st_mtime_ns)
             if read_at != self._read_at:
-                self._records = tuple(_lines(read_whole(self.directory.metrics_path)))
+                self._records = tuple(_lines(read_bytes(self.directory.metrics_path)))
                 self._read_at = read_at
         except (DataError, OSError):
             return ()

@@ -14,10 +14,10 @@ from hpctrain.config.source import read_yaml
 from hpctrain.errors import CheckpointError, ConfigError, DataError
 from hpctrain.experiment.run_state import RunReader, RunState
 from hpctrain.experiment.trace_report import TABLE_FILE, TRACE_FILE
+from hpctrain.input_file import json_object, read_bytes
 from hpctrain.storage import best_record
 from hpctrain.storage.checkpoint import checkpoints
 from hpctrain.storage.run_directory import RunDirectory
-from hpctrain.storage.whole_file import json_object, read_whole
 from hpctrain.trace import time_table
 from hpctrain.trace.time_table import TimeTable
 
@@ -109,7 +109,7 @@ def _versions(path: Path) -> dict[str, str]:
 def _json(path: Path) -> dict[str, Any]:
     """A JSON object; an empty one where the file is not there, or is none."""
     try:
-        return json_object(read_whole(path)) or {}
+        return json_object(read_bytes(path)) or {}
     except (DataError, OSError):
         return {}
 

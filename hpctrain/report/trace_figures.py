@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import DataError
+from hpctrain.input_file import json_object, read_bytes
 from hpctrain.report.figures import WIDTH_INCHES, Drawing, Style
-from hpctrain.storage.whole_file import json_object, read_whole
 from hpctrain.trace.step_lanes import MESSAGES, PROGRAM, StepLanes, last_steps
 from hpctrain.trace.time_table import Row, TimeTable
 
@@ -90,7 +90,7 @@ def read_steps(path: Path) -> tuple[StepLanes, ...]:
                 f"{path} has {size / 1e6:,.0f} MB, of which at most {LARGEST_TRACE_BYTES / 1e6:,.0f} are read for a picture; "
                 f"trace fewer steps (--steps), or look at it with Perfetto."
             )
-        content = json_object(read_whole(path, LARGEST_TRACE_BYTES))
+        content = json_object(read_bytes(path, LARGEST_TRACE_BYTES))
         if content is None:
             raise ValueError("it is no JSON object")
         return last_steps(content)

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hpctrain.errors import CheckpointError, DataError
+from hpctrain.input_file import json_object, read_bytes
 from hpctrain.storage.atomic_write import PARTIAL, write_json
 from hpctrain.storage.run_directory import runs
-from hpctrain.storage.whole_file import json_object, read_whole
 
 #: in the directory of checkpoints
 NAME = "best.json"
@@ -67,7 +67,7 @@ def read(directory: Path) -> BestRecord | None:
     if not path.exists():
         return None
     try:
-        return BestRecord(**(json_object(read_whole(path, _LARGEST_BYTES)) or {}))
+        return BestRecord(**(json_object(read_bytes(path, _LARGEST_BYTES)) or {}))
     except (DataError, OSError, TypeError) as error:
         raise CheckpointError(
             f"{path} is no record of a best checkpoint ({error}); delete it, and the run writes it again when it goes on."
@@ -99,6 +99,6 @@ def find(output: Path, name: str) -> Path:
 
 def _written(directory: Path) -> object:
     try:
-        return json_object(read_whole(directory / NAME, _LARGEST_BYTES))
+        return json_object(read_bytes(directory / NAME, _LARGEST_BYTES))
     except (DataError, OSError):
         return None

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import DataError
+from hpctrain.input_file import json_object, read_bytes
 from hpctrain.storage import metrics_file
-from hpctrain.storage.whole_file import json_object, read_whole
 
 #: hexadecimal digits of a hash
 DIGITS = 16
@@ -79,8 +79,8 @@ class HashFile:
         """The keys that an earlier part of the run has last, and its last step; nothing where there is none that can be read."""
         try:
             records = read_hashes(self._path)
-            *_, (keys, _) = _lines(self._path, read_whole(self._path))
-        except (DataError, FileNotFoundError, ValueError):
+            *_, (keys, _) = _lines(self._path, read_bytes(self._path))
+        except (DataError, OSError, ValueError):
             return (), None
         return keys, max(records, default=None)
 
@@ -93,7 +93,7 @@ def read_hashes(path: Path) -> dict[int, HashRecord]:
     """
     if not path.exists():
         return {}
-    records = (_record(keys, line) for keys, line in _lines(path, read_whole(path)) if line is not None)
+    records = (_record(keys, line) for keys, line in _lines(path, read_bytes(path)) if line is not None)
     return {record.step: record for record in records}
 
 

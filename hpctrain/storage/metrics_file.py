@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hpctrain.errors import CheckpointError
+from hpctrain.input_file import json_object, read_bytes
 from hpctrain.log import get_logger
 from hpctrain.storage.atomic_write import write_bytes
-from hpctrain.storage.whole_file import json_object, read_whole
 
 _log = get_logger(__name__)
 
@@ -48,12 +48,14 @@ def cut_back(path: Path, epoch: int, step: int, *, evaluates: bool = False, goes
         goes_back: the run itself goes back to the position, so that what it says of earlier times stays.
 
     Raises:
-        CheckpointError: the file cannot be written; it is what it was before.
-        DataError: it is no regular file.
+        CheckpointError: the file cannot be read or written; it is what it was before.
     """
     if not path.exists():
         return
-    text = read_whole(path)
+    try:
+        text = read_bytes(path)
+    except OSError as error:
+        raise CheckpointError(f"The records {path} cannot be read ({error.strerror}); allow it, or remove the file.") from error
     *lines, _torn = text.split(b"\n")
     records = [json_object(line) for line in lines]
     unreadable = [line for line, record in zip(lines, records, strict=True) if record is None]

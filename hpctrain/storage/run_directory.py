@@ -40,14 +40,13 @@ from typing import TYPE_CHECKING
 import yaml
 
 from hpctrain.errors import CheckpointError, ConfigError, DataError
-from hpctrain.input_file import TEXT_BYTES, read_text
+from hpctrain.input_file import TEXT_BYTES, json_object, read_bytes, read_text
 from hpctrain.launch.signals import release
 from hpctrain.storage import metrics_file
 from hpctrain.storage.atomic_write import PARTIAL, write_bytes, write_json, write_text
 from hpctrain.storage.bookkeeping import Bookkeeping
 from hpctrain.storage.run_marker import MARKER, STAMP, RunMarker, is_run, mark, marker_of, order_of
 from hpctrain.storage.run_owner import Ownership
-from hpctrain.storage.whole_file import json_object, read_whole
 from hpctrain.version import __version__
 
 if TYPE_CHECKING:
@@ -218,7 +217,7 @@ class RunDirectory:
         pointer = self.path / FLIGHT_POINTER
         if not pointer.is_file():
             return self.flight
-        text = os.fsdecode(read_whole(pointer, _LONGEST_PATH)).strip()
+        text = os.fsdecode(read_bytes(pointer, _LONGEST_PATH)).strip()
         if not text.isprintable() or not text:
             raise DataError(f"{pointer} names no directory of flight records; delete it, and give that directory itself.")
         return Path(text)
@@ -291,7 +290,7 @@ class RunDirectory:
         """
         if not self.metrics_path.exists():
             return []
-        *lines, _torn = read_whole(self.metrics_path).split(b"\n")
+        *lines, _torn = read_bytes(self.metrics_path).split(b"\n")
         return [self._parsed(number, line) for number, line in enumerate(lines, 1)]
 
     def _parsed(self, number: int, line: bytes) -> dict[str, object]:
