@@ -278,7 +278,6 @@ FAULTS: tuple[Fault, ...] = (
     Fault("RecursionError", _RAISE.format("RecursionError('too deep')"), ("Rank 1 failed first: RecursionError: too deep",)),
     Fault("SIGXCPU", _STEP.format("os.kill(os.getpid(), signal.SIGXCPU)"), ("Rank 1 was ended by SIGXCPU",)),
     Fault("SIGQUIT", _STEP.format("os.kill(os.getpid(), signal.SIGQUIT)"), ("Rank 1 was ended by SIGQUIT",)),
-    Fault("stack overflow", _STEP.format("signal.raise_signal(11)"), ("Rank 1 was ended by SIGSEGV",)),
     Fault("all descriptors closed", _CLOSED.format("0, 4096"), ("Rank 1",)),
     Fault(
         "SIGSTOP of the parent process",
