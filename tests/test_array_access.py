@@ -25,7 +25,6 @@ EXCEPTIONS = {
     "hpctrain/averaging/sufficient_factors.py: out= of np.matmul",  # buffers of the host, see the class
     "hpctrain/averaging/sufficient_factors.py: out= of np.sum",
     "hpctrain/bench/data.py: out= of np.take",  # images on the host
-    "hpctrain/bench/engine_step.py: out= of np.matmul",  # measures the host
     "hpctrain/nn/custom.py: elements of target",
     "hpctrain/nn/custom.py: elements of self.buffers.output",  # layers of NumPy, refused where arrays lie elsewhere
     "hpctrain/nn/statistics.py: out= of np.multiply",  # of what was fetched

@@ -65,7 +65,7 @@ def find_checkpoint(
     """
     candidates, tried = _of_root(world, lambda: _candidates(output, name, source)), set[Path]()
     while (path := next((path for path in candidates.paths if path not in tried), None)) is not None:
-        run = _of_root(world, partial(run_of, path.parent))
+        run = _of_root(world, partial(_run_of, path))
         if take is not None and run is not None and take(run):
             candidates = _of_root(world, lambda: _candidates(output, name, source))
             continue
@@ -151,13 +151,24 @@ def _candidates(output: str, name: str, source: str) -> _Candidates:
 
 def _newest_first(run: RunDirectory) -> tuple[Path, ...]:
     """Return the checkpoints of a run; copies of another run's, which may lie there, too, are left out with a warning."""
-    marker, paths = marker_of(run.path), []
+    paths = []
     for _, path in reversed(checkpoint.by_age(run.checkpoints)):
-        identity = checkpoint.run_identity(path)
-        if marker is None or identity is None or identity == marker.identity:
+        if _is_of(run.path, path):
             paths.append(path)
         else:
             _log.warning(
                 "Skipping a checkpoint. %s is of another run; name it to --resume to begin a new run with its state.", path
             )
     return tuple(paths)
+
+
+def _run_of(path: Path) -> Path | None:
+    """Return the run directory that a checkpoint lies in and is of; None where there is none."""
+    run = run_of(path.parent)
+    return run if run is not None and _is_of(run, path) else None
+
+
+def _is_of(run: Path, path: Path) -> bool:
+    """Return False for a checkpoint that says that it is of another run."""
+    marker, identity = marker_of(run), checkpoint.run_identity(path)
+    return marker is None or identity is None or identity == marker.identity

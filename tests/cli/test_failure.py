@@ -179,6 +179,10 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         (["nowhere", "out.h5", "--split", "train"], "nowhere"),
         ([".", "out.h5", "--split", "test"], "There are no CIFAR batches"),
     ],
+    "data convert hdf5": [
+        (["nowhere.h5", "out.h5", "--images", "x", "--labels", "y"], "nowhere.h5"),
+        (["file", "out.h5", "--images", "x", "--labels", "y"], "file"),
+    ],
     "data convert npz": [(["nowhere.npz", "out.h5"], "There is no file nowhere.npz"), (["file", "out.h5"], "file")],
     "data convert folder": [
         (["nowhere", "out.h5", "--size", "4"], "There is no directory nowhere"),

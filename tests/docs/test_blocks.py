@@ -84,7 +84,10 @@ TEXTS = {
     ("docs/data.md", "61 % of the samples stay in memory"): "a line of a run; tests/experiment/test_data_cache.py has its form",
     ("docs/data.md", "samples read: 120,000 from"): "the same",
     ("docs/checkpoint.md", "config.yaml      the resolved configuration"): "a picture of a directory",
-    ("docs/checkpoint.md", "hpctrain: The run runs/net-20260104-101500"): "a refusal; tests/storage/test_run_owner.py has its form",
+    (
+        "docs/checkpoint.md",
+        "hpctrain: The run runs/net-20260104-101500",
+    ): "a refusal; tests/storage/test_run_owner.py has its form",
     ("docs/checkpoint.md", "best test accuracy 91.93%"): "a line of a run; tests/experiment/test_best_checkpoint.py reads others",
     (
         "docs/checkpoint.md",

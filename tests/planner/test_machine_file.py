@@ -123,7 +123,7 @@ def test_a_machine_is_written_to_a_file(tmp_path: Path) -> None:
             "flops_per_second: 0",
             "rates.convolution.flops_per_second is 0, but must be greater than 0.",
         ),
-        ("flops_per_second: 40.0e9", "flops_per_second: yes", "is true, but must be a number."),
+        ("flops_per_second: 40.0e9", "flops_per_second: true", "is true, but must be a number."),
         ("ranks_per_card: {value: 32", "ranks_per_card: {value: 64", "must be at most ranks_per_node, 32; the nearest legal"),
         ("  convolution:", "  convolutoin:", 'Unknown key "rates.convolutoin"; the nearest is "convolution"'),
         ("rates:", "within: 3\nrates:", 'The key "within" is given twice'),

@@ -217,8 +217,8 @@ def _plain_statistics(patch: pytest.MonkeyPatch) -> None:
     original, own = step_reduction.StepReduction.__init__, ShardsOfRank.additions
     assert own is not None
 
-    def plain(reduction: step_reduction.StepReduction, *arguments: Any) -> None:
-        original(reduction, *arguments)
+    def plain(reduction: step_reduction.StepReduction, *arguments: Any, **options: Any) -> None:
+        original(reduction, *arguments, **options)
         if arguments[3] is not None:
             reduction._additions = one_by_one.__get__(arguments[3])
 
