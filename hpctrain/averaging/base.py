@@ -101,13 +101,14 @@ class GradientAverager(ABC):
         gradients: of this rank's shards, which passes add up; None: passes are added one after another.
         gather_parameters: lets every rank have what owners have of the parameters, exactly; collective, while nothing is queued.
             None: every rank updates all.
-        reads: sums over the parameters that a step reads; None: nobody asks for them.
-        read_parts: the parts of the parameters that updates write at once; none where it is not known what a step has read. Ranks
-            with a copy must hold the same bits from `before_forward` until the last operator of backward is done. Parts that are
-            written before `end_backward` is called, the averager takes from `reads` before.
-        update_parts: the owned segments of each update of the optimiser, the same in every step; none where they are not known.
-        complete_parameters: waits until all parameters hold the values of this step, also those that its forward did not use.
-        rounded: what this rank owns, where parameters travel in 16 bits; else None.
+        reads: sums over the parameters that a step reads; None: not requested.
+        read_parts: the parts of the parameters that are written together; empty if it is unknown what a step has read. Ranks
+            with a copy must hold the same bits from `before_forward` until the last operator of backward is done. If a part is
+            written before `end_backward` is called, the averager takes its sums from `reads` before the write.
+        update_parts: the owned segments of each update of the optimiser, the same in every step; empty if they are unknown.
+        complete_parameters: waits until all parameters hold the values of this step, including those that its forward did not
+            use.
+        rounded: the exact values and rounding errors that this rank owns, if parameters travel in 16 bits; else None.
         counted: gives owned segments that have each element of the group once over the ranks of `comm`, with views of their
             state, 1-D, by name, without what is kept back; where ranks own parts. None: every rank has all.
         holders: the number of those that keep back gradients of one parameter, such as the ranks of `comm`, or the nodes.

@@ -30,7 +30,7 @@ class StepUpdate:
 
     norms: None where the optimiser needs none. joint: of several groups. left_out: slices that take no part in the step.
     number: of the step, counted from 0 over the whole training, by averagers that count.
-    reads: sums over what the step has read, which are taken before an update; None: nobody asks for them.
+    reads: sums over the parameters that the step has read, taken before an update; None: not requested.
     """
 
     lr: float
@@ -58,7 +58,7 @@ class OwnerOperations:
     Attributes:
         owned: all segments that this rank updates, in the order of the flat buffers; those that every rank updates included.
         touching: by parameter, the slices that hold some of it. exchange_of: by weight.
-        rounded: what this rank owns, where parameters travel in 16 bits; else None.
+        rounded: the exact values and rounding errors that this rank owns, if parameters travel in 16 bits; else None.
     """
 
     def __init__(
@@ -183,12 +183,12 @@ class OwnerOperations:
         return Finished(handle, lambda: norms.complete(places))
 
     def read_parts(self) -> list[tuple[Segment, ...]]:
-        """Return the segments of each slice, with those that every rank updates beside it."""
+        """Return the segments of each slice, followed by its segments that every rank updates."""
         slices = self._schedule.slices
         return [(*self._group.covering(piece.start, piece.stop), *self._replicated[k]) for k, piece in enumerate(slices)]
 
     def update_parts(self) -> list[tuple[Segment, ...]]:
-        """Return what this rank updates of each slice."""
+        """Return the segments of each slice that this rank updates."""
         return [self._updated(k) for k in range(len(self._schedule.slices))]
 
     def _updated(self, k: int) -> tuple[Segment, ...]:
@@ -207,7 +207,7 @@ class OwnerOperations:
     def _start_gather(self, operation: Operation, update: StepUpdate) -> Handle:
         """Update what is owned of a slice, then gather all of it in place."""
         k = operation.slice
-        if update.reads is not None:  # from now on this rank's part is written, and others write theirs
+        if update.reads is not None:  # this is the last moment: the update writes this rank's part, the gather those of others
             update.reads.take(k)
         if update.norms is None:
             self._finish_gradient(k)

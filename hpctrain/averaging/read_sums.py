@@ -1,7 +1,7 @@
-"""Sums over the parameters that a step reads, taken at the last moment before the update of that step writes over them.
+"""Sums over the parameters that a step reads, taken just before the update of that step overwrites them.
 
-A copy of a parameter that another rank owns is written in every step, so damage to it lasts one step, which has used it. Sums of
-all ranks over what they read tell of it afterwards.
+A rank's copy of a parameter that another rank owns is overwritten in every step. Damage to the copy therefore lasts one step
+only, but that step has computed with it. Comparing the sums of all ranks reveals the damage afterwards.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from hpctrain.nn.parameter import FlatGroup, Segment
 
 
 class ReadSums:
-    """Sums of the words of one group's parameters. Made at set-up, alike on every rank of the group.
+    """Sum the 32-bit words of one group's parameters. Made at set-up, alike on every rank of the group.
 
     Args:
-        parts: the segments that are written at once; each element of the group is in one of them at most.
+        parts: the segments that are written together; each element of the group is in at most one part.
         places: elements of the flat buffers at which segments are cut, so that no piece has elements of several owners.
 
     Attributes:
-        pieces: what is summed, the pieces of each part one after another.
+        pieces: the summed segments, part after part.
     """
 
     def __init__(self, group: FlatGroup, parts: Sequence[Sequence[Segment]], places: Sequence[int] = ()) -> None:
@@ -33,17 +33,17 @@ class ReadSums:
                 self._sums.append(group.arithmetic.watched([group.data[one.start : one.stop] for one in pieces]).sums())
             self.pieces += pieces
         counts = [bool(_size(part)) for part in parts]
-        #: by part, the place of its sums; None for one without elements
+        #: by part, the index of its sums; None for a part without elements
         self._place = [sum(counts[:number]) if sized else None for number, sized in enumerate(counts)]
         self._step: StepReads | None = None
 
     def begin(self) -> StepReads:
-        """Return the sums of a step that begins."""
+        """Begin a step and return its sums."""
         self._step = StepReads(self._sums, self._place)
         return self._step
 
     def complete(self) -> list[Fetch]:
-        """Return the sums of the step, of all parts in order, on their way: after its last read. Does not wait."""
+        """Return pending fetches of the sums of all parts, in order. Call it after the step's last read. Does not wait."""
         step, self._step = self._step or self.begin(), None
         return step.complete()
 
@@ -56,13 +56,13 @@ class StepReads:
         self._fetches: list[Fetch | None] = [None] * len(sums)
 
     def take(self, part: int) -> None:
-        """Take the sums of a part, which is about to be written; nothing where they were taken before."""
+        """Take the sums of a part that is about to be written, unless they were taken before."""
         place = self._place[part]
         if place is not None:
             self._take(place)
 
     def complete(self) -> list[Fetch]:
-        """Take those of all parts that are not written yet, and return all."""
+        """Take the sums of all remaining parts, and return those of all parts."""
         return [self._take(place) for place in range(len(self._sums))]
 
     def _take(self, place: int) -> Fetch:
@@ -77,7 +77,7 @@ def _size(part: Sequence[Segment]) -> int:
 
 
 def _cut(segment: Segment, places: Sequence[int]) -> list[Segment]:
-    """The parts of a segment between neighbouring places, without empty ones."""
+    """Cut a segment at places, and return the non-empty parts."""
     inside = sorted({place for place in places if segment.start < place < segment.stop})
     bounds = pairwise((segment.start, *inside, segment.stop))
     return [part for part in (segment.part(begin, end) for begin, end in bounds) if part.size]

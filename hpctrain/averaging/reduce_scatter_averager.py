@@ -211,7 +211,7 @@ class ReduceScatterAverager(GradientAverager):
                 self.group.refresh_shadow(segment.start, segment.stop)
 
     def _wait_gathered(self, name: str | None) -> None:
-        """Until one parameter holds what the previous step made of it; None: all parameters."""
+        """Wait until a parameter holds the values of the previous step's update; None: all parameters."""
         if self._previous is not None:
             for k in self._previous.gathered if name is None else self._operations.touching[name]:
                 self.progress.wait(self._previous.gathered[k])

@@ -23,14 +23,14 @@ PARAMETER_ERROR = "parameter_error"
 
 
 class WriteGuard(Protocol):
-    """Notices changes of arrays between two writes to them."""
+    """Detects changes of arrays between two writes to them."""
 
     def compare(self) -> None:
-        """Compare the arrays with what was remembered: they are about to be written."""
+        """Compare the arrays with the remembered sums, just before they are written."""
         ...
 
     def remember(self) -> None:
-        """Remember the arrays: they were just written."""
+        """Remember the arrays, just after they were written."""
         ...
 
 
@@ -41,7 +41,7 @@ class RoundedParameters:
         slices: of a schedule. own: by slice, the segments of this rank's part, in order. rank, ranks: those that own the parts.
 
     Attributes:
-        guards: of what `guarded` gives for each slice; empty where nobody watches.
+        guards: a guard of the arrays that `guarded` returns for each slice; empty if they are not watched.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class RoundedParameters:
         return Finished(comm.iallgather(None, messages, parts.sizes), finish)
 
     def guarded(self) -> list[list[tuple[str, np.ndarray]]]:
-        """Return the arrays that nothing but `restore` and `gather` writes, by slice, with their names."""
+        """Return, by slice, the names and arrays that only `restore` and `gather` write."""
         of_slices: list[list[tuple[str, np.ndarray]]] = []
         for segments in self._own:
             arrays = [(f"parameter {one.parameter}", self._group.data[one.start : one.stop]) for one in segments]

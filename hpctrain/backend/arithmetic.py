@@ -90,7 +90,7 @@ class ArrayChecksums(Protocol):
     """Checksums of the same arrays, whatever they hold, bound to them at set-up."""
 
     def fetch(self) -> Fetch:
-        """One of each array, as it is at this point of the work; uint32 (arrays,)."""
+        """Fetch the checksum of each array at this point of the work; uint32 (arrays,)."""
         ...
 
 
@@ -121,9 +121,9 @@ class WatchedArrays(Protocol):
         ...
 
     def sums(self) -> ArrayChecksums:
-        """Return the sum of each array's 32-bit words, modulo 2^32: a tenth of the price on the host.
+        """Return the sum of each array's 32-bit words, modulo 2^32, at a tenth of the cost of a CRC-32 on the host.
 
-        Every change within one word shows; two changes with the same sum do not.
+        Detects every change within one word, but not several changes that cancel in the sum.
         """
         ...
 

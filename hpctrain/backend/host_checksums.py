@@ -33,7 +33,7 @@ class HostChecksums:
 
 
 class HostSums:
-    """Implements `ArrayChecksums` by sums of words; arrays that follow each other in memory are summed together."""
+    """Implements `ArrayChecksums` by sums of words. Sums arrays that are adjacent in memory in one call."""
 
     def __init__(self, arrays: Sequence[np.ndarray]) -> None:
         self._count = len(arrays)

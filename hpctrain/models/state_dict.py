@@ -89,8 +89,8 @@ def check_fits(
         ignore: patterns of names that need not be there, nor fit. hint: a sentence behind all others where something differs.
 
     Raises:
-        CheckpointError: a sentence for each name that is missing, unknown, or has another shape or numbers that are none or not
-            finite; or for a pattern that matches nothing.
+        CheckpointError: a sentence for each name that is missing or unknown, or whose array has another shape, no numbers or
+            numbers that are not finite; and for each pattern that matches nothing.
     """
     ignored = frozenset(name for name in (*expected, *given) if any(fnmatchcase(name, pattern) for pattern in ignore))
     faults = chain(_idle_patterns(ignore, ignored, expected, source), _differences(expected, given, ignored, source, model))
@@ -104,10 +104,10 @@ def check_fits(
 
 
 def check_finite(state: Mapping[str, np.ndarray], source: str, dtype: DTypeLike | None = None) -> None:
-    """Raise where an array of floating-point numbers holds NaN or an infinity.
+    """Raise if an array of floating-point numbers holds NaN or an infinity.
 
     Args:
-        source: the name of the file or checkpoint in messages. dtype: of the numbers as they will be used; None: their own.
+        source: the name of the file or checkpoint in messages. dtype: that the numbers will be converted to; None: their own.
 
     Raises:
         CheckpointError: a sentence for each such array.
@@ -118,7 +118,7 @@ def check_finite(state: Mapping[str, np.ndarray], source: str, dtype: DTypeLike 
 
 
 def _not_finite(name: str, array: np.ndarray, source: str, dtype: DTypeLike | None) -> str | None:
-    """A sentence about an array that holds NaN or an infinity; None where it holds none."""
+    """Return a sentence about an array that holds NaN or an infinity; None if it holds none."""
     if array.dtype.kind != "f":
         return None
     with np.errstate(over="ignore"):

@@ -27,7 +27,7 @@ class _Update:
     remembered: bool = False
 
     def remember(self) -> None:
-        """Take the arrays as they are now for right."""
+        """Remember the current values as correct."""
         if self.guard is not None:
             self.guard.remember()
         self.remembered = True
@@ -61,8 +61,8 @@ class GuardedOptimizer(Optimizer):
 
         Args:
             parameters: the values of the updated parameters stay as they are until the next update, too.
-            updates: the segments of each update of a step, where they are known before the first one: then what they start from
-                is compared, too.
+            updates: the segments of each update of a step, if they are known before the first one; their initial values are then
+                compared as well.
         """
         assert self._group is not None, "the optimiser is not bound"
         self._on, self._with_parameters = True, parameters
@@ -87,9 +87,9 @@ class GuardedOptimizer(Optimizer):
         self._asked = []
 
     def verify(self) -> None:
-        """Compare all now, and wait for what is found: between steps, while no update is under way.
+        """Compare everything now and wait for the result. Call it between steps, while no update is under way.
 
-        What is not remembered, as nothing was updated since the start or since `forget`, is from now on.
+        Remembers the current values of arrays that were not updated since the start or since `forget`.
         """
         for update in self._updates.values():
             self._compare(update)
@@ -100,7 +100,7 @@ class GuardedOptimizer(Optimizer):
 
     @property
     def vouches(self) -> bool:
-        """Whether each owned parameter is known to be what its last update has made of it, or else is in `found`."""
+        """Whether every owned parameter is known to hold the values of its last update, or else is in `found`."""
         remembered = (update.segments for update in self._updates.values() if update.remembered)
         known = sum(segment.size for segments in remembered for segment in segments)
         return self._on and self._with_parameters and known == self._owned_size

@@ -1,7 +1,7 @@
-"""Checksums of several groups of ranks in a few numbers of a sum over all ranks, which tell whether each group's are equal.
+"""Compares the checksums within several groups of ranks by a few numbers in one sum over all ranks.
 
-n numbers h are equal exactly where n times the sum of h^2 is the square of the sum of h (Cauchy-Schwarz). A checksum of 32 bits
-travels as two halves of 16 bits and their squares: in float64 sums over fewer than 2^21 ranks are exact in any order.
+n numbers h are equal exactly if n times the sum of h^2 equals the square of the sum of h (Cauchy-Schwarz). A 32-bit checksum is
+sent as two halves of 16 bits and their squares. Their float64 sums over fewer than 2^21 ranks are exact in any order.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _HALF = (1 << _HALF_BITS) - 1
 
 
 class AgreedChecksums:
-    """The numbers of one rank, and what their sums over all ranks say.
+    """Makes the numbers of one rank, and interprets their sums over all ranks.
 
     Args:
         alike: by kind, groups of positions that must have the same checksum; each position is in one group of a kind.
         position: of this rank.
 
     Attributes:
-        size: of the numbers.
+        size: how many numbers there are.
     """
 
     def __init__(self, alike: Sequence[Sequence[Sequence[int]]], position: int) -> None:
@@ -39,7 +39,7 @@ class AgreedChecksums:
         """Return this rank's numbers, float64 (size,).
 
         Args:
-            checksums: of each kind, below 2^32. found: this rank has found damage by itself.
+            checksums: of each kind, below 2^32. found: whether this rank has found damage by itself.
         """
         numbers = np.zeros(self.size, np.float64)
         for place, checksum in zip(self._places, checksums, strict=True):
@@ -49,10 +49,10 @@ class AgreedChecksums:
         return numbers
 
     def are_well(self, sums: np.ndarray) -> bool:
-        """Return whether the checksums of each group are equal, and no rank has found damage.
+        """Return whether the checksums within each group are equal and no rank has found damage.
 
         Args:
-            sums: of `numbers` over all ranks.
+            sums: the sum of `numbers` over all ranks.
         """
         values: list[int] = [round(value) for value in sums.tolist()]
         for place, count in enumerate(self._counts):

@@ -181,10 +181,10 @@ class Finiteness:
         return Cause(step, first, tuple(sorted(ranks)), len(gathered), tuple(sources))
 
     def blames_parameters(self, before: int) -> bool:
-        """Return whether parameters of this rank are the first that was not finite.
+        """Return whether the first non-finite values on this rank are parameters.
 
         Args:
-            before: steps done; what was seen with as many or more does not count.
+            before: number of steps; findings after this number of steps or more do not count.
         """
         finding = self._finding
         if finding is None or finding.step >= before or finding.fault is None:

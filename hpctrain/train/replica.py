@@ -345,6 +345,6 @@ class Replica:
             raise error.of_all_ranks()
 
     def _raise_corrupted(self) -> None:
-        """Raise what the comparison has found, alike on all ranks. Collective; after `drain`."""
+        """Raise the error for the differences that the watch has found, the same on all ranks. Collective; after `drain`."""
         assert self.watch is not None
         raise self.watch.error(self.kept_step).of_all_ranks()

@@ -23,7 +23,7 @@ from hpctrain.train.metrics import Reporter
 #: between two polls at the states of all ranks, where the program waits for them
 _LOOK_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 60.0
-#: at a checkpoint that is written at once, where another process removes its files
+#: attempts to write a checkpoint at once while another process removes its files
 _ATTEMPTS = 5
 
 
@@ -47,7 +47,7 @@ class Writing:
 class _State:
     """The state of a rank's part: under way, done with a result, or failed; seconds since its begin.
 
-    removed: it failed as another process removed its files.
+    removed: whether it failed because another process removed its files.
     """
 
     busy: bool
@@ -116,8 +116,8 @@ class Saver:
         """Write a checkpoint, or begin to, after `ready` said so.
 
         Raises:
-            CheckpointError: it cannot be written. In the background that is told instead, and tried again; so are files that
-                another process removes.
+            CheckpointError: it cannot be written. In the background, or if another process removes its files, the failure is
+                reported and the write repeated instead.
         """
         assert self._writing is None, "the checkpoint before it is still being written"
         self._missing = None
@@ -180,7 +180,8 @@ class Saver:
         """Wait for what is being written, for the deadline at most.
 
         Raises:
-            CheckpointError: the last checkpoint is not there, on every rank. It is told where another process removed its files.
+            CheckpointError: the last checkpoint is missing; on every rank. If another process removed its files, that is only
+                reported.
         """
         if self._writing is None:
             _require(self._missing)
@@ -196,7 +197,7 @@ class Saver:
             return
         self._let_go()
         failed = [state for state in states if state.failure is not None]
-        if failed and all(state.removed for state in failed):  # as they would have been a moment after they were written
+        if failed and all(state.removed for state in failed):  # a moment later the finished files would have been removed
             self._tell(writing.step, f"{failed[0].failure} The run ends without the checkpoint of step {writing.step}.")
             return
         if failed:

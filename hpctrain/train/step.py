@@ -162,7 +162,7 @@ class TrainingStep:
         network: this rank's copy. averagers: one per parameter group. progress: the process's engine.
         passes: that one step's samples are split into; by default one. message: receives the sums.
         counts_of: samples on each rank of a parameter group's communicator, from those of all ranks.
-        watch: takes checksums of what ranks hold alike and of what a step has read; None: nothing does.
+        watch: takes checksums of what ranks hold alike and sums of what a step has read; None: no checks.
         looks: at the parameters that the step before has made; False where somebody has looked already.
 
     Attributes:

@@ -26,7 +26,7 @@ class StepTotals:
     non_finite: ranks on which the loss, a batch statistic or a parameter is not finite. stop: ranks that were asked to stop.
     statistics: float64, flat, count-weighted sums of the batch statistics.
     news: sum of what ranks have to tell of a checkpoint that is being written (see `Saver.news`).
-    checks: float64, sums of what ranks have to say of their replicas (see `AgreedChecksums`); empty where nobody checks.
+    checks: float64, sums of the ranks' numbers for checks of replicas (see `AgreedChecksums`); empty without checks.
     """
 
     loss: float
@@ -48,7 +48,7 @@ class StepReduction:
         statistics_size: elements of the flat batch statistics.
         shards: those of this rank, whose sums are added in the order of their tree: each micro-batch is one of them. None: a
             rank adds its micro-batches up one after another.
-        checks: numbers of checks that travel with a message.
+        checks: how many numbers for checks a message carries.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ class Checksums:
         names: of the arrays, the same on each of the ranks. digests: uint32, of each.
         equal_at: steps done when all of it was last found equal.
         step: steps done when the checksums were taken; None: as many as in the report.
-        vouched: by array, whether this rank owns it and knows that it is as it was written; empty where it knows of none.
+        vouched: by array, whether this rank owns it and knows that it is unchanged since it was written; empty if none is.
     """
 
     names: Sequence[str] = ()
@@ -28,7 +28,7 @@ class Checksums:
     vouched: Sequence[bool] = ()
 
     def vouches(self, place: int) -> bool:
-        """Return whether this rank's array is right, whatever others hold."""
+        """Return whether this rank's array is known to be right, independently of other ranks."""
         return bool(self.vouched) and self.vouched[place]
 
 

@@ -1,4 +1,4 @@
-"""Arrays that several ranks hold alike, cut into parts of even size, of which a check looks at one in turn; and their guards."""
+"""Arrays that several ranks hold alike, in parts of even size that are checked in turn; and guards of such arrays."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class PartDigests:
         self._count, self._fetches = count, fetches
 
     def result(self) -> np.ndarray:
-        """Wait for them, and give them in the order of the pieces."""
+        """Wait for the checksums, and return them in the order of the pieces."""
         digests = np.zeros(self._count, np.uint32)
         for numbers, fetch in self._fetches:
             digests[numbers] = fetch.result()
@@ -81,11 +81,11 @@ class PartDigests:
 
 
 class PartGuard:
-    """Notices where a part's pieces change although nothing writes to them. Made at set-up.
+    """Detects changes of a part's pieces between writes. Made at set-up.
 
     Attributes:
-        found: names of what had changed, when that was first seen; empty where nothing had.
-        remembered: whether it is known what is right.
+        found: names of the pieces that had changed when a change was first seen; empty if none has.
+        remembered: whether the right values are known.
     """
 
     def __init__(self, part: Part) -> None:
@@ -97,51 +97,51 @@ class PartGuard:
         self.found: tuple[str, ...] = ()
 
     def remember(self) -> None:
-        """Take the pieces as they are now for right: they were just written."""
+        """Remember the current values as right, just after they were written."""
         for _, guard in self._guards:
             guard.remember()
         self.remembered = True
 
     def write(self, write: Callable[[], None]) -> None:
-        """Compare the pieces, let `write` write to them, and remember them."""
+        """Compare the pieces, call `write`, which writes to them, and remember them."""
         self.compare()
         write()
         self.remember()
 
     def compare(self) -> None:
-        """Compare the pieces with what is remembered; where nothing is, remember them."""
+        """Compare the pieces with the remembered values; remember them if there are none."""
         if not self.remembered:
             self.remember()
             return
         for _, guard in self._guards:
             guard.compare()
-        if self._on_host:  # the answer is there
+        if self._on_host:  # the result needs no wait
             self.look()
             self.tell()
 
     def look(self) -> None:
-        """Ask what comparisons have found so far; `tell` waits for the answer, where pieces are not on the host."""
+        """Request the findings of all comparisons so far; `tell` waits for them, if pieces are not on the host."""
         self._asked = [(numbers, guard.fetch_changed()) for numbers, guard in self._guards]
 
     def tell(self) -> None:
-        """Bring `found` up to the latest `look`."""
+        """Update `found` to the latest `look`."""
         changed = sorted(numbers[place] for numbers, fetch in self._asked for place in np.flatnonzero(fetch.result()).tolist())
         self.found = self.found or tuple(self._part[number].name for number in changed)
         self._asked = []
 
     def verify(self) -> None:
-        """Compare now, and wait for what is found."""
+        """Compare now, and wait for the findings."""
         self.compare()
         self.look()
         self.tell()
 
     def forget(self) -> None:
-        """Something else has written: remember the pieces at the next comparison."""
+        """Forget the remembered values, after something else has written. The next comparison remembers new ones."""
         self.remembered = False
 
 
 def _by_place(part: Part) -> list[tuple[list[int], WatchedArrays]]:
-    """The numbers of the pieces on each arithmetic, and their arrays."""
+    """Return the numbers and the watched arrays of the pieces on each arithmetic."""
     places: dict[int, list[int]] = {}
     for number, piece in enumerate(part):
         places.setdefault(id(piece.arithmetic), []).append(number)

@@ -1,9 +1,9 @@
-"""Watches what ranks must hold alike: in every step the parameters that it has read; in turn, and before checkpoints, all of it.
+"""Watches what ranks must hold alike, as memory and links may flip bits unnoticed.
 
-Memory and links may flip bits unnoticed. Where every rank holds something, ranks compare: sums of the parameters that a step has
-read, before its update writes over them; every few steps checksums of a part of all; before checkpoints those of all. A rank
-compares by itself what nothing but an update writes, such as the optimiser's state of an owner (`optim/guarded.py`), running
-statistics and frozen parameters, with sums that it took when it wrote there.
+If every rank holds something, ranks compare it. In every step they compare sums of the parameters that the step has read, taken
+before its update overwrites them. Every few steps they compare checksums of one part of everything in turn, and before
+checkpoints those of everything. What only updates write, such as an owner's optimiser state (`optim/guarded.py`), running
+statistics and frozen parameters, a rank compares by itself with the sums that it took after its last write.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from hpctrain.train.weight_average import WeightAverage
 _AllChecksums = tuple[Checksums, ...]
 _Look = tuple[Sequence[str], PartDigests]
 _KINDS = 2
-_PAIR = 2  # ranks among which no majority tells who is wrong
+_PAIR = 2  # ranks; without a majority that shows which one is wrong
 _NO_SUMS = np.zeros(0, np.uint32)
 
 
 @dataclass(frozen=True)
 class CheckCadence:
-    """How often ranks compare what steps do not read, and how much at a time.
+    """How often ranks compare a part of everything, and how large the part is.
 
     Attributes:
-        every_steps: from one check of a part to the next; 0: never, and nothing is compared at all, in no step.
-        most_parts: checks until all has been compared, at most. least_part_bytes: what one check looks at, where there is more.
-        hint: a sentence behind that of an error.
+        every_steps: from one check of a part to the next; 0 switches all comparisons off, including those of what steps read.
+        most_parts: maximum number of checks until everything has been compared. least_part_bytes: minimum size of a part.
+        hint: a sentence that follows that of an error.
     """
 
     every_steps: int = 0
@@ -54,9 +54,9 @@ class CheckCadence:
 
 @dataclass(frozen=True)
 class _Read:
-    """Sums of the parameters that a step has read, on their way.
+    """Pending sums of the parameters that a step has read.
 
-    step: steps done before it. fetches: by kind. vouched: by kind and piece, whether this rank owns it and knows what it is.
+    step: steps done before it. fetches: by kind. vouched: by kind and piece, whether this rank owns it and knows it to be right.
     """
 
     step: int
@@ -65,13 +65,13 @@ class _Read:
 
 
 def alike_positions(groups: GridGroups) -> tuple[Sequence[Sequence[int]], ...]:
-    """Return the positions that hold the same, by kind: of what is whole on every rank, and of parts of split layers."""
+    """Return, by kind, the groups of positions with equal contents: of unsplit layers, and of the parts of split layers."""
     ranks, splits = groups.messages.size, groups.split_size
     return [range(ranks)], [range(split_rank, ranks, splits) for split_rank in range(splits)]
 
 
 def message_size(groups: GridGroups, cadence: CheckCadence) -> int:
-    """Return how many numbers `WeightWatch.message` has; 0 where nothing is compared."""
+    """Return the size of `WeightWatch.message`; 0 if nothing is compared."""
     return _agreed(groups).size if cadence.every_steps else 0
 
 
@@ -80,24 +80,26 @@ def _agreed(groups: GridGroups) -> AgreedChecksums:
 
 
 def any_alike(seen: Sequence[bool], groups: GridGroups) -> bool:
-    """Return whether all of several ranks that hold the same have seen parameters that are not finite: not damage to one rank.
+    """Return whether all ranks of any group with equal contents have seen non-finite parameters.
 
-    Sums of such gradients may have other bits on each rank, as an addition of two NaN gives the first one.
+    Then no single rank is damaged: sums of such gradients may differ in their bits between ranks, since the sum of two NaN is
+    the first of them.
     """
     alike = (positions for kind in alike_positions(groups) for positions in kind if len(positions) > 1)
     return any(all(seen[position] for position in positions) for positions in alike)
 
 
 class WeightWatch:
-    """Compares this rank's replica with those of the others, and what it alone writes with itself. Only `compare_all` and `error`
-    are collective: checksums of steps travel with the steps' messages.
+    """Compares this rank's replica with those of the others, and guards what only this rank writes.
+
+    Only `compare_all` and `error` are collective: checksums of steps are sent in the steps' messages.
 
     Args:
-        guards: the optimisers, by parameter group. average: of the weights; None without. groups: of ranks.
+        guards: the optimisers, by parameter group. average: of the weights; None: there is none. groups: of ranks.
         cadence: of checks, with `every_steps` above 0.
 
     Attributes:
-        statistics: guards running statistics and their average; what writes to them goes through its `write`.
+        statistics: guard of the running statistics and their averages; every write to them must go through its `write`.
     """
 
     def __init__(
@@ -131,7 +133,7 @@ class WeightWatch:
         self._has_sent_looks = False
         self._all_equal_at = -1
         self._read_names, self._read_owned = self._watch_reads()
-        #: of steps that are not told yet: where arrays lie on a device, nothing waits for the sums of the step itself
+        #: of steps whose sums are not sent yet. On a device, sums are sent one step late, so that nothing waits for them
         self._reads: list[_Read] = []
         self._steps_kept = 1 if network.kernels.arithmetic.on_host else 2
         self._read_equal_at = 0
@@ -151,7 +153,7 @@ class WeightWatch:
         return max(map(len, self._parts))
 
     def _watch_reads(self) -> tuple[tuple[list[str], ...], tuple[list[bool], ...]]:
-        """Let averagers sum what steps read, where another rank has a copy.
+        """Make averagers sum the parameters that steps read, if other ranks have copies.
 
         Returns:
             By kind, the name of each piece, and whether this rank owns it.
@@ -162,7 +164,7 @@ class WeightWatch:
             parts = averager.read_parts
             if averager.comm.size == 1 or not parts:
                 continue
-            # Of two ranks no majority tells who is wrong, but the owner of a piece.
+            # Between two ranks there is no majority; the owner of a piece decides who is wrong.
             own = [segment for segment in averager.owned() if segment.size] if averager.comm.size == _PAIR else []
             places = sorted({place for segment in own for place in (segment.start, segment.stop)})
             averager.reads = ReadSums(averager.group, parts, places)
@@ -174,9 +176,9 @@ class WeightWatch:
     # -- in steps --------------------------------------------------------------------------------------------------------------
 
     def look(self, step: int) -> None:
-        """Between forward and backward, when parameters hold all of `step` steps: take checksums of a part, if it is time for it.
+        """Take checksums of a part if one is due. Does not wait for them.
 
-        Does not wait for them.
+        Call it between forward and backward, when parameters hold all updates of `step` steps.
         """
         if step % self._every:
             return
@@ -190,10 +192,10 @@ class WeightWatch:
         self._looks, self._look_step = tuple(looks), step
 
     def take(self, step: int) -> None:
-        """Between backward and `end_backward` of each step: take sums of the parameters that it has read. Does not wait for them.
+        """Take sums of the parameters that a step has read. Call it between backward and `end_backward`. Does not wait for them.
 
         Args:
-            step: steps done before.
+            step: number of steps done before this one.
         """
         fetches: tuple[list[Fetch], ...] = tuple([] for _ in range(_KINDS))
         vouched: list[Sequence[bool]] = [() for _ in range(_KINDS)]
@@ -203,7 +205,7 @@ class WeightWatch:
             averager.complete_parameters()
             fetches[_kind(name)].extend(averager.reads.complete())
             if averager.comm.size == _PAIR:
-                # Known before this step: what it has read before its update was compared with that.
+                # Whether they were known to be right before this step: its update has compared them with the remembered sums.
                 if self._vouches[name]:
                     vouched[_kind(name)] = self._read_owned[_kind(name)]
                 self._vouches[name] = self._knows_owned(name)
@@ -212,7 +214,7 @@ class WeightWatch:
         self._taken_step = step
 
     def message(self) -> np.ndarray:
-        """Return the numbers that travel with a step's message: those of `AgreedChecksums`."""
+        """Return the numbers for a step's message; see `AgreedChecksums.numbers`."""
         self._has_sent_looks, looks = self._looks is not None, self._looks
         of_parts = [Checksums() for _ in self._parts]
         if looks is not None:
@@ -224,7 +226,7 @@ class WeightWatch:
         return self._numbers()
 
     def read(self, sums: np.ndarray) -> bool:
-        """Return whether all is well, by the sums over all ranks of what the latest `message` gave."""
+        """Return whether all is well, given the sum over all ranks of the latest `message`."""
         if not self._agreed.are_well(sums):
             return False
         if self._has_sent_looks:
@@ -235,7 +237,7 @@ class WeightWatch:
         return True
 
     def _next_reads(self) -> list[Checksums]:
-        """The oldest sums that were not told yet, by kind."""
+        """Remove the oldest pending sums of a step, and return them by kind. Waits for them."""
         read = self._reads.pop(0)
         digests = [np.concatenate([_NO_SUMS, *(fetch.result() for fetch in fetches)]) for fetches in read.fetches]
         kinds = zip(self._read_names, digests, read.vouched, strict=True)
@@ -244,7 +246,7 @@ class WeightWatch:
     # -- between steps ---------------------------------------------------------------------------------------------------------
 
     def compare_all(self, step: int, *, schedules: bool = False) -> bool:
-        """Compare everything, after a drain, unless that was done after the same number of steps; whether all is well.
+        """Compare everything, unless that was done after the same number of steps; return whether all is well. After a drain.
 
         Args:
             step: steps done. schedules: those of the averagers, too.
@@ -273,12 +275,12 @@ class WeightWatch:
             guard.forget()
 
     def error(self, kept_step: int | None) -> CorruptedStateError:
-        """The sentence about what was compared last, the same on every rank, with the ranks that are wrong; after a drain.
+        """Return the error about the latest comparison, the same on every rank, with the ranks that are wrong. After a drain.
 
         Args:
             kept_step: of the newest checkpoint; None where there is none.
         """
-        for guard in self._guards:  # where ranks differ, an owner may not have compared with what it wrote so far
+        for guard in self._guards:  # an owner may not yet have compared its arrays with what it wrote
             guard.verify()
         changed = tuple(name for guard in self._guards for name in guard.found)
         reports = self._comm.allgather_object(RankReport(self._sent, changed))
@@ -294,7 +296,7 @@ class WeightWatch:
         return () if alone else tuple(piece for part in parts for piece in part)
 
     def _knows_owned(self, name: str) -> bool:
-        """Whether owned parameters of a group are known to be what the last update has made of them, or are told as found."""
+        """Return whether a group's owned parameters are known to hold the last update's values, or are reported as changed."""
         rounded = self._rounded.get(name)
         return self._optimizers[name].vouches if rounded is None else all(guard.remembered for guard in rounded)
 
@@ -316,7 +318,7 @@ class WeightWatch:
         return Checksums(names, np.concatenate([look.digests, np.array([*sums.values()], np.uint32)]), look.equal_at)
 
     def _numbers(self) -> np.ndarray:
-        """The numbers of what is sent, and of whether this rank has found damage by itself."""
+        """Return the numbers for the checksums in `_sent`, and for whether this rank has found damage by itself."""
         for guard in self._guards:
             guard.tell()
         kinds = (self._sent[kind::_KINDS] for kind in range(_KINDS))
@@ -325,12 +327,12 @@ class WeightWatch:
 
 
 def _kind(group: str) -> int:
-    """The kind of a group of parameters."""
+    """Return the kind of a parameter group: 0 for unsplit layers, 1 for parts of split layers."""
     return int(group != ALL)
 
 
 def _statistics(network: Network, average: WeightAverage | None) -> list[WatchedPiece]:
-    """Running statistics, and their averages."""
+    """Return the pieces of the running statistics and of their averages."""
     pieces = [WatchedPiece(f"running statistic {name}", view.reshape(-1)) for name, view in network.statistics.views.items()]
     averages = {} if average is None else average.views
     return [

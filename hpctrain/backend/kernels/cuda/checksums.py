@@ -56,7 +56,7 @@ class CudaChecksums:
     """Implements `ArrayChecksums`. Keeps the arrays.
 
     Args:
-        of_zeros: the checksum of as many zero bytes as each array has, where `kind` leaves that out.
+        of_zeros: for each array, the checksum of the same number of zero bytes, if `kind` omits that term.
     """
 
     def __init__(

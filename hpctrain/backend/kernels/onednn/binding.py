@@ -148,8 +148,8 @@ class Engine:
     def multiply(self, a: Array, b: Array, out: Array) -> None:
         """Write the product of float32 matrices a (m, k) and b (k, n) to `out` (m, n), in the library's threads.
 
-        Each may have a leading dim of 1. The elements of a row or of a column of `a` and of `b` are contiguous, those of a row of
-        `out` as well. At a fixed number of threads the bits are the same each time.
+        Each may have a leading dim of 1. In `a` and `b` the elements of a row or of a column must be contiguous, in `out` those
+        of a row. With a fixed number of threads the result is bitwise reproducible.
 
         Raises:
             BackendError: oneDNN refuses the sizes.
@@ -161,7 +161,7 @@ class Engine:
 
 
 def _leading(matrix: Array) -> tuple[bytes, int]:
-    """Return whether dnnl_sgemm has to turn a matrix (`b"T"`, `b"N"`), and the elements from one row or column to the next."""
+    """Return dnnl_sgemm's transposition flag (`b"T"` or `b"N"`) and leading dimension of a matrix."""
     (rows, columns), (row, column) = matrix.shape[-2:], (stride // matrix.itemsize for stride in matrix.strides[-2:])
     if column == 1 or columns == 1:
         return b"N", max(row, columns)

@@ -53,8 +53,8 @@ class OnednnKernelSet(KernelSet):
     """oneDNN's kernels where it has them, NumPy's in plain memory for the rest (empty images, dropout, synchronised batch norm,
     windows of changing size, the loss, and whatever oneDNN would compute by its plain loops).
 
-    Owns the engine. Threads are OpenMP's: OMP_NUM_THREADS, read when the library is loaded. NumPy's BLAS is held to one thread in
-    the whole process: threads of a second pool would fight for the cores with OpenMP's, which spin between two kernels.
+    Owns the engine. Threads are OpenMP's: OMP_NUM_THREADS, read when the library is loaded. Limits NumPy's BLAS to one thread in
+    the whole process: a second thread pool would compete for the cores with OpenMP's threads, which spin between two kernels.
 
     Args:
         fused: rewrite neighbours into fused operations (the same numbers up to rounding).

@@ -1,4 +1,4 @@
-"""Convolutions with few pixels and many weights as products of matrices, in the library's threads."""
+"""Convolutions with few pixels and many weights as matrix products, computed by the library's threads."""
 
 from __future__ import annotations
 
@@ -13,22 +13,26 @@ from hpctrain.backend.kernels.onednn.binding import Engine
 from hpctrain.backend.kernels.onednn.regions import Regions, part
 from hpctrain.backend.kernels.specs import Conv2dSpec, TensorSpec
 
-# Few output pixels in all images, and many weights: a product of matrices reads these once, as they lie, where the library's
-# convolutions copy them into blocks and back in every step.
+# With few output pixels in all images and many weights, a matrix product reads the weights once, in their own layout. The
+# library's convolutions copy them into blocks and back in every step.
 _FEW_PIXELS = 128
 
 
 def products_pay(spec: Conv2dSpec, x: TensorSpec) -> bool:
-    """Whether im2col and products of matrices beat the library's kernels in training. A rule, so that all ranks do the same."""
+    """Return whether im2col and matrix products beat the library's kernels in training.
+
+    A fixed rule instead of a measurement, so that all ranks decide alike.
+    """
     n, height, width, _ = spec.output(x.plain()).shape
     windows = spec.groups == 1 and math.prod(spec.window.kernel) > 1
     return windows and n * height * width <= _FEW_PIXELS and math.prod(spec.weight_shape) >= MANY_WEIGHTS
 
 
 class ProductConv2d(NumpyConv2d):
-    """A convolution by im2col and the library's products, which share its threads: NumPy's would wake a pool of their own.
+    """Compute a convolution by im2col and the library's matrix products.
 
-    The forward product is computed transposed, since dnnl_sgemm is slow with few rows of the result and many columns.
+    The library's products use its own thread pool; NumPy's would start a second one. The forward product is computed transposed,
+    since dnnl_sgemm is slow if the result has few rows and many columns.
     """
 
     def __init__(self, engine: Engine, spec: Conv2dSpec, x: TensorSpec, *, training: bool) -> None:
