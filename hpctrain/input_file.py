@@ -1,7 +1,7 @@
-"""Files that users name, read into memory: regular files alone, and no more bytes than such a file can have.
+"""Reads files that users name into memory: only regular files, and only up to a limit.
 
-A device has no end and a named pipe may have no writer, so that neither is opened. What is refused is an `OSError` whose
-`strerror` has the reason, as the system's own refusals are.
+A device has no end and a named pipe may have no writer, so that neither is opened. Refusals are `OSError`s whose `strerror` has
+the reason, like the system's own.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import stat
 from pathlib import Path
 from typing import Any
 
-#: most bytes of a text that people write, such as a configuration
+#: size limit of a text that people write, such as a configuration, in bytes
 TEXT_BYTES = 1 << 18
-#: most bytes of a record that programs write, such as metrics
+#: size limit of a record that programs write, such as metrics, in bytes
 RECORD_BYTES = 1 << 31
 _BLOCK = 1 << 20
 _KINDS = (
@@ -27,18 +27,18 @@ _KINDS = (
 
 
 def kind_of(mode: int) -> str:
-    """Return in words what a file that is not regular is, from its mode."""
+    """Return the kind of a file that is not regular, in words, from its mode."""
     return next((words for matches, words in _KINDS if matches(mode)), "a device")
 
 
 def require_regular(path: str | Path, *, pipes: bool = False) -> None:
-    """Raise unless the path is that of a regular file, links followed.
+    """Raise unless the path, with links followed, is that of a regular file.
 
     Args:
-        pipes: whether a pipe without a name, as `<(command)` and `/dev/stdin` are, passes, too.
+        pipes: whether an unnamed pipe, such as `<(command)` or `/dev/stdin`, is accepted as well.
 
     Raises:
-        OSError: nothing is there, or something else.
+        OSError: the path does not exist, or is another kind of file.
     """
     mode = os.stat(path).st_mode
     if stat.S_ISREG(mode) or (pipes and stat.S_ISFIFO(mode) and not os.path.lexists(os.path.realpath(path))):
@@ -52,10 +52,10 @@ def read_bytes(path: str | Path, most: int = RECORD_BYTES, *, pipes: bool = Fals
     """Return the content of a file.
 
     Args:
-        most: largest number of bytes that it may have. pipes: as for `require_regular`.
+        most: size limit in bytes. pipes: see `require_regular`.
 
     Raises:
-        OSError: it cannot be read, is no regular file, or has more bytes.
+        OSError: the file cannot be read, is not regular, or is larger.
     """
     require_regular(path, pipes=pipes)
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -72,7 +72,7 @@ def read_bytes(path: str | Path, most: int = RECORD_BYTES, *, pipes: bool = Fals
 
 
 def read_text(path: str | Path, most: int = RECORD_BYTES, *, pipes: bool = False) -> str:
-    """Return the text of a file in UTF-8, lines ended by newlines alone; see `read_bytes`.
+    """Return the text of a file in UTF-8, with all line ends as newlines; see `read_bytes`.
 
     Raises:
         OSError: as `read_bytes`. UnicodeDecodeError: it is no UTF-8.
@@ -81,7 +81,7 @@ def read_text(path: str | Path, most: int = RECORD_BYTES, *, pipes: bool = False
 
 
 def json_object(text: bytes) -> dict[str, Any] | None:
-    """Return the JSON object of a text; None where it is none that can be read."""
+    """Return the JSON object in a text; None if the text is no JSON object."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

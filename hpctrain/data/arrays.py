@@ -15,21 +15,21 @@ from hpctrain.data.mixing import Mixing
 from hpctrain.data.sampler import Sampler, counts
 from hpctrain.errors import DataError, ShapeError
 
-# Of arrays that are looked at, as blocks of so many bytes; of larger ones, as maps of files may be, blocks are left out.
+# Images are examined in blocks of the first size. If they exceed the second, as memory maps may, some blocks are skipped.
 _BLOCK_BYTES, _MOST_BYTES = 1 << 22, 1 << 29
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Images (N, H, W, C) of a floating dtype, finite, and labels (N,) int64, each of a class."""
+    """Finite images (N, H, W, C) of a floating dtype, and labels (N,) int64, all valid classes."""
 
     images: np.ndarray
     labels: np.ndarray
 
     def facts(self) -> dict[str, str]:
-        """Return the facts by which ranks know that they have the same arrays: shape, dtype and checksums of both.
+        """Return the facts by which ranks compare their arrays: shape, dtype and checksum of images and labels.
 
-        Up to 512 MiB of images are read, blocks that are evenly spread.
+        Reads at most 512 MiB of images, in evenly spaced blocks.
         """
         checksum = 0
         for _, block in _blocks(self.images):
@@ -41,14 +41,15 @@ class Samples:
 
 
 def as_samples(images: Any, labels: Any, classes: int, dtype: np.dtype | str) -> Samples:
-    """Return arrays that an `ArrayLoader` takes.
+    """Check images and labels, and return them as arrays for an `ArrayLoader`.
 
     Args:
-        images: (N, H, W, C) floating, or what NumPy makes such an array of. labels: (N,) integers in the same way.
-        classes: labels are in 0 .. classes - 1. dtype: floating, of the images that are returned.
+        images: array-like (N, H, W, C), floating. labels: array-like (N,), integers.
+        classes: number of classes; labels are in 0 .. classes - 1. dtype: floating dtype of the returned images.
 
     Raises:
-        DataError: no array, another kind of numbers, an image that is not finite in `dtype`, or a label outside its range.
+        DataError: not convertible to an array, another kind of numbers, an image that is not finite in `dtype`, or a label
+            outside its range.
         ShapeError: arrays of other shapes.
     """
     pixels, numbers = _array("images", images), _array("labels", labels)
@@ -82,7 +83,7 @@ def as_samples(images: Any, labels: Any, classes: int, dtype: np.dtype | str) ->
 def _array(name: str, values: Any) -> np.ndarray:
     try:
         return np.asarray(values)
-    except Exception as error:  # lists of several lengths, tensors on a device, whatever __array__ raises
+    except Exception as error:  # ragged lists, tensors on a device, anything that __array__ may raise
         reason = " ".join(str(error).split()).rstrip(".")
         raise DataError(f"{name} is no array and cannot be made one ({reason}); give an array of NumPy.") from error
 
@@ -95,7 +96,7 @@ def _no_samples(images: np.ndarray, labels: np.ndarray, count: int) -> ShapeErro
 
 
 def _blocks(images: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield the first sample's number and the images of each block, or of evenly spread ones where they have over 512 MiB."""
+    """Yield (number of the first sample, images) of each block; of evenly spaced blocks if the images exceed 512 MiB."""
     rows = max(1, _BLOCK_BYTES // max(1, images[:1].nbytes))
     begins = np.arange(0, len(images), rows)
     if images.nbytes > _MOST_BYTES:

@@ -80,11 +80,14 @@ class BlockReader:
         return out.tobytes()
 
     def read_sums(self, samples: np.ndarray) -> dict[int, int]:
-        """Return the crc32 of the pixels of samples (n,), read once by system calls; samples that cannot be read are left out."""
+        """Return the crc32 of the pixels of samples (n,), by sample. Omits samples that cannot be read.
+
+        Reads once, by system calls.
+        """
         sizes, starts = self.extents.sizes(samples), self.extents.starts(samples)
         ends = np.cumsum(sizes)
         out = np.empty(int(sizes.sum()), np.uint8)
-        gathers, self._gathers = self._gathers, False  # a page of the map would bring its neighbours in, too
+        gathers, self._gathers = self._gathers, False  # touching a page of the map would read its neighbours as well
         failed = self.fetch(samples, starts[:, None], (ends - sizes)[:, None], sizes, out, patient=False)
         self._gathers = gathers
         places = zip(samples.tolist(), (ends - sizes).tolist(), ends.tolist(), strict=True)
@@ -95,11 +98,11 @@ class BlockReader:
         }
 
     def pixel_sums(self, sums: np.ndarray | None) -> np.ndarray | None:
-        """Return the crc32 of each sample's pixels as the file declares them, (N,), or None. sums: of the stored bytes."""
+        """Return the declared crc32 of each sample's pixels, (N,), or None. sums: declared crc32 of the stored bytes."""
         return sums
 
     def _pixel_sum(self, sample: int, stored_sum: int) -> int:
-        """Return the crc32 of a sample's pixels by that of its stored bytes."""
+        """Return the crc32 of a sample's pixels, given the crc32 of its stored bytes."""
         return stored_sum
 
     def blocks(self) -> Iterator[tuple[np.ndarray, np.ndarray, Mapping[int, str]]]:

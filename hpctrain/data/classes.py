@@ -1,6 +1,6 @@
-"""Classes by name: files that name the same ones in another order are read in one order, others are refused.
+"""Classes by name: a file with the same class names in another order is mapped to one order; other classes are refused.
 
-Names are the same if they are in Unicode's composed form (`stored.normal_name`).
+Names are compared in Unicode's composed form (`stored.normal_name`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def in_order_of(file: ImageFile, names: Sequence[str], origin: str) -> ImageFile
     if names == file.class_names:
         return file
     label_of = {normal_name(name): label for label, name in enumerate(names)}
-    if len(label_of) < len(names):  # a name stands for several classes, which are in one order then
+    if len(label_of) < len(names):  # a name stands for several classes; `difference` then requires the same order
         mapped = np.arange(len(names))
     else:
         mapped = np.array([label_of[normal_name(name)] for name in file.class_names], np.int64)

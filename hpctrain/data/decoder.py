@@ -4,7 +4,7 @@ Pillow decodes everything and says what a picture is. Plain JPEG files, which mo
 the same libjpeg-turbo with less around it. It computes what Pillow computes, the slow and exact transform with smooth upsampling
 of colours, so that the pixels are the same, bit by bit, with it and without it.
 
-Of a file that has several frames or pages the first is the picture. Metadata that is damaged is left aside: pixels alone count.
+Of a file with several frames or pages, the first one is decoded. Damaged metadata is ignored: only pixels count.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ except ImportError:  # no wheel for this machine
 
 Fit = Literal["crop", "squash"]
 
-#: how the names of files that are decoded end, in small letters
+#: suffixes of files that are decoded, in lower case
 SUFFIXES = frozenset((
     ".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".jp2", ".j2k", ".png", ".apng", ".webp", ".avif", ".bmp", ".dib", ".tif", ".tiff",
     ".gif", ".ppm", ".pgm", ".pbm", ".pnm",
 ))  # fmt: skip
-#: how the names of pictures end whose formats are not decoded
+#: suffixes of pictures whose formats are not decoded, in lower case
 FOREIGN_SUFFIXES = frozenset((
     ".heic", ".heif", ".hif", ".jxl", ".jxr", ".psd", ".psb", ".svg", ".eps", ".ico", ".icns", ".tga", ".pcx", ".xcf", ".exr",
     ".hdr", ".pfm", ".dcm", ".fits", ".raw", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".rw2", ".raf", ".pef",
 ))  # fmt: skip
 #: pixels of the largest picture that is decoded unless the user allows more: 0.5 GB in RGB
 MAX_PIXELS = 178_956_970
-# Among the others that Pillow reads are some that start programs (EPS), or take any bytes for an image (TGA).
+# Some other formats of Pillow start programs (EPS), or accept any bytes as an image (TGA).
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "DIB", "TIFF", "GIF", "PPM", "JPEG2000", "AVIF")
-#: bytes of a picture file beyond these of its pixels, for metadata
+#: largest picture file: so many bytes per pixel, and so many more for metadata
 _BYTES_OF_PIXEL, _BYTES_OF_METADATA = 4, 16 << 20
 
 _JPEG = b"\xff\xd8\xff"
@@ -71,13 +71,13 @@ _TURNS = {
     8: Image.Transpose.ROTATE_90,
 }
 
-#: what Pillow raises above its limit, the second where warnings are errors
+#: what Pillow raises above its limit; the second one if warnings are turned into errors
 _BOMBS = (Image.DecompressionBombError, Image.DecompressionBombWarning)
 
-# Pillow warns from its limit on and refuses from twice its limit on. Here all that is above the limit is refused, in a sentence.
+# Pillow warns above its limit and refuses above twice its limit. hpctrain refuses everything above the limit by its own error.
 Image.MAX_IMAGE_PIXELS = MAX_PIXELS
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
-warnings.filterwarnings("ignore", module=r"PIL\.", category=UserWarning)  # of metadata that is damaged
+warnings.filterwarnings("ignore", module=r"PIL\.", category=UserWarning)  # about damaged metadata
 
 
 def decode(
@@ -95,11 +95,11 @@ def decode(
         max_pixels: pixels of the largest picture that is decoded; None: MAX_PIXELS.
 
     Raises:
-        DataError: not, or not wholly, an image; a larger one; the sentence does not name the file.
+        DataError: no image, an incomplete one, or one with too many pixels; the message does not name the file.
     """
     most = MAX_PIXELS if max_pixels is None else max_pixels
     if Image.MAX_IMAGE_PIXELS is not None and most > Image.MAX_IMAGE_PIXELS:
-        Image.MAX_IMAGE_PIXELS = most  # it holds for the whole process, so it only rises
+        Image.MAX_IMAGE_PIXELS = most  # a limit of the whole process, so it is only raised
     content = read_picture(source, most) if isinstance(source, Path) else source
     try:
         pixels = _jpeg(content, channels, most)
@@ -120,10 +120,10 @@ def decode(
 
 
 def read_picture(path: Path, max_pixels: int | None = None) -> bytes:
-    """Return the content of a picture file. Opens regular files only, and reads no more bytes than `max_pixels` can have.
+    """Return the content of a picture file. Opens regular files only, of at most the size that `max_pixels` allow.
 
     Raises:
-        DataError: it cannot be read; the sentence does not name the file.
+        DataError: the file cannot be read or is larger; the message does not name it.
     """
     try:
         return read_regular(path, _BYTES_OF_PIXEL * (max_pixels or MAX_PIXELS) + _BYTES_OF_METADATA)
@@ -149,7 +149,7 @@ def _jpeg(content: bytes, channels: int, max_pixels: int) -> np.ndarray | None:
             with Image.open(io.BytesIO(content), formats=("JPEG",)) as opened:
                 if _turn(opened) is not None:
                     return None
-        except Exception:  # metadata that Pillow cannot read, or too many pixels: `_opened` knows both
+        except Exception:  # metadata that Pillow cannot read, or too many pixels: `_opened` handles both
             return None
     try:
         height, width, colours, _ = simplejpeg.decode_jpeg_header(content)
@@ -163,7 +163,7 @@ def _jpeg(content: bytes, channels: int, max_pixels: int) -> np.ndarray | None:
 
 
 def _segments(content: bytes) -> Iterator[tuple[int, int, int]]:
-    """(marker, start, stop) of the segments in front of a JPEG file's data, and of the data; ends where there is no marker."""
+    """Yield (marker, start, stop) of the segments before a JPEG file's data, and of the data. Stop if a marker is missing."""
     place = 2
     while place + 4 <= len(content) and content[place] == _MARKER:
         marker = content[place + 1]
@@ -176,7 +176,7 @@ def _segments(content: bytes) -> Iterator[tuple[int, int, int]]:
 
 
 def _applications(content: bytes) -> list[bytes] | None:
-    """How the segments APP1 and APP2 in front of a JPEG file's data begin; None where it has no plain sequence of segments."""
+    """Return the first bytes of the APP1 and APP2 segments before a JPEG file's data; None if its segments are irregular."""
     found: list[bytes] = []
     for marker, start, _ in _segments(content):
         if marker == _START_OF_SCAN:
@@ -187,13 +187,13 @@ def _applications(content: bytes) -> list[bytes] | None:
 
 
 def _opened(content: bytes, max_pixels: int) -> Image.Image:
-    """The decoded picture, upright."""
+    """Return the decoded picture, upright."""
     try:
         return _loaded(content, max_pixels)
     except (DataError, *_BOMBS):
         raise
     except Exception as error:
-        # A damaged profile, comment or EXIF makes Pillow refuse a file whose pixels are sound.
+        # Pillow refuses a file with a damaged profile, comment or EXIF, even if its pixels are intact.
         for exif in (True, False):
             try:
                 return _loaded(_without_metadata(content, exif), max_pixels)
@@ -222,10 +222,10 @@ def _formats() -> tuple[str, ...]:
 
 
 def _turn(image: Image.Image) -> Image.Transpose | None:
-    """What turns a picture upright; None where it is, or where its EXIF cannot be read."""
+    """Return the transposition that turns a picture upright; None if it is upright, or if its EXIF cannot be read."""
     try:
         return _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
-    except Exception:  # whatever damaged metadata makes Pillow raise
+    except Exception:  # Pillow may raise anything for damaged metadata
         return None
 
 
@@ -236,10 +236,10 @@ def _too_large(most: int, pixels: int) -> DataError:
 
 
 def _without_metadata(content: bytes, exif: bool) -> bytes:
-    """The picture file without what does not matter to its pixels, where its format is one whose parts are known.
+    """Return a PNG, JPEG or TIFF file without the parts that do not affect its pixels; other files unchanged.
 
     Args:
-        exif: keep this, as it says which side is up.
+        exif: whether to keep the EXIF data, which has the orientation.
     """
     if content.startswith(_PNG):
         return _plain_png(content, exif)
@@ -269,7 +269,7 @@ def _plain_jpeg(content: bytes, exif: bool) -> bytes:
 
 
 def _plain_tiff(content: bytes, order: str) -> bytes:
-    """The first directory of tags without those of metadata, in its own place."""
+    """Return a TIFF file whose first directory lacks the tags of metadata; offsets stay valid."""
     try:
         (place,) = struct.unpack_from(f"{order}I", content, 4)
         (count,) = struct.unpack_from(f"{order}H", content, place)
@@ -290,16 +290,16 @@ def _fitted(image: Image.Image, size: tuple[int, int] | None, fit: Fit) -> Image
 
 
 def _depth(image: Image.Image) -> int:
-    """Bits of a pixel's value as the file says; 16 where it does not."""
+    """Return the number of bits per value that the file declares; 16 if it declares none."""
     bits = getattr(image, "tag_v2", {}).get(ExifTags.Base.BitsPerSample, (16,))
     return max(bits) if isinstance(bits, tuple) else int(bits)
 
 
 def _eight_bits(image: Image.Image, depth: int) -> Image.Image:
-    """The image with at most 8 bits a value: of deeper ones the upper bits, where Pillow would clip at 255.
+    """Return the image with at most 8 bits per value. Keeps the upper bits of deeper values, which Pillow would clip at 255.
 
     Raises:
-        DataError: values that are no shares of a largest one.
+        DataError: floating-point, negative or wider values, which have no known maximum.
     """
     if not image.mode.startswith(("I", "F")):
         return image

@@ -102,7 +102,7 @@ class EncodedReader(BlockReader):
         return self._pixel_sums
 
     def _pixel_sum(self, sample: int, stored_sum: int) -> int:
-        """Return the declared one, without decoding; a number that no pixels have if the stored bytes changed."""
+        """Return the declared checksum, without decoding; a negative number, so no checksum, if the stored bytes changed."""
         return int(self._pixel_sums[sample]) if stored_sum == self._sums[sample] else -1 - stored_sum
 
     def _decode_all(self, samples: np.ndarray, outs: list[np.ndarray], patient: bool) -> Mapping[int, str]:

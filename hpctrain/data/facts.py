@@ -1,6 +1,6 @@
-"""The facts that a run remembers of the data that it is trained on: enough to know it again, and to evaluate without it.
+"""The facts that a run stores about its training data, enough to recognise it and to evaluate without it.
 
-And those by which the ranks of a job know that they read the same data.
+Also the facts by which the ranks of a job check that they read the same data.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hpctrain.data.block_reader import BlockReader
 from hpctrain.data.format import ImageFile
 from hpctrain.data.stored import digest_of
 
-#: samples of which stored bytes are read to know a file, and the bytes that this may take; of two samples in any case
+#: limits on the samples whose stored bytes are compared, in number and in bytes; at least two samples are
 _MOST_SAMPLES, _MOST_BYTES = 16, 1 << 20
 
 
@@ -98,11 +98,11 @@ class ImageForm:
 
 
 def compared_facts(file: ImageFile) -> dict[str, Any]:
-    """Return the facts by which ranks know that they have opened the same data, in the order in which they are compared.
+    """Return the facts by which ranks check that they have opened the same data, in the order of comparison.
 
-    They are facts of the samples, not of their format: where a file of pixels and one of picture files hold the same samples,
-    the facts that both have are equal. A fact that a format does not have is left out. Labels, and the checksums of all samples,
-    are those that the file declares; of at most 16 samples, evenly spread, the stored bytes are read and compared with them.
+    They describe the samples, not the file format: if a file of pixels and one of picture files hold the same samples, the facts
+    that both have are equal. A fact that a format lacks is left out. Labels and the checksums of all samples are those that the
+    file declares. The stored bytes of at most 16 evenly spaced samples are read.
 
     Returns:
         "samples", "shape", "classes", "labels" (sha256), "mean", "deviation", "image N" (crc32 of the pixels of sample N),

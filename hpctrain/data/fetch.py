@@ -174,7 +174,7 @@ def _read(response: http.client.HTTPResponse, name: str, bar: Bar) -> bytes:
     """All that a site sends.
 
     Raises:
-        http.client.HTTPException: it ends too early. DataError: it sends more than any of the files has.
+        http.client.HTTPException: the response ends too early. DataError: the response is larger than any of the files.
     """
     parts: list[bytes] = []
     received = 0

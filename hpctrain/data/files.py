@@ -26,9 +26,9 @@ def system_errors_as(sentence: str) -> Iterator[None]:
 
 
 def open_regular(path: Path) -> int:
-    """Return a descriptor of a regular file to read.
+    """Open a regular file for reading and return its descriptor.
 
-    Opens nothing else: a pipe would wait for a writer, and a device may act when it is opened, or have no end.
+    Opens nothing else: opening a pipe waits for a writer, and a device may have side effects or no end.
 
     Raises:
         OSError: missing, not readable, or no regular file.
@@ -36,7 +36,7 @@ def open_regular(path: Path) -> int:
     _check_regular(os.stat(path).st_mode)
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
-        _check_regular(os.fstat(descriptor).st_mode)  # another file may have taken its name
+        _check_regular(os.fstat(descriptor).st_mode)  # another file may have replaced it meanwhile
     except BaseException:
         os.close(descriptor)
         raise

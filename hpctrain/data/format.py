@@ -13,7 +13,7 @@
 
 Attributes of the root: `format`, `version`; of each dataset: `sha256` of its bytes; of `images` or `blob`: `fit`, "crop" or
 "squash", where pictures were brought to one size; of `blob`: `form`, the (H, W, C) that they are brought to, and `max_pixels` of
-the largest picture, where that is not the decoder's own limit. HDF5 opens the file, without locks, to learn where the images lie;
+the largest picture, if that is not the decoder's own limit. HDF5 opens the file, without locks, to find where the images lie;
 from then on they are a memory map, so that reading a sample is a copy from the page cache. Everything but the images is compared
 with its checksum whenever the file is opened.
 
@@ -209,7 +209,7 @@ def _read_old(path: Path) -> Stored:
     with format_version_1.OldFile(path) as old:
         try:
             header = old.header()
-        except Exception as error:  # the old format has many forms, of which version 1 has one
+        except Exception as error:  # version 1 uses only one of the old format's many forms
             if "truncated" in str(error):
                 raise
             raise _damaged(path, "damaged, or an HDF5 file of another program") from error

@@ -179,7 +179,7 @@ class OldFile:
         kind, size = datatype[0] & 0x0F, struct.unpack_from("<I", datatype, 4)[0]
         if kind == _INTEGER and size <= len(data):
             return int.from_bytes(data[:size], "little")
-        if kind == _STRING and size <= len(data):  # of other programs, which are to be known by it
+        if kind == _STRING and size <= len(data):  # only other programs write these; read to recognise their files
             return data[:size].rstrip(b"\0")
         if kind == _VARIABLE_LENGTH:
             return self._text(data)

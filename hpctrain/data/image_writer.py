@@ -200,7 +200,7 @@ class EncodedFileWriter(DataFileWriter):
     """Writes a data file of picture files; see `DataFileWriter`.
 
     Args:
-        max_pixels: of the largest picture, which its readers allow, too; None: the decoder's own limit.
+        max_pixels: of the largest picture; stored for the readers of the file. None: the decoder's own limit.
     """
 
     def __init__(self, *arguments: Any, max_pixels: int | None = None, **options: Any) -> None:

@@ -20,17 +20,17 @@ from hpctrain.log import get_logger
 
 _DECODED_CHANNELS = (1, 3)
 _log = get_logger(__name__)
-#: files that are read to compare the pictures of two ranks, and the first bytes of each
+#: limits of the comparison of pictures between ranks: the number of files, and the first bytes of each
 _MOST_COMPARED, _COMPARED_BYTES = 16, 1 << 16
 
 
 def picture_files(places: Sequence[Path]) -> tuple[Path, ...]:
-    """Return the files that places stand for, in their order: each itself, and the images below a directory, sorted.
+    """Return the files that places stand for, in their order: a file itself, or the images below a directory, sorted.
 
-    Pictures that cannot be read are among them; what else is left out of a directory is logged.
+    Includes pictures that cannot be read. Logs everything else that is left out of a directory.
 
     Raises:
-        DataError: a place that is not there, a directory without an image, or one that cannot be read, below another, too.
+        DataError: a missing place, a directory without an image, or a directory, at any depth, that cannot be read.
     """
     files: list[Path] = []
     for place in places:
@@ -66,9 +66,9 @@ def _is_picture(path: Path) -> bool:
 
 
 def picture_facts(files: Sequence[Path]) -> dict[str, str]:
-    """Return the size and the crc32 of some files, by name, by which ranks know that they have the same pictures.
+    """Return the size and the crc32 of some files, by name, by which ranks check that they have the same pictures.
 
-    They are at most 16, evenly spread, of each of which at most 64 KiB are read.
+    Reads at most 64 KiB of each of at most 16 evenly spaced files.
     """
     count = min(len(files), _MOST_COMPARED)
     return {str(files[place]): _fact(files[place]) for place in np.linspace(0, len(files) - 1, count).astype(int).tolist()}

@@ -25,7 +25,7 @@ _LARGEST = 1e37  # of a normalised pixel; float32 ends at 3.4e38
 FIT = "fit"
 #: attribute of the picture files: (H, W, C) that each is brought to
 FORM = "form"
-#: attribute of picture files: pixels of the largest that is decoded, where it is not the decoder's own limit
+#: attribute of the picture files: pixels of the largest picture that is decoded, if other than the decoder's own limit
 MAX_PIXELS = "max_pixels"
 #: the datasets of a file of pixels that have a checksum: all but "sums", which earlier versions of hpctrain did not write
 DATASETS = ("images", "labels", "class_names", "mean", "std")
@@ -65,7 +65,7 @@ class Stored:
             pictures decode to.
         fit: how pictures were brought to the images' size ("crop", "squash"); None: they have their own, or nobody knows.
         sums: (N,) crc32 of each sample's stored bytes; None: the file has none. pixel_sums: (N,) of what pictures decode to.
-        max_pixels: of the largest picture that is decoded; None: the decoder's own limit.
+        max_pixels: size limit of a picture that is decoded; None: the decoder's own limit.
     """
 
     images: StoredImages
@@ -119,10 +119,12 @@ def read(file: h5py.File) -> Stored:
 
 
 def _values(file: h5py.File, name: str) -> np.ndarray:
-    """The values of a dataset, which are in the file: one that claims more, of values that were never written, could fill memory.
+    """Return the values of a dataset.
+
+    A dataset may claim more values than were ever written, and would fill memory when it is read.
 
     Raises:
-        ValueError: the file does not hold them.
+        ValueError: the file holds fewer bytes than the dataset claims.
     """
     dataset = file[name]
     if dataset.nbytes > dataset.id.get_storage_size():
@@ -188,7 +190,7 @@ def check_statistics(origin: str, mean: np.ndarray, std: np.ndarray) -> None:
 
 
 def normal_name(name: str) -> str:
-    """Return a class name in Unicode's composed form (NFC), in which names are compared: macOS decomposes those of files."""
+    """Return a class name in Unicode's composed form (NFC), for comparisons: macOS decomposes the names of files."""
     return unicodedata.normalize("NFC", name)
 
 

@@ -43,8 +43,8 @@ class UnfinishedFile:
         path: of the file in the making. size: bytes of the block.
 
     Raises:
-        OSError: it cannot be made.
-        DataError: another process makes the same file at this moment, or a file of its name is none in the making.
+        OSError: the file cannot be created.
+        DataError: another process is writing the same file, or a file that no conversion has begun has its name.
     """
 
     def __init__(self, path: Path, source: str | None = None) -> None:
@@ -162,7 +162,7 @@ class UnfinishedFile:
             # A file system without locks: two conversions to one name are the user's own.
 
     def _refuse_foreign(self) -> None:
-        """Raise where the file in the making is somebody else's: a download may have that name, too."""
+        """Raise if another program may have written the unfinished file: a download may have the same name."""
         if os.fstat(self._descriptor).st_size and not self._journal_path.is_file():
             raise DataError(
                 f"{self.path} is there already without the journal of a conversion, so it may be somebody else's; "

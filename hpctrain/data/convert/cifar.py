@@ -73,10 +73,10 @@ def _layout(directory: Path, split: Split, coarse: bool) -> _RecordFormat:
 
 
 def _training_batches(directory: Path) -> list[str]:
-    """The names of CIFAR-10's training batches, which are numbered from 1.
+    """Return the names of CIFAR-10's training batches, which are numbered from 1.
 
     Raises:
-        DataError: one between two others is missing.
+        DataError: a batch between two others is missing.
     """
     with system_errors_as(f"The directory {directory} cannot be read"):
         present = {name for name in os.listdir(directory) if name.startswith("data_batch_") and name.endswith(".bin")}

@@ -1,4 +1,4 @@
-"""Parts that all converters share: class names, chunks, images decoded in parallel but in order, and what is said at the end."""
+"""Shared parts of the converters: class names, chunks, images decoded in parallel but in order, and the final summary."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Advance = Callable[[int], None]
 _CHUNK_BYTES = 16 << 20
 _MOST_CLASSES = 1 << 20
 _MOST_BYTES_OF_NAMES = 64 << 20
-#: of what is left out, that a line names
+#: number of names that a line of the summary lists
 _EXAMPLES = 5
 
 
@@ -37,20 +37,20 @@ def no_progress(count: int) -> None:
 
 
 def default_threads() -> int:
-    """The cores that this process may use."""
+    """Return the number of cores that this process may use."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, whole_quota() or cores)
 
 
 def numbered_names(labels: np.ndarray, origin: object, classes: int = 1) -> list[str]:
-    """Return the class names "0", "1", ... for labels that come without names.
+    """Return the class names "0", "1", ... for labels without names.
 
     Args:
-        origin: the file of the labels, for messages. classes: the least number of them.
+        origin: the file of the labels, for messages. classes: minimum number of classes.
 
     Raises:
-        DataError: a value between 0 and the largest label has no sample, so that the labels do not say how many classes there
-            are; a label that no data set has.
+        DataError: a value between 0 and the largest label has no sample, so that the number of classes is unknown; or a label
+            is too large to be a class.
     """
     largest = max(classes - 1, int(labels.max())) if labels.size else classes - 1
     if largest >= _MOST_CLASSES:
@@ -66,10 +66,10 @@ def numbered_names(labels: np.ndarray, origin: object, classes: int = 1) -> list
 
 
 def require_memory(count: int, origin: object) -> None:
-    """Make sure that memory holds what a file claims to have, before it is read.
+    """Raise unless `count` bytes fit into memory. Call it before reading what a file claims to hold.
 
     Raises:
-        DataError: the process may not take `count` bytes.
+        DataError: fewer than `count` bytes are available to this process.
     """
     room = available_bytes()
     if room is not None and count > room:
@@ -107,7 +107,7 @@ def listed(noun: str, names: Sequence[str], limit: int = 20) -> str:
 
 
 def read_names(path: Path) -> list[str]:
-    """Class names from a text file in UTF-8, one per line, in Unicode's composed form.
+    """Return class names from a text file in UTF-8, one per line, in Unicode's composed form.
 
     Raises:
         DataError: missing, not text, empty, or with a name twice.
@@ -128,11 +128,11 @@ def read_names(path: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Files, directories or samples of a source that a data file does not have.
+    """Files, directories or samples of a source that were not converted, for one reason.
 
     Attributes:
-        reason: why, in words that end a sentence. places: all of them, by path or number.
-        unreadable: they belong to the source, but cannot be read; the user asked for the others.
+        reason: the reason, in words that continue a sentence. places: path or number of each.
+        unreadable: whether they belong to the data set but cannot be read; the user asked to convert the rest.
     """
 
     reason: str
@@ -145,10 +145,10 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class ConvertedFile:
-    """What a conversion made, and what it left out.
+    """Summary of a conversion: the data file, and what was left out.
 
     Attributes:
-        path: of the data file. images: of each class, with its name, in the order of the labels.
+        path: of the data file. images: (name, number of images) of each class, in the order of the labels.
     """
 
     path: Path
@@ -157,7 +157,7 @@ class ConvertedFile:
 
     @classmethod
     def of(cls, path: Path, left_out: Sequence[LeftOut] = ()) -> ConvertedFile:
-        """Return the summary of a data file as it is on the disk.
+        """Return the summary of a data file on the disk.
 
         Raises:
             DataError: as `ImageFile.open`.
@@ -179,7 +179,7 @@ class ConvertedFile:
         return "\n".join([*lines, *map(str, self.left_out)])
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON can hold it: all classes, and all places."""
+        """Return the summary as JSON-compatible data, with all classes and all places."""
         classes = [{"label": label, "name": name, "images": count} for label, (name, count) in enumerate(self.images)]
         counts = [count for _, count in self.images]
         facts = {"file": str(self.path), "images": sum(counts), "least": min(counts), "most": max(counts), "classes": classes}
@@ -188,6 +188,6 @@ class ConvertedFile:
 
 
 def _examples(names: Sequence[str]) -> str:
-    """ "3 (a, b, c)": how many, and the first of them."""
+    """Return the number of names and the first of them, as in "3 (a, b, c)"."""
     more = f", and {len(names) - _EXAMPLES:,} more" if len(names) > _EXAMPLES else ""
     return f"{len(names):,} ({', '.join(map(escaped, names[:_EXAMPLES]))}{more})"

@@ -1,7 +1,7 @@
 """A tree of image files, DIRECTORY/<class>/.../<name>.jpg, decoded and resized in parallel threads.
 
-A search follows links, and accounts for all that it meets: an entry is a directory that was searched, a picture, left out for a
-reason, or one that cannot be read, which is an error unless the user asks for the rest.
+A search follows links, and accounts for every entry. An entry is a searched directory, a picture, or left out for a stated
+reason. An entry that cannot be read is an error, unless the user asks to skip it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hpctrain.log import get_logger
 from hpctrain.plain_text import escaped
 
 _SPLITS = frozenset({"train", "training", "val", "valid", "validation", "dev", "eval", "test", "testing"})
-#: directories that systems and programs make in any directory, in small letters
+#: directories that systems and programs create in any directory, in lower case
 _OF_SYSTEMS = frozenset(
     {"__macosx", "__pycache__", "@eadir", "lost+found", "$recycle.bin", "system volume information", "#recycle", "#snapshot"}
 )
@@ -45,8 +45,8 @@ class Tree:
     """The content of a directory.
 
     Attributes:
-        class_names: of the labels. files: (file, label), sorted by class and path. named: the user has named the classes, which
-            then may be empty. left_out: all else that is there.
+        class_names: of the labels. files: (file, label), sorted by class and path. named: whether the user has named the classes,
+            which may then be empty. left_out: all other entries.
     """
 
     class_names: tuple[str, ...]
@@ -59,9 +59,9 @@ def scan(directory: Path, class_names: Sequence[str] | None = None, *, skip_unre
     """Find the classes and their files.
 
     Args:
-        class_names: gives the labels, so that several splits agree, and makes empty classes possible; None: the directories'
-            names, sorted. Names are compared in Unicode's composed form.
-        skip_unreadable: leave out what cannot be read.
+        class_names: defines the labels, so that several splits agree, and permits empty classes; None: the directories' names,
+            sorted. Names are compared in Unicode's composed form.
+        skip_unreadable: whether to leave out entries that cannot be read.
 
     Raises:
         DataError: no such directory, no class directory, one that is not among `class_names`, a class without an image, or no
@@ -101,7 +101,7 @@ def scan(directory: Path, class_names: Sequence[str] | None = None, *, skip_unre
 
 
 def _class_directories(search: Search, directory: Path, class_names: Sequence[str]) -> dict[str, Path]:
-    """The directories in `directory`, by name in Unicode's composed form; all else there is left out."""
+    """Return the directories in `directory`, by name in Unicode's composed form. Note all other entries as left out."""
     found: dict[str, Path] = {}
     for path, is_directory in search.entries(directory, {*map(normal_name, class_names)}):
         name = normal_name(path.name)
@@ -181,7 +181,7 @@ def convert(
 
 
 def _require_all_classes(tree: Tree, unreadable: Sequence[str]) -> None:
-    """Make sure that a class keeps an image where `unreadable` files are left out, unless the user has named the classes."""
+    """Raise if leaving out the `unreadable` files empties a class, unless the user has named the classes."""
     if tree.named or not unreadable:
         return
     left = Counter(label for _, label in tree.files)
@@ -196,7 +196,7 @@ def _require_all_classes(tree: Tree, unreadable: Sequence[str]) -> None:
 
 
 def left_out(tree: Tree, unreadable: Sequence[str]) -> tuple[LeftOut, ...]:
-    """What a conversion has left out of a tree, the pictures that it could not read or decode included."""
+    """Return what a conversion has left out of a tree, including the pictures that it could not read or decode."""
     return (*tree.left_out, *([LeftOut(_UNDECODABLE, tuple(unreadable), unreadable=True)] if unreadable else []))
 
 
@@ -204,18 +204,19 @@ def _item(path: Path, label: int) -> list[object]:
     """Facts that tell a file from another, or from one of its name that was changed."""
     try:
         status = path.stat()
-    except OSError:  # its decoding says why
+    except OSError:  # decoding reports the reason
         return [str(path), label]
     return [str(path), label, status.st_size, status.st_mtime_ns]
 
 
 class Search:
-    """A search for pictures in directories, which follows links.
+    """Searches directories for pictures, following links.
 
-    Each directory is searched once for each class, so that links neither lead in circles nor multiply pictures.
+    Searches each directory once per class, so that links neither lead in circles nor duplicate pictures.
 
     Args:
-        directory: links that lead to it, or to one above it, are left out; None: only those above the place of a search.
+        directory: links to it, or to a directory above it, are left out. None: only links to directories above the top of a
+            search are.
 
     Attributes:
         unreadable: (place, reason) of directories, links and pictures that cannot be read.
@@ -228,10 +229,10 @@ class Search:
         self._class_of: dict[_Identity, str] = {}
 
     def entries(self, directory: Path, shown: Collection[str] = ()) -> Iterator[tuple[Path, bool]]:
-        """(path, whether it is a directory) of the directories and regular files in a directory, sorted; all else is noted.
+        """Yield (path, whether it is a directory) of the directories and regular files in a directory, sorted. Note the others.
 
         Args:
-            shown: names that are searched whatever they look like.
+            shown: names that are not left out as hidden or made by a system.
         """
         try:
             with os.scandir(directory) as listing:
@@ -255,12 +256,15 @@ class Search:
                 yield path, is_directory
 
     def pictures(self, top: Path, of_class: str = "") -> list[Path]:
-        """The pictures below a directory, sorted. A directory that links put into two classes is searched for both and logged."""
+        """Return the pictures below a directory, sorted.
+
+        A directory that links put into two classes is searched for both, with a warning in the log.
+        """
         found: list[Path] = []
         above = self._above | {*_identities(Path(os.path.realpath(top)).parent)}
         searched: set[_Identity] = set()
         directories, links = deque([top]), deque[Path]()
-        while directories or links:  # links last, so that a picture has the name of the directory that it lies in
+        while directories or links:  # links last, so that a picture gets the path of its real directory
             directory = directories.popleft() if directories else links.popleft()
             try:
                 identity = _identity(directory)
@@ -285,11 +289,11 @@ class Search:
         return sorted(found)
 
     def leave_out(self, reason: str, path: Path) -> None:
-        """Note that a place is left out."""
+        """Note a path as left out."""
         self._left_out[reason].append(path)
 
     def left_out(self) -> tuple[LeftOut, ...]:
-        """All that was left out, by reason."""
+        """Return everything that was left out, by reason."""
         unreadable: defaultdict[str, list[Path]] = defaultdict(list)
         for path, reason in self.unreadable:
             unreadable[reason].append(path)
@@ -300,7 +304,7 @@ class Search:
         )
 
     def _note(self, path: Path, error: OSError) -> None:
-        """Note what cannot be read. A pipe, a socket or a device that has no picture's name belongs to no data set."""
+        """Note a path that cannot be read. A pipe, socket or device without a picture's suffix is only left out."""
         if error.strerror == _SPECIAL and path.suffix.lower() not in SUFFIXES | FOREIGN_SUFFIXES:
             self.leave_out(_SPECIAL, path)
         else:
@@ -313,7 +317,7 @@ def _identity(directory: Path) -> _Identity:
 
 
 def _identities(directory: Path) -> Iterator[_Identity]:
-    """Those of a directory and of all above it."""
+    """Yield the identities of a directory and of all directories above it."""
     for place in (directory, *directory.parents):
         with contextlib.suppress(OSError):
             yield _identity(place)

@@ -28,11 +28,11 @@ _SHOWN = 20
 
 @dataclass(frozen=True)
 class ForeignImages:
-    """An open file.
+    """Images and labels of an open file.
 
     Attributes:
-        images: (N, H, W), (N, H, W, C) or, where `channels_first`, (N, C, H, W). labels: (N,) int64. classes: the least number of
-            them.
+        images: (N, H, W), (N, H, W, C) or, if `channels_first`, (N, C, H, W). labels: (N,) int64. classes: minimum number of
+            classes.
     """
 
     path: Path
@@ -56,10 +56,10 @@ def opened(path: Path, images: str = "images", labels: str = "labels", layout: L
 
     Args:
         images, labels: names of the datasets, such as group/x. Labels are whole numbers (N,) or (N, 1), or one-hot (N, K).
-        layout: of images (N, ., ., .); None: channels are the only dim of 1, 3 or 4, at the end or in front of the others.
+        layout: of images with 4 dims; None: the channels are the only dim of 1, 3 or 4 among the second and the last.
 
     Raises:
-        DataError: missing, not readable, no HDF5 file, without these datasets, or with others than images and labels.
+        DataError: the file is missing, not readable or no HDF5 file, or lacks these datasets, or they are no images and labels.
     """
     require_file(path, "foreign HDF5 file", "give the path of an existing one")
     with _errors_of(path, "cannot be read"):
@@ -112,10 +112,10 @@ def _dataset(path: Path, file: h5py.File, key: str, option: str) -> h5py.Dataset
 
 
 def _check_images(path: Path, images: h5py.Dataset, layout: Layout | None) -> bool:
-    """Whether channels come first.
+    """Check the dataset of images, and return whether channels come first.
 
     Raises:
-        DataError: no images of whole numbers that the file holds, or a layout that could be either.
+        DataError: not images of whole numbers, not stored in the file, or of an ambiguous layout.
     """
     shape = _shape(images)
     name = f"{images.name[1:]} in {path}"
@@ -155,10 +155,10 @@ def _shape(dataset: h5py.Dataset) -> tuple[int, ...]:
 
 
 def _labels(path: Path, labels: h5py.Dataset, images: h5py.Dataset) -> tuple[np.ndarray, int]:
-    """(labels (N,) int64, the least number of classes).
+    """Return (labels (N,) int64, minimum number of classes).
 
     Raises:
-        DataError: not one whole number, or one-hot row, for each image.
+        DataError: not one whole number, or one one-hot row, per image.
     """
     count, shape = _shape(images)[0], _shape(labels)
     name = f"{labels.name[1:]} in {path}"
@@ -185,7 +185,7 @@ def _labels(path: Path, labels: h5py.Dataset, images: h5py.Dataset) -> tuple[np.
 
 def _chunks(source: ForeignImages, advance: Advance) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     images, one = source.images, math.prod(source.shape) * source.images.dtype.itemsize
-    rows = images.chunks[0] if images.chunks else 1  # of a chunk, which is unpacked as a whole
+    rows = images.chunks[0] if images.chunks else 1  # HDF5 decompresses chunks as a whole
     step = max(1, _BYTES_AT_ONCE // one, min(rows, _MOST_BYTES_OF_CHUNKS // one))
     for start in range(0, len(source.labels), step):
         with _errors_of(source.path, f"cannot be read behind image {start}"):
@@ -203,7 +203,7 @@ def _chunks(source: ForeignImages, advance: Advance) -> Iterator[tuple[np.ndarra
 
 @contextmanager
 def _errors_of(path: Path, what: str) -> Iterator[None]:
-    """Raise whatever HDF5 raises inside the block as a sentence.
+    """Turn any error that HDF5 raises inside the block into a `DataError`.
 
     Raises:
         DataError: in place of any error.

@@ -24,10 +24,10 @@ _BYTES_AT_ONCE = 1 << 24
 
 
 def read_bytes(path: Path) -> bytes:
-    """Return a file's content, decompressed where its first bytes say gzip; see `unpack`.
+    """Return a file's content, decompressed if it begins with gzip's signature; see `unpack`.
 
     Raises:
-        DataError: missing, not readable, or as `unpack`.
+        DataError: the file is missing or not readable; or as `unpack`.
     """
     require_file(path, "IDX file", "give the path of an existing one, plain or .gz")
     with system_errors_as(f"The IDX file {path} cannot be read"), open(open_regular(path), "rb") as file:
@@ -35,9 +35,9 @@ def read_bytes(path: Path) -> bytes:
 
 
 def unpack(file: BinaryIO, name: str) -> bytes:
-    """Return the content of an IDX file, decompressed where its first bytes say gzip.
+    """Return the content of an IDX file, decompressed if it begins with gzip's signature.
 
-    Reads the header first, and not many more bytes than it asks for, whatever follows.
+    Reads the header first, and then at most a few bytes more than it declares.
 
     Raises:
         DataError: not IDX, of another type, truncated, too long, too large for memory, or a damaged gzip stream.
@@ -59,7 +59,7 @@ def unpack(file: BinaryIO, name: str) -> bytes:
 
 
 def parse(content: bytes, name: str) -> np.ndarray:
-    """The array of an IDX file of unsigned bytes, read-only: two zeros, type, dims; sizes as big-endian int32; the data.
+    """Return the array of an IDX file of unsigned bytes, read-only: two zeros, type, dims; sizes as big-endian int32; the data.
 
     Raises:
         DataError: not IDX, of another type, truncated, or too long.
@@ -72,7 +72,7 @@ def parse(content: bytes, name: str) -> np.ndarray:
 
 
 def _header(content: bytes | bytearray, name: str) -> tuple[tuple[int, ...], int]:
-    """(shape, bytes of the whole file) as the first bytes of an IDX file say.
+    """Return (shape, size of the whole file in bytes) from the header of an IDX file.
 
     Raises:
         DataError: not IDX, of another type, or truncated.

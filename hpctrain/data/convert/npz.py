@@ -19,7 +19,7 @@ from hpctrain.data.files import require_file, require_new
 from hpctrain.data.stored import digest_of
 from hpctrain.errors import DataError
 
-#: unpacked before memory is asked for room
+#: bytes that are unpacked between two checks of the available memory
 _CHECKED_BYTES = 1 << 26
 
 
