@@ -17,7 +17,7 @@ _ALIKE = re.compile(r"(allreduce|reduce-scatter|allgather|broadcast from \d+) of
 def newest(records: Sequence[FlightRecord]) -> tuple[FlightRecord, ...]:
     """The records of the latest start among them, by rank."""
     latest = max((record.job for record in records), default=0)
-    jobs = (latest, 0)  # a rank that has not met the others yet knows no number
+    jobs = (latest, 0)  # 0: a rank that ended before it had joined the others
     return tuple(sorted((record for record in records if record.job in jobs), key=lambda record: record.rank))
 
 
@@ -48,7 +48,7 @@ def _failed(records: Sequence[FlightRecord]) -> Autopsy | None:
         how = f"left with exit code {first.signal} before the run was over"
     if first.end is End.CLOSED:
         how = "closed the descriptors of other parts of the program, as by os.closerange"
-    if first.end is End.LAUNCHER:  # all ranks of a node lose it at once
+    if first.end is End.LAUNCHER:  # all ranks of a node lose the launcher together
         alike = [record.rank for record in ended if (record.end, record.host) == (first.end, first.host)]
         did = "was stopped" if first.signal else "had ended"
         how = f"{'was' if len(alike) == 1 else 'were'} ended as the launcher's process on {first.host} {did}"

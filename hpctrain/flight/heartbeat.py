@@ -2,8 +2,8 @@
 
 Waits among the ranks have a deadline of their own; but where all ranks hang alike, or one of them before it posts what the others
 wait for, nobody waits, or only those that are not to blame. Time is counted in ticks of the thread, so a job that a scheduler has
-suspended for an hour is an hour older, but has not been stuck for one. The thread also watches the keeper: one that is stopped
-could not tell the launcher of this rank's end.
+suspended for an hour is an hour older, but has not been stuck for one. The thread also watches the keeper: a stopped keeper could
+not report the end of this rank to the launcher.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Heartbeat:
         recorder: counts them, whichever thread they are of, and is told what is seen.
         deadline_seconds: without a move, after which the process prints where it hangs and calls `abort`.
         abort: ends the whole job with an exit code. rank: for messages.
-        pulse: tells the keeper that this thread lives, and the reverse. end_keeper: ends the keeper, and this process with it.
+        pulse: signs of life shared with the keeper, in both directions. end_keeper: ends the keeper, and this process with it.
         explain: lines that say more, from the records of all ranks.
         stream: where the report goes; stderr by default.
     """
@@ -104,7 +104,7 @@ class Heartbeat:
             self.look()
 
     def end_keeper(self) -> None:
-        """End a keeper that is stopped or hangs, so that the launcher learns of an end, and this process with it."""
+        """End a keeper that is stopped or hangs, and this process with it, so that the launcher notices an end."""
         sentence = "the parent process of this rank was stopped, or hung, and is ended with it"
         self._recorder.ended(End.FAILED, sentence)
         last_words.say(self._rank, [f"{sentence}."], self._stream, stacks=False)

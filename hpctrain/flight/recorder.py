@@ -24,7 +24,7 @@ class FlightRecorder:
 
     Attributes:
         directory: of its file, once there is one.
-        begun_at: its file, where that is removed as soon as there is another one, or the process ends in good order.
+        begun_at: its temporary file, removed once the record has another file or the process has finished; else None.
         beats: a number that grows while the process gets on, whichever thread sees that.
     """
 
@@ -46,12 +46,12 @@ class FlightRecorder:
         words[Word.BEGUN] = words[Word.SEEN] = words[Word.ALIVE] = now
 
     def join(self, rank: int, ranks: int, job: int, deadline_seconds: float, met_ns: int | None = None) -> None:
-        """The process knows its place in the job.
+        """Record the place of the process in the job.
 
         Args:
             job: a number that the ranks of one start share, larger than that of any earlier start.
             deadline_seconds: without progress, after which the process gives up.
-            met_ns: the time now by the wall clock of rank 0. All records go by that clock then, as those of nodes differ.
+            met_ns: the current time by the wall clock of rank 0. All records then use that clock, as the nodes' clocks differ.
         """
         words = self._ring.words
         words[Word.JOB], words[Word.RANK], words[Word.RANKS] = job, rank, ranks
@@ -60,11 +60,11 @@ class FlightRecorder:
             words[Word.CLOCK_AT] = self._clock_ns() - met_ns
 
     def comes_after(self, job: int) -> None:
-        """Make the number of the job larger than `job`, that of an earlier start: the clock may have gone back since."""
+        """Raise the job's number above `job`, the number of an earlier start: the clock may have been set back since."""
         self._ring.words[Word.JOB] = max(self._ring.words[Word.JOB], job + 1)
 
     def keep_in(self, directory: Path) -> Path:
-        """From now on the ring is a file in `directory`, which is made where it does not exist; give its path.
+        """Move the ring to a file in `directory`, which is created if it does not exist; return the file's path.
 
         Raises:
             OSError: the file cannot be made, or there is no room for it; the ring stays where it was.
@@ -77,7 +77,7 @@ class FlightRecorder:
         return path
 
     def keep_nowhere(self) -> None:
-        """From now on the ring is memory of this process alone."""
+        """Keep the ring in memory of this process from now on."""
         self._ring.leave_file()
         self.directory = None
         _remove(self.begun_at)
@@ -187,7 +187,7 @@ class FlightRecorder:
             words[Word.ALIVE] = now
 
     def ended(self, end: End, sentence: str = "", blamed: Sequence[int] = ()) -> None:
-        """The process ends, as it knows itself. The first end stays, as later ones follow from it; but a finished run may fail.
+        """Record how the process ends, as far as it knows. The first end stays, except that a finished run may still fail.
 
         Args:
             blamed: the ranks at which the cause lies, where they are known.
@@ -209,7 +209,7 @@ class FlightRecorder:
 
 
 def _remove(path: Path | None) -> None:
-    """Remove a file, if there is one, and its directory, if no other rank has a file there."""
+    """Remove a file, if it exists, and its directory, if it is then empty."""
     if path is not None:
         with contextlib.suppress(OSError):
             path.unlink()

@@ -25,9 +25,9 @@ _ENDS = {
     End.CLOSED: "closed",
 }
 _NAME = re.compile(re.escape(file_name(0)).replace("00000", r"(\d{5,7})"))
-#: begins the names of directories of records, numbered from 1 on: of the ranks until some were lost
+#: prefix of directories, numbered from 1, with the records from before a loss of ranks
 BEFORE_LOSS = "before-loss-"
-# Sentences on damaged records that are printed; the others are counted.
+# Largest number of damaged records that are reported one by one; the others are counted.
 _MOST_TOLD = 8
 
 
@@ -36,8 +36,8 @@ class FoundRecords:
     """The content of a directory of records.
 
     Attributes:
-        records: of the latest start, by rank. damaged: a sentence for each record that cannot be read. others: number of
-            entries that are no records.
+        records: of the latest start, by rank. damaged: a sentence per record that cannot be read. others: number of entries
+            that are no records.
     """
 
     records: tuple[FlightRecord, ...]
@@ -55,10 +55,10 @@ class FoundRecords:
 
 
 def find_records(directory: Path, *, operations: bool = True) -> FoundRecords:
-    """Return the records of the latest start in a directory, and what else is there. operations: as `read` takes it.
+    """Return the records of the latest start in a directory, and what else it holds. operations: see `read`.
 
     Raises:
-        DataError: no record there can be read, or the directory cannot.
+        DataError: the directory or none of its records can be read.
     """
     try:
         names = sorted(os.listdir(directory))
@@ -121,7 +121,7 @@ def table(records: Sequence[FlightRecord]) -> list[tuple[str, ...]]:
 
 
 def as_json(records: Sequence[FlightRecord], notes: Sequence[str] = ()) -> dict[str, object]:
-    """Return the findings, and each rank's state with its unfinished operations. notes: on files that were left out."""
+    """Return the findings, and each rank's state with its unfinished operations. notes: about files that were left out."""
     result = autopsy(records)
     return {
         "findings": list(result.sentences),

@@ -34,7 +34,7 @@ _NAME_BYTES = 1 << 18
 _SIZE = 8 * (_HEAD_WORDS + _RECORD_WORDS * SLOTS) + _NAME_BYTES
 _NAMES_AT = _SIZE - _NAME_BYTES
 _LONGEST_NAME = 4000
-#: more ranks than any job has; a larger number is damage
+#: more ranks than any job has; a larger number is a sign of damage
 _MOST_RANKS = 1 << 20
 #: the name that stands for those that find no room
 _NO_ROOM = "(name left out: the table is full)"
@@ -98,9 +98,9 @@ class RingWriter:
         self.name("")  # place 0 stands for no name
 
     def move(self, path: Path) -> None:
-        """Go on in a new file, with all that was written so far. It replaces the record of an earlier start.
+        """Move the ring to a new file, which replaces the record of an earlier start.
 
-        That one is never cut short: a process that still has it mapped would be ended by SIGBUS.
+        The earlier file is never truncated: a process that still maps it would be ended by SIGBUS.
 
         Raises:
             OSError: the file cannot be made, or there is no room for it.
@@ -121,7 +121,7 @@ class RingWriter:
         self._go_on_in(moved)
 
     def leave_file(self) -> None:
-        """Go on in this process's own memory."""
+        """Move the ring to this process's own memory."""
         self._go_on_in(mmap.mmap(-1, _SIZE))
 
     def _go_on_in(self, moved: mmap.mmap) -> None:
@@ -238,10 +238,10 @@ def read(path: Path, *, operations: bool = True) -> FlightRecord:
     """Return a rank's record, which may still be written to.
 
     Args:
-        operations: False: leave them out, for those who look at many records again and again.
+        operations: False leaves them out, for callers that read many records repeatedly.
 
     Raises:
-        DataError: the file is no record, is cut short, or holds numbers that no record has.
+        DataError: the file is no record, is truncated, or holds impossible numbers.
         OSError: the file cannot be read.
     """
     data = _content(path)
@@ -283,7 +283,7 @@ def read(path: Path, *, operations: bool = True) -> FlightRecord:
 
 
 def _content(path: Path) -> bytes:
-    """Return the bytes of a record's file: that many and no more, and never from a pipe or a device."""
+    """Return the content of a record's file. Reads no more than a record's size, and never from a pipe or a device."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         status = os.fstat(descriptor)
@@ -298,7 +298,7 @@ def _content(path: Path) -> bytes:
 
 
 def _fault(words: memoryview) -> str:
-    """Return what is impossible in the head of a record; empty where nothing is."""
+    """Return what is impossible in the head of a record; empty if nothing is."""
     rank, ranks, end, number = (words[word] for word in (Word.RANK, Word.RANKS, Word.ENDED, Word.SIGNAL))
     if not 0 <= rank < (ranks or _MOST_RANKS) <= _MOST_RANKS:
         return f"it is of rank {rank} of {ranks}"
@@ -310,14 +310,14 @@ def _fault(words: memoryview) -> str:
 
 
 def mark_end(path: Path, number: int, end: End = End.SIGNAL, process: int | None = None) -> bool:
-    """Write into the record of a process how it ended: by a process on the same machine, whose clock is the same.
+    """Write into the record of another process how it ended, and return whether it was written.
 
-    An end that the process has written itself stays; False then. But one that has finished its run may still end by a signal,
-    with an exit code that stands for a failure, or without a launcher. Nothing is written to the record of another process.
+    Call it on the same machine, as both processes must have the same clock. An end that the process wrote itself stays, except
+    that a process which finished its run may still end by a signal, with an exit code of a failure, or without a launcher.
 
     Args:
-        number: of the signal; for End.LEFT, the exit code; for End.LAUNCHER, SIGSTOP where it was stopped, else 0.
-        process: whose record is meant; None: whichever has the place.
+        number: of the signal; for End.LEFT, the exit code; for End.LAUNCHER, SIGSTOP if the launcher was stopped, else 0.
+        process: whose record is meant; the record of any other process stays as it is. None: any process.
 
     Raises:
         OSError: the file cannot be written.
@@ -329,7 +329,7 @@ def mark_end(path: Path, number: int, end: End = End.SIGNAL, process: int | None
         ended_well = end is End.DEADLINE or (end is End.LEFT and number in (FINISHED, STOPPED))
         if head[0] != MAGIC or head[1] not in ((End.RUNNING,) if ended_well else (End.RUNNING, End.FINISHED)):
             return False
-        if process not in (None, head[2]):  # it has taken the place of the one that is meant
+        if process not in (None, head[2]):  # another process's record has replaced the one that is meant
             return False
         for word, value in ((Word.SIGNAL, number), (Word.SEEN, time.perf_counter_ns()), (Word.ENDED, end)):
             os.pwrite(descriptor, value.to_bytes(8, "little"), 8 * word)
@@ -339,7 +339,7 @@ def mark_end(path: Path, number: int, end: End = End.SIGNAL, process: int | None
 
 
 def _ranks(text: str) -> tuple[int, ...]:
-    """The ranks of a name; none where the table had no room for it, or it is damaged."""
+    """Return the ranks in a name; empty if the table had no room for it, or if it is damaged."""
     try:
         return ranks_of(text, _MOST_RANKS)
     except ValueError:
@@ -356,7 +356,7 @@ def _names(data: bytes, length: int) -> Iterator[tuple[int, str]]:
 
 
 def _shown(name: str) -> str:
-    """A name without control characters, which a terminal would obey."""
+    """Return a name with its control characters replaced, which would affect a terminal."""
     if name.isprintable():
         return name
     return "".join(character if character.isprintable() or character == "\n" else "?" for character in name)

@@ -1,8 +1,8 @@
-"""The flight record of a process from its first line on, in a directory for the ranks of one start, until the run has its own.
+"""The flight record of a process from its start until the run has a directory, in a directory shared by the ranks of one start.
 
-The directory is that of HPCTRAIN_RECORDS, which all nodes may share; else one on the node's own disk, named after the launcher's
-process there, so that the ranks of a node share it. A run directory takes the record over. What stays is of starts that came to
-none; the latest of those stay for `hpctrain autopsy`.
+HPCTRAIN_RECORDS may name the directory, which all nodes may share. By default it lies on the node's own disk and is named after
+the launcher's process there, so that the ranks of a node share it. The run directory takes the record over. Records of starts
+that came to no run directory stay for `hpctrain autopsy`, those of the latest starts only.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from hpctrain.flight.ring import End, file_name
 from hpctrain.launch.launcher import Launcher
 from hpctrain.launch.processes import launcher_process, status_of
 
-#: in the environment: the directory for the records of a start
+#: environment variable: the directory for the records of a start
 RECORDS = "HPCTRAIN_RECORDS"
-#: starts whose records stay
+#: number of latest starts whose records are kept
 KEPT = 8
 
 _START = "start-"
-# Of this process: the record that it has begun, and the same until it is taken.
+# The record that this process has begun, and the same record until `taken` returns it.
 _BEGUN: list[FlightRecorder] = []
 _TO_TAKE: list[FlightRecorder] = []
 
 
 def place_of_start(environ: Mapping[str, str], launcher: Launcher) -> Path:
-    """Return the path of this process's record. Call it in the process that the launcher has started."""
+    """Return the path of this process's record. Call it in the process that the launcher started, before any fork."""
     process = launcher_process(launcher.rank_variable) or os.getpid()
     status = status_of(process)
     begun = 0 if status is None else status.begun
@@ -39,7 +39,7 @@ def place_of_start(environ: Mapping[str, str], launcher: Launcher) -> Path:
 
 
 def begin(path: Path, launcher: Launcher) -> FlightRecorder:
-    """Begin the record of this process in a file, or in memory where there can be none; `taken` returns it."""
+    """Begin the record of this process, in a file if possible, else in memory; `taken` returns it later."""
     recorder = FlightRecorder()
     recorder.join(launcher.rank or 0, launcher.expected_size or 1, 0, 0.0)
     with contextlib.suppress(OSError):
@@ -57,7 +57,7 @@ def begin(path: Path, launcher: Launcher) -> FlightRecorder:
 
 @contextlib.contextmanager
 def recorded(path: Path, launcher: Launcher) -> Iterator[None]:
-    """While this lasts, this process has a record, which has its end, too, where nothing below has written one."""
+    """Keep a record of this process during the block, and record the end of the block unless an end was recorded before."""
     recorder = begin(path, launcher)
     try:
         yield
@@ -74,24 +74,24 @@ def recorded(path: Path, launcher: Launcher) -> Iterator[None]:
 
 
 def hint() -> list[str]:
-    """Return a line that tells where the record of this process lies, as long as it has no run directory."""
+    """Return a line with the place of this process's record, as long as the record is in no run directory; else none."""
     path = _BEGUN[-1].begun_at if _BEGUN else None
     return [] if path is None else [f"`hpctrain autopsy {path.parent}` has the records of this start"]
 
 
 def failed(sentence: str, ranks: Sequence[int]) -> None:
-    """Keep the error in the record that this process has begun, if any. ranks: at which its cause lies."""
+    """Write an error to the record that this process has begun, if any. ranks: those that caused it."""
     if _BEGUN:
         _BEGUN[-1].ended(End.FAILED, sentence, ranks)
 
 
 def taken() -> FlightRecorder:
-    """Return the record that this process has begun, once; a new one later, and where there is none."""
+    """Return the record that this process has begun, at the first call; a new recorder at later calls, or if there is none."""
     return _TO_TAKE.pop() if _TO_TAKE else FlightRecorder()
 
 
 def latest(environ: Mapping[str, str]) -> Path | None:
-    """Return the directory of the latest start of this user that has left records here; None where there is none."""
+    """Return the directory of this user's latest start that left records on this machine; None if there is none."""
     if environ.get(RECORDS):
         return Path(environ[RECORDS])
     return next(iter(_starts(_own(environ))), None)
@@ -102,13 +102,13 @@ def _own(environ: Mapping[str, str]) -> Path:
 
 
 def _is_own(directory: Path) -> bool:
-    """Whether it is a real directory of this user, in which no other may write."""
+    """Return whether a path is a real directory of this user that no other user may write to."""
     status = directory.lstat()
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
 
 
 def _starts(own: Path) -> list[Path]:
-    """The directories of starts, the one that was made last first."""
+    """Return the directories of starts, latest first."""
     with contextlib.suppress(OSError):
         if _is_own(own):
             starts = [entry for entry in os.scandir(own) if entry.name.startswith(_START) and entry.is_dir(follow_symlinks=False)]
@@ -117,7 +117,7 @@ def _starts(own: Path) -> list[Path]:
 
 
 def _prune(new: Path) -> None:
-    """Remove the records of all but the latest starts; those of a launcher that lives stay."""
+    """Remove the records of all but the latest starts, except those whose launcher is alive."""
     for directory in _starts(new.parent)[KEPT:] if new.name.startswith(_START) else ():
         number, _, begun = directory.name.removeprefix(_START).partition("-")
         status = status_of(int(number)) if number.isdecimal() else None

@@ -79,7 +79,7 @@ def _absent(operation: RecordedOperation, record: FlightRecord, by_rank: Mapping
 
 
 def _ranks(text: str, record: FlightRecord, by_rank: Mapping[int, FlightRecord]) -> tuple[int, ...]:
-    """Return the ranks that a name ends with; all ranks of the job where it names none, or is damaged."""
+    """Return the ranks that a text names; all ranks of the job if it names none or is damaged."""
     try:
         ranks = ranks_of(text, record.ranks)
     except ValueError:
@@ -108,7 +108,7 @@ def _never_posted(waiting: int, absent: Sequence[int], absence: _Absence, by_ran
             continue
         other = by_rank[rank]
         silent = silent_seconds(other, latest)
-        if other.seen_ns == other.begun_ns:  # no heartbeat has begun, and a rank at its start may be silent
+        if other.seen_ns == other.begun_ns:  # the heartbeat has not begun, so that silence means nothing
             since = other.wall_seconds(other.phase_since_ns or other.begun_ns)
             sentences.append(f"Rank {rank} was in {place(other)} for {max(0.0, latest - since):.0f} s.")
             continue

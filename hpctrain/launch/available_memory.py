@@ -35,7 +35,7 @@ def _of_groups(root: Path) -> Iterator[int]:
 
 
 def control_groups(controller: str, mount: Path, root: Path = Path("/")) -> Iterator[Path]:
-    """Yield this process's control group and those around it, inside out: a job's limit may stand above that of its step.
+    """Yield this process's control group and its ancestors, innermost first: a job's limit may be set above that of its step.
 
     Args:
         controller: of version 1; empty for version 2. mount: of its hierarchy. root: of the file system, for tests.

@@ -1,4 +1,4 @@
-"""The processor time that control groups allow to the processes of this node, as containers and some schedulers limit it."""
+"""The limits of control groups on processor time, which containers and some schedulers set."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _V2_MOUNTS = (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified"))
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """Return the number of CPUs whose time this process and its siblings may use, the least of all groups around it.
+    """Return the number of CPUs whose time this process's control group may use: the minimum over the group and its ancestors.
 
-    None where nothing limits it. More threads than that compute in turns, and all wait until the next period.
+    None if there is no limit. More threads than that use the quota up early, and all wait until the next period.
 
     Args:
         root: of the file system, for tests.
@@ -25,7 +25,7 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
 
 
 def whole_quota(root: Path = Path("/")) -> int | None:
-    """Return `cpu_quota` as a number of cores that are never throttled, at least 1."""
+    """Return `cpu_quota` rounded down to whole cores, at least 1. That number of threads is never throttled."""
     quota = cpu_quota(root)
     return None if quota is None else max(1, int(quota))
 
@@ -33,12 +33,12 @@ def whole_quota(root: Path = Path("/")) -> int | None:
 def _quotas(root: Path) -> Iterator[float]:
     for mount in _V2_MOUNTS:
         for folder in control_groups("", mount, root):
-            with contextlib.suppress(OSError, ValueError):  # "max 100000" where there is none
+            with contextlib.suppress(OSError, ValueError):  # "max 100000" means no limit
                 quota, period = map(int, (folder / "cpu.max").read_text().split())
                 yield from _share(quota, period)
     for mount in _V1_MOUNTS:
         for folder in control_groups("cpu", mount, root):
-            with contextlib.suppress(OSError, ValueError):  # -1 where there is none
+            with contextlib.suppress(OSError, ValueError):  # a quota of -1 means no limit
                 quota, period = (int((folder / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
                 yield from _share(quota, period)
 

@@ -24,5 +24,5 @@ class End(IntEnum):
     SIGNAL = 4
     LEFT = 5  # by something that called exit()
     WENT_ON = 6  # the process itself did not: another rank was lost, and it has another record from there on
-    LAUNCHER = 7  # by its keeper, as the launcher's process had ended or was stopped
-    CLOSED = 8  # by its keeper, as the process had closed the descriptors of others
+    LAUNCHER = 7  # by its keeper, since the launcher's process had ended or was stopped
+    CLOSED = 8  # by its keeper, since the process had closed descriptors of other parts of the program

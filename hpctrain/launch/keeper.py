@@ -44,15 +44,15 @@ _STOPPED = "T"
 _ALONE_SECONDS = 0.1
 _LOOK_SECONDS = 1.0
 _STACKS_SECONDS = 2.0
-# Of a rank whose configuration has not been read, which has the deadline.
+# The deadline of a rank that has not read its configuration yet.
 _UNKNOWN_DEADLINE_SECONDS = 300.0
-# A suspended job may wake a rank before its keeper.
+# After the suspension of a whole job a rank may wake before its keeper, by this time at most.
 _WAKE_SECONDS = 5.0
-# Where nobody reads standard error.
+# Longest wait for a reader of standard error.
 _SAY_SECONDS = 1.0
 
-#: writes into a flight record how its process ended, unless that has written it itself: the record, the number of a signal or an
-#: exit code, and the kind of end; True where it has written
+#: Write into a flight record how its process ended, unless the process did so itself; return whether it was written. Arguments:
+#: the record, the number of a signal or an exit code, the kind of end, and the process.
 Mark = Callable[[Path, int, End, int], bool]
 
 
@@ -67,13 +67,13 @@ class Keeper:
     pulse: Pulse = field(default_factory=Pulse)
 
     def record(self, path: Path | None) -> None:
-        """Say where the rank keeps its flight record: the keeper writes into it how the rank was ended. None: nowhere."""
+        """Tell the keeper where the rank keeps its flight record, in which the keeper marks the rank's end. None: nowhere."""
         if self.said is not None:
-            with contextlib.suppress(OSError):  # a program may close all descriptors
+            with contextlib.suppress(OSError):  # a program may have closed all descriptors
                 os.write(self.said, (b"" if path is None else os.fsencode(path.absolute())) + b"\n")
 
     def finished(self) -> None:
-        """Say that the end of the rank needs no explanation. A keeper that stays stopped is ended, and this process with it."""
+        """Tell the keeper that the end of the rank needs no explanation. End a keeper that stays stopped, and this process."""
         if self.said is not None:
             with contextlib.suppress(OSError):
                 os.write(self.said, _FINISHED)
@@ -82,7 +82,7 @@ class Keeper:
                 self.end()
 
     def stays_stopped(self) -> bool:
-        """Whether the keeper is stopped, and not woken within seconds, as after the suspension of a whole job."""
+        """Return whether the keeper is stopped and stays so for a few seconds; a suspended job wakes it sooner."""
         end = time.monotonic() + _WAKE_SECONDS
         while self.said is not None and (status := status_of(os.getppid())) is not None and status.state == _STOPPED:
             if time.monotonic() > end:
@@ -91,7 +91,7 @@ class Keeper:
         return False
 
     def end(self) -> None:
-        """End the keeper, and with it this process: the launcher learns of that, and ends the job."""
+        """End the keeper, and with it this process: the launcher notices that and ends the job."""
         if self.said is not None:
             os.kill(os.getppid(), signal.SIGKILL)
             time.sleep(_WAKE_SECONDS)
@@ -116,8 +116,8 @@ def keep(rank: int | None, held: frozenset[Signals], mark: Mark = _mark_nothing,
 
     Args:
         rank: of this process, None: unknown. held: signals that are blocked; the parent passes them on.
-        mark: writes the end of the child into its flight record, as far as the child has not.
-        record: where the child keeps it until it says another place.
+        mark: writes the end of the child into its flight record, unless the child did.
+        record: path of the flight record until the child reports another one.
     """
     if not may_fork():
         return Keeper()
@@ -153,7 +153,7 @@ def may_fork() -> bool:
 class _Rank:
     """The rank, as its keeper sees it.
 
-    process: its number. heard: what it says. mark, record: as `keep` takes them. memory: of the group that it runs in.
+    process: its number. heard: descriptor of its messages. mark, record: see `keep`. memory: of its control group.
     launchers: processes of the launcher on this node.
     """
 
@@ -167,7 +167,7 @@ class _Rank:
     launchers: Sequence[WatchedProcess]
 
     def words(self) -> tuple[Path | None, bool]:
-        """Its latest flight record, and whether its end needs no explanation."""
+        """Return the rank's latest flight record, and whether its end needs no explanation."""
         os.set_blocking(self.heard, False)
         try:
             said = os.read(self.heard, _MOST_SAID)
@@ -178,13 +178,13 @@ class _Rank:
         return latest, last == _FINISHED
 
     def mark_end(self, record: Path | None, number: int, end: End) -> bool | None:
-        """Write its end into its record; False where it had done so itself, None where there is no record."""
+        """Write the rank's end into its record. Return False if the rank had done so itself, None if there is no record."""
         with contextlib.suppress(OSError):
             return None if record is None else self.mark(record, number, end, self.process)
         return None
 
     def lost_launcher(self) -> WatchedProcess | None:
-        """Look at the processes of the launcher; the one that has ended, or has been stopped for the deadline."""
+        """Look at the launcher's processes. Return one that has ended or has been stopped for the deadline; else None."""
         deadline_seconds = self.pulse.deadline_seconds or _UNKNOWN_DEADLINE_SECONDS
         for process in self.launchers:
             process.look(_LOOK_SECONDS)
@@ -192,18 +192,18 @@ class _Rank:
         return next(lost, None)
 
     def place(self, record: Path | None) -> str:
-        """A sentence on where its record lies, as long as it has no run directory."""
+        """Return a sentence on the place of the rank's record, as long as the record is in no run directory; else ""."""
         return f" `hpctrain autopsy {record.parent}` has the record." if record is not None and record == self.record else ""
 
 
 def _watch(child: _Rank, held: frozenset[Signals]) -> NoReturn:
     """Pass signals on until the child ends; then leave as it did, or with an error where it left without a word."""
-    # Not by `sigtimedwait`: CPython returns a number that no signal has where a stop interrupts it.
+    # `sigtimedwait` is unusable: if a stop interrupts it, CPython returns an invalid signal number.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
     signal.setitimer(signal.ITIMER_REAL, _LOOK_SECONDS, _LOOK_SECONDS)
     while True:
         received = signal.sigwaitinfo(held | {signal.SIGCHLD, signal.SIGALRM})
-        looks = received.si_signo == signal.SIGALRM and received.si_code > 0  # of the timer, not of another process
+        looks = received.si_signo == signal.SIGALRM and received.si_code > 0  # sent by the timer, not by another process
         if not looks and received.si_signo != signal.SIGCHLD:
             os.kill(child.process, received.si_signo)
         ended, status = os.waitpid(child.process, os.WNOHANG)
@@ -219,7 +219,7 @@ def _watch(child: _Rank, held: frozenset[Signals]) -> NoReturn:
 
 
 def _leave_as(child: _Rank, code: int) -> NoReturn:
-    """Leave as the child has left, with an exit code or, negative, by a signal."""
+    """Leave as the child left. code: its exit code; negative: the number of the signal that ended it."""
     record, finished = child.words()
     if code == BUG and child.pulse.guarded:
         _say(child.rank, f"the process was ended at its deadline, in a call that holds Python's lock.{child.place(record)}")
@@ -232,7 +232,7 @@ def _leave_as(child: _Rank, code: int) -> NoReturn:
         child.mark_end(record, number, end)
         finished = True
     marked = None if finished else child.mark_end(record, code, End.LEFT)
-    # One that has met no other rank, and told none by MPI, must end as these learn of it, instead of at their deadline.
+    # A rank that has neither joined the others nor told them by MPI must end so that they notice at once, not at their deadline.
     alone = not child.pulse.deadline_seconds and not child.pulse.told
     overlooked = alone and code not in (FINISHED, USER_ERROR, STOPPED, DEADLINE) and code < SIGNALLED
     if not finished and (code not in _EXPLAINED if marked is None else marked):
@@ -264,7 +264,7 @@ def _end_still(child: _Rank) -> NoReturn:
 
 
 def _end_without_launcher(child: _Rank, lost: WatchedProcess) -> NoReturn:
-    """End a child of which no launcher would learn: neither its output nor its end, nor the end of other ranks."""
+    """End a child whose launcher is gone or stopped, and would neither forward its output nor react to the end of any rank."""
     record, _ = child.words()
     os.kill(child.process, signal.SIGKILL)
     os.waitpid(child.process, 0)
@@ -277,7 +277,10 @@ def _end_without_launcher(child: _Rank, lost: WatchedProcess) -> NoReturn:
 
 
 def _await_launcher(child: _Rank, record: Path | None) -> None:
-    """Before this process ends: end a launcher's process that stays stopped for the deadline, and would never learn of it."""
+    """Wait, before this process ends, while a launcher's process is stopped; end one that stays stopped for the deadline.
+
+    A stopped launcher would never notice the end of this process.
+    """
     while (lost := child.lost_launcher()) is None and any(process.stopped_seconds for process in child.launchers):
         time.sleep(_LOOK_SECONDS)
     if lost is not None and not lost.gone:
@@ -290,7 +293,7 @@ def _await_launcher(child: _Rank, record: Path | None) -> None:
 
 
 def _kill(process: WatchedProcess) -> None:
-    with contextlib.suppress(OSError):  # another user's, or gone
+    with contextlib.suppress(OSError):  # it belongs to another user, or has ended
         os.kill(process.number, signal.SIGKILL)
 
 
@@ -310,7 +313,7 @@ def _leave_by(number: Signals, child: _Rank, record: Path | None) -> NoReturn:
 
 
 def _say(rank: int | None, sentence: str) -> None:
-    """Write a line on standard error, unless nobody reads it: a launcher that is stopped leaves its pipes full."""
+    """Write a line on standard error, unless its pipe stays full, as that of a stopped launcher does."""
     with contextlib.suppress(OSError):
         writable = select.poll()
         writable.register(2, select.POLLOUT)

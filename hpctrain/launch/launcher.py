@@ -24,12 +24,12 @@ _VARIABLES = ("PMI", "PALS_", "MPI_LOCAL", "OMPI_", "PRTE_", "SLURM_", "HYDRA_",
 # `mpiexec --with-ft ulfm` of Open MPI sets it in the ranks.
 _FAULT_TOLERANT = "OMPI_MCA_mpi_ft_enable"
 
-# Set for each rank: the descriptor of a socket, by process managers of MPICH's kind, or the port of a server on its node.
+# Set for each rank: the descriptor of a socket (by MPICH's process managers), or the port of a server on its node.
 _PMI_SOCKET, _SERVERS = "PMI_FD", ("PMIX_SERVER_URI", "PMI_PORT")
 _WAYS = (_PMI_SOCKET, *_SERVERS, "PMI_CONTROL", "PMIX_", "PALS_", "FLUX_", "SLURM_STEP_ID")
 _LOCAL_PORT = re.compile(r"(?:^|;tcp[46]?://)(?:localhost|\[?::1\]?|127\.[0-9.]+):([0-9]+)")
 _LEFT_OVER = ("PMI", "PALS_", "MPI_LOCAL", "OMPI_COMM_WORLD", "HYDI_", "MV2_COMM_WORLD")
-_LISTENS = "0A"  # in the kernel's table of sockets
+_LISTENS = "0A"  # state of a listening socket in /proc/net/tcp
 
 # Slurm numbers the steps that are no srun from here: interactive shell, batch script, external.
 _FIRST_SPECIAL_STEP = 4294967290
@@ -120,7 +120,7 @@ def detect(environ: Mapping[str, str]) -> Launcher:
 
 
 def started_by(environ: Mapping[str, str]) -> Launcher:
-    """As `detect`, but HPCTRAIN_EXPECT_RANKS counts for nothing. Reads nothing that can be wrong."""
+    """Return the launcher as `detect` does, but ignore HPCTRAIN_EXPECT_RANKS. Never raises."""
     return _detect(environ)
 
 
@@ -195,9 +195,10 @@ def _integer(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def environment_fault(environ: Mapping[str, str], root: Path = Path("/")) -> str | None:
-    """Return a sentence where MPI would read the variables of a launcher that is gone; None where all is as launchers set it.
+    """Return a sentence if MPI would read variables of a launcher that is gone; None if there is no such fault.
 
-    They stay in the shell of an interactive allocation, and in what that starts singly. MPI would end the process with a stack.
+    Such variables stay in the shell of an interactive allocation and in processes started from it without a launcher. MPI would
+    end the process with a stack trace.
 
     Args:
         root: of the file system, for tests.
@@ -214,7 +215,7 @@ def environment_fault(environ: Mapping[str, str], root: Path = Path("/")) -> str
 
 
 def _closed_descriptor(environ: Mapping[str, str], root: Path) -> str | None:
-    """What is wrong with the socket that process managers of MPICH's kind hand to each rank."""
+    """Return what is wrong with the socket that MPICH's process managers pass to each rank; None if nothing is."""
     text = environ.get(_PMI_SOCKET, "")
     if not text.isdecimal():
         return None
@@ -228,7 +229,7 @@ def _closed_descriptor(environ: Mapping[str, str], root: Path) -> str | None:
 
 
 def _gone_server(environ: Mapping[str, str], root: Path) -> str | None:
-    """What is wrong with the server on this node that launchers start for its ranks."""
+    """Return what is wrong with the launcher's server for the ranks of this node; None if nothing is known to be."""
     servers = {name: value for name, value in environ.items() if name.startswith(_SERVERS)}
     ports = {name: _LOCAL_PORT.search(value) for name, value in servers.items()}
     found = {name: int(match[1]) for name, match in ports.items() if match is not None}
@@ -247,7 +248,7 @@ def _gone_server(environ: Mapping[str, str], root: Path) -> str | None:
 
 
 def _no_way(launcher: Launcher, environ: Mapping[str, str]) -> str | None:
-    """What is wrong where a rank has no way to the others at all."""
+    """Return a sentence if the environment has no means for a rank to connect to the others; else None."""
     if launcher.name not in (*_OF_HYDRA, _PMI.name) or (launcher.expected_size or 1) == 1:
         return None
     if any(name.startswith(_WAYS) for name in environ):
@@ -256,9 +257,9 @@ def _no_way(launcher: Launcher, environ: Mapping[str, str]) -> str | None:
 
 
 def lone_fault(launcher: Launcher, environ: Mapping[str, str]) -> str | None:
-    """Return a sentence where a process that no launcher has started is alone in a job that was given several; else None.
+    """Return a sentence if a process without a launcher is the only rank of a job with several ranks or nodes; else None.
 
-    In a batch script that is right for all commands but a training, which is meant to run on all of them.
+    In a batch script that is correct for every command except a training, which is meant to use all ranks.
     """
     if launcher.name != "none" or EXPECT_RANKS in environ:
         return None

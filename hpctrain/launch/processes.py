@@ -1,4 +1,4 @@
-"""Other processes of this machine, as the system shows them: their state, their parents, and those that a rank depends on."""
+"""Other processes of this machine: their state, their parents, and the launcher's processes, on which a rank depends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _DEAD, _STOPPED = "ZX", "Tt"
-# A launcher's process on the first node is a child of the command that people start, whose name begins like one of these.
+# On the first node the launcher's process is a child of the command that users start; its name begins with one of these.
 _COMMANDS = ("mpiexec", "mpirun", "prterun", "srun")
 
 
@@ -18,8 +18,8 @@ class ProcessStatus:
     """The state of a process.
 
     Attributes:
-        state: a letter, as of proc(5). parent, group: numbers of processes. terminal: that controls it; 0: none. foreground: the
-            group in the foreground of the terminal. begun: when it began, in ticks since the machine did.
+        state: a letter, see proc(5). parent, group: numbers of processes. terminal: its controlling terminal; 0: none.
+            foreground: the foreground group of the terminal. begun: its start, in ticks since the machine's start.
     """
 
     state: str
@@ -31,7 +31,7 @@ class ProcessStatus:
 
     @property
     def dead(self) -> bool:
-        """Whether it has ended, though its parent may not have asked yet."""
+        """Whether it has ended; it may still be a zombie."""
         return self.state in _DEAD
 
     @property
@@ -41,7 +41,7 @@ class ProcessStatus:
 
 
 def status_of(process: int) -> ProcessStatus | None:
-    """Return the status of a process; None where there is none, or the system hides it."""
+    """Return the status of a process; None if there is no such process, or if the system hides it."""
     try:
         # "pid (name) state parent ...", where the name may hold blanks and brackets
         fields = Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()
@@ -51,10 +51,10 @@ def status_of(process: int) -> ProcessStatus | None:
 
 
 def launcher_process(rank_variable: str | None) -> int:
-    """Return the launcher's process on this node: the nearest ancestor without a rank; 0 where it is not to be seen.
+    """Return the number of the launcher's process on this node, the nearest ancestor without a rank; 0 if it is not visible.
 
     Args:
-        rank_variable: the environment variable that gives a rank; None: there is no launcher.
+        rank_variable: the environment variable with the rank; None: there is no launcher.
     """
     process = os.getppid() if rank_variable is not None else 0
     while process > 1 and _has_variable(process, rank_variable or ""):
@@ -71,10 +71,10 @@ def _has_variable(process: int, name: str) -> bool:
 
 
 class WatchedProcess:
-    """A process without which this one cannot end in good order. Time is counted in looks, as of the pulse.
+    """A process without which this one cannot end in good order. Time is counted in looks, as in `Pulse`.
 
     Attributes:
-        number: of the process. name: of its program. gone: it has ended. stopped_seconds: that it has been stopped for.
+        number: of the process. name: of its program. gone: whether it has ended. stopped_seconds: how long it has been stopped.
     """
 
     def __init__(self, number: int) -> None:
@@ -83,7 +83,7 @@ class WatchedProcess:
         self.gone, self.stopped_seconds = False, 0.0
 
     def look(self, seconds: float) -> None:
-        """Look at it, every so many seconds. One that could not be seen at the start is never gone."""
+        """Update the state; call it every `seconds`. A process that was not visible at the start never counts as gone."""
         if self._first is None:
             return
         status = status_of(self.number)
@@ -93,7 +93,7 @@ class WatchedProcess:
 
 
 def launchers(rank_variable: str | None) -> Sequence[WatchedProcess]:
-    """Return the launcher's process on this node and, where it is a child of the launcher's command, that one."""
+    """Return the launcher's process on this node and, if its parent is the launcher's command, the parent as well."""
     process = launcher_process(rank_variable)
     status = status_of(process) if process > 1 else None
     if status is None:
@@ -111,6 +111,6 @@ def _name(process: int) -> str:
 
 
 def _is_suspended_at_terminal(status: ProcessStatus) -> bool:
-    """Whether a person has suspended a stopped process by Ctrl-Z: all of its group is stopped, and not in the foreground."""
+    """Return whether a stopped process was suspended by Ctrl-Z: its group's leader is stopped and not in the foreground."""
     leader = status_of(status.group)
     return status.terminal != 0 and status.foreground != status.group and leader is not None and leader.stopped

@@ -1,4 +1,4 @@
-"""The scheduler's job that this process belongs to, and what the scheduler says of a job."""
+"""The scheduler's job that this process belongs to, and queries for the state of a job."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 SLURM, PBS = "Slurm", "PBS"
-#: in the environment of a PBS job that was submitted again by itself: the number of the first one, and how often
+#: environment variables of a PBS job that resubmits itself: the number of the first job, and the number of resubmissions
 FIRST_JOB, RESTARTS = "HPCTRAIN_FIRST_JOB", "HPCTRAIN_RESTARTS"
 
 _ANSWER_SECONDS = 15
@@ -24,8 +24,8 @@ class SchedulerJob:
     """A job of a scheduler.
 
     Args:
-        scheduler: "Slurm", "PBS" or "" outside of a job. number: of the job. cluster: of Slurm.
-        chain: the number that stays the same when the job is queued again. restart: how often it was.
+        scheduler: "Slurm", "PBS", or "" outside of a job. number: of the job. cluster: of Slurm.
+        chain: the job number that stays the same when the job is requeued. restart: number of requeues so far.
     """
 
     scheduler: str = ""
@@ -38,18 +38,19 @@ class SchedulerJob:
         return f"{self.scheduler} job {self.number}" if self.number else ""
 
     def follows(self, other: SchedulerJob) -> bool:
-        """Whether this is a later start of the same job, which a scheduler begins only after the end of the earlier one."""
+        """Return whether this is a later start of the same job. A scheduler begins it only after the earlier start has ended."""
         return self.is_chain_of(other) and self.restart > other.restart
 
     def is_chain_of(self, other: SchedulerJob) -> bool:
-        """Whether both are starts of the same job."""
+        """Return whether both are starts of the same job."""
         here, there = ((each.scheduler, each.cluster, each.chain) for each in (self, other))
         return bool(self.chain) and here == there
 
     def lives(self) -> bool | None:
-        """Ask the scheduler: False where it says that the job is over, True where it holds it suspended, None else.
+        """Ask the scheduler for the job: return False if it is over, True if it is suspended, else None.
 
-        A job that runs says nothing of the training in it. Starts a process; without a scheduler returns None at once.
+        A running job tells nothing about the training in it, hence None. Starts a process; returns None at once without a
+        scheduler.
         """
         if not self.number or (self.scheduler, self.cluster) != (here := own_job(os.environ)).scheduler_and_cluster:
             return None
@@ -59,7 +60,7 @@ class SchedulerJob:
         if self.scheduler == PBS:
             command = ["qstat", self.number]
         try:
-            # Without functions between fork and exec, so that memory which MPI has registered stays as it is.
+            # No preexec_fn, so that Python may use vfork, which leaves memory registered by MPI alone.
             done = subprocess.run(
                 command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=False
             )
@@ -69,12 +70,12 @@ class SchedulerJob:
 
     @property
     def scheduler_and_cluster(self) -> tuple[str, str]:
-        """What a job's number is a number of."""
+        """The scope in which the job's number is unique."""
         return self.scheduler, self.cluster
 
 
 def own_job(environ: Mapping[str, str]) -> SchedulerJob:
-    """Return the job of this process, as its environment names it."""
+    """Return the job of this process from its environment."""
     if number := environ.get("SLURM_JOB_ID", ""):
         restart = environ.get("SLURM_RESTART_COUNT", "0")
         cluster = environ.get("SLURM_CLUSTER_NAME", "")

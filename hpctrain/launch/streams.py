@@ -19,7 +19,7 @@ def open_closed_streams() -> None:
     """Put /dev/null where one of the descriptors 0 to 2 is closed: call it before any file is opened.
 
     The next file, be it a checkpoint, would get that number, and what MPI, the keeper or a signal has to say would be written
-    into it. Python has None for such a stream. Characters that the encoding of an output lacks are written as escapes.
+    into it. Python has None for such a stream. Also make the outputs escape characters that their encoding lacks.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
@@ -30,7 +30,7 @@ def open_closed_streams() -> None:
             setattr(sys, name, stream)
             setattr(sys, f"__{name}__", stream)
     for output in (sys.stdout, sys.stderr):
-        if isinstance(output, io.TextIOWrapper) and output.errors == "strict":  # class names, in the locale of a batch job
+        if isinstance(output, io.TextIOWrapper) and output.errors == "strict":  # e.g. class names in a batch job's C locale
             output.reconfigure(errors="backslashreplace")
 
 

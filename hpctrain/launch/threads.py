@@ -89,8 +89,8 @@ def rank_cores(launcher: Launcher, environ: MutableMapping[str, str] = os.enviro
     """Physical cores that this rank may call its own, at least 1, and how that was found.
 
     A rank that its launcher has bound owns its cores; ranks that are not bound share those of the node evenly. Under Slurm a rank
-    takes no more than it was asked for with --cpus-per-task, bound or not. Where a control group limits processor time, the ranks
-    of a node share that.
+    takes no more than it was asked for with --cpus-per-task, bound or not. If a control group limits processor time, the ranks of
+    a node share the limit.
     """
     mask = os.sched_getaffinity(0)
     cores, reason = _within_quota(launcher, *_cores_by_mask(launcher, mask, environ))
@@ -112,7 +112,7 @@ def outnumbers_cores(launcher: Launcher) -> bool:
 
 
 def _within_quota(launcher: Launcher, cores: int, reason: str) -> tuple[int, str]:
-    """The same, where processor time is limited."""
+    """Return a rank's cores and their reason, reduced to its share of a limit on processor time."""
     quota, ranks = whole_quota(), launcher.local_size or 1
     if quota is None or quota // ranks >= cores:
         return cores, reason
@@ -121,7 +121,7 @@ def _within_quota(launcher: Launcher, cores: int, reason: str) -> tuple[int, str
 
 
 def usable_cores(cpus: Iterable[int]) -> int:
-    """Return the number of physical cores among logical CPUs, and no more than control groups allow the time of."""
+    """Return the number of physical cores among logical CPUs, at most the number that control groups allow."""
     quota, cores = whole_quota(), physical_cores(cpus)
     return cores if quota is None else min(cores, quota)
 
@@ -157,7 +157,7 @@ def _is_bound(launcher: Launcher, mask: set[int], environ: MutableMapping[str, s
 
 
 def _launcher_mask(rank_variable: str | None) -> set[int] | None:
-    """The cores of the launcher's process on this node; None where it is not to be seen.
+    """Return the CPUs that the launcher's process on this node may run on; None if it is not visible.
 
     Compared with the machine's cores, a container or `taskset mpiexec` would look like a binding of each rank.
     """

@@ -1,8 +1,8 @@
-"""Files that at every moment are either what they were before or complete, on the disk, whatever interrupts their writing.
+"""Atomic writes of files: at every moment a file on the disk is either what it was before or complete, despite interruptions.
 
-Every output goes through this module, and it replaces regular files alone. A link stays a link, and the file that it leads to is
-replaced, or made where the link leads to nothing. Bytes go straight into a pipe, a terminal and other devices of characters, and
-into what is open already (`/dev/stdout`). A directory, a socket and a disk are refused, and so is each of these by `replacing`.
+Every output goes through this module. It replaces regular files only. A link stays a link: its target is replaced, or created if
+it is missing. `write_bytes` writes directly into pipes, terminals, other character devices, and files that are already open
+(`/dev/stdout`); `replacing` refuses these. Both refuse directories, sockets and disks.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from hpctrain.launch import process_mark
 from hpctrain.launch.process_mark import ProcessMark
 
 PARTIAL = ".partial"
-# Of a file's name in that of its partial file, which has 255 bytes with the mark of a process.
+# Longest file name that its partial file's name repeats. With the mark of a process that name has at most 255 bytes.
 _LONGEST_NAME_BYTES = 120
-# Of partial files: threads of one process may write the same path at once.
+# Numbers of partial files: threads of one process may write the same path at once.
 _NUMBERS = count(1)
 _DESCRIPTORS = re.compile(r"/proc/(\d+)(/task/\d+)?/fd")
 _MOST_LINKS = 40  # as Linux
 
 
 def target_of(path: Path) -> Path:
-    """Return the regular file that `path` names, or the one that would be made, without links.
+    """Return the regular file that `path` names, or would name once it is created, with links resolved.
 
     Raises:
-        OSError: it is a directory, a device, a pipe, a socket, an open file, or below something that is no directory.
+        OSError: `path` is a directory, a device, a pipe, a socket, an open file, or below something that is no directory.
     """
     if _descriptor_of(path) is not None:
         raise OSError(errno.EINVAL, "it is an open file, and only a file with a name of its own is replaced", os.fspath(path))
@@ -51,13 +51,13 @@ def target_of(path: Path) -> Path:
 
 
 def check_target(path: Path, *, streams: bool = False) -> None:
-    """Raise unless a file can be written at `path`, before time is spent on what it is to hold.
+    """Raise unless a file can be written at `path`. Call it before spending time on the content.
 
     Args:
-        streams: what `write_bytes` writes straight into passes, too.
+        streams: whether targets that `write_bytes` writes into directly are accepted as well.
 
     Raises:
-        OSError: as `target_of`; or its directory is missing, or may not be written to.
+        OSError: as `target_of`; or the directory is missing or not writable.
     """
     if streams and (_descriptor_of(path) is not None or _is_stream(path)):
         return
@@ -71,13 +71,13 @@ def check_target(path: Path, *, streams: bool = False) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """The path of a new file that becomes `path` when the block ends; the block writes it and brings its bytes to the disk.
+    """Yield the path of a new file that replaces `path` when the block ends. The block must write and synchronise the file.
 
-    An error in the block, or at the end, leaves no new file; a kill may leave one, which names its process (`partial_path`) and
-    is removed by the next write on the same machine. Of several processes that write `path` at once, the last one to end wins.
+    After an error no new file is left. A kill may leave one, which names its process (`partial_path`); the next write on the same
+    machine removes it. If several processes write `path` at once, the last one to end wins.
 
     Raises:
-        OSError: `path` is no regular file that could be replaced, or something else has the new file's name.
+        OSError: `path` is no regular file that can be replaced, or something else has the new file's name.
     """
     target = target_of(path)
     partial = partial_path(target)
@@ -98,14 +98,14 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def partial_path(path: Path, token: str = "") -> Path:
-    """Return a new name under which this process writes what becomes `path`. token: of the attempt; by default a number."""
+    """Return a new name for this process's unfinished version of `path`. token: of the attempt; by default a number."""
     return path.with_name(f"{_begin_of_partial(path)}{token or next(_NUMBERS)}.{process_mark.own()}{PARTIAL}")
 
 
 def writer_of(partial: Path) -> ProcessMark | None:
-    """Return the process that has begun a partial file; None for one of an earlier version, which does not name it."""
+    """Return the process that has begun a partial file; None for a file of an earlier version, which does not name one."""
     words = partial.name.removesuffix(PARTIAL).split(".")
-    marks = (ProcessMark.parse(".".join(words[i:])) for i in range(1, len(words)))  # a host's name may have dots
+    marks = (ProcessMark.parse(".".join(words[i:])) for i in range(1, len(words)))  # host names may contain dots
     return next((mark for mark in marks if mark is not None), None)
 
 
@@ -129,12 +129,12 @@ def _remove_left(path: Path) -> None:
 
 
 def publish(partial: Path, path: Path) -> None:
-    """Rename a complete file, whose bytes are on the disk, to `path`, and bring the new name to the disk.
+    """Rename a complete, synchronised file to `path`, and synchronise the directory.
 
-    It gets the permissions of the file that it replaces.
+    The file gets the permissions of the file that it replaces.
 
     Raises:
-        OSError: `path` is no regular file, or a link.
+        OSError: `path` exists and is a link or no regular file.
     """
     mode = _mode_of(path)
     if mode is not None:
@@ -147,9 +147,9 @@ def publish(partial: Path, path: Path) -> None:
 
 
 def not_written(what: str, error: Exception) -> CheckpointError:
-    """Return the error for a part of a checkpoint that cannot be written. what: "The shard PATH"."""
+    """Return the error for a checkpoint, or a part of one, that cannot be written. what: such as "The shard PATH"."""
     reason = " ".join(str(error).split())
-    if isinstance(error, FileNotFoundError):  # its directory was made just before
+    if isinstance(error, FileNotFoundError):  # its directory was created just before
         return CheckpointRemovedError(f"{what} was removed by another process while it was written ({reason}); end that process.")
     return CheckpointError(f"{what} cannot be written ({reason}); make room or choose another output.")
 
@@ -164,10 +164,10 @@ def synchronise_directory(directory: Path) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file whole, or straight into a pipe, a terminal or another device of characters.
+    """Write a file atomically, or write directly into a pipe, a terminal or another character device.
 
     Raises:
-        OSError: it cannot be written, and is what it was before; or no process reads the pipe.
+        OSError: the file cannot be written, and is unchanged; or no process reads the pipe.
     """
     number = _descriptor_of(path)
     if number is not None:
@@ -194,7 +194,7 @@ def write_json(path: Path, content: object) -> None:
 
 
 def _mode_of(path: Path) -> int | None:
-    """The mode of what has this name, a link among others; None where nothing has."""
+    """Return the mode of a path, without following links; None if it does not exist."""
     try:
         return os.lstat(path).st_mode
     except FileNotFoundError:
@@ -207,7 +207,11 @@ def _is_stream(path: Path) -> bool:
 
 
 def _opened_stream(path: Path) -> int:
-    """A descriptor of a pipe or device; a pipe that no process reads would keep the opening waiting."""
+    """Open a pipe or device and return its descriptor. Does not wait for a reader of a pipe.
+
+    Raises:
+        OSError: it cannot be opened, or no process reads the pipe.
+    """
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except OSError as error:
@@ -219,10 +223,10 @@ def _opened_stream(path: Path) -> int:
 
 
 def _descriptor_of(path: Path) -> int | None:
-    """The number of the open file that a path such as /dev/stdout names; None where it names none.
+    """Return the descriptor of the open file that a path such as /dev/stdout names; None if it names none.
 
     Raises:
-        OSError: it names an open file of another process.
+        OSError: the path names an open file of another process.
     """
     for _ in range(_MOST_LINKS):
         folder = os.path.realpath(path.parent)
@@ -239,7 +243,7 @@ def _descriptor_of(path: Path) -> int | None:
 
 
 def _write_all(descriptor: int, content: bytes, path: Path) -> None:
-    """Write to a descriptor and close it."""
+    """Write all of `content` to a descriptor, and close it. path: for errors."""
     view = memoryview(content)
     try:
         while view:

@@ -27,11 +27,11 @@ from hpctrain.storage.sharded_checkpoint import BEFORE, MANIFEST, SUFFIX, delete
 from hpctrain.storage.sharded_tensors import ShardedTensors
 
 _log = get_logger(__name__)
-#: links to what is not there, each of which is told once
+#: broken links, each of which is logged once
 _told_missing: set[Path] = set()
-#: in the metadata: a checkpoint's number among all that its run has written, from 1 on
+#: metadata key: a checkpoint's number among all that its run has written, from 1
 SEQUENCE = "sequence"
-#: in the metadata: the identity of the run (see `run_marker`)
+#: metadata key: the identity of the run (see `run_marker`)
 RUN = "run"
 _NAME = re.compile(rf"checkpoint-(\d{{8,}})(?:{BEFORE})?\.(h5|shards)")
 _SET_ASIDE = re.compile(rf"checkpoint-(\d{{8,}})(?:{BEFORE})?-set-aside\.(h5|shards)")
@@ -97,8 +97,8 @@ def write(path: Path, content: CheckpointContent) -> None:
     """Write `path`, so that at every moment it is either what it was before or complete, on the disk.
 
     The file grows under a temporary name in the same directory, is synchronised, renamed, and the directory synchronised.
-    Temporary files that an earlier kill has left of it, or of other checkpoints of a run, are removed first. One process writes
-    in a directory at a time.
+    Temporary files that an earlier kill has left of this checkpoint, or of other checkpoints of a run, are removed first. Only
+    one process may write in a directory at a time.
 
     Raises:
         CheckpointError: the file cannot be written (disk full, no permission); nothing is left behind.
@@ -146,7 +146,7 @@ def read_meta(path: Path) -> Mapping[str, object]:
 
 
 def read_newest(directory: Path) -> tuple[Path, CheckpointContent] | None:
-    """The checkpoint that was written last and whose every checksum holds, and its content; None where there is none.
+    """Return the path and content of the latest written checkpoint with valid checksums; None if there is none.
 
     Each file is read once. Damaged ones are logged.
     """
@@ -159,10 +159,10 @@ def read_newest(directory: Path) -> tuple[Path, CheckpointContent] | None:
 
 
 def by_age(directory: Path) -> list[tuple[int, Path]]:
-    """As `checkpoints`, but the one that was written first comes first, whatever its step. No clock decides.
+    """Return the same as `checkpoints`, but in the order of writing instead of steps. Does not depend on clocks.
 
-    Checkpoints are ordered by the sequence number in their metadata, which are read. One without it, as an earlier version wrote
-    it, or with metadata that cannot be read, is as old as those of the steps before it.
+    Reads the metadata, and orders checkpoints by the sequence number in them. A checkpoint without a number, as earlier versions
+    wrote it, or with unreadable metadata, counts as written right after those of lower steps.
     """
     return _by_age(checkpoints(directory))
 
@@ -177,18 +177,18 @@ def _by_age(entries: Iterable[tuple[int, Path]]) -> list[tuple[int, Path]]:
 
 
 def next_sequence(directory: Path) -> int:
-    """Return the sequence number of the next checkpoint in `directory`: those that are set aside count, too."""
+    """Return the sequence number for the next checkpoint in `directory`. Counts checkpoints that are set aside as well."""
     paths = (path for name in (_NAME, _SET_ASIDE) for _, path in _matching(directory, name))
     return 1 + max((_sequence(path) or 0 for path in paths), default=0)
 
 
 def run_identity(path: Path) -> str | None:
-    """Return the identity of the run that has written a checkpoint; None where it has none, or cannot be read."""
+    """Return the identity of the run that has written a checkpoint; None if it is missing or cannot be read."""
     return _place(path)[1]
 
 
 def _sequence(path: Path) -> int | None:
-    """Return the sequence number in a checkpoint's metadata; None where there is none."""
+    """Return the sequence number in a checkpoint's metadata; None if it is missing or cannot be read."""
     return _place(path)[0]
 
 
@@ -202,7 +202,10 @@ def _place(path: Path) -> tuple[int | None, str | None]:
 
 @lru_cache(maxsize=1 << 14)
 def _place_in(path: Path, *version: int) -> tuple[int | None, str | None]:
-    """Read the place of a checkpoint among others, once for each version of the file, as a directory may hold many."""
+    """Return (sequence number, identity of the run) from a checkpoint's metadata.
+
+    Cached per version of the file, as a directory may hold many checkpoints.
+    """
     try:
         meta = read_meta(path)
     except (CheckpointError, OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -214,13 +217,13 @@ def _place_in(path: Path, *version: int) -> tuple[int | None, str | None]:
 def prune(directory: Path, keep: int, spared: Collection[int] = (), *, is_run: bool = True) -> list[Path]:
     """Delete all but the `keep` checkpoints that were written last, and all but as many set-aside ones; give what was deleted.
 
-    Not the highest steps: after a resume from before a damaged checkpoint, the damaged one would push out the new ones. A link to
-    what is not there is left out, with a warning.
+    Steps do not decide: after a resume from before a damaged checkpoint, the damaged one would displace the new ones. Broken
+    links are skipped, with a warning.
 
     Args:
-        spared: steps whose checkpoints stay, too, however old they are.
-        is_run: the directory is proven to be that of a run. Else it may be anybody's, and only files whose metadata say that they
-            are checkpoints of a run are looked at, whatever their names.
+        spared: steps whose checkpoints stay as well, however old they are.
+        is_run: whether the directory is proven to be that of a run. If not, it may belong to any program, and only files whose
+            metadata identify them as checkpoints of a run are considered.
     """
     assert keep >= 1, "a directory keeps at least one checkpoint"
     there, aside = (
@@ -235,7 +238,7 @@ def prune(directory: Path, keep: int, spared: Collection[int] = (), *, is_run: b
 
 
 def _counts(path: Path, *, is_run: bool) -> bool:
-    """Return whether a path is a checkpoint that may be deleted for its age."""
+    """Return whether a path is a checkpoint that `prune` may count and delete."""
     if not path.exists():
         if path not in _told_missing:
             _told_missing.add(path)
@@ -275,7 +278,7 @@ def set_aside(directory: Path, step: int) -> list[Path]:
         return []
     try:
         for path, other in behind:
-            if os.path.lexists(other):  # of an earlier time, and a directory cannot be replaced
+            if os.path.lexists(other):  # left from an earlier time; a directory cannot be replaced by a rename
                 remove(other)
             os.replace(path, other)
         synchronise_directory(directory)

@@ -141,7 +141,7 @@ def read_store(path: Path) -> tuple[dict[str, np.ndarray], dict[str, object]]:
 
 
 def read_store_meta(path: Path) -> dict[str, object]:
-    """Return the metadata of `path`, their own checksum verified; no tensor is read.
+    """Return the metadata of `path`, verified by their checksum. Reads no tensor.
 
     Raises:
         CheckpointError: as `read_store`.
@@ -174,7 +174,7 @@ def _check_header(path: Path, file: h5py.File) -> None:
 
 
 def root_digest(path: Path) -> str:
-    """Return the checksum over the names and checksums of all tensors, which `read_store` has verified, or will.
+    """Return the stored checksum over the names and checksums of all tensors. Does not verify it; `read_store` does.
 
     Raises:
         CheckpointError: HDF5 cannot read the file.
@@ -222,7 +222,7 @@ def _tensors(path: Path, file: h5py.File) -> Iterator[tuple[str, np.ndarray]]:
     digests = _digests(path, file)
     size = path.stat().st_size
     for name in digests:
-        if file[name].nbytes > size:  # a hole, or compressed: not as `write_store` writes, and without a bound
+        if file[name].nbytes > size:  # sparse or compressed, which `write_store` never writes: its size has no bound
             raise ValueError(f"{name} has more bytes than the file")
         if name == _META:
             actual, what = hashlib.sha256(file[name][()]).hexdigest(), "The metadata"

@@ -1,8 +1,8 @@
 """Leftovers of interrupted writes and deletions of checkpoints: nothing reads them, and the next write removes them.
 
-Each names the process that has begun it. What a living process writes stays. Of processes on other machines it cannot be seen
-whether they live, so their files go once nothing was written to them for ABANDONED_SECONDS, or as soon as the directory has
-another owner (`run_owner`), since these are dead then.
+Each file names the process that has begun it, and stays while that process is alive. Whether a process on another machine is
+alive cannot be seen. Its files are removed once they have not been written to for ABANDONED_SECONDS, or as soon as the directory
+has another owner (`run_owner`), since the process is then dead.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def remove_left(
     least_age_seconds: float = 0.0,
     owned: bool = False,
 ) -> list[Path]:
-    """Delete what is left in a directory; return what is deleted.
+    """Delete leftovers in a directory, and return their paths.
 
     Args:
-        but: stays. least_age_seconds: what was written to later than that stays.
-        of: the checkpoint that is to be written. Where its name is not that of a run's checkpoint, the directory may be
-            anybody's, and only what is left of this checkpoint is deleted. None: a run's.
-        owned: the directory is of a run that this process owns, so that no process on another machine writes there; all that
-            others have left unfinished goes, whatever it was to become.
+        but: a path that stays. least_age_seconds: files that were written to more recently stay.
+        of: the checkpoint that is about to be written; None: one of a run. If its name is not that of a run's checkpoint, the
+            directory may belong to any program, and only leftovers of this checkpoint are deleted.
+        owned: whether the directory is of a run that this process owns, so that no process on another machine writes there. Then
+            unfinished files of any kind that other processes have left are deleted.
     """
     own = None if of is None or _OF_A_RUN.fullmatch(of.name) else of.name
     paths = [path for path in directory.iterdir() if path != but] if directory.is_dir() else []
@@ -59,7 +59,7 @@ def remove_left(
 
 
 def _is_left(name: str, own: str | None) -> bool:
-    """Return whether a name is that of an unfinished checkpoint of a run, or of the file `own`."""
+    """Return whether a name is that of an unfinished checkpoint of a run; if `own` is given, of the checkpoint `own`."""
     match = _LEFT.fullmatch(name)
     if match is None:
         return False
@@ -67,12 +67,12 @@ def _is_left(name: str, own: str | None) -> bool:
 
 
 def _is_of_a_process(path: Path) -> bool:
-    """Return whether an unfinished file names the process that has begun it."""
+    """Return whether a path is an unfinished file that names the process that has begun it."""
     return path.name.endswith(PARTIAL) and writer_of(path) is not None
 
 
 def _is_over(path: Path, now: float, least_age_seconds: float, *, owned: bool) -> bool:
-    """Return whether a write is over. now: by the clock of the file server."""
+    """Return whether the write of an unfinished file is over. now: by the clock of the file server."""
     writer = writer_of(path)
     if writer is not None:
         if writer == process_mark.own() or writer.lives:
@@ -83,7 +83,7 @@ def _is_over(path: Path, now: float, least_age_seconds: float, *, owned: bool) -
 
 
 def _now(directory: Path) -> float:
-    """Return the time by the clock that dates files in a directory; where that cannot be known, a time before all files."""
+    """Return the time by the clock that dates files in a directory; minus infinity if it is unknown."""
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
             return os.fstat(file.fileno()).st_mtime

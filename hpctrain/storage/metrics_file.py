@@ -37,8 +37,9 @@ def _cut_torn_line(descriptor: int) -> None:
 
 
 def cut_back(path: Path, epoch: int, step: int, *, evaluates: bool = False, goes_back: bool = False) -> None:
-    """Take out of `path` what lies behind a position and will be recorded again from there. What has no step stays, and so do
-    lines that no run has written.
+    """Remove the records after a position from `path`, as the run will record them again.
+
+    Records without a step stay, and so do lines that no run has written.
 
     A last line that a kill has torn goes. Any other line that is no JSON object moves to `unreadable_path`, with a warning. At
     every moment `path` is either what it was before or complete, on the disk. One process at a time.

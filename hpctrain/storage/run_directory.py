@@ -56,7 +56,7 @@ _EARLIER = re.compile(r"config-(\d{8,})\.yaml")
 _NAME = re.compile(r"^name:.*$", re.MULTILINE)
 _LEGAL_NAME = re.compile(r"[A-Za-z0-9._][A-Za-z0-9._-]*")
 _GIT_SECONDS = 10
-# Of a file system, with room to spare.
+# Size limit of the file that names a directory, in bytes: well above the longest path of any file system.
 _LONGEST_PATH = 1 << 14
 _MOST_CONFIG_BYTES = 1 << 20
 _MOST_BYTES_OF_SMALL = 1 << 20
@@ -103,8 +103,8 @@ class RunDirectory:
     """One run's files; made by `create` or `open`.
 
     Args:
-        bookkeeping: writes those that the run can do without.
-        ownership: of the run, without which nothing more is written; None: nobody looks after that.
+        bookkeeping: writes the files that the run can do without.
+        ownership: of the run, required for further writes; None: not checked.
     """
 
     path: Path
@@ -121,7 +121,7 @@ class RunDirectory:
         versions: Mapping[str, str],
         git: Mapping[str, object],
     ) -> RunDirectory:
-        """A new directory below `output`, named after the time in UTC; no two calls get the same one. One rank only.
+        """Create a directory below `output`, named after the time in UTC; no two calls get the same one. One rank only.
 
         Raises:
             ConfigError: `name` is no plain file name, or the directory cannot be made.
@@ -137,7 +137,7 @@ class RunDirectory:
             write_json(run.path / "versions.json", dict(versions))
             write_json(run.path / "git.json", dict(git))
             mark(run.path, RunMarker(secrets.token_hex(8), _later_than_all(Path(output))))
-            # Last, because a directory with a configuration and a marker is a run.
+            # Last, since the configuration, with the marker, makes the directory a run.
             write_text(run.path / "config.yaml", config)
         except OSError as error:
             raise ConfigError(
@@ -209,10 +209,10 @@ class RunDirectory:
             write_text(pointer, f"{directory}\n")
 
     def flight_records(self) -> Path:
-        """Return the directory that holds the flight records of the ranks, which may not exist.
+        """Return the directory of the ranks' flight records, which may not exist.
 
         Raises:
-            DataError: the file that names it is damaged.
+            DataError: the file that names the directory is damaged.
         """
         pointer = self.path / FLIGHT_POINTER
         if not pointer.is_file():
@@ -243,7 +243,7 @@ class RunDirectory:
     def follow_config(self, config: str, step: int, earlier: str) -> None:
         """From `step` on the run has this configuration; `earlier`, which it had until then, is kept beside it if it is another.
 
-        Configurations of steps behind `step` go, as the metrics of these do. Files that no run wrote stay.
+        Removes configurations of later steps, whose metrics are removed as well. Files that no run wrote stay.
 
         Raises:
             CheckpointError: the directory cannot be written; the configuration is what it was.
@@ -301,32 +301,35 @@ class RunDirectory:
 
 
 def require_owned(run: RunDirectory) -> None:
-    """Raise where another job has taken the run over, as this process was taken for dead.
+    """Raise if another job has taken the run over because it took this process for dead.
 
     Raises:
-        RunOwnedError: another job has.
+        RunOwnedError: another job has taken the run over.
     """
     if run.ownership is not None:
         run.ownership.require()
 
 
 def small_files(run: RunDirectory) -> dict[str, bytes]:
-    """Return the files that make a directory this run, by name: all but records, checkpoints and what is large."""
+    """Return the contents of a run directory's small files, by name, without records and unfinished files.
+
+    They identify the run, and suffice to restore a directory that `--resume` finds.
+    """
     paths = sorted(path for path in run.path.iterdir() if path.is_file() and path.suffix not in (".jsonl", PARTIAL))
     return {path.name: path.read_bytes() for path in paths if path.stat().st_size <= _MOST_BYTES_OF_SMALL}
 
 
 def restore(run: RunDirectory, files: Mapping[str, bytes]) -> None:
-    """Write those of the run's small files again that are missing, as where its directory was removed while it is being trained.
+    """Write missing small files of the run again, as after a removal of its directory during the training.
 
     Raises:
-        CheckpointError: they cannot be written.
+        CheckpointError: the files cannot be written.
     """
     try:
         missing = [name for name in files if not (run.path / name).exists()]
         if missing:
             run.checkpoints.mkdir(parents=True, exist_ok=True)
-        for name in sorted(missing, key=lambda name: name == "config.yaml"):  # last, as a directory with one is a run
+        for name in sorted(missing, key=lambda name: name == "config.yaml"):  # last, since it makes the directory a run
             write_bytes(run.path / name, files[name])
         if run.ownership is not None:
             run.ownership.restore()
@@ -347,7 +350,7 @@ def _make_unique(output: Path, stem: str) -> Path:
 
 
 def _is_dumped(path: Path) -> bool:
-    """Return whether a file is a configuration as a run writes it: in the dump's form, to the last byte, with all keys."""
+    """Return whether a file is a configuration that a run wrote: bitwise in the form of a dump, with the key `output`."""
     try:
         text = path.read_text() if path.is_file() and path.stat().st_size <= _MOST_CONFIG_BYTES else ""
         content = yaml.safe_load(text)
@@ -367,11 +370,12 @@ def _finite(value: object) -> object:
 
 
 def runs(output: Path, name: str | None) -> Iterable[RunDirectory]:
-    """All runs below `output` whose configuration has exactly that name, newest first by the order that their markers keep.
+    """Return all runs below `output` whose configuration has exactly that name, newest first in the order of their markers.
 
-    Directories that are not proven to be runs are left out.
+    Omits directories that are not proven to be runs.
 
-    name: None: whatever their names.
+    Args:
+        name: of the runs; None: any name.
     """
     ordered = []
     for path in Path(output).glob("*/config.yaml"):
@@ -382,14 +386,14 @@ def runs(output: Path, name: str | None) -> Iterable[RunDirectory]:
 
 
 def _later_than_all(output: Path) -> int:
-    """Return the place of a new run below `output` in the order of runs."""
+    """Return the place of a new run in the order of runs: after all runs below `output`."""
     return max([time.time_ns(), *(1 + order_of(run.path) for run in runs(output, None))])
 
 
 def run_of_checkpoint(path: Path, meta: Mapping[str, object]) -> RunDirectory | None:
-    """Return the run that the checkpoint `path` belongs to; None where it lies in no run, or in another one than its own.
+    """Return the run that the checkpoint `path` belongs to; None if it lies in no run, or in the directory of another run.
 
-    A checkpoint holds the identity of its run. One that an earlier version wrote holds a configuration of the run instead.
+    A checkpoint holds the identity of its run. A checkpoint of an earlier version holds a configuration of the run instead.
 
     Args:
         meta: of the checkpoint.
@@ -405,7 +409,7 @@ def run_of_checkpoint(path: Path, meta: Mapping[str, object]) -> RunDirectory | 
 
 
 def _had(run: RunDirectory, config: str) -> bool:
-    """Return whether this is a configuration that a run has, or had."""
+    """Return whether a run has, or had, this configuration."""
     kept = [path for path in run.path.iterdir() if path.name == "config.yaml" or _EARLIER.fullmatch(path.name)]
     return any(path.is_file() and path.read_bytes() == config.encode() for path in kept)
 

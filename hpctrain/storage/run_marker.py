@@ -1,8 +1,8 @@
-"""The proof that a directory is a run, and the order of runs, which no clock and no time zone decides.
+"""The proof that a directory is a run, and an order of runs that does not depend on clocks or time zones.
 
-A run has a marker of its own, `run.json`. Runs of earlier versions have none: they are known by the versions that they kept, and
-are marked when they go on. Whatever is written, cut or deleted in a directory needs this proof first, as a `config.yaml` or a
-`metrics.jsonl` may be anybody's.
+A run has a marker file, `run.json`. Runs of earlier versions have none. They are recognised by their versions.json, and are
+marked when they go on. Files in a directory are written, cut or deleted only after this proof, as other programs may have a
+`config.yaml` or a `metrics.jsonl`, too.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from pathlib import Path
 
 from hpctrain.storage.atomic_write import write_json
 
-#: of the name of a run directory: its start, and a number where several have begun in that second
+#: name of a run directory: the time of its start, and a number if several runs began in that second
 STAMP = re.compile(r".*-(\d{8}-\d{6})(?:-(\d+))?", re.DOTALL)
 #: name of the file that proves that a directory is a run
 MARKER = "run.json"
 _FORMAT, _FORMAT_VERSION = "hpctrain-run", 1
-#: of a small JSON file that is read from a directory which may be anybody's
+#: size limit of a small JSON file, in bytes: it may belong to another program
 _MOST_BYTES = 1 << 20
 _MOST_NS = 1 << 62
 
@@ -35,8 +35,8 @@ class RunMarker:
 
     Args:
         identity: random; the run's checkpoints hold it, too.
-        order: nanoseconds since 1970 at the start of the run, but always more than that of every run which was there then. So the
-            order of the runs of an output directory does not depend on clocks that differ, go back or jump.
+        order: nanoseconds since 1970 at the start of the run, but always greater than those of all earlier runs. So the order of
+            the runs in an output directory does not depend on clocks that differ, go back or jump.
     """
 
     identity: str
@@ -44,7 +44,7 @@ class RunMarker:
 
 
 def mark(path: Path, marker: RunMarker) -> None:
-    """Write the marker of the run directory `path`, whole or not at all.
+    """Write the marker of the run directory `path`, atomically.
 
     Raises:
         OSError: it cannot be written.
@@ -55,7 +55,7 @@ def mark(path: Path, marker: RunMarker) -> None:
 
 
 def marker_of(path: Path) -> RunMarker | None:
-    """Return the marker of the run directory `path`; None where it has none, as in runs of earlier versions."""
+    """Return the marker of the run directory `path`; None if it has none, as in runs of earlier versions."""
     content = _json_object(path / MARKER)
     identity, order = content.get("run"), content.get("order")
     if content.get("format") != _FORMAT or not isinstance(identity, str) or not isinstance(order, int):
@@ -64,7 +64,7 @@ def marker_of(path: Path) -> RunMarker | None:
 
 
 def is_run(path: Path) -> bool:
-    """Return whether `path` is proven to be a run directory: by its marker, or by the versions that earlier versions kept."""
+    """Return whether `path` is proven to be a run directory: by its marker, or in earlier versions by its versions.json."""
     if not (path / "config.yaml").is_file():
         return False
     versions = _json_object(path / "versions.json")
@@ -72,7 +72,7 @@ def is_run(path: Path) -> bool:
 
 
 def claim(path: Path) -> None:
-    """Mark the run directory `path` of an earlier version, which has no marker; its place among the runs stays.
+    """Mark the run directory `path` if it has no marker, as in earlier versions. Keeps its place in the order of runs.
 
     Raises:
         OSError: the marker cannot be written.
@@ -82,7 +82,7 @@ def claim(path: Path) -> None:
 
 
 def _json_object(path: Path) -> Mapping[str, object]:
-    """Return the JSON object in a small file; an empty one where there is none."""
+    """Return the JSON object in a small file; an empty one if the file is missing, too large or no JSON object."""
     try:
         if not path.is_file() or path.stat().st_size > _MOST_BYTES:
             return {}
@@ -93,20 +93,20 @@ def _json_object(path: Path) -> Mapping[str, object]:
 
 
 def order_of(path: Path) -> int:
-    """Return the place of a run in the order of runs; that of an earlier version began when its first record was made."""
+    """Return the place of a run in the order of runs. Without a marker, the time of its first record decides."""
     marker = marker_of(path)
     if marker is not None:
         return marker.order
     seconds = _first_seconds(path / "metrics.jsonl")
     match = STAMP.fullmatch(path.name)
-    if seconds is None and match is not None:  # the name alone is left, in the local time of the machine that the run began on
+    if seconds is None and match is not None:  # only the name is left, in the local time of the machine on which the run began
         with contextlib.suppress(ValueError, OverflowError):
             seconds = time.mktime(time.strptime(match[1], "%Y%m%d-%H%M%S"))
     return 0 if seconds is None else min(max(0, int(seconds * 1e9)), _MOST_NS)
 
 
 def _first_seconds(metrics: Path) -> float | None:
-    """Return when the first record of a run was made, in seconds since 1970; None where that cannot be read."""
+    """Return the time of a run's first record, in seconds since 1970; None if it cannot be read."""
     try:
         if metrics.is_file():
             with open(metrics, "rb") as file:

@@ -1,12 +1,13 @@
-"""The owner of a run directory: of all jobs and commands that write to a run, one at a time.
+"""The owner of a run directory: only one job or command at a time may write to a run.
 
-The directory `owners` of a run has a record of each owner, `owner-00001.jsonl` and so on; the one with the highest number is the
-owner. A record is made whole, by a link, which all file systems make at most once, NFS and Lustre as well. So of several that
-take over from a dead owner, one makes the next record, and no lock is left where it dies. While its owner lives, the last line of
-a record changes every BEAT_SECONDS; at the end it says so.
+The directory `owners` of a run has a record of each owner, `owner-00001.jsonl` and so on. The record with the highest number is
+that of the current owner. A record is created atomically, by a hard link, which every file system, including NFS and Lustre,
+creates at most once. So if several processes try to succeed a dead owner, exactly one creates the next record, and a process
+that dies leaves no lock. While the owner is alive, the last line of its record changes every BEAT_SECONDS. At the end that line
+says that the run was released.
 
-An owner is dead if its process has ended on the machine that looks, if its scheduler says that its job is over, or if its record
-has not changed for MISSED_SECONDS, as the one that waits counts them: clocks of different machines are never compared.
+An owner counts as dead if its process has ended on the same machine, if its scheduler reports that its job is over, or if its
+record has not changed for MISSED_SECONDS. The waiting process measures that time; clocks of two machines are never compared.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ from hpctrain.storage.atomic_write import synchronise_directory
 from hpctrain.storage.run_marker import is_run
 
 FOLDER = "owners"
-#: in the environment of a training that `hpctrain run` has started: the mark of its process
+#: environment variable of a training that `hpctrain run` has started: the mark of the process of `hpctrain run`
 SUPERVISOR = "HPCTRAIN_SUPERVISOR"
 BEAT_SECONDS = 5.0
-#: without a change of its record, after which an owner on another machine is dead
+#: time without a change of its record after which an owner on another machine counts as dead
 MISSED_SECONDS = 60.0
 
 _NAME = re.compile(r"owner-(\d{5,})\.jsonl")
 _LOOK_SECONDS = 0.5
-# A process that was stopped between two looks has not watched meanwhile.
+# Longest time that one look counts for: a process that was stopped between two looks has not watched meanwhile.
 _MOST_BETWEEN_LOOKS_SECONDS = 2.0
 _LINE_BYTES = 40
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
@@ -55,10 +56,11 @@ class Owner:
     """An owner, as its record names it.
 
     Args:
-        number: of the record. token: no other owner has it. mark: of its process. host: its name.
-        job: of the scheduler. since: the time in UTC at which it became the owner. command: its work.
-        missed_seconds: without a change, after which it is dead. outlives: others of the job go on where the process has died.
-        supervisor: mark of the process of `hpctrain run` that has started it; "": none has.
+        number: of the record. token: unique to this owner. mark: of its process. host: the host's name.
+        job: of the scheduler. since: the time in UTC at which it became the owner. command: the command that it runs.
+        missed_seconds: time without a change of the record after which it counts as dead. outlives: whether other ranks of the
+            job go on after the death of the process.
+        supervisor: mark of the process of `hpctrain run` that has started it; "" if none has.
     """
 
     number: int
@@ -80,7 +82,10 @@ class Owner:
 
 @dataclass(frozen=True)
 class _Record:
-    """A record as it was read. text: all of it. owner: None where it is damaged. is_file: it lies where its owner made it."""
+    """A record as it was read.
+
+    text: all of it. owner: None if it is damaged. is_file: whether it is the file that its owner created, not a copy of it.
+    """
 
     number: int
     text: bytes
@@ -90,24 +95,27 @@ class _Record:
 
 
 def owners(run: Path) -> list[Owner]:
-    """Return the owners of a run so far whose records can be read, the latest last."""
+    """Return the owners of a run so far, latest last. Omits damaged records."""
     records = (_read(run, number) for number in _numbers(run))
     return [record.owner for record in records if record is not None and record.owner is not None]
 
 
 def living_owner(run: Path) -> Owner | None:
-    """Return the owner of a run unless it is known to be over; looks once and waits for nothing, so that it may be dead."""
+    """Return the latest owner of a run, unless it is known to have ended; else None.
+
+    Does not wait for a sign of life, so that the owner may be dead.
+    """
     record = _latest(run)
     return None if record is None or _is_over(record) else record.owner
 
 
 def was_owned_by_job(run: Path, job: SchedulerJob) -> bool:
-    """Whether a start of the same job has owned the run."""
+    """Return whether any start of the same job has owned the run."""
     return bool(job.chain) and any(job.is_chain_of(owner.job) for owner in owners(run))
 
 
 def run_of(path: Path) -> Path | None:
-    """Return the run directory that a directory of checkpoints belongs to, or that `path` is itself; None where there is none."""
+    """Return `path` if it is a run directory, or the run of a directory of checkpoints; None if there is no run."""
     if path.name == "checkpoints" and is_run(path.parent):
         return path.parent
     return path if is_run(path) else None
@@ -117,9 +125,9 @@ class Contender:
     """A process that wants to own a run.
 
     Args:
-        command: its work, for those that it keeps waiting. predecessor: token of an owner of the same job that has died.
-        missed_seconds, outlives: as of `Owner`.
-        clock: in seconds.
+        command: the command that it runs, for messages of others. predecessor: token of a dead owner of the same job.
+        missed_seconds, outlives: see `Owner`.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -149,10 +157,10 @@ class Contender:
         self._still_seconds = self._looked_at = 0.0
 
     def attempt(self) -> Ownership | None:
-        """Return the ownership, or None where nobody can tell yet whether the owner lives: call it again, soon.
+        """Return the ownership; None if it is not known yet whether the current owner is alive: call it again soon.
 
         Raises:
-            RunOwnedError: another owner lives. OSError: the run cannot be written.
+            RunOwnedError: another owner is alive. OSError: the run cannot be written.
         """
         (self._run / FOLDER).mkdir(exist_ok=True)
         while True:
@@ -167,10 +175,10 @@ class Contender:
                 return Ownership(self._run, owner)
 
     def _end_of(self, record: _Record) -> str | None:
-        """Return why an owner is dead, as the end of a sentence; "" where it has ended in order, None where that is unknown yet.
+        """Return why an owner is dead, as the end of a sentence; "" if it ended in good order; None if that is not known yet.
 
         Raises:
-            RunOwnedError: it lives.
+            RunOwnedError: the owner is alive.
         """
         owner = record.owner
         if record.released or (owner is not None and self._predecessor == owner.token):
@@ -186,7 +194,7 @@ class Contender:
         return self._watch(record)
 
     def _watch(self, record: _Record) -> str | None:
-        """Compare a record of another machine with what it was; as `_end_of`."""
+        """Compare a record of another machine with its earlier state. Returns and raises as `_end_of`."""
         now, before = self._clock(), self._watched
         owner = record.owner
         if before is None or before.number != record.number:
@@ -214,10 +222,10 @@ class Contender:
 
 
 class Ownership:
-    """The right to write to a run, until `release`. A thread shows that it lives.
+    """The right to write to a run, until `release`. A thread gives signs of life.
 
     Attributes:
-        run: the directory. owner: this process, as others see it.
+        run: the directory. owner: the content of this process's record.
     """
 
     def __init__(self, run: Path, owner: Owner) -> None:
@@ -229,10 +237,10 @@ class Ownership:
         self._thread.start()
 
     def require(self) -> None:
-        """Raise unless this process still owns the run: a process that was stopped for long may be taken for dead.
+        """Raise unless this process still owns the run: others may take a process that was stopped for long for dead.
 
         Raises:
-            RunOwnedError: another one has taken over.
+            RunOwnedError: another process has taken over, or this one has released the run.
         """
         if self._ended.is_set():
             raise RunOwnedError(f"The run {self.run} was let go by this process; nothing more is written to it.")
@@ -244,7 +252,7 @@ class Ownership:
             )
 
     def release(self) -> None:
-        """Let the run go. May be called twice."""
+        """Release the run. May be called twice."""
         if not self._ended.is_set():
             self._ended.set()
             if self._thread is not threading.current_thread():
@@ -252,10 +260,10 @@ class Ownership:
             self._write({"released": self._beats})
 
     def restore(self) -> None:
-        """Write the record again where the run directory was removed.
+        """Write the record again if the run directory was removed.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the record cannot be written.
         """
         if not self._path.exists() and not self._next().exists():
             (self.run / FOLDER).mkdir(parents=True, exist_ok=True)
@@ -270,7 +278,7 @@ class Ownership:
             self._write({"beat": self._beats})
 
     def _write(self, line: dict[str, int]) -> None:
-        """Write the last line of the record in place: small, so that a reader sees it whole; a full disk has room for it."""
+        """Overwrite the last line of the record in place. It is small, so that readers see it whole, and needs no new space."""
         with contextlib.suppress(OSError):
             descriptor = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
             try:
@@ -281,10 +289,10 @@ class Ownership:
 
 @contextlib.contextmanager
 def owned(run: Path | None, command: str) -> Iterator[None]:
-    """While this lasts, this process owns a run; without effect where `run` is None. Waits where nobody can tell who lives.
+    """Own a run during the block; no effect if `run` is None. Waits as long as it is unknown whether another owner is alive.
 
     Raises:
-        RunOwnedError: another owner lives. OSError: the run cannot be written.
+        RunOwnedError: another owner is alive. OSError: the run cannot be written.
     """
     if run is None:
         yield
@@ -318,7 +326,7 @@ def _numbers(run: Path) -> list[int]:
 
 
 def _latest(run: Path) -> _Record | None:
-    """Return the record with the highest number; None where there is none."""
+    """Return the record with the highest number; None if there is none."""
     for number in reversed(_numbers(run)):
         record = _read(run, number)
         if record is not None:
@@ -327,9 +335,9 @@ def _latest(run: Path) -> _Record | None:
 
 
 def _read(run: Path, number: int) -> _Record | None:
-    """Return a record, damaged or not; None where it is not there any more."""
+    """Return a record, which may be damaged; None if it does not exist any more."""
     try:
-        # Opened, as some file systems show a file's state of earlier to those that only ask for it.
+        # Opened, since some file systems may return an outdated status for a file that is not open.
         with open(_path(run, number), "rb") as file:
             inode, text = os.fstat(file.fileno()).st_ino, file.read(1 << 16)
     except FileNotFoundError:
@@ -350,9 +358,9 @@ def _owner(number: int, values: dict[str, Any]) -> Owner:
 
 
 def _process_lives(record: _Record) -> bool | None:
-    """Whether the owner's process lives; None where that cannot be seen, or is not the question.
+    """Return whether the owner's process is alive; None if that cannot be seen, or does not decide.
 
-    A copy of a run has the records of the original's owner, which does not own the copy: it never changes there.
+    In a copy of a run the records name the owner of the original, which does not own the copy. They never change there.
     """
     owner = record.owner
     mark = None if owner is None else ProcessMark.parse(owner.mark)
@@ -371,7 +379,7 @@ def _last_line(values: dict[str, int]) -> bytes:
 
 
 def _make(run: Path, owner: Owner) -> bool:
-    """Make the record of an owner; False where another one has this number.
+    """Create the record of an owner; return False if another owner has its number.
 
     Raises:
         OSError: the directory cannot be written.
@@ -393,18 +401,18 @@ def _make(run: Path, owner: Owner) -> bool:
 
 
 def _write_record(descriptor: int, owner: Owner) -> None:
-    """Write a record to a new file, and bring it to the disk."""
+    """Write a record to a new file, and synchronise it."""
     values = {**asdict(owner), "inode": os.fstat(descriptor).st_ino}
     os.write(descriptor, json.dumps(values).encode() + b"\n" + _last_line({"beat": 0}))
     os.fsync(descriptor)
 
 
 def _linked(begun: Path, target: Path, owner: Owner) -> bool:
-    """Give a whole file a name that no file has yet; False where one has it."""
+    """Link a complete file to a new name; return False if a file has that name already."""
     try:
         os.link(begun, target)
     except FileExistsError:
-        return begun.stat().st_nlink > 1  # an answer that got lost on its way from a file server was asked for again
+        return begun.stat().st_nlink > 1  # the link was made, but the file server's answer was lost and the request repeated
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
@@ -413,7 +421,7 @@ def _linked(begun: Path, target: Path, owner: Owner) -> bool:
 
 
 def _created(target: Path, owner: Owner) -> bool:
-    """Make a file where the file system has no links; for a moment it is not whole, and watched until it is."""
+    """Create a record on a file system without links. It is incomplete for a moment, in which others watch it as unknown."""
     try:
         descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     except FileExistsError:

@@ -30,7 +30,7 @@ _FORMAT, _VERSION = "hpctrain-sharded-checkpoint", 1
 
 
 def unfinished(path: Path, token: str) -> Path:
-    """The directory in which the checkpoint `path` grows, named by the process that calls. token: of this attempt."""
+    """Return the directory for the unfinished checkpoint `path`. It names the calling process. token: of this attempt."""
     return partial_path(path, token)
 
 
@@ -100,10 +100,10 @@ def open_sharded(path: Path) -> tuple[ShardedTensors, dict[str, object]]:
 
 
 def manifest_digest(path: Path) -> str:
-    """Return the checksum of a checkpoint's manifest, which has those of all shards; the manifest is not read.
+    """Return the stored checksum of a checkpoint's manifest, which covers those of all shards. Does not read the manifest.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: the checksum is missing.
     """
     try:
         return read_bytes(path / _DIGEST, TEXT_BYTES).decode("ascii", "replace").partition(" ")[0]

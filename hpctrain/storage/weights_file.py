@@ -27,7 +27,7 @@ SUFFIXES = (SAFETENSORS, *TORCH)
 #: under which a PyTorch file may hold its state dictionary beside other things
 _INNER_KEYS = ("state_dict", "model_state_dict", "model")
 _WRAPPER = "module."  # put before each name by torch's DataParallel and DistributedDataParallel
-#: parts of names that torch.compile, FSDP and the checkpointing of activations put where a layer is wrapped
+#: parts of names that torch.compile, FSDP and activation checkpointing insert at a wrapped layer
 _WRAPPED = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _BLOCK = 1 << 22
 
@@ -43,12 +43,12 @@ class WeightsFile:
 def read(path: Path) -> WeightsFile:
     """All tensors of a file. Those of 16 bits are given in float32, which holds them exactly.
 
-    Names lose what PyTorch's wrappers of models and layers put into them, however they were nested; those of files that
+    Removes the parts that PyTorch's wrappers of models and layers, however nested, insert into names. Names in files that
     `ModelWeights` wrote stay.
 
     Raises:
         CheckpointError: the file is missing, damaged, or of another kind; it is PyTorch's, which is not installed; or two names
-            are one without what wrappers put into them.
+            are equal without the wrappers' parts.
     """
     suffix = check_suffix(path, SUFFIXES)
     if not path.is_file():
@@ -143,7 +143,11 @@ def _read_torch(path: Path) -> WeightsFile:
 
 
 def _unwrapped(tensors: Mapping[str, np.ndarray], path: Path) -> dict[str, np.ndarray]:
-    """Tensors by the names that the model's layers have without wrappers."""
+    """Return the tensors by their names without the parts that wrappers insert.
+
+    Raises:
+        CheckpointError: two names are then equal.
+    """
     names = {name: ".".join(part for part in name.split(".") if part not in _WRAPPED) for name in tensors}
     while names and all(name.startswith(_WRAPPER) for name in names.values()):
         names = {name: shorter.removeprefix(_WRAPPER) for name, shorter in names.items()}
