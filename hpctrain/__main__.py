@@ -7,7 +7,7 @@ import sys
 
 # Commands whose process computes: their signals are blocked before anything else is loaded.
 _COMPUTING = (["train"], ["eval"], ["script"], ["bench", "engine"])
-# Those that run on ranks: a small parent sees to it that none leaves without a word.
+# Commands that run on ranks: a small parent process reports every rank that ends without an explanation.
 _RANKS = ("train", "eval", "script")
 # pydantic looks for plugins in a file of each installed package, on every rank; a program of the user's may have some
 _NO_PLUGINS = ("PYDANTIC_DISABLE_PLUGINS", "__all__")

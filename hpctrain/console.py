@@ -1,4 +1,4 @@
-"""The console of rich for texts of others, such as file names and classes, which never move a cursor or turn a line around."""
+"""A rich console that prints untrusted texts, such as file names and classes, without markup or control characters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hpctrain.plain_text import escaped
 
 
 class PlainConsole(Console):
-    """A console for which texts, those in tables among them, are no markup, and in which forbidden characters are escaped."""
+    """A console that escapes forbidden characters and, by default, takes no text for markup, including texts in tables."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"highlight": False, "markup": False, "emoji": False, **options})

@@ -65,7 +65,7 @@ class CheckpointError(HpctrainError):
 
 
 class CheckpointRemovedError(CheckpointError):
-    """A checkpoint whose files another process removed while it was written: the disk works, and the next one may be written."""
+    """Another process removed a checkpoint's files while it was written. The disk works; the next checkpoint may succeed."""
 
 
 class DivergedError(HpctrainError):

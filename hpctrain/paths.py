@@ -1,4 +1,4 @@
-"""Paths as users write them, and the user's own directories, which an environment may lack."""
+"""Expansion of paths that users write, and the user's own directories, which may not exist."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _VARIABLE = re.compile(r"\$(?:([A-Za-z_][A-Za-z_0-9]*)|\{([^}]*)\})")
 
 
 def expanded(text: str, environ: Mapping[str, str] = os.environ) -> str:
-    """Return a path with `~`, `~user`, `$VARIABLE` and `${VARIABLE}` filled in; a `$` that no name follows stays as it is.
+    """Return a path with `~`, `~user`, `$VARIABLE` and `${VARIABLE}` expanded; a `$` without a name is kept.
 
-    All paths of configurations and of the command line pass through here.
+    Applied to all paths of configurations and of the command line.
 
     Raises:
-        ValueError: a variable is not set, or a home directory is not known. The text continues "x is $NAME/y, but".
+        ValueError: a variable is not set, or a home directory is unknown. The message is to follow "x is $NAME/y, but".
     """
 
     def value(match: re.Match[str]) -> str:
         name = match[1] or match[2] or ""
         found = environ.get(name, "")
-        if not found:  # with an empty value, $SCRATCH/runs would be /runs
+        if not found:  # an empty value would turn $SCRATCH/runs into /runs
             raise ValueError(f"the variable {name} in it is not set here; set it, or write the path out")
         return found
 
@@ -42,10 +42,10 @@ def expanded(text: str, environ: Mapping[str, str] = os.environ) -> str:
 
 
 def path_of(path: str | os.PathLike[str]) -> Path:
-    """Return `expanded(path)` for a program.
+    """Return `expanded(path)` as a `Path`, for paths that a program passes.
 
     Raises:
-        ConfigError: a variable is not set, or a home directory is not known.
+        ConfigError: a variable is not set, or a home directory is unknown.
     """
     try:
         return Path(expanded(os.fspath(path)))
@@ -61,7 +61,7 @@ def _home_of(user: str) -> Path | None:
 
 
 def home(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the user's home directory: `$HOME`, else that of the user's entry in passwd. None without either."""
+    """Return the user's home directory: `$HOME`, else that of the user's entry in passwd. None if neither exists."""
     named = environ.get("HOME", "")
     if os.path.isabs(named):
         return Path(named)
@@ -72,10 +72,10 @@ def home(environ: Mapping[str, str] = os.environ) -> Path | None:
 
 
 def user_directory(variable: str, below_home: str, environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Return hpctrain's directory below `$variable`, or below a directory of the user's home. None without either.
+    """Return hpctrain's directory below `$variable`, else below `below_home` in the user's home. None if neither exists.
 
     Args:
-        variable: of the XDG base directory specification, which has relative paths ignored.
+        variable: of the XDG base directory specification, by which relative paths are ignored.
     """
     base = environ.get(variable, "")
     if os.path.isabs(base):

@@ -1,4 +1,4 @@
-"""Text of others on its way to a terminal, a script or a file name: which characters have no place there, quoted, shortened."""
+"""Makes untrusted text safe for terminals, scripts and file names: forbidden characters, escapes, quotes, shortening."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import re
 import sys
 import unicodedata
 
-# Controls (C0, DEL, C1), formats (bidirectional marks, zero-width characters), lone surrogates, and separators of lines.
+# Control characters (C0, DEL, C1), format characters (bidirectional, zero-width), lone surrogates, and line separators.
 _FORBIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
-# Commas make some shell readers think of lists, and an = in front of comparisons, so that a word with one is quoted.
+# Words with a comma, which some shell tools take for a list, or with an = in front, taken for a comparison, are quoted.
 _PLAIN_WORD = re.compile(r"(?!=)[\w@%+=:./-]+", re.ASCII)
 _SHOWN_CHARACTERS = 80
 _MOST_OF_A_SENTENCE = 4000
 
 
 def forbidden(text: str) -> str | None:
-    """Return the first character that may end a line, move a cursor or turn a text's direction, such as "U+202E at position 3".
+    """Return the first character that may end a line, move a cursor or reverse text, such as "U+202E at position 3".
 
-    None where the text has no such character. Positions count from 0.
+    None if the text has no such character. Positions count from 0.
     """
     if text.isprintable():
         return None
@@ -29,7 +29,7 @@ def escaped(text: object, keep: str = "") -> str:
     r"""Return the text with every forbidden character in Python's notation, such as \n and \u202e.
 
     Args:
-        keep: forbidden characters that stay as they are.
+        keep: forbidden characters that are not escaped.
     """
     text = str(text)
     if text.isprintable():
@@ -41,7 +41,7 @@ def escaped(text: object, keep: str = "") -> str:
 
 
 def shortened(value: object, most: int = _SHOWN_CHARACTERS) -> str:
-    """Return the notation of a value for a sentence, the beginning of it where it has more than `most` characters."""
+    """Return the repr of a value for a message, cut after `most` characters."""
     if isinstance(value, str) and len(value) > most:
         return f"{value[:most]!r}... ({len(value)} characters)"
     text = repr(value)
@@ -49,7 +49,7 @@ def shortened(value: object, most: int = _SHOWN_CHARACTERS) -> str:
 
 
 def sentence(text: str) -> str:
-    """Return a sentence as one line of a terminal: forbidden characters escaped, the middle of a very long one left out."""
+    """Return a message as one line for a terminal: escape forbidden characters, and cut the middle out of a very long one."""
     if len(text) > _MOST_OF_A_SENTENCE:
         half = _MOST_OF_A_SENTENCE // 2
         text = f"{text[:half]} ... ({len(text) - 2 * half} characters left out) ... {text[-half:]}"
@@ -57,17 +57,17 @@ def sentence(text: str) -> str:
 
 
 def echo(line: object = "", *, err: bool = False) -> None:
-    """Print one line to stdout, or to stderr; a newline in it is escaped as all forbidden characters are."""
+    """Print one line to stdout, or to stderr. Escape all forbidden characters, including newlines."""
     print(escaped(line), file=sys.stderr if err else sys.stdout, flush=True)
 
 
 def echo_block(text: str, *, err: bool = False) -> None:
-    """Print several lines, the last of which need not end; forbidden characters other than newlines and tabs are escaped."""
+    """Print several lines, with or without a final newline. Escape forbidden characters other than newlines and tabs."""
     print(escaped(text.removesuffix("\n"), keep="\n\t"), file=sys.stderr if err else sys.stdout, flush=True)
 
 
 def shell_word(text: str) -> str:
-    """Return a text as one word of the shell, which expands nothing in it."""
+    """Return a text quoted as one word of a shell, without expansions."""
     if not text:
         return '""'
     return text if _PLAIN_WORD.fullmatch(text) else "'" + text.replace("'", "'\"'\"'") + "'"

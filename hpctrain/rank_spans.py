@@ -20,10 +20,10 @@ def ranks_of(text: str, below: int | None = None) -> tuple[int, ...]:
     """Return the ranks that `spans` has written.
 
     Args:
-        below: number of ranks of the job, where the text may be damaged.
+        below: number of ranks of the job, to check text that may be damaged; None: no check.
 
     Raises:
-        ValueError: the text is none of `spans`, or has a rank that is not `below`.
+        ValueError: `spans` cannot have written the text, or a rank in it is not below `below`.
     """
     ranks: list[int] = []
     for span in text.split(", ") if text else ():

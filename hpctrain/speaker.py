@@ -28,7 +28,7 @@ def place(rank: int | None, size: int | None = None) -> str:
 
 
 def beginning_with(beginning: str, text: str) -> str:
-    """A text in which every line begins so, and the last one ends; what a terminal would obey is escaped."""
+    """Return a text with `beginning` before each line and a newline at its end. Escape control characters."""
     return "".join(f"{beginning}{escaped(line, keep=_TAB)}\n" for line in text.splitlines())
 
 

@@ -35,9 +35,9 @@ _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _MOST_CODE_BYTES = 1 << 28  # a compiled module among them
 _NOT_THE_USERS = ("<frozen ", str(Path(importlib.__file__).parents[1]))
 _PACKAGE = Path(__file__).parent
-#: before the names of modules that are files named by a reference
+#: prefix of the names of modules that were loaded from a file named by a reference
 _OF_FILES = "_hpctrain_"
-#: modules that each program has: the program itself
+#: names of the program itself as a module
 _NO_NAMES = ("__main__", "__mp_main__")
 
 #: the directory of the configuration file that this process has read last
@@ -101,10 +101,10 @@ def digests() -> dict[str, str]:
 
 
 def modules() -> dict[str, str]:
-    """Return the crc32 of the file of each module of the user's that this process has loaded, by the module's name.
+    """Return the crc32 of the source file of each module of the user's that this process has loaded, by module name.
 
-    They are all modules of Python code but those of Python itself, of its installed packages, and of hpctrain. A module without
-    a name of its own, as of a file that a reference names, is left out: see `digests`.
+    Includes all modules of Python code except those of Python itself, of installed packages and of hpctrain. Omits files that a
+    reference names, whose modules have no name of their own: see `digests`.
     """
     of_python = (sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib"))
     places = {*of_python, *site.getsitepackages(), site.getusersitepackages(), str(_PACKAGE)}

@@ -215,7 +215,7 @@ def stand_ins(program: Program, *, on_host: bool = True) -> tuple[int, dict[str,
 def gemm_peak(
     size: int = 1536, repeats: int = 9, clock: Callable[[], float] = time.perf_counter, multiply: Callable = np.matmul
 ) -> float:
-    """Return the GFLOP/s of the best of several float32 matrix products, in this process's threads.
+    """Return the GFLOP/s of the fastest of several float32 matrix products, in this process's threads.
 
     Args:
         multiply: writes the product of the first two arrays to the third.

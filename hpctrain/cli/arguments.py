@@ -13,7 +13,7 @@ from hpctrain.paths import expanded
 
 
 class FilePath(click.Path):
-    """A path, in which `~` and `$VARIABLE` are filled in, as in paths of configurations: shells leave both in --out=~/x."""
+    """A path in which `~` and `$VARIABLE` are expanded, as in configurations: shells do not expand the `~` in --out=~/x."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if isinstance(value, str):
@@ -25,12 +25,12 @@ class FilePath(click.Path):
 
 
 class OutputFile(FilePath):
-    """A file to write, which is refused before any work is done where it cannot be.
+    """A file to write, refused before any work is done if it cannot be written.
 
     Args:
-        streams: whether a pipe, a terminal and other devices of characters are written to; otherwise only a regular file is.
-        makes_directory: whether the file's directory is made where it is missing.
-        of_job: whether the first rank of a job writes it, on whose node alone its directory need be: the job checks it.
+        streams: whether pipes, terminals and other character devices are accepted as well as regular files.
+        makes_directory: whether a missing directory of the file is created.
+        of_job: whether rank 0 of a job writes the file. Its directory need exist on that rank's node only, so the job checks it.
     """
 
     def __init__(self, *, streams: bool = False, makes_directory: bool = False, of_job: bool = False) -> None:
@@ -50,10 +50,10 @@ def check_output(path: Path, option: str = "", *, streams: bool = False) -> None
     """Raise unless a file can be written; see `OutputFile`.
 
     Args:
-        option: that names the file; empty: an argument does.
+        option: the option that names the file; empty if an argument names it.
 
     Raises:
-        ConfigError: a sentence with the option, the path and the reason.
+        ConfigError: the file cannot be written; the message has the option, the path and the reason.
     """
     from hpctrain.errors import ConfigError
     from hpctrain.storage.atomic_write import check_target
@@ -66,7 +66,7 @@ def check_output(path: Path, option: str = "", *, streams: bool = False) -> None
 
 
 class Seconds(click.FloatRange):
-    """A finite time in seconds, of at least a bound."""
+    """A finite time in seconds, with a lower bound."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         seconds = super().convert(value, param, ctx)

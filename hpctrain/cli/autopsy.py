@@ -49,10 +49,10 @@ def autopsy(run: Path | None, as_json: bool) -> None:
 
 
 def _latest_start() -> Path:
-    """The directory of the records of the latest start.
+    """Return the directory with the records of the latest start.
 
     Raises:
-        DataError: there is none.
+        DataError: no start has left records.
     """
     from hpctrain.flight.start_records import RECORDS, latest
 
@@ -75,10 +75,10 @@ def _logs(run: Path, ranks: list[int]) -> str:
 
 
 def directory_of(run: Path) -> Path:
-    """Return where the records of a run lie: in the directory that it points to, in `flight` below it, or in itself.
+    """Return the directory of a run's records: the one that the run points to, its subdirectory `flight`, or `run` itself.
 
     Raises:
-        DataError: the file that points to it is damaged.
+        DataError: the pointer file is damaged.
     """
     from hpctrain.storage.run_directory import RunDirectory
 

@@ -171,7 +171,7 @@ def prune(path: Path, keep: int, drop_best: bool) -> None:
 
 
 def files_of(path: Path) -> list[tuple[int, Path]]:
-    """(step, file) of the checkpoints that a path stands for, in the order in which they were written; one at least.
+    """Return (step, file) of the checkpoints that a path stands for, oldest first; at least one.
 
     Raises:
         CheckpointError: there are none.

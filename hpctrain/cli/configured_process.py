@@ -54,7 +54,7 @@ class ConfiguredProcess(JobProcess):
 
     Args:
         watch: of its signals, which is told where its rank has another number. log_ranks: that keep log files, as of `begin_log`.
-        smoke: sessions are of a trial of the configuration. options: of the command, which all ranks must have alike.
+        smoke: whether sessions only try the configuration out. options: of the command; they must be equal on all ranks.
 
     Attributes:
         world: all ranks, once MPI has started, and later those that are left. memory: of the run, for where ranks are lost.
@@ -88,10 +88,10 @@ class ConfiguredProcess(JobProcess):
         super().leave(code)
 
     def refuse_alone(self) -> None:
-        """Raise where this process would train by itself in a job that was given several.
+        """Raise if this process would train alone although its job was allocated several ranks.
 
         Raises:
-            LaunchError: it would.
+            LaunchError: this process is the only rank of a job with several.
         """
         fault = lone_fault(self.launcher, os.environ)
         if fault is not None:
@@ -255,7 +255,7 @@ class ConfiguredProcess(JobProcess):
 
 
 def _tell_start(launcher: Launcher, flight: FlightRecorder) -> None:
-    """Log which process this is, for its file, and where its record lies until the run has a directory."""
+    """Log the identity of this process to its file, and the path of its flight record until the run has a directory."""
     _log.debug("flight record until there is a run directory: %s", flight.begun_at)
     words = " ".join(sys.argv[1:])
     _log.debug("process %d on %s, hpctrain %s, launcher %s: %s", os.getpid(), platform.node(), __version__, launcher.name, words)

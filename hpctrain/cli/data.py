@@ -319,7 +319,7 @@ def convert_folder(
 
 
 def _report(out: Path, as_json: bool, left_out: Sequence[LeftOut] = ()) -> None:
-    """Print what was made and what was left out; the command fails where a part of the source could not be read."""
+    """Print what was converted and what was left out, and exit with an error if a part of the source could not be read."""
     from hpctrain.data.convert.common import ConvertedFile
 
     made = ConvertedFile.of(out, left_out)

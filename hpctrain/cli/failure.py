@@ -99,7 +99,7 @@ def job_ends_on_error(
     except KeyboardInterrupt:
         sentence = "KeyboardInterrupt inside of a run ends the job."
         failed(sentence, ())
-        if rank():  # all ranks get what a person sends: rank 0 says it, and the job ends
+        if rank():  # Ctrl-C reaches all ranks: rank 0 reports it and ends the job
             time.sleep(_ALONE_AFTER_SECONDS)
         last_words.say(rank(), [sentence, *hint()], sys.stderr, stacks=False)
         _leave(abort, 130)
@@ -178,7 +178,7 @@ def _is_said_by_another(error: Exception, *, in_job: bool) -> bool:
 
     `srun hpctrain config check` is the same command on each rank; ranks that are alone with their start, each node's.
     """
-    if environment_fault(os.environ) is not None:  # no other rank is there
+    if environment_fault(os.environ) is not None:  # there are no other ranks
         return False
     launcher = _launcher()
     if not in_job:

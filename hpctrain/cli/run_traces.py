@@ -22,7 +22,7 @@ _MOST_RUNS = 8
 
 
 class RunTraces:
-    """Tells what is new since it was asked last. Reads names and flight records; no checkpoint.
+    """Reports checkpoints and flight records that are new since the last call. Reads file names and flight records only.
 
     Args:
         output, name: of the configuration. supervisor: mark of the process that starts the attempts.
@@ -50,16 +50,16 @@ class RunTraces:
         return Traces(run, newest, step)
 
     def _checkpoints(self) -> Iterator[tuple[Path, tuple[int, ...]]]:
-        """(path, version of the file) of all checkpoints of the runs of this name, of the newest run first."""
+        """Yield (path, file version) of all checkpoints of the runs with this name, newest run first."""
         for run in self._own_runs():
             for path in run.checkpoints.glob("checkpoint-*"):
                 if _CHECKPOINT.fullmatch(path.name):
-                    with contextlib.suppress(OSError):  # deleted meanwhile, or a link to what is not there
+                    with contextlib.suppress(OSError):  # deleted meanwhile, or a broken link
                         status = path.stat()
                         yield path, (status.st_ino, status.st_size, status.st_mtime_ns)
 
     def _own_runs(self) -> Iterator[RunDirectory]:
-        """The runs of this name, the newest first, but those that other jobs have written to last."""
+        """Yield the runs with this name, newest first, except those that another job has written to last."""
         for run in runs(self._output, self._name):
             last = next(reversed(owners(run.path)), None)
             if last is None or last.supervisor == self._supervisor or (not last.supervisor and not living_owner(run.path)):

@@ -18,10 +18,10 @@ _BACKSTOP_SECONDS = 2.0
 
 @contextlib.contextmanager
 def guard(phase: str, deadline_seconds: float, *, rank: int | None = None) -> Iterator[None]:
-    """End this process where the block takes longer than the deadline; the launcher then ends the job.
+    """End this process if the block takes longer than the deadline; the launcher then ends the job.
 
-    Prints rank, phase and all stacks on stderr. Exit code 124; or 1 where the phase holds the interpreter lock and the process
-    has no keeper, which makes 124 of it. Not to be nested: there is one such timer in a process.
+    Prints rank, phase and all stacks on stderr. The exit code is 124. If the phase holds the interpreter lock, the process itself
+    leaves with 1, which its keeper, if any, turns into 124. Do not nest: a process has one such timer.
     """
     assert sys.__stderr__ is not None
     timer = threading.Timer(deadline_seconds, _give_up, (phase, deadline_seconds, rank))

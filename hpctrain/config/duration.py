@@ -16,7 +16,7 @@ SLURM: Literal["slurm"] = "slurm"
 
 _NUMBER = r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
 _UNITS = re.compile(rf"(?:{_NUMBER}d)?(?:{_NUMBER}h)?(?:{_NUMBER}m(?:in)?)?(?:{_NUMBER}s)?")
-# As Slurm writes them: minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes and days-hours:minutes:seconds.
+# Slurm's forms: minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes and days-hours:minutes:seconds.
 _CLOCKS = (
     re.compile(r"()(?:([0-9]+):(?=[0-5]?[0-9]:))?([0-9]+):([0-5][0-9])"),
     re.compile(r"([0-9]+)-([01]?[0-9]|2[0-3])(?::([0-5][0-9])(?::([0-5][0-9]))?)?"),
@@ -40,7 +40,7 @@ def parse_duration(text: str) -> float:
 
 
 def is_bare_number(text: str) -> bool:
-    """Whether a duration has no unit: seconds in a configuration, but minutes to users of Slurm."""
+    """Return whether a duration has no unit. A configuration means seconds by such a number, users of Slurm mean minutes."""
     return DECIMAL.fullmatch("".join(text.split())) is not None
 
 

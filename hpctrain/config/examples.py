@@ -61,6 +61,6 @@ def copy(wanted: Sequence[str], directory: Path) -> list[Path]:
     for source, target in zip(sources, targets, strict=True):
         target.parent.mkdir(parents=True, exist_ok=True)
         if not target.exists():
-            with open(target, "xb") as file:  # a file alone is made, whatever comes there meanwhile
+            with open(target, "xb") as file:  # never overwrites a file that was created meanwhile
                 file.write(source.read_bytes())
     return targets

@@ -13,17 +13,17 @@ from pydantic_core import PydanticCustomError
 from hpctrain.paths import expanded
 from hpctrain.plain_text import forbidden
 
-_MOST_CHARACTERS = 4096  # as of a path
+_MOST_CHARACTERS = 4096  # the limit of a path on Linux
 # A number with an exponent that YAML 1.1 takes for a string: "1e-3", "1.5E4", ".5e1".
 _EXPONENT = re.compile(r"[-+]?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+")
-# A number that can be read in one way only. Readers differ about 010 (8 or 10), 0x10, 1_000 and 1:30.
+# A number with only one reading. Parsers differ about 010 (8 or 10), 0x10, 1_000 and 1:30.
 DECIMAL = re.compile(r"[-+]?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
 _STARTS_AS_NUMBER = re.compile(r"\s*[-+]?\.?[0-9]")
 _EXACT_IN_FLOAT = 2**53
 
 
 def _text_fault(text: str) -> str | None:
-    """The rule that a text breaks, behind "must "; None where it keeps all."""
+    """Return the rule that a text breaks, to follow "must "; None if it breaks none."""
     if len(text) > _MOST_CHARACTERS:
         return f"have at most {_MOST_CHARACTERS} characters, not {len(text)}"
     character = forbidden(text)
@@ -31,10 +31,10 @@ def _text_fault(text: str) -> str | None:
 
 
 def one_line(text: str) -> str:
-    """The text, which may go into scripts, names of files and lines of a terminal.
+    """Return the text if it is safe in scripts, file names and lines of a terminal.
 
     Raises:
-        PydanticCustomError: it has a character that has no place there, or too many.
+        PydanticCustomError: the text has a forbidden character, or too many characters.
     """
     fault = _text_fault(text)
     if fault is not None:
@@ -43,7 +43,7 @@ def one_line(text: str) -> str:
 
 
 def plain(value: Any) -> Any:
-    """An option as immutable plain data: lists become tuples, "1e-3" a float.
+    """Return an option as immutable plain data: lists become tuples, "1e-3" a float.
 
     Raises:
         ValueError: a value that is no scalar, list or mapping with string keys, a number that is not finite, or a text that
@@ -66,7 +66,7 @@ def plain(value: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
-    # Python counts True as 1, so `batch: true` would pass for 1.
+    # True is an int in Python, so `batch: true` would be accepted as 1.
     if isinstance(value, bool):
         raise PydanticCustomError("number_type", "must be a number")
     if isinstance(value, str) and _STARTS_AS_NUMBER.match(value) and not DECIMAL.fullmatch(value):
@@ -80,14 +80,14 @@ def _number(value: Any) -> Any:
 
 def _integer(value: Any) -> Any:
     if isinstance(value, str) and DECIMAL.fullmatch(value) and not value.lstrip("+-").isdecimal():
-        value = float(value)  # 1e3, which YAML 1.1 takes for a string
+        value = float(value)  # 1e3, which YAML 1.1 reads as a string
     if isinstance(value, float) and _EXACT_IN_FLOAT <= abs(value) < math.inf:
         raise PydanticCustomError("integer_type", "must be written as an integer, as a number of its size loses digits otherwise")
     return _number(value)
 
 
 def expanded_path(value: str) -> str:
-    """Return `expanded(value)` in a validator, where an error must be pydantic's."""
+    """Return `expanded(value)`, for validators: errors are raised as pydantic's."""
     try:
         return expanded(value)
     except ValueError as error:
@@ -95,7 +95,7 @@ def expanded_path(value: str) -> str:
 
 
 def switch(value: Any) -> Any:
-    """Return True or False for a word of YAML 1.1 that stands for one, such as "yes" or "off"; any other value as it is."""
+    """Return True or False for a boolean word of YAML 1.1, such as "yes" or "off", and any other value unchanged."""
     return _SWITCHES.get(value.lower(), value) if isinstance(value, str) else value
 
 
@@ -104,7 +104,7 @@ _SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False,
 Integer = Annotated[int, BeforeValidator(_integer)]
 Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
 Text = Annotated[str, Field(min_length=1), AfterValidator(one_line)]
-#: a path that all ranks share; `~` and variables are filled in when the configuration is read
+#: a path that all ranks share; `~` and variables are expanded when the configuration is read
 PathText = Annotated[Text, AfterValidator(expanded_path)]
 
 

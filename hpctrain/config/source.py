@@ -18,7 +18,7 @@ KeyPath = tuple[str | int, ...]
 _MERGE = "tag:yaml.org,2002:merge"
 _MAPPING = "tag:yaml.org,2002:map"
 _SEQUENCE = "tag:yaml.org,2002:seq"
-#: most values of a text with its aliases written out; a machine file has hundreds
+#: largest number of values of a text with its aliases expanded; a machine file has hundreds
 _MOST_VALUES = 10_000
 _SHOWN_CHARACTERS = 80
 
@@ -51,10 +51,10 @@ class Source:
 
 
 class _YamlLoader(yaml.SafeLoader):
-    """YAML whose plain scalars mean what a reader sees: as in YAML 1.2, but other bases are no numbers, either.
+    """Load plain scalars as in YAML 1.2, except that only decimal numbers are numbers.
 
-    010 (8 in YAML 1.1), 0x10, 1_000, 1:30 (90), yes, off and 2026-01-31 are texts. Keys of numbers refuse the first four. What
-    `yaml.safe_dump` writes is read as it was.
+    010 (8 in YAML 1.1), 0x10, 1_000, 1:30 (90), yes, off and 2026-01-31 are strings. Keys that take numbers refuse the first
+    four. Values written by `yaml.safe_dump` survive the round trip.
     """
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012  PyYAML declares it so
@@ -189,10 +189,10 @@ class _Reader:
 
 
 def _values(node: yaml.Node, known: dict[int, int]) -> int:
-    """The number of values that a node stands for, each alias counted as often as it is used; one that contains itself once.
+    """Return the number of values in a node with its aliases expanded; an alias to an enclosing node counts 0.
 
     Args:
-        known: the numbers of nodes by identity, 0 while one is being counted.
+        known: the counts of nodes by identity; 0 while a node is being counted.
     """
     if id(node) in known:
         return known[id(node)]

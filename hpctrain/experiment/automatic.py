@@ -64,10 +64,10 @@ def resolve(config: Config, started: StartedJob, resume: str | None = None, repe
 
 
 def _check_same_images(config: Config, world: Communicator) -> None:
-    """Compare the training file, from whose header the job follows; it may not be there yet. Collective.
+    """Compare the training file, whose header determines the job, between ranks; it may not exist yet. Collective.
 
     Raises:
-        DataError: a rank has another one than most ranks, or one where others have none; on every rank.
+        DataError: a rank has another file than most ranks, or has one that others lack; on every rank.
     """
     path = config.data.train
     there = path == SYNTHETIC or Path(path).exists()

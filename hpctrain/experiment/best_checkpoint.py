@@ -152,9 +152,10 @@ class BestCheckpoint:
         return {META: entries} if entries else {}
 
     def retention(self, step: int) -> Callable[[], None]:
-        """Work for once the next checkpoint, of `step`, is on the disk, in any thread: delete old ones, by what is known now.
+        """Return a function that deletes old checkpoints, judged by the evaluations known now.
 
-        It raises a CheckpointError where they cannot be deleted. The one that was just written stays, whatever is found of it.
+        Call it, in any thread, once the next checkpoint, that of `step`, is on the disk. It keeps the checkpoint of `step` in any
+        case, and raises a CheckpointError if old ones cannot be deleted.
         """
         evaluations = tuple(self._evaluations.values())
         return lambda: self._retain(evaluations, {step})
@@ -230,7 +231,7 @@ class BestCheckpoint:
             by_age = [step for step, _ in checkpoint.by_age(self._directory)]
             stay = spared(evaluations, self._measure, by_age, self._keep) | set(written)
             checkpoint.prune(self._directory, self._keep, stay)
-        except FileNotFoundError:  # another process deletes them, too; what it leaves goes with the next checkpoint
+        except FileNotFoundError:  # another process is deleting them as well; the next checkpoint deletes what is left
             return
         except OSError as error:
             raise CheckpointError(

@@ -57,8 +57,8 @@ def find_checkpoint(
         output, name: of the runs.
         source: "auto" (the newest run that has a whole one), "best" (that of the newest run that has one), a run directory or a
             checkpoint.
-        take: owns the run that a checkpoint lies in, before it is read; True where it was not owned until then, so that another
-            job may have written to it since it was looked through. Collective.
+        take: takes ownership of a checkpoint's run before the checkpoint is read. Returns True if the job did not own the run
+            before: another job may have written to it since the search, which then starts again. Collective.
 
     Raises:
         CheckpointError: a source that names nothing, or of which nothing is whole.
@@ -107,9 +107,9 @@ def read_together(world: Communicator, path: Path) -> CheckpointContent:
 
 
 def _compare(world: Communicator, path: Path, step: object, digest: Callable[[], str]) -> None:
-    """Compare a checkpoint that the ranks have found under one path. Collective.
+    """Compare the checkpoint that the ranks have found under one path. Collective.
 
-    It is no `CheckpointError` that ranks have different ones: an older checkpoint must not take the place of the newest one.
+    A difference is no `CheckpointError`, after which the search would fall back to an older checkpoint.
     """
     if world.size > 1:
         sha256 = raise_on_all_ranks(world, digest)
@@ -137,7 +137,7 @@ def _candidates(output: str, name: str, source: str) -> _Candidates:
         refusal = f"The run {source} holds no valid checkpoint; train one without --resume first."
         return _Candidates(_newest_first(RunDirectory.open(Path(source))), False, refusal)
     job = own_job(os.environ)
-    # A job that is queued again goes on with its own run, even if another one of this name has begun since.
+    # A requeued job goes on with its own run, even if a newer run of this name exists.
     by_owner = sorted(runs(Path(output), name), key=lambda run: not was_owned_by_job(run.path, job))
     having = {run.path: paths for run in by_owner if (paths := _newest_first(run))}
     if not having:
@@ -150,7 +150,7 @@ def _candidates(output: str, name: str, source: str) -> _Candidates:
 
 
 def _newest_first(run: RunDirectory) -> tuple[Path, ...]:
-    """Return the checkpoints of a run; copies of another run's, which may lie there, too, are left out with a warning."""
+    """Return the checkpoints of a run, newest first. Leave out copies of another run's checkpoints, with a warning."""
     paths = []
     for _, path in reversed(checkpoint.by_age(run.checkpoints)):
         if _is_of(run.path, path):
@@ -163,12 +163,12 @@ def _newest_first(run: RunDirectory) -> tuple[Path, ...]:
 
 
 def _run_of(path: Path) -> Path | None:
-    """Return the run directory that a checkpoint lies in and is of; None where there is none."""
+    """Return the run directory that contains a checkpoint and that it belongs to; None if there is none."""
     run = run_of(path.parent)
     return run if run is not None and _is_of(run, path) else None
 
 
 def _is_of(run: Path, path: Path) -> bool:
-    """Return False for a checkpoint that says that it is of another run."""
+    """Return False if a checkpoint's metadata name another run."""
     marker, identity = marker_of(run), checkpoint.run_identity(path)
     return marker is None or identity is None or identity == marker.identity

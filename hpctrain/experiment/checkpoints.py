@@ -108,7 +108,10 @@ class RunCheckpoints:
             self.saver.begin(one_file(world, replica, position, meta, self.last, retain, self._prepare, copied=copied))
 
     def _prepare(self) -> None:
-        """Before rank 0 writes: the run is still this job's, and its directory is one that `--resume` knows."""
+        """Raise unless the run is still this job's, and restore its small files, without which `--resume` would not find it.
+
+        Called on rank 0 before it writes.
+        """
         require_owned(self._directory)
         restore(self._directory, self._files)
 
@@ -142,7 +145,7 @@ class RunCheckpoints:
         return meta
 
     def _place(self) -> dict[str, Any]:
-        """Return the metadata on the next checkpoint's place: its sequence number and its run. On the rank that writes files."""
+        """Return the next checkpoint's sequence number and the identity of its run, as metadata. Only on the writing rank."""
         self._sequence = max(1 + self._sequence, checkpoint.next_sequence(self._directory.checkpoints))
         marker = marker_of(self._directory.path)
         self._identity = self._identity if marker is None else marker.identity
@@ -173,7 +176,7 @@ def one_file(
     """A checkpoint that is one file, of rank 0. Collective; after `drain`.
 
     Args:
-        meta: goes into the metadata. written: called on rank 0 once the checkpoint is there. prepare: called on rank 0 before.
+        meta: additional metadata. written: called on rank 0 after the checkpoint is written. prepare: called on rank 0 before.
         copied: training may go on while it is being written.
     """
     is_root = world.rank == 0
@@ -213,7 +216,7 @@ def shards(
 
     def publish_all(facts: Sequence[ShardFacts]) -> None:
         prepare()
-        if not path.exists() or growing.exists():  # not where it was published, but old ones could not be deleted
+        if not path.exists() or growing.exists():  # else it was published before, and only deleting old ones failed
             publish(growing, path, facts, whole_meta)
         written()
 

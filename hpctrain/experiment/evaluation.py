@@ -140,16 +140,16 @@ def keep_log(checkpoint: Path, rank: int) -> None:
 
 
 def unknown_splits(content: CheckpointContent) -> tuple[Split, ...]:
-    """Return the splits whose files say what a checkpoint does not know of its data: none but for one of format version 1."""
+    """Return the splits whose files must replace missing data facts of a checkpoint: empty, except for format version 1."""
     return ("train",) if data_of(content) is None else ()
 
 
 def known_data(
     config: Config, path: Path, content: CheckpointContent, opened: Mapping[Split, ImageFile]
 ) -> tuple[DataFacts, str]:
-    """The facts of the data that a checkpoint was trained on, and the place that they are from, for messages.
+    """Return the facts of the data that a checkpoint was trained on, and their origin, for messages.
 
-    opened: the files of `unknown_splits`, at least.
+    opened: the open files, at least those of `unknown_splits`.
 
     Raises:
         CheckpointError: the configuration describes another model than the checkpoint's.
@@ -185,7 +185,7 @@ def trained_replica(
 def build_parts(
     session: Session, path: Path, content: CheckpointContent, *, averaged: bool = False, flip: bool = False
 ) -> EvaluationParts:
-    """A rank's share of the evaluation of a checkpoint on the configured test set. Collective.
+    """Build a rank's share of the evaluation of a checkpoint on the configured test set. Collective.
 
     Raises:
         CheckpointError, DataError, ShapeError: as `run_evaluation`.

@@ -32,7 +32,7 @@ def watched(flight: FlightRecorder, world: Communicator, deadline_seconds: float
 
     Left without an error, the record says that the process finished.
     """
-    world.allgather_object(None)  # all are here, so that the time that rank 0 sends is that of now for everybody
+    world.allgather_object(None)  # a barrier, so that the time that rank 0 sends is current on all ranks
     now_ns = world.broadcast_object(time.time_ns())
     flight.join(world.rank, world.size, now_ns, deadline_seconds, now_ns)
     explain = partial(_explanation, flight)
@@ -72,7 +72,7 @@ def keep(session: Session, directory: RunDirectory, reporter: Reporter, *, shrun
     """
     flight, where = session.progress.flight, session.config.flight
     wanted = flight is not None and where != NOWHERE
-    # A directory of the nodes' own may have another name on each, so each rank fills in the variables.
+    # A node-local directory may have another name on each node, so each rank expands the variables.
     own = where in (IN_RUN, NOWHERE) or raise_on_all_ranks(session.world, lambda: path_of(where))
     target = own / directory.path.name if isinstance(own, Path) else directory.flight
     if flight is not None and not wanted:
@@ -84,7 +84,7 @@ def keep(session: Session, directory: RunDirectory, reporter: Reporter, *, shrun
 
 
 def _kept(session: Session, flight: FlightRecorder, directory: RunDirectory, target: Path, *, shrunk: bool) -> str | None:
-    """Keep this rank's record in a directory; the sentence on why it cannot be kept. Collective."""
+    """Keep this rank's record in a directory. Return a sentence if that is impossible, else None. Collective."""
     where = session.config.flight
     if shrunk:
         leads = session.is_root if where == IN_RUN else session.grid.node.rank == 0  # other directories may be the nodes' own
@@ -100,7 +100,7 @@ def _kept(session: Session, flight: FlightRecorder, directory: RunDirectory, tar
 
 
 def _latest_job(directory: Path) -> int:
-    """Return the number of the latest job whose records are in a directory; 0 where there are none that can be read."""
+    """Return the number of the latest job with records in a directory; 0 if no record can be read."""
     try:
         return max(record.job for record in records_in(directory, operations=False))
     except (DataError, OSError, ValueError):
@@ -108,7 +108,7 @@ def _latest_job(directory: Path) -> int:
 
 
 def keep_in(flight: FlightRecorder, target: Path) -> None:
-    """From now on this rank's record is a file in `target`, of which its keeper knows.
+    """Keep this rank's record in a file in `target` from now on, and tell its keeper.
 
     Raises:
         OSError: the file cannot be made, or there is no room for it.
@@ -117,7 +117,7 @@ def keep_in(flight: FlightRecorder, target: Path) -> None:
 
 
 def keep_nowhere(flight: FlightRecorder) -> None:
-    """From now on this rank's record is memory, and its keeper writes into none."""
+    """Keep this rank's record in memory from now on; its keeper then marks no record."""
     keeper.own().record(None)
     flight.keep_nowhere()
 

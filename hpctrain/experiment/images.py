@@ -80,7 +80,7 @@ def open_images(config: Config, split: Split) -> ImageFile:
 def open_alike(world: Communicator, config: Config, splits: Sequence[Split]) -> dict[Split, ImageFile]:
     """Open the configured images of some splits on every rank, and compare them. Collective.
 
-    A file system that lets a rank wait too long ends the job.
+    Ends the job if a rank waits for the file system for longer than the deadline.
 
     Raises:
         DataError: as `ImageFile.open`, or a rank has opened other data than most ranks; alike on every rank.
@@ -102,7 +102,7 @@ def open_alike(world: Communicator, config: Config, splits: Sequence[Split]) -> 
 
 
 def configured_splits(config: Config) -> tuple[Split, ...]:
-    """Return the splits that a configuration has images of."""
+    """Return the splits for which a configuration names images."""
     return ("train",) if config.data.test is None else ("train", "test")
 
 
@@ -126,7 +126,7 @@ def training_images(config: Config, opened: ImageFile, known: DataFacts | None) 
 
 
 def evaluation_images(config: Config, opened: ImageFile, data: DataFacts, place: str) -> Images:
-    """The test set, with the classes and the normalisation of `data`, which `place` has. opened: the configured file.
+    """Return the test set with the classes and the normalisation of `data`. place: the origin of `data`. opened: the file.
 
     Raises:
         DataError: other classes.

@@ -67,10 +67,10 @@ def put_weights(
 
 
 def read_weights(world: Communicator, path: Path) -> Subject:
-    """Return a file of weights, which ranks must have alike. A rank that is alone does not read it.
+    """Return the facts of a file of weights, which ranks must have alike. A single rank does not read the file.
 
     Raises:
-        CheckpointError: there is no such file, or its name does not say which kind it is.
+        CheckpointError: there is no such file, or its name has an unknown suffix.
     """
     weights_file.check_suffix(path, weights_file.SUFFIXES)
     if not path.is_file():

@@ -51,9 +51,9 @@ from hpctrain.train.replica import Replica
 from hpctrain.train.weight_watch import CheckCadence
 
 _AUTO = "auto"
-#: of an object without words of its own
+#: the address in the default repr of an object
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-#: the files of a loader, in messages
+#: names of a loader's files in messages
 _FILE, _LIKE = "data file", "file of `like`"
 _WRITTEN = "Where the program itself has written there, alike on all ranks, let it say so by replica.parameters_written()."
 
@@ -267,10 +267,10 @@ class Job(StartedRank):
             cache: as `data.cache` has it; auto takes a quarter of free memory.
 
         Raises:
-            DataError: a file that cannot be read, or with other classes, or ranks that have other files than most ranks.
+            DataError: a file cannot be read or has other classes, or a rank has another file than most ranks.
             ShapeError: images that the replica does not take.
             ConfigError: an option of `augment`, `mixing` or `cache`, sizes that are out of order, or mixed labels, that are not
-                taken; arguments that differ among ranks.
+                taken; arguments that differ between ranks.
         """
 
         files = self._open(path, like, dict(locals()))
@@ -313,12 +313,12 @@ class Job(StartedRank):
         """This rank's share of arrays that every rank has whole, in batches, as they are.
 
         Args:
-            images: (N, H, W, C) floating and finite, converted to the replica's dtype; an array, or what NumPy makes one of.
+            images: array-like (N, H, W, C), floating and finite; converted to the replica's dtype.
             labels: (N,) integers from 0 to the replica's classes - 1.
             replica, batch, shuffle, seed, mixing: as for `loader`.
 
         Raises:
-            DataError: arrays of another kind, values outside their range, or ranks that have other arrays than most ranks.
+            DataError: arrays of another kind, values outside their range, or a rank has other arrays than most ranks.
             ShapeError: arrays of other shapes, or images that the replica does not take. ConfigError: as for `loader`.
         """
 
@@ -338,7 +338,7 @@ class Job(StartedRank):
         return loader
 
     def _open(self, path: str | Path, like: str | Path | None, arguments: Mapping[str, Any]) -> dict[str, ImageFile]:
-        """Open the files of a loader, by what they are in messages, and compare them and its arguments. Collective."""
+        """Open the files of a loader, and compare them and its arguments. Return the files by name in messages. Collective."""
         paths = {_FILE: path} if like is None else {_FILE: path, _LIKE: like}
         files = raise_on_all_ranks(
             self.world, lambda: {name: ImageFile.open(str(path_of(place))) for name, place in paths.items()}
@@ -377,7 +377,7 @@ class Job(StartedRank):
         )
 
     def load(self, replica: Replica, path: str | Path) -> Mapping[str, Any]:
-        """Restore what `save` wrote, also after a `DivergedError`; gives its notes. `replica.global_step` is that of then.
+        """Restore what `save` wrote, also after a `DivergedError`, and return its notes. Sets `replica.global_step` to that step.
 
         Raises:
             CheckpointError: the checkpoint is missing or damaged, or another model's or optimiser's.
@@ -385,12 +385,12 @@ class Job(StartedRank):
         return self.checkpoints.load(replica, self._path(path))
 
     def _path(self, path: str | Path) -> Path:
-        """Return a path with `~` and variables filled in. Collective."""
+        """Return a path with `~` and variables expanded. Collective."""
         return raise_on_all_ranks(self.world, lambda: path_of(path))
 
 
 def _asked_of(watch: SignalWatch | None) -> Callable[[], bool]:
-    """Whether a signal has asked this rank to stop; never, where nobody takes signals."""
+    """Return a function that tells whether a signal has asked this rank to stop; always False if signals are not handled."""
     return watch.asked if watch is not None else lambda: False
 
 
@@ -418,12 +418,15 @@ def _answer(on_nonfinite: str | Mapping[str, Any], checks_every_steps: int) -> N
 
 
 def _options(optimizer: Choice | Callable[[], Optimizer]) -> dict[str, str]:
-    """Return the plain values of an optimiser as it is made: where a program makes it, nothing else tells of its options."""
+    """Return the plain attribute values of a new optimiser: if a program constructs it, its options are not known otherwise."""
     values = vars(optimizer_of(optimizer)())
     return {name: str(value) for name, value in values.items() if isinstance(value, bool | int | float | str | None)}
 
 
 def _operations(replica: Replica) -> dict[str, str]:
-    """Return the operations of a replica's network in words, by the layer's name: a layer's options may come from anywhere."""
+    """Return the specifications of a network's operations as text, by layer name.
+
+    The options of a program's layers are not known otherwise.
+    """
     nodes = enumerate(replica.network.graph(1).nodes)
     return {f"{node.name or 'operation'} ({number})": _ADDRESS.sub("", repr(node.spec)) for number, node in nodes}

@@ -40,7 +40,7 @@ class Start:
     """A checkpoint that fits what is asked for, before anything is made from it.
 
     Args:
-        directory: the run that goes on; None: the checkpoint is from elsewhere, and a new run begins with its state.
+        directory: the run that goes on; None: the checkpoint lies outside its run, and a new run begins with its state.
         path: the file. position: where training goes on, in the data of now.
         changes: from the checkpoint's values to those of now. data: the training file as the checkpoint knows it, if it does.
     """
@@ -61,7 +61,7 @@ def find_start(session: Session, source: str, ownership: RunOwnership | None = N
     """The checkpoint that training goes on from; None where it is "auto" and no run of this name has one. Collective.
 
     Args:
-        source: "auto", "best", a run directory or a checkpoint file. ownership: owns its run from here on; None: it does already.
+        source: "auto", "best", a run directory or a checkpoint file. ownership: takes the run; None: it is owned already.
 
     Raises:
         CheckpointError: there is none, it is damaged, or it does not go together with what is asked for now.

@@ -100,7 +100,7 @@ def rollback(
     """The way back of a run, where its configuration asks for one. Collective.
 
     Args:
-        checkpoints: of the run; its first state becomes one where it has none yet. start: where it goes on; None: it is new.
+        checkpoints: of the run; if it has none yet, its first state is saved. start: of a resumed run; None: the run is new.
     """
     answer = session.config.on_nonfinite
     if answer.action != "rollback":

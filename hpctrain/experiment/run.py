@@ -87,7 +87,7 @@ def _run_owned(
     style: ProgressStyle | None,
     complete: Callable[[], None],
 ) -> bool:
-    """Train, as `run_training`, in a run that this job owns."""
+    """Train as `run_training` does, while this job owns its run."""
     limit = raise_on_all_ranks(session.world, lambda: max_time(session.config.max_time))
     parts, start = _parts(session, watch, resume, schedule_from, memory)
     position = Position() if start is None else start.position
@@ -227,7 +227,7 @@ def run_compute_only(session: Session, steps: int, style: ProgressStyle | None =
 
 
 def _new_directory(session: Session, parts: Parts, ownership: RunOwnership) -> RunDirectory:
-    """A new run directory, made by rank 0, which this job owns. Collective."""
+    """Create a run directory on rank 0, take its ownership, and return it. Collective."""
     config = session.config
 
     def make() -> str | None:
@@ -246,7 +246,7 @@ def _new_directory(session: Session, parts: Parts, ownership: RunOwnership) -> R
 
 
 def _remove_left(config: Config, directory: RunDirectory) -> None:
-    """Delete what earlier runs of that name have left of unfinished checkpoints, unless another job owns them."""
+    """Delete unfinished checkpoints of earlier runs with that name, except in runs that another job owns."""
     for run in runs(Path(config.output), config.name):
         if run.path != directory.path and living_owner(run.path) is None:
             remove_left(run.checkpoints, least_age_seconds=ABANDONED_SECONDS)

@@ -1,4 +1,4 @@
-"""The ownership of a run by a job: one rank's process holds it, and all ranks know who it is. Loads no NumPy."""
+"""The ownership of a run by a job: one rank's process holds it, and all ranks know the owner. Loads no NumPy."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from hpctrain.experiment.session import Session
 
 _COMMAND = "hpctrain train"
-# From one look at the record of an owner to the next one.
+# Time between two looks at the record of an owner.
 _LOOK_SECONDS = 0.5
 
 
 class RunOwnership:
-    """A process's knowledge of who owns its job's run, which outlives the ranks that are lost.
+    """A process's knowledge of its job's ownership of a run. It survives the loss of ranks.
 
     Attributes:
-        ownership: on rank 0, of the run that the job owns; None on other ranks, and before it owns one.
+        ownership: on rank 0, of the run that the job owns; None on other ranks, and before the job owns one.
     """
 
     def __init__(self) -> None:
@@ -34,12 +34,15 @@ class RunOwnership:
         self._token = ""
 
     def take(self, session: Session, run: Path) -> bool:
-        """Own a run from here on; False where the job does already. Another run that it owns is let go. Collective.
+        """Take ownership of a run, and release another run that the job owns. Collective.
 
-        Where only a sign of life can tell whether another owner lives, this waits for one.
+        Waits for a sign of life if nothing else can tell whether another owner is alive.
+
+        Returns:
+            False if the job owned the run already.
 
         Raises:
-            RunOwnedError: another owner lives. CheckpointError: the run cannot be written.
+            RunOwnedError: another owner is alive. CheckpointError: the run cannot be written.
         """
         from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks  # loads NumPy, before which threads must be set
 
@@ -65,10 +68,10 @@ class RunOwnership:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Let the run go at the end of the block, and after an error that all ranks raise.
+        """Release the run at the end of the block, and after an error that all ranks raise.
 
-        After any other error something may still be written: the run is free once the process has ended. Where ranks are lost,
-        those that are left go on with it.
+        After any other error a rank may still be writing, so that the run stays owned until the process has ended. After a loss
+        of ranks the remaining ranks go on with the run.
         """
         try:
             yield
@@ -80,13 +83,13 @@ class RunOwnership:
         self.release()
 
     def release(self) -> None:
-        """Let the run go. Not collective."""
+        """Release the run. Not collective."""
         if self.ownership is not None:
             self.ownership.release()
             self.ownership = None
 
     def _contender(self, session: Session, run: Path) -> Contender:
-        """Where ranks of the job were lost, the rank that comes first now takes over from the one that owned the run."""
+        """Return a contender for the run. After a loss of ranks, the new rank 0 takes over from the process that owned it."""
         shrinks, predecessor = session.config.on_lost_rank.shrinks, self._token if self._run == run else ""
         missed = max(MISSED_SECONDS, 2 * session.config.deadline_seconds) if shrinks else MISSED_SECONDS
         return Contender(run, _COMMAND, predecessor=predecessor, missed_seconds=missed, outlives=shrinks)
@@ -101,5 +104,5 @@ def _attempt(contender: Contender, run: Path) -> Ownership | None:
         ) from error
     if ownership is not None:
         for directory in (run, RunDirectory(run).checkpoints):
-            remove_left(directory, owned=True)  # whoever has begun these is dead
+            remove_left(directory, owned=True)  # the processes that began these files are dead
     return ownership

@@ -24,7 +24,7 @@ from hpctrain.storage.run_directory import RunDirectory
 
 #: without a sign of life after which a rank of this machine counts as silent; the heartbeat gives one every second
 SILENT_SECONDS = 10.0
-# Of two clocks, that nobody has set wrong by more.
+# Largest plausible difference between two clocks.
 _CERTAIN_SECONDS = 86400.0
 _CHECKPOINT = re.compile(r"checkpoint-(\d{8,})(\.h5|\.shards)")
 
@@ -99,8 +99,8 @@ class RunReader:
     """Reads a run again and again; its metrics only where they have changed.
 
     Args:
-        directory: of the run, which is opened. follows: it is read again and again, so that silence of ranks on other machines,
-            whose clocks may differ, is counted from what is seen here.
+        directory: of the run. follows: whether it is read repeatedly. Silence of ranks on other machines, whose clocks may
+            differ, is then measured by the time between reads.
     """
 
     def __init__(self, directory: RunDirectory, *, follows: bool = False) -> None:
@@ -118,7 +118,7 @@ class RunReader:
         return RunState(self.directory.path, now, records, ranks, path, max(0.0, now - written), end)
 
     def _still(self, ranks: Sequence[FlightRecord]) -> Mapping[int, float] | None:
-        """Return for how many seconds no sign of life of each rank has come, as seen here; None where that is not followed."""
+        """Return, by rank, the seconds since this reader last saw a sign of life; None if it does not follow the run."""
         if not self._follows:
             return None
         seconds = time.monotonic()
@@ -169,7 +169,7 @@ def _newest_checkpoint(directory: Path) -> tuple[Path | None, float]:
 def _end(
     records: Sequence[Record], ranks: Sequence[FlightRecord], now: float, still: Mapping[int, float] | None = None
 ) -> str | None:
-    """How the run ended; by its metrics alone where no records of ranks are kept. still: as of `RunReader`, by rank."""
+    """Return how the run ended, by its metrics alone if no records of ranks are kept. still: see `RunReader._still`."""
     if not ranks:
         return _stopped(records) or ("finished" if _complete(records) else None)
     if not all(_has_ended(record, now, None if still is None else still[record.rank]) for record in ranks):
@@ -180,9 +180,9 @@ def _end(
 
 
 def _has_ended(record: FlightRecord, now: float, still_seconds: float | None = None) -> bool:
-    """Whether a rank has said so, is no process of this machine any more, or has been silent for longer than it may be.
+    """Return whether a rank has recorded its end, is no process of this machine any more, or has been silent for too long.
 
-    By the clocks of two machines alone, a silence of more than a day is certain, as clocks may be wrong by hours.
+    If only the clocks of two machines can be compared, a silence counts from one day on, as clocks may be wrong by hours.
     """
     if record.end is not End.RUNNING:
         return True

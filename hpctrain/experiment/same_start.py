@@ -1,8 +1,8 @@
-"""The start of a job is the same on all ranks: what it was asked for, the packages that compute, and all that each rank reads.
+"""Checks that all ranks of a job start alike: same request, same packages, and same contents of everything that each rank reads.
 
-Each rank reads data files, weights, checkpoints and code for itself, by a path under which another node may have another file.
-Ranks that go on with different inputs train something that no single process would, without an error. So whatever ranks read
-apart is a `Subject`, and is compared before anything is computed from it.
+Each rank reads data files, weights, checkpoints and code by itself, by a path under which another node may have another file.
+Ranks with different inputs would train without an error, but not what any single process would. Therefore everything that ranks
+read separately is a `Subject`, and is compared before it is used.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _OF_GPUS = ("backend/cuda/", "backend/kernels/cuda/")
 _DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 #: keys that may have another value on each node
 _BY_NODE = ("threads", "flight")
-#: of which arguments of a program ranks may have their own
+#: arguments in which ranks of a program may differ
 _OWN_ARGUMENTS = ("self", "model", "replica", "images", "labels", "path", "like", "prefetch", "threads")
 
 
@@ -51,21 +51,21 @@ def _is_not(key: str, here: object, there: object) -> str:
 
 
 def _differs(key: str, here: object, there: object) -> str:
-    """Name a file that is compared by its checksum, which says nothing to a reader."""
+    """Return the words for a file that is compared by checksum: the checksums themselves would not help a reader."""
     return f"{key} differs"
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A subject that all ranks must have alike.
+    """Something that all ranks must have alike.
 
     Attributes:
-        name: in a sentence, after "has". mend: what mends a difference, the end of the sentence.
-        facts: of this rank, as JSON can hold them; None: another rank of its node looks.
-        words: the words for a difference, from a fact's name, its value here, and its value on the rank compared with.
-        partial: a fact that a rank lacks is unknown there, and is compared among the other ranks; else it is None. The facts are
-            compared in their own order then, else by name.
-        error: the type that is raised.
+        name: in an error message, after "has". mend: how to mend a difference, at the end of the message.
+        facts: of this rank, JSON-compatible; None: another rank of its node provides them.
+        words: returns the words for a difference from a fact's name, its value here, and its value on the reference ranks.
+        partial: True: a fact that a rank lacks is unknown there and is compared among the other ranks only; facts are compared
+            in their given order. False: a missing fact counts as None; facts are compared in the order of their names.
+        error: the type of the error.
     """
 
     name: str
@@ -138,7 +138,7 @@ def _software(*, leads_node: bool) -> tuple[Subject, ...]:
 
 
 def called_with(method: str, arguments: Mapping[str, Any]) -> Subject:
-    """Return the arguments of a method of a program's job, of which objects and what ranks may have of their own are left out."""
+    """Return the arguments of a method of `Job`, without objects and without arguments in which ranks may differ."""
     texts = {
         name: str(sorted(value.items()) if isinstance(value, Mapping) else value)
         for name, value in arguments.items()
@@ -148,7 +148,7 @@ def called_with(method: str, arguments: Mapping[str, Any]) -> Subject:
 
 
 def opened_file(key: str, file: ImageFile) -> Subject:
-    """Return an open data file, of which a bounded number of samples is read. key: the configuration's, or what it is."""
+    """Return the facts of an open data file. Reads a bounded number of samples. key: of the configuration, or a description."""
     facts, mend = compared_facts(file), f"give all nodes the same {file.path}"
     return Subject(f"another {key}", mend, facts, _data_words, partial=True, error=DataError)
 
@@ -170,13 +170,13 @@ def _data_words(key: str, here: Any, there: Any) -> str:
 
 
 def compare(world: Communicator, *subjects: Subject) -> None:
-    """Compare what the ranks have read apart. Collective; every rank raises the same error.
+    """Compare subjects between ranks. Collective; every rank raises the same error.
 
-    A few dozen bytes of each rank travel where all is well, for all subjects together; facts travel only where they differ.
+    If all ranks agree, each sends a few dozen bytes per subject, in one message. Facts are sent only if they differ.
 
     Raises:
-        HpctrainError: of the subject's type. It names the first rank that differs from most ranks (from rank 0 where there is no
-            such majority), how many do, and the first fact that does.
+        HpctrainError: of the subject's type. The message names the first rank that differs from the largest group of equal ranks
+            (among groups of equal size, the one with the lowest rank), the number of such ranks, and the first differing fact.
     """
     if world.size == 1:
         return
@@ -202,7 +202,7 @@ def _digest(facts: Mapping[Any, Any]) -> str:
 
 
 def _refuse(world: Communicator, subject: Subject) -> None:
-    """Raise the first difference, unless all of them are in facts that some ranks lack."""
+    """Raise the first difference, unless all differences are in facts that some ranks lack."""
     of_ranks = world.allgather_object((platform.node(), subject.mend, subject.facts))
     looked = [rank for rank, (_, _, facts) in enumerate(of_ranks) if facts is not None]
     groups: list[tuple[dict[Any, Any], list[int]]] = []
@@ -215,7 +215,7 @@ def _refuse(world: Communicator, subject: Subject) -> None:
         known.update({**facts, **known})
     if len(groups) == 1:
         return
-    known, alike = max(groups, key=lambda group: len(group[1]))  # of several that are as large, the one with the lowest rank
+    known, alike = max(groups, key=lambda group: len(group[1]))  # among equally large groups, the one with the lowest rank
     others = [rank for rank in looked if rank not in alike]
     host, mend, facts = of_ranks[others[0]]
     key = subject.first_difference(facts, known)
@@ -230,6 +230,6 @@ def _refuse(world: Communicator, subject: Subject) -> None:
 
 
 def _most(ranks: Sequence[int]) -> str:
-    """Name the ranks that are compared with, after "rank": rank 0 alone, if it is among them."""
+    """Return the words for the reference ranks, to follow "rank": rank 0 alone, if it is among them."""
     more = len(ranks) - 1 if ranks[0] else 0
     return f"{ranks[0]}" + (f" and {more} {'other' if more == 1 else 'others'}" if more else "")

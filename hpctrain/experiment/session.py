@@ -154,7 +154,7 @@ def start_world(launcher: Launcher, deadline_seconds: float, flight: FlightRecor
     flight: is told of waits during start-up.
 
     Raises:
-        LaunchError: the launcher is gone, or the world has another size than it, or HPCTRAIN_EXPECT_RANKS, was asked for.
+        LaunchError: the launcher is gone, or the world's size differs from what the launcher or HPCTRAIN_EXPECT_RANKS requested.
     """
     fault = environment_fault(os.environ)
     if fault is not None and launcher.starts_mpi:

@@ -182,7 +182,7 @@ def plot(path: Path, points: Sequence[SimulatedPoint], title: str) -> Path | Non
     except ImportError:
         return None
     matplotlib.use("Agg")
-    matplotlib.rcParams["text.parse_math"] = False  # a $ in a name is no formula
+    matplotlib.rcParams["text.parse_math"] = False  # else a $ in a name would begin a formula
     from matplotlib import pyplot
 
     figure, (rates, times) = pyplot.subplots(1, 2, figsize=(10, 4.2), layout="constrained")

@@ -1,6 +1,6 @@
-"""Batch norms that would take their statistics over a single value per channel, found from the plan before the first step.
+"""Finds batch norms with statistics over a single value per channel, from the plan, before the first step.
 
-The variance of one value is 0: the layer passes on its bias alone, nothing before it is trained, and its running variance, by
+The variance of one value is 0. Such a layer outputs its bias alone, no layer before it is trained, and its running variance, by
 which evaluation divides, tends to 0.
 """
 
@@ -30,19 +30,22 @@ from hpctrain.nn.frozen import frozen_layers, with_frozen
 from hpctrain.nn.network import ImageShape
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 
-#: images that share statistics: those of one shard, one rank, the ranks that share samples, or all ranks
+#: scopes of images that share statistics: one shard, one rank, the ranks that share samples, or all ranks
 _SHARD, _RANK, _GROUP, _ALL = "a shard", "a rank", "a split group", "the step"
 
 
 @dataclass(frozen=True)
 class SingleValues:
-    """The outcome. refusal: a sentence, where every step would have such a layer. warning: one, where the last one would."""
+    """The outcome of the check.
+
+    refusal: a sentence, if every step has such a layer; else None. warning: a sentence, if only the last step of an epoch has.
+    """
 
     refusal: str | None = None
     warning: str | None = None
 
     def check(self) -> None:
-        """Raise where every step would have such a layer.
+        """Raise if every step has such a layer.
 
         Raises:
             ConfigError: the refusal.
@@ -54,10 +57,10 @@ class SingleValues:
 def single_values(
     config: Config, shapes: Iterable[ImageShape], classes: int, samples: int, plan: ParallelPlan, place: str
 ) -> SingleValues:
-    """Return what is wrong with the batch norms of a training.
+    """Check the batch norms of a training.
 
     Args:
-        shapes: (H, W, C) of all sizes of training images. samples: of an epoch. place: of the images, for people.
+        shapes: (H, W, C) of all sizes of training images. samples: of an epoch. place: of the images, for messages.
     """
     if config.epochs == 0:
         return SingleValues()
@@ -78,14 +81,14 @@ def _images(count: int) -> str:
 
 
 def single_values_of(config: Config, ranks: int | None = None) -> SingleValues:
-    """Return the same from a configuration and the header of its training file; nothing where that is not there.
+    """Check the batch norms of a configuration, with the header of its training file. Finds nothing if the file is missing.
 
     Args:
         ranks: of the job. None: those of the configured grid, or one split group.
     """
     if config.automatic or (config.data.train != SYNTHETIC and not Path(config.data.train).exists()):
         return SingleValues()
-    with suppress(HpctrainError, OSError):  # what else is wrong has a sentence of its own
+    with suppress(HpctrainError, OSError):  # other faults are reported elsewhere
         file = open_images(config, "train")
         images = Images(file, make_pipeline(config, config.data.augment, DataFacts.of(file)), sizes=image_sizes(config))
         cols = (config.grid.cols or 1) if ranks is None else max(1, ranks // config.grid.rows)
@@ -98,7 +101,7 @@ def single_values_of(config: Config, ranks: int | None = None) -> SingleValues:
 class _Single:
     """A layer with a single value.
 
-    shape: (H, W) of the images. sharing: the images that share statistics. mend: half a sentence.
+    shape: (H, W) of the images. sharing: the images that share statistics, in words. mend: the end of the sentence.
     """
 
     layer: str
@@ -115,7 +118,7 @@ class _Single:
 
 
 def _found(config: Config, shapes: Iterable[ImageShape], classes: int, samples: int, plan: ParallelPlan) -> _Single | None:
-    """The first layer with a single value in a step of so many samples."""
+    """Return the first layer with a single value in a step of `samples` samples; None if there is none."""
     sharing = {who for who in (_SHARD, _RANK, _GROUP, _ALL) if _least(config, samples, plan, who) == 1}
     if not sharing:
         return None
@@ -132,7 +135,7 @@ def _found(config: Config, shapes: Iterable[ImageShape], classes: int, samples: 
 
 
 def _least(config: Config, samples: int, plan: ParallelPlan, who: str) -> int:
-    """The least number of samples, but for none, whose statistics are taken together."""
+    """Return the smallest number of samples, other than 0, that share statistics."""
     if who == _SHARD:
         return min(filter(None, even(samples, config.exact.shards or 1)))
     size = {_RANK: 1, _GROUP: plan.rows, _ALL: plan.rows * plan.cols}[who]
@@ -142,7 +145,7 @@ def _least(config: Config, samples: int, plan: ParallelPlan, who: str) -> int:
 
 
 def _of_passes(team: Sequence[int], passes: int) -> Sequence[int]:
-    """The samples of ranks together in each pass of a step, from those of each in the step."""
+    """Return the joint samples of some ranks in each pass. team: samples of each of these ranks in the step."""
     shares = [(ranks, even(count, passes)) for count, ranks in Counter(team).items()]
     return [sum(ranks * share[number] for ranks, share in shares) for number in range(passes)]
 
@@ -166,7 +169,7 @@ def _graph(config: Config, classes: int, shape: ImageShape) -> Graph:
 
 
 def _norms_of_one_pixel(graph: Graph) -> list[Node]:
-    """The batch norms that are trained and have one value per image and channel."""
+    """Return the trained batch norms that have one value per image and channel."""
     norms = [node for node in graph.nodes if isinstance(node.spec, BatchNormSpec) and not node.spec.fixed]
     return [node for node in norms if math.prod(graph.tensors[node.output].shape[:-1]) == 1]
 

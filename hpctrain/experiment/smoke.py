@@ -194,7 +194,7 @@ def _has_same_parameters(small: Config, full: Config, ranks: int) -> bool:
         shapes = [{name: spec.shape for name, spec in stand_in(one, ranks).specs.items()} for one in (small, full)]
     except HpctrainError:  # which the run itself will tell of the images as they are
         return False
-    # Images may become so small that a batch norm has a single value per channel, which a training is refused for.
+    # Images may become so small that a batch norm has a single value per channel, for which the training would be refused.
     return shapes[0] == shapes[1] and not any(size_faults(small)) and single_values_of(small, ranks).refusal is None
 
 

@@ -13,7 +13,7 @@ def check_alike(world: Communicator) -> None:
     """Compare the code that the ranks have loaded, and the user's modules that it imports. Collective.
 
     Raises:
-        ConfigError: a rank has loaded other code under a name than most ranks, alike on every rank.
+        ConfigError: a rank has loaded other code than most ranks under the same name; the same error on every rank.
     """
     if world.size > 1:
         mend = "give all nodes the same files"

@@ -45,7 +45,7 @@ class Setting:
 
 
 def cache_file(environment: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the file in the user's cache directory: below XDG_CACHE_HOME, by default ~/.cache. None without a home."""
+    """Return the file in the user's cache directory, below XDG_CACHE_HOME or ~/.cache. None if the home is unknown."""
     directory = user_directory("XDG_CACHE_HOME", ".cache", environment)
     return None if directory is None else directory / "operator-times.json"
 

@@ -122,7 +122,7 @@ def _drawn(drawing: Drawing, style: Style) -> Iterator[tuple[Figure, Mapping[str
         "axes.edgecolor": faint,
         "axes.labelcolor": ink,
         "text.color": ink,
-        "text.parse_math": False,  # a $ in a name is no formula
+        "text.parse_math": False,  # else matplotlib would read a $ in a name as a formula
         "xtick.color": ink,
         "ytick.color": ink,
         "grid.color": faint,

@@ -16,7 +16,7 @@ from hpctrain.site.profile_files import Site
 
 #: that a look at the nodes may take before a training; it ends itself within a minute, if its launcher does not hang
 DOCTOR_SECONDS = 80
-#: that a script without the scheduler's signal leaves to a training, see templates/forwarded.j2
+#: time that a script without the scheduler's signal leaves for a training to end, see templates/forwarded.j2
 _LEAST_SECONDS = 60
 _HOSTFILE_BYTES = 1 << 24
 _PLAIN = re.compile(r"(?!-)[\w@%+=:.,/~^-]+")
@@ -126,13 +126,13 @@ def plan_job(site: Site, request: JobRequest, job_files: JobFiles, *, own_limit:
 
 
 def _time(site: Site, asked: str | None, *, least: int) -> str:
-    """Return a time limit as all schedulers read it, HH:MM:SS.
+    """Return a time limit as HH:MM:SS, which all schedulers read.
 
     Args:
-        least: number of seconds before the end at which ranks are told, which the limit must exceed.
+        least: seconds before the end at which ranks are signalled; the limit must be longer.
 
     Raises:
-        ConfigError: no time, one without a unit, or one that is too short.
+        ConfigError: not a time, a time without a unit, or one that is too short.
     """
     label, text = (f"time of site {site.name}", site.profile.time) if asked is None else ("--time", asked)
     try:
@@ -238,10 +238,10 @@ def _directives(site: Site, request: JobRequest) -> Sequence[tuple[str, str]]:
 
 
 def _word(option: str, text: str) -> str:
-    """An account or a queue, which schedulers read from a line of options.
+    """Return an account or a queue if it is safe in a scheduler's line of options.
 
     Raises:
-        ConfigError: it has blanks, quotes or other characters by which the line would be another.
+        ConfigError: it has blanks, quotes or other characters that would change the line.
     """
     if not _PLAIN.fullmatch(text):
         raise ConfigError(

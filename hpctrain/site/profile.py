@@ -12,7 +12,7 @@ from hpctrain.config.section import Integer, Section, one_line
 
 Scheduler = Literal["slurm", "pbs", "hostfile", "local"]
 
-# A variable, $USER or ${TMPDIR:-/tmp}: all other expansions of a shell can run commands.
+# A variable such as $USER or ${TMPDIR:-/tmp}. Other expansions of a shell can run commands.
 _EXPANSION = r"\$\w+|\$\{[A-Za-z_]\w*(?::?-(?:[^$\"`\\{}]|\$\w+)*)?\}"
 _QUOTED = re.compile(rf"(?!~)(?:[^$\"`\\]|{_EXPANSION})*", re.ASCII)
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*", re.ASCII)
@@ -36,7 +36,7 @@ def _identifier(text: str) -> str:
 
 #: text that stays in its line of a script
 Line = Annotated[str, StringConstraints(min_length=1), AfterValidator(one_line)]
-#: text within double quotes of a shell: variables such as $USER are filled in, nothing is run, and ~ would stay as it is
+#: text within double quotes of a shell: variables such as $USER are expanded, no command is run, and ~ is not expanded
 Quoted = Annotated[str, AfterValidator(one_line), AfterValidator(_quotable)]
 Identifier = Annotated[str, AfterValidator(_identifier)]
 Time = Annotated[str, StringConstraints(pattern=r"^(\d+-)?\d{1,3}:\d\d:\d\d$")]

@@ -38,13 +38,13 @@ class Site:
 
 
 def own_directory(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Return where a user's own profiles lie: $XDG_CONFIG_HOME/hpctrain/sites, or below ~/.config. None without a home."""
+    """Return the directory of a user's own profiles, hpctrain/sites in $XDG_CONFIG_HOME or ~/.config. None without a home."""
     directory = user_directory("XDG_CONFIG_HOME", ".config", environ)
     return None if directory is None else directory / "sites"
 
 
 def where_own(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the place of a user's own profiles, for people."""
+    """Return the directory of a user's own profiles, for messages."""
     directory = own_directory(environ)
     return "$XDG_CONFIG_HOME/hpctrain/sites" if directory is None else str(directory)
 

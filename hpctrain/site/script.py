@@ -25,10 +25,10 @@ ACCOUNT = "PROJECT"
 
 
 def render(site: Site, job: SiteJob) -> str:
-    """The script, for bash; it ends with a newline and has no trailing blanks.
+    """Return the script, for bash, without trailing blanks and with a newline at its end.
 
     Raises:
-        ConfigError: a text of the site or the job has a character that may end a line, or turn it around.
+        ConfigError: a text of the site or the job has a forbidden character, which may end or reverse a line.
     """
     for name, text in (("site", site.name), *_texts("", vars(job)), *_texts("profile.", site.profile.model_dump())):
         character = forbidden(text)
@@ -59,7 +59,7 @@ def _environment() -> Environment:
 
 
 def _texts(name: str, value: Any) -> Iterator[tuple[str, str]]:
-    """(name, text) of all texts inside of a value, keys among them."""
+    """Yield (name, text) of all texts inside a value, including keys."""
     if isinstance(value, str):
         yield name.removesuffix("."), value
     elif isinstance(value, Mapping):
@@ -76,10 +76,10 @@ def _needs_account(site: Site) -> bool:
 
 
 def _directive(text: str) -> str:
-    """A text as one word of a line that Slurm reads, which takes quotes as the shell does and a backslash inside of them away.
+    """Return a text quoted as one word of an #SBATCH line. Slurm reads quotes as a shell does, but removes backslashes in them.
 
     Raises:
-        ConfigError: it has a backslash, which in a path also switches off what Slurm fills in, such as %j.
+        ConfigError: the text has a backslash, which in a path also disables Slurm's replacements, such as that of %j.
     """
     if "\\" in text:
         raise ConfigError(f"output is {shortened(text)}, but Slurm takes backslashes away; choose a directory without one.")

@@ -28,10 +28,7 @@ _COMMANDS = {"slurm": ("sbatch", "--parsable"), "pbs": ("qsub",)}
 
 @dataclass(frozen=True)
 class Submission:
-    """A job that the scheduler has taken. number: its own, or that of the process. lines: how to follow and to stop it.
-
-    script: that was handed over.
-    """
+    """An accepted job. number: of the job, or of the process. lines: how to follow and stop it. script: path of its script."""
 
     number: str
     lines: tuple[str, ...]
@@ -39,7 +36,7 @@ class Submission:
 
 
 def job_files(site: Site, name: str, output: Path, train: Sequence[str]) -> JobFiles:
-    """Where the files of a job lie: beside the runs, below `output`, named after the run and the time in UTC.
+    """Return the paths of a job's files: next to the runs, below `output`, named after the run and the time in UTC.
 
     Args:
         name: of the run. train: configuration and overrides.
@@ -50,7 +47,7 @@ def job_files(site: Site, name: str, output: Path, train: Sequence[str]) -> JobF
     stems = (begun if number == 1 else f"{begun}-{number}" for number in count(1))
     stem = next(stem for stem in stems if not os.path.lexists(logs / f"{stem}{ending}"))
     log = str(logs / f"{stem}.log")
-    if site.profile.scheduler == "slurm":  # its number stays when a job is queued again; the others write to their log themselves
+    if site.profile.scheduler == "slurm":  # a requeued job keeps its number; other scripts write their log themselves
         log = f"{str(logs).replace('%', '%%')}/{stem}-%j.log"
     return JobFiles(
         name=plain,
@@ -88,7 +85,10 @@ def submit(site: Site, job: SiteJob) -> Submission:
 
 
 def _reserved(job: SiteJob) -> SiteJob:
-    """The job with a script and a log that no other submission has, which may come in the same second."""
+    """Return the job with a script and a log of its own, even if another job is submitted in the same second.
+
+    Creates the script as an empty file, which reserves its name.
+    """
     script = Path(job.script)
     script.parent.mkdir(parents=True, exist_ok=True)
     for number in count(1):

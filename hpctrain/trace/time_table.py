@@ -27,7 +27,7 @@ _MESSAGES = (Category.AVERAGING, Category.MESSAGES)
 _WORD = re.compile(r"[\w.]+")
 _SECONDS = 1e-9
 
-# Of fields, as their annotations are written.
+# Accepted types of a field, by the text of its annotation.
 _TYPES: dict[str, type | tuple[type, ...]] = {"float": (int, float), "int": (int, float), "str": str}
 
 
@@ -100,7 +100,7 @@ def _row_from_json(content: Mapping[str, Any]) -> Row:
 
 
 def _checked(value: _Stored) -> _Stored:
-    """The same, where its numbers are numbers and its texts texts.
+    """Return `value` after a check of the types of its fields.
 
     Raises:
         TypeError: a field is of another type.

@@ -51,7 +51,7 @@ class CoreFacts:
     Attributes:
         cpus: logical ones that it may run on. cores: the physical ones among them. threads: that it computes with; None where
             they were refused. pools: threads of each library's pool. fault: the refusal.
-        variables: of the environment, that set numbers of threads. quota: cores whose time control groups allow; None: all.
+        variables: of the environment, that set numbers of threads. quota: cores that control groups allow; None: no limit.
     """
 
     cpus: frozenset[int]

@@ -33,7 +33,7 @@ SHORT_BATCH = FindingKind(
 
 
 def gather(place: OwnPlace) -> SingleValues | None:
-    """The batch norms of the job, from the header of its training file. Rank 0 looks."""
+    """Return the check of the job's batch norms, from the header of its training file. Only rank 0 reads it."""
     if place.config is None or not place.leads_job:
         return None
     return single_values_of(place.config, place.launcher.expected_size or 1)

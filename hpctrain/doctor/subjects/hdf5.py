@@ -127,7 +127,7 @@ def judge(job: JobView, facts: Sequence[Hdf5Facts | None]) -> list[DoctorFinding
 
 
 def gather_same(place: JoinedPlace) -> tuple[str, int]:
-    """(what a training says of inputs that differ between ranks, or "", the number of files compared). Collective."""
+    """Return (a training's error for inputs that differ between ranks, or "", the number of files compared). Collective."""
     config, world = place.own.config, place.world
     if config is None:
         return "", 0
@@ -148,7 +148,7 @@ def gather_same(place: JoinedPlace) -> tuple[str, int]:
 
 
 def judge_same(job: JobView, facts: Sequence[tuple[str, int]]) -> list[DoctorFinding]:
-    """One finding; the ranks have told each other what differs."""
+    """Return one finding. `gather_same` has already compared the ranks."""
     difference, files = facts[0]
     if difference:
         return [OTHER_DATA.from_error(difference)]

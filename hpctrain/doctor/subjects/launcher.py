@@ -53,7 +53,7 @@ class LauncherFacts:
     Attributes:
         beside: the mpiexec in the folder of this Python; empty where there is none.
         siblings: processes of the same command that the same process has started, this one among them.
-        alone: why a training is refused, where the job was given several ranks and this process is the only one.
+        alone: why a training is refused, if the job was allocated several ranks and this process is the only one.
     """
 
     beside: str

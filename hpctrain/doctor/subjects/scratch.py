@@ -62,7 +62,7 @@ def gather(place: OwnPlace) -> list[ScratchFacts] | None:
     if place.config is not None and place.config.flight not in ("run", "none"):
         try:
             places.append(look(existing(path_of(place.config.flight)), "flight"))
-        except ConfigError:  # a variable that this node has not set
+        except ConfigError:  # a variable is not set on this node
             places.append(ScratchFacts(place.config.flight, "flight", errno.ENOENT, 0))
     return places
 
