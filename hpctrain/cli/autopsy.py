@@ -21,7 +21,7 @@ def autopsy(run: Path | None, as_json: bool) -> None:
     """Say which rank of a dead job went wrong first, and where.
 
     RUN is a run directory, or one that holds flight records: what each rank did last, which the system keeps however it ended. By
-    default it is the latest start on this machine that came to no run directory.
+    default it is the latest start on this machine that ended before it had a run directory.
     """
     from hpctrain.flight import report
     from hpctrain.flight.autopsy import autopsy as findings

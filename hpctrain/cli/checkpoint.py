@@ -43,7 +43,7 @@ def listing(path: Path) -> None:
     mark = "" if best is None else f"best: {best}"
     for step, file in sorted(files):
         if not file.exists():
-            echo(f"step {step:>8}  a link to what is not there: {file}")
+            echo(f"step {step:>8}  a broken link: {file}")
             continue
         status = file.stat()
         written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(status.st_mtime))
@@ -148,7 +148,7 @@ def prune(path: Path, keep: int, drop_best: bool) -> None:
     The latest are those that were written last, whatever their steps; as many that were set aside at a resume are kept beside
     them, and so is the one with the best evaluation. Unfinished checkpoints that killed runs have left go, too, once nothing
     was written to them for an hour. A run that another job writes to is refused. PATH is a run directory or its directory of
-    checkpoints. In any other directory, only files that say themselves that they are checkpoints of a run are deleted.
+    checkpoints. In any other directory, only files whose metadata identify them as checkpoints of a run are deleted.
     """
     from hpctrain.storage import best_record
     from hpctrain.storage import checkpoint as storage

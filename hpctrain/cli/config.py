@@ -46,7 +46,7 @@ def check(file: Path, overrides: tuple[str, ...]) -> None:
     """Check a configuration before it runs.
 
     Checks keys, types, ranges, names and their options of FILE with OVERRIDES such as optimizer.lr=0.2. Each fault is one line
-    on standard error; the exit code is then 2. Where the training file is there, its header tells what its images need.
+    on standard error; the exit code is then 2. If the training file exists, batch norms are checked for its image sizes.
     """
     from hpctrain.experiment.check import check_names
     from hpctrain.experiment.single_values import single_values_of

@@ -254,8 +254,8 @@ def convert_npz(
             overwrite=overwrite,
             advance=advance,
         )
-    behind = tuple(f"image {number}" for number in range(len(packed.labels))[limit:]) if limit else ()
-    _report(out, as_json, [LeftOut("behind --limit", behind)] if behind else [])
+    beyond = tuple(f"image {number}" for number in range(len(packed.labels))[limit:]) if limit else ()
+    _report(out, as_json, [LeftOut("beyond --limit", beyond)] if beyond else [])
 
 
 @convert.command("folder")

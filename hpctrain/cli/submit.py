@@ -89,6 +89,6 @@ def submit(
     run = latest(Path(config.output), config.name)
     if run is not None and (owner := living_owner(run.path)) is not None:
         echo(
-            f"note: the run {run.path} of the same name is being written to by {owner}; "
-            f"this job is refused while it is, and goes on with that run afterwards. Another name gives it a run of its own."
+            f"note: the run {run.path} of the same name is being written to by {owner}. "
+            f"Until that ends, this job is refused; afterwards it goes on with that run. For a new run, choose another name."
         )

@@ -89,7 +89,7 @@ def read_yaml(text: str, label: str) -> tuple[Any, dict[KeyPath, str]]:
                 return None, {}
             if _values(root, {}) > _MOST_VALUES:
                 raise ConfigError(
-                    f"{label}: It has too many values, counted with what its aliases repeat; a text such as this one has at most "
+                    f"{label}: It has too many values once its aliases are expanded; a text such as this one has at most "
                     f"{_MOST_VALUES:,}."
                 )
             return _Reader(loader, label).read(root)

@@ -40,7 +40,7 @@ def picture_files(places: Sequence[Path]) -> tuple[Path, ...]:
             files.append(place)
         else:
             raise DataError(
-                f"There is no image {place}; give the path of a picture file, such as a JPEG, or of a directory of some."
+                f"There is no image {place}; give the path of a picture file, such as a JPEG, or of a directory of pictures."
             )
     return tuple(files)
 

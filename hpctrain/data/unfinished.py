@@ -165,7 +165,7 @@ class UnfinishedFile:
         """Raise if another program may have written the unfinished file: a download may have the same name."""
         if os.fstat(self._descriptor).st_size and not self._journal_path.is_file():
             raise DataError(
-                f"{self.path} is there already without the journal of a conversion, so it may be somebody else's; "
+                f"{self.path} exists already without the journal of a conversion, so another program may have written it; "
                 f"move it away, or give another name to write to."
             )
 

@@ -71,7 +71,7 @@ def single_values(
         return SingleValues(refusal=f"{one.sentence(f'every step, of {_images(whole)}{few}')}; {one.mend}.")
     if (one := found.get(rest)) is not None:
         step = f"the last step of each epoch, of {_images(rest)}"
-        mend = f"choose a batch that leaves none or more of the {samples:,} images over"
+        mend = f"choose a batch that divides the {samples:,} images of an epoch or leaves a larger rest"
         return SingleValues(warning=f"{one.sentence(step)}; {mend}")
     return SingleValues()
 

@@ -105,7 +105,7 @@ class Heartbeat:
 
     def end_keeper(self) -> None:
         """End a keeper that is stopped or hangs, and this process with it, so that the launcher notices an end."""
-        sentence = "the parent process of this rank was stopped, or hung, and is ended with it"
+        sentence = "the parent process of this rank was stopped, or hung; both processes are ended"
         self._recorder.ended(End.FAILED, sentence)
         last_words.say(self._rank, [f"{sentence}."], self._stream, stacks=False)
         self._end_keeper()

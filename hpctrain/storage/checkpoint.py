@@ -242,7 +242,7 @@ def _counts(path: Path, *, is_run: bool) -> bool:
     if not path.exists():
         if path not in _told_missing:
             _told_missing.add(path)
-            _log.warning("Skipping the checkpoint %s: it is a link to what is not there.", path)
+            _log.warning("Skipping the checkpoint %s: it is a broken link.", path)
         return False
     if is_run:
         return True

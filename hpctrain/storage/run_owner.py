@@ -206,8 +206,8 @@ class Contender:
             self._watched, self._still_seconds, self._looked_at = record, 0.0, self._clock()
             most = MISSED_SECONDS if owner is None else owner.missed_seconds
             _log.warning(
-                "%s was last written to by %s, and only a change of its record can tell whether that lives; "
-                "looking for one for up to %.0f s.",
+                "%s was last written to by %s. Only a change of its record shows whether that owner is alive; "
+                "waiting for one for up to %.0f s.",
                 self._run,
                 owner or "an unknown owner",
                 most,
@@ -243,7 +243,7 @@ class Ownership:
             RunOwnedError: another process has taken over, or this one has released the run.
         """
         if self._ended.is_set():
-            raise RunOwnedError(f"The run {self.run} was let go by this process; nothing more is written to it.")
+            raise RunOwnedError(f"The run {self.run} was released by this process; nothing more is written to it.")
         if self._next().exists():
             others = [owner for owner in owners(self.run) if owner.number > self.owner.number]
             raise RunOwnedError(

@@ -70,7 +70,7 @@ def difference(
             looks = [reports[position].looks[kind] for position in positions]
             findings.append(_among(looks, [world_ranks[position] for position in positions], step))
     nothing = ReplicaDifference(
-        f"After step {step} ranks were told of different checksums, but all hold the same: a message between them was damaged", ()
+        f"After step {step} ranks received different checksums, but all hold the same: a message between them was damaged", ()
     )
     return next((finding for finding in findings if finding is not None), nothing)
 

@@ -258,7 +258,7 @@ def test_what_a_limit_leaves_out_is_said(tmp_path, inputs):
     blob = np.fromfile(tmp_path / "tree" / "ant" / "a.png", np.uint8)
     np.savez(tmp_path / "b.npz", blob=np.tile(blob, 3), offsets=blob.size * np.arange(4), labels=np.array([0, 1, 0]))
     said = run("convert", "npz", tmp_path / "b.npz", tmp_path / "out.h5", "--limit", 1)
-    assert said.splitlines()[1:] == ["classes without an image: 1 (1)", "left out, behind --limit: 2 (image 1, image 2)"]
+    assert said.splitlines()[1:] == ["classes without an image: 1 (1)", "left out, beyond --limit: 2 (image 1, image 2)"]
 
 
 @pytest.mark.parametrize("keep", [(), ("--keep-jpeg",)])

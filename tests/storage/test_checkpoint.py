@@ -166,7 +166,7 @@ def test_a_link_to_what_is_not_there_is_left_out(tmp_path, caplog):
         set_aside(tmp_path, 9)
     finally:
         logger.removeHandler(caplog.handler)
-    told = {record.getMessage() for record in caplog.records if "is a link to what is not there" in record.getMessage()}
+    told = {record.getMessage() for record in caplog.records if "is a broken link" in record.getMessage()}
     assert len(told) == 2
     assert len(listing(tmp_path)) == 4, "links stay, as their targets may come back"
 

@@ -63,7 +63,7 @@ metrics: {{interval_seconds: 0.0001}}
 """
 _PATIENCE_SECONDS = 600.0
 _CRASHES = ("Traceback", "Fatal Python error", "SIGBUS", "Bus error", "Segmentation")
-_REFUSALS = ("is being written to by", "was taken over by", "was let go")
+_REFUSALS = ("is being written to by", "was taken over by", "was released by")
 
 
 @dataclass

@@ -188,7 +188,7 @@ def _chunks(source: ForeignImages, advance: Advance) -> Iterator[tuple[np.ndarra
     rows = images.chunks[0] if images.chunks else 1  # HDF5 decompresses chunks as a whole
     step = max(1, _BYTES_AT_ONCE // one, min(rows, _MOST_BYTES_OF_CHUNKS // one))
     for start in range(0, len(source.labels), step):
-        with _errors_of(source.path, f"cannot be read behind image {start}"):
+        with _errors_of(source.path, f"cannot be read from image {start} on"):
             values = np.asarray(images[start : start + step])
         if values.dtype != np.uint8:
             wrong = np.flatnonzero(((values < 0) | (values > 255)).reshape(len(values), -1).any(1))
