@@ -25,7 +25,7 @@ from hpctrain.storage.run_directory import RunDirectory
 #: without a sign of life after which a rank of this machine counts as silent; the heartbeat gives one every second
 SILENT_SECONDS = 10.0
 # Largest plausible difference between two clocks.
-_CERTAIN_SECONDS = 86400.0
+_CLOCK_ERROR_SECONDS = 86400.0
 _CHECKPOINT = re.compile(r"checkpoint-(\d{8,})(\.h5|\.shards)")
 
 Record = Mapping[str, Any]
@@ -106,7 +106,7 @@ class RunReader:
     def __init__(self, directory: RunDirectory, *, follows: bool = False) -> None:
         self.directory = directory
         self._follows = follows
-        self._signs: dict[tuple[int, int], tuple[int, float]] = {}
+        self._last_signs: dict[tuple[int, int], tuple[int, float]] = {}
         self._read_at: tuple[int, ...] = ()
         self._records: tuple[Record, ...] = ()
 
@@ -114,19 +114,19 @@ class RunReader:
         """The state at an instant of the wall clock. What is being written, is torn or is gone meanwhile is left out."""
         records, ranks = self._metrics(), _flight(self.directory)
         path, written = _newest_checkpoint(self.directory.checkpoints)
-        end = _end(records, ranks, now, self._still(ranks))
+        end = _end(records, ranks, now, self._silences(ranks))
         return RunState(self.directory.path, now, records, ranks, path, max(0.0, now - written), end)
 
-    def _still(self, ranks: Sequence[FlightRecord]) -> Mapping[int, float] | None:
+    def _silences(self, ranks: Sequence[FlightRecord]) -> Mapping[int, float] | None:
         """Return, by rank, the seconds since this reader last saw a sign of life; None if it does not follow the run."""
         if not self._follows:
             return None
         seconds = time.monotonic()
         for record in ranks:
-            known = self._signs.get((record.job, record.rank))
+            known = self._last_signs.get((record.job, record.rank))
             if known is None or known[0] != record.last_ns:
-                self._signs[record.job, record.rank] = record.last_ns, seconds
-        return {record.rank: seconds - self._signs[record.job, record.rank][1] for record in ranks}
+                self._last_signs[record.job, record.rank] = record.last_ns, seconds
+        return {record.rank: seconds - self._last_signs[record.job, record.rank][1] for record in ranks}
 
     def _metrics(self) -> tuple[Record, ...]:
         try:
@@ -167,19 +167,19 @@ def _newest_checkpoint(directory: Path) -> tuple[Path | None, float]:
 
 
 def _end(
-    records: Sequence[Record], ranks: Sequence[FlightRecord], now: float, still: Mapping[int, float] | None = None
+    records: Sequence[Record], ranks: Sequence[FlightRecord], now: float, silences: Mapping[int, float] | None = None
 ) -> str | None:
-    """Return how the run ended, by its metrics alone if no records of ranks are kept. still: see `RunReader._still`."""
+    """Return how the run ended, by its metrics alone if no records of ranks are kept. silences: see `RunReader._silences`."""
     if not ranks:
         return _stopped(records) or ("finished" if _complete(records) else None)
-    if not all(_has_ended(record, now, None if still is None else still[record.rank]) for record in ranks):
+    if not all(_has_ended(record, now, None if silences is None else silences[record.rank]) for record in ranks):
         return None
     if all(record.end is End.FINISHED for record in ranks):
         return _stopped(records) or "finished"
     return autopsy(ranks).sentences[0].rstrip(".")
 
 
-def _has_ended(record: FlightRecord, now: float, still_seconds: float | None = None) -> bool:
+def _has_ended(record: FlightRecord, now: float, silent_seconds: float | None = None) -> bool:
     """Return whether a rank has recorded its end, is no process of this machine any more, or has been silent for too long.
 
     If only the clocks of two machines can be compared, a silence counts from one day on, as clocks may be wrong by hours.
@@ -189,8 +189,8 @@ def _has_ended(record: FlightRecord, now: float, still_seconds: float | None = N
     silent = now - record.wall_seconds(record.last_ns)
     if record.host == socket.gethostname():
         return abs(silent) > SILENT_SECONDS and not _lives(record.process)  # the clock may have been set back
-    if still_seconds is not None and silent < _CERTAIN_SECONDS:
-        silent = still_seconds
+    if silent_seconds is not None and silent < _CLOCK_ERROR_SECONDS:
+        silent = silent_seconds
     return silent > SILENT_SECONDS + record.deadline_ns * 1e-9  # the record may come from its node as late as that
 
 

@@ -42,7 +42,7 @@ _DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 #: keys that may have another value on each node
 _BY_NODE = ("threads", "flight")
 #: arguments in which ranks of a program may differ
-_OWN_ARGUMENTS = ("self", "model", "replica", "images", "labels", "path", "like", "prefetch", "threads")
+_PER_RANK_ARGUMENTS = ("self", "model", "replica", "images", "labels", "path", "like", "prefetch", "threads")
 
 
 def _is_not(key: str, here: object, there: object) -> str:
@@ -142,7 +142,7 @@ def called_with(method: str, arguments: Mapping[str, Any]) -> Subject:
     texts = {
         name: str(sorted(value.items()) if isinstance(value, Mapping) else value)
         for name, value in arguments.items()
-        if name not in _OWN_ARGUMENTS and not callable(value)
+        if name not in _PER_RANK_ARGUMENTS and not callable(value)
     }
     return Subject(f"other arguments of {method}", "give all ranks the same", texts)
 
@@ -183,7 +183,7 @@ def compare(world: Communicator, *subjects: Subject) -> None:
     digests = world.allgather_object([None if subject.facts is None else _digest(subject.facts) for subject in subjects])
     for number, subject in enumerate(subjects):
         if len({of_rank[number] for of_rank in digests} - {None}) > 1:
-            _refuse(world, subject)
+            _raise_difference(world, subject)
 
 
 def package_files(folder: Path, *, of_gpus: bool = False) -> dict[str, int]:
@@ -201,7 +201,7 @@ def _digest(facts: Mapping[Any, Any]) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _refuse(world: Communicator, subject: Subject) -> None:
+def _raise_difference(world: Communicator, subject: Subject) -> None:
     """Raise the first difference, unless all differences are in facts that some ranks lack."""
     of_ranks = world.allgather_object((platform.node(), subject.mend, subject.facts))
     looked = [rank for rank, (_, _, facts) in enumerate(of_ranks) if facts is not None]
@@ -220,7 +220,7 @@ def _refuse(world: Communicator, subject: Subject) -> None:
     host, mend, facts = of_ranks[others[0]]
     key = subject.first_difference(facts, known)
     where = f" on {host}" if len({name for name, _, _ in of_ranks}) > 1 else ""
-    words, most = subject.words(key, facts.get(key), known.get(key)), _most(alike)
+    words, most = subject.words(key, facts.get(key), known.get(key)), _reference_words(alike)
     if len(others) == 1:
         sentence = f"Rank {others[0]}{where} has {subject.name} than rank {most}: {words}; {mend}."
     else:
@@ -229,7 +229,7 @@ def _refuse(world: Communicator, subject: Subject) -> None:
     raise subject.error(sentence, ranks=[world.world_ranks[rank] for rank in others]).of_all_ranks(world.world_ranks[0])
 
 
-def _most(ranks: Sequence[int]) -> str:
+def _reference_words(ranks: Sequence[int]) -> str:
     """Return the words for the reference ranks, to follow "rank": rank 0 alone, if it is among them."""
     more = len(ranks) - 1 if ranks[0] else 0
     return f"{ranks[0]}" + (f" and {more} {'other' if more == 1 else 'others'}" if more else "")

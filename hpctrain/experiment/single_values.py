@@ -65,7 +65,7 @@ def single_values(
     if config.epochs == 0:
         return SingleValues()
     whole, rest = min(config.batch, samples), samples % config.batch if samples > config.batch else 0
-    found = {count: _found(config, shapes, classes, count, plan) for count in (whole, rest) if count}
+    found = {count: _first_single(config, shapes, classes, count, plan) for count in (whole, rest) if count}
     if (one := found.get(whole)) is not None:
         few = f", as {place} has {_images(samples)}" if samples < config.batch else ""
         return SingleValues(refusal=f"{one.sentence(f'every step, of {_images(whole)}{few}')}; {one.mend}.")
@@ -117,41 +117,41 @@ class _Single:
         )
 
 
-def _found(config: Config, shapes: Iterable[ImageShape], classes: int, samples: int, plan: ParallelPlan) -> _Single | None:
+def _first_single(config: Config, shapes: Iterable[ImageShape], classes: int, samples: int, plan: ParallelPlan) -> _Single | None:
     """Return the first layer with a single value in a step of `samples` samples; None if there is none."""
-    sharing = {who for who in (_SHARD, _RANK, _GROUP, _ALL) if _least(config, samples, plan, who) == 1}
+    sharing = {scope for scope in (_SHARD, _RANK, _GROUP, _ALL) if _least(config, samples, plan, scope) == 1}
     if not sharing:
         return None
-    who_of = _who(config, plan)
+    scope_of = _scope_of(config, plan)
     for shape in sorted(shapes):
         for node in _norms_of_one_pixel(_graph(config, classes, shape)):
-            who = who_of(node)
-            if who in sharing:
+            scope = scope_of(node)
+            if scope in sharing:
                 in_passes = (
-                    f"{who} in one of {config.micro_batches} passes" if config.micro_batches > 1 and who != _SHARD else who
+                    f"{scope} in one of {config.micro_batches} passes" if config.micro_batches > 1 and scope != _SHARD else scope
                 )
-                return _Single(node.name, shape[:2], in_passes, _mend(config, plan, who))
+                return _Single(node.name, shape[:2], in_passes, _mend(config, plan, scope))
     return None
 
 
-def _least(config: Config, samples: int, plan: ParallelPlan, who: str) -> int:
+def _least(config: Config, samples: int, plan: ParallelPlan, scope: str) -> int:
     """Return the smallest number of samples, other than 0, that share statistics."""
-    if who == _SHARD:
+    if scope == _SHARD:
         return min(filter(None, even(samples, config.exact.shards or 1)))
-    size = {_RANK: 1, _GROUP: plan.rows, _ALL: plan.rows * plan.cols}[who]
+    size = {_RANK: 1, _GROUP: plan.rows, _ALL: plan.rows * plan.cols}[scope]
     of_ranks = counts(samples, plan.rows * plan.cols, plan.rows)
     teams = {of_ranks[first : first + size] for first in range(0, len(of_ranks), size)}  # most are alike
-    return min(filter(None, (count for team in teams for count in _of_passes(team, config.micro_batches))))
+    return min(filter(None, (count for team in teams for count in _samples_of_passes(team, config.micro_batches))))
 
 
-def _of_passes(team: Sequence[int], passes: int) -> Sequence[int]:
+def _samples_of_passes(team: Sequence[int], passes: int) -> Sequence[int]:
     """Return the joint samples of some ranks in each pass. team: samples of each of these ranks in the step."""
     shares = [(ranks, even(count, passes)) for count, ranks in Counter(team).items()]
     return [sum(ranks * share[number] for ranks, share in shares) for number in range(passes)]
 
 
-def _who(config: Config, plan: ParallelPlan) -> Callable[[Node], str]:
-    def who(node: Node) -> str:
+def _scope_of(config: Config, plan: ParallelPlan) -> Callable[[Node], str]:
+    def scope(node: Node) -> str:
         assert isinstance(node.spec, BatchNormSpec)
         if config.exact.shards is not None:
             return _SHARD
@@ -159,7 +159,7 @@ def _who(config: Config, plan: ParallelPlan) -> Callable[[Node], str]:
             return _ALL
         return _RANK if plan.rows == 1 or plan.use_of(node.name) is Parallelism.BATCH else _GROUP
 
-    return who
+    return scope
 
 
 def _graph(config: Config, classes: int, shape: ImageShape) -> Graph:
@@ -174,16 +174,16 @@ def _norms_of_one_pixel(graph: Graph) -> list[Node]:
     return [node for node in norms if math.prod(graph.tensors[node.output].shape[:-1]) == 1]
 
 
-def _mend(config: Config, plan: ParallelPlan, who: str) -> str:
+def _mend(config: Config, plan: ParallelPlan, scope: str) -> str:
     parts = {
         _SHARD: config.exact.shards or 1,
         _RANK: plan.rows * plan.cols * config.micro_batches,
         _GROUP: plan.cols * config.micro_batches,
         _ALL: config.micro_batches,
-    }[who]
+    }[scope]
     others = ["use larger images"]
-    if who in (_RANK, _GROUP) and plan.rows * plan.cols > 1:
+    if scope in (_RANK, _GROUP) and plan.rows * plan.cols > 1:
         others.insert(0, "set batch_norm.statistics to synchronised")
-    if who == _SHARD and config.batch > 1:
+    if scope == _SHARD and config.batch > 1:
         others.insert(0, f"set exact.shards to at most {config.batch // 2}")
     return f"set batch to at least {2 * parts}, or {', or '.join(others)}"

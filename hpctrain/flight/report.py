@@ -28,7 +28,7 @@ _NAME = re.compile(re.escape(file_name(0)).replace("00000", r"(\d{5,7})"))
 #: prefix of directories, numbered from 1, with the records from before a loss of ranks
 BEFORE_LOSS = "before-loss-"
 # Largest number of damaged records that are reported one by one; the others are counted.
-_MOST_TOLD = 8
+_MOST_NOTES = 8
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class FoundRecords:
 
     def notes(self) -> list[str]:
         """Return a sentence for each of the first damaged records, and one with the number of the others."""
-        lines = list(self.damaged[:_MOST_TOLD])
-        if len(self.damaged) > _MOST_TOLD:
-            lines.append(f"{len(self.damaged) - _MOST_TOLD} more records cannot be read.")
+        lines = list(self.damaged[:_MOST_NOTES])
+        if len(self.damaged) > _MOST_NOTES:
+            lines.append(f"{len(self.damaged) - _MOST_NOTES} more records cannot be read.")
         if self.others:
             lines.append(f"{self.others} {'entry is' if self.others == 1 else 'entries are'} no flight record, and left out.")
         return lines

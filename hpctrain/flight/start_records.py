@@ -34,7 +34,7 @@ def place_of_start(environ: Mapping[str, str], launcher: Launcher) -> Path:
     process = launcher_process(launcher.rank_variable) or os.getpid()
     status = status_of(process)
     begun = 0 if status is None else status.begun
-    directory = Path(environ[RECORDS]) if environ.get(RECORDS) else _own(environ) / f"{_START}{process}-{begun}"
+    directory = Path(environ[RECORDS]) if environ.get(RECORDS) else _user_directory(environ) / f"{_START}{process}-{begun}"
     return directory / file_name(launcher.rank or 0)
 
 
@@ -46,7 +46,7 @@ def begin(path: Path, launcher: Launcher) -> FlightRecorder:
         new = not path.parent.exists()
         if path.parent.name.startswith(_START):
             path.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if not _is_own(path.parent.parent):
+            if not _is_private(path.parent.parent):
                 raise PermissionError
         recorder.begun_at = recorder.keep_in(path.parent)
         if new:
@@ -94,14 +94,14 @@ def latest(environ: Mapping[str, str]) -> Path | None:
     """Return the directory of this user's latest start that left records on this machine; None if there is none."""
     if environ.get(RECORDS):
         return Path(environ[RECORDS])
-    return next(iter(_starts(_own(environ))), None)
+    return next(iter(_starts(_user_directory(environ))), None)
 
 
-def _own(environ: Mapping[str, str]) -> Path:
+def _user_directory(environ: Mapping[str, str]) -> Path:
     return Path(environ.get("TMPDIR") or "/tmp") / f"hpctrain-{os.getuid()}"
 
 
-def _is_own(directory: Path) -> bool:
+def _is_private(directory: Path) -> bool:
     """Return whether a path is a real directory of this user that no other user may write to."""
     status = directory.lstat()
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
@@ -110,7 +110,7 @@ def _is_own(directory: Path) -> bool:
 def _starts(own: Path) -> list[Path]:
     """Return the directories of starts, latest first."""
     with contextlib.suppress(OSError):
-        if _is_own(own):
+        if _is_private(own):
             starts = [entry for entry in os.scandir(own) if entry.name.startswith(_START) and entry.is_dir(follow_symlinks=False)]
             return [Path(entry.path) for entry in sorted(starts, key=lambda entry: -entry.stat().st_ctime_ns)]
     return []

@@ -212,7 +212,7 @@ def _watch(child: _Rank, held: frozenset[Signals]) -> NoReturn:
         if looks:
             child.pulse.keep()
             if child.pulse.look(_LOOK_SECONDS):
-                _end_still(child)
+                _end_hung(child)
             lost = child.lost_launcher()
             if lost is not None:
                 _end_without_launcher(child, lost)
@@ -245,7 +245,7 @@ def _leave_as(child: _Rank, code: int) -> NoReturn:
     os._exit(code)
 
 
-def _end_still(child: _Rank) -> NoReturn:
+def _end_hung(child: _Rank) -> NoReturn:
     """End a child that can do nothing itself: it prints its stacks where it can, which an abort asks for."""
     record, _ = child.words()
     place = child.place(record)

@@ -26,10 +26,10 @@ _FAULT_TOLERANT = "OMPI_MCA_mpi_ft_enable"
 
 # Set for each rank: the descriptor of a socket (by MPICH's process managers), or the port of a server on its node.
 _PMI_SOCKET, _SERVERS = "PMI_FD", ("PMIX_SERVER_URI", "PMI_PORT")
-_WAYS = (_PMI_SOCKET, *_SERVERS, "PMI_CONTROL", "PMIX_", "PALS_", "FLUX_", "SLURM_STEP_ID")
+_CONNECTION_VARIABLES = (_PMI_SOCKET, *_SERVERS, "PMI_CONTROL", "PMIX_", "PALS_", "FLUX_", "SLURM_STEP_ID")
 _LOCAL_PORT = re.compile(r"(?:^|;tcp[46]?://)(?:localhost|\[?::1\]?|127\.[0-9.]+):([0-9]+)")
 _LEFT_OVER = ("PMI", "PALS_", "MPI_LOCAL", "OMPI_COMM_WORLD", "HYDI_", "MV2_COMM_WORLD")
-_LISTENS = "0A"  # state of a listening socket in /proc/net/tcp
+_LISTENING_STATE = "0A"  # state of a listening socket in /proc/net/tcp
 
 # Slurm numbers the steps that are no srun from here: interactive shell, batch script, external.
 _FIRST_SPECIAL_STEP = 4294967290
@@ -204,7 +204,7 @@ def environment_fault(environ: Mapping[str, str], root: Path = Path("/")) -> str
         root: of the file system, for tests.
     """
     launcher = _detect(environ)
-    gone = _closed_descriptor(environ, root) or _gone_server(environ, root) or _no_way(launcher, environ)
+    gone = _closed_descriptor(environ, root) or _gone_server(environ, root) or _missing_connection(launcher, environ)
     if gone is None:
         return None
     left = " ".join(sorted(name for name in environ if name.startswith(_LEFT_OVER)))
@@ -240,18 +240,18 @@ def _gone_server(environ: Mapping[str, str], root: Path) -> str | None:
             table.read_text().splitlines()[1:] for table in (root / "proc/net/tcp", root / "proc/net/tcp6") if table.exists()
         ]
         rows = [line.split() for lines in tables for line in lines]
-        listening = {int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == _LISTENS}
+        listening = {int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == _LISTENING_STATE}
     except (OSError, ValueError, IndexError):
         return None
     name = min(found)
     return None if not tables or listening & set(found.values()) else f"{name} names port {found[name]}, where nothing listens"
 
 
-def _no_way(launcher: Launcher, environ: Mapping[str, str]) -> str | None:
+def _missing_connection(launcher: Launcher, environ: Mapping[str, str]) -> str | None:
     """Return a sentence if the environment has no means for a rank to connect to the others; else None."""
     if launcher.name not in (*_OF_HYDRA, _PMI.name) or (launcher.expected_size or 1) == 1:
         return None
-    if any(name.startswith(_WAYS) for name in environ):
+    if any(name.startswith(_CONNECTION_VARIABLES) for name in environ):
         return None
     return f"{launcher.rank_variable} is set, but neither {_PMI_SOCKET} nor PMI_PORT"
 

@@ -99,7 +99,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 def partial_path(path: Path, token: str = "") -> Path:
     """Return a new name for this process's unfinished version of `path`. token: of the attempt; by default a number."""
-    return path.with_name(f"{_begin_of_partial(path)}{token or next(_NUMBERS)}.{process_mark.own()}{PARTIAL}")
+    return path.with_name(f"{_partial_prefix(path)}{token or next(_NUMBERS)}.{process_mark.own()}{PARTIAL}")
 
 
 def writer_of(partial: Path) -> ProcessMark | None:
@@ -109,7 +109,7 @@ def writer_of(partial: Path) -> ProcessMark | None:
     return next((mark for mark in marks if mark is not None), None)
 
 
-def _begin_of_partial(path: Path) -> str:
+def _partial_prefix(path: Path) -> str:
     name = path.name.encode()
     if len(name) <= _LONGEST_NAME_BYTES:
         return f"{path.name}."
@@ -118,7 +118,7 @@ def _begin_of_partial(path: Path) -> str:
 
 def _remove_left(path: Path) -> None:
     """Remove partial files of `path` whose processes are known to have ended."""
-    begin = _begin_of_partial(path)
+    begin = _partial_prefix(path)
     with contextlib.suppress(OSError):
         for name in os.listdir(path.parent):
             if name.startswith(begin) and name.endswith(PARTIAL):

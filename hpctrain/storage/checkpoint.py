@@ -28,7 +28,7 @@ from hpctrain.storage.sharded_tensors import ShardedTensors
 
 _log = get_logger(__name__)
 #: broken links, each of which is logged once
-_told_missing: set[Path] = set()
+_logged_broken_links: set[Path] = set()
 #: metadata key: a checkpoint's number among all that its run has written, from 1
 SEQUENCE = "sequence"
 #: metadata key: the identity of the run (see `run_marker`)
@@ -184,24 +184,25 @@ def next_sequence(directory: Path) -> int:
 
 def run_identity(path: Path) -> str | None:
     """Return the identity of the run that has written a checkpoint; None if it is missing or cannot be read."""
-    return _place(path)[1]
+    return _sequence_and_run(path)[1]
 
 
 def _sequence(path: Path) -> int | None:
     """Return the sequence number in a checkpoint's metadata; None if it is missing or cannot be read."""
-    return _place(path)[0]
+    return _sequence_and_run(path)[0]
 
 
-def _place(path: Path) -> tuple[int | None, str | None]:
+def _sequence_and_run(path: Path) -> tuple[int | None, str | None]:
     try:
         status = (path / MANIFEST if is_sharded(path) else path).stat()
     except OSError:
         return None, None
-    return _place_in(path.absolute(), status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+    version = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+    return _read_sequence_and_run(path.absolute(), *version)
 
 
 @lru_cache(maxsize=1 << 14)
-def _place_in(path: Path, *version: int) -> tuple[int | None, str | None]:
+def _read_sequence_and_run(path: Path, *version: int) -> tuple[int | None, str | None]:
     """Return (sequence number, identity of the run) from a checkpoint's metadata.
 
     Cached per version of the file, as a directory may hold many checkpoints.
@@ -227,7 +228,7 @@ def prune(directory: Path, keep: int, spared: Collection[int] = (), *, is_run: b
     """
     assert keep >= 1, "a directory keeps at least one checkpoint"
     there, aside = (
-        [(step, path) for step, path in _by_age(_matching(directory, name)) if _counts(path, is_run=is_run)]
+        [(step, path) for step, path in _by_age(_matching(directory, name)) if _may_be_pruned(path, is_run=is_run)]
         for name in (_NAME, _SET_ASIDE)
     )
     deleted = [path for step, path in there[:-keep] if step not in spared]
@@ -237,11 +238,11 @@ def prune(directory: Path, keep: int, spared: Collection[int] = (), *, is_run: b
     return deleted
 
 
-def _counts(path: Path, *, is_run: bool) -> bool:
+def _may_be_pruned(path: Path, *, is_run: bool) -> bool:
     """Return whether a path is a checkpoint that `prune` may count and delete."""
     if not path.exists():
-        if path not in _told_missing:
-            _told_missing.add(path)
+        if path not in _logged_broken_links:
+            _logged_broken_links.add(path)
             _log.warning("Skipping the checkpoint %s: it is a broken link.", path)
         return False
     if is_run:

@@ -249,7 +249,7 @@ class RunDirectory:
             CheckpointError: the directory cannot be written; the configuration is what it was.
         """
         dated = ((_EARLIER.fullmatch(path.name), path) for path in self.path.iterdir())
-        gone = {path for match, path in dated if match and int(match[1]) >= step and _is_dumped(path)}
+        gone = {path for match, path in dated if match and int(match[1]) >= step and _is_run_config(path)}
         try:
             if config != earlier:
                 kept = self.path / f"config-{step:08d}.yaml"
@@ -349,7 +349,7 @@ def _make_unique(output: Path, stem: str) -> Path:
     raise AssertionError("unreachable")
 
 
-def _is_dumped(path: Path) -> bool:
+def _is_run_config(path: Path) -> bool:
     """Return whether a file is a configuration that a run wrote: bitwise in the form of a dump, with the key `output`."""
     try:
         text = path.read_text() if path.is_file() and path.stat().st_size <= _MOST_CONFIG_BYTES else ""
@@ -403,12 +403,16 @@ def run_of_checkpoint(path: Path, meta: Mapping[str, object]) -> RunDirectory | 
         if place.parent.name != run.checkpoints.name or not is_run(run.path):
             continue
         marker, identity = marker_of(run.path), meta.get("run")
-        if (marker is not None and identity == marker.identity) if identity is not None else _had(run, str(meta.get("config"))):
+        if identity is None:
+            belongs = _has_config(run, str(meta.get("config")))
+        else:
+            belongs = marker is not None and identity == marker.identity
+        if belongs:
             return run
     return None
 
 
-def _had(run: RunDirectory, config: str) -> bool:
+def _has_config(run: RunDirectory, config: str) -> bool:
     """Return whether a run has, or had, this configuration."""
     kept = [path for path in run.path.iterdir() if path.name == "config.yaml" or _EARLIER.fullmatch(path.name)]
     return any(path.is_file() and path.read_bytes() == config.encode() for path in kept)

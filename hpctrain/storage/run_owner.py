@@ -165,7 +165,7 @@ class Contender:
         (self._run / FOLDER).mkdir(exist_ok=True)
         while True:
             latest = _latest(self._run)
-            ended = "" if latest is None else self._end_of(latest)
+            ended = "" if latest is None else self._reason_ended(latest)
             if ended is None:
                 return None
             owner = replace(self._owner, number=1 if latest is None else latest.number + 1)
@@ -174,7 +174,7 @@ class Contender:
                     _log.warning("%s is taken over from %s, %s.", self._run, latest.owner or "an unknown owner", ended)
                 return Ownership(self._run, owner)
 
-    def _end_of(self, record: _Record) -> str | None:
+    def _reason_ended(self, record: _Record) -> str | None:
         """Return why an owner is dead, as the end of a sentence; "" if it ended in good order; None if that is not known yet.
 
         Raises:
@@ -194,7 +194,7 @@ class Contender:
         return self._watch(record)
 
     def _watch(self, record: _Record) -> str | None:
-        """Compare a record of another machine with its earlier state. Returns and raises as `_end_of`."""
+        """Compare a record of another machine with its earlier state. Returns and raises as `_reason_ended`."""
         now, before = self._clock(), self._watched
         owner = record.owner
         if before is None or before.number != record.number:
@@ -392,7 +392,7 @@ def _make(run: Path, owner: Owner) -> bool:
             _write_record(descriptor, owner)
         finally:
             os.close(descriptor)
-        made = _linked(begun, target, owner)
+        made = _link_new(begun, target, owner)
     finally:
         begun.unlink(missing_ok=True)
     if made:
@@ -407,7 +407,7 @@ def _write_record(descriptor: int, owner: Owner) -> None:
     os.fsync(descriptor)
 
 
-def _linked(begun: Path, target: Path, owner: Owner) -> bool:
+def _link_new(begun: Path, target: Path, owner: Owner) -> bool:
     """Link a complete file to a new name; return False if a file has that name already."""
     try:
         os.link(begun, target)
@@ -416,11 +416,11 @@ def _linked(begun: Path, target: Path, owner: Owner) -> bool:
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        return _created(target, owner)
+        return _create_new(target, owner)
     return True
 
 
-def _created(target: Path, owner: Owner) -> bool:
+def _create_new(target: Path, owner: Owner) -> bool:
     """Create a record on a file system without links. It is incomplete for a moment, in which others watch it as unknown."""
     try:
         descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)

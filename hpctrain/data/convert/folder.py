@@ -238,7 +238,7 @@ class Search:
             with os.scandir(directory) as listing:
                 entries = sorted(listing, key=lambda entry: entry.name)
         except OSError as error:
-            self._note(directory, error)
+            self._note_unreadable(directory, error)
             return
         for entry in entries:
             path = directory / entry.name
@@ -251,7 +251,7 @@ class Search:
                     entry.stat()  # a link that leads nowhere raises
                     raise OSError(errno.EINVAL, _SPECIAL)
             except OSError as error:
-                self._note(path, error)
+                self._note_unreadable(path, error)
             else:
                 yield path, is_directory
 
@@ -269,7 +269,7 @@ class Search:
             try:
                 identity = _identity(directory)
             except OSError as error:
-                self._note(directory, error)
+                self._note_unreadable(directory, error)
                 continue
             if identity in searched or identity in above:
                 self.leave_out(_AGAIN, directory)
@@ -303,7 +303,7 @@ class Search:
             for reason, paths in sorted(of.items())
         )
 
-    def _note(self, path: Path, error: OSError) -> None:
+    def _note_unreadable(self, path: Path, error: OSError) -> None:
         """Note a path that cannot be read. A pipe, socket or device without a picture's suffix is only left out."""
         if error.strerror == _SPECIAL and path.suffix.lower() not in SUFFIXES | FOREIGN_SUFFIXES:
             self.leave_out(_SPECIAL, path)

@@ -127,7 +127,7 @@ def _check_images(path: Path, images: h5py.Dataset, layout: Layout | None) -> bo
         raise DataError(f"{name} holds an array of {shape}; images are (N, H, W), (N, H, W, C) or (N, C, H, W).")
     if images.is_virtual:
         missing = [
-            each.file_name for each in images.virtual_sources() if each.file_name != "." and not _beside(path, each.file_name)
+            each.file_name for each in images.virtual_sources() if each.file_name != "." and not _is_next_to(path, each.file_name)
         ]
         if missing:
             raise DataError(f"{name} is made of other files, of which {missing[0]} is missing; put it there.")
@@ -146,7 +146,7 @@ def _check_images(path: Path, images: h5py.Dataset, layout: Layout | None) -> bo
     return first if layout is None else layout == "nchw"
 
 
-def _beside(path: Path, name: str) -> bool:
+def _is_next_to(path: Path, name: str) -> bool:
     return (path.parent / name).is_file()
 
 

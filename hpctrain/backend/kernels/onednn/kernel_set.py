@@ -46,7 +46,7 @@ from hpctrain.errors import BackendError
 __all__ = ["OnednnKernelSet", "available"]
 
 _Inputs = tuple[TensorSpec, ...]
-_PRODUCTS = "it has few pixels and many weights"
+_PRODUCTS_REASON = "it has few pixels and many weights"
 
 
 class OnednnKernelSet(KernelSet):
@@ -101,7 +101,7 @@ class OnednnKernelSet(KernelSet):
         plain = tuple(x.plain() for x in inputs)
         inner = spec.inner if isinstance(spec, WithRelu) else spec
         operator: Operator
-        if chosen == _PRODUCTS:
+        if chosen == _PRODUCTS_REASON:
             assert isinstance(inner, Conv2dSpec)
             operator = ProductConv2d(self._engine, inner, plain[0], training=training)
         else:
@@ -121,7 +121,7 @@ class OnednnKernelSet(KernelSet):
             return "it is empty"
         inner = spec.inner if isinstance(spec, WithRelu) else spec
         if training and isinstance(inner, Conv2dSpec) and products_pay(inner, inputs[0]):
-            return _PRODUCTS
+            return _PRODUCTS_REASON
         made = maker(spec, inputs, training, input_gradient)
         if isinstance(made, LibraryOperator) and made.plain_loops:
             return f"oneDNN has only plain loops for its {' and '.join(made.plain_loops)}"
