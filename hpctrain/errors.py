@@ -97,4 +97,4 @@ class CollectiveMismatchError(CommunicationTimeoutError):
 
 
 class RunOwnedError(HpctrainError):
-    """A run directory that another job writes to."""
+    """Another job owns the run directory, or has taken it over."""

@@ -76,8 +76,8 @@ def read_yaml(text: str, label: str) -> tuple[Any, dict[KeyPath, str]]:
 
     Raises:
         ConfigError: no valid YAML, a duplicate key, a key that is no string or lacks the blank behind its colon, an alias that
-            contains itself, a tag of its own, more than `TEXT_BYTES` characters, or more than 10,000 values, counted with what
-            aliases repeat.
+            contains itself, a tag of its own, more than `TEXT_BYTES` characters, or more than 10,000 values with aliases
+            expanded.
     """
     if len(text) > TEXT_BYTES:
         raise ConfigError(f"{label}: It has {len(text):,} characters, and a text such as this one has at most {TEXT_BYTES:,}.")

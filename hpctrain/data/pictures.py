@@ -92,7 +92,7 @@ class DecodedPictures:
 
     Args:
         files: of the pictures. form: they are brought to. threads: that decode at once.
-        max_pixels: of the largest picture, see `decoder.decode`.
+        max_pixels: pixels of the largest picture that is accepted; see `decoder.decode`.
 
     Attributes:
         shape: (N, H, W, C). broken: number -> the sentence that says why it cannot be decoded, of those that were read so far.

@@ -90,7 +90,7 @@ def read_together(world: Communicator, path: Path) -> CheckpointContent:
 
     Raises:
         CheckpointError: missing, damaged or of another version, alike on all ranks.
-        ConfigError: a rank has another checkpoint under that path than most ranks, alike on all ranks.
+        ConfigError: a rank has another checkpoint than most ranks under that path; the same error on all ranks.
     """
     if not checkpoint.is_sharded(path):
         there = raise_on_all_ranks(world, lambda: checkpoint.read(path) if world.rank == 0 else None)

@@ -148,7 +148,7 @@ def pictures(
 
     Args:
         form: of a data file's images, that pictures are brought to first. threads: that decode them.
-        max_pixels: of the largest picture, see `decoder.decode`.
+        max_pixels: pixels of the largest picture that is accepted; see `decoder.decode`.
 
     Raises:
         ShapeError: a form that pictures cannot be brought to.

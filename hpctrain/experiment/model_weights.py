@@ -108,8 +108,8 @@ def of_checkpoint(path: Path, name: str | None = None, *, averaged: bool = False
         averaged: the average of the weights in place of them.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, of another model, does not know its data, has no average, or has numbers
-            that are not finite.
+        CheckpointError: the checkpoint is damaged or of another model, lacks the facts of its data or the average, or has
+            numbers that are not finite.
         ConfigError: its configuration cannot be used, or names code that `name` does not.
     """
     content = checkpoint.read(path)

@@ -76,7 +76,7 @@ def find_start(session: Session, source: str, ownership: RunOwnership | None = N
 
 
 def _start(session: Session, path: Path, content: CheckpointContent, file: ImageFile) -> Start:
-    """Return the start from a checkpoint. file: the training file."""
+    """Check a checkpoint against the configuration and the training file, and return the start from it."""
     if "config" not in content.meta:
         raise CheckpointError(
             f"{path} was written by a program with a loop of its own, and does not say which model it is of; "

@@ -87,7 +87,8 @@ def check_same_start(
     """Compare what the ranks of a configured job have started with. Collective; every rank raises the same error.
 
     Args:
-        config: None: there is none to compare. options: of the command that decide what ranks do together, as JSON can hold them.
+        config: the configuration to compare; None: there is none. options: of the command, if they affect what ranks do together;
+            JSON-compatible.
         leads_node: this rank reads the files of hpctrain, which are the same for all ranks of its node.
 
     Raises:
@@ -126,7 +127,7 @@ def check_same_program(
 
 
 def _software(*, leads_node: bool) -> tuple[Subject, ...]:
-    """Return the packages that compute, and the files of hpctrain."""
+    """Return the subjects of the software: the packages that compute, and the files of hpctrain."""
     files = package_files(_PACKAGE) if leads_node else None
     of_gpus = package_files(_PACKAGE, of_gpus=True) if leads_node and any(path.exists() for path in _DRIVERS) else None
     mend = "install the same version of it on all nodes"

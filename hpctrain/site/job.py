@@ -29,8 +29,8 @@ class JobRequest:
     Attributes:
         nodes: number of nodes. ranks_per_node, cores_per_rank: their numbers; cores, not hardware threads.
         time: limit, as HH:MM:SS or 5h30m. account, queue: as the scheduler names them. hostfile: with a host on each line, for
-            sites without a scheduler. stage: a tar of the environment to unpack on each node. restarts: the number of times that
-            a job which was stopped is queued again. doctor: False leaves the look at the nodes out.
+            sites without a scheduler. stage: a tar of the environment to unpack on each node. restarts: how often a stopped job
+            is requeued. doctor: whether to examine the nodes before the training.
     """
 
     nodes: int

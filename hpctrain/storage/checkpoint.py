@@ -137,7 +137,7 @@ def open_checkpoint(path: Path) -> CheckpointContent:
 
 
 def read_meta(path: Path) -> Mapping[str, object]:
-    """Return the metadata of a checkpoint, verified; no tensor is read.
+    """Return the verified metadata of a checkpoint. Reads no tensor.
 
     Raises:
         CheckpointError: as `read`.

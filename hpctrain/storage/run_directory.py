@@ -286,7 +286,7 @@ class RunDirectory:
         """All complete lines; a last one that a kill has torn is left out.
 
         Raises:
-            DataError: another line is no JSON object, or the file is no regular one.
+            DataError: another line is no JSON object, or the file is not a regular one.
         """
         if not self.metrics_path.exists():
             return []

@@ -81,7 +81,7 @@ class PartDigests:
 
 
 class PartGuard:
-    """Detects changes of a part's pieces between writes. Made at set-up.
+    """Detects changes of a part's pieces between two writes. Made at set-up.
 
     Attributes:
         found: names of the pieces that had changed when a change was first seen; empty if none has.

@@ -146,11 +146,11 @@ def convert(
 
     Args:
         keep_files: store the picture files as they are, to be decoded when they are read, in place of pixels.
-        max_pixels: of the largest picture, see `decoder.decode`.
+        max_pixels: pixels of the largest picture that is accepted; see `decoder.decode`.
 
     Raises:
-        DataError: files that cannot be decoded (all of them listed), unless they may be skipped; no file left, or none of a
-            class that the user has not named; `out` exists.
+        DataError: files cannot be decoded (the message lists all of them) and may not be skipped; no file is left, or none of a
+            class, unless the user has named the classes; `out` exists.
     """
     require_new(out, overwrite)
     form = PictureForm(size, fit, channels, keep_files, max_pixels)

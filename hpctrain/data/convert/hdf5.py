@@ -43,7 +43,7 @@ class ForeignImages:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(H, W, C)."""
+        """Shape of an image, (H, W, C)."""
         sizes = self.images.shape[1:]
         if len(sizes) == 2:
             return sizes[0], sizes[1], 1
@@ -82,8 +82,8 @@ def convert(
     """Write the images and labels of an open file as one data file.
 
     Raises:
-        DataError: pixels outside of 0 .. 255, a label without a class name, a part that cannot be read, or more bytes than the
-            disk has; `out` exists.
+        DataError: pixels outside of 0 .. 255, a label without a class name, a part that cannot be read, or too little space on
+            the disk; `out` exists.
     """
     require_new(out, overwrite)
     names = numbered_names(source.labels, source.path, source.classes) if class_names is None else class_names

@@ -90,7 +90,7 @@ def convert(
 
     Args:
         keep_files: store the picture files as they are, to be decoded when they are read, in place of pixels.
-        max_pixels: of the largest picture, see `decoder.decode`.
+        max_pixels: pixels of the largest picture that is accepted; see `decoder.decode`.
 
     Raises:
         DataError: see `load`; an image that cannot be decoded, or of another size; a label without a class name; `out` exists.

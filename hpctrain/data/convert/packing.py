@@ -26,7 +26,7 @@ class PictureForm:
     Attributes:
         size: (H, W) that they are brought to; None: they all have one. fit: "crop" or "squash", how. channels: 1 or 3.
         keep_files: store the picture files as they are, in place of pixels.
-        max_pixels: of the largest picture that is decoded, see `decoder.decode`.
+        max_pixels: pixels of the largest picture that is accepted; see `decoder.decode`.
     """
 
     size: tuple[int, int] | None
