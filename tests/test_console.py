@@ -1,4 +1,4 @@
-"""The console for texts of others: in lines and in cells of tables, they are no markup and move no cursor."""
+"""The console prints texts of others, in lines and in tables, neither as markup nor as control characters."""
 
 from __future__ import annotations
 

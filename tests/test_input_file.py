@@ -1,4 +1,4 @@
-"""Files that users name: only regular ones are read, and no more of them than they can have."""
+"""Files that users name: only regular files are read, and only up to a size."""
 
 from __future__ import annotations
 

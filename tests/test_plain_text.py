@@ -1,4 +1,4 @@
-"""Texts of others: what a terminal or a shell would obey is named, escaped, quoted or cut."""
+"""Characters that a terminal or a shell would obey are named, escaped or quoted, and long texts are cut."""
 
 from __future__ import annotations
 

@@ -71,9 +71,12 @@ def _number(value: Any) -> Any:
         raise PydanticCustomError("number_type", "must be a number")
     if isinstance(value, str) and _STARTS_AS_NUMBER.match(value) and not DECIMAL.fullmatch(value):
         near = value.strip().replace("_", "").lstrip("0")
-        hint = f"; the nearest legal value is {near}" if DECIMAL.fullmatch(near) else ""
+        if not DECIMAL.fullmatch(near):
+            raise PydanticCustomError("number_type", "must be a number")
         raise PydanticCustomError(
-            "decimal_type", "must be a number in decimal digits, without leading zeros or underscores{hint}", {"hint": hint}
+            "decimal_type",
+            "must be a number in decimal digits, without leading zeros or underscores; the nearest legal value is {near}",
+            {"near": near},
         )
     return value
 

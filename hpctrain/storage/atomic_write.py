@@ -85,7 +85,7 @@ def replacing(path: Path) -> Iterator[Path]:
     if mode is not None and not stat.S_ISREG(mode):
         words = "a link" if stat.S_ISLNK(mode) else kind_of(mode)
         raise OSError(errno.EINVAL, f"it is {words} in the place of an unfinished file; delete it", os.fspath(partial))
-    _remove_left(target)
+    remove_unfinished(target)
     try:
         yield partial
         publish(partial, target)
@@ -116,7 +116,7 @@ def _partial_prefix(path: Path) -> str:
     return f"{hashlib.sha256(name).hexdigest()[:16]}{path.suffix[:16]}."
 
 
-def _remove_left(path: Path) -> None:
+def remove_unfinished(path: Path) -> None:
     """Remove partial files of `path` whose processes are known to have ended."""
     begin = _partial_prefix(path)
     with contextlib.suppress(OSError):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hpctrain.errors import CheckpointError, DataError
 from hpctrain.input_file import json_object, read_bytes
-from hpctrain.storage.atomic_write import PARTIAL, write_json
+from hpctrain.storage.atomic_write import remove_unfinished, write_json
 from hpctrain.storage.run_directory import runs
 
 #: in the directory of checkpoints
@@ -52,7 +52,7 @@ def write(directory: Path, best: BestRecord | None) -> None:
     if best is not None and _written(directory) != asdict(best):
         write_json(directory / NAME, asdict(best))
         return
-    (directory / f"{NAME}{PARTIAL}").unlink(missing_ok=True)  # that a kill has left
+    remove_unfinished(directory / NAME)
     if best is None:
         (directory / NAME).unlink(missing_ok=True)
 

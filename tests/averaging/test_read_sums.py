@@ -1,4 +1,4 @@
-"""Sums over what a step has read hold each element once, and stay what they were when others write."""
+"""Sums of the parameters that a step read count each element once, and later writes to the parameters do not change them."""
 
 from __future__ import annotations
 

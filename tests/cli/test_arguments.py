@@ -47,7 +47,7 @@ def test_the_commands_use_them() -> None:
 
 
 def _parameters(command: click.Command, context: click.Context) -> Iterator[tuple[str, click.Parameter]]:
-    """(command, parameter) of a command and those below it."""
+    """Return (command, parameter) for all parameters of a command and of its subcommands."""
     for parameter in command.params:
         yield f"{context.command_path} {parameter.name}", parameter
     if isinstance(command, click.Group):

@@ -1,4 +1,4 @@
-"""Commands that read what a run has left: whatever lies in the place of its files, they end in words, and soon."""
+"""Commands that read the files of a run end soon and with a sentence, whatever is in the place of these files."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _cut(path: Path, draw: random.Random) -> None:
 
 
 def _words(path: Path, draw: random.Random) -> None:
-    """Values of other types, where they are JSON, and lines that belong to no run."""
+    """Replace JSON values by values of other types, and append lines that no run writes."""
     data = path.read_bytes()
     old = draw.choice([b"1", b"0.5", b'"epoch"', b'"interval"', b"[", b"{", b": ", b"step", b"time", b"samples"])
     new = draw.choice([b"null", b'"x"', b"[]", b"{}", b"-1", b"1e400", b"NaN", b"true", b"9" * 30, b""])

@@ -263,7 +263,7 @@ def test_what_a_limit_leaves_out_is_said(tmp_path, inputs):
 
 @pytest.mark.parametrize("keep", [(), ("--keep-jpeg",)])
 def test_a_limit_of_pixels_holds_for_a_data_file_too(tmp_path, keep, monkeypatch):
-    """Training decodes kept files that the user has allowed, without being told again."""
+    """A conversion with --max-pixels stores the limit, so that training decodes the kept picture files without the option."""
     (tmp_path / "tree" / "ant").mkdir(parents=True)
     Image.new("RGB", (10, 8), (7, 7, 7)).save(tmp_path / "tree" / "ant" / "a.jpg")
     monkeypatch.setattr(decoder, "MAX_PIXELS", 79)

@@ -1,4 +1,4 @@
-"""Every file that a command writes: nothing but a regular file is ever replaced, whichever command it is."""
+"""Outputs of all commands replace regular files only."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MADE_INSIDE = {
 
 
 def _commands(group: click.Group, name: str = "") -> Iterator[tuple[str, click.Command]]:
-    """(name, command) of every command of the command line."""
+    """Return (name, command) for every command of the command line."""
     context = click.Context(group)
     for word in group.list_commands(context):
         command = group.get_command(context, word)
@@ -55,7 +55,7 @@ OUTPUTS = [(name, parameter) for name, parameter in _paths() if isinstance(param
 
 
 def test_every_path_is_read_or_is_an_output() -> None:
-    """A new command that writes a file gives it the type `OutputFile`; one that reads a file joins the names above."""
+    """Every path parameter has the type `OutputFile`, or its name is in one of the lists above. Add a new parameter there."""
     for name, parameter in _paths():
         known = (
             isinstance(parameter.type, OutputFile)

@@ -1,4 +1,4 @@
-"""Two jobs that meet in one run: `make faults` tries many more, on two hosts as well."""
+"""Two jobs write to one run at the same time. `make faults` tries many more such pairs, also on two hosts."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ NO_NUMBERS = [
 
 
 def fields(kinds: tuple[type, ...]) -> list[str]:
-    """The keys of the schema whose values may be of these kinds, and of no other but None."""
+    """Return the keys of the schema whose values have these types only, or None."""
     found = []
     for path in known_paths():
         field = section_at(path[:-1]).model_fields[path[-1]]
@@ -112,7 +112,7 @@ def test_a_path_of_the_schema_has_its_variables_filled_in(key, monkeypatch):
 
 
 def test_no_path_of_the_schema_is_left_out():
-    """Descriptions of paths begin with what they name."""
+    """The keys whose descriptions begin like those of paths are exactly the keys that these tests take for paths."""
     described = {dotted(path): section_at(path[:-1]).model_fields[path[-1]].description for path in known_paths()}
     named = {key for key, text in described.items() if text.startswith(("Path of", "Directory", "File of", "Machine file"))}
     assert named == {*PATHS, *NODE_PATHS}

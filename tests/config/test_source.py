@@ -147,7 +147,7 @@ def test_dotted():
 
 
 def _laughs(levels: int, entry: str) -> str:
-    """Lines of which each repeats the one before nine times."""
+    """Return YAML in which each line refers nine times to the line before it."""
     lines = [f"a0: &a0 {entry.format('x')}"]
     lines += [f"a{n}: &a{n} {entry.format(', '.join([f'*a{n - 1}'] * 9))}" for n in range(1, levels)]
     return "\n".join(lines)

@@ -217,7 +217,7 @@ def chunk(kind, content, damaged=False):
 
 
 def with_chunk(content, added):
-    """A PNG with a chunk behind its header."""
+    """Return a PNG with an additional chunk after its header."""
     return content[:33] + added + content[33:]
 
 

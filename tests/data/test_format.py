@@ -189,7 +189,7 @@ def test_other_files_are_refused(tmp_path):
 
 @pytest.mark.parametrize("name", ["labels", "mean", "class_names", "sums"])
 def test_values_that_were_never_written_are_not_read(make_file, name, monkeypatch):
-    """A dataset of gigabytes, of which a file of kilobytes holds nothing, would fill memory with zeros."""
+    """A file of kilobytes may declare a dataset of gigabytes without stored values; reading it would fill memory with zeros."""
     file, _, _ = make_file()
     with h5py.File(file.path, "r+") as opened:
         dtype, digest = opened[name].dtype, opened[name].attrs["sha256"]

@@ -59,7 +59,7 @@ def test_directories_stand_for_their_images_sorted(tmp_path: Path) -> None:
 
 
 def test_a_directory_is_searched_as_a_conversion_searches_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Links are followed and end, what cannot be read is an answer or an error, and what is left out is told."""
+    """Links are followed without loops, unreadable pictures are reported one by one, unreadable directories are errors."""
     (tmp_path / "store").mkdir()
     folder = tmp_path / "photos"
     folder.mkdir()

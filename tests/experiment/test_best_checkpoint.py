@@ -106,6 +106,8 @@ def _end_somewhere(folder: Path, case: Case, draw: random.Random, resume: str | 
             train(folder, *case.overrides, resume=resume)
         except Killed:
             assert disturbance.came
+            # A kill would end this process, which owns the run as long as it lives.
+            shutil.rmtree(_directory(folder).parent / "owners")
 
 
 def _source(folder: Path, draw: random.Random) -> str:
@@ -319,7 +321,7 @@ def _save(directory: Path, best: BestCheckpoint, step: int, right: int) -> None:
     position = Position(epoch=step, global_step=step)
     best.evaluated(position, RunningSums(1.0, right, 10, 10))
     content = CheckpointContent({parameter_key("a"): np.ones(3)}, {"global_step": step, **best.to_meta(step)})
-    retain = best.retention()
+    retain = best.retention(step)
     checkpoint.write(checkpoint_path(directory, step), content)
     retain()
 

@@ -158,7 +158,7 @@ def test_a_name_without_checkpoints_has_none(tmp_path: Path) -> None:
 
 
 def test_a_run_is_looked_through_again_once_it_is_owned(run: RunDirectory) -> None:
-    """Its owner until then may have written one more checkpoint, or deleted the one that was found."""
+    """The previous owner may have written another checkpoint, or deleted the one that the first search found."""
 
     def search(comm: ThreadCommunicator) -> Any:
         taken = []
@@ -178,7 +178,7 @@ def test_a_run_is_looked_through_again_once_it_is_owned(run: RunDirectory) -> No
 
 
 def test_a_job_that_is_queued_again_goes_on_with_its_own_run(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not with that of another job of the same name, which has begun since."""
+    """A newer run of the same name, from another job, is not chosen."""
     monkeypatch.setenv("SLURM_JOB_ID", "41")
     with owned(run.path, "hpctrain train"):
         pass

@@ -77,7 +77,7 @@ def final_state(folder: Path) -> checkpoint.CheckpointContent:
 @pytest.mark.job
 @pytest.mark.slow
 def test_a_run_whose_directory_is_removed_can_be_resumed_all_the_same(folder: Path) -> None:
-    """Resumes know a directory by its files, which come back with the next checkpoint."""
+    """A resume recognises a run directory by its small files; the next checkpoint writes them again."""
     remove = 'if NUMBER == 1: import shutil, glob; [shutil.rmtree(run) for run in glob.glob("runs/tiny-*")]'
     done = train(folder, 0, "checkpoint.every_steps=1", fault=remove)
     assert done.code == 0, done.output

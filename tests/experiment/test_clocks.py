@@ -1,4 +1,4 @@
-"""Clocks that differ, go back or are in other zones decide neither which run and which checkpoint come next nor what is kept."""
+"""Clocks and time zones decide neither which run and checkpoint a resume chooses nor which checkpoints are kept."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ YEAR = 365 * 86400.0
 
 @contextlib.contextmanager
 def clock(seconds: float, zone: str) -> Iterator[None]:
-    """The wall clock stands still at that time of that zone."""
+    """Hold the wall clock at this time in this time zone."""
     real = {name: getattr(time, name) for name in ("time", "time_ns", "gmtime", "localtime", "strftime")}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TZ", zone)
@@ -46,7 +46,7 @@ def clock(seconds: float, zone: str) -> Iterator[None]:
 
 
 class History:
-    """Starts and resumes of one configuration, each with a clock and a zone of its own, and what must have come of them.
+    """Starts and resumes of one configuration, each with its own clock and time zone, and the runs that must result.
 
     Attributes:
         written: steps of the checkpoints that the newest run has written and that were not set aside, in this order.
@@ -71,7 +71,7 @@ class History:
         self.written = list(range(1, steps + 1))
 
     def resume(self, earlier: bool) -> None:
-        """Go on with the newest run: from its last checkpoint, or from the one before by name."""
+        """Resume the newest run: from its last checkpoint by `auto`, or from the checkpoint before it by its path."""
         run = self.begun[-1]
         if earlier and len(self.written) > 1:
             del self.written[-1]
@@ -87,7 +87,7 @@ class History:
         self.written += range(last + 1, last + steps + 1)
 
     def touch(self) -> None:
-        """Copies, skewed nodes and people give files other times."""
+        """Set random file times, as copies, nodes with other clocks and people do."""
         for path in (self.folder / "runs").rglob("*"):
             seconds = self.draw.uniform(1e9, 2e9)
             os.utime(path, (seconds, seconds))
@@ -105,7 +105,7 @@ class History:
             (run / "metrics.jsonl").write_text("".join(f"{line}\n" for line in (json.dumps(first), *lines[1:])))
 
     def check(self) -> None:
-        """The newest run is the one that began last, and its newest checkpoints are those that were written last."""
+        """Assert that the newest run is the one that began last, and that its newest checkpoints are those written last."""
         assert [run.path for run in runs(self.folder / "runs", "tiny")] == self.begun[::-1]
         there = checkpoint.by_age(self.begun[-1] / "checkpoints")
         assert [step for step, _ in there] == self.written[-KEEP:]

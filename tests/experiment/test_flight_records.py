@@ -76,7 +76,7 @@ def test_records_of_the_latest_start_count_where_the_clock_has_gone_back(tmp_pat
 
 
 def test_times_of_all_records_are_those_of_rank_0(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Clocks of nodes differ, and the autopsy compares times of ranks."""
+    """Clocks of nodes differ, but the autopsy compares times of different ranks."""
     flight = FlightRecorder()
     monkeypatch.setattr(time, "time_ns", lambda: 10**18)
     with watched(flight, SingleCommunicator(), 30.0):

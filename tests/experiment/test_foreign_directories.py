@@ -1,4 +1,4 @@
-"""Only a directory that is proven to be a run is written to: what lies in any other one stays as it is, whatever its names."""
+"""hpctrain writes only to directories that are proven to be runs; other directories stay as they are."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ FOREIGN = {
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a configuration and a run of four steps."""
+    """Return a folder with a configuration and a run of four steps."""
     folder = tmp_path_factory.mktemp("trained")
     images = np.random.default_rng(0).integers(0, 256, (75, 7, 6, 1), dtype=np.uint8)
     data_format.write(folder / "train.h5", 75, (7, 6, 1), ["a", "b", "c"], [(images, np.arange(75) % 3)])
@@ -113,7 +113,7 @@ def test_a_checkpoint_of_another_run_is_from_elsewhere(trained: Path, tmp_path: 
 
 @pytest.mark.parametrize("through", ["", "link", "linked directory"])
 def test_a_checkpoint_of_a_run_goes_on_in_it(trained: Path, tmp_path: Path, through: str) -> None:
-    """Also through links, and where an earlier version wrote the run, which is marked then."""
+    """A link may lead to the checkpoint. A run of an earlier version may hold it, and receives a marker."""
     run = Path(shutil.copytree(_run(trained).path, tmp_path / "runs" / _run(trained).path.name))
     source = run / "checkpoints" / CHECKPOINT
     if through == "link":

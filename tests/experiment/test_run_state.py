@@ -94,7 +94,7 @@ def test_ranks_tell_whether_the_run_goes_on() -> None:
 
 
 def test_clocks_that_differ_end_no_run_that_is_followed(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Silence of a rank on another machine is counted here, unless it is longer than clocks are wrong."""
+    """The reader counts how long a rank on another machine is silent on its own clock, if the wall clocks may simply differ."""
     beat, seconds = [100 * SECOND], [0.0]
     monkeypatch.setattr(run_state, "_flight", lambda of: (record(0, ranks=1, seen_ns=beat[0]),))
     monkeypatch.setattr(time, "monotonic", lambda: seconds[0])

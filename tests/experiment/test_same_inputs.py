@@ -1,4 +1,4 @@
-"""Whatever each rank reads for itself is the same on all ranks, or all refuse it in one sentence that names the odd one."""
+"""All ranks read the same inputs, or all raise one sentence that names the rank that differs."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def write(path: Path, count: int = COUNT, shape: tuple[int, int, int] = SHAPE, n
 
 
 def changed(path: Path, **datasets: Callable[[np.ndarray], np.ndarray]) -> Path:
-    """A file some datasets of which are others, with their checksums."""
+    """Write a file in which some datasets are changed and have matching checksums."""
     write(path)
     with h5py.File(path, "r+") as file:
         for name, change in datasets.items():
@@ -75,7 +75,7 @@ def changed(path: Path, **datasets: Callable[[np.ndarray], np.ndarray]) -> Path:
 
 
 def with_other_image(path: Path, number: int, *, declared: bool) -> Path:
-    """A file with another pixel in an image. declared: with its checksums."""
+    """Write a file with one changed pixel. declared: the checksums match it."""
 
     def flip(images: np.ndarray) -> np.ndarray:
         images[number, 0, 0, 0] ^= 1
@@ -109,13 +109,13 @@ OTHERS: dict[str, tuple[Callable[[Path], Path], str]] = {
 
 
 def job_of(session: Session) -> Job:
-    """A program's job on a virtual rank."""
+    """Return the job of a program on a virtual rank."""
     parts = {name: getattr(session, name) for name in ("launcher", "threads", "world", "grid", "groups", "progress")}
     return Job(**parts, batch=8, progress_mode="test", checkpoints=LoopCheckpoints(session.world, session.progress.notes, 60))
 
 
 def said(ranks: int, work: Callable[[Communicator], object]) -> list[str]:
-    """The sentence that each virtual rank raises; "" if it raises none."""
+    """Return the sentence that each virtual rank raises, "" for a rank that raises none."""
 
     def program(comm: Communicator) -> str:
         try:
@@ -129,7 +129,7 @@ def said(ranks: int, work: Callable[[Communicator], object]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A configuration, data files, a run with a checkpoint, and one other file for each fact."""
+    """Return a folder with a configuration, data files, a run with a checkpoint, and a file that differs for each fact."""
     folder = tmp_path_factory.mktemp("inputs")
     prepare(folder)
     for split in ("train", "test"):
@@ -196,7 +196,7 @@ def test_the_doctor_says_what_a_training_says(folder: Path) -> None:
 
 
 class _Place:
-    """A rank's place as the doctor's check takes it."""
+    """The attributes of a rank that the doctor's check uses."""
 
     def __init__(self, world: Communicator, config: object) -> None:
         self.world, self.own = world, self
@@ -213,7 +213,7 @@ class _View:
 
 @pytest.fixture(scope="module")
 def formats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The same samples in each format: of version 1, of pixels, without checksums of samples, and of picture files."""
+    """Write the same samples in each format: version 1, pixels, pixels without checksums of samples, and picture files."""
     folder = tmp_path_factory.mktemp("formats")
     form = PictureForm(SHAPE[:2], "crop", SHAPE[2], True)
     pixels = write(folder / "pixels.h5")
@@ -233,7 +233,7 @@ def formats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def opened_by(folder: Path, paths: Sequence[Path]) -> list[str]:
-    """What ranks say that open these training files."""
+    """Return what each rank raises when rank i opens the i-th of these training files."""
 
     def on_rank(comm: Communicator) -> None:
         open_alike(comm, load(folder / "tiny.yaml", [f"data.train={paths[comm.rank]}"])[0], ("train", "test"))
@@ -255,7 +255,7 @@ def test_other_samples_are_other_data_in_any_format(folder: Path, formats: dict[
 
 
 def test_picture_files_are_compared_as_they_are_stored(folder: Path, formats: dict[str, Path], tmp_path: Path) -> None:
-    """A changed byte of one is found without decoding any."""
+    """A changed byte of a picture file is found without decoding it."""
     reader = ImageFile.open(formats["pictures"]).pixels
     assert isinstance(reader, BlockReader)
     content = bytearray(formats["pictures"].read_bytes())
@@ -296,7 +296,7 @@ def test_a_bounded_part_of_a_file_is_read_and_what_cannot_be_read_is_unknown(
 @settings(max_examples=60, deadline=None)
 @given(values=st.lists(st.sampled_from([1, 2, 3, None]), min_size=1, max_size=7), partial=st.booleans())
 def test_the_ranks_apart_from_most_are_named(values: list[int | None], partial: bool) -> None:
-    """A rank of value None has not looked."""
+    """The value None stands for a rank that has nothing to compare."""
 
     def on_rank(comm: Communicator) -> None:
         value = values[comm.rank]
@@ -399,7 +399,7 @@ IMAGES, LABELS = np.random.default_rng(0).standard_normal((16, 9, 7, 3)), np.ara
 
 
 class _Untouchable:
-    """What NumPy makes no array of, as a tensor on a device."""
+    """An object that NumPy cannot convert, such as a tensor on a device."""
 
     def __array__(self, *_: object, **__: object) -> np.ndarray:
         raise TypeError("it lies on a device")
@@ -501,7 +501,7 @@ def test_a_rank_with_other_arguments_of_a_loader_is_named(folder: Path, keywords
 
 
 def test_a_rank_with_another_network_or_optimizer_is_named(tmp_path: Path) -> None:
-    """An option that no argument shows, as a program may take it from its environment."""
+    """The options differ inside the model and the optimiser, as if a program took them from its environment."""
     prepare(tmp_path)
 
     def on_rank(comm: Communicator) -> None:

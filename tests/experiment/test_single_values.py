@@ -1,4 +1,4 @@
-"""Batch norms over a single value per channel: those that the shares of a training have, told before its first step."""
+"""Batch norms over a single value per channel are found from the shares of the ranks, and reported before the first step."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_single_value_in_the_last_step_is_a_warning(overrides: list[str], rank
 @settings(max_examples=60)
 @given(st.integers(1, 40), st.integers(1, 3), st.integers(1, 4), st.integers(1, 4))
 def test_the_samples_that_share_statistics_are_those_of_the_passes(samples: int, rows: int, cols: int, passes: int) -> None:
-    """Against the passes that a training makes of the shares of its ranks."""
+    """The prediction equals the passes that a training makes from the shares of its ranks."""
     config = parse(CONFIG, overrides=[f"micro_batches={passes}", "batch=40"])[0]
     of_ranks = counts(samples, rows * cols, rows)
     of_rank, of_group, of_all = set(), set(), [0] * passes

@@ -19,7 +19,7 @@ CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
 
 def sentences(monkeypatch: pytest.MonkeyPatch, kind: str, of_ranks: list[dict[str, str]]) -> list[str]:
-    """What each rank says whose code has these digests."""
+    """Return what each rank raises if its code has these digests."""
 
     def program(comm: ThreadCommunicator) -> str:
         monkeypatch.setattr(user_code, kind, lambda: of_ranks[comm.rank])  # virtual ranks take turns, one goes on at a time

@@ -122,7 +122,7 @@ def test_it_survives_a_kill(tmp_path: Path) -> None:
 
 
 def test_a_record_that_another_process_has_mapped_is_replaced_and_never_cut(tmp_path: Path) -> None:
-    """Two processes in one run: neither reads or overwrites what the other has mapped, nor marks the other's end."""
+    """Of two processes in one run, neither reads or overwrites the record that the other has mapped, nor marks its end."""
     first, second = FlightRecorder(), FlightRecorder()
     first.phase("a training step")
     path = first.keep_in(tmp_path)

@@ -1,4 +1,4 @@
-"""Records of a start: they begin with the program, a run directory takes them over, and those of failed starts are found."""
+"""Records of a start begin with the program. A run directory takes them over; those of failed starts can be found."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_the_latest_starts_stay_and_those_that_live(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_others_may_write_to_is_not_used(tmp_path: Path) -> None:
-    """The record is in memory then."""
+    """The record is kept in memory instead."""
     (tmp_path / "theirs").mkdir()
     (tmp_path / f"hpctrain-{os.getuid()}").symlink_to(tmp_path / "theirs")
     environ = {"TMPDIR": str(tmp_path)}

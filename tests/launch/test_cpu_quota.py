@@ -1,4 +1,4 @@
-"""The processor time that control groups allow: the narrowest one counts, in both versions."""
+"""Quotas of processor time of control groups, versions 1 and 2: the smallest one counts."""
 
 from __future__ import annotations
 

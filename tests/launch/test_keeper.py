@@ -125,7 +125,7 @@ def _lives(process: int) -> bool:
 
 @pytest.mark.job
 def test_an_exit_code_that_a_record_does_not_explain_is_marked_and_told() -> None:
-    """A library may call exit(1), too, which an error of the program's own has explained in the record."""
+    """A library may also call exit(1). Only an error of the program itself leaves its reason in the record."""
     told = "from pathlib import Path; keeper.record(Path('/record'))"
     outcome = _run(f"{told}; os._exit(1)")
     assert outcome.stderr.startswith("/record: 1\nhpctrain: the process left with exit code 1 before the run was over")
@@ -148,7 +148,7 @@ rank.wait()
 @pytest.mark.job
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_whose_launcher_is_gone_or_stopped_is_ended(number: signal.Signals) -> None:
-    """And one that is stopped is ended with it, so that who waits for it learns of the end."""
+    """A stopped launcher is killed as well, so that its parent learns of the end."""
     program = _START + "keeper.pulse.watch(1.0)\nprint(os.getpid(), flush=True)\nwhile True: keeper.pulse.beat(); time.sleep(0.1)"
     command = [sys.executable, "-c", _LAUNCHER, program]
     with subprocess.Popen(
@@ -168,7 +168,7 @@ def test_a_rank_whose_launcher_is_gone_or_stopped_is_ended(number: signal.Signal
 
 @pytest.mark.job
 def test_a_suspended_job_goes_on() -> None:
-    """All of its processes are stopped, for longer than the deadline of one that hangs, and resumed in any order."""
+    """All processes are stopped for longer than the deadline, and then resumed; the keeper wakes first."""
     program = _START + "keeper.pulse.watch(3.0)\nprint(os.getpid(), flush=True)\n"
     program += "for _ in range(50): keeper.pulse.beat(); assert not keeper.pulse.look_at_keeper(0.1); time.sleep(0.1)\nfinished()"
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as keeper:

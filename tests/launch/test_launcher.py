@@ -147,7 +147,7 @@ def test_neither_numpy_nor_mpi_is_imported() -> None:
 
 
 def _root(tmp_path: Path, listening: int = 39519) -> Path:
-    """A file system with a socket at descriptor 9, a file at 8, and one port that listens."""
+    """Return the root of a file system with a socket at descriptor 9, a file at 8, and one port that listens."""
     (tmp_path / "proc/self/fd").mkdir(parents=True)
     (tmp_path / "proc/self/fd/9").symlink_to("socket:[1]")
     (tmp_path / "proc/self/fd/8").symlink_to("/some/file")

@@ -1,4 +1,4 @@
-"""Processes by their marks."""
+"""Marks identify processes."""
 
 from __future__ import annotations
 

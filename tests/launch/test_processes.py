@@ -1,4 +1,4 @@
-"""Other processes: their state, and whether one that a rank depends on is gone, stopped, or suspended by a person."""
+"""The state of other processes, and whether a process that a rank depends on is gone, stopped, or suspended by a person."""
 
 from __future__ import annotations
 

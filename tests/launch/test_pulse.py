@@ -1,4 +1,4 @@
-"""The pulse: each side is still while it is watched and does not beat, in looks of the other."""
+"""Rank and keeper each count, in their own looks, how long the other has not beaten while it is watched."""
 
 from __future__ import annotations
 

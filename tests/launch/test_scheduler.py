@@ -1,4 +1,4 @@
-"""Jobs of schedulers: which one a process belongs to, and what an answer says of one."""
+"""Jobs of schedulers: the job that a process belongs to, and whether the answer of a scheduler means that a job is over."""
 
 from __future__ import annotations
 

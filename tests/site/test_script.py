@@ -96,7 +96,7 @@ _site = functools.cache(lambda name: profile_files.read(name, {}))
 
 
 def _with_field(site: str, field: str, text: str, folder: Path) -> str | None:
-    """The script of a site in which a text stands in one field; None where the field or the text is refused."""
+    """Return the script of a site with a text in one field, or None if the field or the text is refused."""
     found = _site(site)
     account = "mine" if found.profile.account else None
     request = JobRequest(1, account=text if field == "account" else account, queue=text if field == "queue" else None)
@@ -118,7 +118,7 @@ def _with_field(site: str, field: str, text: str, folder: Path) -> str | None:
 @settings(max_examples=8, deadline=None)
 @given(texts=st.lists(TRICKS, min_size=len(FIELDS), max_size=len(FIELDS)))
 def test_no_field_of_a_job_is_more_than_its_text(site: str, texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Lines of the script are those of a plain text, comments and quotes aside: nothing of a field is read as code."""
+    """With any text in a field, the shell runs the same commands as with a plain word: it reads nothing of the field as code."""
     folder = tmp_path_factory.mktemp("site")
     scripts = [_with_field(site, field, text, folder) for field, text in zip(FIELDS, texts, strict=True)]
     plain = [_with_field(site, field, "plain", folder) for field in FIELDS]

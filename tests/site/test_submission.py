@@ -143,7 +143,7 @@ def test_the_environment_of_this_python_is_used_again(monkeypatch: pytest.Monkey
 
 
 def test_no_script_of_another_job_is_replaced(tmp_path: Path) -> None:
-    """Of two jobs in a second, or in the hour that comes twice when summer time ends."""
+    """Two jobs may start in one second, or in the hour that comes twice when summer time ends."""
     site, names = profile_files.read("slurm", {}), []
     for seconds in (DOUBLE_HOUR, DOUBLE_HOUR, DOUBLE_HOUR + 3600):
         with clock(seconds, "Europe/Berlin"):

@@ -163,7 +163,7 @@ def test_a_pipe_that_is_read_gets_all_bytes(tmp_path: Path) -> None:
 
 
 def test_an_open_file_is_written_where_it_stands(tmp_path: Path) -> None:
-    """As /dev/stdout is where a shell has sent it to the end of a file: what is in there stays."""
+    """A shell may append /dev/stdout to a file; what the file already holds stays."""
     path = tmp_path / "log"
     path.write_text("before\n")
     with open(path, "ab") as file:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.errors import CheckpointError
+from hpctrain.launch import process_mark
 from hpctrain.storage import best_record
 from hpctrain.storage.best_record import BestRecord
 from hpctrain.storage.run_directory import RunDirectory
@@ -40,7 +42,8 @@ def test_it_is_told_in_a_few_words() -> None:
 def test_what_is_there_already_is_not_written_again(tmp_path: Path) -> None:
     best_record.write(tmp_path, BEST)
     before = os.stat(tmp_path / best_record.NAME).st_ino
-    (tmp_path / f"{best_record.NAME}.partial").write_text("as a kill leaves it")
+    dead = replace(process_mark.own(), begun="1")
+    (tmp_path / f"{best_record.NAME}.1.{dead}.partial").write_text("as a kill leaves it")
     best_record.write(tmp_path, BestRecord(**vars(BEST)))
     assert [path.name for path in tmp_path.iterdir()] == [best_record.NAME]
     assert os.stat(tmp_path / best_record.NAME).st_ino == before

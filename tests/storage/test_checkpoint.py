@@ -119,7 +119,7 @@ def test_nothing_valid(tmp_path):
 
 
 def written(directory, step, sequence=None):
-    """A checkpoint as a run writes it; without a sequence number: as an earlier version did."""
+    """Write a checkpoint as a run does; without `sequence`, as a run of an earlier version did."""
     held = content(step)
     meta = held.meta if sequence is None else {**held.meta, SEQUENCE: sequence}
     write(checkpoint_path(directory, step), CheckpointContent(held.tensors, meta))

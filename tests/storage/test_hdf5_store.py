@@ -244,7 +244,7 @@ def test_the_first_version_can_be_read(tmp_path):
 
 
 def test_a_tensor_larger_than_its_file_is_not_read(tmp_path):
-    """A data set without stored elements, as a checkpoint never has, may claim any number of bytes."""
+    """A dataset without stored elements may claim any number of bytes. No checkpoint has such a dataset."""
     path = tmp_path / "s.h5"
     write_store(path, {"a/b": np.zeros(3, np.float32)}, {})
     with h5py.File(path, "r+") as file:

@@ -52,7 +52,7 @@ def test_elsewhere_what_was_written_to_lately_stays(directory: Path) -> None:
 
 @pytest.mark.job
 def test_what_a_living_process_writes_stays(tmp_path: Path) -> None:
-    """Whoever looks, and however long nothing was written; on another machine nobody can tell, for an hour or a new owner."""
+    """It stays at any age. A process on another machine may live, so its file stays for an hour, or until a new owner."""
     own = process_mark.own()
     marks = {"own": own, "dead": replace(own, begun="1"), "foreign": ProcessMark(7, "5", "n.b-1234abcd")}
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as living:

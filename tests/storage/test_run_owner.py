@@ -1,4 +1,4 @@
-"""A run has one owner that lives, however many want it, and a dead one keeps nobody from it."""
+"""A run has at most one living owner, however many processes contend for it, and a dead owner blocks none of them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ JOB = SchedulerJob("Slurm", "41", "c", "41", 1)
 
 
 class Clock:
-    """Time that passes by a step from look to look."""
+    """A clock that advances by a fixed step at each call."""
 
     def __init__(self, step: float = 0.5) -> None:
         self.now, self.step = 0.0, step
@@ -41,7 +41,7 @@ class Clock:
 
 
 def put(run: Path, mark: ProcessMark, number: int = 1, **facts: object) -> Path:
-    """A record of an owner that shows no sign of life by itself; its path."""
+    """Write the record of an owner without signs of life, and return its path."""
     (run / run_owner.FOLDER).mkdir(parents=True, exist_ok=True)
     owner = Owner(number, f"t{number}", str(mark), "n1", "2026-01-01 00:00:00 UTC", "hpctrain train", **facts)
     assert run_owner._make(run, owner)
@@ -54,7 +54,7 @@ def beat(path: Path, number: int) -> None:
 
 
 def last(contender: Contender, looks: int) -> Ownership | None:
-    """The outcome of so many looks."""
+    """Return the ownership if one of this number of attempts succeeds, else None."""
     for _ in range(looks):
         if (ownership := contender.attempt()) is not None:
             return ownership
@@ -133,7 +133,7 @@ def test_a_process_that_was_stopped_has_not_watched_meanwhile(tmp_path: Path) ->
 def test_a_job_that_is_queued_again_is_not_kept_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restart: int, at_once: bool
 ) -> None:
-    """Two steps of one allocation are two owners all the same."""
+    """A higher count of restarts takes over at once. The same count is another step of the allocation, and waits."""
     put(tmp_path, ELSEWHERE, job=JOB)
     environment = {"SLURM_JOB_ID": "41", "SLURM_CLUSTER_NAME": "c", "SLURM_RESTART_COUNT": str(restart)}
     for name, value in environment.items():

@@ -1,4 +1,4 @@
-"""Random damage to one rank's memory in a training on virtual ranks: what, where, when, and what must come of it."""
+"""Random damage to the memory of one rank in a training on virtual ranks, and the outcome that the checks must reach."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ HARMS = ("flip", "nan", "zeros")
 
 @dataclass(frozen=True)
 class Training:
-    """A kind of training. ranks: numbers of them. node: ranks of a node; None: all are on one. changes: of the task."""
+    """A kind of training. ranks: possible numbers of ranks. node: ranks per node; None: one node. changes: to the task."""
 
     strategy: type[Strategy]
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class Training:
 
     @property
     def replicates(self) -> bool:
-        """Whether every rank updates all."""
+        """Whether every rank updates all parameters."""
         return self.strategy in (Blocking, Overlap, Bucketed)
 
 
@@ -84,7 +84,7 @@ TRAININGS: dict[str, Training] = {
 
 @dataclass(frozen=True)
 class Damage:
-    """What happens to the memory of one rank. place: of the array and the element, in [0, 1). bit: that is flipped."""
+    """Damage to the memory of one rank. place: position among the elements, in [0, 1). bit: the bit that is flipped."""
 
     training: str
     ranks: int
@@ -101,9 +101,9 @@ class Damage:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a training with damage went, the same on each rank. happened: something has changed. error: "" where there was none.
+    """The outcome of a training with damage. happened: the damage changed a bit. error: the same on all ranks; "": none.
 
-    ranks: blamed. steps: begun. state: bits of all that later steps depend on, by rank; of ranks that went through.
+    ranks: those that the error names. steps: steps begun. state: by rank, all bits that later steps depend on, of finished ranks.
     """
 
     happened: bool
@@ -114,7 +114,7 @@ class Outcome:
 
 
 def drawn(seed: int) -> Damage:
-    """Return damage that follows from the seed alone."""
+    """Return random damage that depends on the seed alone."""
     random = np.random.default_rng(seed)
     names = list(TRAININGS)
     training = names[int(random.integers(len(names)))]
@@ -135,18 +135,18 @@ def drawn(seed: int) -> Damage:
 
 
 def outcome(damage: Damage) -> Outcome:
-    """Return how a training with that damage goes."""
+    """Return the outcome of a training with this damage."""
     return _run(damage, damages=True)
 
 
 @cache
 def undamaged(damage: Damage) -> tuple[bytes, ...]:
-    """Return the state on each rank at the end of the training without that damage."""
+    """Return the state of each rank at the end of the same training without this damage."""
     return _run(damage, damages=False).state
 
 
 def latest(damage: Damage) -> int:
-    """Return the largest number of steps that may have begun when the damage is told, where steps go on from it."""
+    """Return the largest number of steps that may have begun when the damage, if later steps depend on it, is reported."""
     training = TRAININGS[damage.training]
     late = damage.moment in ("before update", "after the step")  # nothing reads it in that step
     steps = damage.step + 2 + late
@@ -161,7 +161,7 @@ def latest(damage: Damage) -> int:
 
 
 def blamed(damage: Damage) -> set[tuple[int, ...]]:
-    """Return the ranks that may be named: the rank itself, or the two that hold something where no majority tells."""
+    """Return the sets of ranks that the error may name: the damaged rank, or both ranks of two without an owner."""
     training, rank = TRAININGS[damage.training], damage.rank
     own = damage.kind in (*_STATISTICS, "frozen parameter")
     pair = (0, 1) if damage.ranks == 2 else None
@@ -220,7 +220,7 @@ def _program(comm: ThreadCommunicator, task: Task, training: Training, damage: D
 
 
 def _call_before(replica: Replica, harm: Callable[[str], None]) -> None:
-    """Let `harm` be called at the moments inside of a step."""
+    """Call `harm` at each moment inside a step."""
     step = replica._step
     begin, ready = step.finiteness.begin, step._hooks.grad_ready
     calls = list[int]()
@@ -257,7 +257,7 @@ def _resume(replica: Replica, comm: ThreadCommunicator) -> None:
 
 
 def _harm(replica: Replica, damage: Damage) -> bool:
-    """Damage the memory; whether that has changed a bit."""
+    """Damage the memory, and return whether this changed a bit."""
     arrays = [array for array in _arrays(replica, damage.kind) if array.size]
     if not arrays:
         return False
@@ -275,7 +275,7 @@ def _harm(replica: Replica, damage: Damage) -> bool:
 
 
 def _arrays(replica: Replica, kind: str) -> list[np.ndarray]:
-    """All arrays of a kind that this rank has."""
+    """Return all arrays of a kind that this rank holds."""
     network, averagers = replica.network, replica.averagers.values()
     if kind == "running statistic":
         return list(network.statistics.views.values())
@@ -293,7 +293,7 @@ def _arrays(replica: Replica, kind: str) -> list[np.ndarray]:
 
 
 def _copies(averager: GradientAverager) -> list[np.ndarray]:
-    """Elements that other ranks own."""
+    """Return the elements that other ranks own."""
     mine = np.zeros(averager.group.size, bool)
     for segment in averager.owned():
         mine[segment.start : segment.stop] = True
@@ -302,5 +302,5 @@ def _copies(averager: GradientAverager) -> list[np.ndarray]:
 
 
 def _bits(replica: Replica) -> bytes:
-    """All of this rank that steps and evaluations go on from."""
+    """Return all bits of this rank that later steps and evaluations depend on."""
     return b"".join(array.tobytes() for kind in KINDS for array in _arrays(replica, kind))

@@ -335,7 +335,7 @@ def run_fault(
 
 
 def findings(folder: Path) -> Mapping[str, object]:
-    """The autopsy of the run in a folder; that of its start, where the job ended before it had a run directory."""
+    """Return the autopsy of the run in a folder, or of its start if the job ended before it had a run directory."""
     runs = sorted((folder / "runs").iterdir()) if (folder / "runs").exists() else []
     result = CliRunner().invoke(cli, ["autopsy", str(runs[-1] if runs else folder / _START_RECORDS), "--json"])
     values: Mapping[str, object] = json.loads(result.output) if result.exit_code == 0 else {"findings": [], "blamed": []}

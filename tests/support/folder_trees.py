@@ -1,4 +1,4 @@
-"""Folders of pictures as users have them: links, loops, pipes, devices, other formats, closed places, names in any script."""
+"""Folders of pictures of real users: links, loops, pipes, devices, other formats, unreadable entries, names in any script."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _SMALL = Image.fromarray(np.random.default_rng(0).integers(0, 256, (6, 5, 3), np
 
 
 def picture(kind: str, image: Image.Image = _SMALL) -> bytes:
-    """The content of a picture file in a format."""
+    """Return the content of a picture file in a format."""
     content = io.BytesIO()
     image.save(content, kind)
     return content.getvalue()
 
 
 def png(width: int, height: int, *chunks: tuple[bytes, bytes]) -> bytes:
-    """A PNG that claims a size, with these chunks (kind, content) and no pixels."""
+    """Return a PNG that claims a size, with these chunks (kind, content) and without pixels."""
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     parts = ((b"IHDR", header), *chunks, (b"IEND", b""))
     return b"\x89PNG\r\n\x1a\n" + b"".join(
@@ -46,7 +46,7 @@ GOOD = {
 
 
 class Folder:
-    """A folder made by chance. Pictures that can be decoded have names that begin with "pic-", all else has other names.
+    """A random folder. Pictures that can be decoded, and nothing else, have names that begin with "pic-".
 
     Attributes:
         path: of the folder, which has a directory for each class. closed: places that were closed to all but root.
@@ -151,9 +151,9 @@ class Folder:
             (directory / name).symlink_to({"nowhere": "nowhere", "itself": name, "zero": "/dev/zero"}[kind])
 
     def entries(self) -> tuple[dict[str, int], set[str]]:
-        """(pictures by class, places of all else), found without the code that is tested: by the real paths of directories.
+        """Return (number of pictures by class, paths of all other entries), found by real paths, without the code under test.
 
-        A place is a real directory with a name. Directories that are searched are none.
+        A path is the real path of a directory and a name in it. Directories that are searched are not among them.
         """
         pictures: dict[str, int] = {}
         others: set[str] = set()
@@ -186,7 +186,7 @@ class Folder:
 
 @contextmanager
 def as_another_user() -> Iterator[None]:
-    """While this lasts, the process has no rights that a user has not."""
+    """Run the body of the `with` statement as a user who is not root."""
     if os.geteuid():
         yield
         return

@@ -1,11 +1,12 @@
-"""Pairs of jobs that meet in one run: none may crash, lose a checkpoint, or write where another one does.
+"""Pairs of jobs that meet in one run: no job may crash, lose a checkpoint, or write to the run together with the other one.
 
     python -m tests.support.job_pairs --pairs 200 --hosts 1 2 --together 3 --out benchmarks/results/job_pairs.json
 
-A first job trains; a second one of the same name starts at the same time, between two steps, while a checkpoint is written, by a
-resume, by `hpctrain submit` or as a command that deletes checkpoints; in some pairs the first one is killed. With two hosts, of
-network namespaces, neither sees the other's processes by name. In the end the run is brought to its last epoch, and must have
-each step's record once, each checkpoint that ever was there, and the bits of a run that nobody disturbed.
+A first job trains. A second job of the same name starts at the same time, between two steps, or while a checkpoint is written. It
+is a training, a resume, a job of `hpctrain submit` or a command that deletes checkpoints. In some pairs the first job is killed.
+Two hosts are network namespaces with host names of their own, so no host recognises the other's processes. In the end a last job
+trains the run to its last epoch. The run must then have the record of each step once, each checkpoint that ever existed, and the
+bits of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ _REFUSALS = ("is being written to by", "was taken over by", "was released by")
 
 @dataclass
 class Tally:
-    """The events of pairs. pairs, refused, taken_over, killed: counts. faults: sentences, by kind."""
+    """Counts of what happened in all pairs. faults: sentences, by kind."""
 
     pairs: Counter[str] = field(default_factory=Counter)
     refused: int = 0
@@ -82,7 +83,7 @@ class Tally:
 
 
 class Job:
-    """A command on a host, in a session of its own."""
+    """A command that runs on a host, in its own session."""
 
     def __init__(self, folder: Path, lab: Lab | None, host: int, words: Sequence[str]) -> None:
         command = [sys.executable, "-m", "hpctrain", *words]
@@ -98,13 +99,13 @@ class Job:
         self.killed, self._said = False, ""
 
     def kill(self) -> None:
-        """End all of it at once, where it still runs."""
+        """Kill all processes of the job, if it still runs."""
         if self.process.poll() is None:
             self.killed = True
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def end(self) -> tuple[int, str]:
-        """The exit code and all that was printed, once it has ended; a job that hangs is a crash."""
+        """Wait for the end, and return the exit code and all output. A job that hangs is killed, and counts as a crash."""
         try:
             code = self.process.wait(_PATIENCE_SECONDS)
         except subprocess.TimeoutExpired:
@@ -118,7 +119,7 @@ class Job:
 
 
 class SeenCheckpoints:
-    """Looks all the time which checkpoints are there, in all runs below a folder."""
+    """Records all checkpoints that ever exist in the runs below a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._ended = folder, threading.Event()
@@ -127,7 +128,7 @@ class SeenCheckpoints:
         self._thread.start()
 
     def close(self) -> set[Path]:
-        """All that were seen."""
+        """Stop, and return the checkpoints that were seen."""
         self._ended.set()
         self._thread.join()
         return self.seen
@@ -139,18 +140,18 @@ class SeenCheckpoints:
 
 
 def prepare(folder: Path) -> None:
-    """The configuration."""
+    """Write the configuration."""
     (folder / "pair.yaml").write_text(_CONFIG)
 
 
 def final_digest(folder: Path) -> dict[str, bytes]:
-    """The tensors of the last checkpoint of the one run in a folder that has all steps."""
+    """Return the tensors of the last checkpoint of the run in a folder that has all steps."""
     path = next(path for path in folder.glob("runs/*/checkpoints/*.h5") if path.name == f"checkpoint-{_STEPS:08d}.h5")
     return {key: np.asarray(tensor).tobytes() for key, tensor in checkpoint.read(path).tensors.items()}
 
 
 def run_pair(folder: Path, lab: Lab | None, pair: Pair, reference: dict[str, bytes], tally: Tally) -> None:
-    """One pair, and what is left of it."""
+    """Run one pair, and judge what it leaves."""
     meeting, kills, seed = pair
     draws, name = random.Random(seed), f"{meeting}, seed {seed}, {'two hosts' if lab else 'one host'}"
     prepare(folder)
@@ -182,7 +183,7 @@ def run_pair(folder: Path, lab: Lab | None, pair: Pair, reference: dict[str, byt
 
 
 def _submit(folder: Path, lab: Lab | None, host: int) -> Job:
-    """A job of the site `local`, which outlives the command that submits it: its script is waited for in its place."""
+    """Return a job that runs the script of the site `local`. A submitted job would outlive the command that submits it."""
     words = ["submit", "pair.yaml", "--site", "local", "--ranks-per-node", "1", "--no-doctor", "--dry-run", "output=runs"]
     code, script = Job(folder, lab, host, words).end()
     assert code == 0, script
@@ -193,7 +194,7 @@ def _submit(folder: Path, lab: Lab | None, host: int) -> Job:
 
 
 class ScriptJob(Job):
-    """The script of a submission."""
+    """A job that runs the script of a submission."""
 
     def __init__(self, folder: Path, lab: Lab | None, host: int, script: Path) -> None:
         command = ["bash", str(script)]
@@ -211,7 +212,7 @@ class ScriptJob(Job):
         self.killed, self._said, self._folder = False, "", folder
 
     def kill(self) -> None:
-        """End the script and all that it has started: a launcher's ranks may have sessions of their own."""
+        """Kill the script and all processes that it started. Ranks of a launcher may have sessions of their own."""
         if self.process.poll() is None:
             children = _descendants(self.process.pid)
             super().kill()
@@ -233,7 +234,7 @@ def _descendants(process: int) -> list[int]:
 
 
 def _meet(folder: Path, meeting: str, first: Job, draws: random.Random) -> Path | None:
-    """Wait for the moment at which the second job starts; the first one's run, where it has one."""
+    """Wait for the moment at which the second job starts, and return the run of the first one if there is one."""
     if meeting == "start":
         time.sleep(draws.uniform(0, 0.5))
     else:
@@ -294,7 +295,7 @@ def _judge_runs(folder: Path, seen: set[Path], pruned: bool, name: str, referenc
 
 
 def reference_of(folder: Path) -> dict[str, bytes]:
-    """The last tensors of a run that nobody disturbs."""
+    """Return the last tensors of an undisturbed run."""
     folder.mkdir()
     prepare(folder)
     code, said = Job(folder, None, 0, ("train", "pair.yaml", "output=runs")).end()
@@ -311,7 +312,7 @@ def run_pairs(
     together: int = 2,
     out: Path | None = None,
 ) -> None:
-    """All pairs, some at a time; the counts are written after each."""
+    """Run all pairs, `together` at a time, and write the counts after each."""
 
     def one(pair: Pair) -> None:
         below = folder / f"{'two' if lab else 'one'}-{pair[2]}"
@@ -329,7 +330,7 @@ def run_pairs(
 
 
 def counts(tally: Tally) -> dict[str, Any]:
-    """For the file of results."""
+    """Return the counts for the file of results."""
     return {
         "pairs": dict(sorted(tally.pairs.items())),
         "all_pairs": tally.pairs.total(),
@@ -340,7 +341,7 @@ def counts(tally: Tally) -> dict[str, Any]:
 
 
 def draw_pairs(count: int, seed: int) -> Iterator[Pair]:
-    """Meetings in turn; a third of the first jobs is killed."""
+    """Yield pairs with the kinds of meeting in turn. In a third of them the first job is killed."""
     draws = random.Random(seed)
     for number in range(count):
         yield MEETINGS[number % len(MEETINGS)], draws.random() < 1 / 3, seed + number

@@ -1,4 +1,4 @@
-"""Files that are no regular ones, made below a directory of a test: the machine's own devices are never opened nor replaced."""
+"""Files that are not regular, made below the directory of a test, so that no test opens or replaces a device of the machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NODES = {"null": (1, 3), "zero": (1, 5), "full": (1, 7), "pipe": None}
 def make_node(path: Path, kind: str) -> Path:
     """Make a copy of /dev/null, /dev/zero or /dev/full, a pipe, a directory or a link to itself at `path`, and return it.
 
-    The test is skipped where this user may not make devices.
+    Skip the test if this user may not make devices.
     """
     if kind == "directory":
         path.mkdir()

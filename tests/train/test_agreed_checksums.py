@@ -1,4 +1,4 @@
-"""Sums of a few numbers over ranks tell whether the checksums of each group of them are equal."""
+"""Sums over ranks of a few numbers per rank show whether the checksums of each group of ranks are equal."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_sums_tell_whether_all_of_a_group_are_equal(columns: int, rows: int, com
 
 
 def test_sums_of_many_ranks_are_exact() -> None:
-    """The largest numbers of 200,000 ranks, of which one has another bit."""
+    """200,000 ranks have the largest numbers, and one of them differs in one bit."""
     alike = [range(200_000)], [range(200_000)]
     agreed = AgreedChecksums(alike, 7)
     most = agreed.numbers((2**32 - 1, 2**32 - 1), found=False)

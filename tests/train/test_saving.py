@@ -274,7 +274,7 @@ def test_a_part_that_does_not_end_ends_the_run() -> None:
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("times", [2, 1000])
 def test_files_that_another_process_removes_end_no_run(asynchronous: bool, times: int) -> None:
-    """It is tried again; one that comes to nothing is told and left out, and the next one is written."""
+    """The checkpoint is tried again. If it still fails, it is reported and left out, and the next one is written."""
 
     def work(comm: ThreadCommunicator, told: Told) -> list[str]:
         saver, failures = saver_of(comm, told, asynchronous=asynchronous, deadline=1.0), iter(range(times))

@@ -70,7 +70,7 @@ def test_what_is_said(reports: list[RankReport], ranks: tuple[int, ...], text: s
 
 @pytest.mark.parametrize(("vouched", "ranks"), [((True, False), (11,)), ((False, True), (10,)), ((True, True), (10, 11))])
 def test_of_two_ranks_the_owner_is_right(vouched: tuple[bool, bool], ranks: tuple[int, ...]) -> None:
-    """Where it knows what it has written; what both own is of nobody in particular."""
+    """The owner is right if it vouches for its values. If both ranks vouch, both are named."""
     looks = [Checksums(NAMES[:1], np.array([rank], np.uint32), 3, 8, (vouched[rank],)) for rank in range(2)]
     found = difference([RankReport((look,)) for look in looks], ([range(2)],), [10, 11], 9)
     assert found.ranks == ranks

@@ -1,4 +1,4 @@
-"""Parts cover every element once, are of even size, and their checksums and guards tell each change."""
+"""Parts cover every element once and have similar sizes; their checksums and guards find each change."""
 
 from __future__ import annotations
 

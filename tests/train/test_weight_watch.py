@@ -116,7 +116,7 @@ def _runs(ranks: int, task: Task, strategy: str, flip: Flip, rank: int = 1) -> R
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "strategy"), list(enumerate(ALL_STRATEGIES)))
 def test_checks_change_no_bit_and_find_nothing(number: int, strategy: str) -> None:
-    """Each strategy on one of the grids; combinations of options (`tests/testing`) have all of them."""
+    """Each strategy runs on one of the grids. The combinations of options (`tests/testing`) cover all grids."""
     kind, options = ALL_STRATEGIES[strategy]
     plan = GRIDS[number % len(GRIDS)]
     micro_batches = 1 if "exchange" in strategy else 1 + number % 2
@@ -168,7 +168,7 @@ def test_a_replica_without_checks_compares_nothing() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(DAMAGES))
 def test_damage_to_one_rank_is_told_in_time_and_of_that_rank(seed: int) -> None:
-    """Of any array that steps go on from, at any moment of a step; or else no bit of any rank is another at the end."""
+    """Damage to any array at any moment of a step is reported, or it changes no bit of any rank at the end."""
     damage = drawn(seed)
     with_damage = outcome(damage)
     if with_damage.error:
@@ -208,7 +208,7 @@ def test_values_that_are_not_finite_on_all_ranks_are_no_damage(strategy: str) ->
 
 @pytest.mark.parametrize("strategy", ["blocking", "overlap"])
 def test_parts_in_turn_find_it_once_all_were_looked_at(strategy: str) -> None:
-    """A difference in the optimiser's state on a rank stays where no update mends it."""
+    """No update removes a difference in the optimiser's state, so the turn of its part finds it."""
     run = _runs(3, replace(TASK, checks=SLOWLY, steps=20), strategy, _state)
     assert "rank 1 holds other bits" in run.error
     assert run.steps <= FLIPPED_STEP + 2 * 3 + 2

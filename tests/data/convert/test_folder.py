@@ -133,7 +133,7 @@ def test_photos_become_images_of_one_size(tmp_path, shared_data):
 
 @pytest.fixture
 def open_place():
-    """A directory that every user may search; those of pytest are closed to all but one."""
+    """Return a directory that every user may search, unlike the directories of pytest."""
     place = Path(tempfile.mkdtemp())
     place.chmod(0o755)
     (place / "out").mkdir()
@@ -157,7 +157,7 @@ def real_place(path):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(int(os.environ.get("HPCTRAIN_FOLDERS", "6"))))
 def test_all_that_is_in_a_folder_is_converted_or_said_to_be_left_out(open_place, seed):
-    """Images and what was left out are all that is there, for any folder, by a user who may not read all of it."""
+    """Every entry of a random folder is converted or reported, also for a user who cannot read all of it."""
     made = Folder(open_place, seed)
     pictures, others = made.entries()
     words = (made.path, open_place / "out" / "a.h5", "--size", 8, "--json", "--threads", 2)
@@ -189,7 +189,7 @@ def test_all_that_is_in_a_folder_is_converted_or_said_to_be_left_out(open_place,
 
 
 def test_directories_of_one_name_in_unicode_are_one_class(tmp_path):
-    """macOS writes names of files decomposed, lists of class names are composed: they name the same class."""
+    """macOS decomposes file names, and lists of class names are composed; both name the same class."""
     composed, decomposed = (unicodedata.normalize(form, "größe") for form in ("NFC", "NFD"))
     root = make_tree(tmp_path / "tree", classes=(decomposed, "ant"), count=1)
     assert folder.scan(root).class_names == ("ant", composed)

@@ -1,4 +1,4 @@
-"""HDF5 files of other programs: every usual form of images and labels, and one sentence for each that could mean two things."""
+"""HDF5 files of other programs: every usual form of images and labels is converted, and each ambiguous form is refused."""
 
 import h5py
 import numpy as np
@@ -13,7 +13,7 @@ LABELS = np.array([0, 2, 1, 1, 0, 2])
 
 
 def written(path, images=IMAGES, labels=LABELS, names=("x", "y"), libver="earliest", **options):
-    """A file with these datasets, as h5py or others write it."""
+    """Write a file with these datasets as h5py or other programs do, and return its path."""
     with h5py.File(path, "w", libver=libver) as file:
         for name, values in zip(names, (images, labels), strict=True):
             file.create_dataset(name, data=values, **options)
@@ -91,7 +91,7 @@ def test_what_could_mean_two_things_is_refused(tmp_path, changes, message):
 
 
 def test_claims_are_refused_before_anything_is_read(tmp_path, monkeypatch):
-    """Shapes that no memory or disk has, of values that were never written."""
+    """Datasets without written values claim shapes that fit no memory and no disk."""
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_dataset("x", (1 << 40, 32, 32, 3), np.uint8, chunks=(1, 32, 32, 3))
         file.create_dataset("y", (1 << 40,), np.int64, chunks=(1000,))

@@ -83,7 +83,7 @@ def test_damaged_files_are_refused(tmp_path, content, message):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_no_more_is_unpacked_than_the_header_asks_for(tmp_path, packed, monkeypatch):
-    """A bomb of gzip, and a header that claims more than memory has."""
+    """The inputs are a gzip bomb, and a header that claims more than memory holds."""
     images, labels = files(tmp_path, random_images(2, 3, 3), [0, 1])
     unpacked = []
     read = gzip.GzipFile.read
