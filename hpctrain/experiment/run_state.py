@@ -182,7 +182,8 @@ def _end(
 def _has_ended(record: FlightRecord, now: float, silent_seconds: float | None = None) -> bool:
     """Return whether a rank has recorded its end, is no process of this machine any more, or has been silent for too long.
 
-    If only the clocks of two machines can be compared, a silence counts from one day on, as clocks may be wrong by hours.
+    silent_seconds: the silence that the reader has measured; None: not measured. It replaces a silence of less than a day by the
+    clocks of two machines, which may be wrong by hours.
     """
     if record.end is not End.RUNNING:
         return True

@@ -216,7 +216,7 @@ def _read_sequence_and_run(path: Path, *version: int) -> tuple[int | None, str |
 
 
 def prune(directory: Path, keep: int, spared: Collection[int] = (), *, is_run: bool = True) -> list[Path]:
-    """Delete all but the `keep` checkpoints that were written last, and all but as many set-aside ones; give what was deleted.
+    """Delete all but the `keep` latest written checkpoints and as many set-aside ones, and return the deleted paths.
 
     Steps do not decide: after a resume from before a damaged checkpoint, the damaged one would displace the new ones. Broken
     links are skipped, with a warning.

@@ -228,7 +228,7 @@ class Saver:
             return _State(False, None, str(error), seconds, isinstance(error, CheckpointRemovedError))
 
     def _advance(self, until_seconds: float) -> tuple[bool, Sequence[_State]]:
-        """Wait until it is written, or cannot be for now, or until that time on rank 0; whether it is written, and the states."""
+        """Wait until it is written, or cannot be for now, or until that time on rank 0; return whether it is, and the states."""
         while True:
             self._writer.wait(_LOOK_SECONDS)
             self._notes.alive()
