@@ -231,6 +231,8 @@ def _leave_as(child: _Rank, code: int) -> NoReturn:
         number, end = (0, End.DEADLINE) if code == DEADLINE else (code - SIGNALLED, End.SIGNAL)
         child.mark_end(record, number, end)
         finished = True
+    if not finished and code not in _EXPLAINED and (lost := child.lost_launcher()) is not None and lost.gone:
+        _leave_without_launcher(child, record, lost)  # MPI may notice first and call exit()
     marked = None if finished else child.mark_end(record, code, End.LEFT)
     # A rank that has neither joined the others nor told them by MPI must end so that they notice at once, not at their deadline.
     alone = not child.pulse.deadline_seconds and not child.pulse.told
@@ -268,6 +270,11 @@ def _end_without_launcher(child: _Rank, lost: WatchedProcess) -> NoReturn:
     record, _ = child.words()
     os.kill(child.process, signal.SIGKILL)
     os.waitpid(child.process, 0)
+    _leave_without_launcher(child, record, lost)
+
+
+def _leave_without_launcher(child: _Rank, record: Path | None, lost: WatchedProcess) -> NoReturn:
+    """Leave after the child has ended because its launcher is gone or stopped."""
     child.mark_end(record, 0 if lost.gone else signal.SIGSTOP, End.LAUNCHER)
     how = "has ended" if lost.gone else f"was stopped for {lost.stopped_seconds:.0f} s"
     _say(child.rank, f"the launcher's process {lost.name} ({lost.number}) {how}: this rank is ended, too.{child.place(record)}")
