@@ -109,7 +109,7 @@ import atexit, os, sys
 opened = []
 
 def count(event, arguments):
-    if event == "open":
+    if event == "open" and not str(arguments[0]).startswith(("/proc/", "/sys/")):
         opened.append(arguments[0])
 
 def tell():
