@@ -185,7 +185,7 @@ def test_ranks_that_are_asked_for_different_things_are_refused(job: Job, differs
 @pytest.mark.usefixtures("alone_without_a_launcher")
 def test_nothing_is_left_of_a_lone_process_that_fails(tmp_path: Path) -> None:
     """As in a notebook, which goes on: no heartbeat, and signals as they were."""
-    handlers = {number: signal.getsignal(number) for number in STOPS}
+    handlers, before = {number: signal.getsignal(number) for number in STOPS}, set(threading.enumerate())
 
     def fails() -> None:
         with hpctrain.start(batch=8, flight=tmp_path, signals=True):
@@ -195,7 +195,7 @@ def test_nothing_is_left_of_a_lone_process_that_fails(tmp_path: Path) -> None:
 
     with pytest.raises(SystemExit):
         fails()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("hpctrain-")]
+    assert not [thread for thread in threading.enumerate() if thread not in before and thread.name.startswith("hpctrain-")]
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & set(STOPS)
     assert {number: signal.getsignal(number) for number in STOPS} == handlers
     assert read(tmp_path / file_name(0)).end is End.FAILED
