@@ -40,20 +40,29 @@ struct FaultHandlers {  // while a kernel runs
 
 // ---- launches -----------------------------------------------------------------------------------------------------------------
 
-static bool make_fibres() {
+// Makes the stacks of the runner and of as many threads as a block has. Each stack is a mapping between two guards. A process may
+// have 65,530 mappings, so a library of small blocks leaves room for other libraries.
+static bool make_fibres(unsigned threads) {
   constexpr size_t each = STACK_BYTES + PAGE_BYTES;
+  const auto open = [](size_t i) {
+    return mprotect(machine.stacks + i * each + PAGE_BYTES, STACK_BYTES, PROT_READ | PROT_WRITE) == 0;
+  };
+  const auto make = [](Fibre& f, unsigned i) {  // stacks begin at different lines of the cache
+    f.number = i;
+    f.stack = new_stack(machine.stacks + (i + 1) * each - i % 32 * 128, fibre_main);
+  };
   if (!machine.stacks) {
     void* memory = mmap(nullptr, each * (MOST_THREADS + 1), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED) return false;
     machine.stacks = static_cast<char*>(memory);
-    for (size_t i = 0; i <= MOST_THREADS; i++)
-      if (mprotect(machine.stacks + i * each + PAGE_BYTES, STACK_BYTES, PROT_READ | PROT_WRITE)) return false;
+    machine.broken = true;
+    if (!open(MOST_THREADS)) return false;
   }
-  for (unsigned i = 0; i <= MOST_THREADS; i++) {  // stacks begin at different lines of the cache
-    Fibre& f = i < MOST_THREADS ? machine.fibres[i] : machine.runner;
-    f.number = i;
-    f.stack = new_stack(machine.stacks + (i + 1) * each - i % 32 * 128, fibre_main);
-  }
+  unsigned first = machine.broken ? 0 : machine.opened;
+  for (; machine.opened < threads; machine.opened++)
+    if (!open(machine.opened)) return false;
+  for (; first < machine.opened; first++) make(machine.fibres[first], first);
+  if (machine.broken) make(machine.runner, MOST_THREADS);
   machine.broken = false;
   return true;
 }
@@ -121,7 +130,8 @@ static int launch(const char* name, void (*entry)(void**), bool independent, voi
   machine.owner = pthread_self();
   grid_size = {request->grid[0], request->grid[1], request->grid[2]};
   block_size = {request->block[0], request->block[1], request->block[2]};
-  if ((!machine.stacks || machine.broken) && !make_fibres()) {
+  const unsigned threads = independent ? 0 : block_size.x * block_size.y * block_size.z;
+  if ((!machine.stacks || machine.broken || machine.opened < threads) && !make_fibres(threads)) {
     snprintf(request->message, sizeof request->message, "Kernel %s: no memory for its threads.", name);
     machine.broken = true;
     return 1;

@@ -57,6 +57,7 @@ struct Machine {
   Fibre fibres[MOST_THREADS];
   Fibre runner;  // of independent kernels
   char* stacks;
+  unsigned opened;  // stacks of threads that have been made
   bool broken;  // fibres were left in the middle of a kernel
 };
 
