@@ -15,6 +15,7 @@ import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from hpctrain.storage.atomic_write import write_json
@@ -56,6 +57,16 @@ def mark(path: Path, marker: RunMarker) -> None:
 
 def marker_of(path: Path) -> RunMarker | None:
     """Return the marker of the run directory `path`; None if it has none, as in runs of earlier versions."""
+    try:
+        status = (path / MARKER).stat()
+    except OSError:
+        return None
+    return _read_marker(path.absolute(), status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+
+@lru_cache(maxsize=1 << 10)
+def _read_marker(path: Path, *version: int) -> RunMarker | None:
+    """Return the marker in a run directory. Cached per version of the file, as a start asks for it several times."""
     content = _json_object(path / MARKER)
     identity, order = content.get("run"), content.get("order")
     if content.get("format") != _FORMAT or not isinstance(identity, str) or not isinstance(order, int):
@@ -67,8 +78,10 @@ def is_run(path: Path) -> bool:
     """Return whether `path` is proven to be a run directory: by its marker, or in earlier versions by its versions.json."""
     if not (path / "config.yaml").is_file():
         return False
+    if marker_of(path) is not None:
+        return True
     versions = _json_object(path / "versions.json")
-    return marker_of(path) is not None or ("python" in versions and "hpctrain" in versions)
+    return "python" in versions and "hpctrain" in versions
 
 
 def claim(path: Path) -> None:
