@@ -23,6 +23,7 @@ from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.launch.launcher import detect
 from hpctrain.nn.compile import validate
+from tests.support import sampling
 from tests.support.emulated import EmulatedDevices
 from tests.support.jobs import Outcome, find_mpiexec, run_job
 from tests.support.marking import JobMarker
@@ -130,8 +131,9 @@ class TemporaryDirectories:
             config.add_cleanup(functools.partial(shutil.rmtree, root, ignore_errors=True))
 
 
-def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
-    """With several ranks: see to their directories before pytest does. MPI has not started here, so the launcher tells."""
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """Add the level; with several ranks, see to their directories before pytest does (MPI has not started yet)."""
+    sampling.add_option(parser)
     if (detect(os.environ).expected_size or 1) > 1:
         pluginmanager.register(TemporaryDirectories(), "temporary-directories")
 
@@ -140,6 +142,7 @@ def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Watch who starts processes; with several ranks: silence all but rank 0."""
     config.pluginmanager.register(JobMarker(), "job-marker")
+    config.pluginmanager.register(sampling.Sampling(config), "sampling")
     config.pluginmanager.register(EmulatedDevices(), "emulated-devices")
     launcher = detect(os.environ)
     if launcher.rank:

@@ -1,0 +1,103 @@
+"""Which tests a run leaves out: three levels, and a covering sample of each large product of parameters.
+
+| level | make | what runs |
+|---|---|---|
+| quick | quick | fast tests, at most 3 cases of a function |
+| usual (default) | test | each value of each parameter of large products; `sample(n)` cases of costly functions |
+| all | test-all | everything, with `amount`s at length |
+
+Cases are drawn by HPCTRAIN_TEST_SEED, by default the date; the summary prints it. A test that is named on the command line
+(`file.py::test_name`) runs with all its cases.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from datetime import date
+from typing import Any
+
+import pytest
+
+#: Products of at most that many cases run whole.
+LARGE = 12
+QUICK_CASES = 3
+LEVELS = ("quick", "usual", "all")
+#: Environment variables, so that workers of pytest-xdist and ranks draw the same cases and run the same amounts.
+LEVEL, SEED = "HPCTRAIN_TEST_LEVEL", "HPCTRAIN_TEST_SEED"
+
+
+def amount(usual: int, everything: int) -> int:
+    """Return how often a test repeats what it draws by chance: `usual`, or `everything` at level all."""
+    return everything if os.environ.get(LEVEL) == "all" else usual
+
+
+def add_option(parser: pytest.Parser) -> None:
+    """Add the option that names the level."""
+    parser.addoption("--level", choices=LEVELS, default=os.environ.get(LEVEL, "usual"), help="how much of the tests runs")
+
+
+class Sampling:
+    """Deselects what the level leaves out, and reports how much that was."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._level = os.environ[LEVEL] = config.getoption("--level")
+        self._seed = os.environ[SEED] = os.environ.get(SEED) or date.today().strftime("%Y%m%d")
+        self._left_out = 0
+        self._named = [argument.partition("[")[0] for argument in config.args if "::" in argument]
+
+    @pytest.hookimpl(trylast=True)  # after -m and -k have chosen
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        if self._level == "all":
+            return
+        functions: dict[str, list[pytest.Item]] = defaultdict(list)
+        for item in items:
+            functions[item.nodeid.partition("[")[0]].append(item)
+        kept = {item for name, cases in functions.items() for item in (cases if name in self._named else self._kept(name, cases))}
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        self._left_out = len(items) - len(kept)
+        items[:] = [item for item in items if item in kept]
+
+    def _kept(self, name: str, cases: Sequence[pytest.Item]) -> Sequence[pytest.Item]:
+        """Return the cases of a function that run: those that once failed, and a sample that the seed draws."""
+        if cases[0].get_closest_marker("thorough"):
+            return ()
+        always = {case for mark in cases[0].iter_markers("once_failed") for case in mark.args}
+        chosen = [case for case in cases if case.nodeid.partition("[")[2][:-1] in always]
+        drawn = random.Random(f"{self._seed} {name}").sample(cases, len(cases))
+        sample = cases[0].get_closest_marker("sample")
+        count = sample.args[0] if sample else QUICK_CASES if self._level == "quick" else None
+        if count is not None:
+            return chosen + [case for case in drawn if case not in chosen][:count]
+        return cases if len(cases) <= LARGE else chosen + _covering(drawn)
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if hasattr(session.config, "workeroutput"):
+            session.config.workeroutput["left_out"] = self._left_out
+
+    def pytest_testnodedown(self, node: Any) -> None:  # each worker of pytest-xdist chooses the same
+        self._left_out = getattr(node, "workeroutput", {}).get("left_out", self._left_out)
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self._left_out:
+            terminalreporter.line(
+                f"{self._left_out} cases left out ({SEED}={self._seed} draws the same); `make test-all` runs all."
+            )
+
+
+def _covering(drawn: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Return cases in which each value of each parameter occurs, at least `LARGE`."""
+    met: set[tuple[str, int]] = set()
+    first: list[pytest.Item] = []
+    others: list[pytest.Item] = []
+    for case in drawn:
+        values = {(name, id(value)) for name, value in _parameters(case).items()}
+        (others if values <= met else first).append(case)
+        met |= values
+    return first + others[: max(0, LARGE - len(first))]
+
+
+def _parameters(case: pytest.Item) -> Mapping[str, object]:
+    return case.callspec.params if hasattr(case, "callspec") else {}
