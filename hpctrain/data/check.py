@@ -233,7 +233,7 @@ def _empty_classes(contents: Stored) -> Iterator[FileFinding]:
 
 
 def _numbers(samples: Iterable[int]) -> str:
-    """ "sample 3" or "samples 3, 5, ..., and 7 more"."""
+    """Return "sample 3" or "samples 3, 5, ..., and 7 more"."""
     numbers = list(samples)
     shown = ", ".join(map(str, numbers[:_SHOWN])) + (f", and {len(numbers) - _SHOWN} more" if len(numbers) > _SHOWN else "")
     return f"sample{'' if len(numbers) == 1 else 's'} {shown}"

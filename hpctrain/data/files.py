@@ -14,7 +14,9 @@ from hpctrain.errors import DataError
 
 @contextmanager
 def system_errors_as(sentence: str) -> Iterator[None]:
-    """Raise what the system refuses inside the block (no permission, no space, ...) as "SENTENCE: reason."
+    """Raise what the system refuses inside the block, for example a missing permission, with a sentence.
+
+    The message is "SENTENCE: reason."
 
     Raises:
         DataError: in place of any OSError.

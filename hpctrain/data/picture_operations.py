@@ -146,8 +146,10 @@ def changed(image: np.ndarray, choices: Iterable[tuple[str, float]], interpolati
 
 
 def check_channels(augmentation: str, channels: int) -> None:
-    """Raises:
-    ShapeError: no picture has so many channels.
+    """Raise unless a picture can have so many channels.
+
+    Raises:
+        ShapeError: no picture has so many channels.
     """
     if channels not in (1, 3):
         raise ShapeError(f"{augmentation} works on grey or RGB images, of 1 or 3 channels, and not of {channels}.")

@@ -272,7 +272,6 @@ class Job(StartedRank):
             ConfigError: an option of `augment`, `mixing` or `cache`, sizes that are out of order, or mixed labels, that are not
                 taken; arguments that differ between ranks.
         """
-
         files = self._open(path, like, dict(locals()))
 
         def make() -> tuple[Loader, CacheConfig]:
@@ -321,7 +320,6 @@ class Job(StartedRank):
             DataError: arrays of another kind, values outside their range, or a rank has other arrays than most ranks.
             ShapeError: arrays of other shapes, or images that the replica does not take. ConfigError: as for `loader`.
         """
-
         arguments = dict(locals())
 
         def make() -> tuple[ArrayLoader, Subject]:

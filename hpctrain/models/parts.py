@@ -57,8 +57,10 @@ def scaled(channels: int, width: float, option: str = "channels") -> int:
 
 
 def check_depth(family: str, depth: int, known: Iterable[int]) -> None:
-    """Raises:
-    OptionError: the family has no network of this depth.
+    """Raise unless the family has a network of this depth.
+
+    Raises:
+        OptionError: the family has no network of this depth.
     """
     depths = sorted(known)
     if depth not in depths:

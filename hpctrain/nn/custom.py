@@ -36,8 +36,10 @@ class ArrayLayer(Leaf):
         """(dx, gradients by role); never writes x or dy."""
 
     def with_window(self, window: Window) -> ArrayLayer:
-        """This layer with another window: the same kernel and stride, other padding (a part of an image is padded at the image's
-        edges only). Forward and backward must take the padding from `self.window`."""
+        """Return this layer with another window: the same kernel and stride, other padding.
+
+        A part of an image is padded at the image's edges only. Forward and backward must take the padding from `self.window`.
+        """
         other = copy.copy(self)
         other.window = window
         return other

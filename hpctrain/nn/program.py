@@ -77,8 +77,10 @@ class Program:
         return int(self.x.shape[0])
 
     def set_input(self, x: np.ndarray | PixelBatch) -> None:
-        """Fill the input buffer from an array of the host, or from pixels that are left to be made into one; both may change
-        afterwards."""
+        """Fill the input buffer from an array of the host, or from pixels that the device makes into one.
+
+        Both may change afterwards.
+        """
         if isinstance(x, PixelBatch) and isinstance(self._kernels, PixelInput):
             self._kernels.make_input(self.x, x)
         else:

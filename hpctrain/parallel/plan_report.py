@@ -83,8 +83,11 @@ class RedistributionReport:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes of one position. activations: the arena of a training step, gradients of activations included; messages: the
-    buffers of the split group; parameters: their values; as many bytes again hold their gradients."""
+    """Bytes of one position.
+
+    activations: the arena of a training step, gradients of activations included. messages: the buffers of the split group.
+    parameters: their values; as many bytes again hold their gradients.
+    """
 
     activations: int
     messages: int

@@ -206,8 +206,10 @@ def _with_receptive_field(spec: Windowed, window: Window, vertical: ReceptiveFie
 
 
 def _local(spec: Spec, sharding: OperatorSharding, rank: int) -> Spec:
-    """The spec with all that depends on the rank's box of the output: masks, the ranks that share statistics, and no work at all
-    where the box has no channels."""
+    """Return the spec with all that depends on the rank's box of the output.
+
+    That is masks, the ranks that share statistics, and no work at all where the box has no channels.
+    """
     writes = sharding.writes
     box = writes.boxes[rank]
     if writes.kind is LayoutKind.CHANNELS and box[-1][0] == box[-1][1]:

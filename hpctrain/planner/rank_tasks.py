@@ -218,8 +218,10 @@ class _PassTasks:
     # -- pieces ----------------------------------------------------------------------------------------------------------------
 
     def _merge(self, step: PlannedStep, purpose: str, counts: int) -> Merge | None:
-        """The merge of a synchronised batch norm; None where there is nobody to merge with. counts: numbers beside the two by
-        channel."""
+        """Return the merge of a synchronised batch norm; None where no other rank takes part.
+
+        counts: numbers next to the two of each channel.
+        """
         spec = None if step.node is None else step.operator.spec
         if not isinstance(spec, BatchNormSpec) or not spec.synchronised or self._facts.merging[spec.merge] == 1:
             return None

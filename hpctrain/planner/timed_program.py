@@ -151,8 +151,10 @@ class TimedProgram:
         return ProgramTimes(actions, laps[0], look + update, loss + sums, step)
 
     def _run(self, *, stepwise: bool) -> list[float]:
-        """One step as a training runs it; the seconds of its laps: input, forward's actions, loss, look, backward's, sums,
-        update."""
+        """Run one step as a training does, and return the seconds of its laps.
+
+        Laps: input, forward's actions, loss, look, backward's, sums, update.
+        """
         program, arithmetic, data = self._program, self._kernels.arithmetic, self._group.data
         self._marks = [self._clock()]
         program.set_input(self._images)

@@ -78,8 +78,11 @@ class Reporter:
         """Training ends inside an epoch: the latest step is recorded, too."""
 
     def record(self, kind: str, values: Mapping[str, Any]) -> None:
-        """One line of metrics: kind "interval", "epoch", "evaluation", "progress", "resume", "skip", "shrink", "rollback",
-        "checkpoint", "steps", "data", "reads", "memory", "unreadable", "image_size" or "stop"."""
+        """Write one line of metrics.
+
+        kind: "interval", "epoch", "evaluation", "progress", "resume", "skip", "shrink", "rollback",
+        "checkpoint", "steps", "data", "reads", "memory", "unreadable", "image_size" or "stop".
+        """
 
     def say(self, text: str) -> None:
         """One line for people."""

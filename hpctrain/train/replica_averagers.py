@@ -77,7 +77,8 @@ def make_strategies(
 
 
 def _check_rounding(strategy: Strategy, network: Network) -> None:
-    """
+    """Raise unless parameters lie where their rounding needs them.
+
     Raises:
         BackendError: parameters are to travel in 16 bits, whose errors an owner keeps on the host, and lie elsewhere.
     """

@@ -138,8 +138,11 @@ class Saver:
         self._tell(writing.step, f"{removed} The run goes on without the checkpoint of step {writing.step}.")
 
     def news(self) -> int:
-        """This rank's share of the step's message: 1 where its part is done, and as many as there are ranks where there is
-        something to tell at once; 0 else. All exchange their states where the sum is no less than that number."""
+        """Return this rank's share of the step's message.
+
+        It is 1 where its part is done, the number of ranks where all must exchange their states at once, 0 otherwise. All ranks
+        exchange their states where the sum reaches the number of ranks.
+        """
         if self._writing is None:
             return 0
         late = time.monotonic() - self._begin_seconds > self._deadline_seconds

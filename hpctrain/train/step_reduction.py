@@ -130,8 +130,10 @@ class StepReduction:
         self._turn = 1 - self._turn
 
     def read(self) -> StepTotals | None:
-        """Wait for the message that is on its way; None where there is none. The statistics are valid until the next `clear`
-        but one."""
+        """Wait for the message that is on its way; return None where there is none.
+
+        The statistics are valid until the next `clear` but one.
+        """
         if self._ticket is None:
             return None
         self._progress.wait(self._ticket)

@@ -61,8 +61,9 @@ class ShardedOptions:
 
 
 class Sharded(ReduceScatterStrategy):
-    """Each rank updates its own part of the parameters: a reduce-scatter of gradients under backward, an allgather of the
-    updated parameters under the next forward.
+    """Let each rank update its own part of the parameters.
+
+    A reduce-scatter of gradients runs under backward, an allgather of the updated parameters under the next forward.
 
     Reduce-scatters go in backward's order on one communicator, allgathers on another; these may overtake those. Small layers
     are fused, large ones cut. Allgathers go front layers first; those of late layers go under backward where the link would

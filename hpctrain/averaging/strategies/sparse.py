@@ -94,8 +94,9 @@ class SparseOptions:
 
 
 class Sparse(ReduceScatterStrategy):
-    """Only the largest elements of a node's gradients cross between nodes, for large parameters; what is left is added to the
-    next step's. It changes the optimisation.
+    """Send only the largest elements of a node's gradients between nodes, for large parameters.
+
+    The rest is added to the next step's gradients. It changes the optimisation.
 
     Gradients are summed within a node to the ranks that own a part. Of each part a node sends the largest elements with their
     positions; ranks that own the same part on all nodes add these up in the same order and update the part, and parameters are

@@ -337,8 +337,10 @@ def _address(array: np.ndarray) -> int:
 
 
 def _load_libraries() -> ctypes.CDLL:
-    """Load NVRTC and cuBLAS, which gives the latter. CuPy knows where wheels and toolkits keep them; cuDNN, which uses both, asks
-    for them by name and finds those that are loaded.
+    """Load NVRTC and cuBLAS, and return cuBLAS.
+
+    CuPy knows where wheels and toolkits keep them; cuDNN, which uses both, asks for them by name and finds those that are
+    loaded.
 
     Raises:
         BackendError: one of them is missing.

@@ -110,8 +110,11 @@ class FollowsOperator:
     """Where several programs run side by side, copies of parameters that the first one's operator makes may serve the others'."""
 
     def follow(self, first: Operator) -> None:
-        """Before `bind`: each call comes after that of `first`, an operator of the same spec, with the same parameters, and
-        before the next call of `first`; nothing else writes to what `first` was bound to in between."""
+        """Announce before `bind` that each call follows the same call of `first`.
+
+        `first` is an operator of the same spec with the same parameters, and is not called again in between. Nothing else
+        writes to what `first` was bound to in between.
+        """
         raise NotImplementedError
 
 

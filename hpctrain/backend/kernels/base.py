@@ -53,8 +53,11 @@ class StatisticsMerger(Protocol):
         ...
 
     def merge(self, count: int, mean: np.ndarray, m2: np.ndarray) -> int:
-        """Replace `mean` and `m2` (sum of squared deviations), float64 (C,), by those of all ranks, merged in rank order;
-        give the total count. Collective: every rank calls it, with count 0 where it has no samples."""
+        """Replace `mean` and `m2` by those of all ranks, merged in rank order, and return the total count.
+
+        Both are float64 (C,); `m2` is the sum of squared deviations. Collective: every rank calls it, with count 0 where it
+        has no samples.
+        """
         ...
 
     def sum(self, values: np.ndarray) -> None:
@@ -76,8 +79,9 @@ class LocalStatistics:
 
 @dataclass
 class Buffers:
-    """The memory that one operator works on, fixed for the life of a program. Arrays in plain layout have the logical shape;
-    in a kernel set's own layout they are flat, `TensorSpec.size` long.
+    """The memory that one operator works on, fixed for the life of a program.
+
+    Arrays in plain layout have the logical shape; in a kernel set's own layout they are flat, `TensorSpec.size` long.
 
     input_grads[i] is None where nobody asks for it. With `accumulate[i]` the operator adds to it instead of writing it;
     only operators that are `Accumulating` are asked to.
@@ -98,7 +102,7 @@ class Buffers:
 
 
 class Operator(ABC):
-    """One planned computation. Its author says six things:
+    """One planned computation, which its author describes by these attributes.
 
     inputs, output: the specs (with layouts) that it wants; the plan inserts copies where a neighbour's layout differs.
     needs_inputs[i], needs_output: backward reads inputs[i], the output. What nobody needs is overwritten before backward.
@@ -131,8 +135,11 @@ class Operator(ABC):
         """Write the output from the inputs."""
 
     def backward_parameters(self) -> None:  # noqa: B027  an operator without parameters has nothing to do
-        """Write the parameters' gradients from output_grad (and inputs). Comes before `backward_input`, unless the node says
-        otherwise. Once backward has begun output_grad is the operator's own: it may write there, nobody else reads it."""
+        """Write the parameters' gradients from output_grad (and inputs).
+
+        Comes before `backward_input`, unless the node says otherwise. Once backward has begun output_grad is the operator's
+        own: it may write there, nobody else reads it.
+        """
 
     @abstractmethod
     def backward_input(self) -> None:

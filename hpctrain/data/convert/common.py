@@ -101,7 +101,7 @@ def slices(images: np.ndarray, labels: np.ndarray, advance: Advance = no_progres
 
 
 def listed(noun: str, names: Sequence[str], limit: int = 20) -> str:
-    """ "2 files (a.jpg, b.jpg)" for messages; long lists are cut."""
+    """Return "2 files (a.jpg, b.jpg)" for messages; long lists are cut."""
     shown = ", ".join(map(escaped, names[:limit])) + (f", and {len(names) - limit} more" if len(names) > limit else "")
     return f"{len(names)} {noun}{'' if len(names) == 1 else 's'} ({shown})"
 

@@ -1,5 +1,7 @@
-"""ResNet-18/34/50/101/152 for 224 px (He et al. 2016, table 1; version 1.5), their wide forms (Zagoruyko and Komodakis 2016) and
-ResNeXt (Xie et al. 2017), as torchvision names them."""
+"""ResNet-18/34/50/101/152 for 224 px (He et al. 2016, table 1; version 1.5), as torchvision names them.
+
+The wide forms (Zagoruyko and Komodakis 2016) and ResNeXt (Xie et al. 2017) are here, too.
+"""
 
 from __future__ import annotations
 
@@ -100,8 +102,10 @@ def build(
 
 
 def _check_groups(depth: int, groups: int, width_per_group: int) -> None:
-    """Raises:
-    OptionError: numbers below 1, or other than the published ones for a network without bottlenecks.
+    """Raise unless the numbers describe a published network, or one with bottlenecks.
+
+    Raises:
+        OptionError: numbers below 1, or other than the published ones for a network without bottlenecks.
     """
     for option, value, published in (("groups", groups, 1), ("width_per_group", width_per_group, _PUBLISHED_WIDTH)):
         if value < 1:

@@ -65,8 +65,11 @@ def _recompute(steps: Steps, recomputed: frozenset[int], k: int, present: set[in
 
 
 def _send_ahead(steps: Steps, k: int, early: set[int]) -> list[tuple[Action, int]]:
-    """The way of the gradient of step k's input to the step that sends it: copies between layouts, each the
-    only thing between two steps, then the sender begins. `early` grows by these copies."""
+    """Follow the gradient of step k's input to the step that sends it.
+
+    Copies between layouts, each the only thing between two steps, come first; then the sender begins. `early` grows by these
+    copies.
+    """
     actions: list[tuple[Action, int]] = []
     reader = k
     while (j := steps.producer(steps.steps[reader].inputs[0])) is not None and steps.readers(steps.steps[j].output)[0] == reader:

@@ -77,7 +77,8 @@ class PlanFacts:
         return InvalidPlanError(f"{self.actor(action, k)} {fault}; the step makes {self.name(self.plan.steps[k].output)}.")
 
     def check_region(self, region: Region, tensor: int, role: str) -> None:
-        """
+        """Raise unless the region fits its tensor and lies in the arena.
+
         Raises:
             InvalidPlanError: the region is not as large as the tensor, or not inside the arena.
         """
@@ -89,7 +90,8 @@ class PlanFacts:
             )
 
     def check_places(self, k: int) -> None:
-        """
+        """Raise unless each place of step k fits what belongs there.
+
         Raises:
             InvalidPlanError: a place of step k does not fit what belongs there.
         """

@@ -64,7 +64,8 @@ class SymbolicMemory:
             self._stretches[region.offset].values.add(value)
 
     def read(self, region: Region, value: Value, reader: str, name: str) -> None:
-        """
+        """Raise unless `region` holds exactly `value`.
+
         Args:
             reader, name: who reads what, for the error.
 

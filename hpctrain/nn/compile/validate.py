@@ -87,7 +87,8 @@ class _Pass:
             self.memory.write(region, ("scratch", k), f"the scratch of {self.plan.steps[k].name}")
 
     def check_apart(self, action: Action, k: int, written: _Regions, others: _Regions = ()) -> None:
-        """
+        """Raise unless what the step writes is apart from what it works on.
+
         Raises:
             InvalidPlanError: what the step writes overlaps the rest of what it works on.
         """
@@ -101,7 +102,8 @@ class _Pass:
                 busy.append(region)
 
     def check_in_place(self, action: Action, k: int, written: Region, read: Region, *, allowed: bool) -> None:
-        """
+        """Raise where the step writes over what it reads and may not.
+
         Raises:
             InvalidPlanError: the step writes over what it reads, and either it cannot, or only a part of it.
         """
@@ -198,8 +200,10 @@ class _Backward(_Pass):
         self._compute(action, k, writes=step.joint_backward)
 
     def _check_turn(self, action: Action, k: int) -> None:
-        """Among steps with the same parameters, forward's last one writes the gradient, the others add to it; who announces it is
-        the last to do so."""
+        """Check who writes and announces the gradient among steps with the same parameters.
+
+        Forward's last one writes it, the others add to it; the last to do so announces it.
+        """
         for users in (self.facts.users[name] for name in parameter_names(self.plan.steps[k])):
             others = [j for j in users if j != k and not self.done[Action.PARAMETERS, j]]
             if others and (announces(self.plan.steps[k]) or users[-1] in others):

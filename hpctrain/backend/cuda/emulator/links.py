@@ -185,7 +185,8 @@ class EmulatedLinks:
         return np.concatenate([text, np.array(counts, np.int64).view(np.uint8)])
 
     def _check(self, everybody: np.ndarray) -> None:
-        """
+        """Raise unless all ranks have enqueued the same calls.
+
         Raises:
             EmulatedDeviceError: on every rank, where they have enqueued unlike calls.
         """

@@ -114,7 +114,8 @@ class Heap:
         return freed + [damage for memory in list(self._used.values()) if (damage := memory.damage())]
 
     def require(self, *arrays: DeviceArray) -> None:
-        """
+        """Raise unless the array lies in memory that is in use.
+
         Raises:
             EmulatedDeviceError: an array does not lie in memory that is in use.
         """

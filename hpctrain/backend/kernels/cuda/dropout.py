@@ -67,10 +67,10 @@ class SamplePlace:
 
 
 class CudaDropout(InPlace, CudaOperator):
-    """y = x * keep / (1 - rate), keep by element or by sample. Nothing is saved: backward draws the mask again, which costs less
-    than reading it.
+    """Compute y = x * keep / (1 - rate), keep by element or by sample.
 
-    So backward has to come before the `begin` of the next forward pass.
+    Nothing is saved: backward draws the mask again, which costs less than reading it. So backward has to come before the
+    `begin` of the next forward pass.
     """
 
     def __init__(self, spec: DropoutSpec, x: TensorSpec, *, training: bool, runtime: CudaRuntime, block: StepBlock) -> None:

@@ -17,7 +17,8 @@ THREADS = 256
 
 @dataclass(frozen=True)
 class CudaRuntime:
-    """Args:
+    """What all operators of a device share.
+
     stream: the one on which everything is computed. precision: of products in convolutions and linear layers.
     threads: of a block that strides over items. graphs: programs are captured as CUDA graphs.
     """

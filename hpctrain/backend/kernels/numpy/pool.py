@@ -124,8 +124,11 @@ class NumpyAveragePool(_Pool):
         self.declare(scratch=[self.planes.scratch, ((self.largest if training else 0,), self.dtype)])
 
     def _counts(self, dim: int) -> np.ndarray:
-        """Taps of each window that count in one dim, int64 (Ho,) or (Wo,). A window that ceil mode lets reach beyond the padding
-        counts only what lies inside it, as in torch."""
+        """Return how many taps of each window count in one dim, int64 (Ho,) or (Wo,).
+
+        A window that ceil mode lets reach beyond the padding
+        counts only what lies inside it, as in torch.
+        """
         window, size = self.pool.window, self.inputs[0].shape[1 + dim]
         before, after = window.padding[2 * dim : 2 * dim + 2]
         start = np.arange(self.outputs[dim])[:, None] * window.stride[dim] - before

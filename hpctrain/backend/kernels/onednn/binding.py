@@ -91,7 +91,8 @@ class Unimplemented(BackendError):
 
 
 def check(status: int, what: str) -> None:
-    """
+    """Raise unless a status of oneDNN means success.
+
     Raises:
         Unimplemented: dnnl_unimplemented.
         BackendError: any other failure, with oneDNN's name of it.
@@ -325,7 +326,8 @@ class Call:
         self._raw, self._stream = primitive.primitive, engine.stream
 
     def __call__(self) -> None:
-        """
+        """Execute the primitive.
+
         Raises:
             BackendError: oneDNN refuses the arguments.
         """

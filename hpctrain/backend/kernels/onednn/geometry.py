@@ -28,8 +28,7 @@ def adjoint(window: Window) -> Window | None:
 
 
 def pooling_geometry(window: Window, size: Sequence[int], output: Sequence[int]) -> tuple[tuple[Any, ...], Pair]:
-    """Strides, kernel, dilations, leading and trailing padding; and the rows and columns of trailing padding that a rounded-up
-    output size adds to the window's own."""
+    """Return strides, kernel, dilations, leading and trailing padding, and the trailing padding that ceil mode adds."""
     (top, bottom, left, right), stride, extent = window.padding, window.stride, window.extent
     reach = [(output[dim] - 1) * stride[dim] + extent[dim] for dim in (0, 1)]
     extra = (max(0, reach[0] - size[0] - top - bottom), max(0, reach[1] - size[1] - left - right))

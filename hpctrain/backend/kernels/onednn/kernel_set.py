@@ -50,10 +50,11 @@ _PRODUCTS_REASON = "it has few pixels and many weights"
 
 
 class OnednnKernelSet(KernelSet):
-    """oneDNN's kernels where it has them, NumPy's in plain memory for the rest (empty images, dropout, synchronised batch norm,
-    windows of changing size, the loss, and whatever oneDNN would compute by its plain loops).
+    """oneDNN's kernels where it has them, NumPy's in plain memory for the rest.
 
-    Owns the engine. Threads are OpenMP's: OMP_NUM_THREADS, read when the library is loaded. Limits NumPy's BLAS to one thread in
+    The rest is empty images, dropout, synchronised batch norm, windows of changing size, the loss, and whatever oneDNN would
+    compute by its plain loops. Owns the engine. Threads are OpenMP's: OMP_NUM_THREADS, read when the library is loaded. Limits
+    NumPy's BLAS to one thread in
     the whole process: a second thread pool would compete for the cores with OpenMP's threads, which spin between two kernels.
 
     Args:
