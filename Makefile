@@ -205,9 +205,11 @@ browser: $(VENV)/installed-dev
 	fi
 
 signals: $(VENV)/installed-dev
+	mkdir -p $(RESULTS)
 	$(PY) -m tests.support.signal_storm --signals $(SIGNALS) --out $(RESULTS)/signals.json
 
 faults: $(VENV)/installed-dev
+	mkdir -p $(RESULTS)
 	$(TEST_ENV) $(PY) -m benchmarks.faults --out $(RESULTS)/faults.json
 	$(TEST_ENV) $(PY) -m tests.support.kills --kills 200 --in-writes 30 --out $(RESULTS)/kills.json
 	$(TEST_ENV) $(PY) -m tests.support.job_pairs --pairs 200 --out $(RESULTS)/job_pairs.json
