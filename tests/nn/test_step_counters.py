@@ -1,0 +1,61 @@
+"""What one step of four networks does (see tests/support/step_counters.py): golden numbers, which may fall but not rise.
+
+A change that does less writes its numbers here. A change that does more must be faster all the same, with 1 and with 2 threads,
+and its commit says by how much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from hpctrain.backend.kernels.onednn.kernel_set import available
+from hpctrain.backend.kernels.onednn.library import processor_flags
+from tests.support.step_counters import step_counters_with
+
+COUNTERS = (
+    "kernels",
+    "copied_bytes",
+    "products",
+    "numpy_products",
+    "python_calls",
+    "allocated_bytes",
+    "messages",
+    "message_bytes",
+)
+GOLDEN = {
+    "resnet20": (421, 43147936, 0, 0, 1701, 57000, 60, 1089944),
+    "resnet34": (841, 128656096, 162, 0, 5679, 613000, 111, 87326928),
+    "vgg13": (92, 7086464, 0, 4, 1212, 53700, 27, 36347408),
+    "resnet50": (456, 49386240, 27, 0, 4161, 918000, 162, 27883088),
+}
+#: Sizes of Python's own objects differ between its versions.
+ALLOWED = {"allocated_bytes": 1.05, "python_calls": 1.05}
+
+
+def risen(measured: Mapping[str, Mapping[str, int]]) -> list[str]:
+    return [
+        f"{name}: {counter} is {measured[name][counter]:,}, at most {golden:,} is allowed"
+        for name, numbers in GOLDEN.items()
+        for counter, golden in zip(COUNTERS, numbers, strict=True)
+        if measured[name][counter] > golden * ALLOWED.get(counter, 1.0)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.job
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_step_does_no_more_than_before(threads: int) -> None:
+    if (reason := available()) is not None:
+        pytest.skip(reason)
+    if "avx2" not in processor_flags():
+        pytest.skip("The processor lacks AVX2.")
+    assert not risen(step_counters_with(threads))
+
+
+def test_one_more_is_seen() -> None:
+    measured = {name: dict(zip(COUNTERS, numbers, strict=True)) for name, numbers in GOLDEN.items()}
+    assert not risen(measured)
+    measured["vgg13"]["numpy_products"] += 1
+    assert risen(measured) == ["vgg13: numpy_products is 5, at most 4 is allowed"]

@@ -1,0 +1,150 @@
+"""What one training step does, in numbers that no clock and no other program changes: `python -m tests.support.step_counters`.
+
+| counter | what |
+|---|---|
+| kernels | calls of oneDNN's primitives, reorders included |
+| copied_bytes | what reorders write |
+| products | matrix products of the library (`dnnl_sgemm`) |
+| numpy_products | matrix products of NumPy, whose second pool of threads would compete for the cores |
+| python_calls | calls of Python functions |
+| allocated_bytes | the most memory that Python and NumPy hold during a step beyond what they held before |
+| messages, message_bytes | collective operations that one of two ranks posts per step, with strategy `overlap` |
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tracemalloc
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+from weakref import WeakSet
+
+import numpy as np
+
+from hpctrain.averaging.strategies.overlap import Overlap
+from hpctrain.backend.backend import make_backend
+from hpctrain.backend.kernels.onednn.binding import Call, Engine, Primitive
+from hpctrain.bench.engine_step import EngineStep, Workload, workload
+from hpctrain.models import catalogue
+from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain.virtual.run import run_virtual, virtual_engine
+from tests.support.training import Task, train
+
+#: deep and narrow, few pixels and many weights, large linear layers, bottlenecks
+NETS = {
+    "resnet20": workload("resnet20", 8, 32),
+    "resnet34": workload("resnet34", 4, 48),
+    "vgg13": workload("vgg13", 2, 32, {"width": 0.25}),
+    "resnet50": workload("resnet50", 2, 64, {"width": 0.5}),
+}
+WARM_UP_STEPS = 3
+
+
+def step_counters() -> dict[str, dict[str, int]]:
+    """Return the counters of one step by network, on the oneDNN kernel set with this process's threads."""
+    return {name: _of_engine(net) | _of_messages(net) for name, net in NETS.items()}
+
+
+def step_counters_with(threads: int) -> Mapping[str, Mapping[str, int]]:
+    """Return the same from a process with so many threads, whose library takes AVX2 instructions at most."""
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"}
+    command = [sys.executable, "-m", "tests.support.step_counters"]
+    ended = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=300)
+    counters: Mapping[str, Mapping[str, int]] = json.loads(ended.stdout)
+    return counters
+
+
+def _of_engine(net: Workload) -> dict[str, int]:
+    counts: Counter[str] = Counter()
+    with _counting_kernels(counts):
+        step = EngineStep(net, "onednn")
+        for _ in range(WARM_UP_STEPS):
+            step.run()
+        counts.clear()
+        step.run()
+    calls = 0
+
+    def called(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(called)
+    step.run()
+    sys.setprofile(None)
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    step.run()
+    allocated = tracemalloc.get_traced_memory()[1] - before
+    tracemalloc.stop()
+    named = {name: counts[name] for name in ("kernels", "copied_bytes", "products", "numpy_products")}
+    return {**named, "python_calls": calls, "allocated_bytes": allocated}
+
+
+@contextmanager
+def _counting_kernels(counts: Counter[str]) -> Iterator[None]:
+    execute, multiply, make, matmul, dot = Call.__call__, Engine.multiply, Primitive.__init__, np.matmul, np.dot
+    copies: WeakSet[Primitive] = WeakSet()
+
+    def made(primitive: Primitive, engine: Engine, kind: str, *arguments: Any) -> None:
+        make(primitive, engine, kind, *arguments)
+        if kind == "reorder":
+            copies.add(primitive)
+
+    def counted(call: Call) -> None:
+        counts["kernels"] += 1
+        if call._primitive in copies:
+            counts["copied_bytes"] += call._memories[-1].array.nbytes
+        execute(call)
+
+    def numpys(function: Any, *arguments: Any, **options: Any) -> Any:
+        counts["numpy_products"] += 1
+        return function(*arguments, **options)
+
+    def librarys(*arguments: Any) -> None:
+        counts["products"] += 1
+        multiply(*arguments)
+
+    with (
+        mock.patch.object(Call, "__call__", counted),
+        mock.patch.object(Engine, "multiply", librarys),
+        mock.patch.object(Primitive, "__init__", made),
+        mock.patch.object(np, "matmul", partial(numpys, matmul)),
+        mock.patch.object(np, "dot", partial(numpys, dot)),
+    ):
+        yield
+
+
+def _of_messages(net: Workload) -> dict[str, int]:
+    posted: list[int] = []
+    collect = ThreadCommunicator._collect
+
+    def counted(comm: ThreadCommunicator, posting: Any, *arguments: Any) -> Any:
+        posted.append(posting.contribution.nbytes if posting.contribution is not None else 0)
+        return collect(comm, posting, *arguments)
+
+    def program(comm: ThreadCommunicator, steps: int) -> None:
+        kernels = make_backend("onednn").kernels
+        model, shape = partial(catalogue.build, net.model, net.options), (net.pixels, net.pixels, net.channels)
+        task = Task(model, kernels, Sgd, shape, batch=net.batch, samples=net.batch, steps=steps, dtype="float32")
+        train(task, comm, virtual_engine(comm), Overlap)
+
+    totals = []
+    for steps in (1, 2):  # the difference leaves out what is posted once
+        posted.clear()
+        with mock.patch.object(ThreadCommunicator, "_collect", counted):
+            run_virtual(2, partial(program, steps=steps), deadline_seconds=120)
+        totals.append((len(posted), sum(posted)))
+    (first, first_bytes), (second, second_bytes) = totals
+    return {"messages": (second - first) // 2, "message_bytes": (second_bytes - first_bytes) // 2}
+
+
+if __name__ == "__main__":
+    print(json.dumps(step_counters()))
