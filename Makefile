@@ -1,7 +1,7 @@
 # make train    install, fetch Fashion-MNIST, train the quickstart network on 2 ranks
 # make quick    lint and the fast tests, at most 3 cases of each: a minute
 # make test     every test in its smallest form: 2, 3 and 4 ranks, one process, then ranks again on Open MPI; 15 minutes on two cores
-# make test-all all cases of every test, 2,000 combinations of each of three seeds, kills, signals, 64 ranks; HOURS hours
+# make test-all all cases of every test, 2,000 combinations of each of three seeds, kills, signals, 64 ranks; hours
 # make check    lint, types, import contract, single-process tests
 # make test-N   the tests that need N ranks
 # make test-mpich     all but the tests on Open MPI
