@@ -17,6 +17,7 @@ import random
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from datetime import date
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,7 +47,8 @@ class Sampling:
         self._level = os.environ[LEVEL] = config.getoption("--level")
         self._seed = os.environ[SEED] = os.environ.get(SEED) or date.today().strftime("%Y%m%d")
         self._left_out = 0
-        self._named = [argument.partition("[")[0] for argument in config.args if "::" in argument]
+        named = (argument.partition("[")[0].partition("::") for argument in config.args if "::" in argument)
+        self._named = {f"{Path(file).resolve()}::{name}" for file, _, name in named}
 
     @pytest.hookimpl(trylast=True)  # after -m and -k have chosen
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -54,19 +56,19 @@ class Sampling:
             return
         functions: dict[str, list[pytest.Item]] = defaultdict(list)
         for item in items:
-            functions[item.nodeid.partition("[")[0]].append(item)
-        kept = {item for name, cases in functions.items() for item in (cases if name in self._named else self._kept(name, cases))}
+            functions[f"{item.path}::{item.nodeid.partition('[')[0].partition('::')[2]}"].append(item)
+        kept = {item for name, cases in functions.items() for item in (cases if name in self._named else self._kept(cases))}
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         self._left_out = len(items) - len(kept)
         items[:] = [item for item in items if item in kept]
 
-    def _kept(self, name: str, cases: Sequence[pytest.Item]) -> Sequence[pytest.Item]:
+    def _kept(self, cases: Sequence[pytest.Item]) -> Sequence[pytest.Item]:
         """Return the cases of a function that run: those that once failed, and a sample that the seed draws."""
         if cases[0].get_closest_marker("thorough"):
             return ()
         always = {case for mark in cases[0].iter_markers("once_failed") for case in mark.args}
         chosen = [case for case in cases if case.nodeid.partition("[")[2][:-1] in always]
-        drawn = random.Random(f"{self._seed} {name}").sample(cases, len(cases))
+        drawn = random.Random(f"{self._seed} {cases[0].nodeid.partition('[')[0]}").sample(cases, len(cases))
         sample = cases[0].get_closest_marker("sample")
         count = sample.args[0] if sample else QUICK_CASES if self._level == "quick" else None
         if count is not None:
