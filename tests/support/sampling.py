@@ -1,13 +1,6 @@
-"""Which tests a run leaves out: three levels, and a covering sample of each large product of parameters.
+"""Which tests a run leaves out, by its level (docs/testing.md): quick, usual, or all.
 
-| level | make | what runs |
-|---|---|---|
-| quick | quick | fast tests, at most 3 cases of a function |
-| usual (default) | test | each value of each parameter of large products; `sample(n)` cases of costly functions |
-| all | test-all | everything, with `amount`s at length |
-
-Cases are drawn by HPCTRAIN_TEST_SEED, by default the date; the summary prints it. A test that is named on the command line
-(`file.py::test_name`) runs with all its cases.
+Cases are drawn by HPCTRAIN_TEST_SEED, by default the date. A test that is named on the command line runs with all its cases.
 """
 
 from __future__ import annotations
