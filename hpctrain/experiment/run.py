@@ -104,7 +104,9 @@ def _run_owned(
         watch.keeps(partial(kept_clause, directory))
         flight_records.keep(session, directory, reporter, shrunk=memory.shrunk)
         collective_schedules.keep(session, parts, directory)
-        account = RunAccount(session, parts, _start_measuring(session, parts, directory, reporter))
+        account = RunAccount(
+            session, parts, _start_measuring(session, parts, directory, reporter), _most_steps(session, parts, begun, steps)
+        )
         report = _trace_report(session)
         reads, data = ReadReport(session, parts, reporter), DataAccount(session, reporter)
         hashes = RunHashes(session, parts.replica, directory)
@@ -127,6 +129,12 @@ def _run_owned(
     if session.is_root:
         _conclude(session, replace(outcome, evaluation=evaluation), directory, reason, checkpoints)
     return reason is not None
+
+
+def _most_steps(session: Session, parts: Parts, done: int, steps: int) -> int:
+    """The steps that a run can take which has done some. steps: that it is to take; 0: all."""
+    left = session.config.epochs * len(parts.loader) - done
+    return min(left, steps) if steps else left
 
 
 def _parts(

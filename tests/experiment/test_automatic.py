@@ -17,7 +17,7 @@ from hpctrain.config.schema import Config
 from hpctrain.data import format as data_format
 from hpctrain.errors import CheckpointError, ConfigError
 from hpctrain.experiment import automatic, start_search
-from hpctrain.experiment.automatic_choice import Resolved
+from hpctrain.experiment.automatic_choice import META, Resolved
 from hpctrain.experiment.start_search import StartedJob
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.planner import machine_file
@@ -102,7 +102,7 @@ def _run(folder: Path, resolved: Resolved, *, keep: bool = True) -> RunDirectory
     """A run directory with a checkpoint, as a run leaves it."""
     directory = RunDirectory.create(folder / "runs", "tiny", config="name: tiny\n", versions={}, git={})
     automatic.keep(resolved, directory)
-    meta = {} if resolved.choice is None or not keep else {automatic.META: resolved.choice.to_meta()}
+    meta = {} if resolved.choice is None or not keep else {META: resolved.choice.to_meta()}
     checkpoint.write(checkpoint.checkpoint_path(directory.checkpoints, 3), CheckpointContent({}, meta))
     return directory
 
