@@ -205,6 +205,8 @@ class ConfiguredProcess(JobProcess):
 
         if self._config is not None:
             automatic.load(self._config)
+            if self._config.trace:
+                from hpctrain.experiment import trace_report  # noqa: F401
         if trains:
             from hpctrain.experiment import run  # noqa: F401
 
