@@ -16,7 +16,7 @@ from hpctrain.config.load import load
 from hpctrain.config.schema import Config
 from hpctrain.data import format as data_format
 from hpctrain.errors import CheckpointError, ConfigError
-from hpctrain.experiment import automatic, start_search
+from hpctrain.experiment import automatic, automatic_search, start_search
 from hpctrain.experiment.automatic_choice import META, Resolved
 from hpctrain.experiment.start_search import StartedJob
 from hpctrain.parallel.parallel_plan import ParallelPlan
@@ -265,7 +265,7 @@ def test_the_run_directory_keeps_the_choice_of_its_latest_start(folder: Path, se
 
 
 def test_a_plan_without_a_job_says_what_is_missing(folder: Path, search: _Search) -> None:
-    planned_config: Callable[..., Config] = automatic.planned
+    planned_config: Callable[..., Config] = automatic_search.planned
     config = _config(folder)
     assert planned_config(config, 2, None, None, None).automatic == ()
     with pytest.raises(
