@@ -34,6 +34,7 @@ def _compute(command: str) -> None:
 
     open_closed_streams()
     import faulthandler
+    import gc
     import os
 
     from hpctrain.flight import start_records
@@ -43,6 +44,8 @@ def _compute(command: str) -> None:
     from hpctrain.launch.output_file import go_on_without_output
     from hpctrain.launch.signals import SignalWatch, of_process
 
+    if command in ("train", "eval"):
+        gc.disable()  # until all is loaded (see `ConfiguredProcess`): modules are looked through for nothing
     if command != "script":
         os.environ.setdefault(*_NO_PLUGINS)
     launcher, keeper, recording = started_by(os.environ), Keeper(), contextlib.ExitStack()

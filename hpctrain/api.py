@@ -34,7 +34,7 @@ from hpctrain.experiment.loop_checkpoints import LoopCheckpoints
 from hpctrain.experiment.network_choice import Automatic
 from hpctrain.experiment.same_start import check_same_program
 from hpctrain.experiment.session import on_grid
-from hpctrain.experiment.start_search import StartedJob
+from hpctrain.experiment.started_job import StartedJob
 from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.launch.exit_codes import STOPPED
 from hpctrain.launch.launcher import detect

@@ -118,7 +118,7 @@ class ConfiguredProcess(JobProcess):
         Args:
             work: trains from a source, or the beginning, repeating a run's averaging or not. resume, repeated: as for `start`.
         """
-        self._begin(partial(load_config, file, overrides))
+        self._begin(partial(load_config, file, overrides), trains=True)
         while True:
             try:
                 return self._attempt(work, resume, repeated)
@@ -180,22 +180,35 @@ class ConfiguredProcess(JobProcess):
         assert self.world is not None, "MPI has started"
         return self.world
 
-    def _begin(self, read: ReadConfig) -> None:
-        """Read the configuration, set the threads, then start MPI, in any case."""
+    def _begin(self, read: ReadConfig, *, trains: bool = False) -> None:
+        """Read the configuration, set the threads, load the program, then start MPI, in any case."""
         try:
             self._prepared = self._prepare(read)
             self._config = self._prepared[0]
         except HpctrainError as error:
             self._prepared = error
-        from hpctrain.experiment import automatic  # noqa: F401  loads h5py, which starts a process: no one should once MPI runs
+        self._load(trains=trains)
         from hpctrain.experiment.transport import tried
         from hpctrain.storage.run_directory import git_state
 
+        _collect_again()
         self._revision = git_state() if self.rank() == 0 else {}  # starts processes, too
         self._device_messages = tried(self._config, self.launcher)  # and this one
         self.flight.phase("")
         self.start_world(self._deadline_seconds)
         self.exits.callback(self.end_mpi)  # while its segments are still written down: who is killed here has left them
+
+    def _load(self, *, trains: bool) -> None:
+        """Load what the job will need: while no rank waits for another one, so that a slow file system does not hold up all."""
+        from hpctrain.experiment import automatic
+        from hpctrain.storage import checkpoint  # noqa: F401  loads h5py, which starts a process: no one should once MPI runs
+
+        if self._config is not None:
+            automatic.load(self._config)
+            if self._config.trace:
+                from hpctrain.experiment import trace_report  # noqa: F401
+        if trains:
+            from hpctrain.experiment import run  # noqa: F401
 
     @property
     def _deadline_seconds(self) -> float:
@@ -210,7 +223,7 @@ class ConfiguredProcess(JobProcess):
         from hpctrain.experiment.automatic import resolve
         from hpctrain.experiment.same_start import check_same_start
         from hpctrain.experiment.session import Session
-        from hpctrain.experiment.start_search import StartedJob
+        from hpctrain.experiment.started_job import StartedJob
         from hpctrain.experiment.user_code import check_alike
 
         world = self._joined
@@ -252,6 +265,13 @@ class ConfiguredProcess(JobProcess):
 
             tensorboard_writer()  # what is missing is told before the job starts, and no process is started once MPI runs
         return filled(config), threads
+
+
+def _collect_again() -> None:
+    """End the pause of Python's collector since the process began, if there is one; what was loaded is never looked at again."""
+    if not gc.isenabled():
+        gc.freeze()
+        gc.enable()
 
 
 def _tell_start(launcher: Launcher, flight: FlightRecorder) -> None:

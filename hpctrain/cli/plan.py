@@ -189,7 +189,7 @@ def _task(
     config, source = load_config(file, overrides)
     check_names(config, source)
     if config.automatic:
-        from hpctrain.experiment.automatic import planned
+        from hpctrain.experiment.automatic_search import planned
 
         config = planned(config, ranks, machine, image, classes)
     return prepare(config, ranks, image, classes)

@@ -7,8 +7,6 @@ from typing import Literal
 
 from hpctrain.backend.arithmetic import Arithmetic
 from hpctrain.comm.base import Array, Communicator
-from hpctrain.comm.device_mpi import over_mpi
-from hpctrain.comm.nccl import joined, over_nccl
 from hpctrain.comm.staged import StagedCommunicator
 from hpctrain.comm.two_level import TwoLevel
 
@@ -28,9 +26,12 @@ def reaching(transport: Transport, comm: Communicator, arithmetic: Arithmetic) -
 
     In two levels, MPI reaches devices in both; NCCL does within nodes, and between nodes arrays go by way of the host.
     """
+    if transport == "staged":
+        return staged(comm, arithmetic)
+    from hpctrain.comm.device_mpi import over_mpi  # these for jobs on GPUs alone
+    from hpctrain.comm.nccl import joined, over_nccl
+
     match transport:
-        case "staged":
-            return staged(comm, arithmetic)
         case "mpi" if isinstance(comm, TwoLevel):
             return TwoLevel(over_mpi(comm.flat, arithmetic), comm.levels, partial(_buffer, arithmetic))
         case "mpi":

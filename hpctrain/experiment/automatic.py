@@ -5,36 +5,11 @@ A run that goes on from a checkpoint on as many ranks keeps what was decided the
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
-from hpctrain.comm.base import Communicator
-from hpctrain.comm.progress_mode import ProgressMode
-from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
-from hpctrain.config.data_section import SYNTHETIC
 from hpctrain.config.schema import Config
-from hpctrain.errors import ConfigError, DataError
-from hpctrain.experiment import grid, planned_job, planner_costs
-from hpctrain.experiment.automatic_choice import AutomaticChoice, Resolved, model_digest
-from hpctrain.experiment.candidate_keys import with_candidate, with_defaults
-from hpctrain.experiment.checkpoint_search import find_checkpoint
-from hpctrain.experiment.dry_run import prepare
-from hpctrain.experiment.images import open_alike
-from hpctrain.experiment.planned_run import Image, PlannedRun
-from hpctrain.experiment.same_start import Subject, compare
-from hpctrain.experiment.start_search import BestCandidate, StartedJob, best, find
-from hpctrain.input_file import read_text
-from hpctrain.planner import machine_file
-from hpctrain.planner.averaging_costs import AveragerChoice
-from hpctrain.planner.prediction import SimulationOptions
-from hpctrain.planner.search_space import SearchSpace
-from hpctrain.storage import checkpoint
+from hpctrain.experiment.automatic_choice import Resolved
+from hpctrain.experiment.started_job import StartedJob
 from hpctrain.storage.atomic_write import write_json
-from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.storage.run_directory import RunDirectory
-
-#: of a checkpoint's metadata
-META = "choice"
 
 
 def resolve(config: Config, started: StartedJob, resume: str | None = None, repeated: str | None = None) -> Resolved:
@@ -50,126 +25,15 @@ def resolve(config: Config, started: StartedJob, resume: str | None = None, repe
     """
     if not config.automatic:
         return Resolved(config)
-    world = started.world
-    there = None if resume is None else find_checkpoint(world, config.output, config.name, resume)
-    kept, lines = started.on_root(lambda: _stored(config, world.size, there, repeated))
-    if kept is not None:
-        return Resolved(kept.applied(config), kept, None, lines)
-    _check_same_images(config, world)
-    task = raise_on_all_ranks(world, lambda: stand_in(config, world.size))
-    outcome = find(started, planned_job.job(task), _space(config, task, world.size), config.machine)
-    choice = _choice(config, world.size, task, outcome)
-    resolved = choice.applied(config)
-    return Resolved(resolved, choice, outcome.machine, (*lines, choice.line(resolved)))
+    from hpctrain.experiment.automatic_search import choose  # which `load` has loaded by then
+
+    return choose(config, started, resume, repeated)
 
 
-def _check_same_images(config: Config, world: Communicator) -> None:
-    """Compare the training file, whose header determines the job, between ranks; it may not exist yet. Collective.
-
-    Raises:
-        DataError: a rank has another file than most ranks, or has one that others lack; on every rank.
-    """
-    path = config.data.train
-    there = path == SYNTHETIC or Path(path).exists()
-    compare(
-        world, Subject("another data.train", f"give all nodes the same {path}", {"whether it exists": there}, error=DataError)
-    )
-    if there:
-        open_alike(world, config, ("train",))
-
-
-def _stored(
-    config: Config, ranks: int, there: tuple[Path, CheckpointContent] | None, repeated: str | None
-) -> tuple[AutomaticChoice | None, tuple[str, ...]]:
-    """The choice that an earlier run keeps, where it goes on; lines that say so, or why it does not."""
-    stored = _of_checkpoint(there) or _of_run(repeated)
-    if stored is None:
-        return None, ()
-    choice, place = stored
-    open_sections = " and ".join(config.automatic)
-    if choice.ranks != ranks:
-        return None, (f"{ranks} ranks instead of {choice.ranks}: {open_sections} chosen again",)
-    if set(choice.sections) != set(config.automatic):
-        return None, (f"{' and '.join(choice.sections)} auto until now: {open_sections} chosen again",)
-    choice.check_fits(stand_in(config, ranks), place)
-    return choice, (f"{choice.line(choice.applied(config))}; kept from {place}",)
-
-
-def _of_checkpoint(there: tuple[Path, CheckpointContent] | None) -> tuple[AutomaticChoice, str] | None:
-    """The choice that the checkpoint keeps from which the run goes on, and its place."""
-    if there is None or META not in there[1].meta:
-        return None
-    place, meta = str(there[0]), there[1].meta[META]
-    return AutomaticChoice.from_meta(meta, place), place
-
-
-def _of_run(repeated: str | None) -> tuple[AutomaticChoice, str] | None:
-    """The choice of a run whose averaging is repeated, from its directory or a checkpoint, and its place."""
-    if repeated is None:
-        return None
-    if Path(repeated).is_file() or checkpoint.is_sharded(Path(repeated)):
-        meta = checkpoint.open_checkpoint(Path(repeated)).meta.get(META)
-        return None if meta is None else (AutomaticChoice.from_meta(meta, repeated), repeated)
-    path = RunDirectory.open(Path(repeated)).choice_path
-    return (AutomaticChoice.from_meta(json.loads(read_text(path)), str(path)), str(path)) if path.exists() else None
-
-
-def planned(config: Config, ranks: int | None, machine: str | None, image: Image | None, classes: int | None) -> Config:
-    """The configuration as a job of so many ranks on a machine would run it, without that job.
-
-    Args:
-        ranks: None: as many as the configured grid has. machine: a file or a name; None: the configured one.
-        image, classes: as `prepare` takes them.
-
-    Raises:
-        ConfigError: something is left open, and ranks or a machine are missing; or as `decide`.
-    """
-    if not config.automatic:
-        return config
-    name = machine or config.machine
-    if ranks is None and not config.grid.automatic and config.grid.cols is not None:
-        ranks = config.grid.rows * config.grid.cols
-    if ranks is None or name is None:
-        lacks = "the number of ranks" if ranks is None else "the machine"
-        option = "--ranks" if ranks is None else "--machine"
-        raise ConfigError(
-            f"{' and '.join(config.automatic)} {'is' if len(config.automatic) == 1 else 'are'} auto, which follows from {lacks}; "
-            f"give {option}, or values in place of auto."
-        )
-    there, task = machine_file.read(name), stand_in(config, ranks, image, classes)
-    costs = planner_costs.costs(there, task)
-    outcome = best(planned_job.job(task), there, costs, ranks, _space(config, task, ranks))
-    return _choice(config, ranks, task, outcome).applied(config)
-
-
-def _choice(config: Config, ranks: int, task: PlannedRun, outcome: BestCandidate) -> AutomaticChoice:
-    chosen = with_candidate(config, outcome.candidate).model_dump(mode="json")
-    sections = {section: chosen[section] for section in config.automatic}
-    return AutomaticChoice(sections, ranks, model_digest(task), outcome.prediction, outcome.next_best)
-
-
-def _space(config: Config, task: PlannedRun, ranks: int) -> SearchSpace:
-    """All that the configuration leaves open; what it names is fixed, and so are micro-batches, which change batch statistics."""
-    given = config.averager
-    fixed_grid = None if config.grid.automatic else (config.grid.rows, grid.columns(config, ranks))
-    if fixed_grid is None and not task.kernels.arithmetic.on_host:
-        fixed_grid = (1, ranks)  # the costs know of no way through the host's memory, which split layers take
-    return SearchSpace(
-        fixed_grid=fixed_grid,
-        fixed_plan=None if config.plan.automatic else grid.parallel_plan(config, max(1, ranks // config.grid.rows)),
-        fixed_averager=None if given.automatic else AveragerChoice(given.name, given.options),
-        fixed_micro_batches=config.micro_batches,
-        options=SimulationOptions(progress=ProgressMode.TEST if config.progress == "auto" else ProgressMode(config.progress)),
-    )
-
-
-def stand_in(config: Config, ranks: int, image: Image | None = None, classes: int | None = None) -> PlannedRun:
-    """The run with the defaults in place of what is open: its model, images and parameters are those of any choice.
-
-    Raises:
-        HpctrainError: what configuration and data do not agree on, whatever is chosen.
-    """
-    return prepare(with_defaults(config), 1 if config.grid.automatic else ranks, image, classes)
+def load(config: Config) -> None:
+    """Load what `resolve` needs: before ranks wait for each other, as one whose file system is slow would hold up all."""
+    if config.automatic:
+        from hpctrain.experiment import automatic_search  # noqa: F401
 
 
 def keep(resolved: Resolved, directory: RunDirectory) -> None:
@@ -179,4 +43,6 @@ def keep(resolved: Resolved, directory: RunDirectory) -> None:
         return
     write_json(directory.choice_path, resolved.choice.to_meta())
     if resolved.machine is not None:
+        from hpctrain.planner import machine_file  # loaded: it measured the machine
+
         machine_file.write(directory.machine_path, resolved.machine)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -14,10 +14,15 @@ from hpctrain.config.schema import Config
 from hpctrain.errors import CheckpointError, ConfigError
 from hpctrain.experiment import grid
 from hpctrain.experiment.candidate_keys import flow
-from hpctrain.experiment.planned_run import PlannedRun
 from hpctrain.parallel.parallel_plan import ParallelPlan
-from hpctrain.planner.machine import Machine
-from hpctrain.planner.prediction import Prediction
+
+if TYPE_CHECKING:  # no start loads the planner where nothing is `auto`
+    from hpctrain.experiment.planned_run import PlannedRun
+    from hpctrain.planner.machine import Machine
+    from hpctrain.planner.prediction import Prediction
+
+#: of a checkpoint's metadata
+META = "choice"
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import shlex
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from hpctrain.config.dump import dump
 from hpctrain.config.schema import AveragerConfig, Config, GridConfig, PlanConfig
 from hpctrain.parallel.parallel_plan import ParallelPlan
-from hpctrain.planner.job import Candidate
+
+if TYPE_CHECKING:
+    from hpctrain.planner.job import Candidate
 
 _WIDEST = 1_000_000  # an override is one line
 

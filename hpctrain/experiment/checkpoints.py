@@ -15,7 +15,8 @@ from hpctrain.comm.base import Communicator
 from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
 from hpctrain.config.dump import dump
 from hpctrain.data.facts import ImageForm
-from hpctrain.experiment import automatic, collective_schedules, exact_promise
+from hpctrain.experiment import collective_schedules, exact_promise
+from hpctrain.experiment.automatic_choice import META
 from hpctrain.experiment.best_checkpoint import BestCheckpoint
 from hpctrain.experiment.build import Parts
 from hpctrain.experiment.grid import describe, parallel_plan
@@ -139,7 +140,7 @@ class RunCheckpoints:
             meta |= self.best.to_meta(position.global_step)
             meta |= self._place()
         if session.resolved.choice is not None:
-            meta[automatic.META] = session.resolved.choice.to_meta()
+            meta[META] = session.resolved.choice.to_meta()
         if digests := user_code.digests():
             meta["code"] = digests
         return meta

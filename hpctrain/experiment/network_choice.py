@@ -12,7 +12,8 @@ from hpctrain.backend.cuda.choose import NodePlace
 from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
 from hpctrain.errors import ConfigError
 from hpctrain.experiment import planned_job
-from hpctrain.experiment.start_search import BestCandidate, StartedJob, find
+from hpctrain.experiment.start_search import BestCandidate, find
+from hpctrain.experiment.started_job import StartedJob
 from hpctrain.nn.layer import Layer
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.optimizers import OPTIMIZERS

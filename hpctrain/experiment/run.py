@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hpctrain import rank_log, user_code
 from hpctrain.backend.kernels.specs import TensorSpec
@@ -16,7 +17,7 @@ from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
 from hpctrain.config.dump import dump
 from hpctrain.config.schema import Config
 from hpctrain.errors import CheckpointError, CommunicationTimeoutError, ConfigError, HpctrainError, RankLostError
-from hpctrain.experiment import automatic, collective_schedules, compute_only, exact_promise, flight_records, memory_account
+from hpctrain.experiment import automatic, collective_schedules, exact_promise, flight_records, memory_account
 from hpctrain.experiment.best_checkpoint import nothing_to_choose
 from hpctrain.experiment.build import Parts, build, build_trainer
 from hpctrain.experiment.checkpoints import RunCheckpoints
@@ -36,7 +37,6 @@ from hpctrain.experiment.run_hashes import RunHashes
 from hpctrain.experiment.run_ownership import RunOwnership
 from hpctrain.experiment.session import Session
 from hpctrain.experiment.stop import StopReason, kept_clause, stop_lines, stop_reason
-from hpctrain.experiment.trace_report import TraceReport
 from hpctrain.launch.signals import SignalWatch
 from hpctrain.storage import checkpoint
 from hpctrain.storage.leftovers import ABANDONED_SECONDS, remove_left
@@ -50,6 +50,9 @@ from hpctrain.train.progress_text import loss_text
 from hpctrain.train.reporters import make_reporter
 from hpctrain.train.snapshot import Position
 from hpctrain.train.trainer import Outcome, Trainer
+
+if TYPE_CHECKING:
+    from hpctrain.experiment.trace_report import TraceReport
 
 
 def run_training(
@@ -104,7 +107,9 @@ def _run_owned(
         watch.keeps(partial(kept_clause, directory))
         flight_records.keep(session, directory, reporter, shrunk=memory.shrunk)
         collective_schedules.keep(session, parts, directory)
-        account = RunAccount(session, parts, _start_measuring(session, parts, directory, reporter))
+        account = RunAccount(
+            session, parts, _start_measuring(session, parts, directory, reporter), _most_steps(session, parts, begun, steps)
+        )
         report = _trace_report(session)
         reads, data = ReadReport(session, parts, reporter), DataAccount(session, reporter)
         hashes = RunHashes(session, parts.replica, directory)
@@ -127,6 +132,12 @@ def _run_owned(
     if session.is_root:
         _conclude(session, replace(outcome, evaluation=evaluation), directory, reason, checkpoints)
     return reason is not None
+
+
+def _most_steps(session: Session, parts: Parts, done: int, steps: int) -> int:
+    """The steps that a run can take which has done some. steps: that it is to take; 0: all."""
+    left = session.config.epochs * len(parts.loader) - done
+    return min(left, steps) if steps else left
 
 
 def _parts(
@@ -157,7 +168,11 @@ def _checkpoints(
 
 def _trace_report(session: Session) -> TraceReport | None:
     trace = session.progress.trace
-    return None if trace is None else TraceReport(session.world, session.progress, trace)
+    if trace is None:
+        return None
+    from hpctrain.experiment.trace_report import TraceReport  # for traced runs alone
+
+    return TraceReport(session.world, session.progress, trace)
 
 
 def _finish_trace(trace: TraceReport | None, session: Session, parts: Parts, directory: RunDirectory, reporter: Reporter) -> None:
@@ -196,6 +211,9 @@ def _train(
 
 def run_compute_only(session: Session, steps: int, style: ProgressStyle | None = None) -> None:
     """Time steps that exchange nothing, then the exchange alone; print and record both. The session traces. Collective."""
+    from hpctrain.experiment import compute_only
+    from hpctrain.experiment.trace_report import TraceReport
+
     alone = compute_only.without_communication(session)
     parts = build(alone)
     collective_schedules.agree(alone, parts)

@@ -5,50 +5,48 @@ What is simulated are messages, and waits for them; the times of operators are t
 
 from __future__ import annotations
 
-from hpctrain.boxes import even
+import math
+from typing import TYPE_CHECKING
+
 from hpctrain.comm.progress_mode import ProgressMode
-from hpctrain.data.sampler import counts as counts_over
-from hpctrain.errors import BackendError, HpctrainError
-from hpctrain.experiment import planned_job, step_account
-from hpctrain.experiment.automatic_choice import PredictedStep, predicted_step_of
+from hpctrain.errors import HpctrainError
+from hpctrain.experiment import step_account
+from hpctrain.experiment.automatic_choice import PredictedStep
 from hpctrain.experiment.build import Parts
-from hpctrain.experiment.grid import parallel_plan
-from hpctrain.experiment.machine_here import measured_in_haste
 from hpctrain.experiment.session import Session
-from hpctrain.nn.compile.plan import ExecutionPlan
-from hpctrain.optim.optimizers import OPTIMIZERS
-from hpctrain.parallel.parallel_plan import ParallelPlan
-from hpctrain.planner import machine_file
-from hpctrain.planner.compute_costs import ComputeCosts
-from hpctrain.planner.job import Candidate
-from hpctrain.planner.machine import Machine
-from hpctrain.planner.predict import predict
-from hpctrain.planner.prediction import SimulationOptions
-from hpctrain.planner.rate_costs import RateCosts
-from hpctrain.planner.sampled_costs import SampledCosts, SampledTimes, sampled_rates
 from hpctrain.train.metrics import Reporter
 from hpctrain.train.operator_sample import OperatorSample
 from hpctrain.train.step_times import StepTimes
 from hpctrain.train.trainer import Outcome
+
+if TYPE_CHECKING:
+    from hpctrain.experiment.step_prediction import StepPrediction
 
 
 class RunAccount:
     """Made before the first step, finished after the last one. Both are collective over the world.
 
     Args:
-        mode: in which messages progress.
+        mode: in which messages progress. most_steps: that the run can take.
 
     Attributes:
         sample: records operators of a few steps; None where nothing is predicted from them, or a trace has them already.
     """
 
-    def __init__(self, session: Session, parts: Parts, mode: ProgressMode) -> None:
-        self._session, self._parts, self._mode = session, parts, mode
-        self._wanted = session.world.size > 1 or session.config.machine is not None
+    def __init__(self, session: Session, parts: Parts, mode: ProgressMode, most_steps: float = math.inf) -> None:
+        self._session = session
+        many = most_steps >= step_account.FEWEST_STEPS
+        self._wanted = many and (session.world.size > 1 or session.config.machine is not None)
         self.sample: OperatorSample | None = None
         on_host = parts.backend.kernels.arithmetic.on_host
         if self._wanted and session.resolved.choice is None and session.progress.trace is None and on_host:
             self.sample = OperatorSample(parts.replica, session.threads.threads)
+        self._prediction: StepPrediction | None = None
+        if self._wanted and session.resolved.choice is None:
+            # The planner: not for runs that predict nothing, and not at the end of a run, for whose time files may have changed.
+            from hpctrain.experiment.step_prediction import StepPrediction
+
+            self._prediction = StepPrediction(session, parts, mode, self.sample)
 
     def finish(self, step_times: StepTimes, outcome: Outcome, reporter: Reporter) -> None:
         """Say and record the account, where there are steps enough."""
@@ -67,67 +65,8 @@ class RunAccount:
         choice = self._session.resolved.choice
         if choice is not None:
             return choice.prediction, ""
+        assert self._prediction is not None
         try:
-            machine = self._machine(in_haste=in_haste)
-            return (self._simulated(machine), "") if self._session.is_root else (None, "")
+            return self._prediction.predicted(in_haste=in_haste), ""
         except HpctrainError as error:
             return None, str(error).rstrip(".")
-
-    def _machine(self, *, in_haste: bool) -> Machine:
-        """The configured machine, else one whose links are measured now; the same on every rank, and errors too. Collective.
-
-        Raises:
-            HpctrainError: there is none.
-        """
-        session, name = self._session, self._session.config.machine
-        if name is not None:
-            return machine_file.read(name)
-        if in_haste:
-            raise HpctrainError("the job had to end")
-        times = self._times()
-        if not all(session.world.allgather_object(times is not None)):
-            raise BackendError("operators that do not run on the processor are not timed; a machine file has their rates")
-        assert times is not None
-        rates = sampled_rates(self._plan(), times)
-        return measured_in_haste(session.world, lambda before: rates, session.config.deadline_seconds)
-
-    def _times(self) -> SampledTimes | None:
-        """The times of this rank's operators, in a few steps, or in all where they are traced."""
-        trace = self._session.progress.trace
-        if self.sample is not None:
-            return SampledTimes.of(self.sample.events())
-        return None if trace is None or not self._parts.backend.kernels.arithmetic.on_host else SampledTimes.of(trace.events())
-
-    def _plan(self) -> ExecutionPlan:
-        """The plan that this rank runs in a step with the full batch."""
-        config, groups = self._session.config, self._session.groups
-        counts = counts_over(config.batch, groups.all_ranks.size, groups.split_size, config.exact.shards)
-        first = groups.position - groups.split_rank
-        of_group = tuple(
-            even(count, self._parts.replica.passes.micro_batches)[0] for count in counts[first : first + groups.split_size]
-        )
-        return self._parts.replica.network.program(of_group, training=True).plan
-
-    def _simulated(self, machine: Machine) -> PredictedStep:
-        """The simulated step, from the operators of this rank.
-
-        Raises:
-            HpctrainError: a run that cannot be simulated, with the reason.
-        """
-        config, network, cols = self._session.config, self._parts.replica.network, self._session.grid.cols
-        job = planned_job.of_network(
-            network.model,
-            network.image_shape,
-            network.kernels,
-            dtype=self._parts.backend.dtype,
-            batch=config.batch,
-            optimizer=OPTIMIZERS.create(config.optimizer.name, config.optimizer.options),
-        )
-        plan = parallel_plan(config, cols) if config.grid.rows > 1 else ParallelPlan(1, cols)
-        candidate = Candidate(plan, config.averager.name, config.averager.options, self._parts.replica.passes.micro_batches)
-        costs: ComputeCosts = RateCosts(machine, config.dtype)
-        times = self._times()
-        if times is not None:
-            costs = SampledCosts(self._plan(), times, costs)
-        options = SimulationOptions(progress=self._mode)
-        return predicted_step_of(predict(job, candidate, machine, costs, options), machine)

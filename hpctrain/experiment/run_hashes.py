@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from hpctrain.experiment.session import Session
 from hpctrain.storage.bookkeeping import PatientRecords
-from hpctrain.storage.hash_file import HashFile
 from hpctrain.storage.run_directory import RunDirectory
 from hpctrain.trace.tracer import Category
-from hpctrain.train.element_hash import hash_of_all
 from hpctrain.train.replica import Replica
 from hpctrain.train.snapshot import Position
-from hpctrain.train.state_hashes import StateHashes
+
+if TYPE_CHECKING:
+    from hpctrain.train.state_hashes import StateHashes
 
 
 class RunHashes:
@@ -22,13 +24,21 @@ class RunHashes:
 
     def __init__(self, session: Session, replica: Replica, directory: RunDirectory) -> None:
         self._is_root, self._replica, self._trace = session.is_root, replica, session.progress.trace
-        self._hashes = StateHashes(replica) if session.config.hashes.every_steps else None
+        self._hashes: StateHashes | None = None
+        if not session.config.hashes.every_steps:
+            return
+        from hpctrain.storage.hash_file import HashFile  # these for runs that keep hashes alone
+        from hpctrain.train.state_hashes import StateHashes
+
+        self._hashes = StateHashes(replica)
         self._records = PatientRecords(directory.bookkeeping, "hashes", HashFile(directory.hashes_path).append)
 
     def keep(self, position: Position) -> None:
         """Record the hashes of the state at a position. Between steps, after `settle` of the replica; drains it."""
         if self._hashes is None:
             return
+        from hpctrain.train.element_hash import hash_of_all  # loaded with the others
+
         begin_ns = self._trace.clock_ns() if self._trace is not None else 0
         self._replica.drain()
         hashes = self._hashes.take()
@@ -40,4 +50,5 @@ class RunHashes:
 
     def finish(self, position: Position) -> None:
         """Write what waits, and say what is lost. The position is that of the end. Not collective."""
-        self._records.close()
+        if self._hashes is not None:
+            self._records.close()

@@ -18,12 +18,12 @@ from hpctrain.config.duration import SLURM
 from hpctrain.config.schema import Config, ScheduleConfig
 from hpctrain.data.facts import DataFacts
 from hpctrain.errors import ConfigError, HpctrainError
-from hpctrain.experiment.automatic import stand_in
+from hpctrain.experiment.automatic_search import stand_in
 from hpctrain.experiment.image_sizes import size_faults
 from hpctrain.experiment.images import check_shapes, evaluation_images, open_images, training_shape
 from hpctrain.experiment.planned_run import Image
 from hpctrain.experiment.single_values import single_values_of
-from hpctrain.experiment.start_search import StartedJob
+from hpctrain.experiment.started_job import StartedJob
 from hpctrain.models import catalogue
 
 #: behind the name of the configuration, so that neither `--resume auto` nor another run of that name takes one for the other

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
-from hpctrain.comm.base import Communicator
-from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
 from hpctrain.experiment.automatic_choice import PredictedStep, chosen_words, predicted_step_of
 from hpctrain.experiment.machine_here import measured
 from hpctrain.experiment.start_times import measured_times
+from hpctrain.experiment.started_job import StartedJob
 from hpctrain.planner import machine_file
 from hpctrain.planner.compute_costs import ComputeCosts
 from hpctrain.planner.job import Candidate, Job
@@ -20,8 +17,6 @@ from hpctrain.planner.predict import predict
 from hpctrain.planner.rate_costs import RateCosts
 from hpctrain.planner.search import SearchChoice, search
 from hpctrain.planner.search_space import SearchSpace
-
-Told = TypeVar("Told")
 
 _TIMING_SECONDS = 20.0
 
@@ -37,20 +32,6 @@ class BestCandidate:
     prediction: PredictedStep
     next_best: str
     machine: Machine | None = None
-
-
-@dataclass(frozen=True)
-class StartedJob:
-    """All ranks of a started job, before there is a grid. threads: of a rank. deadline_seconds: that a rank waits for others."""
-
-    world: Communicator
-    threads: int
-    deadline_seconds: float
-
-    def on_root(self, work: Callable[[], Told]) -> Told:
-        """The result of rank 0's work, on every rank; an error, too. Collective."""
-        told: Told = self.world.broadcast_object(raise_on_all_ranks(self.world, lambda: work() if self.world.rank == 0 else None))
-        return told
 
 
 def find(started: StartedJob, job: Job, space: SearchSpace, machine: str | None) -> BestCandidate:

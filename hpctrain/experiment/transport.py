@@ -7,9 +7,7 @@ import os
 from hpctrain.backend.arithmetic import Arithmetic
 from hpctrain.backend.backend import UNPROVED
 from hpctrain.backend.cuda import choose
-from hpctrain.comm import nccl
 from hpctrain.comm.base import Communicator
-from hpctrain.comm.device_probe import AWARE, UNTRIED, last_line, trial
 from hpctrain.comm.transports import Transport
 from hpctrain.config.schema import Config
 from hpctrain.errors import BackendError, ConfigError
@@ -27,6 +25,8 @@ def tried(config: Config | None, launcher: Launcher) -> str | None:
         return None
     if choose.DEVICE_VARIABLE in os.environ or not choose.cupy_is_installed():
         return None
+    from hpctrain.comm.device_probe import trial  # where there may be a GPU
+
     return trial()
 
 
@@ -47,10 +47,14 @@ def chosen(config: Config, world: Communicator, arithmetic: Arithmetic, found: s
         return "staged", ()
     if world.size == 1:
         return "staged", ()
+    from hpctrain.comm.device_probe import AWARE, UNTRIED, last_line
+
     outcomes = [outcome for outcome in world.allgather_object(found) if outcome not in (None, UNTRIED)]
     refused = next((outcome for outcome in outcomes if outcome != AWARE), None)
     reason = None if refused is None else last_line(refused).partition(": ")[2] or last_line(refused)
     if config.transport == "nccl":
+        from hpctrain.comm import nccl
+
         fault = nccl.group_fault(world, messages)
         if fault is not None:
             raise BackendError(f"transport is nccl, but {fault}; set transport to auto or staged.")

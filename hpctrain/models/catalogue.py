@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +47,7 @@ class Entry:
 
 def names() -> tuple[str, ...]:
     """Names of all families and variants, sorted."""
-    return tuple(sorted(_entries()))
+    return tuple(sorted(_entries(FAMILIES.names())))
 
 
 def entry(name: str) -> Entry:
@@ -56,7 +56,8 @@ def entry(name: str) -> Entry:
     Raises:
         ConfigError: no model of this name, or code of the user's that is none.
     """
-    entries = _entries()
+    families = FAMILIES.names()
+    entries = _entries([name] if name in families else families)  # a family is found without the others'
     builder = FAMILIES.find_outside(name, entries)
     if builder is None:
         return entries[name]
@@ -132,9 +133,10 @@ def _placeholders(known: Entry) -> dict[str, object]:
     }
 
 
-def _entries() -> Mapping[str, Entry]:
+def _entries(families: Iterable[str]) -> Mapping[str, Entry]:
+    """All names of the families."""
     entries: dict[str, Entry] = {}
-    for family in FAMILIES.names():
+    for family in families:
         build = FAMILIES.find(family)
         module = sys.modules[build.__module__]
         for name, fixed in {family: {}, **module.VARIANTS}.items():

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from rich.console import Console
-
-from hpctrain.console import PlainConsole
+from hpctrain.plain_text import echo_block
 from hpctrain.storage.bookkeeping import PatientRecords
 from hpctrain.storage.run_directory import RunDirectory
 from hpctrain.train.metrics import Reporter, RunningSums
-from hpctrain.train.progress_bar import Advance, ProgressBar
 from hpctrain.train.progress_text import LOG_COLUMNS, TimeLeft, duration_text, fitting, loss_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from hpctrain.train.progress_bar import Advance, ProgressBar
+
+# By these, rich takes what is no terminal for one.
+_FORCING = ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
 
 #: how a run shows where it is
 ProgressStyle = Literal["bar", "lines", "none"]
@@ -39,7 +45,7 @@ class ConsoleReporter(Reporter):
         *,
         interval_seconds: float = 10.0,
         others: Sequence[Reporter] = (),
-        console: Console | None = None,
+        console: Console | Lines | None = None,
         style: ProgressStyle | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -65,6 +71,9 @@ class ConsoleReporter(Reporter):
         begin = {"epochs": epochs, "samples": samples_per_epoch, "done_samples": done_samples, "last_sample": last_sample}
         self._metrics.add({"kind": "start", "time": time.time(), **begin})
         if self._style == "bar":
+            from hpctrain.train.progress_bar import ProgressBar  # rich, for rank 0 of a run that draws a bar
+
+            assert not isinstance(self._console, Lines), "a bar has a console"
             self._bar = ProgressBar(self._console, self._clock)
             self._bar.begin("training", last_sample, done_samples)
         self._pass_on(lambda reporter: reporter.start(epochs, samples_per_epoch, done_samples, last_sample))
@@ -145,7 +154,20 @@ class ConsoleReporter(Reporter):
             self._bookkeeping.attempt(f"files of the reporter {type(reporter).__name__}", partial(call, reporter))
 
 
-def make_console(style: ProgressStyle | None) -> Console:
+class Lines:
+    """Prints lines as they are to a stream that is no terminal, as `PlainConsole` does, which takes some forty modules more."""
+
+    is_terminal, width = False, 0
+
+    def print(self, text: str, *, markup: bool = False) -> None:
+        echo_block(text)
+
+
+def make_console(style: ProgressStyle | None) -> Console | Lines:
     """Stdout, where nothing is cut; a bar that was asked for is drawn even where stdout is no terminal (under mpiexec)."""
+    if style != "bar" and not sys.stdout.isatty() and not any(name in os.environ for name in _FORCING):
+        return Lines()
+    from hpctrain.console import PlainConsole
+
     forced = True if style == "bar" else None
     return PlainConsole(file=sys.stdout, soft_wrap=True, force_terminal=forced)

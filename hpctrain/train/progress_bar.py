@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
-from rich.console import Console
-
 from hpctrain.train.progress_text import TimeLeft, duration_text, fitting
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.progress import TaskID
 
 #: how a pass over samples shows where it is
@@ -109,6 +108,8 @@ def pass_on_stderr(style: PassStyle | None, samples: int, *, visible: bool, desc
     if not (visible and shown):
         yield _nothing
         return
+    from rich.console import Console
+
     # Nothing is cut, and what a terminal gets from stdout stands above the line.
     console = Console(stderr=True, soft_wrap=True, highlight=False, force_terminal=True)
     bar = ProgressBar(console, stays=False, over_stdout=sys.stdout.isatty())

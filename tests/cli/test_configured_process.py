@@ -51,7 +51,7 @@ class Started(ConfiguredProcess):
         self.sizes: list[int] = []
         self.asked: list[tuple[str | None, str | None]] = []
 
-    def _begin(self, read: ReadConfig) -> None:
+    def _begin(self, read: ReadConfig, *, trains: bool = False) -> None:
         self._config, self.world = parse(TEXT, "f.yaml", self.overrides)[0], World(3)
 
     def _session(self, resume: str | None, repeated: str | None, *, goes_on: bool = False) -> Any:

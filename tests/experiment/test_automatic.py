@@ -16,8 +16,8 @@ from hpctrain.config.load import load
 from hpctrain.config.schema import Config
 from hpctrain.data import format as data_format
 from hpctrain.errors import CheckpointError, ConfigError
-from hpctrain.experiment import automatic, start_search
-from hpctrain.experiment.automatic_choice import Resolved
+from hpctrain.experiment import automatic, automatic_search, start_search
+from hpctrain.experiment.automatic_choice import META, Resolved
 from hpctrain.experiment.start_search import StartedJob
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.planner import machine_file
@@ -102,7 +102,7 @@ def _run(folder: Path, resolved: Resolved, *, keep: bool = True) -> RunDirectory
     """A run directory with a checkpoint, as a run leaves it."""
     directory = RunDirectory.create(folder / "runs", "tiny", config="name: tiny\n", versions={}, git={})
     automatic.keep(resolved, directory)
-    meta = {} if resolved.choice is None or not keep else {automatic.META: resolved.choice.to_meta()}
+    meta = {} if resolved.choice is None or not keep else {META: resolved.choice.to_meta()}
     checkpoint.write(checkpoint.checkpoint_path(directory.checkpoints, 3), CheckpointContent({}, meta))
     return directory
 
@@ -265,7 +265,7 @@ def test_the_run_directory_keeps_the_choice_of_its_latest_start(folder: Path, se
 
 
 def test_a_plan_without_a_job_says_what_is_missing(folder: Path, search: _Search) -> None:
-    planned_config: Callable[..., Config] = automatic.planned
+    planned_config: Callable[..., Config] = automatic_search.planned
     config = _config(folder)
     assert planned_config(config, 2, None, None, None).automatic == ()
     with pytest.raises(
