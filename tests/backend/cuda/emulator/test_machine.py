@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable
 
 import numpy as np
@@ -124,8 +125,7 @@ def test_of_many_arrays_what_is_written_beside_one_is_found_by_a_later_wait_or_a
         run.device.finish()
     run, arrays = damaged()
     with pytest.raises(EmulatedDeviceError, match=message):
-        for array in arrays[1:]:
-            run.run("filled", array, np.int64(0), np.int64(100))
+        deque(run.run("filled", array, np.int64(0), np.int64(100)) for array in arrays[1:])
 
 
 def test_memory_that_was_freed_is_out_of_reach(bench: Callable[[int], Bench]) -> None:
