@@ -6,6 +6,7 @@ import os
 import sys
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from types import FrameType
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -35,8 +36,14 @@ class SourceLine:
     line: int
 
     def __str__(self) -> str:
-        relative = os.path.relpath(self.file)
-        return f"{self.file if relative.startswith('..') else relative}:{self.line}"
+        return f"{_short(self.file, os.getcwd())}:{self.line}"
+
+
+@cache
+def _short(file: str, folder: str) -> str:
+    """The path from a folder; the whole one outside of it. Kept, as each posting of a message names its line."""
+    relative = os.path.relpath(file, folder)
+    return file if relative.startswith("..") else relative
 
 
 def source_line(frame: FrameType | None = None) -> SourceLine:

@@ -40,11 +40,12 @@ _D, _M, _B = Parallelism.DOMAIN, Parallelism.MODEL, Parallelism.BATCH
 
 @dataclass(frozen=True)
 class Net:
-    """A network, its classes, and a plan of its layers that mixes all uses."""
+    """A network, its classes, and a plan of its layers that mixes all uses. tiny: how much larger its tiny slices are."""
 
     model: Callable[[], Layer]
     mixed: Mapping[str, Parallelism]
     classes: int = 5
+    tiny: int = 1
 
 
 #: so that an epoch ends with a batch of 3, or of 1
@@ -64,10 +65,10 @@ DIMENSIONS: Mapping[str, Mapping[str, Any]] = {
     },
     "plan": {name: name for name in ("batch", "model", "domain", "mixed")},
     "net": {
-        "plain": Net(partial(nets.plain, dropout=0.3), {"conv2": _M, "relu2": _M, "fc1": _M, "relu3": _B, "fc2": _M}),
-        "residual": Net(nets.residual, _RESIDUAL_MIXED),
-        "residual-local": Net(partial(nets.residual, synchronised=False), _RESIDUAL_MIXED),
-        "stochastic-depth": Net(partial(nets.residual, stochastic_depth=0.4), _RESIDUAL_MIXED),
+        "plain": Net(partial(nets.plain, dropout=0.3), {"conv2": _M, "relu2": _M, "fc1": _M, "relu3": _B, "fc2": _M}, tiny=3),
+        "residual": Net(nets.residual, _RESIDUAL_MIXED, tiny=8),
+        "residual-local": Net(partial(nets.residual, synchronised=False), _RESIDUAL_MIXED, tiny=8),
+        "stochastic-depth": Net(partial(nets.residual, stochastic_depth=0.4), _RESIDUAL_MIXED, tiny=8),
         "narrow": Net(nets.narrow, {"conv": _M, "fc1": _B}, classes=2),
     },
     "batch": {"8": 8, "3": 3},  # of 19 samples, so that an epoch ends with 3 or 1: fewer than ranks
@@ -197,7 +198,8 @@ def averager_options(row: Row) -> dict[str, Any]:
     options |= value_of(row, "lazy") | value_of(row, "sparse")
     slices = value_of(row, "slices")
     if slices is not None:
-        options |= {"slice_parameters": slices[1]} if name == "priority" else {"bucket_bytes": slices[0]}
+        factor = value_of(row, "net").tiny if row["slices"] == "tiny" else 1  # a few dozen slices show what hundreds show
+        options |= {"slice_parameters": factor * slices[1]} if name == "priority" else {"bucket_bytes": factor * slices[0]}
     return options
 
 

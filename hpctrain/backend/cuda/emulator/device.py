@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import uuid
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -26,8 +27,8 @@ from hpctrain.backend.cuda.emulator.pinned import PinnedMemory
 from hpctrain.backend.cuda.emulator.streams import EmulatedEvent, EmulatedStream, StreamTable, caller
 from hpctrain.backend.cuda.emulator.work import Work
 
-#: named where memory is found damaged
-_MOST_RECENT = 20
+#: arrays that are checked for a piece of work: with more arrays than that, not every wait checks all of them
+_CHECKED_FOR_A_PIECE = 8
 
 
 class EmulatedDevice:
@@ -53,12 +54,12 @@ class EmulatedDevice:
         self.identity = f"emulated {uuid.uuid4().hex}"
         self.counters = DeviceCounters()
         self._random = random.Random(seed)
-        self._streams = StreamTable(self._random, self.counters, self._check_memory, ignored_wait)
+        self._streams = StreamTable(self._random, self.counters, self._check_memory_sometimes, ignored_wait)
         self._heap, self._pinned = Heap(self.run_all), PinnedMemory()
         self.groups = EmulatedGroups(self._enqueue, self._heap.require)
         self._kernels: dict[tuple[str, str], CpuKernel] = {}
         self._convolutions: dict[ConvolutionKey, NumpyConvolution] = {}
-        self._recent: list[str] = []  # work since memory was checked
+        self._recent: Counter[str] = Counter()  # work since memory was checked
 
     @property
     def waits(self) -> tuple[str, ...]:
@@ -126,15 +127,20 @@ class EmulatedDevice:
         assert isinstance(stream, EmulatedStream), f"{stream!r} is not of this device"
 
         def run() -> None:
-            self._recent.append(text)
+            self._recent[text] += 1
             action()
 
         self._streams.enqueue(stream, Work(text, run, kept=kept, reads=reads, writes=writes, goes_on=goes_on))
 
+    def _check_memory_sometimes(self) -> None:
+        """Check memory at this wait, if so much work was done since the latest check that it is worth a look at all arrays."""
+        if self._heap.arrays <= _CHECKED_FOR_A_PIECE * self._recent.total():
+            self._check_memory()
+
     def _check_memory(self) -> None:
-        recent, self._recent = self._recent[-_MOST_RECENT:], []
+        recent, self._recent = self._recent, Counter()
         if damages := self._heap.damages():
-            raise EmulatedDeviceError(f"{'; '.join(damages)}, by one of: {', '.join(sorted(set(recent)))}.")
+            raise EmulatedDeviceError(f"{'; '.join(damages)}, by one of: {', '.join(sorted(recent))}.")
 
     def upload(self, stream: DeviceStream, target: DeviceArray, source: np.ndarray) -> None:
         raw, place = self._pinned.require(source), borrowed(target)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import weakref
+from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Callable
 
@@ -16,12 +17,13 @@ from hpctrain.backend.cuda.emulator.errors import EmulatedDeviceError
 from hpctrain.backend.dtypes import item_bytes
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_compare = ctypes.PyDLL(None).memcmp  # keeps Python's lock, as it is short
 _NO_ACCESS = 0
 _READ_AND_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 _PAGE = mmap.PAGESIZE
 
 #: not a number in every float dtype, and odd enough that no kernel writes it by chance
-_CANARY = bytes([0xF5, 0xFF]) * ((_PAGE + ALIGNMENT_BYTES) // 2)
+_CANARY = ctypes.create_string_buffer(bytes([0xF5, 0xFF]) * ((_PAGE + ALIGNMENT_BYTES) // 2))
 #: so much freed memory stays out of reach before its addresses are used again
 _MOST_FREED = 256
 
@@ -44,19 +46,18 @@ class GuardedMemory:
         self.begin = ctypes.addressof(ctypes.c_char.from_buffer(self.pages)) + _PAGE
         self.end = self.begin + inside
         self.pointer = self.begin + (inside - size_bytes) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
-        for start, size in self._canaries():
-            ctypes.memmove(start, _CANARY, size)
+        behind = self.pointer + size_bytes
+        places = ((self.begin, self.pointer - self.begin, "in front of"), (behind, self.end - behind, "behind"))
+        self._canaries = [(ctypes.c_void_p(start), ctypes.c_size_t(size), place) for start, size, place in places]
+        for start, size, _ in self._canaries:
+            ctypes.memmove(start, _CANARY, size.value)
         _protect(self.begin - _PAGE, _PAGE, _NO_ACCESS)
         _protect(self.end, _PAGE, _NO_ACCESS)
 
-    def _canaries(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        behind = self.pointer + self.size_bytes
-        return (self.begin, self.pointer - self.begin), (behind, self.end - behind)
-
     def damage(self) -> str:
         """A clause that says which canary is damaged; empty where none is."""
-        for (start, size), place in zip(self._canaries(), ("in front of", "behind"), strict=True):
-            if ctypes.string_at(start, size) != _CANARY[:size]:
+        for start, size, place in self._canaries:
+            if _compare(start, _CANARY, size):
                 return f"bytes {place} an array of {self.size_bytes} bytes were written"
         return ""
 
@@ -85,6 +86,7 @@ class Heap:
     def __init__(self, settle: Callable[[], None] = lambda: None) -> None:
         self._settle = settle
         self._used: dict[int, GuardedMemory] = {}
+        self._pointers: list[int] = []  # of `_used`, in order
         self._freed: deque[GuardedMemory] = deque(maxlen=_MOST_FREED)
         self._damages: list[str] = []
 
@@ -93,10 +95,12 @@ class Heap:
         memory = GuardedMemory(size_bytes)
         handle = _Handle(self._settle)
         self._used[memory.pointer] = memory
+        insort(self._pointers, memory.pointer)
         weakref.finalize(handle, self._free, memory).atexit = False
         return DeviceArray(memory.pointer, (size_bytes,), "uint8", handle)
 
     def _free(self, memory: GuardedMemory) -> None:
+        self._pointers.remove(memory.pointer)
         del self._used[memory.pointer]
         if damage := memory.damage():
             self._damages.append(damage)
@@ -107,6 +111,11 @@ class Heap:
     def used_bytes(self) -> int:
         """Bytes of all memory in use."""
         return sum(memory.size_bytes for memory in list(self._used.values()))
+
+    @property
+    def arrays(self) -> int:
+        """How many pieces of memory are in use."""
+        return len(self._used)
 
     def damages(self) -> list[str]:
         """Clauses about all damaged canaries, also of memory freed since the latest call."""
@@ -120,10 +129,10 @@ class Heap:
             EmulatedDeviceError: an array does not lie in memory that is in use.
         """
         for array in arrays:
-            if array.size and not any(
-                memory.pointer <= array.pointer and array.pointer + array.nbytes <= memory.pointer + memory.size_bytes
-                for memory in list(self._used.values())
-            ):
+            pointers = self._pointers.copy()  # of this moment: other threads allocate and free
+            place = bisect_right(pointers, array.pointer)
+            memory = self._used.get(pointers[place - 1]) if place else None
+            if array.size and (memory is None or array.pointer + array.nbytes > memory.pointer + memory.size_bytes):
                 raise EmulatedDeviceError(f"{array!r} does not lie in memory that is in use: {self.describe(array.pointer)}.")
 
     def describe(self, address: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_right, insort
 
 import numpy as np
 
@@ -13,15 +14,21 @@ class PinnedMemory:
     """All of it that a device has given out."""
 
     def __init__(self) -> None:
-        self._ranges: dict[int, int] = {}  # begin -> end
+        self._ends: dict[int, int] = {}  # by begin
+        self._begins: list[int] = []  # in order
 
     def allocate(self, size_bytes: int) -> np.ndarray:
         """uint8 (size_bytes,), not zeroed."""
         memory = np.full(size_bytes, _NOBODY_HAS_WRITTEN, np.uint8)
         begin = memory.ctypes.data
-        self._ranges[begin] = begin + size_bytes
-        weakref.finalize(memory, self._ranges.pop, begin, None).atexit = False
+        self._ends[begin] = begin + size_bytes
+        insort(self._begins, begin)
+        weakref.finalize(memory, self._forget, begin).atexit = False
         return memory
+
+    def _forget(self, begin: int) -> None:
+        self._begins.remove(begin)
+        del self._ends[begin]
 
     def require(self, array: np.ndarray) -> np.ndarray:
         """All bytes of an array, uint8, over the same memory.
@@ -31,7 +38,9 @@ class PinnedMemory:
         """
         if not array.flags.c_contiguous:
             raise ValueError(f"A copy takes contiguous memory; an array of shape {array.shape} has strides {array.strides}.")
-        begin, end = array.ctypes.data, array.ctypes.data + array.nbytes
-        if array.nbytes and not any(first <= begin and end <= last for first, last in list(self._ranges.items())):
+        begin, begins = array.ctypes.data, self._begins.copy()  # of this moment: other threads allocate and free
+        place = bisect_right(begins, begin)
+        end = self._ends.get(begins[place - 1], 0) if place else 0
+        if array.nbytes and begin + array.nbytes > end:
             raise ValueError(f"A copy takes pinned memory; this array of shape {array.shape} is not in what `pinned` gave.")
         return array.reshape(-1).view(np.uint8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable
 
 import numpy as np
@@ -109,6 +110,22 @@ def test_what_is_written_beside_an_array_is_found_by_the_next_wait(
     run = bench(3)
     with pytest.raises(EmulatedDeviceError, match=f"bytes {place} an array of 400 bytes were written, by one of: filled"):
         run.run("filled", run.array(100), np.int64(first), np.int64(end))
+
+
+def test_of_many_arrays_what_is_written_beside_one_is_found_by_a_later_wait_or_at_the_end(bench: Callable[[int], Bench]) -> None:
+    def damaged() -> tuple[Bench, list[DeviceArray]]:
+        run = bench(3)
+        arrays = [run.array(100) for _ in range(50)]
+        run.run("filled", arrays[0], np.int64(99), np.int64(101))
+        return run, arrays
+
+    message = "bytes behind an array of 400 bytes were written, by one of: filled"
+    run, arrays = damaged()
+    with pytest.raises(EmulatedDeviceError, match=message):
+        run.device.finish()
+    run, arrays = damaged()
+    with pytest.raises(EmulatedDeviceError, match=message):
+        deque(run.run("filled", array, np.int64(0), np.int64(100)) for array in arrays[1:])
 
 
 def test_memory_that_was_freed_is_out_of_reach(bench: Callable[[int], Bench]) -> None:

@@ -34,4 +34,4 @@ def test_other_memory_is_refused() -> None:
         PinnedMemory().require(memory)
     address = memory.ctypes.data
     del memory
-    assert address not in pinned._ranges
+    assert address not in pinned._ends
