@@ -1,22 +1,28 @@
-"""One rank's copy of a model: the same parameters for every split, programs from a small cache over one arena."""
+"""One rank's copy of a model: first values, parameters for every split, running statistics, programs over one arena."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
 
+from hpctrain.backend.host_arithmetic import HostArithmetic
 from hpctrain.backend.kernels.base import Array, StepContext
 from hpctrain.backend.kernels.graph import Graph, GraphBuilder
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.kernels.specs import ReluSpec, TensorSpec
 from hpctrain.boxes import even_intervals
 from hpctrain.errors import ShapeError
+from hpctrain.models import catalogue
+from hpctrain.nn import initialise
 from hpctrain.nn.distribution import Shard, Undistributed
 from hpctrain.nn.layer import Layer
 from hpctrain.nn.layers.conv2d import Conv2d
 from hpctrain.nn.layers.linear import Linear
 from hpctrain.nn.layers.sequential import Sequential
-from hpctrain.nn.network import ALL, MODEL, Network, local_spec
-from hpctrain.nn.parameter import ParameterSpec
+from hpctrain.nn.network import ALL, MODEL, Network
+from hpctrain.nn.parameter import ParameterSpec, StatisticSpec
+from hpctrain.nn.statistics import FlatStatistics
 from tests.support import nets
 
 IMAGE = (9, 7, 3)
@@ -36,13 +42,6 @@ def network(**options: object) -> Network:
     return Network(nets.plain(), IMAGE, NumpyKernelSet(), **options)  # type: ignore[arg-type]
 
 
-def test_values_follow_from_seed_and_name() -> None:
-    first, again, other = network(seed=3), network(seed=3), network(seed=4)
-    for name, parameter in first.parameters.items():
-        assert np.array_equal(parameter.data, again.parameters[name].data)
-    assert not np.array_equal(first.parameters["conv1.weight"].data, other.parameters["conv1.weight"].data)
-
-
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_shards_have_the_values_of_the_whole(ranks: int) -> None:
     whole = network().parameters["fc1.weight"].data
@@ -54,13 +53,6 @@ def test_shards_have_the_values_of_the_whole(ranks: int) -> None:
         assert part.parameter_specs["fc1.weight"].shape == whole.shape
         parts.append(part.parameters["fc1.weight"].data)
     assert np.array_equal(np.concatenate(parts, axis=1), whole)
-
-
-@pytest.mark.parametrize(("dim", "shape"), [(0, (2, 5, 6)), (1, (4, 2, 6)), (-1, (4, 5, 2))])
-def test_the_declaration_of_a_shard(dim: int, shape: tuple[int, ...]) -> None:
-    spec = ParameterSpec((4, 5, 6), "zeros")
-    assert local_spec(spec, Shard(dim, (1, 3))).shape == shape
-    assert local_spec(spec, None) is spec
 
 
 def test_programs_are_made_once_and_the_oldest_are_let_go() -> None:
@@ -247,3 +239,138 @@ def test_the_distribution_makes_the_graph_of_a_program() -> None:
     program = network(distribution=distribution).program((3, 2), training=True)
     assert distribution.asked == [(5, (3, 2))]
     assert program.x.shape == (3, *IMAGE)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("ranks", [1, 2, 5, 9])
+def test_shards_put_together_are_the_whole(dim: int, ranks: int) -> None:
+    whole = np.arange(4 * 7).reshape(4, 7) if dim == 1 else np.arange(7 * 3 * 2).reshape(7, 3, 2)
+    shards = [Shard(dim, interval) for interval in even_intervals(7, ranks)]
+    parts = [whole[shard.index] for shard in shards]
+    assert all(np.shares_memory(part, whole) for part in parts if part.size)
+    assert np.array_equal(np.concatenate(parts, axis=dim), whole)
+
+
+def test_the_last_dim_of_a_vector_is_its_only_one() -> None:
+    assert np.arange(7)[Shard(0, (2, 5)).index].tolist() == [2, 3, 4]
+
+
+def test_a_rank_alone_computes_everything() -> None:
+    builder = GraphBuilder(TensorSpec((2, 3), "float32"))
+    graph: Graph = builder.build(builder.emit("relu", ReluSpec(), (0,)))
+    alone = Undistributed()
+    alone.prepare(graph)
+    assert alone.local(graph, (2,)) is graph
+    assert alone.shard("fc.weight") is None
+    assert alone.contributes("bn.running_mean") == (True, False)
+    assert (alone.ranks, alone.message_bytes([])) == (1, 0)
+
+
+def _statistics() -> FlatStatistics:
+    specs = {
+        "a.running_mean": StatisticSpec((2,), 0.0, 0.1),
+        "a.running_var": StatisticSpec((2,), 1.0, 0.1),
+        "b.running_mean": StatisticSpec((3,), 0.0, 0.5),
+    }
+    return FlatStatistics(specs, "float64")
+
+
+def test_first_values_and_roles() -> None:
+    statistics = _statistics()
+    roles = statistics.by_role({"running_mean": "a.running_mean", "running_var": "a.running_var"})
+    assert list(roles["running_var"]) == [1.0, 1.0]
+    roles["batch_mean"][...] = 4.0
+    assert list(statistics.batch) == [4.0, 4.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_blend_weighs_by_count_and_momentum() -> None:
+    statistics = _statistics()
+    sums = 6 * np.array([1.0, 2.0, 3.0, 4.0, 8.0, 8.0, 8.0])
+    statistics.blend(sums, 6)
+    np.testing.assert_allclose(statistics.running, [0.1, 0.2, 1.2, 1.3, 4.0, 4.0, 4.0])
+
+
+def test_a_step_without_samples_changes_nothing() -> None:
+    statistics = _statistics()
+    before = statistics.running.copy()
+    statistics.blend(np.full(7, np.nan), 0)
+    assert np.array_equal(statistics.running, before)
+
+
+def test_a_rank_adds_statistics_for_the_samples_that_it_speaks_for() -> None:
+    specs = {name: StatisticSpec((4,), 0.0, 0.1) for name in ("own", "split", "silent")}
+    contributes = {"own": (True, False), "split": (False, True), "silent": (False, False)}
+    statistics = FlatStatistics(specs, "float64", {"split": (1, 3)}, contributes.__getitem__)
+    statistics.batch[...] = np.arange(12)
+    statistics.batch[8:] = np.nan
+    assert list(statistics.weighted(2, 5)) == [0, 2, 4, 6, 0, 25, 30, 0, 0, 0, 0, 0]
+    statistics.batch[...] = np.nan
+    assert list(statistics.weighted(0, 0)) == [0] * 12
+    assert statistics.by_role({"running_mean": "split"})["batch_mean"].shape == (2,)
+
+
+def test_kernels_elsewhere_read_a_copy_that_is_refreshed_before_an_evaluation() -> None:
+    class Elsewhere(HostArithmetic):
+        on_host = False
+
+    specs = {"bn.running_mean": StatisticSpec((3,), 1.0, 0.5)}
+    statistics = FlatStatistics(specs, "float64", arithmetic=Elsewhere())
+    read = statistics.by_role({"running_mean": "bn.running_mean"})["running_mean"]
+    statistics.refresh()
+    assert read.tolist() == [1.0, 1.0, 1.0]
+    statistics.blend(np.full(3, 6.0), 2)
+    assert read.tolist() == [1.0, 1.0, 1.0]
+    statistics.refresh()
+    assert read.tolist() == [2.0, 2.0, 2.0]
+    statistics.views["bn.running_mean"][...] = 7.0
+    statistics.running_changed()
+    statistics.refresh()
+    assert read.tolist() == [7.0, 7.0, 7.0]
+    assert not np.shares_memory(read, statistics.running)
+
+
+def test_kernels_of_the_host_read_the_running_statistics_themselves() -> None:
+    statistics = _statistics()
+    read = statistics.by_role({"running_mean": "a.running_mean"})["running_mean"]
+    assert np.shares_memory(read, statistics.running)
+    statistics.batch[...] = 3.0
+    assert statistics.fetch_batch().result() is statistics.batch
+
+
+def test_a_value_depends_on_seed_and_name_only() -> None:
+    spec = ParameterSpec((7, 9), initialise.normal(1.0))
+    value = initialise.first_value(spec, "layer1.0.conv1.weight", 3)
+    np.testing.assert_array_equal(initialise.first_value(spec, "layer1.0.conv1.weight", 3), value)
+    for name, seed in (("layer1.0.conv2.weight", 3), ("layer1.0.conv1.weight", 4)):
+        assert not np.array_equal(initialise.first_value(spec, name, seed), value)
+
+
+def test_double_precision_starts_at_the_same_values() -> None:
+    for drawn in (initialise.normal(0.1), initialise.uniform(0.1), initialise.kaiming_normal(9), initialise.constant(0.1)):
+        spec = ParameterSpec((5, 3), drawn)
+        single, double = (initialise.first_value(spec, "w", 0, dtype) for dtype in ("float32", "float64"))
+        assert single.dtype == np.float32
+        assert double.dtype == np.float64
+        np.testing.assert_array_equal(double, single.astype(np.float64))
+
+
+def test_distributions() -> None:
+    shape = (200, 200)
+    for drawn, deviation in (
+        (initialise.normal(0.01), 0.01),
+        (initialise.kaiming_normal(50), 0.2),
+        (initialise.uniform(0.3), 0.3 / math.sqrt(3)),
+    ):
+        values = drawn(initialise.generator(0, "w"), shape)
+        assert values.dtype == np.float32
+        assert values.std() == pytest.approx(deviation, rel=0.02)
+        assert abs(values.mean()) < 4 * deviation / math.sqrt(values.size)
+
+
+def test_inserting_a_layer_leaves_other_layers_as_they_were() -> None:
+    small, large = (
+        Network(catalogue.build("small", {"channels": channels, "hidden": 0, "grid": 3}), (28, 28, 1), NumpyKernelSet(), seed=1)
+        for channels in ((8, 12), (8, 12, 16))
+    )
+    for name in ("stage1.conv.weight", "stage2.conv.weight"):
+        np.testing.assert_array_equal(small.parameters[name].data, large.parameters[name].data)

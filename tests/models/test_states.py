@@ -1,3 +1,5 @@
+"""States of models: names, shapes and layouts of other programs, there and back exactly, each difference in a sentence."""
+
 import re
 
 import numpy as np
@@ -5,10 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hpctrain.backend.kernels.base import StepContext
+from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.errors import CheckpointError
-from hpctrain.models import catalogue
+from hpctrain.models import catalogue, interchange
 from hpctrain.models.state_dict import check_finite, check_fits, classes_in, declared_state, is_counter, with_counters
 from hpctrain.nn.initialise import generator
+from hpctrain.nn.network import Network
 from hpctrain.testing.models import exported_shapes
 
 NARROW = {"width": 0.02}
@@ -35,18 +40,6 @@ def test_layouts_there_and_back_are_exact_in_every_model(name: str) -> None:
         assert own.flags.c_contiguous
         assert own.shape == (entry.shape if entry.spec is None else entry.spec.shape)
         np.testing.assert_array_equal(entry.export(own), array)
-
-
-def test_the_first_linear_layer_behind_an_image_is_permuted() -> None:
-    """torch flattens (C, H, W), we flatten (H, W, C): the same image gives the same features."""
-    model = catalogue.build("small", {"channels": (3, 4), "grid": 2, "hidden": 5})
-    weight = state_of("small")["classifier.fc1.weight"]
-    entries = declared_state(model)
-    random = np.random.default_rng(0)
-    weight = random.standard_normal(entries["classifier.fc1.weight"].shape)
-    image = random.standard_normal((2, 2, 4))
-    ours = image.reshape(-1) @ entries["classifier.fc1.weight"].restore(weight)
-    np.testing.assert_allclose(ours, weight @ image.transpose(2, 0, 1).reshape(-1), rtol=1e-12)
 
 
 def test_counters_stand_behind_the_statistics_and_are_not_asked_for() -> None:
@@ -131,3 +124,70 @@ def test_numbers_that_overflow_in_training_are_refused() -> None:
     check_finite(state, "w")
     with pytest.raises(CheckpointError, match=r"a of w holds 1 of 2 numbers that are not finite in float32, the first at \[1\]"):
         check_finite(state, "w", "float32")
+
+
+MODELS = {
+    "vgg11_bn": ({"width": 0.05, "classes": 5}, (37, 33, 3)),
+    "resnet50": ({"width": 0.05, "classes": 5}, (33, 41, 3)),
+    "resnet20": ({"width": 0.25, "classes": 5}, (9, 7, 3)),
+    "small": ({"channels": (3, 5), "hidden": 7, "classes": 5}, (29, 28, 1)),
+}
+
+
+def network_of(name: str, *, seed: int = 0, dtype: str = "float64") -> Network:
+    options, image_shape = MODELS[name]
+    network = Network(catalogue.build(name, options), image_shape, NumpyKernelSet(), dtype=dtype, seed=seed)
+    random = np.random.default_rng(seed)
+    for parameter in network.parameters.values():
+        parameter.data += 0.1 * random.standard_normal(parameter.data.shape)
+    for view in network.statistics.views.values():
+        view[...] = 0.5 + random.random(view.shape)
+    return network
+
+
+def evaluate(network: Network) -> np.ndarray:
+    program = network.program(3, training=False)
+    program.x[...] = np.random.default_rng(7).standard_normal(program.x.shape)
+    logits: np.ndarray = program.forward(StepContext(training=False)).copy()
+    return logits
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_round_trip_is_exact(name: str) -> None:
+    source, target = network_of(name, seed=1), network_of(name, seed=2)
+    expected = evaluate(source)
+    assert not np.array_equal(evaluate(target), expected)
+    state = interchange.export(source) | {"bn1.num_batches_tracked": np.array(5)}
+    assert {key: array.shape for key, array in state.items() if "num_batches" not in key} == exported_shapes(source.model)
+    interchange.restore(target, state)
+    for key, parameter in source.parameters.items():
+        np.testing.assert_array_equal(target.parameters[key].data, parameter.data)
+    np.testing.assert_array_equal(target.statistics.running, source.statistics.running)
+    np.testing.assert_array_equal(evaluate(target), expected)
+
+
+def test_exported_arrays_are_copies() -> None:
+    network = network_of("small")
+    state = interchange.export(network)
+    for array in state.values():
+        array[...] = 0.0
+    assert all(parameter.data.any() for name, parameter in network.parameters.items() if name.endswith("weight"))
+    assert network.statistics.running.all()
+
+
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
+    network = network_of("small")
+    before = {name: parameter.data.copy() for name, parameter in network.parameters.items()}
+    good = interchange.export(network_of("small", seed=5))
+    missing = {name: array for name, array in good.items() if name != "stage1.bn.running_var"}
+    unknown = good | {"stage9.conv.weight": np.zeros(3)}
+    shape = good | {"classifier.fc2.weight": good["classifier.fc2.weight"].T}
+    for state, sentence in (
+        (missing, r"lacks 1 of 14 arrays \(stage1\.bn\.running_var\)"),
+        (unknown, r"has 1 that the model does not know \(stage9\.conv\.weight\)"),
+        (shape, r"Array classifier\.fc2\.weight of the state has shape \(7, 5\), the model's has \(5, 7\)"),
+    ):
+        with pytest.raises(CheckpointError, match=sentence):
+            interchange.restore(network, state)
+    for name, parameter in network.parameters.items():
+        np.testing.assert_array_equal(parameter.data, before[name])
