@@ -1,4 +1,4 @@
-"""Exactly the k largest, whatever the array; the passes are run on small arrays, too, by smaller limits."""
+"""Exactly the k largest, whatever the array, by passes over small arrays too; what is not sent is kept and sent later."""
 
 import tracemalloc
 from collections.abc import Iterator
@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from hpctrain.compress import selection, top_k
-from hpctrain.compress.selection import Selection
+from hpctrain.compress.error_feedback import ErrorFeedback
+from hpctrain.compress.selection import Band, Selection
 from hpctrain.compress.top_k import TopK, kept_at
 
 DTYPES = ["float32", "float64"]
@@ -58,6 +59,7 @@ def check_largest(compressor: TopK, values: np.ndarray, message: np.ndarray) -> 
     """Exactly `kept` elements, as they are, no other larger, and of ties a run."""
     positions = compressor.positions(message)
     assert positions.size == compressor.kept
+    assert compressor.message_size == compressor.kept * (values.itemsize + 4)
     assert (np.diff(positions) > 0).all()
     assert positions.size == 0 or (positions[0] >= 0 and positions[-1] < values.size)
     assert compressor.values(message).tobytes() == values[positions].tobytes()
@@ -154,17 +156,6 @@ def test_all_or_none_or_one_of_an_array_are_kept() -> None:
     np.testing.assert_array_equal(single.values(message_of(single, np.array([-2], np.float32))), [-2])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_message_has_eight_or_twelve_bytes_for_each_kept_element(dtype: str) -> None:
-    assert TopK(1000, dtype, 10).message_size == 10 * (np.dtype(dtype).itemsize + 4)
-
-
-@pytest.mark.parametrize(("size", "kept"), [(5, 0), (5, 6), (0, 1), (5, -1)])
-def test_an_illegal_number_of_kept_elements_is_refused(size: int, kept: int) -> None:
-    with pytest.raises(ValueError, match=f"kept is {kept}"):
-        TopK(size, "float32", kept)
-
-
 @pytest.mark.parametrize("numbers", [(3000, 700, 30, 1, 900, 3000), (200, 100, 200)])
 def test_fewer_are_kept_as_if_it_had_been_made_for_them(numbers: tuple[int, ...], limits: None) -> None:
     values = np.random.default_rng(8).standard_normal(3000).astype(np.float32)
@@ -179,11 +170,6 @@ def test_fewer_are_kept_as_if_it_had_been_made_for_them(numbers: tuple[int, ...]
         assert np.count_nonzero(target) == 3000 - kept
     with pytest.raises(ValueError, match=f"kept is {numbers[0] + 1}"):
         compressor.keep(numbers[0] + 1)
-
-
-def test_arrays_whose_positions_need_more_bits_are_refused() -> None:
-    with pytest.raises(ValueError, match="at most 2147483647"):
-        TopK(2**31, "float32", 1)
 
 
 def test_a_density_keeps_a_whole_number_of_elements() -> None:
@@ -215,3 +201,79 @@ def test_a_call_takes_memory_for_a_block_alone() -> None:
         tracemalloc.stop()
     assert kept < 10_000
     assert peak < 2 * 8 * selection._BLOCK + 10_000
+
+
+@pytest.mark.parametrize(
+    ("size", "kept", "sentence"),
+    [
+        *((size, kept, f"kept is {kept}") for size, kept in ((5, 0), (5, 6), (0, 1), (5, -1))),
+        (2**31, 1, "at most 2147483647"),  # positions would need more bits
+    ],
+)
+def test_an_illegal_number_of_elements_is_refused(size: int, kept: int, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        TopK(size, "float32", kept)
+
+
+def arrays_about_a_block(dtype: str) -> list[np.ndarray]:
+    """Arrays around the size of a block, with ties, zeros of both signs, denormal and not finite numbers."""
+    numbers = np.random.default_rng(1)
+    tiny = np.finfo(dtype).smallest_subnormal
+    mixed = np.array([0.0, -0.0, tiny, -tiny, 1.0, -1.0, 2.5, np.inf, -np.inf, np.nan], dtype)
+    return [
+        np.empty(0, dtype),
+        np.array([-3.0], dtype),
+        *(numbers.standard_normal(size).astype(dtype) for size in (15, 16, 17, 32, 1000)),
+        *(numbers.choice(mixed, size) for size in (16, 100, 333)),
+    ]
+
+
+@pytest.fixture
+def small_selections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "_BLOCK", 16)
+
+
+def magnitudes(values: np.ndarray, passes: Selection) -> np.ndarray:
+    return values.view(passes.unsigned) & passes.unsigned.type(passes.top - 1)
+
+
+@pytest.mark.usefixtures("small_selections")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_positions_are_all_above_and_a_window_of_the_band(dtype: str) -> None:
+    passes = Selection(dtype)
+    numbers = np.random.default_rng(2)
+    for values in arrays_about_a_block(dtype):
+        whole = magnitudes(values, passes)
+        for _ in range(20):
+            thresholds = np.array([0, 1, passes.infinity, passes.top, *map(int, whole[:5])], object)
+            below, above = sorted(numbers.choice(thresholds, 2))
+            band = np.flatnonzero((whole.astype(object) >= below) & (whole.astype(object) < above))
+            first, stop = sorted(numbers.integers(0, band.size + 1, 2))
+            expected = np.sort(np.append(np.flatnonzero(whole.astype(object) >= above), band[first:stop]))
+            choice, out = Band(above, below, first, stop), np.full(values.size, -1, np.intp)
+            size = passes.positions(values.view(passes.unsigned), choice, out)
+            np.testing.assert_array_equal(out[:size], expected)
+            if expected.size:
+                short = out[: expected.size - 1]
+                assert passes.positions(values.view(passes.unsigned), choice, short) is None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_messages_and_residual_are_the_sum_of_the_gradients(dtype: str) -> None:
+    numbers = np.random.default_rng(1)
+    compressor, feedback = TopK(500, dtype, 5), ErrorFeedback(500, dtype)
+    message = np.empty(compressor.message_size, np.uint8)
+    received, total = np.zeros(500, dtype), np.zeros(500, dtype)
+    for step in range(50):
+        gradient = numbers.integers(-1000, 1000, 500).astype(dtype)  # sums of them are exact
+        total += gradient
+        feedback.add(gradient)
+        corrected = feedback.values.copy()
+        compressor.begin_step(step)
+        compressor.compress(feedback.values, message)
+        compressor.subtract_from(message, feedback.values)
+        compressor.decompress(message, sent := np.empty(500, dtype))
+        np.testing.assert_array_equal(feedback.values + sent, corrected)
+        received += sent
+    assert feedback.values.any()
+    np.testing.assert_array_equal(received + feedback.values, total)
