@@ -94,11 +94,6 @@ def test_tiles_do_not_show():
     assert np.array_equal(tall[-4:, 1:3], cr.words(stream, np.arange(cr._BLOCK - 1, cr._BLOCK + 3), range(1, 3)))
 
 
-def test_ranges_with_a_step_are_as_arrays():
-    stream = cr.key("step")
-    assert np.array_equal(cr.words(stream, [1, 9], range(50, 3, -7)), cr.words(stream, [1, 9], np.arange(50, 3, -7)))
-
-
 def test_mask_is_written_into_the_given_array_of_the_same_draw():
     stream, out = cr.key("out"), np.zeros((3, 11), np.bool_)
     given_array = cr.keep_mask(stream, [5, 6, 2**40], range(2, 13), 0.25, out=out)

@@ -9,7 +9,6 @@ from hpctrain.backend.kernels.specs import TensorSpec
 from hpctrain.errors import ConfigError
 from hpctrain.models import catalogue
 from hpctrain.nn.network import Network
-from hpctrain.testing.models import parameter_count
 
 
 def test_every_name_builds_at_its_own_image_size() -> None:
@@ -63,13 +62,6 @@ def test_names_are_families_and_variants() -> None:
     assert not {"catalogue", "interchange", "parts"} & set(names)
 
 
-def test_a_variant_is_its_family_with_options() -> None:
-    variant = catalogue.build("vgg13_bn", {"width": 0.1})
-    family = catalogue.build("vgg", {"depth": 13, "batch_norm": True, "width": 0.1})
-    assert parameter_count(variant) == parameter_count(family)
-    assert catalogue.options("vgg13_bn")["depth"] == 13
-
-
 def test_check_gives_all_options_with_values_of_their_types() -> None:
     checked = catalogue.check("resnet50", {"width": 2, "synchronised": True})
     assert isinstance(checked["width"], float)
@@ -96,10 +88,6 @@ def test_what_cannot_be_built_is_refused_in_one_sentence(name: str, options: dic
         catalogue.build(name, options)
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_an_option_that_repeats_what_the_name_says_is_accepted() -> None:
-    assert catalogue.check("vgg16", {"depth": 16})["depth"] == 16
 
 
 @pytest.mark.parametrize(("line", "channels"), [("IMAGE_SHAPE = (9, 8, 1)", 1), ("", 3)])

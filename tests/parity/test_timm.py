@@ -12,7 +12,7 @@ pytest.importorskip("torch", reason="PyTorch is not installed (make parity insta
 import torch
 
 from hpctrain.optim.optimizers.lamb import Lamb
-from tests.optim.optimizers.test_adamw import gradients, make_group, run
+from tests.optim.test_optimizers import gradients, make_group, run
 
 pytestmark = pytest.mark.torch
 

@@ -1,0 +1,292 @@
+"""cuDNN by a stand-in: graphs of convolutions as it is told them; plans that are left out, timed, told to ranks and run."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from dataclasses import fields, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpctrain.backend.cuda import cudnn_graphs
+from hpctrain.backend.cuda.cudnn_plans import WORKSPACE_LIMIT_BYTES, CudnnPlans, new_handle
+from hpctrain.backend.cuda.device import ConvolutionKey
+from hpctrain.errors import BackendError, MissingLibraryError
+from tests.support.fake_cudnn import DataType, FakeCudnn, FakeGraph, FakePlan, Heuristic, Note
+
+KEY = ConvolutionKey(
+    "forward", (2, 7, 9, 4), (6, 5, 3, 2), (2, 3, 3, 6), (2, 3), (1, 2, 0, 4), (1, 2), 2, "bfloat16", "bfloat16", "bias_relu"
+)
+
+READ = {"forward": ("image", "weight"), "input": ("loss", "filter"), "weight": ("image", "loss")}
+
+NAMES = {"forward": "conv_fprop", "input": "conv_dgrad", "weight": "conv_wgrad"}
+
+
+def built(key: ConvolutionKey) -> FakeGraph:
+    cudnn = FakeCudnn()
+    graph = cudnn_graphs.build(cudnn, key, handle=cudnn.handle)
+    assert cudnn.graphs == [graph]
+    return graph
+
+
+def elements(settings: dict, index: tuple[int, int, int, int]) -> int:
+    """The place in memory of an element with this (n, h, w, c) by the dims and strides of a tensor."""
+    n, h, w, c = index
+    assert all(0 <= i < limit for i, limit in zip((n, c, h, w), settings["dim"], strict=True))
+    return sum(i * stride for i, stride in zip((n, c, h, w), settings["stride"], strict=True))
+
+
+@pytest.mark.parametrize("kind", ["forward", "input", "weight"])
+def test_tensors_are_nhwc_and_krsc_memory_in_the_order_of_run(kind: str) -> None:
+    key = replace(KEY, kind=kind, fused="")
+    graph = built(key)
+    ((operation, arguments),) = graph.operations
+    assert operation == NAMES[kind]
+    shapes = {"forward": (key.x, key.w), "input": (key.y, key.w), "weight": (key.x, key.y)}[kind]
+    for uid, (role, shape, tensor) in enumerate(zip(READ[kind], shapes, graph.tensors, strict=True), start=1):
+        assert arguments[role] is tensor
+        assert tensor.settings["uid"] == uid
+        assert tensor.settings["data_type"] is DataType.BFLOAT16
+        last = tuple(size - 1 for size in shape)
+        assert elements(tensor.settings, last) == math.prod(shape) - 1
+        assert elements(tensor.settings, (0, 0, 0, 1)) == 1
+        assert elements(tensor.settings, (0, 0, 1, 0)) == shape[3]
+    assert graph.calls == ["validate", "build_operation_graph"]
+
+
+@pytest.mark.parametrize(("kind", "out"), [("forward", KEY.y), ("input", KEY.x), ("weight", KEY.w)])
+def test_the_output_has_all_that_gradients_need_said(monkeypatch, kind: str, out: tuple[int, ...]) -> None:
+    """cuDNN infers the dims of no gradient."""
+    operations = []
+    plain = FakeGraph._operation
+    monkeypatch.setattr(FakeGraph, "_operation", lambda *args, **keys: operations.append(plain(*args, **keys)) or operations[-1])
+    built(replace(KEY, kind=kind, fused=""))
+    n, h, w, c = out
+    assert operations[-1].settings == {
+        "uid": cudnn_graphs.OUT,
+        "dim": [n, c, h, w],
+        "stride": [h * w * c, 1, w * c, c],
+        "data_type": DataType.BFLOAT16,
+        "output": True,
+    }
+
+
+def test_the_window_keeps_top_and_left_apart_from_bottom_and_right() -> None:
+    ((_, arguments), *_) = built(KEY).operations
+    assert arguments["pre_padding"] == [1, 0]
+    assert arguments["post_padding"] == [2, 4]
+    assert arguments["stride"] == [2, 3]
+    assert arguments["dilation"] == [1, 2]
+
+
+@pytest.mark.parametrize(("fused", "operations"), [("", []), ("bias", ["bias"]), ("bias_relu", ["bias", "relu"])])
+def test_a_bias_and_a_relu_follow_in_one_graph(fused: str, operations: list[str]) -> None:
+    graph = built(replace(KEY, fused=fused))
+    assert [name for name, _ in graph.operations] == ["conv_fprop", *operations]
+    biases = [tensor.settings for tensor in graph.tensors if tensor.settings.get("uid") == cudnn_graphs.BIAS]
+    assert [(settings["dim"], settings["data_type"]) for settings in biases] == [([1, 6, 1, 1], DataType.BFLOAT16)] * bool(fused)
+
+
+@pytest.mark.parametrize(("dtype", "name"), [("float32", DataType.FLOAT), ("bfloat16", DataType.BFLOAT16)])
+def test_sums_are_float32(dtype: str, name: DataType) -> None:
+    arguments = built(replace(KEY, dtype=dtype)).arguments
+    assert arguments["io_data_type"] is name
+    assert arguments["compute_data_type"] is arguments["intermediate_data_type"] is DataType.FLOAT
+    assert arguments["handle"] == 77
+
+
+def test_float64_is_refused() -> None:
+    with pytest.raises(BackendError, match="no convolutions in float64 on these GPUs; precision float32 is the nearest"):
+        cudnn_graphs.build(FakeCudnn(), replace(KEY, dtype="float64", precision="float64"))
+
+
+@pytest.mark.parametrize("error", [ImportError("No module named 'cudnn'"), OSError("libcudnn.so.9: cannot open")])
+def test_a_missing_library_is_one_sentence(monkeypatch, error: Exception) -> None:
+    def refuse(name: str) -> None:
+        assert name == "cudnn"
+        raise error
+
+    monkeypatch.setattr(importlib, "import_module", refuse)
+    with pytest.raises(MissingLibraryError, match="Convolutions on a GPU need cuDNN and its frontend, which cannot be loaded"):
+        cudnn_graphs.library()
+
+
+@given(st.sampled_from([field.name for field in fields(ConvolutionKey)]))
+def test_keys_that_differ_have_different_descriptions(name: str) -> None:
+    others = {
+        "kind": "weight",
+        "x": (2, 7, 94, 4),
+        "w": (6, 5, 32, 2),
+        "y": (2, 33, 3, 6),
+        "stride": (23, 3),
+        "padding": (12, 2, 0, 4),
+        "dilation": (11, 2),
+        "groups": 22,
+        "dtype": "float32",
+        "precision": "tf32",
+        "fused": "bias",
+    }
+    assert cudnn_graphs.describe(replace(KEY, **{name: others[name]})) != cudnn_graphs.describe(KEY)
+    assert "\n" not in cudnn_graphs.describe(KEY)
+
+
+PLANNED = ConvolutionKey(
+    "forward", (2, 7, 9, 4), (6, 3, 3, 4), (2, 7, 9, 6), (1, 1), (1, 1, 1, 1), (1, 1), 1, "float32", "float32", "bias"
+)
+
+LIST = [
+    FakePlan("eng9_k2=1", 100, frozenset({Note.NONDETERMINISTIC})),
+    FakePlan("eng4_k2=1", 900, frozenset({Note.TENSOR_CORE})),
+    FakePlan("eng5", WORKSPACE_LIMIT_BYTES + 1),
+    FakePlan("eng6", 300, works=False),
+    FakePlan("eng7", 400, frozenset({Note.WINOGRAD, Note.WINOGRAD_TILE_6x6})),
+    FakePlan("eng1_k2=1", 500),
+    FakePlan("eng1_k2=1", 500),
+    FakePlan("eng2", 700, frozenset({Note.WINOGRAD})),
+    FakePlan("eng3", 200),
+    FakePlan("eng8", 800),
+]
+
+
+@pytest.fixture
+def cudnn(monkeypatch) -> FakeCudnn:
+    module = FakeCudnn(plans=list(LIST))
+    monkeypatch.setattr(cudnn_graphs, "library", lambda: module)
+    return module
+
+
+def test_takes_the_first_plan_that_is_left(cudnn) -> None:
+    """Float32 without tensor cores; no plan whose sums come in another order each time, or that takes too much memory."""
+    plan = CudnnPlans(new_handle()).plan(PLANNED)
+    assert plan.names == ("eng1_k2=1",)
+    assert plan.workspace_bytes == 500
+    (graph,) = cudnn.graphs
+    assert graph.heuristics == [Heuristic.A, Heuristic.FALLBACK]
+    assert graph.limit_bytes == WORKSPACE_LIMIT_BYTES
+    assert {Note.NONDETERMINISTIC, Note.TENSOR_CORE} <= graph.left_out
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [("float32", "tf32"), ("bfloat16", "bfloat16")])
+def test_tensor_cores_compute_in_other_precisions(cudnn, dtype: str, precision: str) -> None:
+    plan = CudnnPlans(new_handle()).plan(replace(PLANNED, dtype=dtype, precision=precision))
+    assert plan.name == "eng4_k2=1"
+    assert Note.NONDETERMINISTIC in cudnn.graphs[0].left_out
+
+
+def test_a_plan_is_made_once_for_a_key(cudnn) -> None:
+    plans = CudnnPlans(new_handle())
+    assert plans.plan(PLANNED) is plans.plan(replace(PLANNED))
+    assert plans.plan(PLANNED) is not plans.plan(replace(PLANNED, fused=""))
+    assert len(cudnn.graphs) == 2
+
+
+def test_candidates_work_in_one_workspace(cudnn) -> None:
+    plan = CudnnPlans(new_handle(), candidates=3).plan(PLANNED)
+    assert plan.names == ("eng1_k2=1", "eng2", "eng3")
+    assert plan.name == "eng1_k2=1"
+    assert plan.workspace_bytes == 700
+    assert cudnn.graphs[0].built == [5, 7, 8]
+
+
+def test_runs_on_the_stream_with_plain_numbers(cudnn) -> None:
+    plans = CudnnPlans(new_handle())
+    plan, other = plans.plan(PLANNED), plans.plan(replace(PLANNED, kind="weight", fused=""))
+    plan.run(5, 10, 20, 30, 40, 50)
+    other.run(5, 11, 21, 31, 0)
+    plan.run(6, 10, 20, 30, 40, 50)
+    assert cudnn.executed == [
+        (5, {1: 10, 2: 20, 3: 30, 4: 50}, 40, "eng1_k2=1"),
+        (5, {1: 11, 2: 21, 3: 31}, 0, "eng1_k2=1"),
+        (6, {1: 10, 2: 20, 3: 30, 4: 50}, 40, "eng1_k2=1"),
+    ]
+    assert cudnn.streams == [5, 6]
+
+
+def test_the_fastest_candidate_is_chosen_and_run(cudnn) -> None:
+    plans = CudnnPlans(new_handle(), candidates=3)
+    plan = plans.plan(PLANNED)
+    measured = []
+
+    def measure(sizes, run) -> float:
+        run(1, *range(100, 100 + len(sizes)))
+        measured.append((sizes, cudnn.executed[-1]))
+        return {"eng1_k2=1": 3.0, "eng2": 1.0, "eng3": 1.0}[cudnn.executed[-1][3]]
+
+    plans.time(measure)
+    sizes = [4 * 2 * 7 * 9 * 4, 4 * 6 * 3 * 3 * 4, 4 * 2 * 7 * 9 * 6, 700, 4 * 6]
+    assert measured == [(sizes, (1, {1: 100, 2: 101, 3: 102, 4: 104}, 103, name)) for name in plan.names]
+    assert plan.name == "eng2"  # the earliest of equals
+    assert plans.seconds() == {cudnn_graphs.describe(PLANNED): {"eng1_k2=1": 3.0, "eng2": 1.0, "eng3": 1.0}}
+    assert plan.workspace_bytes == 700
+    plan.run(1, 2, 3, 4, 5, 6)
+    assert cudnn.executed[-1][3] == "eng2"
+    plans.time(measure)
+    assert len(measured) == 3, "what was chosen stays"
+
+
+@pytest.mark.parametrize("kind", ["input", "weight"])
+def test_memory_for_times_is_in_the_order_of_run(cudnn, kind: str) -> None:
+    plans = CudnnPlans(new_handle(), candidates=2)
+    plans.plan(replace(PLANNED, kind=kind, fused="", dtype="bfloat16", precision="bfloat16"))
+    seen = []
+    plans.time(lambda sizes, run: seen.append(sizes) or 0.0)
+    x, w, y = 2 * 2 * 7 * 9 * 4, 2 * 6 * 3 * 3 * 4, 2 * 2 * 7 * 9 * 6
+    assert seen[0] == [*((y, w, x) if kind == "input" else (x, y, w)), 900, 0]
+
+
+def test_nothing_is_timed_where_there_is_no_choice(cudnn) -> None:
+    plans = CudnnPlans(new_handle())
+    plans.plan(PLANNED)
+    plans.time(lambda sizes, run: pytest.fail("one candidate"))
+    assert plans.seconds() == {}
+    assert plans.choices() == {cudnn_graphs.describe(PLANNED): "eng1_k2=1"}
+
+
+def test_choices_are_taken_for_plans_before_and_after(cudnn) -> None:
+    weight = replace(PLANNED, kind="weight", fused="")
+    choices = {cudnn_graphs.describe(PLANNED): "eng3", cudnn_graphs.describe(weight): "eng8", "of another network": "eng5"}
+    plans = CudnnPlans(new_handle(), candidates=3)
+    assert plans.choices() == {}
+    before = plans.plan(PLANNED)
+    workspace_bytes = before.workspace_bytes
+    plans.take_choices(choices)
+    assert before.name == "eng3"
+    assert before.workspace_bytes == workspace_bytes, "memory was planned already"
+    after = plans.plan(weight)
+    assert after.names == ("eng8",)
+    plans.time(lambda sizes, run: pytest.fail("all are chosen"))
+    assert plans.choices() == choices
+
+
+def test_a_choice_that_this_device_has_not_is_refused(cudnn) -> None:
+    plans = CudnnPlans(new_handle(), candidates=2)
+    plans.plan(PLANNED)
+    with pytest.raises(BackendError, match=r"The plan eng44 for forward.* none of this device's .eng1_k2=1, eng2.; all ranks"):
+        plans.take_choices({cudnn_graphs.describe(PLANNED): "eng44"})
+    plans = CudnnPlans(new_handle())
+    plans.take_choices({cudnn_graphs.describe(PLANNED): "eng5"})
+    with pytest.raises(BackendError, match="eng5 is not in its list"):
+        plans.plan(PLANNED)
+
+
+def test_no_plan_is_one_sentence(cudnn) -> None:
+    cudnn.plans = LIST[:4]
+    with pytest.raises(BackendError, match=r"cuDNN 9\.19\.0 has no deterministic plan for forward.bias x 2x7x9x4 .* 512 MiB .*;"):
+        CudnnPlans(new_handle()).plan(PLANNED)
+    cudnn.refusal = "No valid engine configs\nfor CONV"
+    with pytest.raises(BackendError, match=r"in a workspace of at most 1 MiB \(No valid engine configs\); a smaller batch"):
+        CudnnPlans(new_handle(), workspace_limit_bytes=1 << 20).plan(PLANNED)
+
+
+def test_plans_for_a_device_that_is_not_here_are_made_by_its_properties_and_never_run(cudnn) -> None:
+    plans = CudnnPlans(properties={"deviceVer": 903, "deviceName": "H100"})
+    plan = plans.plan(PLANNED)
+    arguments = cudnn.graphs[0].arguments
+    assert arguments["sm_version"] == 90
+    assert arguments["device_property"].text == '{"deviceVer": 903, "deviceName": "H100"}'
+    assert "handle" not in arguments
+    with pytest.raises(AssertionError, match="cannot be run"):
+        plan.run(1, 2, 3, 4, 5, 6)

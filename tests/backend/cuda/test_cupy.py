@@ -1,0 +1,586 @@
+"""`CupyDevice` and NCCL on a CuPy whose GPU is this host; their calls against the real CuPy where that is installed."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpctrain.backend.backend import Backend
+from hpctrain.backend.cuda import cudnn_graphs, sources
+from hpctrain.backend.cuda.device import ConvolutionKey, Device, Precision, TimedPlans
+from hpctrain.backend.cuda.device_array import DeviceArray
+from hpctrain.backend.cuda.emulator.convolution import NumpyConvolution
+from hpctrain.backend.cuda.emulator.rounding import read, write
+from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
+from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
+from hpctrain.bench import engine_step
+from hpctrain.bench.engine_step import workload
+from hpctrain.comm.nccl import group_fault, over_nccl
+from hpctrain.comm.single import SingleCommunicator
+from hpctrain.errors import BackendError
+from tests.support.emulated import EmulatedDeviceFactory
+from tests.support.fake_cudnn import FakeCudnn, FakePlan
+from tests.support.fake_cupy import IMPORTER, LINKS, FakeCublas, FakeCupy
+
+Load = Callable[..., tuple[ModuleType, FakeCupy]]
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
+    """(the module, loaded with a fake CuPy; the fake)."""
+
+    def make(**options: Any) -> tuple[ModuleType, FakeCupy]:
+        fake = FakeCupy(**options)
+        fake.install(monkeypatch)
+        return importlib.import_module(IMPORTER), fake
+
+    yield make
+    for name in (IMPORTER, LINKS):
+        sys.modules.pop(name, None)
+
+
+def test_the_device_is_the_one_of_the_index(load: Load) -> None:
+    module, fake = load(gpus=4)
+    device: Device = module.CupyDevice(2)
+    assert fake.current == 2
+    assert (device.name, device.capability, device.multiprocessors) == ("Fake GPU", (9, 0), 2)
+    assert device.dtypes == ("float32", "bfloat16")
+    assert module.gpu_count() == 4
+    with pytest.raises(BackendError, match=r"GPU 4 cannot be used: cudaErrorInvalidDevice"):
+        module.CupyDevice(4)
+
+
+def test_older_gpus_have_no_bfloat16(load: Load) -> None:
+    module, _ = load(capability=(7, 5))
+    assert module.CupyDevice().dtypes == ("float32",)
+
+
+def test_the_reason_why_no_gpu_is_seen(load: Load) -> None:
+    module, _ = load(gpus=-1)
+    with pytest.raises(BackendError, match="driver version is insufficient"):
+        module.gpu_count()
+    module, _ = load(gpus=0)
+    assert module.gpu_count() == 0
+
+
+def test_a_library_of_cuda_that_is_missing_is_told_in_one_line(load: Load) -> None:
+    module, fake = load()
+    fake.without_nvrtc = True
+    message = r"cuBLAS and NVRTC cannot be loaded \(Failure finding \"libnvrtc.so.13\": No such file\); install hpctrain\[gpu13\]"
+    with pytest.raises(BackendError, match=message):
+        module.CupyDevice()
+
+
+def test_memory_is_zeroed_aligned_and_kept(load: Load) -> None:
+    module, fake = load()
+    array = module.CupyDevice().allocate(1000)
+    assert array.pointer % 256 == 0
+    assert not read(array).any()
+    assert fake.names() == ["malloc", "memset", "streamSynchronize"]
+    assert fake.calls[-1] == ("streamSynchronize", 0), "no stream that waits for other ranks is waited for"
+    assert module.CupyDevice().allocate(0).size == 0
+
+
+def test_a_lack_of_memory_is_told(load: Load) -> None:
+    module, _ = load(free_bytes=1_000_000)
+    message = r"Fake GPU has 0\.00 GB of its 1\.07 GB of memory free, but 2\.00 GB more are needed; take a smaller batch"
+    with pytest.raises(BackendError, match=message):
+        module.CupyDevice().allocate(2_000_000_000)
+    assert module.CupyDevice().memory_used() == (1 << 30) - 1_000_000
+
+
+def test_copies_go_there_and_back_on_the_stream(load: Load) -> None:
+    module, fake = load()
+    device = module.CupyDevice()
+    stream = device.stream("compute")
+    source, target = device.pinned(40), device.pinned(40)
+    assert source.size == 40
+    assert not source.any()
+    source[:] = np.arange(40)
+    first, second = device.allocate(40), device.allocate(40).view("float32")
+    fake.calls.clear()
+    device.upload(stream, first, source)
+    device.copy(stream, second, first)
+    device.download(stream, target, second)
+    np.testing.assert_array_equal(target, source)
+    assert fake.calls == [("memcpyAsync", 40, kind, stream.raw.ptr) for kind in (1, 3, 2)]
+    with pytest.raises(ValueError, match="40 bytes does not fit 36"):
+        device.upload(stream, second[1:], source)
+    with pytest.raises(ValueError, match="C-contiguous"):
+        device.upload(stream, first, np.zeros((40, 2), np.uint8)[:, 0])
+
+
+def test_events(load: Load) -> None:
+    module, fake = load()
+    device = module.CupyDevice()
+    stream, event = device.stream("compute"), device.event()
+    assert event.done
+    fake.event_status = 600
+    assert not event.done
+    assert fake.names() == ["eventQuery", "eventQuery"]
+    fake.event_status = 0
+    fake.calls.clear()
+    stream.record(event)
+    stream.wait(event)
+    event.synchronize()
+    stream.synchronize()
+    assert fake.calls == [("record", event.raw), ("wait_event", event.raw), ("eventSynchronize",), ("streamSynchronize",)]
+
+
+def test_the_error_of_a_gpu_ends_the_wait_for_its_events(load: Load) -> None:
+    """Not done, and never will be: who asks again and again would wait until a deadline that tells of other ranks."""
+    module, fake = load()
+    event = module.CupyDevice().event()
+    fake.event_status = 700
+    with pytest.raises(RuntimeError, match="cudaErrorIllegalAddress"):
+        _ = event.done
+
+
+def test_kernels_get_arguments_of_the_very_types(load: Load, emulated_device: EmulatedDeviceFactory) -> None:
+    module, _ = load()
+    device = module.CupyDevice()
+    stream, x = device.stream("compute"), device.allocate(64).view("float32")
+    write(x, np.linspace(-1, 1, 16, dtype=np.float32))
+    kernel = device.kernel("elementwise", "relu_forward_f32_w4")
+    kernel(stream, (1,), (32,), x, x, np.int64(4))
+    np.testing.assert_array_equal(read(x), np.maximum(np.linspace(-1, 1, 16, dtype=np.float32), 0))
+    assert device.kernel("elementwise", "relu_forward_f32_w4") is kernel
+    with pytest.raises(TypeError, match="Argument 2 of relu_forward_f32_w4 is int; kernels take device arrays and NumPy scalars"):
+        kernel(stream, (1,), (32,), x, x, 4)
+
+
+def test_nothing_is_a_null_pointer(load: Load) -> None:
+    module, _ = load()
+    values = [module._by_value("kernel", 0, argument) for argument in (None, DeviceArray(640, (4,), "float32", None))]
+    assert [(type(value), int(value)) for value in values] == [(np.uint64, 0), (np.uint64, 640)]
+
+
+def test_capture_records_and_launches_do(load: Load) -> None:
+    module, fake = load()
+    device = module.CupyDevice()
+    stream, a, b = device.stream("compute"), device.allocate(8), device.allocate(8)
+    write(a, np.arange(8))
+    fake.calls.clear()
+    with device.capture(stream) as graph:
+        device.copy(stream, b, a)
+    assert not read(b).any()
+    for _ in range(2):
+        write(b, np.zeros(8))
+        graph.launch(stream)
+        np.testing.assert_array_equal(read(b), np.arange(8))
+    assert [call[:2] for call in fake.calls[:1]] == [("begin_capture", 1)]  # thread-local: allocations fail
+    assert fake.names()[-3:] == ["end_capture", "graphLaunch", "graphLaunch"]
+
+
+def test_a_capture_that_fails_ends(load: Load) -> None:
+    module, fake = load()
+    device = module.CupyDevice()
+    stream = device.stream("compute")
+    with pytest.raises(RuntimeError, match="StreamCaptureUnsupported"), device.capture(stream):
+        device.allocate(8)
+    assert not fake.capturing
+    assert device.allocate(8).size == 8
+
+
+def test_gemm_has_a_handle_and_a_workspace_for_each_stream(load: Load) -> None:
+    module, fake = load()
+    device = module.CupyDevice()
+    one, other = device.stream("compute"), device.stream("other")
+    a, b, c = (device.allocate(4 * m * n).view("float32").reshape(m, n) for m, n in ((2, 3), (3, 4), (2, 4)))
+    left, right = np.arange(6.0).reshape(2, 3), np.arange(12.0).reshape(3, 4)
+    write(a, left)
+    write(b, right)
+    for stream in (one, one, other):
+        device.gemm(stream, a, b, c, precision="float32")
+    np.testing.assert_array_equal(read(c), left @ right)
+    assert fake.cublas.calls.count("create") == 2
+    assert fake.cublas.stream == other.raw.ptr
+
+
+def test_sums_over_nothing_are_zero(load: Load) -> None:
+    module, fake = load()
+    device = module.CupyDevice()
+    stream = device.stream("compute")
+    a, b = (device.allocate(0).view("float32").reshape(*shape) for shape in ((0, 3), (0, 2)))
+    c = device.allocate(24).view("float32").reshape(3, 2)
+    write(c, np.ones((3, 2), np.float32))
+    device.gemm(stream, a, b, c, transpose_a=True, accumulate=True, precision="float32")
+    assert read(c).all()
+    device.gemm(stream, a, b, c, transpose_a=True, precision="float32")
+    assert not read(c).any()
+    assert "gemmEx" not in fake.cublas.calls
+
+
+class _Plans:
+    """Stands for CudnnPlans."""
+
+    def __init__(self, handle: int, *, candidates: int) -> None:
+        assert candidates == 1
+        self.handle, self.workspace_bytes = handle, 512
+        self.keys: list[ConvolutionKey] = []
+        self.runs: list[tuple[int, ...]] = []
+
+    def plan(self, key: ConvolutionKey) -> _Plans:
+        self.keys.append(key)
+        return self
+
+    def run(self, *arguments: int) -> None:
+        self.runs.append(arguments)
+
+
+def test_convolutions_are_planned_once_and_run_on_addresses(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, _ = load()
+    monkeypatch.setattr(module, "new_handle", lambda: 5)
+    monkeypatch.setattr(module, "CudnnPlans", _Plans)
+    device = module.CupyDevice()
+    key = ConvolutionKey("forward", (1, 4, 4, 2), (3, 3, 3, 2), (1, 4, 4, 3), (1, 1), (1,) * 4, (1, 1), 1, "float32", "tf32")
+    convolution = device.convolution(key)
+    assert device.convolution(key) is convolution
+    assert convolution.workspace_bytes == 512
+    stream, x, w, y, space, bias = device.stream("compute"), *(device.allocate(16) for _ in range(5))
+    convolution.run(stream, x, w, y, space, bias)
+    convolution.run(stream, x, w, y, None)
+    plans = device._plans
+    assert plans.handle == 5
+    assert plans.keys == [key]
+    pointers = (stream.raw.ptr, x.pointer, w.pointer, y.pointer)
+    assert plans.runs == [(*pointers, space.pointer, bias.pointer), (*pointers, 0, 0)]
+
+
+def test_plans_are_timed_on_the_gpu_and_the_choice_can_be_told(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, fake = load()
+    names = ["slow", "fast", "second", "not asked"]
+    cudnn = FakeCudnn(plans=[FakePlan(name, workspace_bytes=64 * k) for k, name in enumerate(names)])
+    monkeypatch.setattr(cudnn_graphs, "library", lambda: cudnn)
+    key = ConvolutionKey("weight", (1, 4, 4, 2), (3, 3, 3, 2), (1, 4, 4, 3), (1, 1), (1,) * 4, (1, 1), 1, "float32", "tf32")
+    first, other = (module.CupyDevice(candidates=3) for _ in range(2))
+    assert isinstance(first, TimedPlans)
+    assert [device.convolution(key).workspace_bytes for device in (first, other)] == [128, 128]
+
+    def take_time(*_: object) -> None:
+        fake.milliseconds += {"slow": 3.0, "fast": 1.0, "second": 2.0}[cudnn.executed[-1][3]]
+
+    monkeypatch.setattr(cudnn, "executed", Watched(take_time))
+    first.time_plans()
+    assert first.plan_choices() == {cudnn_graphs.describe(key): "fast"}
+    assert first.plan_seconds() == {cudnn_graphs.describe(key): {"slow": 3e-3, "fast": 1e-3, "second": 2e-3}}
+    assert len({stream for stream, *_ in cudnn.executed}) == 1
+    pointers = cudnn.executed[-1][1]
+    assert len(set(pointers.values())) == 3
+    assert all(pointer and pointer % 256 == 0 for pointer in pointers.values())
+    other.take_plan_choices(first.plan_choices())
+    arrays = [other.allocate(512) for _ in range(4)]
+    other.convolution(key).run(other.stream("compute"), *arrays)
+    assert cudnn.executed[-1][3] == "fast"
+
+
+class Watched(list):
+    """A list that calls a function after each append."""
+
+    def __init__(self, appended: Callable[..., None]) -> None:
+        super().__init__()
+        self._appended = appended
+
+    def append(self, item: object) -> None:
+        super().append(item)
+        self._appended(item)
+
+
+def test_streams_and_events_of_another_device_are_refused(load: Load, emulated_device: EmulatedDeviceFactory) -> None:
+    module, _ = load()
+    device, other = module.CupyDevice(), emulated_device()
+    stream, memory = other.stream("compute"), device.allocate(8)
+    with pytest.raises(AssertionError, match="no stream of a GPU"):
+        device.copy(stream, memory, memory)
+    stream = device.stream("compute")
+    with pytest.raises(AssertionError, match="no event of a GPU"):
+        stream.record(other.event())
+
+
+def test_a_kernel_set_computes_on_it(load: Load, emulated_device: EmulatedDeviceFactory) -> None:
+    """Arithmetic of the whole set on memory that only this device knows."""
+    module, fake = load()
+    device = module.CupyDevice()
+    kernels = CudaKernelSet(CudaRuntime(device, device.stream("compute")))
+    values = np.random.default_rng(0).standard_normal(1003).astype(np.float32)
+    a, b = kernels.arithmetic.zeros(1003, "float32"), kernels.arithmetic.zeros(1003, "float32")
+    kernels.arithmetic.from_host(a, values)
+    kernels.arithmetic.copy(b, a)
+    kernels.arithmetic.add(b, a)
+    np.testing.assert_array_equal(kernels.arithmetic.to_host(b), values + values)
+    np.testing.assert_allclose(kernels.arithmetic.square_sums([a]), [np.square(values, dtype=np.float64).sum()], rtol=1e-12)
+    assert "launch" in fake.names()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-5), ("tf32", 1e-5), ("bfloat16", 1e-2)])
+def test_a_network_trains_on_it(
+    load: Load,
+    emulated_device: EmulatedDeviceFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    precision: Precision,
+    tolerance: float,
+) -> None:
+    """Whole steps, captured from the second one on, are those of the emulated device; then nothing is allocated any more."""
+    module, fake = load()
+    device = module.CupyDevice()
+
+    def enqueue(stream: object, work: Callable[[], None], text: str, kept: object = ()) -> None:
+        fake._enqueue(text, work)
+
+    monkeypatch.setattr(device, "convolution", functools.cache(lambda key: NumpyConvolution(key, enqueue, lambda *_: None)))
+    losses = {}
+    for name, place in (("cupy", device), ("emulated", emulated_device())):
+        runtime = CudaRuntime(place, place.stream("compute"), precision)
+        backend = Backend("cuda", runtime.dtype, CudaKernelSet(runtime), name)
+        monkeypatch.setattr(engine_step, "make_backend", lambda *_, backend=backend, **__: backend)
+        step = engine_step.EngineStep(workload("small", 5, 9, {"channels": [3, 5], "hidden": 6, "dropout": 0.3}), "cuda")
+        losses[name] = [step.run() for _ in range(2)]
+        fake.calls.clear()
+        losses[name] += [step.run() for _ in range(3)]
+        if place is device:
+            assert {"graphLaunch", "memcpyAsync", "eventSynchronize"} <= set(fake.names())
+            assert not {"malloc", "hostAlloc", "begin_capture", "streamSynchronize"} & set(fake.names())
+    np.testing.assert_allclose(losses["cupy"], losses["emulated"], rtol=tolerance)
+
+
+# The real package, where it is installed. None of these needs a GPU.
+real = pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
+
+
+def _documented(function: Any) -> list[str]:
+    """The names of a compiled function's parameters, by the first line of its documentation."""
+    inside = function.__doc__.splitlines()[0].partition("(")[2].rpartition(")")[0]
+    return [item.partition("=")[0].split()[-1] for item in inside.split(", ") if item and item != "self"]
+
+
+@real
+@pytest.mark.job  # CUDA's search for its libraries starts ldconfig
+def test_the_calls_of_the_real_cupy() -> None:
+    import cupy
+
+    runtime = cupy.cuda.runtime
+    assert _documented(runtime.memcpyAsync) == ["dst", "src", "size", "kind", "stream"]
+    assert _documented(runtime.memset) == ["ptr", "value", "size"]
+    assert len(_documented(runtime.eventQuery)) == len(_documented(runtime.streamSynchronize)) == 1
+    assert _documented(runtime.memsetAsync) == ["ptr", "value", "size", "stream"]
+    assert _documented(runtime.getDeviceProperties) == ["device"]
+    assert _documented(runtime.memGetInfo) == _documented(runtime.getDeviceCount) == []
+    assert _documented(cupy.cuda.Memory) == _documented(cupy.cuda.alloc_pinned_memory) == ["size"]
+    assert _documented(cupy.cuda.Graph.launch) == ["stream"]
+    assert _documented(cupy.RawModule.get_function) == ["name"]
+    assert {"code", "options"} <= set(_documented(cupy.RawModule))
+    assert isinstance(inspect.getattr_static(cupy.RawKernel, "kernel"), type(inspect.getattr_static(cupy.RawKernel, "name")))
+    assert "non_blocking" in inspect.signature(cupy.cuda.Stream).parameters
+    assert "disable_timing" in inspect.signature(cupy.cuda.Event).parameters
+    assert _documented(cupy.cuda.get_elapsed_time) == ["start_event", "end_event"]
+    assert list(inspect.signature(cupy.cuda.Stream.begin_capture).parameters) == ["self", "mode"]
+    for name, parameters in {"record": ["event"], "wait_event": ["event"], "synchronize": [], "end_capture": []}.items():
+        assert list(inspect.signature(getattr(cupy.cuda.Stream, name)).parameters) == ["self", *parameters]
+    kinds = (runtime.memcpyHostToDevice, runtime.memcpyDeviceToHost, runtime.memcpyDeviceToDevice)
+    assert (*kinds, runtime.streamCaptureModeThreadLocal) == (1, 2, 3, 1)
+    assert issubclass(runtime.CUDARuntimeError, RuntimeError)
+    assert runtime.runtimeGetVersion() // 1000 in (12, 13)
+
+
+@real
+@pytest.mark.job
+def test_the_real_cublas_has_the_functions_that_are_called() -> None:
+    module = importlib.import_module(IMPORTER)
+    try:
+        library = module._load_libraries()
+    except BackendError as error:
+        pytest.skip(str(error))
+    finally:
+        sys.modules.pop(IMPORTER)
+    for name in dir(FakeCublas):
+        if name.startswith("cublas"):
+            assert getattr(library, name)
+
+
+@real
+def test_a_function_of_the_real_cupy_takes_a_stream() -> None:
+    import cupy
+
+    function = cupy.cuda.function.Function.__new__(cupy.cuda.function.Function)
+    with pytest.raises(AttributeError, match="has no attribute 'ptr'"):  # it has come as far as asking the stream
+        function((1,), (1,), (), stream=object())
+
+
+@real
+@pytest.mark.slow
+@pytest.mark.job
+@pytest.mark.parametrize("name", sources.names())
+def test_nvrtc_compiles_the_source(name: str) -> None:
+    """For one architecture with bfloat16 and one without; nvcc compiles for more, and counts registers."""
+    try:
+        from cupy_backends.cuda.libs import nvrtc
+
+        nvrtc.getVersion()
+    except (ImportError, RuntimeError) as error:
+        pytest.skip(f"NVRTC is not installed: {error}")
+    program = nvrtc.createProgram(sources.text(name), f"{name}.cu", [], [])
+    for architecture in ("75", "90"):
+        nvrtc.compileProgram(program, ["-std=c++17", f"-arch=sm_{architecture}"])
+    nvrtc.destroyProgram(program)
+
+
+class _Peers:
+    """Two ranks, of which the other one says what rank 0 says."""
+
+    size = 2
+
+    def __init__(self, rank: int, said: Any = None) -> None:
+        self.rank, self.said = rank, said
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        return value if self.rank == root else self.said
+
+    iallgather = isend = irecv = None
+
+
+def test_identities_tell_gpus_of_a_node_apart(load: Load) -> None:
+    module, _ = load(gpus=2)
+    assert module.CupyDevice(0).identity != module.CupyDevice(1).identity
+    assert module.CupyDevice(1).identity == module.CupyDevice(1).identity
+
+
+def test_a_group_of_one_brings_what_it_has(load: Load, emulated_device: EmulatedDeviceFactory) -> None:
+    """The whole communicator over the calls of CuPy, each operation in its place."""
+    module, fake = load()
+    device = module.CupyDevice()
+    kernels = CudaKernelSet(CudaRuntime(device, device.stream("compute"), "float32"))
+    alone = SingleCommunicator()
+    assert group_fault(alone, kernels.arithmetic.messages()) is None
+    comm = over_nccl(alone, kernels.arithmetic)
+    buffer, other = (kernels.arithmetic.zeros(5, "float32") for _ in range(2))
+    write(buffer, np.arange(5.0))
+    fake.calls.clear()
+    handles = [
+        comm.iallreduce(buffer),
+        comm.ireduce_scatter(buffer, other, [5]),
+        comm.iallgather(None, buffer, [5]),
+        comm.ibroadcast(buffer, 0),
+        comm.ialltoall(buffer, other, [5], [5]),
+    ]
+    assert all(handle.test() for handle in handles)
+    np.testing.assert_array_equal(read(other), np.arange(5.0))
+    names = [name for name in fake.names() if name not in ("record", "memcpyAsync", "eventQuery")]
+    group = ["wait_event", "groupStart"]
+    reduction = [*group, "reduce", "nccl", "groupEnd"]
+    gather = [*group, "broadcast", "nccl", "groupEnd"]
+    assert names == [
+        "wait_event",
+        "allReduce",
+        "nccl",
+        *reduction,
+        *gather,
+        "wait_event",
+        "broadcast",
+        "nccl",
+        *group,
+        "groupEnd",
+    ]
+    moved = {call[2] for call in fake.calls if call[0] == "nccl"}
+    assert len(moved) == 1, "all of a process goes on one stream"
+    fake.nccl_failing = "check_async_error"
+    assert comm._links.fault() == "NCCL_ERROR_SYSTEM_ERROR: check_async_error"
+    fake.nccl_failing = ""
+    assert comm._links.fault() is None
+    comm._links.abort()
+    assert fake.names()[-1] == "abort"
+
+
+def test_messages_and_bits_move_as_bytes(load: Load) -> None:
+    module, fake = load()
+    device = module.CupyDevice()
+    links = device.groups.join(_Peers(0), device.stream("between"))
+    array = device.allocate(6).view("bfloat16")
+    with links.together():
+        links.send(array, 1)
+        links.receive(array, 1)
+    assert [call[1] for call in fake.calls if call[0] == "nccl"] == [6, 6]
+    with pytest.raises(KeyError):
+        links.sum_to_all(array)  # there are no sums of bits
+
+
+@pytest.mark.parametrize("call", ["get_unique_id", "NcclCommunicator"])
+def test_what_nccl_refuses_is_one_sentence(call: str, load: Load) -> None:
+    module, _ = load(nccl_failing=call)
+    device = module.CupyDevice()
+    with pytest.raises(
+        BackendError, match=r"^NCCL does not join the GPUs of these 2 ranks \(NCCL_ERROR.*; set transport to staged\.$"
+    ):
+        device.groups.join(_Peers(0), device.stream("between"))
+
+
+def test_all_hear_that_the_first_has_no_number(load: Load) -> None:
+    module, _ = load()
+    device = module.CupyDevice()
+    with pytest.raises(BackendError, match=r"ranks \(no network\); set transport"):
+        device.groups.join(_Peers(1, (None, "no network")), device.stream("between"))
+
+
+def test_nccl_that_is_not_there_is_told(load: Load) -> None:
+    module, _ = load(without_nccl=True)
+    assert module.CupyDevice().groups.fault().startswith("CuPy finds no NCCL, which comes with the package nvidia-nccl-cu12")
+    module, _ = load()
+    assert module.CupyDevice().groups.fault() is None
+
+
+def test_nccl_of_a_wheel_is_loaded_first(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its path, so that CuPy's module finds it by its name; one that cannot be loaded is left to CuPy to tell of."""
+    module, _ = load()
+    library = tmp_path / "nvidia" / "nccl" / "lib" / "libnccl.so.2"
+    library.parent.mkdir(parents=True)
+    library.write_bytes(b"no library")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "nvidia"]:
+        monkeypatch.delitem(sys.modules, name)
+    loaded: list[str] = []
+
+    def load_library(name: str, mode: int = 0) -> None:
+        loaded.append(name)
+        raise OSError("file too short")
+
+    monkeypatch.setattr(ctypes, "CDLL", load_library)
+    assert module.nccl_fault() is None
+    assert loaded == [str(library)]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
+@pytest.mark.job  # CUDA's search for its libraries starts ldconfig
+def test_the_calls_of_the_real_nccl() -> None:
+    """By their documentation, where CuPy was built with it; by their presence elsewhere."""
+    from cupy.cuda import nccl
+
+    if not nccl.available:
+        pytest.skip("NCCL is not installed")
+    assert (nccl.NCCL_UINT8, nccl.NCCL_FLOAT32, nccl.NCCL_FLOAT64, nccl.NCCL_SUM) == (1, 7, 8, 0)
+    assert issubclass(nccl.NcclError, RuntimeError)
+    calls = {
+        "allReduce": ["sendbuf", "recvbuf", "count", "datatype", "op", "stream"],
+        "reduce": ["sendbuf", "recvbuf", "count", "datatype", "op", "root", "stream"],
+        "broadcast": ["sendbuff", "recvbuff", "count", "datatype", "root", "stream"],
+        "send": ["sendbuf", "count", "datatype", "peer", "stream"],
+        "recv": ["recvbuf", "count", "datatype", "peer", "stream"],
+        "check_async_error": [],
+        "abort": [],
+    }
+    for name, parameters in calls.items():
+        text = getattr(nccl.NcclCommunicator, name).__doc__ or ""
+        inside = text.splitlines()[0].partition("(")[2].rpartition(")")[0] if text else ""
+        found = [item.partition("=")[0].split()[-1] for item in inside.split(", ") if item and item != "self"]
+        assert not text or found == parameters, f"{name}({inside})"
+    assert all(callable(getattr(nccl, name)) for name in ("get_unique_id", "groupStart", "groupEnd"))

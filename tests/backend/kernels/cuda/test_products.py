@@ -1,0 +1,547 @@
+"""Convolutions, linear layers and the loss of the cuda set against the NumPy set in float64, in every direction and dtype."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hpctrain.backend.cuda.device import ConvolutionKey
+from hpctrain.backend.cuda.device_array import DeviceArray
+from hpctrain.backend.cuda.emulator.memory import on_host
+from hpctrain.backend.cuda.emulator.rounding import read, write
+from hpctrain.backend.cuda.half import bfloat16_bits, bfloat16_values
+from hpctrain.backend.kernels.abilities import Accumulating, SufficientFactors
+from hpctrain.backend.kernels.base import Buffers, LossSums, StepContext
+from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
+from hpctrain.backend.kernels.fused_specs import WithRelu
+from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.kernels.specs import Conv2dSpec, LinearSpec, SoftmaxCrossEntropySpec, TensorSpec, Window
+from hpctrain.errors import DataError
+from hpctrain.testing.operators import OperatorBench, default_parameters
+from tests.support.emulated import CudaKernelsFactory
+from tests.support.rounded import assert_rounded, assert_same_bits, device_bench, dyadic, emulated_kernels
+
+#: of float64 NumPy, relative to the largest element: bfloat16 rounds once, the weight's gradient from float32 sums
+ERRORS = {"float64": 1e-10, "float32": 1e-5, "tf32": 1e-5, "bfloat16": 2.0**-8}
+
+SAME = (1, 1, 1, 1)
+
+CASES = [
+    (Conv2dSpec(4, 6, Window((5, 3), (2, 3), (1, 2, 0, 1), (1, 2)), groups=2), (2, 7, 9, 4)),
+    (Conv2dSpec(8, 16, Window((3, 3), (1, 1), SAME), bias=False), (2, 6, 5, 8)),
+    (Conv2dSpec(3, 8, Window((3, 3), (2, 2), (0, 1, 0, 1))), (1, 7, 9, 3)),
+    (Conv2dSpec(6, 6, Window((3, 3), (1, 1), SAME), groups=6), (1, 4, 5, 6)),
+    (Conv2dSpec(3, 4, Window((1, 1), (2, 3), (0, 0, 0, 0)), bias=False), (2, 5, 7, 3)),
+    (Conv2dSpec(5, 48, Window((1, 1), (1, 1), (0, 0, 0, 0))), (4, 16, 17, 5)),
+    (WithRelu(Conv2dSpec(4, 16, Window((3, 3), (1, 1), SAME))), (2, 6, 5, 4)),
+    (WithRelu(Conv2dSpec(3, 5, Window((3, 2), (2, 1), SAME))), (2, 7, 5, 3)),
+    (WithRelu(Conv2dSpec(4, 8, Window((3, 3), (1, 1), SAME), bias=False)), (2, 6, 5, 4)),
+]
+
+NO_PIXELS = [(0, 7, 9, 4), (3, 0, 9, 4), (3, 7, 0, 4)]
+
+
+@dataclass
+class ConvolutionBench:
+    """A convolution of the cuda set with all its buffers, whose scratch and results hold NaN before each call."""
+
+    kernels: CudaKernelSet
+    spec: Conv2dSpec | WithRelu
+    x: np.ndarray
+    parameters: dict[str, np.ndarray]
+    training: bool = True
+    input_gradient: bool = True
+    offset: int = 0  # of parameters and their gradients, in elements
+    input_first: bool = False  # backward begins with the input's gradient
+
+    def __post_init__(self) -> None:
+        runtime = self.kernels.runtime
+        x = TensorSpec(self.x.shape, runtime.dtype)
+        self.operator = self.kernels.make(self.spec, (x,), training=self.training, input_gradient=self.input_gradient)
+        self.x_array = self.array(x.shape, runtime.dtype, self.x)
+        self.y, self.dy = (self.array(self.operator.output.shape, runtime.dtype) for _ in range(2))
+        self.dx = self.array(x.shape, runtime.dtype) if self.input_gradient else None
+        parameters = {role: self.parameter(value, runtime.parameter_dtype) for role, value in self.parameters.items()}
+        shadows = {role: self.parameter(value, "bfloat16") for role, value in self.parameters.items()}
+        nothing = {role: np.full_like(value, np.nan) for role, value in self.parameters.items()}
+        self.gradients = {role: self.parameter(value, runtime.parameter_dtype) for role, value in nothing.items()}
+        self.scratch = self.kernels.allocate(self.operator.scratch_bytes)
+        self.operator.bind(
+            Buffers(
+                inputs=(self.x_array,),
+                output=self.y,
+                input_grads=(self.dx,) if self.training else (),
+                output_grad=self.dy if self.training else None,
+                parameters=parameters,
+                gradients=self.gradients if self.training else {},
+                shadows=shadows if runtime.dtype == "bfloat16" else {},
+                scratch=self.scratch,
+            )
+        )
+
+    def array(self, shape: tuple[int, ...], dtype: str, values: np.ndarray | None = None) -> DeviceArray:
+        size = int(np.prod(shape)) * {"float64": 8, "float32": 4, "bfloat16": 2}[dtype]
+        array = self.kernels.allocate(size).view(dtype).reshape(shape)
+        write(array, np.full(shape, np.nan) if values is None else values)
+        return array
+
+    def parameter(self, values: np.ndarray, dtype: str) -> DeviceArray:
+        array = self.array((self.offset + values.size,), dtype)[self.offset :].reshape(values.shape)
+        write(array, values)
+        return array
+
+    def poison(self) -> None:
+        on_host(self.scratch)[...] = 0xFF
+
+    def run(self, dy: np.ndarray) -> dict[str, np.ndarray]:
+        """y, and the gradients of all."""
+        self.poison()
+        self.operator.forward(StepContext())
+        results = {"y": read(self.y).copy()}
+        if self.training:
+            write(self.dy, dy)
+            halves = [self.operator.backward_parameters, self.operator.backward_input]
+            for k, half in enumerate(reversed(halves) if self.input_first else halves):
+                self.poison()
+                if k or not self.operator.needs_output:  # read in the first half alone
+                    write(self.y, np.full(self.y.shape, np.nan))
+                half()
+            results |= {role: read(gradient).copy() for role, gradient in self.gradients.items()}
+            results |= {} if self.dx is None else {"x": read(self.dx).copy()}
+        return results
+
+
+def dyadic_values(*shape: int, seed: int = 0) -> np.ndarray:
+    """Numbers that every dtype holds exactly."""
+    return (np.random.default_rng(seed).integers(-63, 64, shape) / 32).astype(np.float64)
+
+
+def reference(
+    spec: Conv2dSpec | WithRelu, x: np.ndarray, parameters: dict[str, np.ndarray], dy: np.ndarray
+) -> dict[str, np.ndarray]:
+    inner, relu = (spec.inner, True) if isinstance(spec, WithRelu) else (spec, False)
+    bench = OperatorBench(NumpyKernelSet(), inner, [x], parameters=parameters)
+    y = bench.forward()
+    gradients = bench.backward(np.where(y > 0, dy, 0.0) if relu else dy)
+    return {"y": np.maximum(y, 0.0) if relu else y, **gradients.parameters, "x": gradients.inputs[0]}
+
+
+def case(spec: Conv2dSpec | WithRelu, shape: tuple[int, ...]) -> tuple[np.ndarray, dict[str, np.ndarray], np.ndarray]:
+    """x, parameters, dy."""
+    inner = spec.inner if isinstance(spec, WithRelu) else spec
+    parameters = {role: dyadic_values(*value.shape, seed=1) for role, value in default_parameters(inner, "float64").items()}
+    return dyadic_values(*shape), parameters, dyadic_values(*spec.output(TensorSpec(shape)).shape, seed=2)
+
+
+@pytest.mark.parametrize("precision", ["float64", "float32", "tf32", "bfloat16"])
+@pytest.mark.parametrize(("spec", "shape"), CASES)
+def test_convolutions_equal_the_numpy_set(cuda_kernels, precision, spec, shape) -> None:
+    x, parameters, dy = case(spec, shape)
+    expected = reference(spec, x, parameters, dy)
+    for seed in (0, 1, 7):
+        results = ConvolutionBench(cuda_kernels(precision, seed), spec, x, parameters).run(dy)
+        assert results.keys() == expected.keys()
+        for name, values in expected.items():
+            error = np.abs(results[name] - values).max() / np.abs(values).max()
+            assert error < ERRORS[precision], f"{name} of {spec} with seed {seed}: {error}"
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Conv2dSpec | WithRelu, tuple[int, ...]]:
+    small = st.integers(1, 3)
+    kernel, stride, dilation = (draw(st.tuples(small, small)) for _ in range(3))
+    window = Window(kernel, stride, draw(st.tuples(*[st.integers(0, 3)] * 4)), dilation)
+    edges = window.padding
+    size = [max(0, window.extent[d] - edges[2 * d] - edges[2 * d + 1]) + draw(st.integers(0, 4)) for d in (0, 1)]
+    groups = draw(small)
+    spec = Conv2dSpec(groups * draw(small), groups * draw(st.sampled_from([1, 2, 8])), window, groups, draw(st.booleans()))
+    return (WithRelu(spec) if draw(st.booleans()) else spec), (draw(st.integers(0, 3)), *size, spec.channels_in)
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(cases(), st.integers(0, 3), st.sampled_from(["float64", "bfloat16"]))
+def test_any_geometry_equals_the_numpy_set(cuda_kernels, case_: tuple, offset: int, precision: str) -> None:
+    x, parameters, dy = case(*case_)
+    expected = reference(case_[0], x, parameters, dy)
+    results = ConvolutionBench(cuda_kernels(precision, 3), case_[0], x, parameters, offset=offset).run(dy)
+    for name, values in expected.items():
+        largest = np.abs(values).max(initial=1e-30)
+        assert np.abs(results[name] - values).max(initial=0.0) <= ERRORS[precision] * largest, name
+
+
+@pytest.mark.parametrize(("spec", "shape"), CASES[-3:])
+def test_a_relu_is_undone_once_whichever_half_of_backward_comes_first(cuda_kernels, spec, shape) -> None:
+    x, parameters, dy = case(spec, shape)
+    results = [
+        ConvolutionBench(cuda_kernels("bfloat16"), spec, x, parameters, input_first=first).run(dy) for first in (False, True)
+    ]
+    for name, values in results[0].items():
+        np.testing.assert_array_equal(results[1][name], values, name)
+
+
+def test_a_gradient_that_is_not_a_number_is_seen_behind_a_relu(cuda_kernels) -> None:
+    spec, shape = CASES[-3]
+    x, parameters, dy = case(spec, shape)
+    y = reference(spec, x, parameters, dy)["y"]
+    dy[np.unravel_index(np.argmin(y), y.shape)] = np.nan  # where the ReLU passes nothing on
+    assert y.min() == 0
+    assert np.isnan(ConvolutionBench(cuda_kernels("float32"), spec, x, parameters).run(dy)["bias"]).any()
+
+
+@pytest.mark.parametrize("precision", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("offset", [1, 2, 7])
+def test_parameters_may_begin_anywhere_in_their_group(cuda_kernels, precision, offset) -> None:
+    """The emulated device refuses what no plan could read; results do not depend on it."""
+    spec, shape = CASES[0]
+    x, parameters, dy = case(spec, shape)
+    expected, results = (ConvolutionBench(cuda_kernels(precision), spec, x, parameters, offset=at).run(dy) for at in (0, offset))
+    for name, values in expected.items():
+        np.testing.assert_array_equal(results[name], values, name)
+
+
+@pytest.mark.parametrize("precision", ["float64", "bfloat16"])
+@pytest.mark.parametrize("shape", NO_PIXELS)
+def test_without_pixels_nothing_is_planned_and_gradients_are_zero(cuda_kernels, precision, shape) -> None:
+    spec = Conv2dSpec(4, 6, Window((3, 3), (2, 1), SAME))
+    kernels = cuda_kernels(precision)
+    asked = record_plans(kernels)
+    x, parameters, dy = case(spec, shape)
+    results = ConvolutionBench(kernels, spec, x, parameters).run(dy)
+    assert asked == []
+    assert results["y"].size == results["x"].size == 0
+    assert not results["weight"].any()
+    assert not results["bias"].any()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_plan_that_adds_a_bias_computes_the_relu_too(cuda_kernels, bias) -> None:
+    spec, shape = WithRelu(Conv2dSpec(4, 6, Window((3, 3), (1, 1), SAME), bias=bias)), (2, 5, 5, 4)
+    kernels = cuda_kernels("float32")
+    asked = record_plans(kernels)
+    x, parameters, _ = case(spec, shape)
+    ConvolutionBench(kernels, spec, x, parameters, training=False).run(np.zeros(0))
+    assert [key.fused for key in asked] == ["bias_relu" if bias else ""]
+
+
+@pytest.mark.parametrize(
+    ("options", "kinds"),
+    [
+        ({"training": False}, {"forward"}),
+        ({"input_gradient": False}, {"forward", "weight"}),
+        ({}, {"forward", "weight", "input"}),
+    ],
+)
+def test_plans_only_what_will_be_asked_for(cuda_kernels, options, kinds) -> None:
+    """And each with the whole geometry, a fused bias only where it is added."""
+    spec, shape = CASES[0]
+    x, parameters, dy = case(spec, shape)
+    kernels = cuda_kernels("bfloat16")
+    asked = record_plans(kernels)
+    ConvolutionBench(kernels, spec, x, parameters, **options).run(dy)
+    assert Counter(key.kind for key in asked) == Counter(kinds)
+    for key in asked:
+        fused = "bias" if key.kind == "forward" else ""
+        y = spec.output(TensorSpec(shape)).shape
+        geometry = (spec.window.stride, spec.window.padding, spec.window.dilation, spec.groups)
+        assert key == ConvolutionKey(key.kind, shape, spec.weight_shape, y, *geometry, "bfloat16", "bfloat16", fused)
+
+
+def test_scratch_holds_the_largest_workspace_of_the_three_directions(cuda_kernels, monkeypatch) -> None:
+    spec, shape = CASES[1]
+    kernels = cuda_kernels("float32")
+    plan, needs = kernels.runtime.device.convolution, {"forward": 1000, "weight": 70000, "input": 30000}
+
+    def with_workspace(key: ConvolutionKey):
+        convolution = plan(key)
+        monkeypatch.setattr(convolution, "workspace_bytes", needs[key.kind])
+        return convolution
+
+    monkeypatch.setattr(kernels.runtime.device, "convolution", with_workspace)
+    x, parameters, dy = case(spec, shape)
+    bench = ConvolutionBench(kernels, spec, x, parameters)
+    weight_bytes = 4 * int(np.prod(spec.weight_shape))
+    assert bench.operator.scratch_bytes == sum(-(-size // 256) * 256 for size in (70000, weight_bytes))
+    bench.run(dy)
+
+
+def test_leaves_the_addition_of_gradients_to_the_plan(cuda_kernels) -> None:
+    """Its plans write: scratch for a sum would be as large as x in every convolution, whether it adds or not."""
+    operator = cuda_kernels("float32").make(CASES[1][0], (TensorSpec(CASES[1][1]),), training=True)
+    assert not isinstance(operator, Accumulating)
+
+
+def test_a_weight_without_its_shadow_is_refused_at_bind(cuda_kernels) -> None:
+    spec, shape = CASES[1]
+    kernels = cuda_kernels("bfloat16")
+    operator = kernels.make(spec, (TensorSpec(shape, "bfloat16"),), training=False)
+    weight = kernels.allocate(4 * int(np.prod(spec.weight_shape))).view("float32")
+    with pytest.raises(AssertionError, match="the weight of a convolution in bfloat16 is float32"):
+        operator.bind(Buffers((), None, parameters={"weight": weight}, scratch=kernels.allocate(operator.scratch_bytes)))
+
+
+def record_plans(kernels: CudaKernelSet) -> list[ConvolutionKey]:
+    """The keys that the set's device is asked for from here on."""
+    asked: list[ConvolutionKey] = []
+    device = kernels.runtime.device
+    plan = device.convolution
+    device.convolution = lambda key: (asked.append(key), plan(key))[1]
+    return asked
+
+
+PRECISIONS = ["float64", "float32", "tf32", "bfloat16"]
+
+
+def linear_values(spec: LinearSpec) -> dict[str, np.ndarray]:
+    """Weights that every dtype holds, and biases that bfloat16 does not hold."""
+    roles = {"weight": dyadic(*spec.weight_shape, seed=3), "bias": dyadic(spec.features_out, seed=4) + 2.0**-12}
+    return roles if spec.bias else {"weight": roles["weight"]}
+
+
+def compare_linear(spec: LinearSpec, samples: int, precision: str, *, accumulate: bool = False, seed: int = 0) -> None:
+    kernels = emulated_kernels(precision, seed)
+    dtype, parameters = kernels.runtime.dtype, linear_values(spec)
+    x, dy, start = (dyadic(samples, n, seed=i) for i, n in enumerate((spec.features_in, spec.features_out, spec.features_in)))
+    expected = OperatorBench(NumpyKernelSet(), spec, [x], parameters=parameters, accumulate=accumulate)
+    bench = device_bench(kernels, spec, x, parameters, accumulate=accumulate)
+    assert_rounded(bench.forward(), expected.forward(), dtype)
+    actual, gradients = bench.backward(dy, [start]), expected.backward(dy, [start])
+    assert_rounded(actual.inputs[0], gradients.inputs[0], dtype)
+    for role, gradient in actual.parameters.items():
+        assert_rounded(gradient, gradients.parameters[role], "float32" if dtype == "bfloat16" else dtype)
+
+
+@pytest.mark.usefixtures("emulated_device")
+@settings(max_examples=60)
+@given(
+    samples=st.integers(0, 40),
+    features_in=st.integers(1, 40),
+    features_out=st.one_of(st.integers(1, 20), st.sampled_from([64, 257, 1000])),
+    bias=st.booleans(),
+    precision=st.sampled_from(PRECISIONS),
+    accumulate=st.booleans(),
+    seed=st.integers(0, 3),
+)
+def test_linear_layers_equal_numpy(
+    samples: int, features_in: int, features_out: int, bias: bool, precision: str, accumulate: bool, seed: int
+) -> None:
+    compare_linear(LinearSpec(features_in, features_out, bias), samples, precision, accumulate=accumulate, seed=seed)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_more_rows_than_blocks(emulated_device, monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
+    monkeypatch.setattr("hpctrain.backend.kernels.cuda.images._WAVES", 1)
+    compare_linear(LinearSpec(2, 300), 70, precision, seed=2)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("bias", [False, True])
+def test_without_samples_gradients_of_parameters_are_zero(emulated_device, precision: str, bias: bool) -> None:
+    spec = LinearSpec(7, 5, bias)
+    bench = device_bench(emulated_kernels(precision), spec, np.zeros((0, 7)), linear_values(spec))
+    assert bench.forward().shape == (0, 5)
+    gradients = bench.backward(np.zeros((0, 5)))
+    assert gradients.inputs[0].shape == (0, 7)
+    assert [gradient.any() for gradient in gradients.parameters.values()] == [False] * (1 + bias)
+
+
+def test_bfloat16_rounds_the_sum_with_the_bias_once(emulated_device) -> None:
+    """1 + 2^-8 lies midway between two bfloat16 numbers: a bias of 2^-16 decides, unless the product was rounded before."""
+    spec = LinearSpec(2, 8)
+    parameters = {"weight": np.array([[1.0] * 8, [2.0**-8] * 8]), "bias": np.full(8, 2.0**-16)}
+    bench = device_bench(emulated_kernels("bfloat16"), spec, np.ones((3, 2)), parameters, training=False)
+    np.testing.assert_array_equal(bench.forward(), np.full((3, 8), 1 + 2.0**-7))
+
+
+def test_all_orders_of_a_linear_layer_give_the_same_bits(emulated_device) -> None:
+    random = np.random.default_rng(0)
+    spec = LinearSpec(5, 24)
+    x, dy = random.standard_normal((90, 5)), random.standard_normal((90, 24))
+    results = []
+    for seed in (0, 1, 2):
+        bench = device_bench(emulated_kernels("bfloat16", seed), spec, x, linear_values(spec))
+        y, gradients = bench.forward(), bench.backward(dy)
+        results.append([y, *gradients.inputs, *gradients.parameters.values()])
+    assert_same_bits(results)
+
+
+def test_a_linear_gradient_that_nobody_wants_is_not_computed(emulated_device) -> None:
+    spec = LinearSpec(4, 4)
+    bench = device_bench(emulated_kernels("float32"), spec, np.ones((3, 4)), linear_values(spec), wanted=[False])
+    bench.forward()
+    gradients = bench.backward(np.ones((3, 4)))
+    assert gradients.inputs == (None,)
+    assert (gradients.parameters["weight"] == 3).all()
+
+
+def test_sufficient_factors_are_as_the_ability_says(emulated_device) -> None:
+    """x and dy stay what they are through both halves of backward."""
+    spec, x, dy = LinearSpec(6, 8), dyadic(5, 6), dyadic(5, 8, seed=1)
+    bench = device_bench(emulated_kernels("float32"), spec, x, linear_values(spec))
+    assert isinstance(bench.operator, SufficientFactors)
+    assert bench.operator.needs_inputs == (True,)
+    bench.forward()
+    gradients = bench.backward(dy).parameters
+    kept, errors = read(bench.operator.buffers.inputs[0]), read(bench.operator.output_grad)
+    np.testing.assert_array_equal(kept.T @ errors, gradients["weight"])
+    np.testing.assert_array_equal(errors.sum(axis=0), gradients["bias"])
+
+
+def test_a_weight_that_was_not_rounded_is_refused(emulated_device) -> None:
+    kernels = emulated_kernels("bfloat16")
+    operator = kernels.make(LinearSpec(4, 4, bias=False), (TensorSpec((2, 4), "bfloat16"),), training=False)
+    x, weight = (kernels.allocate(64).view(dtype) for dtype in ("bfloat16", "float32"))
+    with pytest.raises(AssertionError, match="weight of a linear layer in bfloat16 is float32"):
+        operator.bind(Buffers(inputs=(x[:8].reshape(2, 4),), output=x[8:16].reshape(2, 4), parameters={"weight": weight[:16]}))
+
+
+DTYPES = ("float64", "float32", "bfloat16")
+
+#: relative to the largest value; bfloat16 has one rounding of the gradient
+BARS = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 2.0**-8}
+
+
+def _rounded(values: np.ndarray, dtype: str) -> np.ndarray:
+    return bfloat16_values(bfloat16_bits(values)) if dtype == "bfloat16" else values.astype(dtype)
+
+
+def _host(logits: np.ndarray, labels: np.ndarray, smoothing: float, global_count: int) -> tuple[LossSums, np.ndarray]:
+    """The NumPy set's, in float64."""
+    d_logits = np.full(logits.shape, np.nan)
+    loss = NumpyKernelSet().make_loss(SoftmaxCrossEntropySpec(smoothing))
+    return loss.run(logits.astype(np.float64), labels, global_count, d_logits).result(), d_logits
+
+
+def _device(
+    kernels: CudaKernelSet, logits: np.ndarray, labels: np.ndarray, dtype: str, smoothing: float = 0.0, global_count: int = 7
+) -> tuple[LossSums, np.ndarray]:
+    arithmetic = kernels.arithmetic
+    x, dx = (arithmetic.zeros(logits.size, dtype).reshape(logits.shape) for _ in range(2))
+    arithmetic.from_host(x, logits)
+    arithmetic.fill(dx, np.nan)
+    sums = kernels.make_loss(SoftmaxCrossEntropySpec(smoothing)).run(x, labels, global_count, dx)
+    return sums.result(), arithmetic.to_host(dx)
+
+
+def _sample(count: int, classes: int, dtype: str, scale: float = 3.0) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(classes)
+    return _rounded(random.standard_normal((count, classes)) * scale, dtype), random.integers(0, classes, count)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("count", "classes", "smoothing"),
+    [*((5, classes, smoothing) for classes in (2, 10, 129, 1000) for smoothing in (0.0, 0.1)), (2, 21843, 0.1), (600, 7, 0.0)],
+)
+def test_losses_equal_the_numpy_sets(
+    cuda_kernels: CudaKernelsFactory, count: int, classes: int, smoothing: float, dtype: str
+) -> None:
+    logits, labels = _sample(count, classes, dtype)
+    expected, gradient = _host(logits, labels, smoothing, 7)
+    bits = set()
+    for seed in range(3):
+        sums, d_logits = _device(cuda_kernels(seed=seed), logits, labels, dtype, smoothing)
+        assert sums.loss == pytest.approx(expected.loss, rel=BARS["float64" if dtype == "float64" else "float32"])
+        assert (sums.top1, sums.top5, sums.count) == (expected.top1, expected.top5, count)
+        np.testing.assert_allclose(d_logits, gradient, rtol=0, atol=BARS[dtype] * np.abs(gradient).max())
+        bits.add((sums.loss, d_logits.tobytes()))
+    assert len(bits) == 1
+
+
+def test_a_gradient_keeps_its_digits_where_the_model_is_sure(cuda_kernels: CudaKernelsFactory) -> None:
+    """1 - p of p near 1 loses all digits of float32; loss and gradient do not."""
+    logits, labels = np.zeros((3, 10), np.float32), np.array([2, 0, 9])
+    logits[np.arange(3), labels] = 18.0
+    expected, gradient = _host(logits, labels, 0.0, 3)
+    sums, d_logits = _device(cuda_kernels(), logits, labels, "float32", 0.0, 3)
+    assert expected.loss < 1e-6
+    assert sums.loss == pytest.approx(expected.loss, rel=1e-6)
+    np.testing.assert_allclose(d_logits, gradient, rtol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [1e4, 1e30, 3e38])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_extreme_logits_stay_finite(cuda_kernels: CudaKernelsFactory, dtype: str, scale: float) -> None:
+    logits, labels = _rounded(np.array([[1.0, -1.0, 0.0], [0.0, 1.0, -1.0]]) * scale, dtype), np.array([0, 2])
+    for smoothing in (0.0, 0.1):
+        expected, gradient = _host(logits, labels, smoothing, 2)
+        sums, d_logits = _device(cuda_kernels(), logits, labels, dtype, smoothing, 2)
+        assert sums.loss == pytest.approx(expected.loss, rel=1e-6)
+        np.testing.assert_allclose(d_logits, gradient, atol=BARS[dtype] * np.abs(gradient).max())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ties_are_ranked_by_index(cuda_kernels: CudaKernelsFactory, dtype: str) -> None:
+    """Few values, so that most logits are equal to others."""
+    random = np.random.default_rng(0)
+    logits, labels = random.integers(0, 3, (60, 9)).astype(np.float64), random.integers(0, 9, 60)
+    logits[0] = 0.0
+    labels[0] = 4
+    expected, _ = _host(logits, labels, 0.0, 60)
+    assert 0 < expected.top1 < expected.top5 < 60
+    for seed in range(3):
+        sums, _ = _device(cuda_kernels(seed=seed), logits, labels, dtype)
+        assert (sums.top1, sums.top5) == (expected.top1, expected.top5)
+
+
+@pytest.mark.parametrize("classes", [3, 9, 300])
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_shows_as_in_the_numpy_set(cuda_kernels: CudaKernelsFactory, wrong: float, classes: int) -> None:
+    for place in (0, 2, classes - 1):
+        logits, labels = np.zeros((2, classes), np.float32), np.array([0, 0])
+        logits[1, place] = wrong
+        with np.errstate(all="ignore"):
+            expected, gradient = _host(logits, labels, 0.0, 2)
+        sums, d_logits = _device(cuda_kernels(), logits, labels, "float32", 0.0, 2)
+        assert (sums.top1, sums.top5, sums.count) == (expected.top1, expected.top5, 2)
+        np.testing.assert_allclose([sums.loss], [expected.loss], rtol=1e-6)
+        np.testing.assert_allclose(d_logits, gradient, rtol=1e-6)
+
+
+def test_labels_out_of_range_are_refused_before_anything_runs(cuda_kernels: CudaKernelsFactory) -> None:
+    logits, labels = _sample(4, 9, "float32")
+    labels[2] = 9
+    with pytest.raises(DataError, match=r"Label 9 is outside .* 0 to 8; the nearest legal label is 8"):
+        _device(cuda_kernels(), logits, labels, "float32")
+
+
+def test_a_loss_without_samples(cuda_kernels: CudaKernelsFactory) -> None:
+    sums, d_logits = _device(cuda_kernels(), np.zeros((0, 9)), np.zeros(0, np.int64), "float32", global_count=0)
+    assert sums == LossSums(0.0, 0, 0, 0)
+    assert d_logits.shape == (0, 9)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_two_batches_may_be_on_their_way(cuda_kernels: CudaKernelsFactory, seed: int) -> None:
+    kernels = cuda_kernels(seed=seed)
+    loss = kernels.make_loss(SoftmaxCrossEntropySpec())
+    logits = kernels.arithmetic.zeros(20, "float32").reshape(4, 5)
+    waiting, expected = [], []
+    for step in range(4):
+        values, labels = np.random.default_rng(step).standard_normal((4, 5)).astype(np.float32), np.full(4, step)
+        count = 4 - step % 2
+        kernels.arithmetic.from_host(logits, values)
+        waiting.append(loss.run(logits[:count], labels[:count], 4, None))
+        labels[...] = -1
+        expected.append(_host(values[:count], np.full(count, step), 0.0, 4)[0])
+        if len(waiting) == 2:
+            for sums, reference in zip(waiting, expected, strict=True):
+                arrived = sums.result()
+                assert (arrived.top1, arrived.top5, arrived.count) == (reference.top1, reference.top5, reference.count)
+                assert arrived.loss == pytest.approx(reference.loss, rel=1e-6)
+            waiting, expected = [], []
+
+
+def test_losses_of_later_batches_allocate_nothing(cuda_kernels: CudaKernelsFactory) -> None:
+    kernels = cuda_kernels()
+    loss = kernels.make_loss(SoftmaxCrossEntropySpec())
+    logits = kernels.arithmetic.zeros(20, "float32").reshape(4, 5)
+    loss.run(logits, np.zeros(4, np.int64), 4, None)
+    used, kernels.runtime.device.pinned = kernels.runtime.device.memory_used(), None  # type: ignore[method-assign, assignment]
+    for count in (3, 4):
+        assert loss.run(logits[:count], np.zeros(count, np.int64), 4, None).result().top1 == count
+    assert kernels.runtime.device.memory_used() == used

@@ -1,0 +1,260 @@
+"""Families of models: published counts, torchvision's names, images that fit, gradients, and what makes no network."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpctrain.backend.kernels.graph import Graph, GraphBuilder
+from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.kernels.specs import Conv2dSpec, LinearSpec, TensorSpec
+from hpctrain.errors import ConfigError, OptionError, ShapeError
+from hpctrain.models import catalogue
+from hpctrain.models.parts import MOST_CHANNELS, scaled, stochastic_depths
+from hpctrain.nn import initialise
+from hpctrain.nn.network import Network, declared
+from hpctrain.testing.layer_gradients import check_gradients
+from hpctrain.testing.models import exported_shapes, parameter_count
+
+#: model -> (published number of parameters, digest of names and shapes in order, which tests/parity compares with torchvision's)
+TORCHVISION = {
+    "alexnet2014": (61_100_840, "fb0abbb96582"),
+    "resnet18": (11_689_512, "6b38c1f050da"),
+    "resnet34": (21_797_672, "b3ccc90e866e"),
+    "resnet50": (25_557_032, "af2e2fe2ef39"),
+    "resnet101": (44_549_160, "f6f3ebf58df3"),
+    "resnet152": (60_192_808, "6d79e12b0801"),
+    "wide_resnet50_2": (68_883_240, "29489e65ceef"),
+    "wide_resnet101_2": (126_886_696, "5f5d9fbab351"),
+    "resnext50_32x4d": (25_028_904, "5dde11419652"),
+    "resnext101_32x8d": (88_791_336, "f500c8e7b596"),
+    "resnext101_64x4d": (83_455_272, "9abda60a72bf"),
+    "vgg11": (132_863_336, "37cf01db9dec"),
+    "vgg13": (133_047_848, "2a806d8cb236"),
+    "vgg16": (138_357_544, "e6f6dcd7f608"),
+    "vgg19": (143_667_240, "94ee89e212fd"),
+    "vgg11_bn": (132_868_840, "866fb7baa7c1"),
+    "vgg13_bn": (133_053_736, "54b838a7b17c"),
+    "vgg16_bn": (138_365_992, "055eecd1fdc7"),
+    "vgg19_bn": (143_678_248, "7f93088e2fa9"),
+}
+SMALL = {"classes": 4, "channels": [3, 5], "hidden": 7, "grid": 2}
+
+
+def built(name: str, **options: Any) -> Any:
+    return catalogue.build(name, options)
+
+
+def graph_of(model: Any, *shape: int) -> Graph:
+    builder = GraphBuilder(TensorSpec((1, *shape)))
+    return builder.build(model.lower(builder, 0, ""))
+
+
+@pytest.mark.parametrize("name", TORCHVISION)
+def test_counts_are_the_published_ones_and_names_and_shapes_torchvisions(name: str) -> None:
+    count, digest = TORCHVISION[name]
+    model = built(name)
+    assert parameter_count(model) == count
+    assert hashlib.sha256(repr(list(exported_shapes(model).items())).encode()).hexdigest().startswith(digest)
+
+
+def test_alexnet_is_the_published_one() -> None:
+    """Krizhevsky et al. 2012, sections 3.5 and 5, each convolution over all channels of the one before it."""
+    weights = [96 * 11 * 11 * 3, 256 * 5 * 5 * 96, 384 * 9 * 256, 384 * 9 * 384, 256 * 9 * 384]
+    weights += [9216 * 4096, 4096 * 4096, 4096 * 1000]
+    biases = 96 + 256 + 384 + 384 + 256 + 4096 + 4096 + 1000
+    assert parameter_count(built("alexnet")) == sum(weights) + biases
+    graph = graph_of(built("alexnet"), *catalogue.image_shape("alexnet"))
+    sizes = [graph.tensors[node.output].size for node in graph.nodes if isinstance(node.spec, Conv2dSpec | LinearSpec)]
+    assert sizes == [290_400, 186_624, 64_896, 64_896, 43_264, 4096, 4096, 1000]
+    model = built("alexnet", width=0.25)
+    specs, _ = declared(model, graph_of(model, 227, 227, 3))
+    values = {name: initialise.first_value(spec, name, seed=3) for name, spec in specs.items()}
+    first = [float(value.max()) for name, value in values.items() if name.endswith("bias") and value.max() == value.min()]
+    assert first == [0, 1, 0, 1, 1, 1, 1, 0]
+    for name, value in values.items():
+        assert not name.endswith("weight") or np.std(value) == pytest.approx(0.01, rel=0.03), name
+
+
+@pytest.mark.parametrize("depth", [20, 32, 44, 56, 110])
+def test_small_resnets_follow_the_papers_table(depth: int) -> None:
+    """He et al. 2016, section 4.2: no bias before a batch norm, no parameters in shortcuts; the depth is that of weights."""
+    n = (depth - 2) // 6
+    total = 3 * 9 * 16 + 2 * 16 + 64 * 10 + 10
+    for inside, planes in ((16, 16), (16, 32), (32, 64)):
+        total += inside * 9 * planes + (2 * n - 1) * planes * 9 * planes + 2 * n * 2 * planes
+    model = built(f"resnet{depth}")
+    assert parameter_count(model) == total
+    names = list(exported_shapes(model))
+    assert sum(name.endswith("weight") and ".bn" not in name and not name.startswith("bn") for name in names) == depth
+    assert names[:2] == ["conv1.weight", "bn1.weight"]
+    assert f"layer3.{n - 1}.bn2.running_var" in names
+    assert not [name for name in names if "downsample" in name]
+
+
+def test_projections_of_small_resnets_have_parameters() -> None:
+    assert parameter_count(built("resnet20", shortcut="projection")) == 272_474
+    shapes = exported_shapes(built("resnet20", shortcut="projection"))
+    assert shapes["layer2.0.downsample.0.weight"] == (32, 16, 1, 1)
+    assert "layer1.0.downsample.0.weight" not in shapes
+
+
+def test_resnet9_is_eight_convolutions_and_a_classifier() -> None:
+    shapes = exported_shapes(built("resnet9"))
+    convolutions = [shape for shape in shapes.values() if len(shape) == 4]
+    expected = [(64, 3), (128, 64), (128, 128), (128, 128), (256, 128), (512, 256), (512, 512), (512, 512)]
+    assert convolutions == [(*pair, 3, 3) for pair in expected]
+    assert parameter_count(built("resnet9")) == 6_573_130
+    names = list(shapes)
+    assert names[:2] == ["layer0.conv.weight", "layer0.bn.weight"]
+    assert {"layer1.block.conv1.weight", "layer3.block.bn2.running_var"} <= set(names)
+    assert not [name for name in names if name.startswith("layer2.block")]
+    assert names[-2:] == ["fc.weight", "fc.bias"]
+    for width, channels in ((0.5, 32), (0.01, 1), (2.0, 128)):
+        shapes = exported_shapes(built("resnet9", width=width, classes=7))
+        assert (shapes["layer0.conv.weight"], shapes["fc.weight"]) == ((channels, 3, 3, 3), (7, round(512 * width)))
+
+
+def test_the_small_network_has_what_its_options_say() -> None:
+    shapes = exported_shapes(built("small", **SMALL, channels_in=2))
+    norms = {f"stage{i}.bn.{role}": (c,) for i, c in ((1, 3), (2, 5)) for role in ("weight", "bias")}
+    linear = {"fc1.weight": (7, 20), "fc1.bias": (7,), "fc2.weight": (4, 7), "fc2.bias": (4,)}
+    convolutions = {"stage1.conv.weight": (3, 2, 3, 3), "stage2.conv.weight": (5, 3, 3, 3)}
+    trained = {name: shape for name, shape in shapes.items() if "running" not in name}
+    assert trained == {**convolutions, **norms, **{f"classifier.{name}": shape for name, shape in linear.items()}}
+    with_norm, without = (parameter_count(built("small", **SMALL, batch_norm=b)) for b in (True, False))
+    assert with_norm - without == 3 + 5  # a convolution has a bias only without batch norm
+    shapes = exported_shapes(built("small", **SMALL, width=2.0))
+    assert (shapes["stage2.conv.weight"], shapes["classifier.fc1.weight"]) == ((10, 6, 3, 3), (14, 40))
+
+
+def test_bottlenecks_carry_the_stride_on_their_3x3_and_narrow_ones_keep_their_groups() -> None:
+    graph = graph_of(built("resnet50", width=0.125), 65, 63, 3)
+    strided = {n.name for n in graph.nodes if isinstance(n.spec, Conv2dSpec) and n.spec.window.stride == (2, 2)}
+    assert strided == {"conv1", *(f"layer{stage}.0.{conv}" for stage in (2, 3, 4) for conv in ("conv2", "downsample.0"))}
+    graph = graph_of(built("resnext50_32x4d", width=0.05, classes=5), 33, 33, 3)
+    assert {n.spec.groups for n in graph.nodes if isinstance(n.spec, Conv2dSpec) and n.name.endswith("conv2")} == {32}
+
+
+@pytest.mark.parametrize(
+    ("name", "last", "blocks"),
+    [("resnet18", ".bn2.weight", 8), ("resnet50", ".bn3.weight", 16), ("resnet9", ".block.bn2.weight", 2)],
+)
+def test_blocks_start_as_their_shortcut_on_request(name: str, last: str, blocks: int) -> None:
+    network = Network(built(name, width=0.125, zero_init_residual=True), (33, 33, 3), NumpyKernelSet())
+    zero = {n for n, parameter in network.parameters.items() if n.endswith("weight") and not parameter.data.any()}
+    assert zero == {n for n in network.parameters if n.endswith(last)}
+    assert len(zero) == blocks
+
+
+def test_batch_norm_options_reach_every_batch_norm() -> None:
+    model = built("resnet18", width=0.125, momentum=0.25, epsilon=0.01, synchronised=True)
+    layers = [layer for _, layer in model.walk() if layer.statistics()]
+    assert len(layers) == 20
+    for layer in layers:
+        assert {spec.momentum for spec in layer.statistics().values()} == {0.25}
+        assert (layer.spec("bn").epsilon, layer.spec("bn").synchronised) == (0.01, True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "options", "image", "tolerances"),
+    [
+        *(("small", {**SMALL, **more}, (9, 7, 1), {"step": 1e-6}) for more in (
+            {}, {"hidden": 0}, {"batch_norm": False}, {"dropout": 0.3}, {"dropout": 0.3, "hidden": 0}, {"grid": 1})),
+        ("resnet9", {"width": 0.05, "classes": 5}, (9, 8, 3), {"step": 1e-7, "elements": 2}),
+        *(("resnet20", {"shortcut": shortcut, "width": 0.2, "classes": 5}, (9, 7, 3), {"step": 1e-7, "elements": 2})
+          for shortcut in ("padding", "projection")),
+    ],
+)  # fmt: skip
+def test_gradients(name: str, options: dict[str, Any], image: tuple[int, int, int], tolerances: dict[str, Any]) -> None:
+    check_gradients(catalogue.build(name, options), image, tolerance=1e-6, **tolerances)
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "sizes"),
+    [
+        ("alexnet", 0.1, [(67, 69), (224, 229)]),
+        ("vgg16_bn", 0.125, [(32, 32), (65, 33), (225, 224)]),
+        ("resnet9", 0.1, [(8, 8), (9, 15), (32, 225)]),
+        ("resnet20", 0.1, [(1, 1), (7, 9), (33, 225)]),
+    ],
+)
+def test_images_of_other_sizes_fit(name: str, width: float, sizes: list[tuple[int, int]]) -> None:
+    model = built(name, width=width, classes=7, channels_in=2)
+    assert [model.output(TensorSpec((3, *size, 2))).shape for size in sizes] == [(3, 7)] * len(sizes)
+
+
+@pytest.mark.parametrize(
+    ("channels", "width", "wanted"),
+    [(64, 1.0, 64), (64, 0.001, 1), (3, 0.5, 2), (100, MOST_CHANNELS / 100, MOST_CHANNELS)],
+)
+def test_widths_are_rounded(channels: int, width: float, wanted: int) -> None:
+    assert scaled(channels, width) == wanted
+
+
+def test_depths_rise_linearly_to_the_last_block() -> None:
+    ends = list(stochastic_depths(0.4, 5, 3))
+    assert ends[0] == {}
+    specs = [end["stochastic_depth"].spec("a") for end in ends[1:]]  # type: ignore[attr-defined]
+    assert [spec.rate for spec in specs] == pytest.approx([0.1, 0.2, 0.3, 0.4])
+    assert all(spec.per_sample and spec.seed == 3 for spec in specs)
+    assert list(stochastic_depths(0.0, 5, 3)) == [{}] * 5
+
+
+FAMILIES = ("vgg11", "resnet18", "resnet20", "resnet9", "small")
+LARGEST = "the largest width for this layer is"
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "sentence"),
+    [
+        *((model, {"width": -1.0}, "width of -1") for model in FAMILIES),
+        *((model, {"width": 0.0}, "width of 0.* leaves no channels") for model in FAMILIES),
+        *((model, {"width": 1e308}, LARGEST) for model in FAMILIES),
+        ("vgg", {"depth": 15}, r"no VGG of depth 15; known depths are \[11, 13, 16, 19\], the nearest is 16"),
+        ("resnet", {"depth": 20}, r"no ResNet of depth 20; .* the nearest is 18"),
+        ("resnet_small", {"depth": 18}, r"no small ResNet of depth 18; .* the nearest is 20"),
+        *((model, {"dropout": 1.0}, "A dropout rate of 1.0 is outside") for model in ("vgg11", "small")),
+        *((model, {"stochastic_depth": rate}, ".") for model in ("resnet20", "resnet50") for rate in (1.0, -0.1, float("nan"))),
+        ("resnet34", {"groups": 2}, "groups is 2, but a ResNet of depth 34 has no bottlenecks, so it must be"),
+        ("resnet34", {"width_per_group": 128}, "width_per_group is 128, but a ResNet of depth 34 has no bottlenecks"),
+        *(("resnet50", {option: value}, ".") for option, value in (
+            ("groups", 0), ("width_per_group", 0), ("width_per_group", 1_000_000), ("groups", 10**9))),
+        ("small", {"channels": []}, "at least one stage"),
+        *(("small", more, "it must have at least 1") for more in ({"channels": [-4]}, {"channels": [4, 0]}, {"hidden": -1})),
+    ],
+)  # fmt: skip
+def test_a_refusal_names_its_option(model: str, options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(OptionError, match=sentence) as caught:
+        catalogue.build(model, options)
+    assert [caught.value.option] == list(options)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "sentence"),
+    [
+        ("alexnet", {"channels": (1, 2)}, "AlexNet has five convolutions, so channels must be five numbers, not 2"),
+        ("alexnet", {"padding": -1}, "A padding of -1 is not possible; the smallest is 0"),
+        ("alexnet", {"dropout": 1.0}, "A dropout rate of 1.0 is outside"),
+        ("alexnet", {"width": 0}, "width of 0.0 leaves no channels"),
+        ("resnet20", {"shortcut": "A"}, "is \"A\", but must be 'padding' or 'projection'"),
+    ],
+)
+def test_what_makes_no_network_is_refused(model: str, options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        catalogue.build(model, options)
+
+
+def test_enormous_layers_and_images_that_vanish_are_refused() -> None:
+    for channels, width in ((64, 1e308), (64, float("inf")), (1, 1e7), (10**400, 1.0)):
+        with pytest.raises(ConfigError, match=rf"makes more than 1,000,000 channels .* {LARGEST}"):
+            scaled(channels, width)
+    for channels in (0, -1, -(10**400)):
+        with pytest.raises(ConfigError, match="it must have at least 1"):
+            scaled(channels, 1.0)
+    with pytest.raises(ShapeError, match=r"stage3\.pool.*the smallest height that fits is 2"):
+        built("small", channels=[2, 2, 2]).output(TensorSpec((1, 7, 28, 1)))

@@ -1,0 +1,193 @@
+"""States of models: names, shapes and layouts of other programs, there and back exactly, each difference in a sentence."""
+
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpctrain.backend.kernels.base import StepContext
+from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
+from hpctrain.errors import CheckpointError
+from hpctrain.models import catalogue, interchange
+from hpctrain.models.state_dict import check_finite, check_fits, classes_in, declared_state, is_counter, with_counters
+from hpctrain.nn.initialise import generator
+from hpctrain.nn.network import Network
+from hpctrain.testing.models import exported_shapes
+
+NARROW = {"width": 0.02}
+
+
+def narrow(name: str, classes: int = 5) -> dict[str, object]:
+    """Options of a model of that name with few channels."""
+    return {"classes": classes, **NARROW}
+
+
+def state_of(name: str, classes: int = 5) -> dict[str, np.ndarray]:
+    entries = declared_state(catalogue.build(name, narrow(name, classes)))
+    return {key: generator(3, key).standard_normal(entry.shape, np.float32) for key, entry in entries.items()}
+
+
+@pytest.mark.parametrize("name", catalogue.names())
+def test_layouts_there_and_back_are_exact_in_every_model(name: str) -> None:
+    model = catalogue.build(name, narrow(name))
+    entries = declared_state(model)
+    assert {key: entry.shape for key, entry in entries.items()} == exported_shapes(model)
+    for key, array in state_of(name).items():
+        entry = entries[key]
+        own = entry.restore(array)
+        assert own.flags.c_contiguous
+        assert own.shape == (entry.shape if entry.spec is None else entry.spec.shape)
+        np.testing.assert_array_equal(entry.export(own), array)
+
+
+def test_counters_stand_behind_the_statistics_and_are_not_asked_for() -> None:
+    entries = declared_state(catalogue.build("resnet20", narrow("resnet20")))
+    counted = with_counters(state_of("resnet20"), 7)
+    names = list(counted)
+    assert names[names.index("bn1.running_var") + 1] == "bn1.num_batches_tracked"
+    assert counted["bn1.num_batches_tracked"].dtype == np.int64
+    assert {name for name in counted if not is_counter(name)} == entries.keys()
+    assert check_fits(entries, counted, source="a.safetensors", model="resnet20") == frozenset()
+
+
+def test_every_difference_is_a_sentence_with_the_nearest_name() -> None:
+    entries = declared_state(catalogue.build("resnet18", narrow("resnet18")))
+    state = state_of("resnet18")
+    state["fc.wieght"] = state.pop("fc.weight")
+    state["fc.bias"] = np.zeros(7, np.float32)
+    state["conv1.weight"] = state["conv1.weight"].astype(np.int64)
+    with pytest.raises(CheckpointError) as raised:
+        check_fits(entries, state, source="a.pt", model="resnet18", hint="A hint.")
+    assert str(raised.value).splitlines() == [
+        "a.pt lacks fc.weight, which the model resnet18 has; the nearest name is fc.wieght.",
+        "a.pt has fc.wieght, which the model resnet18 does not have; the nearest name is fc.weight.",
+        "conv1.weight of a.pt holds int64 numbers, but weights must be floating-point numbers.",
+        "fc.bias of a.pt has shape (7,), that of the model resnet18 has (5,).",
+        "A hint.",
+    ]
+
+
+def test_many_differences_are_counted() -> None:
+    entries = declared_state(catalogue.build("resnet50", narrow("resnet50")))
+    with pytest.raises(CheckpointError, match=r"There are more such differences between a.pt and the model resnet50\."):
+        check_fits(entries, state_of("resnet18"), source="a.pt", model="resnet50")
+
+
+@settings(max_examples=20)
+@given(classes=st.integers(1, 9), pattern=st.sampled_from(["fc.*", "*.bias", "fc.weight"]))
+def test_ignored_names_need_not_fit(classes: int, pattern: str) -> None:
+    entries = declared_state(catalogue.build("resnet20", narrow("resnet20")))
+    state = state_of("resnet20", classes)
+    ignored = check_fits(entries, state, source="a.pt", model="resnet20", ignore=["fc.*", pattern])
+    assert {"fc.weight", "fc.bias"} <= ignored < entries.keys()
+    for name in ignored:
+        state.pop(name)
+    state["fc.extra"] = np.zeros(2)
+    assert "fc.extra" in check_fits(entries, state, source="a.pt", model="resnet20", ignore=["fc.*", pattern])
+
+
+def test_a_pattern_that_matches_nothing_is_refused() -> None:
+    entries = declared_state(catalogue.build("resnet20", narrow("resnet20")))
+    with pytest.raises(
+        CheckpointError, match=r'"fx.weight" matches no name of a.pt or of the model; the nearest name is fc.weight'
+    ):
+        check_fits(entries, state_of("resnet20"), source="a.pt", model="resnet20", ignore=["fx.weight"])
+
+
+@pytest.mark.parametrize("name", ["resnet18", "vgg11", "small", "alexnet"])
+def test_classes_are_read_off_the_last_layer(name: str) -> None:
+    assert classes_in(catalogue.build(name, NARROW), state_of(name, 13)) == 13
+    assert classes_in(catalogue.build(name, NARROW), {}) is None
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_numbers_that_are_not_finite_are_refused_by_name(value: float, dtype: type) -> None:
+    model = catalogue.build("small", {"classes": 10})
+    entries = declared_state(model)
+    state = {name: np.zeros(entry.shape, dtype) for name, entry in entries.items()}
+    check_fits(entries, state, source="w", model="small")
+    for name in (next(iter(entries)), next(reversed(entries))):
+        bad = {**state, name: state[name].copy()}
+        bad[name].reshape(-1)[-1] = value
+        with pytest.raises(
+            CheckpointError, match=rf"^{re.escape(name)} of w holds 1 of [\d,]+ numbers that are not finite, the first"
+        ):
+            check_fits(entries, bad, source="w", model="small", hint="a hint for names")
+        assert check_fits(entries, bad, source="w", model="small", ignore=[name])
+
+
+def test_numbers_that_overflow_in_training_are_refused() -> None:
+    state = {"a": np.array([1.0, 1e300])}
+    check_finite(state, "w")
+    with pytest.raises(CheckpointError, match=r"a of w holds 1 of 2 numbers that are not finite in float32, the first at \[1\]"):
+        check_finite(state, "w", "float32")
+
+
+MODELS = {
+    "vgg11_bn": ({"width": 0.05, "classes": 5}, (37, 33, 3)),
+    "resnet50": ({"width": 0.05, "classes": 5}, (33, 41, 3)),
+    "resnet20": ({"width": 0.25, "classes": 5}, (9, 7, 3)),
+    "small": ({"channels": (3, 5), "hidden": 7, "classes": 5}, (29, 28, 1)),
+}
+
+
+def network_of(name: str, *, seed: int = 0, dtype: str = "float64") -> Network:
+    options, image_shape = MODELS[name]
+    network = Network(catalogue.build(name, options), image_shape, NumpyKernelSet(), dtype=dtype, seed=seed)
+    random = np.random.default_rng(seed)
+    for parameter in network.parameters.values():
+        parameter.data += 0.1 * random.standard_normal(parameter.data.shape)
+    for view in network.statistics.views.values():
+        view[...] = 0.5 + random.random(view.shape)
+    return network
+
+
+def evaluate(network: Network) -> np.ndarray:
+    program = network.program(3, training=False)
+    program.x[...] = np.random.default_rng(7).standard_normal(program.x.shape)
+    logits: np.ndarray = program.forward(StepContext(training=False)).copy()
+    return logits
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_round_trip_is_exact(name: str) -> None:
+    source, target = network_of(name, seed=1), network_of(name, seed=2)
+    expected = evaluate(source)
+    assert not np.array_equal(evaluate(target), expected)
+    state = interchange.export(source) | {"bn1.num_batches_tracked": np.array(5)}
+    assert {key: array.shape for key, array in state.items() if "num_batches" not in key} == exported_shapes(source.model)
+    interchange.restore(target, state)
+    for key, parameter in source.parameters.items():
+        np.testing.assert_array_equal(target.parameters[key].data, parameter.data)
+    np.testing.assert_array_equal(target.statistics.running, source.statistics.running)
+    np.testing.assert_array_equal(evaluate(target), expected)
+
+
+def test_exported_arrays_are_copies() -> None:
+    network = network_of("small")
+    state = interchange.export(network)
+    for array in state.values():
+        array[...] = 0.0
+    assert all(parameter.data.any() for name, parameter in network.parameters.items() if name.endswith("weight"))
+    assert network.statistics.running.all()
+
+
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
+    network = network_of("small")
+    before = {name: parameter.data.copy() for name, parameter in network.parameters.items()}
+    good = interchange.export(network_of("small", seed=5))
+    missing = {name: array for name, array in good.items() if name != "stage1.bn.running_var"}
+    unknown = good | {"stage9.conv.weight": np.zeros(3)}
+    shape = good | {"classifier.fc2.weight": good["classifier.fc2.weight"].T}
+    for state, sentence in (
+        (missing, r"lacks 1 of 14 arrays \(stage1\.bn\.running_var\)"),
+        (unknown, r"has 1 that the model does not know \(stage9\.conv\.weight\)"),
+        (shape, r"Array classifier\.fc2\.weight of the state has shape \(7, 5\), the model's has \(5, 7\)"),
+    ):
+        with pytest.raises(CheckpointError, match=sentence):
+            interchange.restore(network, state)
+    for name, parameter in network.parameters.items():
+        np.testing.assert_array_equal(parameter.data, before[name])

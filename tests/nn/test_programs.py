@@ -1,0 +1,332 @@
+"""Programs: gradients of whole networks, hooks in order, places of operators in memory, and spans of actions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpctrain.backend.kernels.abilities import FollowsOperator
+from hpctrain.backend.kernels.base import Array, Buffers, KernelSet, Operator, StepContext
+from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.kernels.onednn.kernel_set import OnednnKernelSet
+from hpctrain.backend.kernels.specs import Shape
+from hpctrain.errors import ShapeError
+from hpctrain.nn.custom import ArrayLayer
+from hpctrain.nn.hooks import StepHooks
+from hpctrain.nn.initialise import constant
+from hpctrain.nn.layer import Layer
+from hpctrain.nn.layers.conv2d import Conv2d
+from hpctrain.nn.layers.flatten import Flatten
+from hpctrain.nn.layers.linear import Linear
+from hpctrain.nn.layers.relu import ReLU
+from hpctrain.nn.layers.residual import Residual
+from hpctrain.nn.layers.sequential import Sequential
+from hpctrain.nn.network import Network
+from hpctrain.nn.parameter import Parameter, ParameterSpec
+from hpctrain.nn.program import Program
+from hpctrain.nn.spans import backward_spans, forward_spans
+from tests.support import nets
+
+SHAPE = (9, 7, 3)
+
+NETS: dict[str, Callable[[], Layer]] = {
+    "plain": nets.plain,
+    "residual": nets.residual,
+    "dropout": lambda: nets.plain(dropout=0.4),
+}
+
+
+def _network(model: Layer, **options: Any) -> Network:
+    return Network(model, SHAPE, NumpyKernelSet(), dtype="float64", seed=5, **options)
+
+
+def _data(n: int) -> tuple[np.ndarray, np.ndarray, StepContext]:
+    random = np.random.default_rng(n)
+    context = StepContext(step=4, sample_ids=np.arange(n, dtype=np.int64) * 3, global_count=n)
+    return random.standard_normal((n, *SHAPE)), random.integers(0, 5, n), context
+
+
+def _loss(network: Network, x: np.ndarray, y: np.ndarray, context: StepContext) -> float:
+    program = network.program(len(y), training=True)
+    program.x[...] = x
+    program.forward(context)
+    return program.loss(y, len(y)).loss / max(1, len(y))
+
+
+def _check_gradients(model: Layer) -> None:
+    """Directional derivatives of the loss by every parameter, against central differences."""
+    network = _network(model, smoothing=0.1)
+    x, y, context = _data(4)
+    _loss(network, x, y, context)
+    network.program(4, training=True).backward()
+    random = np.random.default_rng(0)
+    for parameter in network.parameters.values():
+        direction = random.standard_normal(parameter.data.shape)
+        expected = float((parameter.grad * direction).sum())
+        step = 1e-6 / np.abs(direction).max()
+        start = parameter.data.copy()
+        losses = []
+        for sign in (1, -1):
+            parameter.data[...] = start + sign * step * direction
+            losses.append(_loss(network, x, y, context))
+        parameter.data[...] = start
+        assert (losses[0] - losses[1]) / (2 * step) == pytest.approx(expected, rel=1e-5, abs=1e-8), parameter.name
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_every_gradient_equals_the_numerical_one(name: str) -> None:
+    _check_gradients(NETS[name]())
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_the_gradient_of_the_input_equals_the_numerical_one(name: str) -> None:
+    network = _network(NETS[name]())
+    x, y, context = _data(3)
+    program = network.program(3, training=True, input_gradient=True)
+    program.x[...] = x
+    program.forward(context)
+    program.loss(y, 3)
+    program.backward()
+    assert program.x_grad is not None
+    direction = np.random.default_rng(1).standard_normal(x.shape)
+    expected = float((program.x_grad * direction).sum())
+    step = 1e-6
+    slope = (_loss(network, x + step * direction, y, context) - _loss(network, x - step * direction, y, context)) / (2 * step)
+    assert slope == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_a_second_step_gives_the_same_bits(name: str) -> None:
+    network = _network(NETS[name]())
+    x, y, context = _data(5)
+    found = []
+    for _ in range(2):
+        loss = _loss(network, x, y, context)
+        network.program(5, training=True).backward()
+        found.append((loss, network.groups["all"].grad.copy()))
+        network.program(2, training=False).forward(StepContext(training=False))  # shares the arena
+    assert found[0][0] == found[1][0]
+    assert np.array_equal(found[0][1], found[1][1])
+
+
+class _Recorder(StepHooks):
+    def __init__(self) -> None:
+        self.events: list[tuple[str, str]] = []
+
+    def before_forward(self, parameters: Sequence[Parameter]) -> None:
+        self.events += [("before", parameter.name) for parameter in parameters]
+
+    def grad_ready(self, parameter: Parameter) -> None:
+        self.events.append(("ready", parameter.name))
+
+    def data_free(self, parameter: Parameter) -> None:
+        self.events.append(("free", parameter.name))
+
+
+def test_gradients_are_announced_last_layer_first_and_once() -> None:
+    network = _network(nets.residual())
+    x, y, context = _data(2)
+    program = network.program(2, training=True)
+    program.x[...] = x
+    recorder = _Recorder()
+    program.forward(context, recorder)
+    program.loss(y, 2)
+    program.backward(recorder)
+    names = list(network.parameters)
+    assert [name for event, name in recorder.events if event == "before"] == names
+    ready = [name for event, name in recorder.events if event == "ready"]
+    assert ready == names[::-1]
+    for name in names:
+        assert recorder.events.index(("ready", name)) < recorder.events.index(("free", name))
+
+
+def test_parameter_order_is_forward_order() -> None:
+    network = _network(nets.residual())
+    orders = [network.parameters[name].order for name in network.parameters]
+    assert orders == sorted(orders)
+    starts = [segment.start for segment in network.groups["all"].segments]
+    assert starts == sorted(starts)
+    assert network.groups["all"].segments[-1].stop == network.groups["all"].size
+
+
+class _Scale(ArrayLayer):
+    """y = scale * x^2, a user's own layer."""
+
+    def parameters(self) -> Mapping[str, ParameterSpec]:
+        return {"scale": ParameterSpec((), constant(1.5))}
+
+    def output_shape(self, shape: Shape) -> Shape:
+        return shape
+
+    def forward(self, x: Array, parameters: Mapping[str, Array], context: StepContext, saved: dict[str, Any]) -> Array:
+        saved["square"] = x * x
+        return parameters["scale"] * saved["square"]
+
+    def backward(
+        self, x: Array, dy: Array, parameters: Mapping[str, Array], saved: dict[str, Any]
+    ) -> tuple[Array, Mapping[str, Array]]:
+        return 2 * parameters["scale"] * x * dy, {"scale": (dy * saved["square"]).sum()}
+
+
+def test_a_users_layer_trains_like_any_other() -> None:
+    _check_gradients(Sequential({"conv": Conv2d(3, 4, 3), "mine": _Scale(), "flatten": Flatten(), "fc": Linear(4 * 7 * 5, 5)}))
+
+
+def test_a_tensor_read_twice_collects_both_gradients() -> None:
+    """Identity shortcut of an identity body: y = relu(x + x)."""
+    double = Residual({}, None, activation=ReLU())
+    _check_gradients(Sequential({"conv": Conv2d(3, 4, 1), "double": double, "flatten": Flatten(), "fc": Linear(252, 5)}))
+
+
+def test_a_layer_used_twice_is_refused() -> None:
+    class Twice(Sequential):
+        def lower(self, graph: Any, x: int, name: str) -> int:
+            return super().lower(graph, super().lower(graph, x, name), name)
+
+    with pytest.raises(ShapeError, match="used by 2 operations"):
+        _network(Sequential({"twice": Twice({"conv": Conv2d(3, 3, 1)}), "flatten": Flatten(), "fc": Linear(189, 5)}))
+
+
+_SHAPE = (9, 7, 3)
+
+
+def _program(kernels: KernelSet, **options: object) -> tuple[Network, Program]:
+    network = Network(nets.residual(synchronised=False), _SHAPE, kernels, **options)  # type: ignore[arg-type]
+    return network, network.program(3, training=True)
+
+
+def _address(array: np.ndarray) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+@pytest.mark.parametrize("kernels", [NumpyKernelSet, OnednnKernelSet])
+def test_a_reader_gets_the_array_that_its_input_was_written_to(kernels: type[KernelSet]) -> None:
+    _, program = _program(kernels())
+    written = {0: _address(program.x)}
+    for planned, bound in zip(program.plan.steps, program.steps, strict=True):
+        buffers = bound.operator.buffers
+        assert [_address(x) for x in buffers.inputs] == [written[tensor] for tensor in planned.inputs]
+        written[planned.output] = _address(buffers.output)
+    assert written[program.plan.output] == _address(program.logits)
+
+
+def test_operators_have_the_parameters_and_gradients_of_their_groups() -> None:
+    network, program = _program(NumpyKernelSet())
+    seen = set()
+    for planned, bound in zip(program.plan.steps, program.steps, strict=True):
+        for role, name in planned.node.parameters.items() if planned.node else ():
+            parameter = network.parameters[name]
+            assert bound.operator.buffers.parameters[role] is parameter.data
+            assert bound.operator.buffers.gradients[role] is parameter.grad
+            seen.add(name)
+    assert seen == set(network.parameters)
+
+
+def test_a_frozen_layers_gradient_is_nobodys() -> None:
+    network, program = _program(NumpyKernelSet(), frozen=("conv1",))
+    (frozen,) = (bound for bound in program.steps if bound.name == "conv1")
+    assert frozen.parameters == ()
+    assert not any(
+        np.shares_memory(frozen.operator.buffers.gradients.get("weight", np.zeros(1)), group.grad)
+        for group in network.groups.values()
+    )
+
+
+def test_followers_hear_of_their_leader_before_they_are_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[tuple[str, Operator]] = []
+
+    class _Following(FollowsOperator):
+        def follow(self, first: Operator) -> None:
+            heard.append(("follow", first))
+
+    @cache  # plans of operators of other types have no leader
+    def kind(plain: type[Operator]) -> type[Operator]:
+        return type("Following", (_Following, plain), {})
+
+    kernels = NumpyKernelSet()
+    make = kernels.make
+
+    def following(*arguments: object, **options: object) -> Operator:
+        operator = make(*arguments, **options)  # type: ignore[arg-type]
+        bind = operator.bind
+
+        def bound(buffers: Buffers) -> None:
+            heard.append(("bind", operator))
+            bind(buffers)
+
+        operator.__class__ = kind(type(operator))
+        operator.bind = bound  # type: ignore[method-assign]
+        return operator
+
+    monkeypatch.setattr(kernels, "make", following)
+    network = Network(nets.plain(), _SHAPE, kernels)
+    heard.clear()
+    first, second = network.side_by_side([(2,), (3,)])
+    led = [operator for what, operator in heard[len(first.steps) :] if what == "follow"]
+    assert [what for what, _ in heard] == ["bind"] * len(first.steps) + ["follow", "bind"] * len(second.steps)
+    assert led == [step.operator for step in first.steps]
+
+
+NAMES = [f"p{i}" for i in range(8)]
+
+Needs = list[list[str]]
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> tuple[Needs, dict[str, list[int]]]:
+    """Actions that use each parameter once, in order, and the slices of some parameters."""
+    actions: Needs = [[] for _ in range(draw(st.integers(1, 12)))]
+    places = sorted(draw(st.lists(st.integers(0, len(actions) - 1), min_size=len(NAMES), max_size=len(NAMES))))
+    for name, place in zip(NAMES, places, strict=True):
+        actions[place].append(name)
+    carried = draw(st.lists(st.sampled_from(NAMES), unique=True))
+    return actions, {name: draw(st.lists(st.integers(0, 4), min_size=1, max_size=2, unique=True)) for name in carried}
+
+
+def _cover(spans: list[range], actions: Needs) -> None:
+    assert [position for span in spans for position in span] == list(range(len(actions)))
+    assert all(len(span) for span in spans)
+
+
+@given(programs())
+def test_a_forward_span_needs_no_slice_that_its_first_needing_action_does_not(
+    program: tuple[Needs, dict[str, list[int]]],
+) -> None:
+    actions, slices = program
+    spans = forward_spans(actions, slices)
+    _cover(spans, actions)
+    needed: set[int] = set()
+    for span in spans:
+        new = [{k for name in actions[position] for k in slices.get(name, ())} - needed for position in span]
+        first = next((more for more in new if more), set())
+        assert set().union(*new) == first
+        needed |= first
+
+
+@given(programs())
+def test_a_backward_span_ends_where_slices_are_complete_and_only_there(program: tuple[Needs, dict[str, list[int]]]) -> None:
+    actions, slices = program
+    spans = backward_spans(actions, slices)
+    _cover(spans, actions)
+    last = {k: max(p for p, names in enumerate(actions) for n in names if k in slices.get(n, ())) for k in _all(slices)}
+    assert {span[-1] for span in spans} == set(last.values()) | {len(actions) - 1}
+
+
+def _all(slices: dict[str, list[int]]) -> set[int]:
+    return {k for held in slices.values() for k in held}
+
+
+@given(programs())
+def test_without_messages_a_pass_is_one_span(program: tuple[Needs, dict[str, list[int]]]) -> None:
+    actions, _ = program
+    assert forward_spans(actions, {}) == backward_spans(actions, {}) == [range(len(actions))]
+
+
+def test_an_empty_pass_has_no_span() -> None:
+    assert forward_spans([], {}) == backward_spans([], {}) == []

@@ -1,0 +1,450 @@
+"""SGD, LARS, AdamW and LAMB against definitions in float64 and torch's, and against themselves on any partition of segments."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpctrain.backend import host_arithmetic
+from hpctrain.errors import ConfigError
+from hpctrain.nn.parameter import FlatGroup, ParameterSpec, Segment
+from hpctrain.optim.base import Norms, NormsNeeded, Optimizer
+from hpctrain.optim.clip import clip_scale
+from hpctrain.optim.ema import EmaRule, with_ema
+from hpctrain.optim.guarded import guarded
+from hpctrain.optim.optimizers.adamw import Adamw
+from hpctrain.optim.optimizers.lamb import Lamb
+from hpctrain.optim.optimizers.lars import Lars
+from hpctrain.optim.optimizers.sgd import Sgd
+
+SHAPES = {"conv.weight": (7, 3, 3, 5), "norm.weight": (7,), "norm.bias": (7,), "fc.weight": (9, 25), "fc.bias": (25,)}
+RATES = [0.01 / (1 + step % 7) for step in range(50)]
+MAKERS: dict[str, Callable[[], Optimizer]] = {
+    "sgd": lambda: Sgd(momentum=0.9, weight_decay=0.05, clip_norm=0.5),
+    "nesterov": lambda: Sgd(momentum=0.9, nesterov=True, weight_decay=0.05),
+    "lars": lambda: Lars(weight_decay=0.05, clip_norm=0.5, trust_coefficient=0.02),
+    "adamw": lambda: Adamw(weight_decay=0.05, clip_norm=0.5),
+    "lamb": Lamb,
+    "average": lambda: with_ema(Adamw(), EmaRule(0.7)),
+}
+
+
+def make_group(dtype: str = "float64") -> FlatGroup:
+    specs = {n: ParameterSpec(s, lambda random, shape: random.random(shape), decay=len(s) > 1) for n, s in SHAPES.items()}
+    group = FlatGroup(specs, dtype)
+    group.data[:] = np.random.default_rng(0).standard_normal(group.size)
+    return group
+
+
+def gradients(group: FlatGroup, steps: int) -> list[np.ndarray]:
+    random = np.random.default_rng(1)
+    return [random.standard_normal(group.size).astype(group.dtype) for _ in range(steps)]
+
+
+def norms_of(group: FlatGroup) -> Norms:
+    norms = Norms(group)
+    norms.add_partial(group, group.segments)
+    return norms
+
+
+def run(optimizer: Optimizer, group: FlatGroup, grads: Sequence[np.ndarray], rates: Sequence[float]) -> np.ndarray:
+    optimizer.bind(group, group.segments)
+    go_on(optimizer, group, grads, rates)
+    return group.data.copy()
+
+
+def go_on(optimizer: Optimizer, group: FlatGroup, grads: Sequence[np.ndarray], rates: Sequence[float]) -> None:
+    for grad, lr in zip(grads, rates, strict=True):
+        group.grad[:] = grad
+        optimizer.begin_step()
+        if optimizer.needs_norms:
+            optimizer.prepare_norms(group.segments)
+        optimizer.update(group.segments, lr, norms_of(group) if optimizer.needs_norms else None)
+
+
+def pieces(group: FlatGroup) -> list[tuple[Segment, slice]]:
+    return [(segment, slice(segment.start, segment.stop)) for segment in group.segments]
+
+
+def assert_near(ours: np.ndarray, expected: np.ndarray, dtype: str, tolerance: float) -> None:
+    assert ours.dtype == np.dtype(dtype)
+    assert np.linalg.norm(ours - expected) <= tolerance * np.linalg.norm(expected)
+
+
+def descent(
+    group: FlatGroup, grads: Sequence[np.ndarray], rates: Sequence[float], *, exclude: str, trust: tuple[float, float] | None,
+    momentum: float, nesterov: bool, weight_decay: float, clip_norm: float | None,
+) -> np.ndarray:  # fmt: skip
+    """SGD, and LARS where there is `trust` (coefficient and epsilon), parameter by parameter in float64."""
+    out = []
+    for segment, piece in pieces(group):
+        w = group.data[piece].astype(np.float64)
+        buffer = np.zeros_like(w)
+        excluded = exclude == "norm_and_bias" and not segment.decay
+        decay = 0.0 if excluded else weight_decay
+        for whole, lr in zip(grads, rates, strict=True):
+            g = whole.astype(np.float64)
+            g = (g if clip_norm is None else g * min(1.0, clip_norm / (np.linalg.norm(g) + 1e-6)))[piece]
+            lengths = np.linalg.norm(w), np.linalg.norm(g)
+            ratio = 1.0
+            if trust and not excluded and all(lengths):
+                ratio = trust[0] * lengths[0] / (lengths[1] + decay * lengths[0] + trust[1])
+            update = ratio * (g + decay * w)
+            buffer = momentum * buffer + update
+            w = w - lr * (update + momentum * buffer if nesterov else buffer)
+        out.append(w)
+    return np.concatenate(out)
+
+
+@pytest.mark.parametrize("trust", [None, (0.02, 1e-3)], ids=["sgd", "lars"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-13), ("float32", 3e-6)])
+def test_sgd_and_lars_equal_their_definitions(dtype: str, tolerance: float, trust: tuple[float, float] | None) -> None:
+    cases = itertools.product((0.0, 0.9), (False, True), (0.0, 0.05), ("norm_and_bias", "none"), (None, 0.5, 1e9))
+    for momentum, nesterov, decay, exclude, clip in cases:
+        if nesterov and not momentum:
+            continue
+        group = make_group(dtype)
+        grads, rates = gradients(group, 5), [1.0, 2.0, 0.5, 0.0, 3.0] if trust else [0.1, 0.2, 0.05, 0.0, 0.3]
+        if trust:
+            group.parameters["fc.weight"].data[:] = 0.0  # a weight without a norm takes a plain step first
+            grads[2][: group.segments[0].stop] = 0.0  # and a parameter without a gradient
+        options: Any = {"momentum": momentum, "nesterov": nesterov, "weight_decay": decay, "clip_norm": clip}
+        expected = descent(group, grads, rates, exclude=exclude, trust=trust, **options)
+        options["decay_exclude"] = exclude
+        optimizer = Lars(trust_coefficient=trust[0], epsilon=trust[1], **options) if trust else Sgd(**options)
+        assert_near(run(optimizer, group, grads, rates), expected, dtype, tolerance)
+
+
+BETA1, BETA2 = 0.9, 0.99
+
+
+def lamb_of_the_paper(group: FlatGroup, grads: list[np.ndarray], *, decay: float, exclude: str, epsilon: float) -> np.ndarray:
+    """Algorithm 2 of the paper, parameter by parameter; phi is the identity, and the ratio is 1 where a norm is 0, as timm's."""
+    out = []
+    for segment, piece in pieces(group):
+        w = group.data[piece].astype(np.float64)
+        m, v = np.zeros_like(w), np.zeros_like(w)
+        excluded = exclude == "norm_and_bias" and not segment.decay
+        for t, (grad, lr) in enumerate(zip(grads, RATES, strict=False), 1):
+            g = grad[piece].astype(np.float64)
+            m, v = BETA1 * m + (1 - BETA1) * g, BETA2 * v + (1 - BETA2) * g**2
+            r = m / (1 - BETA1**t) / (np.sqrt(v / (1 - BETA2**t)) + epsilon)
+            u = r if excluded else r + decay * w
+            lengths = np.linalg.norm(w), np.linalg.norm(u)
+            w = w - lr * (lengths[0] / lengths[1] if all(lengths) and not excluded else 1.0) * u
+        out.append(w)
+    return np.concatenate(out)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-13), ("float32", 1e-5)])
+def test_lamb_equals_the_papers(dtype: str, tolerance: float) -> None:
+    for decay, exclude, epsilon in itertools.product((0.0, 0.05), ("norm_and_bias", "none"), (1e-6, 1e-2)):
+        group = make_group(dtype)
+        group.parameters["fc.weight"].data[:] = 0.0  # a weight without a norm takes a step of AdamW first
+        grads = gradients(group, 20)
+        grads[0][: group.segments[0].stop] = 0.0  # and a parameter without a direction
+        expected = lamb_of_the_paper(group, grads, decay=decay, exclude=exclude, epsilon=epsilon)
+        optimizer = Lamb(beta1=BETA1, beta2=BETA2, weight_decay=decay, decay_exclude=exclude, epsilon=epsilon)  # type: ignore[arg-type]
+        assert_near(run(optimizer, group, grads, RATES[:20]), expected, dtype, tolerance)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("clip", [None, 0.7])
+@pytest.mark.parametrize(
+    ("ours", "options", "theirs"),
+    [
+        *((Sgd, each, each) for each in ({"momentum": 0.0}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True})),
+        *(
+            (Adamw, {"beta1": a, "beta2": b, "epsilon": e}, {"betas": (a, b), "eps": e, "foreach": False})
+            for a, b, e in ((0.9, 0.999, 1e-8), (0.0, 0.9, 1e-3), (0.95, 0.0, 1e-6))
+        ),
+    ],
+)
+def test_fifty_updates_equal_torchs(ours: Any, options: dict[str, Any], theirs: dict[str, Any], clip: float | None) -> None:
+    torch = pytest.importorskip("torch")
+    group = make_group()
+    grads, rates = gradients(group, 50), RATES if ours is Adamw else [10 * rate for rate in RATES]
+    tensors = [torch.nn.Parameter(torch.tensor(p.data.copy())) for p in group.parameters.values()]
+    groups = [
+        {"params": [p for p, s in zip(tensors, group.segments, strict=True) if s.decay == decays], "weight_decay": decay}
+        for decays, decay in ((True, 0.05), (False, 0.0))
+    ]
+    optimizer = (torch.optim.AdamW if ours is Adamw else torch.optim.SGD)(groups, lr=1.0, **theirs)
+    for grad, lr in zip(grads, rates, strict=True):
+        for tensor, (_, piece) in zip(tensors, pieces(group), strict=True):
+            tensor.grad = torch.tensor(grad[piece]).reshape(tensor.shape)
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(tensors, clip)
+        for entry in optimizer.param_groups:
+            entry["lr"] = lr
+        optimizer.step()
+    found = run(ours(weight_decay=0.05, clip_norm=clip, **options), group, grads, rates)
+    expected = np.concatenate([tensor.detach().numpy().ravel() for tensor in tensors])
+    np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@settings(max_examples=20)
+@given(data=st.data(), dtype=st.sampled_from(["float32", "float64"]))
+def test_any_partition_into_owners_gives_the_same_bits(name: str, data: st.DataObject, dtype: str) -> None:
+    """Owners of cuts anywhere, in any order; SGD and LARS also in parts of parameters, with the norms of whole layers."""
+    group = make_group(dtype)
+    grads, start, whole = gradients(group, 3), group.data.copy(), MAKERS[name]()
+    expected = run(whole, group, grads, RATES[:3])
+    group.data[:] = start
+    cuts = sorted(data.draw(st.sets(st.integers(0, group.size), max_size=6)) | {0, group.size})
+    shards = [group.covering(a, b) for a, b in itertools.pairwise(cuts)]
+    owned = [(MAKERS[name](), shard) for shard in shards]
+    for owner, shard in owned:
+        owner.bind(group, shard)
+    for grad, lr in zip(grads, RATES, strict=False):
+        group.grad[:] = grad
+        for owner, shard in owned:
+            owner.begin_step()
+            if owner.needs_norms:
+                owner.prepare_norms(shard)
+        norms, summed = norms_of(group), Norms(group)
+        for shard in shards:
+            summed.add_partial(group, shard)
+        np.testing.assert_allclose(summed.squares, norms.squares, rtol=1e-13 if dtype == "float64" else 1e-6)
+        for owner, shard in owned:
+            for segment in data.draw(st.permutations(shard)):
+                middle = (segment.start + segment.stop) // 2 if name in ("sgd", "nesterov", "lars") else segment.stop
+                for part in (segment.part(segment.start, middle), segment.part(middle, segment.stop)):
+                    if part.size:
+                        owner.update([part], lr, norms)
+    assert group.data.tobytes() == expected.tobytes()
+    for owner, shard in owned:
+        for segment in shard:
+            for kind, values in owner.state(segment).items():
+                assert values.tobytes() == whole.state(segment)[kind].tobytes()
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_restored_state_continues_to_the_same_bits(name: str) -> None:
+    group, (whole, first, second) = make_group("float32"), (MAKERS[name]() for _ in range(3))
+    grads, start = gradients(group, 6), group.data.copy()
+    expected = run(whole, group, grads, RATES[:6])
+    group.data[:] = start
+    run(first, group, grads[:3], RATES[:3])
+    second.bind(group, group.segments)
+    for segment in group.segments:
+        for kind, array in first.state(segment).items():
+            second.state(segment)[kind][:] = array
+    second.load_counters(first.counters())
+    go_on(second, group, grads[3:], RATES[3:6])
+    assert group.data.tobytes() == expected.tobytes()
+    for segment in group.segments:
+        assert all(values.tobytes() == whole.state(segment)[kind].tobytes() for kind, values in second.state(segment).items())
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 225])
+@pytest.mark.parametrize("name", ["nesterov", "adamw"])
+def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch, name: str, chunk: int) -> None:
+    group = make_group("float32")
+    grads, start = gradients(group, 3), group.data.copy()
+    expected = run(MAKERS[name](), group, grads, RATES[:3])
+    group.data[:] = start
+    monkeypatch.setattr(host_arithmetic, "CHUNK", chunk)
+    assert run(MAKERS[name](), group, grads, RATES[:3]).tobytes() == expected.tobytes()
+
+
+def test_steps_of_layer_wise_rates_do_not_depend_on_the_gradients_length() -> None:
+    group = make_group()
+    (grad,), start = gradients(group, 1), group.data.copy()
+    for optimizer, length in ((Lars(epsilon=0.0, decay_exclude="none"), 0.001), (Lamb(decay_exclude="none"), 1.0)):
+        for factor in (1.0, 1e3, 1e-3) if length < 1 else (1.0,):
+            group.data[:] = start
+            run(optimizer, group, [factor * grad], [0.5])
+            for _, piece in pieces(group):
+                moved, weight = np.linalg.norm(group.data[piece] - start[piece]), np.linalg.norm(start[piece])
+                assert moved == pytest.approx(0.5 * length * weight, rel=1e-9)
+
+
+SAME = {"momentum": 0.9, "nesterov": True, "weight_decay": 0.05, "clip_norm": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("layer_wise", "plain"), [(Lars(**SAME), Sgd(**SAME)), (Lamb(epsilon=1e-8), Adamw())], ids=["lars", "lamb"]
+)
+def test_excluded_parameters_move_as_without_layer_wise_rates(layer_wise: Optimizer, plain: Optimizer) -> None:
+    group = make_group()
+    grads, start = gradients(group, 4), group.data.copy()
+    scaled = run(layer_wise, group, grads, RATES[:4])
+    group.data[:] = start
+    unscaled = run(plain, group, grads, RATES[:4])
+    for segment, piece in pieces(group):
+        assert np.allclose(scaled[piece], unscaled[piece], rtol=1e-14, atol=0) == (not segment.decay)
+
+
+def test_a_watched_lamb_finds_nothing_but_a_bit_that_changes_between_updates() -> None:
+    group, other = make_group("float32"), make_group("float32")
+    grads = gradients(group, 4)
+    expected = run(Lamb(), other, grads[:3], RATES[:3])
+    optimizer = guarded(Lamb())
+    optimizer.bind(group, group.segments)
+    optimizer.watch(parameters=True)
+    go_on(optimizer, group, grads[:3], RATES[:3])
+    assert not optimizer.found
+    assert group.data.tobytes() == expected.tobytes()
+    optimizer.state(group.segments[1])["second_moment"][2] += 1
+    go_on(optimizer, group, grads[3:], RATES[3:4])
+    assert optimizer.found == ("the second_moment of norm.weight",)
+
+
+def test_norms_are_asked_for_and_demanded() -> None:
+    none, layer, whole = NormsNeeded.NONE, NormsNeeded.LAYER, NormsNeeded.GLOBAL
+    for kind, wanted in ((Sgd, (none, whole)), (Adamw, (none, whole)), (Lars, (layer, whole)), (Lamb, (layer,))):
+        found = [kind(), kind(clip_norm=1.0)] if len(wanted) == 2 else [kind()]  # type: ignore[call-arg]
+        assert tuple(one.norms_needed for one in found) == wanted
+        assert [one.needs_norms for one in found] == [one is not none for one in wanted]
+    assert Lamb().prepares_norms
+    assert Lamb().momentum == 0.9
+    assert Lars().layer_norms
+    group = make_group()
+    for optimizer in (Lars(), Lamb()):
+        optimizer.bind(group, group.segments)
+        with pytest.raises(AssertionError, match="norms"):
+            optimizer.update(group.segments, 0.1, None)
+
+
+def test_a_parameter_that_steps_leave_out_is_corrected_by_its_own_updates() -> None:
+    """Behind its first update it has moved by the rate, whichever step that was in: the gradient's length does not matter."""
+    group = make_group()
+    optimizer = Adamw(weight_decay=0.0, epsilon=1e-12)
+    optimizer.bind(group, group.segments)
+    group.grad[:] = gradients(group, 1)[0]
+    first, *others = group.segments
+    for _ in range(3):
+        optimizer.begin_step({first.parameter})
+        optimizer.update(others, 0.1, None)
+    before = group.data.copy()
+    optimizer.begin_step()
+    optimizer.update(group.segments, 0.1, None)
+    np.testing.assert_allclose(np.abs(group.data - before)[first.start : first.stop], 0.1, rtol=1e-7)
+    assert optimizer.counters() == {"updates": 4, f"left_out/{first.parameter}": 3}
+
+
+def test_only_the_given_segments_change_and_gradients_are_left_alone() -> None:
+    group = make_group()
+    optimizer = Sgd(weight_decay=0.05, nesterov=True, clip_norm=0.1)
+    optimizer.bind(group, group.segments)
+    group.grad[:] = gradients(group, 1)[0]
+    before, grad = group.data.copy(), group.grad.copy()
+    chosen = group.segments[1].part(318, 320), group.segments[3]
+    optimizer.update(chosen, 0.1, norms_of(group))
+    touched = np.zeros(group.size, bool)
+    for segment in chosen:
+        touched[segment.start : segment.stop] = True
+    assert np.array_equal(group.data != before, touched)
+    assert np.array_equal(group.grad, grad)
+
+
+@pytest.mark.parametrize(
+    ("make", "after"),  # values of the state behind a first gradient of 1, and behind a second one where the state was set to 3
+    [(lambda: Sgd(momentum=0.5), {"momentum": (1.0, 2.5)}),
+     (lambda: Adamw(beta1=0.5, beta2=0.75), {"first_moment": (0.5, 2.0), "second_moment": (0.25, 2.5)})],
+)  # fmt: skip
+def test_the_state_is_packed_and_aliased(make: Callable[[], Optimizer], after: dict[str, tuple[float, float]]) -> None:
+    group = make_group()
+    owned = (group.segments[3], group.segments[0])  # a gap between, out of order
+    optimizer = make()
+    optimizer.bind(group, owned)
+    states = [optimizer.state(segment) for segment in owned]
+    for state, segment in zip(states, owned, strict=True):
+        assert {kind: view.size for kind, view in state.items()} == dict.fromkeys(after, segment.size)
+        assert not any(view.any() for view in state.values())
+    group.grad[:] = 1.0
+    for turn in range(2):
+        optimizer.begin_step()
+        optimizer.update(owned, 0.1, None)
+        for kind, values in after.items():
+            for state in states:
+                np.testing.assert_allclose(state[kind], values[turn])
+                state[kind][:] = 3.0  # as a restore does
+    part = owned[0].part(owned[0].start + 5, owned[0].start + 9)
+    assert np.shares_memory(next(iter(optimizer.state(part).values())), next(iter(states[0].values())))
+    assert next(iter(optimizer.state(group.segments[1].part(3, 3)).values())).size == 0
+    with pytest.raises(AssertionError, match="not owned"):
+        optimizer.state(group.segments[1])
+    with pytest.raises((AssertionError, KeyError)):
+        optimizer.update([group.segments[1]], 0.1, None)
+
+
+@pytest.mark.parametrize("optimizer", [Sgd(momentum=0.9), Adamw(), Sgd(momentum=0.0)])
+def test_nothing_may_be_owned_and_no_momentum_keeps_no_state(optimizer: Optimizer) -> None:
+    group = make_group()
+    optimizer.bind(group, ())
+    before = group.data.copy()
+    optimizer.begin_step()
+    optimizer.update((), 0.1, None)
+    optimizer.update([group.segments[0].part(3, 3)], 0.1, None)
+    assert np.array_equal(group.data, before)
+    assert (optimizer.state(group.segments[0].part(3, 3)) == {}) == (optimizer.momentum == 0)
+
+
+def test_a_numpy_float64_rate_keeps_float32_arithmetic() -> None:
+    group = make_group("float32")
+    grads, start = gradients(group, 2), group.data.copy()
+    expected = run(Sgd(), group, grads, [0.1, 0.3])
+    group.data[:] = start
+    assert run(Sgd(), group, grads, [np.float64(0.1), np.float64(0.3)]).tobytes() == expected.tobytes()
+
+
+def test_a_gradient_that_is_not_finite_is_not_hidden_by_clipping() -> None:
+    for bad in (np.nan, np.inf):
+        group = make_group()
+        grad = np.ones(group.size)
+        grad[4] = bad
+        with np.errstate(invalid="ignore"):
+            assert not np.isfinite(run(Sgd(clip_norm=1.0), group, [grad], [0.1])[4])
+
+
+def test_the_clipped_gradient_has_at_most_the_asked_norm() -> None:
+    norms = norms_of(make_group())
+    for length in (1e-8, 0.3, 0.999, 1.0, 1.001, 25.0, 1e12):
+        norms.squares[:, 1] = 0
+        norms.squares[:2, 1] = np.square([0.6 * length, 0.8 * length])
+        scale = clip_scale(1.0, norms)
+        assert 0.0 < scale <= 1.0
+        assert scale * length <= 1.0
+        assert scale == pytest.approx(min(1.0, 1.0 / (length + 1e-6)), rel=1e-12)
+    norms.squares[:] = 0
+    assert clip_scale(None, None) == clip_scale(0.5, norms) == 1.0
+    with pytest.raises(AssertionError, match="norms"):
+        clip_scale(0.5, None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "words"),
+    [
+        (Sgd, {"momentum": 1.0}, "momentum 1.0"),
+        (Sgd, {"momentum": -0.1}, "momentum -0.1"),
+        (Sgd, {"momentum": 0.0, "nesterov": True}, "nesterov"),
+        (Sgd, {"weight_decay": -1e-4}, "weight_decay -0.0001 must be"),
+        (Sgd, {"weight_decay": float("nan")}, "weight_decay nan must be"),
+        (Sgd, {"weight_decay": float("inf")}, "weight_decay inf must be"),
+        (Sgd, {"clip_norm": 0.0}, "clip_norm 0.0"),
+        (Sgd, {"decay_exclude": "bias"}, "decay_exclude 'bias' is unknown; it is one of norm_and_bias, none"),
+        (Lars, {"trust_coefficient": 0.0}, "trust_coefficient 0.0"),
+        (Lars, {"epsilon": -1e-9}, "epsilon -1e-09"),
+        (Lars, {"momentum": 2}, "momentum 2"),
+        (Lars, {"clip_norm": -1.0}, "clip_norm -1.0"),
+        (Adamw, {"beta1": 1.0}, "beta1 1.0 is outside"),
+        (Adamw, {"beta2": -0.1}, "beta2 -0.1 is outside"),
+        (Adamw, {"beta2": float("nan")}, "beta2 nan is outside"),
+        (Adamw, {"epsilon": 0.0}, "epsilon 0.0 must be"),
+        (Adamw, {"weight_decay": -1.0}, "weight_decay -1.0"),
+        (Adamw, {"decay_exclude": "bias"}, "norm_and_bias, none"),
+        (Adamw, {"clip_norm": 0.0}, "clip_norm 0.0"),
+    ],
+)
+def test_values_outside_their_range_are_refused(kind: Any, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        kind(**options)
