@@ -174,6 +174,7 @@ THOROUGH = ("bucketed", "sharded, auto")
 KERNELS_AND_STRATEGIES = [*(("numpy", strategy) for strategy in ALL), *(("onednn", strategy) for strategy in THOROUGH)]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize(("kernels", "strategy"), KERNELS_AND_STRATEGIES, indirect=["kernels"])
@@ -185,6 +186,7 @@ def test_training_stops_within_two_steps_and_names_the_layer(kernels: KernelSet,
         _stops(runs, LAYER[poison.place])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernels", "strategy"),

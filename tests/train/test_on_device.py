@@ -97,6 +97,7 @@ def _assert_close(result: dict[str, np.ndarray], expected: dict[str, np.ndarray]
         assert np.abs(result[name] - aim).max(initial=0.0) <= limit, name
 
 
+@pytest.mark.sample(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
 def test_a_training_is_that_of_numpy(emulated_device: EmulatedDeviceFactory, seed: int) -> None:
@@ -106,6 +107,7 @@ def test_a_training_is_that_of_numpy(emulated_device: EmulatedDeviceFactory, see
     device.finish()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_bits_do_not_depend_on_streams_or_graphs(emulated_device: EmulatedDeviceFactory, model: Callable[[], Layer]) -> None:
@@ -118,6 +120,7 @@ def test_bits_do_not_depend_on_streams_or_graphs(emulated_device: EmulatedDevice
             np.testing.assert_array_equal(other[name], values, err_msg=name)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("model", MODELS)

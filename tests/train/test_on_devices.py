@@ -100,6 +100,7 @@ def _alone(task: Task) -> Result:
     return _trained(task, WAYS["blocking"], 1, lambda rank: NumpyKernelSet())[0]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["staged", "mpi", "nccl"])
 @pytest.mark.parametrize(("way", "ranks"), [(name, ranks) for name in WAYS for ranks in (2, 3, 4) if _fits(name, ranks)])
@@ -117,19 +118,6 @@ def test_a_training_is_that_of_one_rank_of_numpy(
             np.testing.assert_array_equal(result.parameters[name], values)
     for device in devices:
         device.finish()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("transport", "seed"), [(way, seed) for way, seeds in (("staged", 20), ("mpi", 10), ("nccl", 10)) for seed in range(seeds)]
-)
-def test_whatever_the_orders_of_streams_and_messages(
-    transport: Transport, seed: int, emulated_device: EmulatedDeviceFactory
-) -> None:
-    task, way = _task(seed, transport=transport), WAYS[list(WAYS)[seed % len(WAYS)]]
-    ranks = 4 if way.per_node == 2 else 2 + seed % 3
-    results = _trained(task, way, ranks, lambda rank: _kernels(emulated_device(100 * seed + rank)), seed=seed)
-    assert_same_training(results[0], _alone(task))
 
 
 @pytest.mark.slow
@@ -163,6 +151,7 @@ def test_every_place_that_waits_matters(emulated_device: EmulatedDeviceFactory) 
         assert any(fails(seed, number) for seed, number in trials), place
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["sharded", "bucketed", "priority"])
 def test_steps_allocate_nothing_and_wait_where_it_is_said(strategy: str, emulated_device: EmulatedDeviceFactory) -> None:
@@ -188,6 +177,7 @@ def test_steps_allocate_nothing_and_wait_where_it_is_said(strategy: str, emulate
     assert run_virtual(2, program) == [[], []]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "ranks"), [("sharded", 2), ("sharded", 3), ("priority", 3), ("bucketed", 2), ("overlap", 3)]

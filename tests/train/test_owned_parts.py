@@ -24,12 +24,14 @@ from hpctrain.virtual.run import run_virtual
 from tests.support import nets
 from tests.train.test_snapshot import POSITION, alone, replica
 
+pytestmark = pytest.mark.usefixtures("small_parts_are_shared")
+
 SPLIT = {"conv1": Parallelism.DOMAIN, "conv2": Parallelism.MODEL, "fc*": Parallelism.MODEL}
 GRIDS = [(1, 1), (1, 2), (1, 3), (1, 4), (1, 6), (2, 2), (4, 1)]
 SHARDED = partial(Sharded, options=ShardedOptions(fc_exchange="never"))
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def small_parts_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(write_shares, "_SMALLEST_SHARED_BYTES", 300)
 
@@ -66,6 +68,7 @@ def assert_same(left: CheckpointContent, right: CheckpointContent) -> None:
         assert left.tensors[key].dtype == values.dtype
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "readers"), [(Blocking, GRIDS), (SHARDED, [(1, 3), (2, 2)])], ids=["blocking", "sharded"])
 def test_any_ranks_read_what_any_others_wrote(tmp_path: Path, strategy: StrategyFactory, readers: list[tuple[int, int]]) -> None:

@@ -61,6 +61,7 @@ def alone(model: Layer) -> CheckpointContent:
     return CheckpointContent({key: random.standard_normal(value.shape) for key, value in found.tensors.items()}, found.meta)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("net", NETS)
@@ -192,6 +193,7 @@ def _held(content: CheckpointContent) -> dict[str, np.ndarray]:
     return {key: values for key, values in content.tensors.items() if key.startswith("optimizer/lazy_gradient/")}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("net", "rows", "cols", "default"),

@@ -85,6 +85,7 @@ def random_content(net: str) -> CheckpointContent:
     return CheckpointContent({key: random.standard_normal(value.shape) for key, value in content.tensors.items()}, content.meta)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("net", MIXED)
 def test_one_checkpoint_has_the_same_hashes_on_any_ranks(net: str) -> None:
@@ -105,6 +106,7 @@ def test_one_checkpoint_has_the_same_hashes_on_any_ranks(net: str) -> None:
                 assert found == expected, (grid, strategy)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(("rows", "cols", "per_node"), [(1, 1, 1), (1, 3, 1), (1, 4, 2), (2, 2, 1)])

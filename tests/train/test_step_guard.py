@@ -194,6 +194,7 @@ def _skips(ranks: int, case: Case) -> None:
 EVERY_SIZE = ("overlap", "sharded, auto", "sparse", "lazy")
 
 
+@pytest.mark.sample(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "ranks"),
@@ -205,6 +206,7 @@ def test_a_step_that_is_not_finite_is_left_out(strategy: str, ranks: int) -> Non
     _skips(ranks, Case(TASK, strategy, (0, 4, 5, 8), place))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("strategy", ["overlap", "sharded, auto", "sparse", "lazy"])
@@ -212,6 +214,7 @@ def test_wherever_it_comes_from(strategy: str, place: str) -> None:
     _skips(3, Case(TASK, strategy, (2, 6), place))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["overlap", "sharded", "priority", "lazy"])
 @pytest.mark.parametrize("use", [Parallelism.MODEL, Parallelism.DOMAIN])
@@ -220,6 +223,7 @@ def test_where_ranks_share_samples(strategy: str, use: Parallelism) -> None:
     _skips(4, Case(task, strategy, (2, 3), "image"))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer", [partial(Sgd, momentum=0.9, nesterov=True, clip_norm=0.3), partial(Lars, weight_decay=1e-2, clip_norm=0.5)]
@@ -236,6 +240,7 @@ def test_running_statistics_stay(synchronised: bool) -> None:
     _skips(2, Case(task, "sharded", (1, 5), "large image"))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["overlap", "sharded", "sparse", "sparse, momentum", "lazy"])
 def test_a_resume_behind_a_skipped_step_is_bitwise(strategy: str) -> None:

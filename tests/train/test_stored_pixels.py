@@ -105,6 +105,7 @@ def _train(file: ImageFile, specs: str, kernels: KernelSet, dtype: str, *, leave
     return done
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("specs", SPECS)
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 def test_a_training_on_pixels_is_that_on_images(

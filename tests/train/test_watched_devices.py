@@ -100,6 +100,7 @@ def _run(comm: ThreadCommunicator, task: Task, strategy: str, flip: Flip, ranks:
     return run
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_checks_change_no_bit_and_find_nothing(strategy: str, ranks: int, emulated_device: EmulatedDeviceFactory) -> None:
@@ -117,6 +118,7 @@ def test_checks_change_no_bit_and_find_nothing(strategy: str, ranks: int, emulat
     assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("flip", [_parameter, _state])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_flipped_bit_is_found_and_named(strategy: str, flip: Flip, emulated_device: EmulatedDeviceFactory) -> None:

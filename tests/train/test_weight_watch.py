@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -45,8 +44,8 @@ ALL_STRATEGIES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
     "sparse": (Sparse, {**STRATEGIES["sparse, all of it"][1], "density": 0.1}),
     "lazy": (Lazy, {"layers": 3, "max_interval": 4, "check_every": 1, "bucket_bytes": 100}),
 }
-#: random damages; more are tried by HPCTRAIN_DAMAGES=1000
-DAMAGES = int(os.environ.get("HPCTRAIN_DAMAGES", "56"))
+#: random damages
+DAMAGES = 200
 EVERY_STEP, IN_TURN, SLOWLY = CheckCadence(1, 1), CheckCadence(1, 3, 1), CheckCadence(2, 3, 1)
 TASK = Task(nets.plain, NumpyKernelSet(), partial(Sgd, momentum=0.9), steps=8, checks=EVERY_STEP)
 GRIDS = [ParallelPlan(), ParallelPlan(1, 2), ParallelPlan(1, 4), ParallelPlan(2, 1, Parallelism.DOMAIN)]
@@ -113,6 +112,7 @@ def _runs(ranks: int, task: Task, strategy: str, flip: Flip, rank: int = 1) -> R
 # -- no false alarms -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "strategy"), list(enumerate(ALL_STRATEGIES)))
 def test_checks_change_no_bit_and_find_nothing(number: int, strategy: str) -> None:
@@ -133,6 +133,7 @@ def _train(comm: ThreadCommunicator, task: Task, kind: type[Strategy], options: 
     return {name: values.tobytes() for name, values in (*result.parameters.items(), *result.statistics.items())}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [partial(Sgd, momentum=0.9, clip_norm=0.1), partial(Lars, trust_coefficient=0.1)])
 @pytest.mark.parametrize("strategy", [Blocking, Sharded])
@@ -165,6 +166,7 @@ def test_a_replica_without_checks_compares_nothing() -> None:
 # -- flipped bits --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(12)
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(DAMAGES))
 def test_damage_to_one_rank_is_told_in_time_and_of_that_rank(seed: int) -> None:
@@ -313,6 +315,7 @@ def test_nothing_is_kept_that_was_damaged(strategy: str, flip: Flip) -> None:
 BITS = [fault for fault in FAULTS if fault.name.startswith("a flipped bit of a parameter")]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.job
 @pytest.mark.parametrize("fault", BITS, ids=lambda fault: fault.name)
 def test_a_job_ends_with_the_rank_and_the_name(fault: Fault, tmp_path: Path) -> None:
