@@ -11,7 +11,7 @@ from hpctrain.averaging.each_once import each_once
 from hpctrain.averaging.strategies.blocking import BlockingAverager
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual
-from tests.train.test_state_hashes import STRATEGIES, made, task_on
+from tests.train.test_checksums import STRATEGIES, made, task_on
 
 
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "corrected"])

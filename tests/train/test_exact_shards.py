@@ -266,6 +266,7 @@ def test_it_trains_what_the_ordinary_order_trains(name: str) -> None:
     assert np.allclose([step.loss for step in exact.totals], [step.loss for step in ordinary.totals], rtol=1e-10, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [Sharded, Bucketed])
 @pytest.mark.parametrize(("ranks", "shards"), [(2, 2), (2, 8), (3, 12)])
 def test_ranks_with_one_sum_each_send_what_they_send_without_an_order(ranks: int, shards: int, strategy: type[Any]) -> None:

@@ -1,4 +1,4 @@
-"""Ranks that hold what they should go on, and train the same bits; one flipped bit is found, with its rank and name."""
+"""Ranks that hold what they should go on and train the same bits; one flipped bit is found, with its rank and name."""
 
 from __future__ import annotations
 
@@ -11,14 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hpctrain.averaging.base import GradientAverager
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.averaging.strategies.lazy import Lazy
+from hpctrain.averaging.strategies.overlap import Overlap
 from hpctrain.averaging.strategies.sharded import Sharded
 from hpctrain.averaging.strategies.sparse import Sparse
 from hpctrain.averaging.strategy import Strategy
+from hpctrain.backend.cuda.device import Precision
+from hpctrain.backend.cuda.emulator.device import EmulatedDevice
+from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
+from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.errors import CorruptedStateError, DivergedError
 from hpctrain.nn.network import MODEL
+from hpctrain.optim.optimizers.adamw import Adamw
 from hpctrain.optim.optimizers.lars import Lars
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.optim.schedules.constant import Constant
@@ -33,9 +40,10 @@ from hpctrain.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
 from tests.support.averaging import STRATEGIES
 from tests.support.damage import blamed, drawn, latest, outcome, undamaged
+from tests.support.emulated import EmulatedDeviceFactory
 from tests.support.faults import FAULTS, Fault, findings, is_named, prepare, run_fault
 from tests.support.training import Task, batches, replica_of, train
-from tests.train.test_finiteness import _Loader
+from tests.train.test_not_finite import _Loader
 
 ALL_STRATEGIES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
     "blocking": (Blocking, {}),
@@ -44,12 +52,18 @@ ALL_STRATEGIES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
     "sparse": (Sparse, {**STRATEGIES["sparse, all of it"][1], "density": 0.1}),
     "lazy": (Lazy, {"layers": 3, "max_interval": 4, "check_every": 1, "bucket_bytes": 100}),
 }
+
 #: random damages
 DAMAGES = 200
+
 EVERY_STEP, IN_TURN, SLOWLY = CheckCadence(1, 1), CheckCadence(1, 3, 1), CheckCadence(2, 3, 1)
+
 TASK = Task(nets.plain, NumpyKernelSet(), partial(Sgd, momentum=0.9), steps=8, checks=EVERY_STEP)
+
 GRIDS = [ParallelPlan(), ParallelPlan(1, 2), ParallelPlan(1, 4), ParallelPlan(2, 1, Parallelism.DOMAIN)]
+
 SPLIT = ParallelPlan(2, 2, Parallelism.MODEL)
+
 FLIPPED_STEP = 3
 
 Flip = Callable[[Replica], None]
@@ -110,8 +124,6 @@ def _runs(ranks: int, task: Task, strategy: str, flip: Flip, rank: int = 1) -> R
 
 
 # -- no false alarms -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.sample(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "strategy"), list(enumerate(ALL_STRATEGIES)))
@@ -164,8 +176,6 @@ def test_a_replica_without_checks_compares_nothing() -> None:
 
 
 # -- flipped bits --------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.sample(12)
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(DAMAGES))
@@ -181,6 +191,7 @@ def test_damage_to_one_rank_is_told_in_time_and_of_that_rank(seed: int) -> None:
         assert with_damage.state == undamaged(damage)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["sharded", "priority", "lazy, every step", "sparse"])
 @pytest.mark.parametrize("damaged", [0, 1])
 def test_of_two_ranks_the_one_that_does_not_own_a_parameter_is_wrong(strategy: str, damaged: int) -> None:
@@ -310,7 +321,6 @@ def test_nothing_is_kept_that_was_damaged(strategy: str, flip: Flip) -> None:
 
 
 # -- jobs ----------------------------------------------------------------------------------------------------------------------
-
 #: the others are the same from another place of the memory on
 BITS = [fault for fault in FAULTS if fault.name.startswith("a flipped bit of a parameter")]
 
@@ -326,3 +336,141 @@ def test_a_job_ends_with_the_rank_and_the_name(fault: Fault, tmp_path: Path) -> 
     assert is_named(fault, outcome, told), (told, outcome.output)
     (run,) = (tmp_path / "runs").iterdir()
     assert [path.name for path in sorted((run / "checkpoints").iterdir())] == ["checkpoint-00000001.h5"]
+
+
+DEVICE_STRATEGIES: dict[str, tuple[type, dict[str, Any]]] = {
+    "blocking": (Blocking, {}),
+    "overlap": (Overlap, {}),
+    "sharded": (Sharded, {"bucket_bytes": 1000}),
+    "lazy": (Lazy, {"layers": 3, "max_interval": 4, "check_every": 1, "bucket_bytes": 100}),
+}
+
+
+def _task(device: EmulatedDevice, checks: CheckCadence, precision: Precision = "float64", **changes: Any) -> Task:
+    kernels = CudaKernelSet(CudaRuntime(device, device.stream("compute"), precision))
+    task = Task(nets.plain, kernels, partial(Sgd, momentum=0.9), steps=5, checks=checks, dtype=precision)
+    return replace(task, **changes)
+
+
+def _averager_of(replica: Replica, name: str) -> GradientAverager:
+    return next(averager for averager in replica.averagers.values() if name in averager.group.parameters)
+
+
+def _device_flip(replica: Replica, name: str, array: Any) -> None:
+    """One bit of the first element, of few consequences."""
+    arithmetic, place = _averager_of(replica, name).group.arithmetic, array.reshape(-1)[:1]
+    bits = arithmetic.to_host(place).copy()
+    bits.view(np.uint8)[2] ^= np.uint8(8)
+    arithmetic.from_host(place, bits)
+
+
+def _device_parameter(replica: Replica) -> None:
+    _device_flip(replica, "conv2.weight", replica.network.parameters["conv2.weight"].data)
+
+
+def _device_state(replica: Replica) -> None:
+    averager = _averager_of(replica, "conv2.weight")
+    owned = [segment for segment in averager.owned() if segment.parameter == "conv2.weight" and segment.size]
+    for segment in owned[:1]:
+        _device_flip(replica, "conv2.weight", averager.optimizer.state(segment)["momentum"])
+
+
+@dataclass
+class _Run:
+    """How a training went on one rank. error: "" where it went through. steps: begun."""
+
+    error: str = ""
+    steps: int = 0
+
+
+def _device_run(comm: ThreadCommunicator, task: Task, strategy: str, flip: Flip, ranks: tuple[int, ...]) -> _Run:
+    kind, options = DEVICE_STRATEGIES[strategy]
+    replica, run = replica_of(task, comm, virtual_engine(comm), kind, **options), _Run()
+    replica.require_alike(schedules=True)
+    try:
+        for number, batch in enumerate(batches(task, replica.groups.position, comm.size, replica.tiles)):
+            run.steps = number + 1
+            replica.drain()
+            if number == FLIPPED_STEP and comm.rank in ranks:
+                flip(replica)
+            replica.step(batch, task.lr)
+        replica.settle()
+        replica.require_alike()
+    except CorruptedStateError as error:
+        run.error = str(error)
+    task.kernels.wait()  # what a step has enqueued still reads the replica's arrays
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("strategy", DEVICE_STRATEGIES)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_checks_of_devices_change_no_bit_and_find_nothing(
+    strategy: str, ranks: int, emulated_device: EmulatedDeviceFactory
+) -> None:
+    kind, options = DEVICE_STRATEGIES[strategy]
+    optimizer = partial(Adamw, epsilon=0.1) if ranks == 2 else partial(Sgd, momentum=0.9)
+    found = []
+    for checks in (CheckCadence(), EVERY_STEP, IN_TURN):
+
+        def program(comm: ThreadCommunicator, checks: CheckCadence = checks) -> dict[str, bytes]:
+            task = _task(emulated_device(comm.rank), checks, optimizer=optimizer)
+            result = train(task, comm, virtual_engine(comm), kind, **options)
+            return {name: values.tobytes() for name, values in (*result.parameters.items(), *result.statistics.items())}
+
+        found.append(run_virtual(ranks, program, seed=ranks, deadline_seconds=300))
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.slow
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("flip", [_device_parameter, _device_state])
+@pytest.mark.parametrize("strategy", DEVICE_STRATEGIES)
+def test_a_flipped_bit_is_found_and_named(strategy: str, flip: Flip, emulated_device: EmulatedDeviceFactory) -> None:
+    """Of three ranks: by the others where all hold the same, else by its owner, by the step in which it is compared next."""
+    precision: Precision = "bfloat16" if strategy in ("overlap", "lazy") else "float64"
+    ranks = (1,) if flip is _device_parameter or strategy in ("blocking", "overlap") else (0, 1, 2)
+
+    def program(comm: ThreadCommunicator) -> _Run:
+        task = _task(emulated_device(comm.rank), EVERY_STEP, precision, steps=9)
+        return _device_run(comm, task, strategy, flip, ranks)
+
+    runs = run_virtual(3, program, deadline_seconds=300)
+    assert all(run == runs[0] for run in runs)
+    what = "parameter conv2.weight" if flip is _device_parameter else "the momentum of conv2.weight"
+    by_others = f"rank 1 holds other bits of {what} than ranks 0, 2;" in runs[0].error
+    by_itself = f"{what} changed between two updates" in runs[0].error
+    assert by_others or (by_itself and strategy in ("sharded", "lazy")), runs[0]
+    assert runs[0].steps <= FLIPPED_STEP + (6 if strategy == "lazy" else 4)
+
+
+@pytest.mark.slow
+def test_one_rank_with_a_device_finds_changes_of_its_own_state(emulated_device: EmulatedDeviceFactory) -> None:
+    run = run_virtual(
+        1,
+        lambda comm: _device_run(comm, _task(emulated_device(0), EVERY_STEP, steps=9), "blocking", _device_state, (0,)),
+    )[0]
+    assert run.error.startswith("On rank 0 the momentum of conv2.weight changed between two updates")
+    assert run.steps <= FLIPPED_STEP + 4
+
+
+@pytest.mark.slow
+def test_checks_allocate_nothing_once_all_has_had_its_turn(emulated_device: EmulatedDeviceFactory) -> None:
+    """Not even in the first step that looks at a part: its memory is there from the start."""
+    devices = [emulated_device(rank) for rank in range(2)]
+
+    def program(comm: ThreadCommunicator) -> None:
+        task = _task(devices[comm.rank], IN_TURN, steps=8, samples=40)  # batches of one size
+        replica = replica_of(task, comm, virtual_engine(comm), Sharded)
+        replica.require_alike(schedules=True)
+        for number, batch in enumerate(batches(task, replica.groups.position, comm.size, replica.tiles)):
+            replica.step(batch, task.lr)
+            if number == 1:
+                devices[comm.rank].seal()
+        replica.settle()
+        replica.require_alike()
+
+    run_virtual(2, program, deadline_seconds=300)
+    for device in devices:
+        assert device.counters.late_allocations == []

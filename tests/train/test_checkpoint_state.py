@@ -1,13 +1,17 @@
-"""Snapshots on grids: whole tensors, whatever grid, plan and averager give and take them."""
+"""Snapshots and sharded checkpoints: whole tensors, whatever grid, plan and averager give and take them."""
+
+from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from hpctrain.averaging.base import for_holders
 from hpctrain.averaging.rounded_parameters import PARAMETER_ERROR
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.averaging.strategies.bucketed import Bucketed, BucketedOptions
@@ -15,12 +19,17 @@ from hpctrain.averaging.strategies.lazy import Lazy, LazyOptions
 from hpctrain.averaging.strategies.sharded import Sharded, ShardedOptions
 from hpctrain.averaging.strategies.sparse import Sparse, SparseOptions
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
+from hpctrain.boxes import whole
 from hpctrain.data.sampler import Reordering
 from hpctrain.errors import CheckpointError
 from hpctrain.nn.layer import Layer
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
-from hpctrain.storage.checkpoint import CheckpointContent, optimizer_key
+from hpctrain.storage import checkpoint, write_shares
+from hpctrain.storage.checkpoint import CheckpointContent, checkpoint_path, open_checkpoint, optimizer_key, read, write
+from hpctrain.storage.shard_file import write_shard
+from hpctrain.storage.sharded_checkpoint import publish, unfinished
+from hpctrain.storage.sharded_tensors import ShardedTensors
 from hpctrain.train.metrics import RunningSums
 from hpctrain.train.replica import Replica, StrategyFactory
 from hpctrain.train.snapshot import Position
@@ -30,17 +39,22 @@ from tests.support import nets
 from tests.support.training import Task, batches, replica_of
 
 _B, _M = Parallelism.BATCH, Parallelism.MODEL
+
 POSITION = Position(2, 6, 17, RunningSums(1.5, 4, 5, 6))
+
 MIXED = {
     "plain": {"conv1": Parallelism.DOMAIN, "conv2": Parallelism.MODEL, "fc*": Parallelism.MODEL},
     "residual": {"*1": Parallelism.DOMAIN, "layer2.*": Parallelism.MODEL, "fc": Parallelism.MODEL},
 }
+
 NETS: dict[str, Callable[[], Layer]] = {"plain": nets.plain, "residual": nets.residual}
+
 STRATEGIES: dict[str, StrategyFactory] = {
     "blocking": Blocking,
     "sharded": partial(Sharded, options=ShardedOptions(fc_exchange="never")),
     "bucketed": partial(Bucketed, options=BucketedOptions(bucket_bytes=512)),
 }
+
 GRIDS = [(1, 1), (2, 1), (1, 3), (2, 2), (3, 2), (5, 1), (7, 1), (13, 1)]
 
 
@@ -360,3 +374,238 @@ def test_a_position_in_which_nothing_happened_is_written_as_it_always_was() -> N
     again = Position.from_meta(json.loads(json.dumps({"position": eventful.to_meta()})))
     assert again == eventful
     assert again.reorderings[1].number == 2
+
+
+RESIDUAL, WEIGHT = "sparse_gradient", "fc1.weight"
+
+KEY = optimizer_key(RESIDUAL, WEIGHT)  # (72, 11): over 3 ranks 288, 288 and 216 elements
+
+TASK = Task(nets.plain, NumpyKernelSet(), partial(Sgd, momentum=0.5), batch=9, steps=3)
+
+#: a grid whose data groups keep back unlike much, with ranks of a node and a least size of what is not sent whole
+FULL_STATES_GRIDS = {
+    "the last part is sent whole": ((3, 2), 1, 250),
+    "the last group has fewer nodes": ((2, 4), 5, 250),  # 3 + 1 ranks, of which each is a holder, beside 2 + 2
+}
+
+
+def _strategy(least_elements: int, *, two_level: bool = True) -> StrategyFactory:
+    options = SparseOptions(density=0.1, compress="always", least_elements=least_elements, two_level=two_level)
+    return partial(Sparse, options=options)
+
+
+def _replica(comm: ThreadCommunicator, grid: tuple[int, int], strategy: StrategyFactory) -> tuple[Task, Replica]:
+    task = replace(TASK, plan=ParallelPlan(*grid, Parallelism.MODEL))
+    return task, replica_of(task, comm, virtual_engine(comm), strategy)
+
+
+def _steps(replica: Replica, task: Task, first: int, stop: int) -> None:
+    groups = replica.groups
+    for batch in list(batches(task, groups.position, groups.all_ranks.size, replica.tiles))[first:stop]:
+        replica.step(batch, task.lr)
+    replica.settle()
+    replica.drain()
+
+
+def _state(replica: Replica) -> CheckpointContent:
+    return replica.state(Position(global_step=replica.global_step), {}, copied=True)
+
+
+@dataclass(frozen=True)
+class _Course:
+    """A training's state before its last step, that of another one that has loaded it, and both at their ends.
+
+    holders: those of this rank's part of the weight before the last step.
+    """
+
+    taken: CheckpointContent
+    loaded: CheckpointContent
+    end: CheckpointContent
+    end_of_loaded: CheckpointContent
+    holders: int
+
+
+def _course(comm: ThreadCommunicator, grid: tuple[int, int], least_elements: int, path: Path) -> _Course:
+    """The course of a training; its state before the last step is written to shards, too."""
+    task, trained = _replica(comm, grid, _strategy(least_elements))
+    _steps(trained, task, 0, 2)
+    content = _state(trained)
+    (averager,) = (one for one in trained.averagers.values() if WEIGHT in one.group.parameters)
+    holders = len(averager.full_state(averager.group.parameters[WEIGHT]).get(RESIDUAL, ()))
+    parts, meta = trained.own_parts(Position(global_step=2), {})
+    shards = comm.allgather_object(write_shard(unfinished(path, "t"), comm.rank, parts))
+    if comm.rank == 0:
+        publish(unfinished(path, "t"), path, shards, meta)
+    comm.allgather_object(None)
+    _steps(trained, task, 2, 3)
+    _, again = _replica(comm, grid, _strategy(least_elements))
+    again.load(content)
+    loaded = _state(again)
+    _steps(again, task, 2, 3)
+    return _Course(content, loaded, _state(trained), _state(again), holders)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("grid", "per_node", "least_elements"), FULL_STATES_GRIDS.values(), ids=FULL_STATES_GRIDS)
+def test_groups_that_keep_back_unlike_much_write_whole_tensors_and_go_on_with_the_same_bits(
+    grid: tuple[int, int], per_node: int, least_elements: int, tmp_path: Path
+) -> None:
+    path = checkpoint_path(tmp_path, 2, sharded=True)
+    course = partial(_course, grid=grid, least_elements=least_elements, path=path)
+    courses = run_virtual(grid[0] * grid[1], course, seed=1, ranks_per_node=per_node)
+    holders = {course.holders for course in courses}
+    assert len(holders) == 2, "all groups keep back alike"
+    content = courses[0].taken
+    assert content.tensors[KEY].shape == (max(holders), 72, 11)
+    assert content.tensors[KEY].any()
+    _assert_same(read(path), content)
+    for of_rank in courses:
+        _assert_same(of_rank.taken, content)
+        _assert_same(of_rank.loaded, content)
+        _assert_same(of_rank.end_of_loaded, of_rank.end)
+
+
+def _assert_same(left: CheckpointContent, right: CheckpointContent) -> None:
+    assert left.tensors.keys() == right.tensors.keys()
+    for key in right.tensors:
+        assert np.array_equal(left.tensors[key], right.tensors[key]), key
+
+
+def test_what_one_part_alone_has_left_of_an_earlier_run_is_written_again() -> None:
+    """Here all is sent whole, and only the parts of which something was kept back remember it, until the first step."""
+    before = run_virtual(1, lambda comm: _state(_replica(comm, (1, 1), _strategy(10**9))[1]))[0]
+    kept_back = np.zeros((2, 72, 11))
+    kept_back[:, :, 1] = np.random.default_rng(0).standard_normal((2, 72))
+    content = CheckpointContent({**before.tensors, KEY: kept_back}, before.meta)
+
+    def again(comm: ThreadCommunicator) -> CheckpointContent:
+        _, replica = _replica(comm, (3, 2), _strategy(10**9, two_level=False))
+        replica.load(content)
+        return _state(replica)
+
+    for found in run_virtual(6, again):
+        np.testing.assert_array_equal(found.tensors[KEY].sum(axis=0), kept_back.sum(axis=0))
+
+
+def test_zeros_behind_the_last_holder_are_of_nobody() -> None:
+    kept_back = np.random.default_rng(0).standard_normal((4, 3))
+    assert np.array_equal(for_holders(kept_back, 4), kept_back)
+    assert np.array_equal(for_holders(kept_back, 2), [kept_back.sum(axis=0), np.zeros(3)])
+    kept_back[2:] = 0.0
+    assert np.array_equal(for_holders(kept_back, 2), kept_back[:2])
+
+
+SPLIT = {"conv1": Parallelism.DOMAIN, "conv2": Parallelism.MODEL, "fc*": Parallelism.MODEL}
+
+OWNED_PARTS_GRIDS = [(1, 1), (1, 2), (1, 3), (1, 4), (1, 6), (2, 2), (4, 1)]
+
+SHARDED = partial(Sharded, options=ShardedOptions(fc_exchange="never"))
+
+
+@pytest.fixture
+def small_parts_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write_shares, "_SMALLEST_SHARED_BYTES", 300)
+
+
+def plan_of(rows: int, cols: int) -> ParallelPlan:
+    return ParallelPlan(rows, cols, Parallelism.BATCH, SPLIT if rows > 1 else {})
+
+
+def save(
+    comm: ThreadCommunicator, content: CheckpointContent, grid: tuple[int, int], path: Path, strategy: StrategyFactory
+) -> None:
+    """Each rank of that grid writes its share of a content to a shard."""
+    trained = replica(comm, nets.plain(), plan_of(*grid), strategy)
+    trained.load(content)
+    parts, meta = trained.own_parts(POSITION, {"ranks": 1})
+    growing = unfinished(path, "t")
+    shards = comm.allgather_object(write_shard(growing, comm.rank, parts))
+    if comm.rank == 0:
+        publish(growing, path, shards, meta)
+    comm.allgather_object(None)
+
+
+def load(comm: ThreadCommunicator, path: Path, grid: tuple[int, int], strategy: StrategyFactory) -> CheckpointContent:
+    trained = replica(comm, nets.plain(), plan_of(*grid), strategy)
+    assert trained.load(open_checkpoint(path)) == POSITION
+    return trained.state(POSITION, {"ranks": 1}, copied=True)
+
+
+def assert_same(left: CheckpointContent, right: CheckpointContent) -> None:
+    assert left.meta == right.meta
+    assert set(left.tensors) == set(right.tensors)
+    for key, values in right.tensors.items():
+        assert np.array_equal(left.tensors[key], values), key
+        assert left.tensors[key].dtype == values.dtype
+
+
+@pytest.mark.usefixtures("small_parts_are_shared")
+@pytest.mark.sample(1)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "readers"), [(Blocking, OWNED_PARTS_GRIDS), (SHARDED, [(1, 3), (2, 2)])], ids=["blocking", "sharded"]
+)
+def test_any_ranks_read_what_any_others_wrote(tmp_path: Path, strategy: StrategyFactory, readers: list[tuple[int, int]]) -> None:
+    """In a single file, too, and from one to the other."""
+    content = alone(nets.plain())
+    for number, grid in enumerate(OWNED_PARTS_GRIDS):
+        path, single = checkpoint_path(tmp_path, number, sharded=True), checkpoint_path(tmp_path, number)
+        run_virtual(grid[0] * grid[1], partial(save, content=content, grid=grid, path=path, strategy=strategy), seed=number)
+        stored = read(path)
+        assert_same(stored, content)
+        write(single, stored)
+        for source, grids in ((path, readers), (single, [readers[number % len(readers)]])):
+            for other in grids:
+                ranks = other[0] * other[1]
+                for taken in run_virtual(ranks, partial(load, path=source, grid=other, strategy=strategy)):
+                    assert_same(taken, content)
+
+
+@pytest.mark.usefixtures("small_parts_are_shared")
+def test_each_element_is_written_once_and_shares_are_even(tmp_path: Path) -> None:
+    path = checkpoint_path(tmp_path, 7, sharded=True)
+    run_virtual(4, partial(save, content=alone(nets.plain()), grid=(2, 2), path=path, strategy=Blocking))
+    sizes = [sum(part.size for part in _parts(path, rank)) for rank in range(4)]
+    assert sum(sizes) == sum(values.size for values in read(path).tensors.values())
+    assert max(sizes) < 1.4 * min(sizes)
+
+
+def _parts(path: Path, rank: int) -> list[np.ndarray]:
+    return list(checkpoint.read_store(path / f"shard-{rank:05d}.h5")[0].values())
+
+
+@pytest.mark.usefixtures("small_parts_are_shared")
+def test_a_part_opens_the_shards_that_have_it_only(tmp_path: Path) -> None:
+    path = checkpoint_path(tmp_path, 7, sharded=True)
+    run_virtual(4, partial(save, content=alone(nets.plain()), grid=(1, 4), path=path, strategy=Blocking))
+    tensors = open_checkpoint(path).tensors
+    assert isinstance(tensors, ShardedTensors)
+    expected = tensors["parameters/fc1.weight"]
+    tensors.close()
+    for rank in (0, 2, 3):
+        (path / f"shard-{rank:05d}.h5").rename(path / f"moved-{rank}")
+    begin, stop = 72 // 4, 2 * 72 // 4
+    box = ((begin, stop), whole(expected.shape)[1])
+    assert np.array_equal(tensors.part("parameters/fc1.weight", box), expected[begin:stop])
+
+
+@pytest.mark.usefixtures("small_parts_are_shared")
+def test_what_ranks_keep_back_is_each_ones_own(tmp_path: Path) -> None:
+    strategy = partial(Lazy, options=LazyOptions(layers=2, bucket_bytes=512))
+    kept = run_virtual(3, partial(_owned_parts_lazy, path=checkpoint_path(tmp_path, 7, sharded=True), strategy=strategy))
+    assert_same(kept[1], kept[0])
+    assert_same(read(checkpoint_path(tmp_path, 7, sharded=True)), kept[0])
+    pending = [key for key in kept[0].tensors if "lazy_gradient" in key]
+    assert any(len(np.unique(kept[0].tensors[key])) > 1 for key in pending)
+
+
+def _owned_parts_lazy(comm: ThreadCommunicator, path: Path, strategy: StrategyFactory) -> CheckpointContent:
+    trained = replica(comm, nets.plain(), plan_of(1, 3), strategy)
+    for averager in trained.averagers.values():
+        for gradients in averager.held_gradients().values():
+            gradients[...] = np.random.default_rng(comm.rank).standard_normal(gradients.shape)
+    parts, meta = trained.own_parts(POSITION, {"ranks": 1})
+    shards = comm.allgather_object(write_shard(unfinished(path, "t"), comm.rank, parts))
+    if comm.rank == 0:
+        publish(unfinished(path, "t"), path, shards, meta)
+    return trained.state(POSITION, {"ranks": 1}, copied=True)
