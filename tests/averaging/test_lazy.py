@@ -1,17 +1,23 @@
-"""Lazy averaging: that it follows the rule, on any number of ranks, at any resume, and sends nothing in between."""
+"""Lazy averaging: its rule, on any number of ranks, at any resume; and that nothing is sent in between."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hpctrain.averaging.base import for_holders
 from hpctrain.averaging.collective_schedule import OperationKind
 from hpctrain.averaging.lazy_averager import LazyAverager
+from hpctrain.averaging.lazy_interval import LazyInterval, LazyStep, next_interval
 from hpctrain.averaging.strategies.lazy import Lazy
 from hpctrain.comm.base import Communicator
+from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.single import SingleCommunicator
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.virtual.communicator import ThreadCommunicator
@@ -20,6 +26,7 @@ from hpctrain.virtual.run import run_virtual, virtual_engine
 from tests.support.averaging import INPUTS, LR, OPTIMIZERS, OUTPUTS, SAMPLES, Watched, averaged, make_group, one_step, run_steps
 
 STEPS = 20
+
 Values = dict[str, np.ndarray]
 
 
@@ -39,8 +46,6 @@ def _run(ranks: int, seed: int | None, optimizer: str, steps: int, **options: ob
 
 
 # -- the rule, by hand ---------------------------------------------------------------------------------------------------------
-
-
 def _gradients(p: Values, step: int) -> Values:
     """Those of a whole step of the network of tests.support.averaging."""
     count, random = SAMPLES[step % len(SAMPLES)], np.random.default_rng(100 + step)
@@ -86,6 +91,7 @@ def _by_hand(front: tuple[str, ...], check_every: int, most: int, momentum: floa
         yield dict(p), interval
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("options", [{"check_every": 1, "max_interval": 8}, {"check_every": 2, "max_interval": 2}], ids=str)
 @pytest.mark.parametrize(("layers", "front"), [(1, ("a.weight", "a.bias")), (2, ("a.weight", "a.bias", "s.scale"))])
 def test_it_is_the_rule_of_the_paper(layers: int, front: tuple[str, ...], options: dict[str, int]) -> None:
@@ -105,6 +111,7 @@ def test_it_is_the_rule_of_the_paper(layers: int, front: tuple[str, ...], option
         run_virtual(ranks, program, seed=seed)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("optimizer", "check_every"), [("sgd", 3), ("nesterov", 1), ("clipping", 1), ("lars, clipping", 2)])
 def test_any_number_of_ranks_is_equally_lazy(optimizer: str, check_every: int) -> None:
@@ -124,8 +131,6 @@ def test_it_differs_from_blocking_where_it_is_lazy() -> None:
 
 
 # -- what travels --------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("check_every", [1, 100])
 def test_lazy_layers_stand_still_between_averagings_and_send_nothing(check_every: int) -> None:
     """And a comparison sums their last gradients once more. All of it in integers."""
@@ -177,7 +182,6 @@ def test_linear_layers_exchange_inputs_and_errors_only_where_they_are_not_lazy()
 
 
 # -- a resume ------------------------------------------------------------------------------------------------------------------
-
 Saved = tuple[np.ndarray, dict[str, Values], dict[str, int]]
 
 
@@ -212,6 +216,7 @@ def _same(ours: Saved, theirs: Saved) -> None:
             assert ours[1][name][key].tobytes() == values.tobytes(), (name, key)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "optimizer"), [(1, "momentum"), (3, "lars, clipping")])
 def test_a_resume_at_any_step_is_bitwise(ranks: int, optimizer: str) -> None:
@@ -270,3 +275,145 @@ def test_gradients_that_are_held_back_are_told() -> None:
         assert state[comm.rank].tobytes() == np.ascontiguousarray(lazy.held_gradients()["a.bias"]).tobytes()
 
     run_virtual(2, program)
+
+
+vectors = st.lists(st.floats(-1, 1), min_size=2, max_size=2)
+
+
+@given(st.integers(1, 9), st.integers(1, 9), vectors, vectors)
+def test_the_interval_moves_by_one_and_stays_in_bounds(interval: int, steps: int, f: list[float], g: list[float]) -> None:
+    latest, total = np.array(f), np.array(g)
+    squares = (float(latest @ latest), float(total @ total), float((latest - total) @ (latest - total)))
+    found = next_interval(interval, steps, *squares, most=9)
+    assert abs(found - interval) <= 1
+    assert 1 <= found <= 9
+    angle, magnitude = squares[2] + squares[0] <= squares[1], steps * squares[0] <= squares[1]
+    assert (found > interval) == (angle and magnitude and interval < 9)
+    assert (found < interval) == (not angle and not magnitude and interval > 1)
+
+
+def _alone(**options: int) -> LazyInterval:
+    comm = SingleCommunicator()
+    return LazyInterval(comm, ProgressEngine(rank=0, deadline_seconds=5, abort=comm.abort), **options)
+
+
+def _add(numbers: tuple[float, float, float], squares: np.ndarray) -> None:
+    squares += numbers
+
+
+ALIGNED, OPPOSED = (1.0, 100.0, 81.0), (1.0, 0.0, 1.0)
+
+
+def _steps(interval: LazyInterval, steps: int, numbers: tuple[float, float, float] = ALIGNED) -> list[LazyStep]:
+    seen = []
+    for _ in range(steps):
+        seen.append(interval.begin_step(0))
+        if seen[-1].compares:
+            interval.compare(partial(_add, numbers), ())
+    return seen
+
+
+def test_an_interval_holds_from_the_averaging_after_the_one_that_found_it() -> None:
+    """1 and 1 (f is G, so it grows), then 2, 3 and 4 steps."""
+    interval = _alone(max_interval=8, check_every=1)
+    seen = _steps(interval, 11)
+    assert [step for step, now in enumerate(seen) if now.averages] == [0, 1, 3, 6, 10]
+    assert [step for step, now in enumerate(seen) if now.compares] == [3, 6, 10]
+    assert interval.interval == 5
+    interval.settle()
+    assert interval.interval == 5  # the last comparison counts from the next averaging on
+
+
+def test_opposed_gradients_bring_it_back() -> None:
+    """Down to steps by themselves, of which f is G, so that it tries again."""
+    interval = _alone(max_interval=8, check_every=1)
+    _steps(interval, 28)
+    assert interval.interval >= 7
+    _steps(interval, 36, OPPOSED)
+    averaged = [step for step, now in enumerate(_steps(interval, 20, OPPOSED)) if now.averages]
+    assert set(np.diff(averaged)) == {1, 2, 3}
+
+
+@pytest.mark.parametrize("check_every", [2, 3])
+def test_it_is_looked_at_every_so_many_averagings(check_every: int) -> None:
+    averagings = [now.compares for now in _steps(_alone(max_interval=8, check_every=check_every), 60) if now.averages]
+    compared = [place for place, compares in enumerate(averagings) if compares]
+    assert compared
+    assert all(place % check_every == 0 for place in compared)
+    assert np.all(np.diff(compared) == check_every)
+
+
+def test_an_interval_of_one_at_most_averages_always_and_never_compares() -> None:
+    assert set(_steps(_alone(max_interval=1, check_every=1), 9)) == {LazyStep(averages=True, compares=False)}
+
+
+@pytest.mark.parametrize("numbers", [ALIGNED, OPPOSED, (1.0, 3.0, 5.0)])
+def test_counters_carry_it_on_at_any_step(numbers: tuple[float, float, float]) -> None:
+    """Taking them changes nothing, and what takes them goes on alike: a comparison that is not adopted yet included."""
+    through = _steps(_alone(max_interval=5, check_every=1), 30, numbers)
+    for stop in range(30):
+        first, second = (_alone(max_interval=5, check_every=1) for _ in range(2))
+        before = _steps(first, stop, numbers)
+        first.settle()
+        second.load_counters(first.counters())
+        assert before + _steps(second, 30 - stop, numbers) == through
+        assert before + _steps(first, 30 - stop, numbers) == through
+
+
+def test_a_smaller_largest_interval_holds_at_once() -> None:
+    interval = _alone(max_interval=1, check_every=1)
+    interval.load_counters({"interval": 6, "decided": 7, "steps": 2, "averagings": 4})
+    assert interval.begin_step(0).averages
+
+
+def test_nothing_counted_is_a_new_run() -> None:
+    interval = _alone(max_interval=4, check_every=1)
+    new = interval.counters()
+    interval.load_counters({})
+    assert interval.counters() == new
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_all_ranks_decide_alike_by_the_sum_of_what_each_has(seed: int) -> None:
+    """Alone, rank 0 would say more, and rank 1 less; the sum of both keeps it. One member of rank 2 has nothing."""
+    parts = {0: (0.0, 3.0, 0.0), 1: (2.0, 0.0, 1.0), 2: (0.0, 0.0, 0.0)}
+    assert next_interval(3, 2, *parts[0], most=8) == 4
+    assert next_interval(3, 2, *parts[1], most=8) == 2
+
+    def program(comm: ThreadCommunicator) -> tuple[int, ...]:
+        interval = LazyInterval(comm, virtual_engine(comm), 2, max_interval=8, check_every=1)
+        for _ in range(8):
+            for member in (0, 1) if comm.rank else (1, 0):
+                if interval.begin_step(member).compares:
+                    numbers = parts[comm.rank] if member == 0 else (0.0, 0.0, 0.0)
+                    interval.compare(partial(_add, numbers), ())
+        interval.settle()
+        return tuple(interval.counters().values())
+
+    results = run_virtual(3, program, seed=seed)
+    assert len(set(results)) == 1
+    assert results[0][:2] == (3, 3)
+
+
+def test_sums_are_those_of_the_ranks_in_order() -> None:
+    """1e16 + 1 - 1e16: another order would find another number, and another interval."""
+    big = {0: 1e16, 1: 1.0, 2: -1e16}
+
+    def program(comm: ThreadCommunicator) -> int:
+        interval = LazyInterval(comm, virtual_engine(comm), max_interval=8, check_every=1)
+        for _ in range(4):
+            if interval.begin_step(0).compares:
+                interval.compare(partial(_add, (big[comm.rank], 0.5, 0.0)), ())
+        interval.settle()
+        return interval.counters()["decided"]
+
+    # (1e16 + 1) - 1e16 is 0, and both conditions hold; in an order that gives 1 only one does.
+    assert run_virtual(3, program) == [4, 4, 4]
+
+
+def test_a_group_that_leaves_a_step_out_is_noticed() -> None:
+    interval = _alone(members=2, max_interval=8, check_every=1)
+    interval.begin_step(0)
+    interval.begin_step(0)
+    with pytest.raises(AssertionError, match="left a step out"):
+        interval.begin_step(1)
