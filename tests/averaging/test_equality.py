@@ -1,28 +1,57 @@
-"""Every strategy is blocking averaging: all optimisers, any number of ranks, whatever the scheduler does."""
+"""Every strategy is blocking averaging: any optimiser, any ranks and nodes, whatever the scheduler and a posting thread do."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from functools import cache, partial
+from typing import Any
 
 import numpy as np
 import pytest
 
 from hpctrain.averaging import slice_sizes, slices
-from hpctrain.averaging.base import GradientAverager
+from hpctrain.averaging.allreduce_strategy import AllreduceStrategy
+from hpctrain.averaging.base import GradientAverager, for_holders
+from hpctrain.averaging.collective_schedule import OperationKind
+from hpctrain.averaging.dependencies import EventKind
+from hpctrain.averaging.reduce_scatter_averager import ReduceScatterAverager
+from hpctrain.averaging.slices import Slice, fused
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.averaging.strategies.priority import Priority
 from hpctrain.averaging.strategies.sharded import Sharded
-from hpctrain.averaging.strategy import Strategy
+from hpctrain.averaging.strategy import PlannedGroup, Strategy
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.kernels.onednn.kernel_set import OnednnKernelSet
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.grid import GridAxis, ProcessGrid
+from hpctrain.comm.link import LinkModel
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator
+from hpctrain.comm.two_level import TwoLevel
+from hpctrain.errors import DivergedError
 from hpctrain.optim.optimizers.lars import Lars
+from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain.virtual.counters import Counters, CountingCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
-from tests.support import nets
-from tests.support.averaging import INPUTS, OPTIMIZERS, STRATEGIES, Watched, averaged, make, make_group, run_steps, watched
+from tests.support import combinations, nets
+from tests.support.averaging import (
+    INPUTS,
+    OF_NODES,
+    OPTIMIZERS,
+    STRATEGIES,
+    Watched,
+    averaged,
+    make,
+    make_group,
+    one_step,
+    planned,
+    run_steps,
+    shares,
+    watched,
+)
+from tests.support.dimensions import parsed
+from tests.support.interleaved_thread import InterleavedThread
 from tests.support.training import Result, Task, distance, train
 
 STEPS = 9  # each number of samples three times
@@ -55,6 +84,7 @@ def test_float64_equals_blocking(strategy: str, optimizer: str) -> None:
             assert np.linalg.norm(data - alone) <= 1e-10 * np.linalg.norm(alone)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_no_schedule_of_messages_changes_a_bit(strategy: str) -> None:
@@ -73,6 +103,7 @@ SLICED: dict[str, tuple[type[Strategy], dict[str, object]]] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["nesterov", "lars, clipping"])
 @pytest.mark.parametrize("strategy", SLICED)
@@ -103,6 +134,7 @@ def test_large_slices_may_travel_in_parts(monkeypatch: pytest.MonkeyPatch) -> No
             assert np.linalg.norm(data - _alone("clipping")) <= 1e-10 * np.linalg.norm(data)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_float32_is_as_near_to_float64_as_blocking(strategy: str) -> None:
@@ -137,6 +169,7 @@ class _WithRowTraffic(Watched):
         super()._look()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("grid", [(2, 2), (3, 2), (2, 3)], ids=str)
 @pytest.mark.parametrize("strategy", ["sharded, exchange", "priority", "priority, exchange"])
@@ -156,12 +189,14 @@ def test_split_traffic_beside_it_changes_nothing(strategy: str, grid: tuple[int,
 
 
 NETWORKS = {"plain": partial(nets.plain, dropout=0.3), "residual": nets.residual}
+
 WHOLE: dict[str, tuple[type[Strategy], dict[str, object]]] = {
     "sharded": (Sharded, {"bucket_bytes": 1500, "nominal_batch": 8}),
     "priority": (Priority, {"slice_parameters": 100, "window": 1, "fc_exchange": "always"}),
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("net", NETWORKS)
 @pytest.mark.parametrize("strategy", WHOLE)
@@ -181,3 +216,379 @@ def test_real_networks_too(strategy: str, net: str) -> None:
 
 def _engine_of_one(comm: SingleCommunicator) -> ProgressEngine:
     return ProgressEngine(rank=0, deadline_seconds=30, abort=comm.abort)
+
+
+MICRO = Task(
+    partial(nets.plain, dropout=0.3),
+    NumpyKernelSet(),
+    partial(Lars, momentum=0.9, weight_decay=1e-2, trust_coefficient=0.1, clip_norm=0.5),
+)
+
+FLOAT32 = Task(nets.plain, NumpyKernelSet(), partial(Sgd, momentum=0.9, nesterov=True, weight_decay=1e-2))
+
+
+def _network_alone(task: Task) -> Result:
+    comm = SingleCommunicator()
+    return train(task, comm, ProgressEngine(rank=0, deadline_seconds=30, abort=comm.abort), Blocking)
+
+
+def _together(task: Task, strategy: str, ranks: int) -> list[Result]:
+    kind, options = (Blocking, {}) if strategy == "blocking" else STRATEGIES[strategy]
+    return run_virtual(ranks, lambda comm: _train(task, comm, kind, options))
+
+
+def _train(task: Task, comm: ThreadCommunicator, kind: type, options: dict[str, object]) -> Result:
+    return train(task, comm, virtual_engine(comm), kind, **options)
+
+
+@cache
+def _one_large_batch() -> Result:
+    return _network_alone(MICRO)
+
+
+@pytest.mark.sample(4)
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["blocking", *(name for name in STRATEGIES if "exchange" not in name)])
+def test_micro_batches_equal_one_large_batch(strategy: str) -> None:
+    """37 samples in batches of 8 on 3 ranks, in 3 passes each: the last batch of an epoch leaves passes without a sample."""
+    for result in _together(replace(MICRO, micro_batches=3), strategy, 3):
+        assert distance(result.parameters, _one_large_batch().parameters) < 1e-10
+
+
+def _median_distance(ours: Result, exact: Result) -> float:
+    """Over the tensors: relative L2 distance."""
+    return float(
+        np.median([distance({name: ours.parameters[name]}, {name: exact.parameters[name]}) for name in exact.parameters])
+    )
+
+
+@cache
+def _exact_and_blocking(seed: int) -> tuple[Result, float]:
+    exact = _network_alone(replace(FLOAT32, seed=seed))
+    blocking = _together(_float32(seed), "blocking", 3)[0]
+    return exact, _median_distance(blocking, exact)
+
+
+def _float32(seed: int) -> Task:
+    return replace(FLOAT32, seed=seed, dtype="float32", kernels=OnednnKernelSet())
+
+
+@pytest.mark.sample(3)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [3, 4, 5])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_float32_on_onednn_is_as_near_to_float64_as_blocking(strategy: str, seed: int) -> None:
+    exact, blocking = _exact_and_blocking(seed)
+    assert 0 < blocking < 1e-4
+    for result in _together(_float32(seed), strategy, 3):
+        assert _median_distance(result, exact) <= 2 * blocking + 1e-6
+
+
+IN_LEVELS = [*(name for name in STRATEGIES if name.startswith(("sharded", "priority"))), *OF_NODES]
+
+PLACEMENTS = [(0, 1, 0, 1), (2, 1, 0, 0, 1, 2)]
+
+
+def _run_on_nodes(
+    strategy: str, optimizer: str, nodes: tuple[int, ...] | None, ranks: int, seed: int | None = None, steps: int = 9
+) -> list[np.ndarray]:
+    def program(comm: ThreadCommunicator) -> np.ndarray:
+        averager = make(strategy, optimizer, comm, virtual_engine(comm), nodes=nodes)
+        return run_steps(Watched(averager), steps)
+
+    return run_virtual(ranks, program, seed=seed)
+
+
+@pytest.mark.sample(6)
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("strategy", IN_LEVELS)
+def test_two_levels_equal_blocking(strategy: str, optimizer: str) -> None:
+    (alone,) = _run_on_nodes("blocking", optimizer, None, 1)
+    for nodes in PLACEMENTS:
+        for data in _run_on_nodes(strategy, optimizer, nodes, len(nodes)):
+            assert np.linalg.norm(data - alone) <= 1e-10 * np.linalg.norm(alone)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("optimizer", "nodes", "seeds"),
+    [("nesterov", (0, 0, 1, 1), range(8)), ("lars, clipping", (0, 0, 0, 1, 1, 1), range(8, 13))],
+    ids=["nesterov", "lars, clipping"],
+)
+@pytest.mark.parametrize("strategy", IN_LEVELS)
+def test_no_schedule_changes_a_bit_of_two_levels(
+    monkeypatch: pytest.MonkeyPatch, strategy: str, optimizer: str, nodes: tuple[int, ...], seeds: range
+) -> None:
+    monkeypatch.setattr(slices, "_LEAST_ROWS", 1)  # linear layers in several slices
+    expected = _run_on_nodes(strategy, optimizer, nodes, len(nodes), steps=6)[0]
+    for seed in seeds:
+        for data in _run_on_nodes(strategy, optimizer, nodes, len(nodes), seed, steps=6):
+            assert data.tobytes() == expected.tobytes(), f"{nodes}, seed {seed}"
+
+
+@pytest.mark.parametrize("strategy", IN_LEVELS)
+def test_the_optimisers_state_is_gathered_and_taken_up_again(strategy: str) -> None:
+    """From two nodes to three ranks without nodes and on: the training of one rank."""
+
+    def first(comm: ThreadCommunicator) -> tuple[np.ndarray, dict[str, dict[str, np.ndarray]]]:
+        averager = make(strategy, "nesterov", comm, virtual_engine(comm), nodes=(0, 0, 1, 1))
+        data = run_steps(averager, 4)
+        return data, {name: averager.full_state(each) for name, each in averager.group.parameters.items() if each.size}
+
+    def then(comm: ThreadCommunicator) -> np.ndarray:
+        averager = make(strategy, "nesterov", comm, virtual_engine(comm))
+        averager.group.data[...] = data
+        for name, each in state.items():
+            kept_back = {key: for_holders(each[key], averager.holders) for key in averager.by_holder if key in each}
+            averager.load_state(averager.group.parameters[name], {**each, **kept_back})
+        return run_steps(averager, 4, first=4)
+
+    data, state = run_virtual(4, first)[2]
+    single = SingleCommunicator()
+    alone = run_steps(make("blocking", "nesterov", single, ProgressEngine(rank=0, deadline_seconds=30, abort=single.abort)), 8)
+    for found in run_virtual(3, then):
+        assert np.linalg.norm(found - alone) <= 1e-10 * np.linalg.norm(alone)
+
+
+@pytest.mark.parametrize("strategy", ["sharded", "priority"])
+def test_gradients_and_parameters_cross_between_nodes_once(strategy: str) -> None:
+    """Over all ranks of a node: 2 (N - 1) / N of the parameters, as if it were one rank."""
+    n, nodes = make_group().size, (0, 0, 0, 1, 1, 1)
+
+    def program(comm: ThreadCommunicator) -> Counters:
+        counters = Counters()
+        averager = make(strategy, "sgd", CountingCommunicator(comm, counters), virtual_engine(comm), nodes=nodes)
+        before = counters.snapshot()
+        one_step(averager, 0)
+        averager.drain()
+        return counters.since(before)
+
+    counted = run_virtual(len(nodes), program)
+    crossed, flat = ([], [])
+    for counters in counted:
+        names = {name for name, _ in counters}
+        crossed.append(sum(counters.total(name).exchanged_bytes for name in names if name.endswith("across nodes")))
+        flat.append(sum(counters.total(name).exchanged_bytes for name in names if not name.endswith("nodes")))
+    assert sum(crossed) == 8 * 2 * n  # two nodes, each 2 (N - 1) / N n
+    assert sum(flat) == 0
+
+
+def test_a_step_gathers_inputs_and_errors_by_the_samples_of_the_new_order() -> None:
+    """Ranks with unlike samples, so that counts in the wrong order would not fit."""
+    nodes, strategy = (0, 0, 1, 1), "sharded, exchange"
+    assert len(set(shares(2, len(nodes)))) == 1
+    assert len(set(shares(0, len(nodes)))) > 1
+    (alone,) = _run_on_nodes("blocking", "sgd", None, 1, steps=1)
+    for data in _run_on_nodes(strategy, "sgd", nodes, len(nodes), steps=1):
+        np.testing.assert_allclose(data, alone, rtol=1e-12, atol=1e-12)
+
+
+def test_the_exchange_pays_by_nodes_not_by_ranks() -> None:
+    """K/P becomes K/N in the rule: what crosses a node's link decides."""
+
+    def exchanges(**options: object) -> bool:
+        schedule = planned(Sharded, make_group(), 4, nominal_batch=4, **options).plan(None)
+        assert schedule is not None
+        exchanged = [operation.slice for operation in schedule.operations if operation.kind is OperationKind.INPUTS]
+        return any(schedule.slices[k].parameters == ("a.weight",) for k in exchanged)
+
+    # a.weight is 5 x 7: B = 4 is below 35 / (7 + 5 / 4) = 4.2 for four ranks, not below 35 / (7 + 5 / 2) = 3.7 for two nodes
+    assert exchanges()
+    assert not exchanges(nodes=(0, 0, 1, 1))
+    assert exchanges(nodes=(0, 0, 1, 1), two_level=False)
+
+
+def test_one_level_on_request_and_where_nodes_are_unlike() -> None:
+    def kinds(comm: ThreadCommunicator, **options: object) -> set[type]:
+        averager = averaged(Sharded, make_group(), Sgd(), comm, virtual_engine(comm), **options)
+        return {type(each) for each in averager.progress.communicators().values()}
+
+    assert run_virtual(4, partial(kinds, nodes=(0, 0, 1, 1))) == [{TwoLevel}] * 4
+    assert run_virtual(4, partial(kinds, nodes=(0, 0, 1, 1), two_level=False)) == [{ThreadCommunicator}] * 4
+    assert run_virtual(4, partial(kinds, nodes=(0, 0, 0, 1))) == [{ThreadCommunicator}] * 4
+
+
+Stored = tuple[np.ndarray, dict[str, dict[str, np.ndarray]]]
+
+
+def _save(averager: GradientAverager) -> Stored:
+    state = {
+        name: {key: values.copy() for key, values in averager.full_state(parameter).items()}
+        for name, parameter in averager.group.parameters.items()
+    }
+    return averager.group.data.copy(), state
+
+
+def _restore(averager: GradientAverager, stored: Stored) -> None:
+    averager.group.data[...] = stored[0]
+    for name, parameter in averager.group.parameters.items():
+        state = dict(stored[1][name])
+        if averager.pending in state:
+            state[averager.pending] = for_holders(state[averager.pending], averager.holders)
+        averager.load_state(parameter, state)
+
+
+def _train_and_save(strategy: str, ranks: int, steps: range, stored: Stored | None = None) -> list[Stored]:
+    def program(comm: ThreadCommunicator) -> Stored:
+        averager = make(strategy, "lars, clipping", comm, virtual_engine(comm))
+        if stored is not None:
+            _restore(averager, stored)
+        run_steps(averager, len(steps), steps.start)
+        return _save(averager)
+
+    return run_virtual(ranks, program, seed=ranks)
+
+
+@pytest.mark.sample(5)
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "blocking"])
+def test_training_goes_on_with_other_ranks(strategy: str) -> None:
+    (through,) = _train_and_save("blocking", 1, range(9))
+    stored = _train_and_save(strategy, 3, range(4))[0]
+    for after in (1, 2, 5):
+        for other in ("blocking", strategy):
+            for data, state in _train_and_save(other, after, range(4, 9), stored):
+                assert np.linalg.norm(data - through[0]) <= 1e-10 * np.linalg.norm(through[0])
+                for name, values in state.items():
+                    np.testing.assert_allclose(values["momentum"], through[1][name]["momentum"], rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_rank_gets_the_same_whole_state(strategy: str) -> None:
+    results = _train_and_save(strategy, 3, range(3))
+    for name, parameter in make_group().parameters.items():
+        first = results[0][1][name]["momentum"]
+        assert first.shape == (parameter.size,)
+        for _, state in results[1:]:
+            np.testing.assert_array_equal(state[name]["momentum"], first)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 7])
+@pytest.mark.parametrize("strategy", ["sharded", "priority"])
+def test_owners_share_all_elements_out(strategy: str, ranks: int) -> None:
+    def program(comm: ThreadCommunicator) -> list[tuple[int, int]]:
+        averager = make(strategy, "momentum", comm, virtual_engine(comm))
+        return [(segment.start, segment.stop) for segment in averager.owned()]
+
+    covered = sorted(span for spans in run_virtual(ranks, program) for span in spans)
+    assert [i for begin, end in covered for i in range(begin, end)] == list(range(make_group().size))
+
+
+@pytest.mark.sample(3)
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_memory_does_not_grow_with_steps(strategy: str) -> None:
+    """Tickets and events of old steps are let go."""
+    import gc
+
+    def program(comm: ThreadCommunicator) -> tuple[int, int]:
+        averager = make(strategy, "clipping", comm, virtual_engine(comm))
+        counts = []
+        for step in range(30):
+            one_step(averager, step)
+            if step in (11, 29):  # the same samples of a step
+                averager.drain()
+                gc.collect()
+                counts.append(len(gc.get_objects()))
+        return counts[0], counts[1]
+
+    ((before, after),) = run_virtual(1, program)
+    assert after <= before + 20
+
+
+class Halves(AllreduceStrategy):
+    """Two allreduces, of half of the parameters each."""
+
+    def words(self) -> str:
+        return "halves"
+
+    def slices(self, link: LinkModel | None) -> tuple[Slice, ...]:
+        return fused(self.group.layout, (self.group.layout.size + 1) // 2)
+
+
+@dataclass(frozen=True)
+class PartsOptions:
+    """Options of `Parts`."""
+
+    parts: int = 3
+
+
+class Parts(AllreduceStrategy):
+    """As many allreduces as an option says."""
+
+    Options = PartsOptions
+    options: PartsOptions
+
+    def words(self) -> str:
+        return f"parts {self.options.parts}"
+
+    def slices(self, link: LinkModel | None) -> tuple[Slice, ...]:
+        return fused(self.group.layout, self.group.layout.size // self.options.parts)
+
+
+@pytest.mark.parametrize("optimizer", ["nesterov", "lars, clipping"])
+@pytest.mark.parametrize("kind", [Halves, Parts])
+def test_a_strategy_of_ones_own_trains_as_blocking_does(kind: type[Strategy], optimizer: str) -> None:
+    def program(comm: ThreadCommunicator, kind: type[Strategy]) -> np.ndarray:
+        averager = averaged(kind, make_group(), OPTIMIZERS[optimizer](), comm, virtual_engine(comm))
+        return run_steps(Watched(averager), 6)
+
+    (alone,) = run_virtual(1, lambda comm: program(comm, Blocking))
+    for ranks in (2, 3):
+        for data in run_virtual(ranks, lambda comm: program(comm, kind)):
+            assert np.linalg.norm(data - alone) <= 1e-10 * np.linalg.norm(alone)
+
+
+def test_the_docstring_shows_the_strategy_that_is_tested() -> None:
+    assert Strategy.__doc__ is not None
+    assert "return fused(self.group.layout, (self.group.layout.size + 1) // 2)" in Strategy.__doc__
+    assert len(planned(Halves, make_group()).plan(None).slices) == 2  # type: ignore[union-attr]
+
+
+def test_options_are_the_defaults_unless_given() -> None:
+    group = PlannedGroup(make_group(), 2)
+    assert Parts(group).options.parts == 3
+    assert Parts(group, PartsOptions(5)).request() != Parts(group).request()
+
+
+def test_a_schedule_is_accepted_for_the_same_words_parameters_and_ranks() -> None:
+    schedule = planned(Parts, make_group(), 2).plan(None)
+    assert planned(Parts, make_group(), 2).accepts(schedule)
+    assert not planned(Parts, make_group(), 3).accepts(schedule)
+    assert not planned(Parts, make_group(), 2, parts=4).accepts(schedule)
+    assert not planned(Parts, make_group("float32"), 2).accepts(schedule)
+    assert not planned(Blocking, make_group(), 2).accepts(schedule)
+    assert not planned(Parts, make_group(), 2).accepts(None)
+
+
+EXCHANGE = ("grid=1x3", "fc_exchange=always", "messages=adversarial")
+
+
+@pytest.fixture
+def many_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(combinations, "InterleavedThread", partial(InterleavedThread, share=0.3))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("many_passes")
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("options", [EXCHANGE, ("averager=priority", "grid=1x2", "window=1"), ("grid=1x2", "optimizer=lars")])
+def test_replicas_are_those_of_one_rank(options: tuple[str, ...]) -> None:
+    assert combinations.run(parsed(["posting=thread", *options])) <= combinations.TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("many_passes")
+def test_an_event_before_what_it_announces_is_found_by_the_thread_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def announced_early(self: Any, weight: str, dy: Any) -> None:
+        exchange = self._operations.exchange_of[weight]
+        exchange.pack_errors(np.full_like(dy, np.nan))  # memory that was used before may hold the right numbers
+        self._happens(EventKind.GRADIENT, weight)
+        exchange.pack_errors(dy)
+
+    monkeypatch.setattr(ReduceScatterAverager, "_take_errors", announced_early)
+    assert combinations.run(parsed(["posting=program", *EXCHANGE])) <= combinations.TOLERANCE
+    with pytest.raises(DivergedError):
+        combinations.run(parsed(["posting=thread", *EXCHANGE]))

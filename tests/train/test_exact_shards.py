@@ -114,6 +114,7 @@ def _on_one(name: str, shards: int) -> tuple[str, list[float]]:
     return _on_ranks(name, shards, 1, "blocking")
 
 
+@pytest.mark.sample(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(("shards", "ranks"), [(8, 4), (6, 2)])
@@ -121,6 +122,7 @@ def test_any_strategy_has_the_bits_of_one_rank(strategy: str, shards: int, ranks
     assert _on_ranks("plain", shards, ranks, strategy) == _on_one("plain", shards)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("shards", "ranks", "strategy"),
@@ -143,6 +145,7 @@ def test_any_number_of_ranks_has_the_bits_of_one(name: str, shards: int, ranks: 
     assert _on_ranks(name, shards, ranks, strategy) == _on_one(name, shards)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("shards", "ranks", "strategy"), [(8, 2, "sharded"), (8, 4, "bucketed 64"), (6, 3, "sharded 3000"), (12, 4, "bucketed")]
@@ -152,6 +155,7 @@ def test_kernels_of_onednn_have_the_bits_of_one_rank(name: str, shards: int, ran
     assert _on_ranks(name, shards, ranks, strategy) == _on_one(name, shards)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("shards", "ranks", "strategy"),
@@ -169,6 +173,7 @@ def test_norms_have_the_bits_of_one_rank(name: str, shards: int, ranks: int, str
     assert _on_ranks(name, shards, ranks, strategy) == _on_one(name, shards)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("first", "then"), [(4, 2), (1, 8), (8, 1), (2, 4)])
 def test_a_training_goes_on_with_the_same_bits_on_other_ranks(first: int, then: int) -> None:
@@ -239,6 +244,7 @@ def test_plain_sums_of_squares_have_other_bits(monkeypatch: pytest.MonkeyPatch) 
     assert _on_ranks("wide lars", 8, 4, "sharded") != expected
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["residual", "residual onednn"])
 @pytest.mark.parametrize("passes", [2, 3, 8])
 def test_shards_may_be_computed_in_several_passes(name: str, passes: int) -> None:
@@ -260,6 +266,7 @@ def test_it_trains_what_the_ordinary_order_trains(name: str) -> None:
     assert np.allclose([step.loss for step in exact.totals], [step.loss for step in ordinary.totals], rtol=1e-10, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [Sharded, Bucketed])
 @pytest.mark.parametrize(("ranks", "shards"), [(2, 2), (2, 8), (3, 12)])
 def test_ranks_with_one_sum_each_send_what_they_send_without_an_order(ranks: int, shards: int, strategy: type[Any]) -> None:

@@ -117,6 +117,7 @@ def alone(task: Task) -> Result:
     return trained(replace(task, plan=ParallelPlan()), (Blocking, {}), lambda rank: NumpyKernelSet())[0]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["model", "domain", "mixed", "tiles", "early"])
 @pytest.mark.parametrize("model", MODELS)
@@ -136,6 +137,7 @@ def test_a_training_is_that_of_one_rank_of_numpy(
         device.finish()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
 def test_whatever_the_orders_of_streams_and_messages(seed: int, emulated_device: EmulatedDeviceFactory) -> None:
@@ -148,6 +150,7 @@ def test_whatever_the_orders_of_streams_and_messages(seed: int, emulated_device:
     assert_same_training(results[0], alone(task))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("seed", "model", "kind"), [(3, "residual", "mixed"), (7, "residual", "mixed"), (7, "narrow", "model")])
 def test_two_groups_of_parameters_do_not_wait_for_each_other_beside_nccl(
@@ -164,6 +167,7 @@ def test_two_groups_of_parameters_do_not_wait_for_each_other_beside_nccl(
         assert_same_training(result, expected)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("grid", "kind", "batch"), [((3, 1), "domain", 2), ((2, 2), "model", 3), ((3, 1), "early", 8)])
 def test_ranks_and_parts_without_anything(
@@ -178,6 +182,7 @@ def test_ranks_and_parts_without_anything(
         assert_same_training(result, expected)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mixed", "early"])
 def test_every_place_that_waits_matters(kind: str, emulated_device: EmulatedDeviceFactory) -> None:
@@ -238,6 +243,7 @@ def forward_and_backward(run: Program, batch: Batch) -> None:
     sums.result()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["model", "domain", "mixed", "early"])
 @pytest.mark.parametrize("grid", [(2, 1), (3, 1), (2, 2)], ids=lambda grid: "x".join(map(str, grid)))
@@ -285,6 +291,7 @@ def words(graph: PartitionedGraph, rank: int) -> Iterator[tuple[int, int]]:
                 yield (there, back) if step.summed else (back, there)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mixed", "early"])
 def test_steps_allocate_nothing_and_wait_where_it_is_said(kind: str, emulated_device: EmulatedDeviceFactory) -> None:
@@ -309,6 +316,7 @@ def test_steps_allocate_nothing_and_wait_where_it_is_said(kind: str, emulated_de
     assert run_virtual(2, program) == [[], []]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["model", "mixed"])
 def test_checkpoints_and_evaluations_are_those_of_whole_layers(kind: str, emulated_device: EmulatedDeviceFactory) -> None:

@@ -1,0 +1,545 @@
+"""Strategies one by one: options and what they refuse, the words of stored schedules, slices, streams, and what is particular."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from hpctrain.averaging.base import GradientAverager
+from hpctrain.averaging.collective_schedule import CollectiveSchedule, OperationKind, Stream
+from hpctrain.averaging.compute_times import Times
+from hpctrain.averaging.link_simulation import Urgency
+from hpctrain.averaging.options import check_at_least_one, words_of_sizes
+from hpctrain.averaging.slice_traffic import SliceTraffic
+from hpctrain.averaging.slices import Compression
+from hpctrain.averaging.strategies.blocking import Blocking
+from hpctrain.averaging.strategies.bucketed import Bucketed, BucketedOptions
+from hpctrain.averaging.strategies.lazy import Lazy, LazyOptions
+from hpctrain.averaging.strategies.overlap import Overlap
+from hpctrain.averaging.strategies.priority import Priority, PriorityOptions
+from hpctrain.averaging.strategies.sharded import Sharded, ShardedOptions
+from hpctrain.averaging.strategies.sparse import Sparse, SparseOptions
+from hpctrain.averaging.strategy import PlannedGroup, Strategy
+from hpctrain.comm.base import Communicator
+from hpctrain.comm.link import LinkModel
+from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.single import SingleCommunicator
+from hpctrain.errors import HpctrainError, OptionError
+from hpctrain.nn.parameter import FlatGroup, GroupLayout, ParameterSpec
+from hpctrain.optim.base import Norms, NormsNeeded, Optimizer
+from hpctrain.optim.optimizers.lars import Lars
+from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain.virtual.counters import Counters, CountingCommunicator
+from hpctrain.virtual.run import run_virtual, virtual_engine
+from tests.averaging.test_modelled_time import _Free
+from tests.support.averaging import averaged, make_group, one_step, planned
+
+PARAMETERS = "parameters e81c09d87a9c6ae0; 2 nodes of 2"
+
+BY_RULE = "slice_parameters None, replan True, window None"
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "words"),
+    [
+        (Bucketed, {}, "bucketed, bucket_bytes None; parameters "),
+        (Bucketed, {"bucket_bytes": 4096}, "bucketed, bucket_bytes 4096; parameters "),
+        (Bucketed, {"sizes": "measured"}, "bucketed, bucket_bytes None, sizes measured; parameters "),
+        (Priority, {}, f"priority, {BY_RULE}; parameters "),
+        (Priority, {"slice_parameters": 8, "window": 2}, "priority, slice_parameters 8, replan True, window 2; parameters "),
+        (Priority, {"sizes": "measured"}, f"priority, {BY_RULE}, sizes measured; parameters "),
+        (Sharded, {}, f"sharded, bucket_bytes None, replan True, window None; {PARAMETERS}"),
+        (
+            Sharded,
+            {"bucket_bytes": 700, "replan": False, "window": 3},
+            f"sharded, bucket_bytes 700, replan False, window 3; {PARAMETERS}",
+        ),
+        (Sharded, {"sizes": "measured"}, f"sharded, bucket_bytes None, replan True, window None, sizes measured; {PARAMETERS}"),
+    ],
+)
+def test_words_are_those_of_schedules_that_earlier_versions_stored(
+    kind: type[Strategy], options: dict[str, object], words: str
+) -> None:
+    nodes = {"nodes": (0, 0, 1, 1)} if kind is Sharded else {}
+    assert (planned(kind, make_group(), 4, **nodes, **options).request() or "").startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("options", "option"),
+    [
+        (BucketedOptions, "bucket_bytes"),
+        *((LazyOptions, option) for option in ("layers", "max_interval", "check_every", "bucket_bytes")),
+        *((PriorityOptions, option) for option in ("slice_parameters", "window")),
+        *((ShardedOptions, option) for option in ("bucket_bytes", "window")),
+    ],
+)
+def test_values_below_one_are_refused(options: type, option: str) -> None:
+    with pytest.raises(OptionError, match=f"{option} is 0, but must be at least 1") as caught:
+        options(**{option: 0})
+    assert caught.value.option == option
+
+
+def test_counts_are_at_least_one() -> None:
+    check_at_least_one(window=1, bucket_bytes=None)
+    with pytest.raises(OptionError, match=r"^window is 0, but must be at least 1\.$") as caught:
+        check_at_least_one(bucket_bytes=5, window=0)
+    assert caught.value.option == "window"
+
+
+def test_sizes_by_rule_add_no_words() -> None:
+    assert words_of_sizes("rule") == ""
+    assert words_of_sizes("measured") == ", sizes measured"
+
+
+BLOCKING_OPTIMIZERS: list[Callable[[], Optimizer]] = [
+    lambda: Sgd(momentum=0.9, weight_decay=1e-2),
+    lambda: Sgd(momentum=0.5, nesterov=True, clip_norm=0.3),
+    lambda: Lars(momentum=0.9, weight_decay=1e-2, clip_norm=2.0),
+]
+
+BLOCKING_STEPS = 4
+
+
+def _group(dtype: str) -> FlatGroup:
+    shapes = {"conv.weight": (3, 3, 3, 2), "conv.bias": (3,), "fc.weight": (7, 9), "empty": (0,), "fc.bias": (9,)}
+    specs = {
+        name: ParameterSpec(shape, lambda chance, shape: chance.standard_normal(shape), decay="weight" in name)
+        for name, shape in shapes.items()
+    }
+    group = FlatGroup(specs, dtype)
+    group.data[...] = np.random.default_rng(11).standard_normal(group.size)
+    return group
+
+
+def _gradient(rank: int, step: int, size: int) -> np.ndarray:
+    return np.random.default_rng((rank, step)).standard_normal(size)
+
+
+def _blocking_trained(averager: GradientAverager, rank: int) -> np.ndarray:
+    group = averager.group
+    for step in range(BLOCKING_STEPS):
+        averager.begin_step(lr=0.1 / (step + 1))
+        averager.before_forward(list(group.parameters.values()))
+        group.grad[...] = _gradient(rank, step, group.size)
+        for parameter in reversed(group.parameters.values()):
+            averager.grad_ready(parameter)
+            averager.data_free(parameter)
+        averager.end_backward()
+    averager.drain()
+    return group.data.copy()
+
+
+def _expected(make: Callable[[], Optimizer], ranks: int, dtype: str) -> np.ndarray:
+    """The optimiser alone, given the sum of all gradients."""
+    group, optimizer = _group(dtype), make()
+    optimizer.bind(group, group.segments)
+    for step in range(BLOCKING_STEPS):
+        group.grad[...] = sum(_gradient(rank, step, group.size) for rank in range(ranks))
+        norms = Norms(group)
+        norms.add_partial(group, group.segments)
+        optimizer.update(group.segments, 0.1 / (step + 1), norms if optimizer.needs_norms else None)
+    return group.data
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("make", BLOCKING_OPTIMIZERS, ids=["sgd", "clip", "lars"])
+def test_it_is_the_optimiser_on_the_sum_of_gradients(make: Callable[[], Optimizer], ranks: int) -> None:
+    def rank_program(comm: Communicator) -> np.ndarray:
+        return _blocking_trained(averaged(Blocking, _group("float64"), make(), comm, virtual_engine(comm)), comm.rank)  # type: ignore[arg-type]
+
+    expected = _expected(make, ranks, "float64")
+    for result in run_virtual(ranks, rank_program, seed=ranks):
+        np.testing.assert_allclose(result, expected, rtol=1e-11, atol=1e-13)
+
+
+def test_one_process_needs_no_communication() -> None:
+    comm = SingleCommunicator()
+    engine = ProgressEngine(rank=0, deadline_seconds=5, abort=comm.abort)
+    result = _blocking_trained(averaged(Blocking, _group("float32"), Sgd(), comm, engine), 0)
+    np.testing.assert_array_equal(result, _expected(Sgd, 1, "float32"))
+    assert engine.waited_seconds == 0.0
+
+
+def test_every_rank_owns_and_keeps_everything() -> None:
+    comm = SingleCommunicator()
+    group = _group("float32")
+    averager = averaged(Blocking, group, Sgd(), comm, ProgressEngine(rank=0, deadline_seconds=5, abort=comm.abort))
+    assert averager.owned() == group.segments
+    _blocking_trained(averager, 0)
+    for parameter in group.parameters.values():
+        state = {name: values.copy() for name, values in averager.full_state(parameter).items()}
+        assert all(values.shape == (parameter.data.size,) for values in state.values())
+        averager.load_state(parameter, {name: values + 1 for name, values in state.items()})
+        for name, values in averager.full_state(parameter).items():
+            np.testing.assert_array_equal(values, state[name] + 1)
+
+
+def test_parameters_stand_still_until_backward_has_ended() -> None:
+    comm = SingleCommunicator()
+    group = _group("float32")
+    averager = averaged(Blocking, group, Sgd(), comm, ProgressEngine(rank=0, deadline_seconds=5, abort=comm.abort))
+    before = group.data.copy()
+    averager.begin_step(0.1)
+    group.grad[...] = 1.0
+    for parameter in group.parameters.values():
+        averager.grad_ready(parameter)
+        np.testing.assert_array_equal(group.data, before)
+    averager.end_backward()
+    assert (group.data != before).all()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+def test_a_step_hands_over_one_allreduce_and_waits_for_all_of_it(ranks: int) -> None:
+    """2 (P-1)/P n bytes per rank in the mean, and nothing of the transfer is hidden."""
+    link, size = LinkModel(alpha_seconds=1e-5, beta_seconds_per_byte=1e-8), make_group().size
+
+    def program(comm: ThreadCommunicator) -> tuple[Counters, float]:
+        counters, engine = Counters(), virtual_engine(comm)
+        averager = averaged(Blocking, make_group(), Sgd(), CountingCommunicator(comm, counters), engine)
+        for step in range(3):
+            one_step(averager, step)
+        return counters, engine.waited_seconds
+
+    results = run_virtual(ranks, program, link=link)
+    assert sum(counters.total().exchanged_bytes for counters, _ in results) == 3 * 2 * (ranks - 1) * 8 * size
+    for counters, waited_seconds in results:
+        assert list(counters) == [("world", "iallreduce")]
+        assert counters.total().operations == 3
+        assert waited_seconds == pytest.approx(3 * link.allreduce_seconds(8 * size, ranks))
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 100, 1 << 20])
+def test_all_buckets_but_the_first_have_the_least_size(bucket_bytes: int) -> None:
+    group = make_group()
+    schedule = planned(Bucketed, group, 3, bucket_bytes=bucket_bytes).plan(None)
+    assert schedule is not None
+    least = max(1, bucket_bytes // group.item_bytes)
+    assert all(piece.size >= least for piece in schedule.slices[1:])
+    assert sum(piece.size for piece in schedule.slices) == group.size
+
+
+def test_each_parameter_has_a_message_of_its_own() -> None:
+    group = make_group()
+    strategy = planned(Overlap, group, 3)
+    schedule = strategy.plan(None)
+    assert schedule is not None
+    assert [piece.parameters for piece in schedule.slices] == [(name,) for name, each in group.parameters.items() if each.size]
+    assert (strategy.request() or "").startswith("overlap; parameters ")
+    assert not strategy.needs_link(None)
+
+
+@pytest.mark.parametrize("exchange", ["never", "always"])
+@pytest.mark.parametrize("layers", [1, 2, 3, 5, 99])
+def test_no_slice_holds_lazy_and_eager_parameters(layers: int, exchange: str) -> None:
+    """The layers of the group are a, s, empty, unused, b, and the parameter of no layer; more of them are all."""
+    group = make_group()
+    schedule = planned(Lazy, group, 2, layers=layers, bucket_bytes=1 << 20, fc_exchange=exchange).plan(None)
+    assert schedule is not None
+    front = list(dict.fromkeys(name.rpartition(".")[0] for name in group.parameters))[:layers]
+    covered = 0
+    for piece in schedule.slices:
+        assert len({name.rpartition(".")[0] in front for name in piece.parameters}) == 1
+        assert not (piece.sufficient_factors and piece.parameters[0].rpartition(".")[0] in front)
+        covered += piece.size + sum(group.segment(name).size for name in piece.replicated)
+    assert covered == group.size
+
+
+def test_layers_are_counted_over_the_whole_network() -> None:
+    """Of which a group of split parameters has some."""
+    whole = list(make_group().parameters)
+    layout = GroupLayout({name: make_group().specs[name] for name in whole if name.startswith(("b.", "unused."))})
+    for layers, lazy in (
+        (3, set()),
+        (4, {"unused.weight", "unused.bias"}),
+        (5, {"unused.weight", "unused.bias", "b.weight", "b.bias"}),
+    ):
+        options = LazyOptions(layers=layers, bucket_bytes=8)
+        strategy = Lazy(PlannedGroup(layout, 2, several_groups=True, names=whole), options)
+        assert f"layers {layers} with {len(lazy)} parameters" in strategy.request()
+
+
+def test_another_number_of_layers_is_another_schedule_and_another_interval_is_not() -> None:
+    two, three = (planned(Lazy, make_group(), 2, layers=layers, bucket_bytes=100) for layers in (2, 3))
+    rarer = planned(Lazy, make_group(), 2, layers=2, bucket_bytes=100, max_interval=3, check_every=1)
+    stored = two.plan(None)
+    assert two.accepts(stored)
+    assert not three.accepts(stored)
+    assert rarer.accepts(stored)
+
+
+def test_a_schedule_of_the_allreduces_that_it_once_had_is_not_used() -> None:
+    strategy = planned(Lazy, make_group(), 2, layers=2, bucket_bytes=100)
+    stored = strategy.plan(None)
+    assert stored is not None
+    words, _, parameters = stored.request.partition("; ")
+    assert words != "lazy, layers 2, bucket_bytes 100"
+    assert not strategy.accepts(replace(stored, request=f"lazy, layers 2, bucket_bytes 100; {parameters}"))
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 64, 1 << 20])
+def test_small_layers_are_fused_and_large_ones_cut(bucket_bytes: int) -> None:
+    group = make_group()
+    schedule = planned(Sharded, group, 3, bucket_bytes=bucket_bytes, window=5).plan(None)
+    assert schedule is not None
+    assert schedule.window == 5
+    least = max(1, bucket_bytes // group.item_bytes)
+    assert all(piece.size <= 4 * least for piece in schedule.slices if len(piece.parameters) == 1)
+    assert sum(piece.size < least for piece in schedule.slices if "[" not in piece.name) <= 1
+    for operation in schedule.operations:
+        assert (operation.stream is Stream.PARAMETERS) == (operation.kind is OperationKind.ALLGATHER)
+
+
+NODES = {"4 of 1": (0, 1, 2, 3), "2 of 2": (0, 1, 0, 1), "2 of 3": (0, 0, 0, 1, 1, 1)}
+
+
+def _layout(*shapes: tuple[int, ...]) -> GroupLayout:
+    specs = {
+        f"l{i}.weight": ParameterSpec(shape, lambda random, shape: random.standard_normal(shape), decay=len(shape) > 1)
+        for i, shape in enumerate(shapes)
+    }
+    return GroupLayout(specs, "float32")
+
+
+def _schedule(layout: GroupLayout, nodes: Sequence[int], link: LinkModel | None = None, **options: object) -> CollectiveSchedule:
+    schedule = planned(Sparse, layout, len(nodes), nodes=nodes, **options).plan(link)
+    assert schedule is not None
+    return schedule
+
+
+def _compressed(schedule: CollectiveSchedule) -> set[str]:
+    return {name for piece in schedule.slices if piece.compression for name in piece.parameters}
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"density": 0.0}, "density is 0.0, but must be above 0 and at most 1"),
+        ({"density": 1.5}, "density is 1.5, but must be above 0 and at most 1"),
+        ({"density": float("nan")}, "density is nan, but must be above 0 and at most 1"),
+        ({"density": 0.1, "warmup_density": 0.05, "warmup_steps": 9}, "from density, 0.1, to 1; the nearest legal value is 0.1"),
+        ({"warmup_density": 2.0, "warmup_steps": 9}, "the nearest legal value is 1.0"),
+        ({"warmup_steps": -1}, "warmup_steps is -1, but must be at least 0"),
+        ({"least_elements": 0}, "least_elements is 0"),
+        ({"momentum_correction": 1.0}, "momentum_correction is 1.0, but must be in [0, 1)"),
+        ({"sizes": "measured", "bucket_bytes": 9}, "sizes is measured, but bucket_bytes is 9"),
+    ],
+    ids=str,
+)
+def test_options_out_of_range_are_refused(options: dict[str, object], sentence: str) -> None:
+    with pytest.raises(OptionError, match=re.escape(sentence)):
+        SparseOptions(**options)  # type: ignore[arg-type]
+
+
+def test_one_node_is_refused_but_not_one_rank() -> None:
+    with pytest.raises(HpctrainError, match=r"all 3 ranks are on one node; choose sharded, or set averager.two_level to false"):
+        planned(Sparse, make_group(), 3, nodes=(0, 0, 0))
+    planned(Sparse, make_group(), 3, nodes=(0, 0, 0), two_level=False)
+    assert _compressed(_schedule(_layout((100, 100)), (0,), compress="always")) == set()
+
+
+def test_two_momenta_are_refused() -> None:
+    with pytest.raises(OptionError, match=r"momentum_correction is 0.9, but the optimizer has a momentum of 0.5, too"):
+        planned(Sparse, make_group(), 3, momentum=0.5, momentum_correction=0.9)
+    planned(Sparse, make_group(), 3, momentum=0.5)
+    planned(Sparse, make_group(), 3, momentum_correction=0.9)
+
+
+@pytest.mark.parametrize("nodes", NODES.values(), ids=NODES)
+@pytest.mark.parametrize("compress", ["auto", "always"])
+def test_every_element_is_in_one_slice_and_small_ones_are_dense(nodes: tuple[int, ...], compress: str) -> None:
+    layout = _layout((300, 300), (9000,), (40, 40), (7, 500, 500), (20,))
+    schedule = _schedule(layout, nodes, compress=compress, bucket_bytes=4096)
+    assert schedule.slices[0].start == 0
+    assert schedule.slices[-1].stop == layout.size
+    assert all(a.stop == b.start for a, b in pairwise(schedule.slices))
+    assert _compressed(schedule) == {"l0.weight", "l3.weight"}  # not l1, which has no decay, nor l2, which is small
+    compressions = {piece.compression for piece in schedule.slices}
+    assert compressions == {None, Compression(len(set(nodes)), 0.01)}
+
+
+@pytest.mark.parametrize("nodes", NODES.values(), ids=NODES)
+def test_a_density_that_does_not_pay_sends_everything_whole(nodes: tuple[int, ...]) -> None:
+    """2 b_v / (m (b_v + b_i)) = 1 / m for float32."""
+    layout, turn = _layout((3000, 3000)), 1 / len(set(nodes))
+    assert _compressed(_schedule(layout, nodes, density=turn * 0.95)) == {"l0.weight"}
+    assert _compressed(_schedule(layout, nodes, density=turn * 1.05)) == set()
+    assert _compressed(_schedule(layout, nodes, density=1.0, compress="always")) == {"l0.weight"}
+
+
+def test_on_a_measured_link_the_work_of_choosing_counts() -> None:
+    layout, nodes = _layout((3000, 3000)), NODES["4 of 1"]
+    slow, fast = LinkModel(100e-6, 1 / 25e6), LinkModel(1e-6, 1 / 10e9)
+    assert _compressed(_schedule(layout, nodes, slow, sizes="measured")) == {"l0.weight"}
+    assert _compressed(_schedule(layout, nodes, fast, sizes="measured")) == set()
+    assert _compressed(_schedule(layout, nodes, fast)) == {"l0.weight"}  # by rule: the same on any link
+
+
+@pytest.mark.parametrize("norms", NormsNeeded)
+@pytest.mark.parametrize("nodes", NODES.values(), ids=NODES)
+def test_sums_within_nodes_come_before_what_crosses_them(nodes: tuple[int, ...], norms: NormsNeeded) -> None:
+    options = {"compress": "always", "least_elements": 4, "bucket_bytes": 100, "norms_needed": norms}
+    schedule = _schedule(make_group(), nodes, **options)
+    sums: set[OperationKind] = {OperationKind.SPARSE}
+    if len(nodes) > len(set(nodes)):
+        sums.add(OperationKind.REDUCE_SCATTER)
+    assert any(piece.compression for piece in schedule.slices)
+    for k, piece in enumerate(schedule.slices):
+        of_slice = [operation for operation in schedule.operations if operation.slice == k]
+        kinds = {operation.kind for operation in of_slice} - {OperationKind.NORMS}
+        expected = sums if piece.compression else {OperationKind.REDUCE_SCATTER}
+        assert kinds == expected | {OperationKind.ALLGATHER}
+        streams = {operation.stream for operation in of_slice if operation.kind is OperationKind.SPARSE}
+        assert streams == ({Stream.NODES} if piece.compression else set())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"density": 0.02}, {"compress": "always"}, {"least_elements": 10}, {"bucket_bytes": 50}, {"two_level": False}],
+    ids=str,
+)
+def test_a_stored_schedule_is_of_the_same_options(options: dict[str, object]) -> None:
+    nodes = NODES["2 of 2"]
+    stored = _schedule(make_group(), nodes)
+    assert planned(Sparse, make_group(), 4, nodes=nodes, warmup_steps=3, momentum_correction=0.5).accepts(stored)
+    assert not planned(Sparse, make_group(), 4, nodes=nodes, **options).accepts(stored)
+
+
+@pytest.mark.parametrize("slice_parameters", [1, 5, 1000])
+def test_slices_are_small_and_gathers_have_a_stream_of_their_own(slice_parameters: int) -> None:
+    schedule = planned(Priority, make_group(), 3, slice_parameters=slice_parameters, window=2).plan(None)
+    assert schedule is not None
+    for operation in schedule.operations:
+        gather = operation.kind is OperationKind.ALLGATHER
+        assert operation.stream is (Stream.PARAMETERS if gather else Stream.GRADIENTS)
+    assert all(piece.size <= slice_parameters for piece in schedule.slices if len(piece.parameters) == 1)
+
+
+def test_the_window_is_given_or_follows_from_the_link() -> None:
+    link = LinkModel(1e-4, 1e-8)
+    given, measured = planned(Priority, make_group(), 3, window=2, replan=False), planned(Priority, make_group(), 3, replan=False)
+    assert given.plan(link).window == 2  # type: ignore[union-attr]
+    assert measured.plan(link).window > 2  # type: ignore[union-attr, operator]
+    assert measured.plan(None).window is None  # type: ignore[union-attr]
+    assert (given.needs_link(None), measured.needs_link(None)) == (False, True)
+
+
+STEPS = 9
+
+OPERATOR_SECONDS = 0.05
+
+
+class FirstComeFirstServed(Priority):
+    """A mutant: whatever may be sent first is sent first."""
+
+    @property
+    def urgency(self) -> Urgency:
+        return lambda order, ready, gather: (ready,)
+
+
+class GathersNeverOvertake(Priority):
+    """A mutant: every gather goes behind all reductions."""
+
+    streams = (Stream.GRADIENTS,)
+
+    def order(self, traffic: SliceTraffic, times: Times, link: LinkModel) -> list[tuple[int, bool]]:
+        return sorted(super().order(traffic, times, link), key=lambda sent: sent[1])
+
+
+class OneStream(Priority):
+    """A mutant: gathers and reductions share a communicator, in the order of `priority`."""
+
+    streams = (Stream.GRADIENTS,)
+
+
+class OneStreamAsBefore(OneStream):
+    """A mutant: one communicator, in the order that earlier versions planned for it."""
+
+    def order(self, traffic: SliceTraffic, times: Times, link: LinkModel) -> list[tuple[int, bool]]:
+        return super(Priority, self).order(traffic, times, link)
+
+
+def _front_wait(kind: type[Priority], sizes: Sequence[int], beta: float, ranks: int, late_free: bool = False) -> float:
+    """Seconds from the end of backward until the first layer's parameters are there, in the last step. Backward takes twice as
+    long as forward, a layer like the other.
+
+    Args:
+        sizes: elements, by layer; a slice has 1000. late_free: in the step before, backward lets go of the last layer's data at
+            its end only.
+    """
+    specs = {f"l{k}.weight": ParameterSpec((size,), lambda random, shape: np.zeros(shape)) for k, size in enumerate(sizes)}
+
+    def program(comm: ThreadCommunicator) -> float:
+        engine = virtual_engine(comm)
+        averager = averaged(kind, FlatGroup(specs), _Free(), comm, engine, fc_exchange="never", slice_parameters=1000, window=2)
+        layers = list(averager.group.parameters.values())
+
+        def compute() -> None:
+            for _ in range(2):
+                comm.compute(OPERATOR_SECONDS / 2)
+                engine.poll()
+
+        end = wait = 0.0
+        for step in range(STEPS + 1):
+            averager.begin_step(0.1, (4,) * ranks)
+            for parameter in layers:
+                averager.before_forward([parameter])
+                if parameter is layers[0]:
+                    wait = comm.now() - end
+                compute()
+            for parameter in reversed(layers):
+                compute()
+                averager.grad_ready(parameter)
+                compute()
+                if not (late_free and step == STEPS - 1 and parameter is layers[-1]):
+                    averager.data_free(parameter)
+            averager.end_backward()
+            end = comm.now()
+        averager.drain()
+        return wait
+
+    return max(run_virtual(ranks, program, link=LinkModel(1e-4, beta)))
+
+
+def _wire_seconds(elements: int, beta: float, ranks: int) -> float:
+    """Seconds of a reduction, or of a gather, of so many."""
+    return 4 * elements * beta * (ranks - 1) / ranks
+
+
+LATE_ELEMENTS = 40_000
+
+BUSY = (1000, 1000, 1000, LATE_ELEMENTS // 2, LATE_ELEMENTS // 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_front_layers_overtake_what_late_layers_have_left_to_send(ranks: int) -> None:
+    """Late layers' gradients are ready first and keep the link busy long after backward.
+
+    The first layer waits for a few slices, not for all that came before it. It does where operations go first come, first served
+    (they wait for every reduction and for late gathers), and where no gather passes a reduction.
+    """
+    beta = 1.25e-5 * ranks / (ranks - 1)
+    late = _wire_seconds(LATE_ELEMENTS, beta, ranks)
+    assert late > 2 * 2 * len(BUSY) * OPERATOR_SECONDS  # twice as long as backward
+    assert _front_wait(Priority, BUSY, beta, ranks) < 0.25 * late
+    for mutant in (FirstComeFirstServed, GathersNeverOvertake):
+        assert _front_wait(mutant, BUSY, beta, ranks) > 0.7 * late
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_gather_that_cannot_start_holds_up_no_reduction(ranks: int) -> None:
+    """The last layer's data is let go late, once. Its gather waits, while all gradients are summed: after backward gathers alone
+    are left. On one stream its gather holds up the reductions behind it, which then cross the link after backward as well.
+    """
+    sizes = (2000,) * 6
+    beta = 5e-6 * ranks / (ranks - 1)
+    gathers = _wire_seconds(sum(sizes), beta, ranks)
+    assert _front_wait(Priority, sizes, beta, ranks, late_free=True) < 1.15 * gathers
+    for mutant in (OneStream, OneStreamAsBefore):
+        assert _front_wait(mutant, sizes, beta, ranks, late_free=True) > 1.5 * gathers

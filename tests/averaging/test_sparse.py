@@ -1,0 +1,536 @@
+"""Sparse averaging against one process that simulates all nodes: nothing is lost, and the bytes that leave each rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import pairwise, product
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpctrain.averaging.base import GradientAverager, for_holders
+from hpctrain.averaging.collective_schedule import CollectiveSchedule, OperationKind
+from hpctrain.averaging.slice_sizes import RULE_LINK
+from hpctrain.averaging.slices import Compression
+from hpctrain.averaging.sparse_choice import (
+    SELECTION_SECONDS,
+    PartOnLink,
+    crossover_bytes_per_second,
+    crossover_density,
+    sparse_pays,
+)
+from hpctrain.averaging.sparse_residual import SparsePart, SparseSettings
+from hpctrain.averaging.strategies.sharded import Sharded
+from hpctrain.averaging.strategies.sparse import Sparse
+from hpctrain.averaging.strategy import Strategy
+from hpctrain.comm.base import Handle
+from hpctrain.comm.link import LinkModel
+from hpctrain.compress.selection import Selection
+from hpctrain.compress.top_k import TopK
+from hpctrain.optim.base import Optimizer
+from hpctrain.optim.optimizers.lars import Lars
+from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain.virtual.counters import Counters, CountingCommunicator
+from hpctrain.virtual.run import run_virtual, virtual_engine, wait
+from tests.support.averaging import LR, averaged, make_group, one_step, run_steps, shares, watched
+from tests.support.sparse_oracle import OraclePart, SparseOracle
+
+PLACES = {
+    "2 of 1": (0, 1),
+    "3 of 1": (0, 1, 2),
+    "2 of 2": (0, 1, 0, 1),
+    "3 of 2": (2, 1, 0, 0, 1, 2),
+    "2 of 3": (0, 0, 0, 1, 1, 1),
+}
+
+OPTIONS: dict[str, Any] = {"density": 0.2, "compress": "always", "least_elements": 4, "bucket_bytes": 100}
+
+PAIR_BYTES = 12  # float64 and int32
+
+
+def _optimizer() -> Optimizer:
+    return Sgd(momentum=0.9)
+
+
+def _trained(
+    nodes: Sequence[int],
+    seed: int | None,
+    steps: int = 9,
+    optimizer: Callable[[], Optimizer] = _optimizer,
+    **options: Any,
+) -> list[tuple[np.ndarray, CollectiveSchedule]]:
+    def program(comm: ThreadCommunicator) -> tuple[np.ndarray, CollectiveSchedule]:
+        given = {**OPTIONS, **options}
+        averager = averaged(watched(Sparse), make_group(), optimizer(), comm, virtual_engine(comm), nodes=nodes, **given)
+        return run_steps(averager, steps), averager.inner.schedule  # type: ignore[attr-defined]
+
+    return run_virtual(len(nodes), program, seed=seed)
+
+
+def _parts(schedule: CollectiveSchedule) -> list[OraclePart]:
+    """Of each compressed slice the parts of a node's ranks."""
+    parts = []
+    for piece in schedule.slices:
+        if piece.compression is not None:
+            spans = dict.fromkeys(piece.part(rank, schedule.ranks) for rank in range(schedule.ranks))
+            parts += [OraclePart(*span, piece.compression.density) for span in spans]
+    return parts
+
+
+def _check(nodes: Sequence[int], results: list[tuple[np.ndarray, CollectiveSchedule]], steps: int = 9, **oracle: Any) -> None:
+    parts = _parts(results[0][1])
+    assert parts, "nothing is compressed"
+    expected = SparseOracle(nodes, parts, **oracle).train(steps)
+    for data, _ in results:
+        assert data.tobytes() == results[0][0].tobytes(), "the replicas differ"
+        np.testing.assert_allclose(data, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.sample(6)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("nodes", PLACES.values(), ids=PLACES)
+def test_it_is_the_training_that_one_process_simulates(nodes: tuple[int, ...], seed: int | None) -> None:
+    _check(nodes, _trained(nodes, seed), momentum=0.9)
+
+
+@pytest.mark.parametrize("masking", [False, True])
+def test_momentum_correction_too(masking: bool) -> None:
+    """Of dense slices the owner keeps the momentum."""
+    nodes = PLACES["2 of 2"]
+    results = _trained(nodes, 2, optimizer=lambda: Sgd(momentum=0.0), momentum_correction=0.6, factor_masking=masking)
+    _check(nodes, results, correction=0.6, masking=masking)
+
+
+def test_a_warm_up_too() -> None:
+    nodes = PLACES["2 of 2"]
+    results = _trained(nodes, 3, density=0.1, warmup_density=0.8, warmup_steps=5)
+    _check(nodes, results, momentum=0.9, density=lambda step: 0.8 * (1 / 8) ** (min(step, 5) / 5))
+
+
+@pytest.mark.parametrize("nodes", [PLACES["3 of 1"], PLACES["2 of 2"]], ids=["3 of 1", "2 of 2"])
+def test_clipping_is_by_the_norm_of_the_sparse_sum(nodes: tuple[int, ...]) -> None:
+    """Each element of it counts once, though all nodes hold it."""
+    results = _trained(nodes, 4, optimizer=lambda: Sgd(momentum=0.0, clip_norm=0.1))
+    _check(nodes, results, clip_norm=0.1)
+
+
+@pytest.mark.parametrize("nodes", [PLACES["3 of 1"], PLACES["2 of 2"]], ids=["3 of 1", "2 of 2"])
+def test_ratios_of_layers_are_by_the_norms_of_the_sparse_sum(nodes: tuple[int, ...]) -> None:
+    _check(nodes, _trained(nodes, 4, optimizer=lambda: Lars(momentum=0.9, trust_coefficient=0.1)), momentum=0.9, trust=0.1)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("float64", 1e-12)])
+def test_at_density_1_it_is_dense_averaging(dtype: str, tolerance: float) -> None:
+    """On 1 to 4 nodes of 1 to 3 ranks; of one node's, each counts as a node."""
+
+    def program(comm: ThreadCommunicator, kind: type[Strategy], nodes: Sequence[int], options: dict[str, Any]) -> np.ndarray:
+        averager = averaged(kind, make_group(dtype), _optimizer(), comm, virtual_engine(comm), nodes=nodes, **options)
+        return run_steps(averager, 6)
+
+    for count, per_node in product((1, 2, 3, 4), (1, 2, 3)):
+        nodes = [rank % count for rank in range(count * per_node)]
+        given = {**OPTIONS, "density": 1.0, "two_level": count > 1}
+        sparse = run_virtual(len(nodes), partial(program, kind=Sparse, nodes=nodes, options=given), seed=count)
+        (alone,) = run_virtual(1, partial(program, kind=Sharded, nodes=None, options={}))
+        for data in sparse:
+            assert np.linalg.norm(data - alone) <= tolerance * np.linalg.norm(alone), f"{count} nodes of {per_node}"
+
+
+@pytest.mark.sample(1)
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", [PLACES["3 of 1"], PLACES["2 of 2"]], ids=["3 of 1", "2 of 2"])
+def test_replicas_have_the_same_bits_after_100_steps_in_any_order_of_messages(nodes: tuple[int, ...]) -> None:
+    results = [data.tobytes() for seed in (None, 5, 6) for data, _ in _trained(nodes, seed, 100)]
+    assert len(set(results)) == 1
+
+
+def _drop(part: SparsePart, gradient: np.ndarray, step: int, send: Callable[..., Handle]) -> Handle:
+    part.residual[...] = 0.0
+    return send(part, gradient, step)
+
+
+def _one_less(part: SparsePart, gradient: np.ndarray, step: int, send: Callable[..., Handle]) -> Handle:
+    object.__setattr__(part._compression, "density", 0.1)
+    return send(part, gradient, step)
+
+
+@pytest.mark.parametrize("mutant", [_drop, _one_less])
+def test_the_oracle_sees_a_dropped_residual_and_another_density(
+    monkeypatch: pytest.MonkeyPatch, mutant: Callable[..., Handle]
+) -> None:
+    nodes, send = PLACES["2 of 1"], SparsePart.send
+    monkeypatch.setattr(SparsePart, "send", lambda part, gradient, step: mutant(part, gradient, step, send))
+    with pytest.raises(AssertionError):
+        _check(nodes, _trained(nodes, None), momentum=0.9)
+
+
+def test_another_order_of_nodes_on_one_rank_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only by the bits of the replicas."""
+    nodes = (0, 1, 2)
+
+    def receive(part: SparsePart, gradient: np.ndarray) -> None:
+        gradient[...] = 0.0
+        for message in part._messages()[:: -1 if part._comm.rank == 1 else 1]:
+            part._top.add_to(message, gradient)
+
+    monkeypatch.setattr(SparsePart, "receive", receive)
+    with pytest.raises(AssertionError, match="the replicas differ"):
+        _check(nodes, _trained(nodes, None, density=0.9), momentum=0.9)
+
+
+def test_what_is_not_finite_on_one_rank_reaches_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = PLACES["2 of 2"]
+
+    def program(comm: ThreadCommunicator) -> set[str]:
+        averager = averaged(Sparse, make_group(), _optimizer(), comm, virtual_engine(comm), nodes=nodes, **OPTIONS)
+        one_step(averager, 0)
+        if comm.rank == 3:
+            averager.group.parameters["b.weight"].grad[...] = np.nan  # before it is written again, by nobody
+            averager.group.parameters["unused.weight"].grad[0, 1] = np.inf
+        one_step(averager, 1)
+        averager.drain()
+        return {name for name, parameter in averager.group.parameters.items() if not np.isfinite(parameter.data).all()}
+
+    with np.errstate(invalid="ignore"):
+        assert run_virtual(len(nodes), program) == [{"unused.weight"}] * len(nodes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("warmup_steps", [0, 2])
+@pytest.mark.parametrize("nodes", PLACES.values(), ids=PLACES)
+def test_a_step_sends_what_its_schedule_says(nodes: tuple[int, ...], warmup_steps: int) -> None:
+    ranks = len(nodes)
+
+    def program(comm: ThreadCommunicator) -> tuple[Counters, CollectiveSchedule, int]:
+        counters, given = Counters(), {**OPTIONS, "warmup_steps": warmup_steps}
+        counting = CountingCommunicator(comm, counters)
+        averager = averaged(Sparse, make_group(), _optimizer(), counting, virtual_engine(comm), nodes=nodes, **given)
+        run_steps(averager, 7)  # past the warm-up, and any new ordering
+        before = counters.snapshot()
+        run_steps(averager, 1, first=7)
+        schedule = averager.schedule
+        assert schedule is not None
+        # Streams count ranks by number on the node.
+        position = comm.rank if averager._order is None else averager._order.index(comm.rank)  # type: ignore[attr-defined]
+        return counters.since(before), schedule, position
+
+    for counters, schedule, position in run_virtual(ranks, program):
+        expected = schedule.exchanged(position, shares(7, ranks))
+        names = {name for name, _ in counters}
+        sparse = sum(counters.total(name).exchanged_bytes for name in names if "nodes across nodes" in name)
+        assert sparse == PAIR_BYTES * expected[OperationKind.SPARSE] // 2
+        everything = schedule.exchanged_bytes_by_rank(shares(7, ranks), 8)[position]
+        if ranks == len(set(nodes)):
+            assert counters.total().exchanged_bytes == everything
+        else:  # dense slices in two levels move no less within nodes
+            assert counters.total().exchanged_bytes >= everything - 8 * make_group().size
+
+
+@pytest.mark.parametrize("warm_up", [{}, {"warmup_density": 0.8, "warmup_steps": 7}], ids=["at once", "warm-up"])
+def test_no_step_makes_a_compressor(warm_up: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    monkeypatch.setattr("hpctrain.averaging.sparse_residual.TopK", lambda *args, **kw: made.append(1) or TopK(*args, **kw))
+    nodes = (0, 1)
+    _trained(nodes, None, steps=3, **warm_up)
+    first = len(made)
+    made.clear()
+    _trained(nodes, None, steps=9, **warm_up)
+    assert len(made) == first
+
+
+SPARSE_AVERAGER_PLACES = {"3 of 1": (0, 1, 2), "2 of 2": (0, 1, 0, 1), "3 of 2": (2, 1, 0, 0, 1, 2), "one rank": (0,)}
+
+RESIDUAL, VELOCITY = "sparse_gradient", "sparse_momentum"
+
+States = Mapping[str, Mapping[str, np.ndarray]]
+
+
+def _averager(comm: ThreadCommunicator, nodes: Sequence[int], momentum: float, **options: Any) -> GradientAverager:
+    given = {**OPTIONS, **options}
+    return averaged(Sparse, make_group(), Sgd(momentum=momentum), comm, virtual_engine(comm), nodes=nodes, **given)
+
+
+def _states(averager: GradientAverager) -> dict[str, dict[str, np.ndarray]]:
+    parameters = averager.group.parameters
+    return {name: averager.full_state(parameter) for name, parameter in parameters.items() if parameter.size}
+
+
+def _kept(state: Mapping[str, np.ndarray]) -> np.ndarray | float:
+    """The sum over the nodes of what is kept back of one parameter."""
+    return state[RESIDUAL].sum(axis=0) if RESIDUAL in state else 0.0
+
+
+def _load(averager: GradientAverager, states: States) -> None:
+    """As a snapshot does: each name that is taken, and zeros where it was not stored."""
+    for name, state in states.items():
+        parameter, given = averager.group.parameters[name], {}
+        for key in averager.state_names(parameter):
+            if key in averager.by_holder:
+                given[key] = for_holders(state.get(key, np.zeros((1, parameter.size))), averager.holders)
+            else:
+                given[key] = state[key]
+        averager.load_state(parameter, given)
+
+
+def _random_steps(averager: GradientAverager, steps: int) -> np.ndarray:
+    """Steps with random gradients of this rank; their sum."""
+    group, total = averager.group, np.zeros(averager.group.size)
+    random = np.random.default_rng(averager.comm.rank)
+    for _ in range(steps):
+        averager.begin_step(LR)
+        averager.before_forward(tuple(group.parameters.values()))
+        group.grad[...] = random.standard_normal(group.size)
+        total += group.grad
+        for parameter in reversed(group.parameters.values()):
+            averager.grad_ready(parameter)
+            averager.data_free(parameter)
+        averager.end_backward()
+    averager.drain()
+    return total
+
+
+@pytest.mark.parametrize("nodes", SPARSE_AVERAGER_PLACES.values(), ids=SPARSE_AVERAGER_PLACES)
+def test_applied_and_kept_back_are_all_gradients(nodes: tuple[int, ...]) -> None:
+    def program(comm: ThreadCommunicator) -> tuple[np.ndarray, np.ndarray, dict[str, dict[str, np.ndarray]]]:
+        averager = _averager(comm, nodes, 0.0)
+        begin = averager.group.data.copy()
+        total = _random_steps(averager, 5)
+        return total, (begin - averager.group.data) / LR, _states(averager)
+
+    results = run_virtual(len(nodes), program, seed=1)
+    group, given = make_group(), sum(total for total, _, _ in results)
+    for _, applied, states in results:
+        kept = np.zeros(group.size)
+        for name, state in states.items():
+            segment = group.segment(name)
+            if RESIDUAL in state:
+                assert state[RESIDUAL].shape == (len(set(nodes)), segment.size)
+                kept[segment.start : segment.stop] = state[RESIDUAL].sum(axis=0)
+        assert kept.any() == (len(nodes) > 1)
+        np.testing.assert_allclose(applied + kept, given, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
+@pytest.mark.parametrize("nodes", SPARSE_AVERAGER_PLACES.values(), ids=SPARSE_AVERAGER_PLACES)
+def test_a_resume_repeats_every_bit(nodes: tuple[int, ...], momentum: float) -> None:
+    """In the midst of a warm-up; without the optimiser's momentum there is one before the choice."""
+    options = {"warmup_steps": 5, "momentum_correction": 0.0 if momentum else 0.7}
+
+    def whole(comm: ThreadCommunicator) -> np.ndarray:
+        return run_steps(_averager(comm, nodes, momentum, **options), 6)
+
+    def first(comm: ThreadCommunicator) -> tuple[np.ndarray, States, Mapping[str, int]]:
+        averager = _averager(comm, nodes, momentum, **options)
+        data = run_steps(averager, 3)
+        return data, _states(averager), averager.counters()
+
+    def then(comm: ThreadCommunicator) -> np.ndarray:
+        averager = _averager(comm, nodes, momentum, **options)
+        averager.group.data[...] = data
+        _load(averager, states)
+        averager.load_counters(counters)
+        return run_steps(averager, 3, first=3)
+
+    expected = run_virtual(len(nodes), whole)[0]
+    data, states, counters = run_virtual(len(nodes), first)[-1]
+    assert (VELOCITY in states["a.weight"]) == (not momentum)
+    for found in run_virtual(len(nodes), then, seed=1):
+        assert found.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("after", [(0, 1), (0, 0, 1, 1), (0,), "dense"], ids=str)
+def test_other_nodes_go_on_with_the_sum_and_dense_slices_apply_it(after: tuple[int, ...] | str) -> None:
+    """Where all is dense, the first step adds what was kept back: nothing is lost, and nothing is left."""
+    dense = after == "dense"
+    before, nodes = (2, 1, 0, 0, 1, 2), (0, 1, 2) if dense else after
+    options = {"compress": "auto", "density": 1.0} if dense else {}
+
+    def first(comm: ThreadCommunicator) -> tuple[np.ndarray, States]:
+        averager = _averager(comm, before, 0.0)
+        return run_steps(averager, 4), _states(averager)
+
+    data, states = run_virtual(len(before), first)[1]
+
+    def then(comm: ThreadCommunicator) -> tuple[np.ndarray, np.ndarray, States, States]:
+        averager = _averager(comm, nodes, 0.0, **options)  # type: ignore[arg-type]
+        averager.group.data[...] = data
+        _load(averager, states)
+        taken = _states(averager)
+        return _random_steps(averager, 1), averager.group.data.copy(), taken, _states(averager)
+
+    results = run_virtual(len(nodes), then)
+    group, given = make_group(), sum(total for total, _, _, _ in results)
+    for _, found, taken, left in results:
+        for name, state in states.items():
+            np.testing.assert_allclose(_kept(taken[name]), _kept(state), rtol=0, atol=1e-14)
+        balance = given - (data - found) / LR
+        for name, state in states.items():
+            place = slice(group.segment(name).start, group.segment(name).stop)
+            balance[place] += _kept(state) - _kept(left[name])
+        np.testing.assert_allclose(balance, 0.0, atol=1e-12)
+        if dense or len(nodes) == 1:
+            assert not any(np.any(_kept(state)) for state in left.values())
+
+
+def test_momentum_before_the_choice_goes_on_as_the_sum_of_all_nodes() -> None:
+    """On one rank it is the momentum of plain descent."""
+    before = (0, 1, 0, 1)
+
+    def first(comm: ThreadCommunicator) -> tuple[States, States]:
+        averager = _averager(comm, before, 0.0, momentum_correction=0.5)
+        run_steps(averager, 4)
+        states = _states(averager)
+        other = _averager(comm, (0, 1, 2, 3), 0.0, momentum_correction=0.5)
+        _load(other, states)
+        return states, _states(other)
+
+    for states, taken in run_virtual(4, first):
+        for name, state in states.items():
+            np.testing.assert_allclose(taken[name][VELOCITY].sum(axis=0), state[VELOCITY].sum(axis=0), rtol=0, atol=1e-14)
+
+    def alone(comm: ThreadCommunicator) -> tuple[np.ndarray, np.ndarray]:
+        corrected = run_steps(_averager(comm, (0,), 0.0, momentum_correction=0.5), 5)
+        return corrected, run_steps(_averager(comm, (0,), 0.5), 5)
+
+    ((corrected, plain),) = run_virtual(1, alone)
+    np.testing.assert_allclose(corrected, plain, rtol=0, atol=1e-14)
+
+
+SIZE = 40
+
+
+def _part(comm: ThreadCommunicator, settings: SparseSettings) -> SparsePart:
+    return SparsePart(SIZE, "float64", Compression(comm.size, settings.density), settings, comm, Selection("float64"), (3,))
+
+
+def test_the_density_falls_exponentially_to_the_last_one() -> None:
+    settings = SparseSettings(0.01, 0.25, 4)
+    densities = [settings.density_at(step) for step in range(6)]
+    assert densities[0] == 0.25
+    assert densities[4:] == [0.01, 0.01]
+    ratios = [b / a for a, b in pairwise(densities[:5])]
+    assert ratios == pytest.approx([(0.01 / 0.25) ** 0.25] * 4)
+    assert (settings.largest_density, SparseSettings(0.01, 0.25, 0).largest_density) == (0.25, 0.01)
+    assert SparseSettings(0.01, 0.25, 0).density_at(0) == 0.01
+
+
+@pytest.mark.parametrize("warmup", [0, 3])
+@pytest.mark.parametrize("nodes", [2, 3])
+def test_residuals_and_sums_are_all_gradients(nodes: int, warmup: int) -> None:
+    settings = SparseSettings(0.1, 0.5, warmup)
+
+    def program(comm: ThreadCommunicator) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[int]]:
+        part, random = _part(comm, settings), np.random.default_rng(comm.rank)
+        given, applied, gradient = np.zeros(SIZE), np.zeros(SIZE), np.empty(SIZE)
+        chosen = []
+        for step in range(6):
+            new = random.standard_normal(SIZE)
+            before = part.residual + new
+            wait(part.send(new, step))
+            sent = before - part.residual
+            kept = Compression(comm.size, 0.1).kept(SIZE, settings.density_at(step))
+            # The k largest, whole: nothing that is kept back is larger, and what is sent leaves nothing.
+            assert np.count_nonzero(sent) == kept
+            assert not part.residual[sent != 0].any()
+            assert np.abs(before[sent == 0]).max() <= np.abs(before[sent != 0]).min()
+            chosen.append(kept)
+            part.receive(gradient)
+            given, applied = given + new, applied + gradient
+        return given, applied, part.residual, chosen
+
+    results = run_virtual(nodes, program)
+    given, residuals = (sum(result[i] for result in results) for i in (0, 2))
+    for _, applied, _, chosen in results:
+        np.testing.assert_allclose(applied + residuals, given, rtol=0, atol=1e-13)
+        assert applied.tobytes() == results[0][1].tobytes()
+        assert chosen == ([20, 12, 7, 4, 4, 4] if warmup else [4] * 6)
+
+
+@pytest.mark.parametrize("masking", [False, True])
+def test_momentum_is_added_up_before_the_choice(masking: bool) -> None:
+    """u := m u + g, v := v + u; sent are the largest of v, and u is zeroed there with masking."""
+    settings = SparseSettings(0.1, 0.1, 0, 0.5, masking)
+
+    def program(comm: ThreadCommunicator) -> None:
+        part, random = _part(comm, settings), np.random.default_rng(comm.rank)
+        u, v = np.zeros(SIZE), np.zeros(SIZE)
+        for step in range(5):
+            new = random.standard_normal(SIZE)
+            u = 0.5 * u + new
+            v = v + u
+            sent = np.argsort(-np.abs(v))[:4]
+            v[sent] = 0.0
+            if masking:
+                u[sent] = 0.0
+            wait(part.send(new, step))
+            np.testing.assert_array_equal(part.velocity, u)
+            np.testing.assert_array_equal(part.residual, v)
+
+    run_virtual(2, program)
+
+
+def test_what_is_not_finite_is_sent_first() -> None:
+    def program(comm: ThreadCommunicator) -> np.ndarray:
+        part, gradient = _part(comm, SparseSettings(0.1, 0.1, 0)), np.arange(SIZE, dtype=np.float64)
+        if comm.rank == 1:
+            gradient[5], gradient[7] = np.nan, -np.inf
+        wait(part.send(gradient, 0))
+        result = np.empty(SIZE)
+        part.receive(result)
+        return result
+
+    for result in run_virtual(3, program):
+        assert np.flatnonzero(~np.isfinite(result)).tolist() == [5, 7]
+
+
+D = 10_000_000
+
+#: 200 Mb/s and 100 us
+SLOW = LinkModel(100e-6, 1 / 25e6)
+
+
+@pytest.mark.parametrize("nodes", [2, 4, 16])
+@pytest.mark.parametrize("item_bytes", [4, 8])
+def test_by_bytes_alone_it_is_the_papers_rule(nodes: int, item_bytes: int) -> None:
+    """rho < 2 b_v / (m (b_v + b_i)): below 1 / m for float32."""
+    part, link = PartOnLink(D, nodes, item_bytes), LinkModel(0.0, 1e-9)
+    expected = 2 * item_bytes / (nodes * (item_bytes + 4))
+    assert crossover_density(part, link) == pytest.approx(expected)
+    assert sparse_pays(part, link, int(D * expected * 0.999))
+    assert not sparse_pays(part, link, math.ceil(D * expected * 1.001))
+
+
+@pytest.mark.parametrize("seconds", [0.0, SELECTION_SECONDS])
+@pytest.mark.parametrize("link", [SLOW, RULE_LINK, LinkModel(1e-3, 1e-8)], ids=str)
+@pytest.mark.parametrize("elements", [1000, D])
+def test_it_turns_at_the_crossover_density(elements: int, link: LinkModel, seconds: float) -> None:
+    part = PartOnLink(elements, 4, 4, seconds)
+    density = crossover_density(part, link)
+    below, above = math.floor(density * elements) - 1, math.ceil(density * elements) + 1
+    assert not sparse_pays(part, link, max(above, 0))
+    assert below < 0 or sparse_pays(part, link, below)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 100e-6])
+@pytest.mark.parametrize("density", [0.001, 0.01, 0.1])
+def test_it_turns_at_the_crossover_rate(density: float, alpha: float) -> None:
+    part, kept = PartOnLink(D, 4, 4, SELECTION_SECONDS), int(D * density)
+    rate = crossover_bytes_per_second(part, alpha, kept)
+    assert 0.0 < rate < math.inf
+    assert sparse_pays(part, LinkModel(alpha, 1 / (rate * 0.99)), kept)
+    assert not sparse_pays(part, LinkModel(alpha, 1 / (rate * 1.01)), kept)
+
+
+def test_ends_of_the_range() -> None:
+    part = PartOnLink(D, 4, 4, SELECTION_SECONDS)
+    assert crossover_bytes_per_second(part, 0.0, D) == 0.0  # all of it, twice as many bytes: at no rate
+    assert crossover_bytes_per_second(PartOnLink(D, 4, 4), 0.0, D // 100) == math.inf  # no work: at any rate
+    assert not sparse_pays(PartOnLink(D, 1, 4), SLOW, 1)  # one node: nothing crosses
+    assert sparse_pays(part, SLOW, D // 100)

@@ -1,0 +1,543 @@
+"""Training on emulated devices, one or one a rank: the numbers of NumPy in float64, whatever is late."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpctrain.averaging.strategies.blocking import Blocking
+from hpctrain.averaging.strategies.bucketed import Bucketed
+from hpctrain.averaging.strategies.lazy import Lazy
+from hpctrain.averaging.strategies.overlap import Overlap
+from hpctrain.averaging.strategies.priority import Priority
+from hpctrain.averaging.strategies.sharded import Sharded
+from hpctrain.averaging.strategies.sparse import Sparse
+from hpctrain.backend.cuda.device import Precision
+from hpctrain.backend.cuda.emulator.device import EmulatedDevice
+from hpctrain.backend.cuda.emulator.errors import EmulatedDeviceError
+from hpctrain.backend.dtypes import parameter_dtype
+from hpctrain.backend.kernels.base import KernelSet
+from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
+from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
+from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.pixel_batch import PixelBatch
+from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.single import SingleCommunicator
+from hpctrain.comm.transports import Transport
+from hpctrain.data import format as data_format
+from hpctrain.data.format import ImageFile
+from hpctrain.data.loader import Loader
+from hpctrain.data.pipeline import Pipeline
+from hpctrain.data.sampler import Sampler
+from hpctrain.errors import BackendError, DivergedError
+from hpctrain.nn.layer import Layer
+from hpctrain.optim.base import Optimizer
+from hpctrain.optim.optimizers.adamw import Adamw
+from hpctrain.optim.optimizers.lamb import Lamb
+from hpctrain.optim.optimizers.lars import Lars
+from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.train.replica import Replica, StrategyFactory
+from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain.virtual.run import run_virtual, virtual_engine
+from tests.support import nets
+from tests.support.device_views import ViewingCommunicator
+from tests.support.emulated import EmulatedDeviceFactory
+from tests.support.training import Result, Task, assert_same_training, batches, replica_of, train
+
+
+@dataclass(frozen=True)
+class _Way:
+    """A strategy with its options, and ranks of a node."""
+
+    strategy: type
+    options: dict[str, Any] = field(default_factory=dict)
+    per_node: int | None = None
+
+
+WAYS = {
+    "sharded": _Way(Sharded, {"bucket_bytes": 2000}),
+    "two-levels": _Way(Sharded, {"bucket_bytes": 2000}, per_node=2),
+    "exchanging": _Way(Sharded, {"fc_exchange": "always"}),
+    "blocking": _Way(Blocking),
+    "overlap": _Way(Overlap),
+    "bucketed": _Way(Bucketed, {"bucket_bytes": 2000}),
+    "bucketed-two-levels": _Way(Bucketed, {"bucket_bytes": 2000}, per_node=2),
+    "priority": _Way(Priority, {"slice_parameters": 400}),
+    "lazy": _Way(Lazy, {"max_interval": 1}),
+    "sparse": _Way(Sparse, {"density": 1.0, "compress": "always", "least_elements": 4}, per_node=1),
+}
+
+
+def _fits(way: str, ranks: int) -> bool:
+    """Two levels need two nodes of two ranks each."""
+    return WAYS[way].per_node != 2 or ranks == 4
+
+
+MODELS: list[Callable[[], Layer]] = [partial(nets.plain, dropout=0.3), nets.residual]
+
+OPTIMIZERS: list[Callable[[], Optimizer]] = [
+    partial(Sgd, momentum=0.9, weight_decay=1e-3),
+    partial(Sgd, momentum=0.8, nesterov=True, clip_norm=0.5),
+    partial(Lars, momentum=0.9, weight_decay=1e-3, trust_coefficient=0.1),
+    partial(Adamw, epsilon=0.1, beta2=0.9, weight_decay=1e-3),
+    partial(Lamb, epsilon=0.1, weight_decay=1e-2),
+]
+
+
+def _task(seed: int, **changes: Any) -> Task:
+    """37 samples in batches of 8: uneven shares on 3 ranks, and a last batch that some ranks have nothing of."""
+    return replace(Task(MODELS[seed % 2], NumpyKernelSet(), OPTIMIZERS[seed % 5], steps=5, micro_batches=1), **changes)
+
+
+def _kernels(device: EmulatedDevice, *, graphs: bool = True) -> KernelSet:
+    return CudaKernelSet(CudaRuntime(device, device.stream("compute"), "float64", graphs=graphs))
+
+
+def _trained(task: Task, way: _Way, ranks: int, kernels: Callable[[int], KernelSet], *, seed: int | None = None) -> list[Result]:
+    def program(comm: ThreadCommunicator) -> Result:
+        of_rank = replace(task, kernels=kernels(comm.rank))
+        ranks = ViewingCommunicator(comm) if task.transport == "mpi" else comm
+        return train(of_rank, ranks, virtual_engine(comm), way.strategy, nominal_batch=task.batch, **way.options)
+
+    return run_virtual(ranks, program, seed=seed, ranks_per_node=way.per_node)
+
+
+def _alone(task: Task) -> Result:
+    return _trained(task, WAYS["blocking"], 1, lambda rank: NumpyKernelSet())[0]
+
+
+@pytest.mark.sample(5)
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["staged", "mpi", "nccl"])
+@pytest.mark.parametrize(("way", "ranks"), [(name, ranks) for name in WAYS for ranks in (2, 3, 4) if _fits(name, ranks)])
+def test_a_training_is_that_of_one_rank_of_numpy(
+    way: str, ranks: int, transport: Transport, emulated_device: EmulatedDeviceFactory
+) -> None:
+    seed = 10 * list(WAYS).index(way) + ranks
+    task = _task(seed, transport=transport)
+    devices = [emulated_device(seed + rank) for rank in range(ranks)]
+    results = _trained(task, WAYS[way], ranks, lambda rank: _kernels(devices[rank], graphs=bool(seed % 4)), seed=seed)
+    expected = _alone(task)
+    for result in results:
+        assert_same_training(result, expected)
+        for name, values in results[0].parameters.items():
+            np.testing.assert_array_equal(result.parameters[name], values)
+    for device in devices:
+        device.finish()
+
+
+@pytest.mark.slow
+def test_every_place_that_waits_matters(emulated_device: EmulatedDeviceFactory) -> None:
+    """A training of two ranks, one of which leaves a wait of its transport out, ends otherwise for some order of the work."""
+    task = _task(0, steps=3)
+    made: list[EmulatedDevice] = []
+
+    def kernels(rank: int, ignored_wait: int | None = None, seed: int = 1) -> KernelSet:
+        device = emulated_device(seed + rank, ignored_wait=ignored_wait if rank == 0 else None)
+        made.extend([device] if rank == 0 else [])
+        return _kernels(device)
+
+    way = WAYS["sharded"]
+    expected = _trained(task, way, 2, kernels)[0].parameters
+    places: dict[str, list[int]] = {}
+    for number, text in enumerate(made[0].waits):
+        if "mirrors" in text and not text.endswith(".mirror"):  # that one comes a step later than it must, see test_mirrors
+            places.setdefault(text.partition(" waits for ")[0] + text.rpartition(" at ")[2], []).append(number)
+    assert len(places) == 3, sorted(places)  # nothing is received that has not been sent something before
+
+    def fails(seed: int, number: int) -> bool:
+        try:
+            found = _trained(task, way, 2, partial(kernels, ignored_wait=number, seed=seed))[0].parameters
+        except (EmulatedDeviceError, DivergedError, ValueError):
+            return True
+        return any(not np.array_equal(found[name], values) for name, values in expected.items())
+
+    for place, numbers in places.items():
+        trials = ((seed, number) for seed in range(1, 5) for number in numbers[:: max(1, len(numbers) // 12)])
+        assert any(fails(seed, number) for seed, number in trials), place
+
+
+@pytest.mark.sample(1)
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["sharded", "bucketed", "priority"])
+def test_steps_allocate_nothing_and_wait_where_it_is_said(strategy: str, emulated_device: EmulatedDeviceFactory) -> None:
+    task, way = _task(0, steps=9, samples=40), WAYS[strategy]
+    page = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
+
+    def program(comm: ThreadCommunicator) -> list[str]:
+        device = emulated_device(comm.rank)
+        of_rank = replace(task, kernels=_kernels(device))
+        options = way.options if strategy == "bucketed" else {**way.options, "replan": False}
+        replica = replica_of(of_rank, comm, virtual_engine(comm), way.strategy, nominal_batch=8, **options)
+        for step, batch in enumerate(batches(task, comm.rank, comm.size)):
+            replica.step(batch, task.lr)
+            replica.settle()
+            if step == 4:  # the second step is captured; as many mirrors as are ever on their way are there by now
+                device.seal()
+                device.counters.synchronisations.clear()
+        replica.drain()
+        for _, function in device.counters.synchronisations:
+            assert f"`{'.'.join(function.split('.')[-2:])}`" in page, function
+        return device.counters.late_allocations
+
+    assert run_virtual(2, program) == [[], []]
+
+
+@pytest.mark.sample(2)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "ranks"), [("sharded", 2), ("sharded", 3), ("priority", 3), ("bucketed", 2), ("overlap", 3)]
+)
+def test_bytes_over_the_bus_follow_from_the_schedule(strategy: str, ranks: int, emulated_device: EmulatedDeviceFactory) -> None:
+    """In integers: each slice leaves, with the owned part of its parameters; sums of owned parts and the others' parts arrive."""
+    task, way = _task(0, steps=4), WAYS[strategy]
+
+    def program(comm: ThreadCommunicator) -> None:
+        kernels = _kernels(emulated_device(comm.rank))
+        replica = replica_of(
+            replace(task, kernels=kernels), comm, virtual_engine(comm), way.strategy, nominal_batch=task.batch, **way.options
+        )
+        for batch in batches(task, comm.rank, comm.size):
+            replica.step(batch, task.lr)
+        replica.drain()
+        (averager,) = replica.averagers.values()
+        assert averager.schedule is not None
+        left = arrived = 0
+        for piece in averager.schedule.slices:
+            left += piece.size if strategy in ("bucketed", "overlap") else piece.size + piece.owned_size(comm.rank, comm.size)
+            arrived += piece.size  # summed: all of it, or the owned part, and the others' parts once they are gathered
+        mirrors = kernels.arithmetic.mirrors()
+        assert mirrors is not None
+        assert (mirrors.copied.to_host, mirrors.copied.from_host) == (8 * left * task.steps, 8 * arrived * task.steps)
+        summed = strategy in ("bucketed", "overlap")  # in place; else gradients, sums of owned parts and parameters have mirrors
+        assert mirrors.pinned_bytes == 8 * (arrived if summed else left + arrived)
+
+    run_virtual(ranks, program)
+
+
+def test_parameters_in_16_bits_are_refused(emulated_device: EmulatedDeviceFactory) -> None:
+    task = _task(0)
+
+    def program(comm: ThreadCommunicator) -> None:
+        with pytest.raises(BackendError, match=r"^wire_parameters is bfloat16, but parameters of backend cuda travel"):
+            replica_of(
+                replace(task, kernels=_kernels(emulated_device(comm.rank))),
+                comm,
+                virtual_engine(comm),
+                Sharded,
+                wire_parameters="bfloat16",
+            )
+
+    run_virtual(2, program)
+
+
+TOLERANCE = 1e-10
+
+STEPS = 5
+
+ON_DEVICE_MODELS: list[Callable[[], Layer]] = [partial(nets.plain, dropout=0.3), partial(nets.residual, synchronised=False)]
+
+STRATEGIES: list[StrategyFactory] = [Blocking, Bucketed, Sharded, Priority, Lazy]
+
+ON_DEVICE_OPTIMIZERS: list[Callable[[], Optimizer]] = [
+    partial(Sgd, momentum=0.9, weight_decay=1e-3),
+    partial(Sgd, momentum=0.8, nesterov=True),
+    partial(Sgd, momentum=0.0, clip_norm=0.5),
+    partial(Lars, momentum=0.9, weight_decay=1e-3, trust_coefficient=0.1),
+]
+
+
+def _on_device_task(seed: int) -> Task:
+    """All pairs of a model, a strategy and an optimiser within 40 seeds; one to three micro-batches."""
+    return Task(
+        ON_DEVICE_MODELS[seed % 2],
+        NumpyKernelSet(),
+        ON_DEVICE_OPTIMIZERS[seed // 2 % 4],
+        steps=STEPS,
+        micro_batches=1 + seed % 3,
+        smoothing=0.1,
+    )
+
+
+def _on_device_kernels(device: EmulatedDevice, *, graphs: bool = True) -> CudaKernelSet:
+    return CudaKernelSet(CudaRuntime(device, device.stream("compute"), "float64", graphs=graphs))
+
+
+def _replica(task: Task, kernels: KernelSet, strategy: StrategyFactory) -> Replica:
+    comm = SingleCommunicator()
+    progress = ProgressEngine(rank=0, deadline_seconds=60, abort=comm.abort)
+    return replica_of(replace(task, kernels=kernels), comm, progress, strategy)
+
+
+def _train(
+    task: Task, kernels: KernelSet, strategy: StrategyFactory, *, after_step: Callable[[int], None] = lambda step: None
+) -> dict[str, np.ndarray]:
+    """Parameters, running statistics, optimiser state and the steps' losses, by name."""
+    replica = _replica(task, kernels, strategy)
+    losses = []
+    for step, batch in enumerate(batches(task, 0, 1)):
+        totals = replica.step(batch, task.lr)
+        losses += [] if totals is None else [(totals.loss, totals.top1, totals.top5)]
+        after_step(step)
+    last = replica.settle()
+    assert last is not None
+    replica.drain()
+    network, to_host = replica.network, kernels.arithmetic.to_host
+    (averager,) = replica.averagers.values()
+    return {
+        "losses": np.array([*losses, (last.loss, last.top1, last.top5)]),
+        **{name: np.array(to_host(parameter.data)) for name, parameter in network.parameters.items()},
+        **{name: view.copy() for name, view in network.statistics.views.items()},
+        **{
+            f"{state} of {name}": values.copy()
+            for name, parameter in network.parameters.items()
+            for state, values in averager.full_state(parameter).items()
+        },
+    }
+
+
+def _assert_close(result: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert result.keys() == expected.keys()
+    for name, aim in expected.items():
+        limit = TOLERANCE * max(1.0, float(np.abs(aim).max(initial=0.0)))
+        assert np.abs(result[name] - aim).max(initial=0.0) <= limit, name
+
+
+@pytest.mark.sample(3)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_a_training_is_that_of_numpy(emulated_device: EmulatedDeviceFactory, seed: int) -> None:
+    task, strategy = _on_device_task(seed), STRATEGIES[seed // 2 % 5]
+    device = emulated_device(seed)
+    _assert_close(
+        _train(task, _on_device_kernels(device, graphs=bool(seed % 4)), strategy), _train(task, NumpyKernelSet(), strategy)
+    )
+    device.finish()
+
+
+@pytest.mark.sample(1)
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ON_DEVICE_MODELS)
+def test_bits_do_not_depend_on_streams_or_graphs(emulated_device: EmulatedDeviceFactory, model: Callable[[], Layer]) -> None:
+    task = replace(_on_device_task(0), model=model)
+    results = [
+        _train(task, _on_device_kernels(emulated_device(seed), graphs=graphs), Sharded)
+        for seed in (0, 7)
+        for graphs in (False, True)
+    ]
+    for other in results[1:]:
+        for name, values in results[0].items():
+            np.testing.assert_array_equal(other[name], values, err_msg=name)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ON_DEVICE_OPTIMIZERS)
+@pytest.mark.parametrize("model", ON_DEVICE_MODELS)
+def test_steps_of_one_rank_allocate_nothing_and_wait_where_it_is_said(
+    emulated_device: EmulatedDeviceFactory, model: Callable[[], Layer], optimizer: Callable[[], Optimizer]
+) -> None:
+    task = replace(_on_device_task(0), model=model, optimizer=optimizer, samples=40, batch=8, steps=9)
+    device = emulated_device(3)
+    waits: list[set[str]] = []
+
+    def after_step(step: int) -> None:
+        if step == 0:  # the second step is captured
+            device.seal()
+        waits.append({function for _, function in device.counters.synchronisations})
+        device.counters.synchronisations.clear()
+
+    _train(task, _on_device_kernels(device), Sharded, after_step=after_step)
+    assert device.counters.late_allocations == []
+    page = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
+    for function in set().union(*waits[2:]):
+        assert f"`{'.'.join(function.split('.')[-2:])}`" in page
+
+
+@pytest.mark.slow
+def test_every_place_of_one_rank_that_waits_matters(emulated_device: EmulatedDeviceFactory) -> None:
+    """A training that leaves a wait out ends otherwise, or is told why, for some order of the work.
+
+    Some waits are implied by another one just before: of several copies that are on their way, all but the last. So it is asked
+    of each place in the code, not of each wait.
+    """
+    task = replace(_on_device_task(0), steps=4)
+    device = emulated_device(1)
+    expected = _train(task, _on_device_kernels(device), Sharded)
+    places: dict[str, list[int]] = {}
+    for number, wait in enumerate(device.waits):
+        places.setdefault(wait.rpartition(" at ")[2], []).append(number)
+    assert len(places) >= 2
+    for place, numbers in places.items():
+        trials = ((seed, number) for seed in range(4) for number in numbers)
+        assert any(_fails(task, emulated_device(seed, ignored_wait=number), expected) for seed, number in trials), place
+
+
+def _fails(task: Task, device: EmulatedDevice, expected: dict[str, np.ndarray]) -> bool:
+    try:
+        result = _train(task, _on_device_kernels(device), Sharded)
+        device.finish()
+    except (EmulatedDeviceError, DivergedError, ValueError):  # the device, the step's own look, a count that is NaN
+        return True
+    return any(not np.array_equal(result[name], values) for name, values in expected.items())
+
+
+class _InNumpy(Sgd):
+    """An optimiser that says nothing of arrays elsewhere."""
+
+    any_arrays = False
+
+
+def test_an_optimiser_in_numpy_is_refused_where_the_arrays_are_elsewhere(emulated_device: EmulatedDeviceFactory) -> None:
+    task = replace(_on_device_task(0), optimizer=_InNumpy)
+    _replica(task, NumpyKernelSet(), Sharded)
+    with pytest.raises(BackendError, match=r"^The optimizer _InNumpy computes with NumPy, .* backend cuda; let it .*\.$"):
+        _replica(task, _on_device_kernels(emulated_device()), Sharded)
+
+
+SHAPE, SAMPLES, BATCH = (9, 7, 3), 21, 8
+
+SPECS = {
+    "windows": [("pad_crop", {"padding": 2}), ("flip", {}), ("random_erasing", {"probability": 1.0})],
+    "a resize": [("random_resized_crop", {"size": 7}), ("flip", {}), ("pad_crop", {"padding": 1})],
+    "pixels of its own": [("trivial_augment_wide", {}), ("flip", {}), ("pad_crop", {"padding": 1})],
+}
+
+
+@dataclass
+class _Training:
+    """Parameters and losses at its end, and what each step has done on the device."""
+
+    values: dict[str, np.ndarray]
+    uploaded: list[int]
+    pixels: list[int]
+    waits: list[set[str]]
+    late: list[str]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> ImageFile:
+    """21 images at random."""
+    random = np.random.default_rng(0)
+    images = random.integers(0, 256, (SAMPLES, *SHAPE), dtype=np.uint8)
+    path = tmp_path / "images.h5"
+    data_format.write(path, SAMPLES, SHAPE, [*"abcde"], [(images, random.integers(0, 5, SAMPLES))])
+    return ImageFile.open(path)
+
+
+def _stored_pixels_kernels(device: EmulatedDevice, precision: Precision = "float64") -> CudaKernelSet:
+    return CudaKernelSet(CudaRuntime(device, device.stream("compute"), precision))
+
+
+def _stored_pixels_train(
+    file: ImageFile, specs: str, kernels: KernelSet, dtype: str, *, leaves_pixels: bool, epochs: int = 2
+) -> _Training:
+    """Batches of 8, 8 and 5 samples in two micro-batches each; behind the first epoch memory is sealed."""
+    pipeline = Pipeline(SPECS[specs], 3, file.mean, file.std, parameter_dtype(dtype))
+    task = Task(
+        nets.residual if specs == "a resize" else partial(nets.plain, dropout=0.3),
+        kernels,
+        partial(Sgd, momentum=0.9),
+        image_shape=pipeline.output_shape(*SHAPE),
+        dtype=dtype,
+        batch=BATCH,
+        micro_batches=2,
+    )
+    comm = SingleCommunicator()
+    replica = replica_of(task, comm, ProgressEngine(rank=0, deadline_seconds=60, abort=comm.abort), Sharded)
+    loader = Loader(file, Sampler(SAMPLES, BATCH, 5), pipeline, **replica.place, leaves_pixels=leaves_pixels)
+    device = kernels.runtime.device if isinstance(kernels, CudaKernelSet) else EmulatedDevice()
+    assert isinstance(device, EmulatedDevice)
+    done, losses = _Training({}, [], [], [], device.counters.late_allocations), []
+    for epoch in range(epochs):
+        for batch in loader.epoch(epoch):
+            assert isinstance(batch.x, PixelBatch) == leaves_pixels
+            before = device.counters.uploaded_bytes
+            totals = replica.step(batch, task.lr)
+            losses += [] if totals is None else [totals.loss]
+            done.uploaded.append(device.counters.uploaded_bytes - before)
+            done.pixels.append(batch.x.pixels.nbytes if isinstance(batch.x, PixelBatch) else batch.x.nbytes)
+            done.waits.append({function for _, function in device.counters.synchronisations})
+            device.counters.synchronisations.clear()
+        device.seal()
+    last = replica.settle()
+    assert last is not None
+    replica.drain()
+    done.values = {
+        "losses": np.array([*losses, last.loss]),
+        **{name: np.array(kernels.arithmetic.to_host(p.data)) for name, p in replica.network.parameters.items()},
+    }
+    device.run_all()
+    return done
+
+
+@pytest.mark.slow
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("specs", SPECS)
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_a_training_on_pixels_is_that_on_images(
+    file: ImageFile, emulated_device: EmulatedDeviceFactory, specs: str, dtype: Precision
+) -> None:
+    images, pixels, others = (
+        _stored_pixels_train(file, specs, _stored_pixels_kernels(emulated_device(seed), dtype), dtype, leaves_pixels=leaves)
+        for seed, leaves in ((0, False), (0, True), (4, True))
+    )
+    for name, values in images.values.items():
+        np.testing.assert_array_equal(pixels.values[name], values, err_msg=name)
+        np.testing.assert_array_equal(others.values[name], values, err_msg=name)
+    if dtype == "float64":
+        reference = _stored_pixels_train(file, specs, NumpyKernelSet(), dtype, leaves_pixels=False)
+        for name, values in reference.values.items():
+            np.testing.assert_allclose(pixels.values[name], values, rtol=1e-10, atol=1e-10, err_msg=name)
+
+
+@pytest.mark.slow
+def test_kernels_of_the_host_take_pixels_for_images(file: ImageFile) -> None:
+    images, pixels = (
+        _stored_pixels_train(file, "windows", NumpyKernelSet(), "float64", leaves_pixels=leaves, epochs=1)
+        for leaves in (False, True)
+    )
+    for name, values in images.values.items():
+        np.testing.assert_array_equal(pixels.values[name], values, err_msg=name)
+
+
+@pytest.mark.slow
+def test_steps_send_pixels_and_allocate_nothing(file: ImageFile, emulated_device: EmulatedDeviceFactory) -> None:
+    """Beside them only what was sent with images as well, and some numbers for each image and micro-batch."""
+    images, pixels = (
+        _stored_pixels_train(
+            file, "windows", _stored_pixels_kernels(emulated_device(1), "float32"), "float32", leaves_pixels=leaves
+        )
+        for leaves in (False, True)
+    )
+    assert [4 * size for size in pixels.pixels] == images.pixels
+    for step in range(1, 6):
+        samples = (8, 8, 5)[step % 3]
+        assert images.uploaded[step] - images.pixels[step] < 2000
+        more = pixels.uploaded[step] - pixels.pixels[step] - (images.uploaded[step] - images.pixels[step])
+        assert (
+            44 * samples <= more <= 44 * samples + 2 * 16 * 4
+        )  # two micro-batches of four parts, each to a multiple of 16 bytes
+    assert pixels.late == images.late == []
+    page = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
+    for function in set().union(*pixels.waits[2:]):
+        assert f"`{'.'.join(function.split('.')[-2:])}`" in page
+
+
+@pytest.mark.slow
+def test_bits_do_not_depend_on_graphs(file: ImageFile, emulated_device: EmulatedDeviceFactory) -> None:
+    def kernels(*, graphs: bool) -> CudaKernelSet:
+        captured = _stored_pixels_kernels(emulated_device(2))
+        return captured if graphs else CudaKernelSet(replace(captured.runtime, graphs=False))
+
+    with_graphs, without = (
+        _stored_pixels_train(file, "windows", kernels(graphs=graphs), "float64", leaves_pixels=True) for graphs in (True, False)
+    )
+    for name, values in without.values.items():
+        np.testing.assert_array_equal(with_graphs.values[name], values, err_msg=name)

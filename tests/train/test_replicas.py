@@ -1,0 +1,534 @@
+"""Replicas: sums one step late, loops of a program's own, and arrays that are not on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpctrain.averaging.strategies.blocking import Blocking
+from hpctrain.averaging.strategies.bucketed import Bucketed
+from hpctrain.averaging.strategies.lazy import Lazy
+from hpctrain.averaging.strategies.overlap import Overlap
+from hpctrain.averaging.strategies.priority import Priority
+from hpctrain.averaging.strategies.sharded import Sharded
+from hpctrain.backend.cuda.device import Precision
+from hpctrain.backend.cuda.half import bfloat16_bits, bfloat16_values
+from hpctrain.backend.kernels.base import KernelSet
+from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
+from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
+from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
+from hpctrain.comm.grid import ProcessGrid
+from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.single import SingleCommunicator
+from hpctrain.data.arrays import ArrayLoader
+from hpctrain.data.sampler import Sampler
+from hpctrain.errors import BackendError, CorruptedStateError, DivergedError
+from hpctrain.flight.notes import FlightNotes
+from hpctrain.flight.recorder import FlightRecorder
+from hpctrain.models import interchange
+from hpctrain.nn.layer import Layer
+from hpctrain.nn.layers.conv2d import Conv2d
+from hpctrain.nn.layers.flatten import Flatten
+from hpctrain.nn.layers.linear import Linear
+from hpctrain.nn.layers.pad_channels import PadChannels
+from hpctrain.nn.layers.residual import Residual
+from hpctrain.nn.layers.sequential import Sequential
+from hpctrain.nn.network import Network
+from hpctrain.optim.base import Optimizer
+from hpctrain.optim.optimizers.lars import Lars
+from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.parallel.groups import GridGroups
+from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
+from hpctrain.parallel.rank_graph import make_network
+from hpctrain.train.metrics import RunningSums
+from hpctrain.train.own_loop import BETWEEN, OwnLoop
+from hpctrain.train.replica import Replica, StrategyFactory
+from hpctrain.train.replica_averagers import slices_of
+from hpctrain.train.snapshot import Position
+from hpctrain.train.weight_watch import CheckCadence
+from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain.virtual.run import run_virtual, virtual_engine
+from tests.support import nets
+from tests.support.emulated import EmulatedDeviceFactory
+from tests.support.late_kernels import LateKernelSet
+from tests.support.training import Task, batches, distance, made_up, replica_of, train
+
+TASK = Task(nets.residual, NumpyKernelSet(), partial(Sgd, momentum=0.9), steps=7)
+
+GRIDS = [ParallelPlan(), ParallelPlan(1, 3), ParallelPlan(2, 1, Parallelism.DOMAIN), ParallelPlan(2, 2, Parallelism.MODEL)]
+
+
+def _loader(task: Task, replica: Replica) -> ArrayLoader:
+    images, labels, _ = made_up(task)
+    return ArrayLoader(images, labels, Sampler(len(images), task.batch, shuffle=False), **replica.place)
+
+
+def _late(comm: ThreadCommunicator, task: Task) -> tuple[list[float], dict[str, np.ndarray], list[tuple[int, float]]]:
+    """A training that reads each step's sums one step late: losses, running statistics, and what the replica says of itself."""
+    replica = replica_of(task, comm, virtual_engine(comm), Blocking)
+    losses, said = [], []
+    for number, batch in enumerate(batches(task, replica.groups.position, comm.size, replica.tiles)):
+        totals = replica.step(batch, task.lr)
+        assert (totals is None) == (number == 0)
+        losses += [] if totals is None else [totals.loss]
+        said.append((replica.global_step, replica.lr))
+    last = replica.settle()
+    assert last is not None
+    assert replica.settle() is None
+    replica.drain()
+    return [*losses, last.loss], {name: view.copy() for name, view in replica.network.statistics.views.items()}, said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", GRIDS, ids=str)
+def test_sums_that_are_read_late_are_those_of_each_step(plan: ParallelPlan) -> None:
+    task = replace(TASK, plan=plan)
+    ranks = plan.rows * plan.cols
+    for comm_late, at_once in zip(
+        run_virtual(ranks, partial(_late, task=task), seed=1),
+        run_virtual(ranks, lambda comm: train(task, comm, virtual_engine(comm), Blocking), seed=2),
+        strict=True,
+    ):
+        losses, statistics, said = comm_late
+        assert losses == [totals.loss for totals in at_once.totals]
+        assert distance(statistics, at_once.statistics) == 0.0
+        assert said == [(number + 1, task.lr) for number in range(task.steps)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", GRIDS[1:], ids=str)
+def test_a_replica_without_averagers_evaluates_alike(plan: ParallelPlan) -> None:
+    task = replace(TASK, plan=plan)
+
+    def evaluate(comm: ThreadCommunicator) -> tuple[RunningSums, RunningSums]:
+        progress = virtual_engine(comm)
+        trained = replica_of(task, comm, progress, Blocking)
+        for batch in batches(task, trained.groups.position, comm.size, trained.tiles):
+            trained.step(batch, task.lr)
+        before = trained.evaluate(_loader(task, trained))  # which settles
+        content = trained.state(Position(global_step=trained.global_step), {})
+        groups = GridGroups(ProcessGrid(comm, plan.rows, plan.cols))
+        network = make_network(
+            task.model(), task.image_shape, task.kernels, groups=groups, progress=progress, plan=plan, dtype=task.dtype, seed=99,
+            smoothing=task.smoothing,
+        )  # fmt: skip
+        other = Replica(network, groups=groups, progress=progress)
+        other.load_weights(content)
+        return before, other.evaluate(_loader(task, other))
+
+    for before, after in run_virtual(plan.rows * plan.cols, evaluate):
+        assert before == after
+        assert before.count == task.samples
+
+
+def test_what_is_not_finite_is_raised_by_settle_on_every_rank() -> None:
+    def diverge(comm: ThreadCommunicator) -> str:
+        replica = replica_of(TASK, comm, virtual_engine(comm), Blocking)
+        for batch in batches(TASK, comm.rank, comm.size):
+            batch.x[...] = np.inf if comm.rank == 1 else batch.x
+            replica.step(batch, 0.25)
+            break
+        with pytest.raises(DivergedError) as caught:
+            replica.settle()
+        return str(caught.value)
+
+    (sentence,) = set(run_virtual(3, diverge))
+    assert "lower optimizer.lr (0.25 there)" in sentence
+
+
+def _slices(comm: ThreadCommunicator) -> dict[str, list[int]]:
+    replica = replica_of(replace(TASK, plan=ParallelPlan()), comm, virtual_engine(comm), Sharded, bucket_bytes=800)
+    schedule = replica.averagers["all"].schedule
+    assert schedule is not None
+    for number, piece in enumerate(schedule.slices) if comm.size > 1 else ():
+        for name in piece.parameters:
+            assert number in replica.network.slices[name]
+    return dict(replica.network.slices)
+
+
+def test_a_network_knows_the_slices_that_travel_and_a_rank_alone_sends_none() -> None:
+    (alone,) = run_virtual(1, _slices)
+    assert alone == {}
+    first, second = run_virtual(2, _slices)
+    assert first == second
+    assert len({number for numbers in first.values() for number in numbers}) > 1
+
+
+REPLICA_AVERAGERS_TASK = Task(nets.residual, NumpyKernelSet(), partial(Sgd, momentum=0.9), steps=1)
+
+
+@pytest.mark.parametrize("strategy", [Blocking, Sharded])
+@pytest.mark.parametrize("plan", [ParallelPlan(1, 2), ParallelPlan(2, 2, Parallelism.MODEL)], ids=str)
+def test_each_group_has_an_averager_whose_slices_hold_all_its_parameters(strategy: StrategyFactory, plan: ParallelPlan) -> None:
+    def program(comm: ThreadCommunicator) -> tuple[set[str], set[str], dict[str, list[int]]]:
+        replica = replica_of(replace(REPLICA_AVERAGERS_TASK, plan=plan), comm, virtual_engine(comm), strategy)
+        several = [averager for averager in replica.averagers.values() if averager.comm.size > 1]
+        names = {name for averager in several for name in averager.group.parameters}
+        return set(replica.averagers) ^ set(replica.network.groups), names, slices_of(replica.averagers)
+
+    for missing, names, slices in run_virtual(plan.rows * plan.cols, program):
+        assert not missing
+        assert set(slices) == names
+        assert sorted({number for held in slices.values() for number in held}) == list(range(1 + max(map(max, slices.values()))))
+
+
+OWN_LOOP_TASK = Task(nets.plain, NumpyKernelSet(), partial(Sgd, momentum=0.9), steps=7)
+
+QUIET = FlightNotes(None)
+
+CHECKED = CheckCadence(1, least_part_bytes=1)
+
+RANKS = (1, 2, 3)
+
+
+def _replica(comm: ThreadCommunicator, task: Task, loop: OwnLoop) -> Replica:
+    replica = replica_of(task, comm, virtual_engine(comm), Sharded)
+    replica.loop = loop
+    return replica
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("asked_at", [0, 3])
+def test_a_request_to_one_rank_is_known_on_all_after_the_same_step(ranks: int, asked_at: int) -> None:
+    def program(comm: ThreadCommunicator) -> int:
+        asked = []
+        replica = _replica(comm, OWN_LOOP_TASK, OwnLoop(QUIET, stop_asked=lambda: bool(asked)))
+        for number, batch in enumerate(batches(OWN_LOOP_TASK, comm.rank, comm.size)):
+            if number == asked_at and comm.rank == comm.size - 1:
+                asked.append("TERM")
+            replica.step(batch, OWN_LOOP_TASK.lr)
+            if replica.loop.stop_requested:
+                return replica.global_step
+        raise AssertionError("nobody heard of it")
+
+    assert set(run_virtual(ranks, program, seed=3)) == {asked_at + 2}
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_settling_hears_of_a_request_of_the_last_step(ranks: int) -> None:
+    def program(comm: ThreadCommunicator) -> tuple[bool, bool]:
+        replica = _replica(comm, OWN_LOOP_TASK, OwnLoop(QUIET, stop_asked=lambda: comm.rank == 0))
+        replica.step(next(batches(OWN_LOOP_TASK, comm.rank, comm.size)), OWN_LOOP_TASK.lr)
+        before = replica.loop.stop_requested
+        replica.settle()
+        return before, replica.loop.stop_requested
+
+    assert run_virtual(ranks, program) == [(False, True)] * ranks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("strategy", [Blocking, Sharded])
+def test_checks_and_notes_change_no_bit(ranks: int, strategy: type) -> None:
+    def program(comm: ThreadCommunicator, task: Task) -> dict[str, bytes]:
+        result = train(task, comm, virtual_engine(comm), strategy)
+        return {name: values.tobytes() for name, values in result.parameters.items()}
+
+    without, checked, skipping = (
+        run_virtual(ranks, partial(program, task=task), seed=5)
+        for task in (OWN_LOOP_TASK, replace(OWN_LOOP_TASK, checks=CHECKED), replace(OWN_LOOP_TASK, checks=CHECKED, skips=True))
+    )
+    assert without == checked == skipping
+
+
+def _poisoned(comm: ThreadCommunicator, bad_steps: set[int], loop: OwnLoop) -> Replica:
+    """A training in which one rank's samples are not numbers in some steps, which are skipped."""
+    replica = _replica(comm, replace(OWN_LOOP_TASK, skips=True), loop)
+    for number, batch in enumerate(batches(OWN_LOOP_TASK, comm.rank, comm.size)):
+        if number in bad_steps and comm.rank == comm.size - 1:
+            batch.x[...] = np.nan
+        replica.step(batch, OWN_LOOP_TASK.lr)
+    return replica
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_skipped_steps_are_counted_alike(ranks: int) -> None:
+    def program(comm: ThreadCommunicator) -> tuple[int, int, int, int]:
+        loop = _poisoned(comm, {1, 2, 4, 6}, OwnLoop(QUIET, most_skips=2)).loop
+        assert loop.cause is not None
+        return loop.skipped, loop.skipped_in_a_row, loop.cause.step, loop.position(7).skipped
+
+    assert run_virtual(ranks, program) == [(4, 1, 7, 4)] * ranks
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_one_skip_too_many_ends_the_training_on_all_ranks(ranks: int) -> None:
+    def program(comm: ThreadCommunicator) -> str:
+        with pytest.raises(DivergedError) as caught:
+            _poisoned(comm, {1, 2, 3}, OwnLoop(QUIET, most_skips=2))
+        return str(caught.value)
+
+    (sentence,) = set(run_virtual(ranks, program))
+    assert sentence.startswith("3 steps, one after another, are not finite and were skipped, the last one step 4, as ")
+
+
+def test_counts_go_on_from_a_position() -> None:
+    loop = OwnLoop(QUIET)
+    loop.restore(Position(skipped=5, skipped_in_a_row=2))
+    assert loop.position(9) == Position(global_step=9, skipped=5, skipped_in_a_row=2)
+
+
+def test_the_flight_record_knows_the_step_and_what_lies_between() -> None:
+    flight = FlightRecorder()
+    loop = OwnLoop(FlightNotes(flight))
+    loop.begin(1, 41)
+    assert flight.doing == "a training step, step 42"
+    loop.end(None, 0.1, lambda: pytest.fail("there are no news"))
+    assert flight.doing == f"{BETWEEN}, step 42"
+
+
+# -- a program that writes -----------------------------------------------------------------------------------------------------
+def _written(comm: ThreadCommunicator, tell: Callable[[Replica], None]) -> str:
+    """A training whose program halves the parameters after two steps; the error, if there is one."""
+    replica = replica_of(replace(OWN_LOOP_TASK, checks=CheckCadence(1, hint="A hint.")), comm, virtual_engine(comm), Sharded)
+    try:
+        for batch in batches(OWN_LOOP_TASK, comm.rank, comm.size):
+            if replica.global_step == 2:
+                replica.drain()
+                for parameter in replica.network.parameters.values():
+                    parameter.data *= 0.5
+                tell(replica)
+            replica.step(batch, OWN_LOOP_TASK.lr)
+        replica.settle()
+        replica.require_alike()
+    except CorruptedStateError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_what_the_program_writes_is_an_alarm_unless_it_says_so(ranks: int) -> None:
+    assert set(run_virtual(ranks, partial(_written, tell=Replica.parameters_written))) == {""}
+    (sentence,) = set(run_virtual(ranks, partial(_written, tell=lambda replica: None)))
+    assert "changed between two updates" in sentence
+    assert sentence.endswith(". A hint.")
+
+
+STRATEGIES: Mapping[str, tuple[type, dict[str, Any]]] = {
+    "blocking": (Blocking, {}),
+    "bucketed": (Bucketed, {"bucket_bytes": 2000}),
+    "overlap": (Overlap, {}),
+    "lazy": (Lazy, {"max_interval": 3, "check_every": 1}),
+    "priority": (Priority, {}),
+    "sharded": (Sharded, {"bucket_bytes": 2000}),
+    "exchanging": (Sharded, {"fc_exchange": "always"}),
+}
+
+OPTIMIZERS: Mapping[str, Callable[[], Optimizer]] = {
+    "sgd": partial(Sgd, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "clipped": partial(Sgd, momentum=0.0, clip_norm=0.5),
+    "lars": partial(Lars, momentum=0.9, weight_decay=0.01, trust_coefficient=0.1),
+}
+
+
+def _task(kernels: KernelSet, optimizer: str = "sgd", **changes: Any) -> Task:
+    options = {"model": partial(nets.plain, dropout=0.3), "steps": 5, "samples": 21, **changes}
+    return Task(kernels=kernels, optimizer=OPTIMIZERS[optimizer], **options)
+
+
+def _arrays_elsewhere_replica(task: Task, strategy: str) -> Replica:
+    kind, options = STRATEGIES[strategy]
+    progress = ProgressEngine(rank=0, deadline_seconds=60.0, abort=lambda code: None)
+    return replica_of(task, SingleCommunicator(), progress, kind, nominal_batch=task.batch, **options)
+
+
+def _trained(task: Task, strategy: str) -> tuple[Replica, list[float]]:
+    replica, losses = _arrays_elsewhere_replica(task, strategy), []
+    for batch in batches(task, 0, 1):
+        totals = replica.step(batch, task.lr)
+        # Whatever the step has not copied by now is lost.
+        batch.x.fill(np.nan)
+        losses += [] if totals is None else [totals.loss, float(totals.statistics.sum())]
+    return replica, losses
+
+
+def _everything(replica: Replica, losses: list[float], task: Task) -> dict[str, np.ndarray]:
+    """All that a training leaves: sums of its steps, an evaluation, a checkpoint, weights for other frameworks."""
+    images, labels, _ = made_up(task)
+    sums = replica.evaluate(ArrayLoader(images, labels, Sampler(len(images), task.batch, shuffle=False), **replica.place))
+    content = replica.state(Position(), {})
+    return {
+        "losses": np.array(losses),
+        "evaluation": np.array([sums.loss, sums.top1, sums.top5, sums.count]),
+        **content.tensors,
+        **{f"export/{name}": array for name, array in interchange.export(replica.network).items()},
+    }
+
+
+def _assert_equal(first: Mapping[str, np.ndarray], second: Mapping[str, np.ndarray]) -> None:
+    assert first.keys() == second.keys()
+    different = [name for name in first if np.asarray(first[name]).tobytes() != np.asarray(second[name]).tobytes()]
+    assert not different
+
+
+def _shadows_are_fresh(network: Network) -> None:
+    for group in network.groups.values():
+        data, shadow = (network.kernels.arithmetic.to_host(array) for array in (group.data, group.shadow))
+        assert np.array_equal(shadow, data.astype(np.float32))
+
+
+def padded() -> Layer:
+    """Padded channels beside a convolution: no kernel set knows them."""
+    body = {"conv": Conv2d(3, 8, 3, padding=1)}
+    return Sequential({"block": Residual(body, PadChannels(2, 3)), "flatten": Flatten(), "fc": Linear(9 * 7 * 8, 5)})
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_trains_alike_with_every_optimiser(strategy: str, optimizer: str) -> None:
+    results = []
+    for kernels in (LateKernelSet(), NumpyKernelSet()):
+        task = _task(kernels, optimizer)
+        results.append(_everything(*_trained(task, strategy), task))
+        if isinstance(kernels, LateKernelSet):
+            kernels.queue.wait()
+    _assert_equal(*results)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"model": nets.residual}, {"model": padded}, {"micro_batches": 3}], ids=["residual", "padded", "micro-batches"]
+)
+@pytest.mark.parametrize("strategy", ["blocking", "sharded"])
+def test_every_kind_of_network_and_micro_batches_train_alike(strategy: str, changes: dict[str, Any]) -> None:
+    results = []
+    for kernels in (LateKernelSet(), NumpyKernelSet()):
+        task = _task(kernels, **changes)
+        results.append(_everything(*_trained(task, strategy), task))
+    _assert_equal(*results)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_training_goes_on_from_its_checkpoint_on_either_side(strategy: str) -> None:
+    task, on_host = _task(LateKernelSet()), _task(NumpyKernelSet())
+    content = _trained(task, strategy)[0].state(Position(), {})
+    results = []
+    for other in (task, on_host):
+        replica = _arrays_elsewhere_replica(other, strategy)
+        replica.load(content)
+        if other is task:
+            _shadows_are_fresh(replica.network)
+        for batch in batches(other, 0, 1):
+            replica.step(batch, other.lr)
+        results.append(_everything(replica, [], other))
+        if other is task:
+            _shadows_are_fresh(replica.network)
+    _assert_equal(*results)
+
+
+def test_weights_of_other_frameworks_come_and_go() -> None:
+    source, target = (Network(nets.residual(), (9, 7, 3), LateKernelSet(), dtype="float64", seed=seed) for seed in (1, 2))
+    interchange.restore(target, interchange.export(source))
+    _assert_equal(interchange.export(source), interchange.export(target))
+    _shadows_are_fresh(target)
+
+
+@pytest.mark.parametrize("kernels", [LateKernelSet, NumpyKernelSet])
+@pytest.mark.parametrize("strategy", ["blocking", "lazy", "sharded"])
+def test_the_first_layer_that_is_not_finite_is_named(kernels: type[KernelSet], strategy: str) -> None:
+    """Its NaN has reached all other layers by the time that anybody asks."""
+    task = _task(kernels())
+    replica = _arrays_elsewhere_replica(task, strategy)
+    arithmetic, parameter = task.kernels.arithmetic, replica.network.parameters["fc1.weight"]
+
+    def run() -> None:
+        for number, batch in enumerate(batches(task, 0, 1)):
+            if number == 2:
+                replica.drain()
+                values = np.array(arithmetic.to_host(parameter.data))
+                values[3, 4] = np.nan
+                arithmetic.from_host(parameter.data, values)
+            replica.step(batch, task.lr)
+
+    with pytest.raises(DivergedError, match=r"^Layer fc1 is the first.*whose parameters are not finite after step 2"):
+        run()
+
+
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name not in ("exchanging", "lazy")])
+def test_a_step_waits_when_backward_is_enqueued_and_only_then(strategy: str) -> None:
+    """For the loss, the batch statistics and the finite flags, with nothing left to be enqueued in between.
+
+    An exchange of inputs and errors waits for them besides, and lazy averaging for the norms that its interval follows from.
+    """
+    kernels = LateKernelSet()
+    task = _task(kernels)
+    replica = _arrays_elsewhere_replica(task, strategy)
+    parts = replica.network.program(task.batch, training=True).plan.backward
+    for batch in batches(task, 0, 1):
+        kernels.queue.waits.clear()
+        replica.step(batch, task.lr)
+        first, *others = kernels.queue.waits
+        assert first >= len(parts)
+        assert others == [0, 0]
+
+
+def test_a_world_of_one_rank_takes_arrays_that_its_transport_does_not() -> None:
+    """As under an MPI launcher that starts one rank."""
+
+    def run(comm: ThreadCommunicator, kernels: KernelSet) -> dict[str, np.ndarray]:
+        task = _task(kernels, steps=3)
+        kind, options = STRATEGIES["sharded"]
+        replica = replica_of(task, comm, virtual_engine(comm), kind, nominal_batch=task.batch, **options)
+        for batch in batches(task, 0, 1):
+            replica.step(batch, task.lr)
+        return _everything(replica, [], task)
+
+    _assert_equal(*(run_virtual(1, partial(run, kernels=kernels()), seed=1)[0] for kernels in (LateKernelSet, NumpyKernelSet)))
+
+
+def _cuda(emulated_device: EmulatedDeviceFactory, precision: Precision) -> CudaKernelSet:
+    device = emulated_device(0)
+    return CudaKernelSet(CudaRuntime(device, device.stream("compute"), precision, graphs=False))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "optimizer", "model"),
+    [
+        ("exchanging", "sgd", nets.plain),
+        ("sharded", "lars", padded),
+    ],
+)
+def test_a_device_trains_like_the_host(
+    emulated_device: EmulatedDeviceFactory, strategy: str, optimizer: str, model: Callable[[], Layer]
+) -> None:
+    results = []
+    for kernels in (_cuda(emulated_device, "float64"), NumpyKernelSet()):
+        task = _task(kernels, optimizer, model=model, steps=3)
+        results.append(_everything(*_trained(task, strategy), task))
+    assert results[0].keys() == results[1].keys()
+    for name, expected in results[1].items():
+        scale = float(np.abs(expected).max(initial=1e-9))
+        np.testing.assert_allclose(results[0][name], expected, rtol=0.0, atol=1e-12 * scale, err_msg=name)
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-5), ("tf32", 1e-5), ("bfloat16", 1e-2)])
+def test_a_device_trains_in_other_precisions(
+    emulated_device: EmulatedDeviceFactory, precision: Precision, tolerance: float
+) -> None:
+    """Losses follow those of float64; parameters stay float32, and rounded copies of them fresh."""
+    kernels = _cuda(emulated_device, precision)
+    losses = []
+    for task in (
+        _task(kernels, model=nets.residual, steps=3, dtype=kernels.runtime.dtype),
+        _task(NumpyKernelSet(), model=nets.residual, steps=3),
+    ):
+        replica, sums = _trained(task, "sharded")
+        losses.append(np.array(sums[::2]))
+        assert replica.network.parameter_dtype == ("float32" if task.kernels is kernels else "float64")
+        for group in replica.network.groups.values() if precision == "bfloat16" and task.kernels is kernels else ():
+            data, shadow = (kernels.arithmetic.to_host(array) for array in (group.data, group.shadow))
+            assert np.array_equal(shadow, bfloat16_values(bfloat16_bits(data)))
+    np.testing.assert_allclose(*losses, rtol=tolerance)
+
+
+def test_layers_of_numpy_are_refused() -> None:
+    from tests.testing.test_operator_gradients import Cube
+
+    model = Sequential({"cube": Cube(), "flatten": Flatten(), "fc": Linear(9 * 7 * 3, 2)})
+    network = Network(model, (9, 7, 3), LateKernelSet())
+    with pytest.raises(BackendError, match=r"Layer cube: Its code computes with NumPy.*backends numpy and onednn can do it\.$"):
+        network.program(2, training=True)

@@ -1,0 +1,618 @@
+"""The parts of a step: its message, micro-batches, times, traces, limits, and the memory that it needs."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpctrain.averaging.strategies.blocking import Blocking
+from hpctrain.backend.kernels.base import LossSums
+from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
+from hpctrain.comm.base import Communicator
+from hpctrain.comm.message_account import MessageAccount
+from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.single import SingleCommunicator
+from hpctrain.data.loader import Batch, Share
+from hpctrain.errors import BackendError
+from hpctrain.nn.layers.flatten import Flatten
+from hpctrain.nn.layers.linear import Linear
+from hpctrain.nn.layers.relu import ReLU
+from hpctrain.nn.layers.sequential import Sequential
+from hpctrain.nn.network import Network
+from hpctrain.optim.optimizers.lars import Lars
+from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.trace import intervals
+from hpctrain.trace.tracer import BESIDE, Category, Events, Tracer
+from hpctrain.train.data_waits import DataWait, DataWaits
+from hpctrain.train.early_stop import EarlyStop, Stagnation
+from hpctrain.train.memory_check import check_memory, planned
+from hpctrain.train.micro_batches import micro_batches_of
+from hpctrain.train.operator_sample import OperatorSample
+from hpctrain.train.replica import Replica
+from hpctrain.train.snapshot import Position
+from hpctrain.train.step import GradientSum
+from hpctrain.train.step_reduction import StepReduction, StepTotals
+from hpctrain.train.step_times import MeasuredStep, StepTimes
+from hpctrain.train.time_limit import TimeLimit
+from hpctrain.train.tracing import TimedOptimizer, timed_optimizer, traced_steps
+from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain.virtual.run import run_virtual, virtual_engine
+from tests.support import nets
+from tests.support.averaging import make_group
+from tests.support.training import Result, Task, batches, distance, replica_of, train
+
+
+def _message(comm: Communicator, progress: ProgressEngine) -> StepReduction:
+    return StepReduction(comm, progress, 2)
+
+
+def _on(comm: Communicator) -> list[StepTotals]:
+    message = _message(comm, virtual_engine(comm))
+    totals = []
+    for step in range(3):
+        message.clear()
+        # rank r has r samples
+        sums = LossSums(loss=float(comm.rank * (step + 1)), top1=comm.rank, top5=2 * comm.rank, count=comm.rank)
+        message.add(sums, comm.rank * np.array([1.0, step]))
+        before = message.read()
+        message.post(stop=comm.rank == 1 and step == 1)
+        if before is not None:
+            totals.append(StepTotals(**{**vars(before), "statistics": before.statistics.copy()}))
+    last = message.read()
+    assert last is not None
+    assert message.read() is None
+    return [*totals, last]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+def test_sums_over_ranks_arrive_in_order(ranks: int) -> None:
+    samples = sum(range(ranks))
+    for totals in run_virtual(ranks, _on, seed=5):
+        for step, total in enumerate(totals):
+            assert (total.loss, total.top1, total.top5, total.count) == (samples * (step + 1), samples, 2 * samples, samples)
+            assert list(total.statistics) == [samples, samples * step]
+            assert total.stop == (1 if step == 1 and ranks > 1 else 0)
+            assert total.non_finite == 0
+
+
+def test_numbers_of_checks_are_summed_beside_the_statistics() -> None:
+    def program(comm: Communicator) -> tuple[list[float], list[float]]:
+        message = StepReduction(comm, virtual_engine(comm), 2, checks=3)
+        for factor in (1.0, 2.0):
+            message.read()
+            message.clear()
+            message.add(LossSums(0.0, 0, 0, 1), np.array([1.0, 2.0]))
+            message.post(stop=False, checks=factor * np.array([comm.rank, 1.0, 2.0]))
+        totals = message.read()
+        assert totals is not None
+        return totals.statistics.tolist(), totals.checks.tolist()
+
+    assert run_virtual(3, program) == [([3.0, 6.0], [6.0, 6.0, 12.0])] * 3
+
+
+def test_a_loss_that_is_not_finite_is_counted_and_not_summed() -> None:
+    comm = SingleCommunicator()
+    message = _message(comm, ProgressEngine(rank=0, deadline_seconds=5, abort=comm.abort))
+    message.clear()
+    message.add(LossSums(float("nan"), 0, 0, 4), np.zeros(2))
+    message.add(LossSums(3.0, 1, 1, 2), np.ones(2))
+    message.post(stop=False)
+    total = message.read()
+    assert total is not None
+    assert (total.loss, total.non_finite, total.count) == (3.0, 1, 6)
+
+
+def test_posting_over_an_unread_message_is_a_bug() -> None:
+    comm = SingleCommunicator()
+    message = _message(comm, ProgressEngine(rank=0, deadline_seconds=5, abort=comm.abort))
+    message.clear()
+    message.post(stop=False)
+    with pytest.raises(AssertionError, match="has not been read"):
+        message.post(stop=False)
+
+
+def test_the_last_micro_batch_takes_the_sum_of_those_before_it() -> None:
+    group = make_group()
+    total = GradientSum(group)
+    random = np.random.default_rng(1)
+    for _ in range(2):  # nothing is left of the step before
+        gradients = random.standard_normal((3, group.size)).astype(group.dtype)
+        total.start()
+        for number, gradient in enumerate(gradients[:2]):
+            group.grad[...] = gradient
+            for parameter in group.parameters.values():
+                total.add(parameter, number)
+            total.end_pass()
+        group.grad[...] = gradients[2]
+        for number, parameter in enumerate(reversed(group.parameters.values())):
+            before = group.grad.copy()
+            total.complete(parameter)
+            segment = group.segment(parameter.name)
+            assert np.array_equal(group.grad[: segment.start], before[: segment.start]), f"parameter {number} changes another one"
+        assert np.array_equal(group.grad, gradients[2] + (gradients[0] + gradients[1]))
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=4), st.integers(1, 5))
+def test_micro_batches_part_a_share(counts: list[int], number: int) -> None:
+    first = [sum(counts[:rank]) for rank in range(len(counts))]
+    by_rank = [list(micro_batches_of(Share(tuple(counts), rank), number)) for rank in range(len(counts))]
+    samples = np.arange(sum(counts))
+    for passes in zip(*by_rank, strict=True):
+        assert len({micro_batch.counts for micro_batch in passes}) == 1
+        own = [samples[start:][micro_batch.own] for start, micro_batch in zip(first, passes, strict=True)]
+        assert [len(ids) for ids in own] == list(passes[0].counts)
+        for micro_batch in passes:
+            assert np.array_equal(samples[micro_batch.shared], np.concatenate(own))
+    for rank, passes in enumerate(by_rank):
+        sizes = [micro_batch.counts[rank] for micro_batch in passes]
+        assert sum(sizes) == counts[rank]
+        assert max(sizes) - min(sizes) <= 1
+
+
+class _Time:
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.closed = False
+
+    def clock(self) -> float:
+        return self.now
+
+    def batches(self, waits: list[int]) -> Generator[Any, None, None]:
+        try:
+            for number, seconds in enumerate(waits):
+                self.now += seconds
+                yield number
+        finally:
+            self.closed = True
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=12), st.integers(0, 12))
+def test_waits_and_steps_add_up_also_where_an_epoch_ends_early(steps: list[tuple[int, int]], end: int) -> None:
+    time = _Time()
+    waits = DataWaits(time.clock)
+    batches = waits.watched(time.batches([wait for wait, _ in steps]))
+    done = steps[: end + 1]
+    for number in batches:
+        time.now += steps[number][1]
+        if number == end:
+            break
+    batches.close()
+    time.now += 1000.0  # an evaluation
+    assert waits.take() == DataWait(len(done), sum(wait + work for wait, work in done), sum(wait for wait, _ in done))
+    assert waits.take() == DataWait()
+
+
+def test_sums_go_on_over_epochs_until_they_are_taken() -> None:
+    time = _Time()
+    waits = DataWaits(time.clock)
+    for _ in range(3):
+        for _ in waits.watched(time.batches([2, 1])):
+            time.now += 4.0
+    assert waits.take() == DataWait(6, 33.0, 9.0)
+
+
+def test_an_error_in_a_step_closes_the_batches() -> None:
+    time = _Time()
+    batches = DataWaits(time.clock).watched(time.batches([1, 1]))
+    next(batches)
+    with pytest.raises(ValueError, match="wrong"):
+        batches.throw(ValueError("wrong"))
+    assert time.closed
+
+
+class _step_times_Time:
+    """A clock, and an engine whose waits pass with it."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.engine = ProgressEngine(rank=0, deadline_seconds=1.0, abort=lambda code: None)
+        self.engine.account = MessageAccount(clock_ns=lambda: round(self.now * 1e9))
+
+    def clock(self) -> float:
+        return self.now
+
+    def passes(self, seconds: float, waited_seconds: float = 0.0, messages_seconds: float = 0.0) -> None:
+        account = self.engine.account
+        account.begin()
+        self.now += messages_seconds
+        account.end()
+        self.now += seconds - messages_seconds
+        self.engine.waited_seconds += waited_seconds
+
+
+def _after(steps: Sequence[tuple[float, float]]) -> MeasuredStep | None:
+    time = _step_times_Time()
+    times = StepTimes(time.engine, time.clock)
+    times.begin()
+    for seconds, waited in steps:
+        time.passes(seconds, waited)
+        times.end_step()
+    return times.measured()
+
+
+def test_the_first_steps_settle_and_are_not_counted() -> None:
+    assert _after([(9.0, 8.0)] * 6) is None
+    assert _after([(9.0, 8.0)] * 6 + [(0.5, 0.25)] * 3) == MeasuredStep(0.5, 0.25, 3)
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=30))
+def test_each_median_is_one_of_the_steps_or_lies_between_two(steps: list[tuple[int, int]]) -> None:
+    measured = _after([(1.0, 0.0)] * 6 + [(float(seconds), float(waited)) for seconds, waited in steps])
+    assert measured is not None
+    assert measured.steps == len(steps)
+    for value, place in ((measured.seconds, 0), (measured.exposed_seconds, 1)):
+        values = [step[place] for step in steps]
+        assert 2 * sum(one <= value for one in values) >= len(values)
+        assert 2 * sum(one >= value for one in values) >= len(values)
+
+
+def test_what_happens_between_stretches_and_in_a_step_with_more_to_do_is_no_step() -> None:
+    time = _step_times_Time()
+    times = StepTimes(time.engine, time.clock)
+    for _ in range(3):
+        time.passes(50.0, 50.0)  # an evaluation
+        times.begin()
+        for number in range(6):
+            time.passes(2.0, 0.5)
+            if number == 4:  # a checkpoint
+                times.leave_out()
+                time.passes(30.0, 30.0)
+            times.end_step()
+    assert times.measured() == MeasuredStep(2.0, 0.5, 9)
+
+
+def test_the_latest_steps_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hpctrain.train.step_times._MOST_STEPS", 5)
+    assert _after([(1.0, 0.0)] * 40 + [(3.0, 2.0)] * 5) == MeasuredStep(3.0, 2.0, 5)
+
+
+def test_the_time_of_posting_and_progress_is_told_beside_the_waits() -> None:
+    time = _step_times_Time()
+    times = StepTimes(time.engine, time.clock)
+    times.begin()
+    for number in range(9):
+        time.passes(2.0, 0.5, 0.25 if number > 6 else 0.125)
+        times.end_step()
+    measured = times.measured()
+    assert measured is not None
+    assert (measured.seconds, measured.exposed_seconds) == (2.0, 0.5)
+    assert measured.messages_seconds == pytest.approx(0.25)
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def _run(limit: TimeLimit, clock: _Clock, step: float, checkpoint: float, every: int = 0, steps: int = 100_000) -> float:
+    """Train until the limit has asked, one step more, and a checkpoint: when that is written."""
+    for number in range(1, steps):
+        clock.now += step
+        over = limit.over(saves=every > 0 and number % every == 0)
+        if every and number % every == 0:
+            with limit.saving():
+                clock.now += checkpoint
+        if over:
+            clock.now += step
+            with limit.saving():
+                clock.now += checkpoint
+            return clock.now
+    raise AssertionError("never asked")
+
+
+@pytest.mark.parametrize("step", [0.01, 0.5, 7.0])
+@pytest.mark.parametrize("checkpoint", [0.1, 20.0])
+@pytest.mark.parametrize("every", [0, 10])
+def test_the_checkpoint_is_written_before_the_limit(step: float, checkpoint: float, every: int) -> None:
+    clock = _Clock()
+    end = _run(TimeLimit(1000.0, clock), clock, step, checkpoint, every)
+    assert end <= 1000.0
+    # Late enough: no more is left than two steps, the slack of two checkpoints, and what leaving and a first one may take.
+    assert end > 1000.0 - 3 * step - 2 * checkpoint - 10 - 60
+
+
+def test_without_a_limit_nothing_is_asked() -> None:
+    limit = TimeLimit(math.inf)
+    assert not limit.finite
+    assert not limit.over()
+    assert not limit.asked
+
+
+def test_a_limit_that_is_past_asks_at_once() -> None:
+    limit = TimeLimit(-5.0, _Clock())
+    assert limit.over()
+    assert limit.asked
+
+
+def test_an_evaluation_that_does_not_fit_any_more_is_left_to_the_next_run() -> None:
+    clock = _Clock()
+    limit = TimeLimit(1000.0, clock)
+    with limit.evaluating():
+        clock.now += 300
+    with limit.saving():
+        clock.now += 1
+    for _ in range(450):
+        clock.now += 1
+        assert not limit.over()
+    assert limit.over(evaluates=True)
+
+
+def test_checkpoints_and_evaluations_are_no_part_of_a_step() -> None:
+    clock = _Clock()
+    limit = TimeLimit(1000.0, clock)
+    clock.now += 1
+    limit.over()
+    with limit.saving():
+        clock.now += 100
+    with limit.evaluating():
+        clock.now += 600
+    clock.now += 1
+    assert not limit.over()  # 702 s are gone; a step of 701 s would ask for 1402 more
+
+
+def test_a_slow_first_step_is_forgotten() -> None:
+    clock = _Clock()
+    limit = TimeLimit(1000.0, clock)
+    clock.now += 250  # programs are made
+    assert not limit.over()
+    for _ in range(400):
+        clock.now += 1
+        assert not limit.over()
+
+
+VALUES = st.one_of(st.integers(0, 8).map(lambda eighths: eighths / 8), st.just(math.nan), st.just(math.inf))
+
+
+def _epochs_trained(values: list[float], patience: int, min_delta: float, sign: int) -> int:
+    """The definition: the first epoch that ends a stretch of `patience` without one that is better than all that counted."""
+    best, since = -math.inf, 0
+    for epoch, value in enumerate(values, 1):
+        if math.isfinite(value) and sign * value > best + min_delta:
+            best, since = sign * value, epoch
+        if epoch - since >= patience:
+            return epoch
+    return len(values)
+
+
+@given(st.lists(VALUES, min_size=1, max_size=12), st.integers(1, 4), st.sampled_from([0.0, 0.125]), st.booleans(), st.data())
+def test_it_ends_where_the_definition_does_whatever_is_resumed(
+    values: list[float], patience: int, min_delta: float, of_loss: bool, data: st.DataObject
+) -> None:
+    metric = "ema_loss" if of_loss else "top5"
+    rule = EarlyStop(metric, patience, min_delta)
+    position = Position()
+    for epoch, value in enumerate(values, 1):
+        position.epoch = epoch
+        position.stagnation = rule.after(position.stagnation, epoch, {metric: value, "top1": 0.0})
+        if data.draw(st.booleans()):  # as a run that goes on from here, and evaluates again
+            position = Position.from_meta({"position": position.to_meta()})
+            position.stagnation = rule.after(position.stagnation, epoch, {metric: 1.0 - value})
+        if rule.ends(position.stagnation):
+            break
+    assert position.epoch == _epochs_trained(values, patience, min_delta, -1 if of_loss else 1)
+
+
+def test_a_run_without_it_has_nothing_of_it_in_its_checkpoints() -> None:
+    assert "stagnation" not in Position(epoch=2).to_meta()
+
+
+def test_another_metric_begins_to_count_and_another_patience_goes_on() -> None:
+    before = Stagnation("top1", 0.5, 1, 3, 2)
+    assert EarlyStop("top1", 2).ends(before)
+    assert not EarlyStop("top1", 3).ends(before)
+    assert not EarlyStop("loss", 1).ends(before)
+    assert EarlyStop("loss", 1).after(before, 4, {"loss": 2.0}) == Stagnation("loss", 2.0, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("rule", "state", "sentence"),
+    [
+        (
+            EarlyStop("top1", 2, 0.5),
+            Stagnation("top1", 0.5, 1, 3, 2),
+            "early stop after epoch 3: 2 evaluations since epoch 1 with top1 50.00% brought none that is better by more than 0.5",
+        ),
+        (
+            EarlyStop("loss", 1),
+            Stagnation("loss", 0.25, 4, 5, 1),
+            "early stop after epoch 5: 1 evaluation since epoch 4 with loss 0.2500 brought none that is better",
+        ),
+        (EarlyStop("loss", 1), Stagnation("loss", None, 0, 1, 1), "early stop after epoch 1: 1 evaluation had no finite loss"),
+    ],
+)
+def test_it_says_why(rule: EarlyStop, state: Stagnation, sentence: str) -> None:
+    assert rule.sentence(state) == sentence
+
+
+class LimitedKernelSet(NumpyKernelSet):
+    """Has so much memory left."""
+
+    def __init__(self, free: int) -> None:
+        super().__init__()
+        self.free = free
+
+    def free_bytes(self) -> int:
+        return self.free
+
+
+def _network(free: int) -> Network:
+    layers = {"flatten": Flatten(), "fc1": Linear(192, 50), "relu": ReLU(), "fc2": Linear(50, 3)}
+    return Network(Sequential(layers), (8, 8, 3), LimitedKernelSet(free))
+
+
+def _state() -> int:
+    return sum(group.data.nbytes for group in _network(0).groups.values())
+
+
+@pytest.mark.parametrize("fits", [1, 2, 9, 31])
+def test_the_batch_that_is_told_fits_and_is_nearly_the_largest(fits: int) -> None:
+    free = _network(0).arena_bytes(fits, training=True) + _state()
+    network = _network(free)
+    check_memory(network, fits, 1)
+    with pytest.raises(BackendError) as caught:
+        check_memory(network, 256, 2)
+    match = re.search(r"over 128 samples needs .* (\d+) fit: set micro_batches to (\d+), or batch to (\d+)\.$", str(caught.value))
+    assert match is not None
+    told, micro_batches, batch = map(int, match.groups())
+    assert fits - 1 <= told == batch <= fits or fits == told == 1
+    check_memory(network, 256, micro_batches)
+    check_memory(network, batch, 1)
+
+
+def test_no_batch_at_all() -> None:
+    network = _network(_network(0).arena_bytes(1, training=True) + _state() - 1)
+    with pytest.raises(BackendError, match="not even one fits: take a smaller network"):
+        check_memory(network, 8, 1)
+
+
+def test_memory_of_the_host_is_not_counted() -> None:
+    check_memory(Network(Flatten(), (1, 1, 3), NumpyKernelSet()), 1 << 40, 1)
+
+
+def test_the_plan_is_told_of_the_network_that_was_checked_last() -> None:
+    network = _network(1 << 40)
+    check_memory(network, 12, 3)
+    sentence = planned()
+    assert sentence is not None
+    assert f"the plan has {network.arena_bytes(4, training=True) / 1e9:.3f} GB for a pass over 4 samples" in sentence
+    assert f"{3 * _state() / 1e9:.3f} GB for parameters" in sentence
+    del network
+    assert planned() is None
+
+
+TASK = Task(nets.plain, NumpyKernelSet(), Sgd, steps=20, samples=19)  # an epoch's third step is not whole
+
+
+def _trained(comm: ThreadCommunicator, sample_of: Callable[[Replica], OperatorSample | None]) -> tuple[np.ndarray, Events | None]:
+    replica = replica_of(TASK, comm, virtual_engine(comm), Blocking)
+    sample = sample_of(replica)
+    for batch in batches(TASK, replica.groups.position, comm.size):
+        if sample is not None:
+            sample.begin_step(whole=batch.global_count == TASK.batch)
+        replica.step(batch, TASK.lr)
+    replica.settle()
+    replica.drain()
+    parameters = np.concatenate([parameter.data.reshape(-1) for parameter in replica.network.parameters.values()])
+    if sample is None:
+        return parameters, None
+    assert sample.complete
+    return parameters, sample.events()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_five_whole_steps_are_recorded_and_no_bit_changes(threads: int) -> None:
+    sampled = run_virtual(2, lambda comm: _trained(comm, lambda replica: OperatorSample(replica, threads)))
+    plain = run_virtual(2, lambda comm: _trained(comm, lambda replica: None))
+    for (parameters, events), (others, _) in zip(sampled, plain, strict=True):
+        assert np.array_equal(parameters, others)
+        assert events is not None
+        assert events.dropped == 0
+        forward = events.of(Category.FORWARD)
+        assert np.bincount(forward.name)[np.unique(forward.name)].tolist() == [5] * len(np.unique(forward.name))
+        assert {"conv1", "fc2"} <= {events.names[index] for index in forward.name}
+        assert np.all(events.stop_ns >= events.start_ns)
+
+
+TRACING_TASK = Task(nets.residual, NumpyKernelSet(), Sgd, steps=3)
+
+
+def _traced(comm: ThreadCommunicator, task: Task) -> tuple[Result, Events]:
+    tracer = Tracer(20_000)
+    progress = ProgressEngine(
+        rank=comm.rank, deadline_seconds=1e9, abort=comm.abort, clock=comm.now, sleep=lambda seconds: None, trace=tracer
+    )
+    return train(task, comm, progress, Blocking), tracer.events()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_tracing_changes_nothing_and_records_every_operator(ranks: int) -> None:
+    found = run_virtual(ranks, lambda comm: _traced(comm, TRACING_TASK))
+    plain = run_virtual(ranks, lambda comm: train(TRACING_TASK, comm, virtual_engine(comm), Blocking))
+    for (traced, events), other in zip(found, plain, strict=True):
+        assert distance(traced.parameters, other.parameters) == 0.0
+        names = {events.names[index] for index in events.of(Category.FORWARD).name}
+        forward = len(events.of(Category.FORWARD))
+        assert forward == TRACING_TASK.steps * len(names)
+        assert 0 < len(events.of(Category.INPUT)) < forward
+        assert len(events.of(Category.COMMUNICATION)) >= 2 * TRACING_TASK.steps  # gradients, message; statistics beside them
+
+
+def test_records_of_a_step_have_no_gaps_and_nest() -> None:
+    (_, events), *_ = run_virtual(2, lambda comm: _traced(comm, TRACING_TASK), seed=1)
+    program = events.select(~np.isin(events.category, BESIDE))
+    assert np.all(program.start_ns <= program.stop_ns)
+    outer = program.of(Category.FORWARD, Category.PARAMETERS, Category.INPUT, Category.AVERAGING, Category.WORK)
+    whole = intervals.union(outer.start_ns, outer.stop_ns)
+    assert len(whole[0]) == TRACING_TASK.steps  # one run of touching records a step
+    assert int((outer.stop_ns - outer.start_ns).sum()) == intervals.length(whole)  # and none overlaps another
+    inner = program.of(Category.WAIT, Category.UPDATE)
+    inside = inner.select(inner.start_ns < whole[1][-1])
+    order = np.searchsorted(whole[0], inside.start_ns, side="right") - 1
+    message = np.array([inside.names[index] == "step message" for index in inside.name], bool)  # read after the step
+    assert np.all(inside.stop_ns[~message] <= whole[1][order][~message])
+
+
+def test_operations_are_numbered_alike_on_all_ranks() -> None:
+    found = run_virtual(3, lambda comm: _traced(comm, TRACING_TASK)[1], seed=4)
+
+    def keys(events: Events) -> set[tuple[str, int, str]]:
+        operations = events.of(Category.COMMUNICATION)
+        rows = zip(operations.track, operations.number, operations.name, strict=True)
+        return {(events.tracks[track], int(number), events.names[name]) for track, number, name in rows}
+
+    assert keys(found[0]) == keys(found[1]) == keys(found[2])
+    assert len(keys(found[0])) == len(found[0].of(Category.COMMUNICATION))
+
+
+def test_an_optimiser_that_is_timed_needs_what_it_needed() -> None:
+    engine = ProgressEngine(rank=0, deadline_seconds=1.0, abort=lambda code: None, trace=Tracer(8))
+    for inner in (Sgd(clip_norm=0.5), Lars()):
+        wrapped = timed_optimizer(inner, engine)
+        assert isinstance(wrapped, TimedOptimizer)
+        assert (wrapped.norms_needed, wrapped.layer_norms, wrapped.clip_norm) == (
+            inner.norms_needed,
+            inner.layer_norms,
+            inner.clip_norm,
+        )
+
+
+def _batches(count: int, closed: list[bool]) -> Generator[Batch, None, None]:
+    try:
+        for step in range(count):
+            yield Batch(np.zeros((1, 1, 1, 1)), np.zeros(1), np.zeros(1), (1,), 1, 0, step, Share((1,)))
+    finally:
+        closed.append(True)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_steps_pass_all_batches_and_close_the_loader(traced: bool) -> None:
+    closed: list[bool] = []
+    tracer = Tracer(50)
+    found = [batch.step for batch in traced_steps(_batches(4, closed), tracer if traced else None)]
+    assert found == [0, 1, 2, 3]
+    assert closed == [True]
+    steps = tracer.events().of(Category.STEP)
+    assert steps.number.tolist() == ([0, 1, 2, 3] if traced else [])
+    loading = tracer.events().of(Category.LOADING)
+    assert loading.start_ns.tolist() == steps.start_ns.tolist()
+
+
+def test_a_step_that_is_left_early_is_recorded() -> None:
+    closed: list[bool] = []
+    tracer = Tracer(50)
+    steps = traced_steps(_batches(9, closed), tracer)
+    next(steps)
+    next(steps)
+    steps.close()
+    assert closed == [True]
+    assert tracer.events().of(Category.STEP).number.tolist() == [0, 1]

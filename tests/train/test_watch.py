@@ -1,0 +1,476 @@
+"""Ranks that hold what they should go on and train the same bits; one flipped bit is found, with its rank and name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpctrain.averaging.base import GradientAverager
+from hpctrain.averaging.strategies.blocking import Blocking
+from hpctrain.averaging.strategies.lazy import Lazy
+from hpctrain.averaging.strategies.overlap import Overlap
+from hpctrain.averaging.strategies.sharded import Sharded
+from hpctrain.averaging.strategies.sparse import Sparse
+from hpctrain.averaging.strategy import Strategy
+from hpctrain.backend.cuda.device import Precision
+from hpctrain.backend.cuda.emulator.device import EmulatedDevice
+from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
+from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
+from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
+from hpctrain.errors import CorruptedStateError, DivergedError
+from hpctrain.nn.network import MODEL
+from hpctrain.optim.optimizers.adamw import Adamw
+from hpctrain.optim.optimizers.lars import Lars
+from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.schedules.constant import Constant
+from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
+from hpctrain.train.metrics import Reporter
+from hpctrain.train.replica import Replica
+from hpctrain.train.snapshot import Position
+from hpctrain.train.trainer import Cadence, Trainer
+from hpctrain.train.weight_watch import CheckCadence
+from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain.virtual.run import run_virtual, virtual_engine
+from tests.support import nets
+from tests.support.averaging import STRATEGIES
+from tests.support.damage import blamed, drawn, latest, outcome, undamaged
+from tests.support.emulated import EmulatedDeviceFactory
+from tests.support.faults import FAULTS, Fault, findings, is_named, prepare, run_fault
+from tests.support.training import Task, batches, replica_of, train
+from tests.train.test_not_finite import _Loader
+
+ALL_STRATEGIES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
+    "blocking": (Blocking, {}),
+    **STRATEGIES,
+    "sharded, rounded": (Sharded, {"bucket_bytes": 100, "wire_parameters": "bfloat16"}),
+    "sparse": (Sparse, {**STRATEGIES["sparse, all of it"][1], "density": 0.1}),
+    "lazy": (Lazy, {"layers": 3, "max_interval": 4, "check_every": 1, "bucket_bytes": 100}),
+}
+
+#: random damages
+DAMAGES = 200
+
+EVERY_STEP, IN_TURN, SLOWLY = CheckCadence(1, 1), CheckCadence(1, 3, 1), CheckCadence(2, 3, 1)
+
+TASK = Task(nets.plain, NumpyKernelSet(), partial(Sgd, momentum=0.9), steps=8, checks=EVERY_STEP)
+
+GRIDS = [ParallelPlan(), ParallelPlan(1, 2), ParallelPlan(1, 4), ParallelPlan(2, 1, Parallelism.DOMAIN)]
+
+SPLIT = ParallelPlan(2, 2, Parallelism.MODEL)
+
+FLIPPED_STEP = 3
+
+Flip = Callable[[Replica], None]
+
+
+@dataclass
+class Run:
+    """How a training went on one rank. error: "" where it went through. steps: begun."""
+
+    error: str = ""
+    steps: int = 0
+
+
+def _flip(values: np.ndarray) -> None:
+    """One bit of the first element, of few consequences."""
+    values.reshape(-1).view(np.uint64)[:1] ^= np.uint64(1 << 30)
+
+
+def _parameter(replica: Replica, name: str = "conv2.weight") -> None:
+    _flip(replica.network.parameters[name].data)
+
+
+def _state(replica: Replica, name: str = "conv2.weight") -> None:
+    """The momentum of a parameter, as far as this rank holds it."""
+    averager = next(averager for averager in replica.averagers.values() if name in averager.group.parameters)
+    segment = next(segment for segment in averager.owned() if segment.parameter == name and segment.size)
+    _flip(averager.optimizer.state(segment)["momentum"])
+
+
+def _statistic(replica: Replica) -> None:
+    _flip(replica.network.statistics.views["bn1.running_mean"])
+
+
+def _run(comm: ThreadCommunicator, task: Task, strategy: str, flip: Flip, rank: int) -> Run:
+    """A training in which one rank has a flipped bit before step `FLIPPED_STEP`, after the end of the steps before."""
+    kind, options = ALL_STRATEGIES[strategy]
+    replica, run = replica_of(task, comm, virtual_engine(comm), kind, **options), Run()
+    replica.require_alike(schedules=True)
+    try:
+        for number, batch in enumerate(batches(task, replica.groups.position, comm.size, replica.tiles)):
+            run.steps = number + 1
+            replica.drain()
+            if number == FLIPPED_STEP and comm.rank == rank:
+                flip(replica)
+            replica.step(batch, task.lr)
+        replica.settle()
+        replica.require_alike()
+    except CorruptedStateError as error:
+        run.error = str(error)
+    return run
+
+
+def _runs(ranks: int, task: Task, strategy: str, flip: Flip, rank: int = 1) -> Run:
+    """The outcome of all ranks, which is the same."""
+    runs = run_virtual(ranks, lambda comm: _run(comm, task, strategy, flip, rank), deadline_seconds=300)
+    assert all(run == runs[0] for run in runs)
+    return runs[0]
+
+
+# -- no false alarms -----------------------------------------------------------------------------------------------------------
+@pytest.mark.sample(4)
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "strategy"), list(enumerate(ALL_STRATEGIES)))
+def test_checks_change_no_bit_and_find_nothing(number: int, strategy: str) -> None:
+    """Each strategy runs on one of the grids. The combinations of options (`tests/testing`) cover all grids."""
+    kind, options = ALL_STRATEGIES[strategy]
+    plan = GRIDS[number % len(GRIDS)]
+    micro_batches = 1 if "exchange" in strategy else 1 + number % 2
+    task = replace(TASK, plan=plan, micro_batches=micro_batches, steps=5)
+    found = []
+    for checks in (CheckCadence(), IN_TURN):
+        program = partial(_train, task=replace(task, checks=checks), kind=kind, options=options)
+        found.append(run_virtual(plan.rows * plan.cols, program, seed=4, deadline_seconds=300))
+    assert found[0] == found[1]
+
+
+def _train(comm: ThreadCommunicator, task: Task, kind: type[Strategy], options: dict[str, Any]) -> dict[str, bytes]:
+    result = train(task, comm, virtual_engine(comm), kind, **options)
+    return {name: values.tobytes() for name, values in (*result.parameters.items(), *result.statistics.items())}
+
+
+@pytest.mark.sample(2)
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", [partial(Sgd, momentum=0.9, clip_norm=0.1), partial(Lars, trust_coefficient=0.1)])
+@pytest.mark.parametrize("strategy", [Blocking, Sharded])
+def test_norms_and_split_parameters_are_no_alarm(strategy: type[Strategy], optimizer: Callable[[], Any]) -> None:
+    task = replace(TASK, model=nets.residual, plan=SPLIT, optimizer=optimizer)
+    run_virtual(4, lambda comm: train(task, comm, virtual_engine(comm), strategy), seed=1, deadline_seconds=300)
+
+
+def test_what_is_loaded_is_no_alarm() -> None:
+    def program(comm: ThreadCommunicator) -> None:
+        replica = replica_of(TASK, comm, virtual_engine(comm), Sharded)
+        steps = list(batches(TASK, replica.groups.position, comm.size, replica.tiles))
+        content = None
+        for batch in (*steps, *steps):
+            replica.step(batch, TASK.lr)
+            replica.settle()
+            replica.require_alike()
+            if content is None:
+                content = comm.broadcast_object(replica.state(Position(global_step=1), {}))
+            elif replica.global_step == 5:
+                replica.load(content)
+
+    run_virtual(3, program, deadline_seconds=300)
+
+
+def test_a_replica_without_checks_compares_nothing() -> None:
+    assert _runs(3, replace(TASK, checks=CheckCadence()), "blocking", _parameter) == Run("", TASK.steps)
+
+
+# -- flipped bits --------------------------------------------------------------------------------------------------------------
+@pytest.mark.sample(12)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(DAMAGES))
+def test_damage_to_one_rank_is_told_in_time_and_of_that_rank(seed: int) -> None:
+    """Damage to any array at any moment of a step is reported, or it changes no bit of any rank at the end."""
+    damage = drawn(seed)
+    with_damage = outcome(damage)
+    if with_damage.error:
+        assert with_damage.happened
+        assert with_damage.ranks in blamed(damage), with_damage.error
+        assert with_damage.steps <= latest(damage), with_damage.error
+    else:
+        assert with_damage.state == undamaged(damage)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["sharded", "priority", "lazy, every step", "sparse"])
+@pytest.mark.parametrize("damaged", [0, 1])
+def test_of_two_ranks_the_one_that_does_not_own_a_parameter_is_wrong(strategy: str, damaged: int) -> None:
+    def flip(replica: Replica) -> None:
+        (averager,) = replica.averagers.values()
+        owned = {place for segment in averager.owned() for place in range(segment.start, segment.stop)}
+        copied = [place for place in range(averager.group.size) if place not in owned]
+        _flip(averager.group.data[copied[0] :])
+
+    run = _runs(2, TASK, strategy, flip, damaged)
+    assert f"After step {FLIPPED_STEP} rank {damaged} holds other bits of parameter" in run.error
+    assert f"than rank {1 - damaged}, which owns it; all had the same after step {FLIPPED_STEP - 1};" in run.error
+    assert run.steps == FLIPPED_STEP + 2  # told one step later
+
+
+@pytest.mark.parametrize("strategy", ["blocking", "sharded"])
+def test_values_that_are_not_finite_on_all_ranks_are_no_damage(strategy: str) -> None:
+    def program(comm: ThreadCommunicator) -> str:
+        kind, options = ALL_STRATEGIES[strategy]
+        task = replace(TASK, lr=1e200, steps=20)
+        with pytest.raises(DivergedError) as error:
+            train(task, comm, virtual_engine(comm), kind, **options)
+        return str(error.value)
+
+    assert len(set(run_virtual(3, program, deadline_seconds=300))) == 1
+
+
+@pytest.mark.parametrize("strategy", ["blocking", "overlap"])
+def test_parts_in_turn_find_it_once_all_were_looked_at(strategy: str) -> None:
+    """No update removes a difference in the optimiser's state, so the turn of its part finds it."""
+    run = _runs(3, replace(TASK, checks=SLOWLY, steps=20), strategy, _state)
+    assert "rank 1 holds other bits" in run.error
+    assert run.steps <= FLIPPED_STEP + 2 * 3 + 2
+
+
+def test_one_rank_finds_changes_of_its_own_state() -> None:
+    run = _runs(1, TASK, "blocking", _state, rank=0)
+    assert run.error.startswith("On rank 0 the momentum of conv2.weight changed between two updates")
+    assert run.steps == FLIPPED_STEP + 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_running_statistics_are_guarded(ranks: int) -> None:
+    run = _runs(ranks, replace(TASK, model=nets.residual), "sharded", _statistic, rank=ranks - 1)
+    assert f"On rank {ranks - 1} running statistic bn1.running_mean changed between two updates" in run.error
+    assert run.steps == FLIPPED_STEP + 2
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_split_parameters_are_compared_with_the_same_part(rank: int) -> None:
+    """On a grid of 2 x 2 each part of a split layer is on two ranks; the others learn of it, too."""
+    task = replace(TASK, plan=SPLIT)
+
+    def split(comm: ThreadCommunicator) -> list[str]:
+        averager = replica_of(task, comm, virtual_engine(comm), Blocking).averagers[MODEL]
+        return [name for name, parameter in averager.group.parameters.items() if parameter.size]
+
+    name = run_virtual(4, split)[0][0]
+    run = _runs(4, task, "blocking", partial(_parameter, name=name), rank)
+    pair = "rank 0 and rank 2" if rank == 0 else "rank 1 and rank 3"
+    assert f"{pair} hold different bits of parameter {name}" in run.error
+
+
+def test_first_values_are_compared_before_the_first_step() -> None:
+    def program(comm: ThreadCommunicator) -> tuple[str, tuple[int, ...]]:
+        replica = replica_of(TASK, comm, virtual_engine(comm), Sharded)
+        if comm.rank == 2:
+            _parameter(replica, "fc1.bias")
+        with pytest.raises(CorruptedStateError) as error:
+            replica.require_alike(schedules=True)
+        return str(error.value), error.value.ranks
+
+    ((text, ranks),) = set(run_virtual(3, program))
+    assert text.startswith("After step 0 rank 2 holds other bits of parameter fc1.bias than ranks 0-1;")
+    assert ranks == (2,)
+
+
+def test_schedules_are_compared_before_the_first_step() -> None:
+    def program(comm: ThreadCommunicator) -> str:
+        replica = replica_of(TASK, comm, virtual_engine(comm), Sharded)
+        (averager,) = replica.averagers.values()
+        assert averager.schedule is not None
+        if comm.rank == 0:
+            averager.schedule = replace(averager.schedule, operations=averager.schedule.operations[::-1])
+        with pytest.raises(CorruptedStateError) as error:
+            replica.require_alike(schedules=True)
+        return str(error.value)
+
+    (text,) = set(run_virtual(3, program))
+    assert "rank 0 holds other bits of the schedule of parameters all than ranks 1-2" in text
+
+
+@pytest.mark.parametrize("flip", [_parameter, _state])
+@pytest.mark.parametrize("strategy", ["blocking", "sharded"])
+def test_nothing_is_kept_that_was_damaged(strategy: str, flip: Flip) -> None:
+    """Even where the checks of steps have not come to it: all is compared before a checkpoint, which is what to resume from."""
+    kind, options = ALL_STRATEGIES[strategy]
+    task = replace(TASK, checks=CheckCadence(1000), samples=40)
+
+    def program(comm: ThreadCommunicator) -> tuple[str, list[int]]:
+        replica, kept = replica_of(task, comm, virtual_engine(comm), kind, **options), list[int]()
+
+        def before(number: int, batch: Any) -> Any:
+            if number == FLIPPED_STEP and comm.rank == 0:
+                replica.drain()
+                flip(replica)
+            return batch
+
+        trainer = Trainer(
+            replica=replica,
+            loader=_Loader(task, replica, before),
+            test_loader=None,
+            schedule=Constant(base_lr=0.01, epochs=1, steps_per_epoch=5),
+            cadence=Cadence(epochs=1, checkpoint_steps=1),
+            reporter=Reporter(),
+            save=lambda position: kept.append(position.global_step),
+        )
+        with pytest.raises(CorruptedStateError) as error:
+            trainer.run(Position())
+        return str(error.value), kept
+
+    ((text, kept), *others) = run_virtual(3, program, deadline_seconds=300)
+    assert all(other == (text, kept) for other in others)
+    assert kept[-1] in (FLIPPED_STEP, FLIPPED_STEP + 1)
+    assert text.endswith(f"resume from the checkpoint of step {kept[-1]}.")
+    assert "conv2.weight" in text
+
+
+# -- jobs ----------------------------------------------------------------------------------------------------------------------
+#: the others are the same from another place of the memory on
+BITS = [fault for fault in FAULTS if fault.name.startswith("a flipped bit of a parameter")]
+
+
+@pytest.mark.sample(1)
+@pytest.mark.job
+@pytest.mark.parametrize("fault", BITS, ids=lambda fault: fault.name)
+def test_a_job_ends_with_the_rank_and_the_name(fault: Fault, tmp_path: Path) -> None:
+    prepare(tmp_path)
+    outcome = run_fault(fault, tmp_path)
+    told = findings(tmp_path)
+    assert outcome.code == 2, outcome.output
+    assert is_named(fault, outcome, told), (told, outcome.output)
+    (run,) = (tmp_path / "runs").iterdir()
+    assert [path.name for path in sorted((run / "checkpoints").iterdir())] == ["checkpoint-00000001.h5"]
+
+
+DEVICE_STRATEGIES: dict[str, tuple[type, dict[str, Any]]] = {
+    "blocking": (Blocking, {}),
+    "overlap": (Overlap, {}),
+    "sharded": (Sharded, {"bucket_bytes": 1000}),
+    "lazy": (Lazy, {"layers": 3, "max_interval": 4, "check_every": 1, "bucket_bytes": 100}),
+}
+
+
+def _task(device: EmulatedDevice, checks: CheckCadence, precision: Precision = "float64", **changes: Any) -> Task:
+    kernels = CudaKernelSet(CudaRuntime(device, device.stream("compute"), precision))
+    task = Task(nets.plain, kernels, partial(Sgd, momentum=0.9), steps=5, checks=checks, dtype=precision)
+    return replace(task, **changes)
+
+
+def _averager_of(replica: Replica, name: str) -> GradientAverager:
+    return next(averager for averager in replica.averagers.values() if name in averager.group.parameters)
+
+
+def _device_flip(replica: Replica, name: str, array: Any) -> None:
+    """One bit of the first element, of few consequences."""
+    arithmetic, place = _averager_of(replica, name).group.arithmetic, array.reshape(-1)[:1]
+    bits = arithmetic.to_host(place).copy()
+    bits.view(np.uint8)[2] ^= np.uint8(8)
+    arithmetic.from_host(place, bits)
+
+
+def _device_parameter(replica: Replica) -> None:
+    _device_flip(replica, "conv2.weight", replica.network.parameters["conv2.weight"].data)
+
+
+def _device_state(replica: Replica) -> None:
+    averager = _averager_of(replica, "conv2.weight")
+    owned = [segment for segment in averager.owned() if segment.parameter == "conv2.weight" and segment.size]
+    for segment in owned[:1]:
+        _device_flip(replica, "conv2.weight", averager.optimizer.state(segment)["momentum"])
+
+
+@dataclass
+class _Run:
+    """How a training went on one rank. error: "" where it went through. steps: begun."""
+
+    error: str = ""
+    steps: int = 0
+
+
+def _device_run(comm: ThreadCommunicator, task: Task, strategy: str, flip: Flip, ranks: tuple[int, ...]) -> _Run:
+    kind, options = DEVICE_STRATEGIES[strategy]
+    replica, run = replica_of(task, comm, virtual_engine(comm), kind, **options), _Run()
+    replica.require_alike(schedules=True)
+    try:
+        for number, batch in enumerate(batches(task, replica.groups.position, comm.size, replica.tiles)):
+            run.steps = number + 1
+            replica.drain()
+            if number == FLIPPED_STEP and comm.rank in ranks:
+                flip(replica)
+            replica.step(batch, task.lr)
+        replica.settle()
+        replica.require_alike()
+    except CorruptedStateError as error:
+        run.error = str(error)
+    task.kernels.wait()  # what a step has enqueued still reads the replica's arrays
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("strategy", DEVICE_STRATEGIES)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_checks_of_devices_change_no_bit_and_find_nothing(
+    strategy: str, ranks: int, emulated_device: EmulatedDeviceFactory
+) -> None:
+    kind, options = DEVICE_STRATEGIES[strategy]
+    optimizer = partial(Adamw, epsilon=0.1) if ranks == 2 else partial(Sgd, momentum=0.9)
+    found = []
+    for checks in (CheckCadence(), EVERY_STEP, IN_TURN):
+
+        def program(comm: ThreadCommunicator, checks: CheckCadence = checks) -> dict[str, bytes]:
+            task = _task(emulated_device(comm.rank), checks, optimizer=optimizer)
+            result = train(task, comm, virtual_engine(comm), kind, **options)
+            return {name: values.tobytes() for name, values in (*result.parameters.items(), *result.statistics.items())}
+
+        found.append(run_virtual(ranks, program, seed=ranks, deadline_seconds=300))
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.slow
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("flip", [_device_parameter, _device_state])
+@pytest.mark.parametrize("strategy", DEVICE_STRATEGIES)
+def test_a_flipped_bit_is_found_and_named(strategy: str, flip: Flip, emulated_device: EmulatedDeviceFactory) -> None:
+    """Of three ranks: by the others where all hold the same, else by its owner, by the step in which it is compared next."""
+    precision: Precision = "bfloat16" if strategy in ("overlap", "lazy") else "float64"
+    ranks = (1,) if flip is _device_parameter or strategy in ("blocking", "overlap") else (0, 1, 2)
+
+    def program(comm: ThreadCommunicator) -> _Run:
+        task = _task(emulated_device(comm.rank), EVERY_STEP, precision, steps=9)
+        return _device_run(comm, task, strategy, flip, ranks)
+
+    runs = run_virtual(3, program, deadline_seconds=300)
+    assert all(run == runs[0] for run in runs)
+    what = "parameter conv2.weight" if flip is _device_parameter else "the momentum of conv2.weight"
+    by_others = f"rank 1 holds other bits of {what} than ranks 0, 2;" in runs[0].error
+    by_itself = f"{what} changed between two updates" in runs[0].error
+    assert by_others or (by_itself and strategy in ("sharded", "lazy")), runs[0]
+    assert runs[0].steps <= FLIPPED_STEP + (6 if strategy == "lazy" else 4)
+
+
+@pytest.mark.slow
+def test_one_rank_with_a_device_finds_changes_of_its_own_state(emulated_device: EmulatedDeviceFactory) -> None:
+    run = run_virtual(
+        1,
+        lambda comm: _device_run(comm, _task(emulated_device(0), EVERY_STEP, steps=9), "blocking", _device_state, (0,)),
+    )[0]
+    assert run.error.startswith("On rank 0 the momentum of conv2.weight changed between two updates")
+    assert run.steps <= FLIPPED_STEP + 4
+
+
+@pytest.mark.slow
+def test_checks_allocate_nothing_once_all_has_had_its_turn(emulated_device: EmulatedDeviceFactory) -> None:
+    """Not even in the first step that looks at a part: its memory is there from the start."""
+    devices = [emulated_device(rank) for rank in range(2)]
+
+    def program(comm: ThreadCommunicator) -> None:
+        task = _task(devices[comm.rank], IN_TURN, steps=8, samples=40)  # batches of one size
+        replica = replica_of(task, comm, virtual_engine(comm), Sharded)
+        replica.require_alike(schedules=True)
+        for number, batch in enumerate(batches(task, replica.groups.position, comm.size, replica.tiles)):
+            replica.step(batch, task.lr)
+            if number == 1:
+                devices[comm.rank].seal()
+        replica.settle()
+        replica.require_alike()
+
+    run_virtual(2, program, deadline_seconds=300)
+    for device in devices:
+        assert device.counters.late_allocations == []
