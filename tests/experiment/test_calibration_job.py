@@ -13,7 +13,10 @@ from hpctrain.planner import machine_file, rate_measurement
 from hpctrain.planner.machine import OperatorClass, OperatorRate
 
 
-@pytest.fixture(autouse=True)
+pytestmark = pytest.mark.usefixtures("known_rates")
+
+
+@pytest.fixture
 def known_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = {kind: OperatorRate(1e10, 2e9, 3e-6) for kind in OperatorClass}
     monkeypatch.setattr(rate_measurement, "measure", lambda kernels, threads, before: rates)

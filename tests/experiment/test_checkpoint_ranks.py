@@ -5,7 +5,6 @@ Whole runs, from the configuration to the last checkpoint; tests/train/test_owne
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from tests.support.virtual_runs import train_virtual
 
 pytestmark = pytest.mark.slow
 
-RANKS = (1, 2, 3, 4, 6)
+RANKS = (1, 2, 3, 6)
 #: a single file that all ranks wait for is what the others are compared with
 WAITED, BACKGROUND = ("single", "false"), (("single", "true"), ("sharded", "true"))
 SPLIT = ("plan.stage*=domain", "plan.classifier.*=model", "plan.classifier.dropout2=batch")
@@ -101,26 +100,21 @@ def assert_same(here: CheckpointContent, expected: CheckpointContent, place: str
         assert here.tensors[key].tobytes() == values.tobytes(), f"{key}, {place}"
 
 
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("readers", RANKS)
 @pytest.mark.parametrize("writers", RANKS)
-def test_any_ranks_go_on_from_what_any_others_wrote_in_the_background(folder: Path, overlap: Overlap, writers: int) -> None:
+def test_any_ranks_go_on_from_what_any_others_wrote_in_the_background(
+    folder: Path, overlap: Overlap, writers: int, readers: int
+) -> None:
     """Each goes on from the checkpoint before the newest, which was written while its run trained."""
     ways = [Way(folder, *how, "saved") for how in (WAITED, *BACKGROUND)]
     for way in ways:
         way.train(writers, steps=3)
         assert_same(read(way.path(2)), read(ways[0].path(2)), f"step 2 of {way}")
     assert any(overlap.writes), "steps began while a checkpoint was written"
-    run = {way: latest(way.output, "tiny") for way in ways}
-    for readers in RANKS:
-        ends = []
-        for way in ways:
-            there = run[way]
-            assert there is not None
-            own = Way(folder, way.layout, way.asynchronous, f"{writers}-{readers}")
-            shutil.copytree(there.path, own.output / there.path.name)
-            own.train(readers, resume=str(own.path(2)), steps=2)
-            ends.append(read(own.path(4)))
-        for way, end in zip(ways[1:], ends[1:], strict=True):
-            assert_same(end, ends[0], f"{writers} to {readers} ranks, {way.layout}")
+    for way in ways:
+        way.train(readers, resume=str(way.path(2)), steps=2)
+        assert_same(read(way.path(4)), read(ways[0].path(4)), f"{writers} to {readers} ranks, {way.layout}")
 
 
 def test_from_grid_to_grid_to_a_line_of_ranks(folder: Path, overlap: Overlap) -> None:
@@ -135,15 +129,16 @@ def test_from_grid_to_grid_to_a_line_of_ranks(folder: Path, overlap: Overlap) ->
 
 
 @pytest.mark.job
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
-    ("writers", "readers", "overrides"), [(3, 2, ()), (2, 3, ()), (4, 3, ("grid.rows=2", *SPLIT))], ids=["3-2", "2-3", "2x2-1x3"]
+    ("writers", "readers", "overrides"), [(2, 3, ()), (4, 3, ("grid.rows=2", *SPLIT))], ids=["2-3", "2x2-1x3"]
 )
 def test_real_ranks_go_on_with_the_same_bits(
     job: Callable[..., Outcome], folder: Path, writers: int, readers: int, overrides: tuple[str, ...]
 ) -> None:
     (folder / "program.py").write_text(PROGRAM.replace("@FAULT@", "time.sleep(0.002)"))
     ends = []
-    for layout, asynchronous in (WAITED, *BACKGROUND):
+    for layout, asynchronous in (WAITED, BACKGROUND[1]):
         way = Way(folder, layout, asynchronous, "real")
         keys = (f"output={way.output}", f"checkpoint.layout={layout}", f"checkpoint.asynchronous={asynchronous}")
         outcome = job(writers, ["program.py", "train", "tiny.yaml", *keys, *overrides, "--steps", "3"], cwd=folder)
@@ -152,5 +147,4 @@ def test_real_ranks_go_on_with_the_same_bits(
         outcome = job(readers, ["program.py", "train", "tiny.yaml", *keys, *resumed], cwd=folder)
         assert outcome.code == 0, outcome.output
         ends.append(read(way.path(4)))
-    for end in ends[1:]:
-        assert_same(end, ends[0], "real ranks")
+    assert_same(*ends, "real ranks")

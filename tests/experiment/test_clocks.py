@@ -20,8 +20,6 @@ from hpctrain.storage.run_marker import MARKER
 from tests.experiment.test_checkpoints import CONFIG
 from tests.support.virtual_runs import train_virtual
 
-#: random histories; raise it by this variable of the environment
-HISTORIES = int(os.environ.get("HPCTRAIN_TEST_CLOCKS", "4"))
 ZONES = ("UTC", "Europe/Berlin", "America/New_York", "Pacific/Kiritimati", "Asia/Kolkata", "America/St_Johns")
 KEEP = 2
 #: around the hour that comes twice in Berlin when summer time ends
@@ -115,7 +113,8 @@ class History:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(HISTORIES))
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("seed", range(20))
 def test_the_order_is_that_of_the_history(tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
     images = np.random.default_rng(0).integers(0, 256, (75, 7, 6, 1), dtype=np.uint8)

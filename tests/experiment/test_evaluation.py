@@ -51,6 +51,8 @@ def _matrix(evaluation: Evaluation) -> np.ndarray:
     return np.array([matrix.of_label(label) for label in range(matrix.classes)])
 
 
+@pytest.mark.slow
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("grid", "sharded"), [*((grid, False) for grid in GRIDS if grid != "1"), ("1x3", True), ("mixed 2x2", True)]
 )

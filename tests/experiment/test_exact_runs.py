@@ -53,6 +53,7 @@ def _same(found: CheckpointContent, expected: CheckpointContent) -> None:
         assert found.tensors[name].tobytes() == values.tobytes(), name
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("backend", ["numpy", "onednn"])
 def test_a_run_has_the_bits_of_one_rank_and_goes_on_with_them(file: Path, backend: str) -> None:
     def train(name: str, ranks: int, *overrides: str, resume: str | None = None, steps: int = 0) -> None:

@@ -18,17 +18,7 @@ from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.flight.report import records_in
 from hpctrain.flight.ring import End, file_name, read
 from hpctrain.storage.run_directory import FLIGHT_POINTER, RunDirectory
-from hpctrain.train.metrics import Reporter
-
-
-class Saying(Reporter):
-    """Keeps what is said."""
-
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def say(self, line: str) -> None:
-        self.said.append(line)
+from tests.support.heard import Heard
 
 
 def _session(flight: FlightRecorder | None, where: str) -> Session:
@@ -53,7 +43,7 @@ def test_a_run_that_ends_well_has_finished(tmp_path: Path) -> None:
     with watched(flight, SingleCommunicator(), 30.0):
         session = _session(flight, "run")
         explain_deadlines(session.progress)
-        keep(session, directory, Saying())
+        keep(session, directory, Heard())
     found = read(directory.path / "flight" / file_name(0))
     assert (found.end, found.ranks, found.deadline_ns) == (End.FINISHED, 1, 30_000_000_000)
     assert found.job > 0
@@ -71,7 +61,7 @@ def test_records_of_the_latest_start_count_where_the_clock_has_gone_back(tmp_pat
             flight = FlightRecorder()
             flight.join(rank, 2 if start == 0 else 1, time.time_ns(), 30.0)
             flight.step(1, start + 1)
-            keep(_session(flight, "run"), directory, Saying())
+            keep(_session(flight, "run"), directory, Heard())
     assert [(found.rank, found.step) for found in records_in(directory.path / "flight")] == [(0, 3)]
 
 
@@ -90,7 +80,7 @@ def test_one_that_raises_has_not(tmp_path: Path) -> None:
 
     def fails() -> None:
         with watched(flight, SingleCommunicator(), 30.0):
-            keep(_session(flight, "run"), directory, Saying())
+            keep(_session(flight, "run"), directory, Heard())
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -99,7 +89,7 @@ def test_one_that_raises_has_not(tmp_path: Path) -> None:
 
 
 def test_elsewhere_and_nowhere(tmp_path: Path) -> None:
-    directory, reporter = _directory(tmp_path), Saying()
+    directory, reporter = _directory(tmp_path), Heard()
     keep(_session(FlightRecorder(), "none"), directory, reporter)
     keep(_session(None, "run"), directory, reporter)
     assert not (directory.path / "flight").exists()
@@ -110,13 +100,13 @@ def test_elsewhere_and_nowhere(tmp_path: Path) -> None:
     keep(_session(FlightRecorder(), "run"), directory, reporter)  # a resume with other options
     assert directory_of(directory.path) == directory.path / "flight"
     assert (directory.path / "flight" / file_name(0)).exists()
-    assert reporter.said == []
+    assert reporter.lines == []
 
 
 def test_a_disk_without_room_does_not_end_the_run(tmp_path: Path) -> None:
-    directory, reporter, flight = _directory(tmp_path), Saying(), FlightRecorder()
+    directory, reporter, flight = _directory(tmp_path), Heard(), FlightRecorder()
     (tmp_path / "file").write_text("")
     keep(_session(flight, str(tmp_path / "file")), directory, reporter)
     assert flight.directory is None
-    assert reporter.said[0].startswith("no flight records: ")
+    assert reporter.lines[0].startswith("no flight records: ")
     flight.phase("goes on")

@@ -65,6 +65,7 @@ def _contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("below", ["", "checkpoints"])
 def test_a_checkpoint_from_elsewhere_begins_a_new_run(

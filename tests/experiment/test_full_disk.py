@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -84,11 +85,14 @@ def test_what_finds_room_later_is_complete(small_disk: Path) -> None:
 
 def test_no_room_for_flight_records_is_told(small_disk: Path) -> None:
     """Room for them is taken at the start, so that a full disk is no SIGBUS later."""
-    (small_disk / "runs" / "filler").write_bytes(bytes(1_900_000))
-    outcome = run_fault(Fault("none", "", (), overrides=("checkpoint.every_epochs=0", "deadline_seconds=100")), small_disk)
-    assert outcome.code == 0, outcome.output
-    assert "no flight records: " in outcome.stdout
-    assert "cannot be written (No space left on device)" in outcome.stdout
+    directory, flight, heard = _directory(small_disk / "runs"), FlightRecorder(), Heard()
+    with open(small_disk / "runs" / "filler", "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    keep(_session(flight, "run"), directory, heard)
+    assert flight.directory is None
+    assert heard.lines[0].startswith("no flight records: ")
+    assert "cannot be written (No space left on device)" in heard.lines[0]
 
 
 def _has_tensorboard() -> bool:

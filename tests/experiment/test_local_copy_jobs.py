@@ -42,6 +42,7 @@ def files(trainings: Trainings, suffix: str) -> list[Path]:
     return sorted(trainings.copies.glob(f"*{suffix}"), key=lambda path: -path.stat().st_size)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("fault", ["KILLED_COPYING", "KILLED_IN_AN_EPOCH"])
 def test_a_killed_rank_leaves_nothing_that_a_later_run_takes_for_whole(
@@ -73,7 +74,6 @@ def test_a_copy_that_is_changed_between_two_trainings_is_read_again(trainings: T
         return told, trainings.reads(output)["file_samples"]
 
     assert run("first") == ([], IMAGES + TEST_IMAGES)
-    assert run("found") == ([], 0)
     train, _ = files(trainings, ".samples")
     size = train.stat().st_size
     image_bytes = size // IMAGES
@@ -128,6 +128,7 @@ def in_a_namespace(trainings: Trainings, size: str, command: list[str]) -> subpr
     )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("fault", "size"), [("FILLED_DISK", "1m"), ("pass", "64k")])
 def test_a_small_disk_takes_what_fits(trainings: Trainings, undisturbed: dict[int, Any], fault: str, size: str) -> None:
     program = trainings.program(getattr(local_copies, fault, fault), rank=0)

@@ -140,6 +140,7 @@ def _shrinks(run: RunDirectory) -> list[tuple[Any, ...]]:
     return [(record["lost"], record["step"], record["ranks"]) for record in run.metrics() if record["kind"] == "shrink"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("ranks", "lost", "options"),
     [
@@ -178,6 +179,7 @@ def test_ranks_that_are_lost_one_after_another_and_in_the_recovery_itself(job: J
     _assert_same(run, _run(folder, "reference"))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("how", "place"),
     [
@@ -201,6 +203,7 @@ def test_before_the_first_checkpoint_it_begins_again(job: Job, folder: Path, how
     _assert_same(_run(folder), _run(folder, "reference"))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "place",
     [
@@ -237,6 +240,7 @@ def test_the_records_until_the_loss_are_kept(job: Job, folder: Path) -> None:
     assert json.loads(after.output)["findings"] == ["The job finished: ranks 0-1 ended in good order."]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("how", "options", "words"),
     [

@@ -11,8 +11,10 @@ import pytest
 from hpctrain.errors import ConfigError
 from hpctrain.experiment.max_time import max_time
 from hpctrain.launch.exit_codes import FINISHED, STOPPED
+from tests.support import run_in_process
 from tests.support.jobs import Outcome
 from tests.support.signal_storm import final_tensors, prepare, same_bits
+from tests.support.virtual_runs import train_virtual
 
 Job = Callable[..., Outcome]
 
@@ -31,9 +33,7 @@ def test_a_limit_names_itself_once_it_has_asked() -> None:
     assert limit.reason == "max_time, 0.001 s"
 
 
-def test_slurm_without_its_word_is_refused() -> None:
-    with pytest.raises(ConfigError, match="max_time is slurm, but SLURM_JOB_END_TIME is not in the environment"):
-        max_time("slurm", {})
+def test_slurm_says_when_its_job_ends() -> None:
     assert max_time("slurm", {"SLURM_JOB_END_TIME": str(int(time.time()) + 9)}).limit.finite
 
 
@@ -69,6 +69,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.job
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("ranks", "rank", "shorter"), [(0, 0, 0.0), (2, 1, 4.0)])
 def test_a_run_ends_before_its_limit_and_goes_on_bit_by_bit(
     job: Job, folder: Path, ranks: int, rank: int, shorter: float
@@ -86,21 +88,19 @@ def test_a_run_ends_before_its_limit_and_goes_on_bit_by_bit(
     assert same_bits(final_tensors(folder, "runs"), final_tensors(folder, "whole"))
 
 
-def test_a_run_that_is_done_in_time_ends_with_0(job: Job, folder: Path) -> None:
-    outcome = job(0, ["-m", "hpctrain", "train", "storm.yaml", "max_time=5m"], cwd=folder)
-    assert outcome.code == FINISHED, outcome.output
-    assert "max_time, 300 s: the run ends with a checkpoint and exit code 85 before" in outcome.output
+def test_a_run_that_is_done_in_time_is_not_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nor is one whose limit is over in its last step, where nothing is left."""
+    run_in_process.prepare(tmp_path)
+    run_in_process.train(tmp_path, "max_time=5m")
+    run_in_process.train(tmp_path, "data.test=", "epochs=1", "batch=10", "max_time=0.001")
+    said = capsys.readouterr().out
+    assert "max_time, 300 s: the run ends with a checkpoint and exit code 85 before" in said
+    assert "stopped" not in said
 
 
-def test_all_ranks_refuse_what_slurm_does_not_say(job: Job, folder: Path) -> None:
-    outcome = job(2, ["-m", "hpctrain", "train", "storm.yaml", "max_time=slurm"], cwd=folder)
-    assert outcome.code == 2
-    assert outcome.stderr.count("max_time is slurm, but SLURM_JOB_END_TIME is not in the environment") == 1
-    assert not (folder / "runs").exists()
-
-
-def test_a_request_in_the_last_step_is_too_late_where_nothing_is_left(job: Job, folder: Path) -> None:
-    """The run is done then, and not to be queued again: in its second step of two the limit is over."""
-    less = ["data.test=", "batch=960", "max_time=0.001"]
-    outcome = job(0, ["-m", "hpctrain", "train", "storm.yaml", *less], cwd=folder)
-    assert outcome.code == FINISHED, outcome.output
+def test_all_ranks_refuse_what_slurm_does_not_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_in_process.prepare(tmp_path)
+    monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
+    with pytest.raises(ConfigError, match="max_time is slurm, but SLURM_JOB_END_TIME is not in the environment"):
+        train_virtual(2, tmp_path / "tiny.yaml", "max_time=slurm")
+    assert not (tmp_path / "runs").exists()

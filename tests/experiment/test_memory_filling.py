@@ -91,8 +91,11 @@ def _filled(ranks: int, per_node: int, job: _Job) -> list[tuple[int, list[int], 
     return run_virtual(ranks, one, ranks_per_node=per_node)
 
 
-@pytest.fixture(autouse=True)
-def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+pytestmark = pytest.mark.usefixtures("small_chunks")
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_filling, "_CHUNK_BYTES", 3 * SIZE)
 
 

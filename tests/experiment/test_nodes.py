@@ -123,6 +123,7 @@ def _train(
 
 
 @pytest.mark.slow
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_nodes_train_what_one_rank_does(file: Path, alone: Trained, layout: str) -> None:
     ranks, per_node, overrides, in_levels = LAYOUTS[layout]
@@ -143,6 +144,7 @@ def test_a_resume_on_the_same_nodes_is_bitwise(file: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("before", "after"), [((4, 2), (3, None)), ((4, None), (4, 2)), ((6, 3), (6, 2))], ids=str)
 def test_a_resume_on_other_nodes_goes_on(
     file: Path, alone: Trained, before: tuple[int, int | None], after: tuple[int, int | None]

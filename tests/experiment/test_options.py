@@ -73,12 +73,13 @@ def test_what_is_given_wins_over_defaults() -> None:
     assert full.data.augment[0].options == {"padding": 1}
 
 
+SCHEMA = json_schema()["$defs"]
 _SECTIONS = [(f"{section.capitalize()}Config", kind) for section, kind in SECTIONS.items()]
 
 
 def _alternatives(section: str) -> list[dict]:
     """The mappings with hpctrain's own names; those of the user's code come last."""
-    *alternatives, _, _ = json_schema()["$defs"][section]["anyOf"][1:]
+    *alternatives, _, _ = SCHEMA[section]["anyOf"][1:]
     return alternatives
 
 
@@ -88,11 +89,11 @@ def test_the_schema_knows_every_name_once(section: str, kind: str) -> None:
     known = [name for alternative in _alternatives(section) for name in alternative["properties"]["name"]["enum"]]
     expected = [*names(kind), *(["auto"] if kind == "averagers" else [])]  # which is none, and leaves it to the run
     assert sorted(known) == sorted(expected)
-    assert json_schema()["$defs"][section]["anyOf"][0]["enum"] == expected
+    assert SCHEMA[section]["anyOf"][0]["enum"] == expected
 
 
 def test_the_schema_lets_sections_be_left_to_the_run() -> None:
-    schema = json_schema()["$defs"]
+    schema = SCHEMA
     assert [schema[section]["anyOf"][0]["const"] for section in ("GridConfig", "PlanConfig")] == ["auto", "auto"]
     assert set(schema["GridConfig"]["anyOf"][1]["properties"]) == {"rows", "cols", "tiles", "overlap"}
     assert "default" in schema["PlanConfig"]["anyOf"][1]["properties"]
@@ -122,7 +123,7 @@ def test_the_schema_has_the_options_of_the_shipped_configurations(path: Path) ->
 
 @pytest.mark.parametrize("section", [section for section, _ in _SECTIONS])
 def test_the_schema_lets_code_of_the_users_have_any_options(section: str) -> None:
-    alone, whole = json_schema()["$defs"][section]["anyOf"][-2:]
+    alone, whole = SCHEMA[section]["anyOf"][-2:]
     for reference in ("my_code:Own", "code/my_code.py:Own"):
         assert re.fullmatch(alone["pattern"], reference)
     assert not any(re.fullmatch(alone["pattern"], name) for name in ("sgd", ":x", "a:", "a:b.c"))

@@ -29,8 +29,11 @@ schedule: constant
 """
 
 
-@pytest.fixture(autouse=True)
-def _device(emulated_device: EmulatedDeviceFactory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+pytestmark = pytest.mark.usefixtures("device")
+
+
+@pytest.fixture
+def device(emulated_device: EmulatedDeviceFactory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(DEVICE_VARIABLE, "emulated")
     monkeypatch.chdir(tmp_path)
 

@@ -46,6 +46,8 @@ def _probabilities(answers: list[PredictedPicture]) -> np.ndarray:
     return np.array([[one.probability for one in sorted(each.classes, key=lambda one: one.label)] for each in answers])
 
 
+@pytest.mark.slow
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("grid", "flip"), [("1", False), ("1x3", True), ("domain 3x1", False), ("mixed 2x2", True)])
 def test_pictures_have_the_bits_of_the_evaluation(
     trained: TrainedRun, grid: str, flip: bool, monkeypatch: pytest.MonkeyPatch
@@ -82,6 +84,8 @@ def test_averaged_weights_predict_what_they_are_evaluated_with(trained: TrainedR
     assert answers != _predicted(trained, grid, replace(request, averaged=False))
 
 
+@pytest.mark.slow
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("grid", [grid for grid in GRIDS if grid != "1"])
 def test_any_grid_answers_in_order(trained: TrainedRun, grid: str) -> None:
     files = tuple(sorted((trained.folder / "test").rglob("*.*")))
@@ -93,6 +97,8 @@ def test_any_grid_answers_in_order(trained: TrainedRun, grid: str) -> None:
     assert {one.name for one in found[0].classes} == set(CLASSES)
 
 
+@pytest.mark.slow
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("grid", "flip"), [("1", True), ("1x4", False), ("tiles 4x1", True)])
 def test_a_broken_picture_disturbs_no_other(trained: TrainedRun, grid: str, flip: bool, tmp_path: Path) -> None:
     good = sorted((trained.folder / "test").rglob("*.*"))[:3]
