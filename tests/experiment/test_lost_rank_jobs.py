@@ -143,10 +143,7 @@ def _shrinks(run: RunDirectory) -> list[tuple[Any, ...]]:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("ranks", "lost", "options"),
-    [
-        (3, (1,), ["averager=overlap"]),
-        (4, (0, 2), ["averager=sharded", "grid.rows=2", "checkpoint.layout=sharded"]),
-    ],
+    [(3, (1,), ["averager=overlap"]), (4, (0, 2), ["averager=sharded", "grid.rows=2", "checkpoint.layout=sharded"])],
     ids=["data-parallel", "grid"],
 )
 def test_it_ends_with_the_bits_of_a_run_that_was_stopped_and_resumed(

@@ -17,7 +17,7 @@ from hpctrain.site import profile_files
 from hpctrain.site.job import JobRequest, plan_job
 from hpctrain.site.script import render
 from hpctrain.site.submission import Submission, job_files, submit
-from tests.experiment.test_clocks import DOUBLE_HOUR, clock
+from tests.experiment.test_saved_runs import DOUBLE_HOUR, clock
 from tests.support import stand_ins
 
 pytestmark = pytest.mark.job

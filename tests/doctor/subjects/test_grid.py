@@ -12,7 +12,7 @@ from hpctrain.config.load import parse
 from hpctrain.doctor.check import OwnPlace
 from hpctrain.doctor.subjects import grid
 from hpctrain.launch.launcher import Launcher
-from tests.experiment.test_single_values import CONFIG
+from tests.experiment.test_planned_shapes import SINGLE_VALUES_CONFIG as CONFIG
 from tests.support.doctored import configuration, keys, view
 
 

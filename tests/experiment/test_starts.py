@@ -1,8 +1,10 @@
-"""All ranks read the same inputs, or all raise one sentence that names the rank that differs."""
+"""All ranks start alike, with the same inputs and code, or none does."""
 
 from __future__ import annotations
 
+import importlib
 import io
+import re
 import threading
 from collections.abc import Callable, Sequence
 from itertools import combinations_with_replacement
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import hpctrain
+from hpctrain import user_code
 from hpctrain.comm.base import Communicator
 from hpctrain.config.load import load
 from hpctrain.data import format as data_format
@@ -28,7 +31,7 @@ from hpctrain.data.pictures import picture_facts
 from hpctrain.data.stored import digest_of
 from hpctrain.doctor.subjects import hdf5
 from hpctrain.errors import ConfigError, DataError, HpctrainError
-from hpctrain.experiment import checkpoint_search, prediction
+from hpctrain.experiment import checkpoint_search, prediction, same_start
 from hpctrain.experiment.automatic import resolve
 from hpctrain.experiment.checkpoint_search import find_checkpoint, read_together
 from hpctrain.experiment.evaluation import run_evaluation
@@ -38,20 +41,167 @@ from hpctrain.experiment.judgement import judge
 from hpctrain.experiment.loop_checkpoints import LoopCheckpoints
 from hpctrain.experiment.prediction import PredictionRequest, run_prediction
 from hpctrain.experiment.run import run_training
-from hpctrain.experiment.same_start import Subject, compare
+from hpctrain.experiment.same_start import Subject, called_with, check_same_program, check_same_start, compare, package_files
 from hpctrain.experiment.session import Session
 from hpctrain.experiment.start_search import StartedJob
+from hpctrain.experiment.user_code import check_alike, is_trusted
 from hpctrain.launch.signals import SignalWatch
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.storage import checkpoint
 from hpctrain.storage.convert import convert
 from hpctrain.storage.run_directory import latest
+from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual
+from tests.cli.test_starting import folder as folder
 from tests.support import nets
 from tests.support.jobs import Outcome
 from tests.support.run_in_process import prepare, train
 from tests.support.virtual_runs import _session
 from tests.support.write_fixtures import write_data_version_1
+
+CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+
+
+def _sentences(overrides: list[list[str]], **leads: Any) -> list[str]:
+    """The sentence that each rank raises; "" where it raises nothing. overrides: by rank."""
+
+    def program(comm: ThreadCommunicator) -> str:
+        config, _ = load(CONFIG, overrides[comm.rank])
+        try:
+            check_same_start(comm, config, leads_node=leads.get("leads_node", True))
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    return run_virtual(len(overrides), program)
+
+
+@pytest.mark.parametrize("leads_node", [True, False])
+def test_ranks_that_start_alike_go_on(leads_node: bool) -> None:
+    assert _sentences([["batch=32"]] * 3, leads_node=leads_node) == ["", "", ""]
+    assert _sentences([["threads=1"], ["threads=2"], ["flight=/tmp/x"]]) == ["", "", ""]
+
+
+def test_another_configuration_is_named_on_every_rank() -> None:
+    sentences = _sentences([["batch=32"], ["batch=32"], ["batch=64", "seed=3"]])
+    assert set(sentences) == {
+        "Rank 2 has another configuration than rank 0: batch is 64, not 32; give all ranks the same file and overrides."
+    }
+    options = _sentences([["averager={name: sharded}"], ["averager={name: sharded, wire: bfloat16}"]])
+    assert "averager.wire is bfloat16, not none" in options[0]
+
+
+def test_another_option_of_the_command_is_named() -> None:
+    def program(comm: ThreadCommunicator) -> None:
+        check_same_start(comm, None, options={"resume": True, "steps": 5})
+        with pytest.raises(ConfigError, match="Rank 1 has other options than rank 0: resume is False, not True"):
+            check_same_start(comm, None, options={"resume": comm.rank == 0, "steps": 5})
+
+    run_virtual(2, program)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("software_versions", "Rank 1 has other packages than rank 0: numpy is 2, not 1; give all nodes the same environment."),
+        ("package_files", "Rank 1 has other files of hpctrain than rank 0: nn/x.py differs; install the same version of it on"),
+    ],
+)
+def test_other_packages_and_files_are_named(monkeypatch: pytest.MonkeyPatch, kind: str, words: str) -> None:
+    calls = iter(range(2))
+    values = [{"numpy": "1"}, {"numpy": "2"}] if kind == "software_versions" else [{"nn/x.py": 1}, {"nn/x.py": 2}]
+    monkeypatch.setattr(same_start, kind, lambda *_: values[next(calls)])
+    monkeypatch.setattr(same_start, "_DRIVERS", ())
+    sentences = _sentences([[], []])
+    assert sentences[0] == sentences[1]
+    assert sentences[0].startswith(words)
+
+
+def _program_sentences(arguments: list[dict[str, Any]], programs: list[Path | None]) -> list[str]:
+    def program(comm: ThreadCommunicator) -> str:
+        try:
+            check_same_program(comm, arguments[comm.rank], programs[comm.rank])
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    return run_virtual(len(programs), program)
+
+
+def test_programs_are_compared_by_arguments_and_text(tmp_path: Path) -> None:
+    one, same, other = (tmp_path / name / "train.py" for name in ("a", "b", "c"))
+    for path, text in ((one, "x = 1"), (same, "x = 1"), (other, "x = 2")):
+        path.parent.mkdir()
+        path.write_text(text)
+    alike = [{"batch": 8}] * 3
+    assert _program_sentences(alike, [one, same, one]) == [""] * 3
+    assert _program_sentences(alike, [None] * 3) == [""] * 3
+    sentence = "Rank 2 has another program than rank 0: train.py differs; give all nodes the same file."
+    assert _program_sentences(alike, [one, same, other]) == [sentence] * 3
+    sentence = "Rank 1 has other arguments of hpctrain.start than rank 0: batch is 9, not 8; give all ranks the same."
+    assert _program_sentences([{"batch": 8}, {"batch": 9}, {"batch": 8}], [one] * 3) == [sentence] * 3
+
+
+def test_calls_are_compared_by_arguments() -> None:
+    def program(comm: ThreadCommunicator) -> None:
+        compare(comm, called_with("job.replica", {"seed": 0, "path": f"of rank {comm.rank}", "optimizer": program}))
+        with pytest.raises(ConfigError, match=r"Rank 2 has other arguments of .*replica than rank 0: seed is 2, not 0"):
+            compare(comm, called_with("job.replica", {"seed": comm.rank // 2 * 2}))
+
+    run_virtual(3, program)
+
+
+def test_checksums_are_of_all_modules(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "b.py").write_text("x = 1\n")
+    (tmp_path / "c.txt").write_text("no module\n")
+    before = package_files(tmp_path)
+    (tmp_path / "a" / "b.py").write_text("x = 2\n")
+    assert list(before) == ["a/b.py"]
+    assert before != package_files(tmp_path)
+
+
+def test_parts_that_no_training_loads_are_not_read() -> None:
+    names, of_gpus = (package_files(Path(hpctrain.__file__).parent, of_gpus=of_gpus) for of_gpus in (False, True))
+    assert {"nn/program.py", "experiment/run.py", "version.py"} <= names.keys()
+    assert {"backend/cuda/cudnn_graphs.py", "backend/kernels/cuda/conv2d.py"} <= of_gpus.keys()
+    assert not names.keys() & of_gpus.keys()
+    aside = ("doctor/", "virtual/", "backend/cuda/emulator/")
+    assert not any(name.startswith(aside) for name in (*names, *of_gpus))
+
+
+@pytest.mark.parametrize("differ", [False, True])
+def test_modules_of_gpus_are_compared_between_the_nodes_that_have_some(differ: bool) -> None:
+    """Rank 1 is on a node without a GPU, and says nothing of them."""
+
+    def program(comm: Communicator) -> str:
+        files = {"backend/cuda/x.py": comm.rank if differ else 0}
+        mend, of_gpus = "install the same version of it on all nodes", None if comm.rank == 1 else files
+        try:
+            for facts in ({"nn/x.py": 0}, of_gpus):
+                compare(comm, Subject("other files of hpctrain", mend, facts, lambda key, *_: f"{key} differs"))
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    sentence = "Rank 2 has other files of hpctrain than rank 0: backend/cuda/x.py differs; "
+    sentence += "install the same version of it on all nodes."
+    assert run_virtual(3, program) == [sentence if differ else ""] * 3
+
+
+@pytest.mark.job
+def test_a_job_whose_ranks_were_asked_for_different_things_is_refused(job: Callable[..., Outcome], folder: Path) -> None:
+    program = """
+import os, runpy, sys
+rank = os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]
+sys.argv = ["hpctrain", "train", "tiny.yaml", f"seed={rank}"]
+runpy.run_module("hpctrain", run_name="__main__", alter_sys=True)
+"""
+    outcome = job(2, ["-c", program], cwd=folder)
+    assert outcome.code != 0
+    assert len(re.findall("has another configuration than rank 0: seed is 1, not 0", outcome.stderr)) == 1
+    assert not (folder / "runs").exists()
+
 
 COUNT, SHAPE, NAMES = 20, (7, 6, 1), ["a", "b", "c"]
 
@@ -128,16 +278,16 @@ def said(ranks: int, work: Callable[[Communicator], object]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a configuration, data files, a run with a checkpoint, and a file that differs for each fact."""
-    folder = tmp_path_factory.mktemp("inputs")
-    prepare(folder)
+    inputs = tmp_path_factory.mktemp("inputs")
+    prepare(inputs)
     for split in ("train", "test"):
-        write(folder / f"{split}.h5")
-    train(folder, steps=1)
+        write(inputs / f"{split}.h5")
+    train(inputs, steps=1)
     for number, (make, _) in enumerate(OTHERS.values()):
-        make(folder / f"other-{number}.h5")
-    return folder
+        make(inputs / f"other-{number}.h5")
+    return inputs
 
 
 #: what reads a data file: the key of the configuration that names it, and what is done with a session and the rank's file
@@ -151,6 +301,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Session, Path], object]]] = {
     "loader": ("", lambda session, path: job_of(session).loader(None, path)),  # type: ignore[arg-type]
     "like": ("", lambda session, path: job_of(session).loader(None, path.parent / "train.h5", like=path)),  # type: ignore[arg-type]
 }
+
 _SHOWN = {"loader": "data file", "like": "file of `like`"}
 
 
@@ -161,35 +312,35 @@ def _automatic(session: Session) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("fact", OTHERS)
 @pytest.mark.parametrize("section", SECTIONS)
-def test_a_rank_whose_file_differs_in_one_fact_is_named(folder: Path, section: str, fact: str) -> None:
+def test_a_rank_whose_file_differs_in_one_fact_is_named(inputs: Path, section: str, fact: str) -> None:
     key, work = SECTIONS[section]
-    before = {path.name for path in (folder / "runs").iterdir()}
+    before = {path.name for path in (inputs / "runs").iterdir()}
 
     def on_rank(comm: Communicator) -> object:
         name = f"other-{list(OTHERS).index(fact)}.h5" if comm.rank == 1 else "train.h5"
-        return work(_session(comm, folder / "tiny.yaml", [f"{key}={folder}/{name}"] if key else []), folder / name)
+        return work(_session(comm, inputs / "tiny.yaml", [f"{key}={inputs}/{name}"] if key else []), inputs / name)
 
     [sentence] = set(said(3, on_rank))
     assert sentence.startswith(f"Rank 1 has another {_SHOWN.get(section, key)} than rank 0: {OTHERS[fact][1]}"), sentence
     assert "give all nodes the same " in sentence
-    assert {path.name for path in (folder / "runs").iterdir()} == before
+    assert {path.name for path in (inputs / "runs").iterdir()} == before
 
 
-def test_the_doctor_says_what_a_training_says(folder: Path) -> None:
+def test_the_doctor_says_what_a_training_says(inputs: Path) -> None:
     def gathered(paths: Sequence[Path], key: str) -> str:
         def on_rank(comm: Communicator) -> tuple[str, int]:
-            place: Any = _Place(comm, load(folder / "tiny.yaml", [f"{key}={paths[comm.rank]}"])[0])
+            place: Any = _Place(comm, load(inputs / "tiny.yaml", [f"{key}={paths[comm.rank]}"])[0])
             return hdf5.gather_same(place)
 
         [finding] = hdf5.judge_same(_View(len(paths)), run_virtual(len(paths), on_rank))  # type: ignore[arg-type]
         return f"{finding.severity.value}: {finding.sentence}"
 
-    here, other = folder / "train.h5", folder / "other-0.h5"
+    here, other = inputs / "train.h5", inputs / "other-0.h5"
     sentence = "fault: Rank 1 has another data.test than rank 0: 17 images, not 20."
     assert gathered([here, other], "data.test") == sentence
     assert gathered([here, here], "data.test") == "ok: All ranks have the same 2 data files."
     assert gathered([here], "data.test") == "ok: Nothing to compare."
-    weights = [folder / f"{rank}.pt" for rank in range(2)]
+    weights = [inputs / f"{rank}.pt" for rank in range(2)]
     for path in weights:
         path.write_text(path.name)
     assert gathered(weights, "init.weights").startswith("fault: Rank 1 has another file of weights than rank 0: sha256 is ")
@@ -209,17 +360,15 @@ class _View:
 
 
 # -- formats ---------------------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def formats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Write the same samples in each format: version 1, pixels, pixels without checksums of samples, and picture files."""
-    folder = tmp_path_factory.mktemp("formats")
+    inputs = tmp_path_factory.mktemp("formats")
     form = PictureForm(SHAPE[:2], "crop", SHAPE[2], True)
-    pixels = write(folder / "pixels.h5")
-    write_data_version_1(ImageFile.open(pixels), folder / "version 1.h5")
-    write(folder / "early.h5")
-    with h5py.File(folder / "early.h5", "r+") as file:
+    pixels = write(inputs / "pixels.h5")
+    write_data_version_1(ImageFile.open(pixels), inputs / "version 1.h5")
+    write(inputs / "early.h5")
+    with h5py.File(inputs / "early.h5", "r+") as file:
         del file["sums"]
     contents = []
     for image in np.asarray(ImageFile.open(pixels).images):
@@ -227,48 +376,48 @@ def formats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         Image.fromarray(image[..., 0]).save(stream, "PNG")
         contents.append(stream.getvalue())
     pictures = [form.picture(content, number % 3) for number, content in enumerate(contents)]
-    with form.writer(folder / "pictures.h5", COUNT, SHAPE, NAMES, "made up") as writer:
+    with form.writer(inputs / "pictures.h5", COUNT, SHAPE, NAMES, "made up") as writer:
         pack(writer, pictures, lambda count: None)
-    return {path.stem: path for path in folder.iterdir()}
+    return {path.stem: path for path in inputs.iterdir()}
 
 
-def opened_by(folder: Path, paths: Sequence[Path]) -> list[str]:
+def opened_by(inputs: Path, paths: Sequence[Path]) -> list[str]:
     """Return what each rank raises when rank i opens the i-th of these training files."""
 
     def on_rank(comm: Communicator) -> None:
-        open_alike(comm, load(folder / "tiny.yaml", [f"data.train={paths[comm.rank]}"])[0], ("train", "test"))
+        open_alike(comm, load(inputs / "tiny.yaml", [f"data.train={paths[comm.rank]}"])[0], ("train", "test"))
 
     return said(len(paths), on_rank)
 
 
-def test_the_same_samples_are_the_same_data_in_any_format(folder: Path, formats: dict[str, Path]) -> None:
+def test_the_same_samples_are_the_same_data_in_any_format(inputs: Path, formats: dict[str, Path]) -> None:
     for names in (*combinations_with_replacement(formats, 2), ("pixels",), tuple(formats)[::-1], ("early", "pictures", "early")):
-        assert opened_by(folder, [formats[name] for name in names]) == [""] * len(names), names
+        assert opened_by(inputs, [formats[name] for name in names]) == [""] * len(names), names
 
 
 @pytest.mark.parametrize("stem", ["version 1", "pixels", "early", "pictures"])
 @pytest.mark.parametrize("fact", ["samples", "order of classes", "labels", "mean", "a stored image"])
-def test_other_samples_are_other_data_in_any_format(folder: Path, formats: dict[str, Path], fact: str, stem: str) -> None:
-    other = folder / f"other-{list(OTHERS).index(fact)}.h5"
-    [sentence] = set(opened_by(folder, [formats[stem], other, formats["pixels"]]))
+def test_other_samples_are_other_data_in_any_format(inputs: Path, formats: dict[str, Path], fact: str, stem: str) -> None:
+    other = inputs / f"other-{list(OTHERS).index(fact)}.h5"
+    [sentence] = set(opened_by(inputs, [formats[stem], other, formats["pixels"]]))
     assert sentence.startswith(f"Rank 1 has another data.train than rank 0: {OTHERS[fact][1]}"), sentence
 
 
-def test_picture_files_are_compared_as_they_are_stored(folder: Path, formats: dict[str, Path], tmp_path: Path) -> None:
+def test_picture_files_are_compared_as_they_are_stored(inputs: Path, formats: dict[str, Path], tmp_path: Path) -> None:
     """A changed byte of a picture file is found without decoding it."""
     reader = ImageFile.open(formats["pictures"]).pixels
     assert isinstance(reader, BlockReader)
     content = bytearray(formats["pictures"].read_bytes())
     content[reader.extents.first + 20] ^= 1
     (tmp_path / "damaged.h5").write_bytes(content)
-    sentences = opened_by(folder, [formats["pixels"], formats["pictures"], tmp_path / "damaged.h5"])
+    sentences = opened_by(inputs, [formats["pixels"], formats["pictures"], tmp_path / "damaged.h5"])
     assert set(sentences) == {
         f"Rank 2 has another data.train than rank 0: image 0 has other pixels; give all nodes the same {tmp_path}/damaged.h5."
     }
 
 
 def test_a_bounded_part_of_a_file_is_read_and_what_cannot_be_read_is_unknown(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data_format.write(
         tmp_path / "large.h5", 40, (300, 300, 3), ["a"], [(np.zeros((40, 300, 300, 3), np.uint8), np.zeros(40, int))]
@@ -283,16 +432,14 @@ def test_a_bounded_part_of_a_file_is_read_and_what_cannot_be_read_is_unknown(
     monkeypatch.setattr(BlockReader, "_read_piece", counted)
     compared_facts(ImageFile.open(tmp_path / "large.h5"))
     assert 2 * 270_000 <= sum(read) <= 1 << 20
-    facts = compared_facts(ImageFile.open(folder / "train.h5"))
+    facts = compared_facts(ImageFile.open(inputs / "train.h5"))
     monkeypatch.setattr(BlockReader, "_read_file", lambda self, pieces, patient: "Input/output error")
-    unread = compared_facts(ImageFile.open(folder / "train.h5"))
+    unread = compared_facts(ImageFile.open(inputs / "train.h5"))
     assert {name for name in facts if name not in unread} == {name for name in facts if name.startswith("image ")}
     assert said(2, lambda comm: compare(comm, Subject("x", "y", (facts, unread)[comm.rank], partial=True))) == ["", ""]
 
 
 # -- who is named ----------------------------------------------------------------------------------------------------------------
-
-
 @settings(max_examples=60, deadline=None)
 @given(values=st.lists(st.sampled_from([1, 2, 3, None]), min_size=1, max_size=7), partial=st.booleans())
 def test_the_ranks_apart_from_most_are_named(values: list[int | None], partial: bool) -> None:
@@ -328,12 +475,10 @@ def test_hosts_are_named_where_there_are_several(monkeypatch: pytest.MonkeyPatch
 
 
 # -- checkpoints and pictures ----------------------------------------------------------------------------------------------------
-
-
 def test_checkpoints_that_differ_are_refused_and_no_older_one_takes_their_place(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = latest(folder / "runs", "tiny")
+    run = latest(inputs / "runs", "tiny")
     assert run is not None
     ((_, newest),) = checkpoint.checkpoints(run.checkpoints)
     content = checkpoint.read(newest)
@@ -360,14 +505,14 @@ def test_checkpoints_that_differ_are_refused_and_no_older_one_takes_their_place(
 
     def searches(comm: Communicator) -> object:
         here.rank = comm.rank
-        return find_checkpoint(comm, str(folder / "runs"), "tiny", "auto")
+        return find_checkpoint(comm, str(inputs / "runs"), "tiny", "auto")
 
     [sentence] = set(said(2, searches))
     older.unlink()
     assert sentence == f"Rank 1 has another checkpoint than rank 0: sha256 is 1, not 0; give all nodes the same {newest}."
 
 
-def test_pictures_are_compared_by_size_and_content(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pictures_are_compared_by_size_and_content(inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = [tmp_path / f"{number}.png" for number in range(40)]
     for number, path in enumerate(files):
         Image.fromarray(np.full(SHAPE[:2], number, np.uint8)).save(path)
@@ -385,7 +530,7 @@ def test_pictures_are_compared_by_size_and_content(folder: Path, tmp_path: Path,
 
         def on_rank(comm: Communicator) -> None:
             request = PredictionRequest((tmp_path,))
-            run_prediction(_session(comm, folder / "tiny.yaml", []), "auto", request)
+            run_prediction(_session(comm, inputs / "tiny.yaml", []), "auto", request)
 
         [sentence] = set(said(2, on_rank))
         assert " has other pictures than rank " in sentence
@@ -394,7 +539,6 @@ def test_pictures_are_compared_by_size_and_content(folder: Path, tmp_path: Path,
 
 
 # -- arrays and arguments of programs --------------------------------------------------------------------------------------------
-
 IMAGES, LABELS = np.random.default_rng(0).standard_normal((16, 9, 7, 3)), np.arange(16) % 5
 
 
@@ -491,11 +635,11 @@ def test_a_rank_with_other_arrays_or_arguments_is_named(tmp_path: Path, other: C
         ({"mixing": {"mixup": 0.5}}, "mixing is "),
     ],
 )
-def test_a_rank_with_other_arguments_of_a_loader_is_named(folder: Path, keywords: dict[str, Any], words: str) -> None:
+def test_a_rank_with_other_arguments_of_a_loader_is_named(inputs: Path, keywords: dict[str, Any], words: str) -> None:
     def on_rank(comm: Communicator) -> None:
-        job = job_of(_session(comm, folder / "tiny.yaml", []))
+        job = job_of(_session(comm, inputs / "tiny.yaml", []))
         with pytest.raises(ConfigError, match=words):
-            job.loader(None, folder / "train.h5", **(keywords if comm.rank else {}))  # type: ignore[arg-type]
+            job.loader(None, inputs / "train.h5", **(keywords if comm.rank else {}))  # type: ignore[arg-type]
 
     run_virtual(2, on_rank)
 
@@ -517,8 +661,6 @@ def test_a_rank_with_another_network_or_optimizer_is_named(tmp_path: Path) -> No
 
 
 # -- processes -------------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.job
 @pytest.mark.slow
 def test_nodes_with_other_files_under_one_path_end_before_the_first_step(job: Callable[..., Outcome], tmp_path: Path) -> None:
@@ -540,3 +682,65 @@ runpy.run_module("hpctrain", run_name="__main__", alter_sys=True)
     sentence = "Rank 1 has another data.train than rank 0: 19 images, not 20; give all nodes the same train.h5."
     assert outcome.stderr.count(sentence) == 1, outcome.output
     assert not (tmp_path / "0" / "runs").exists()
+
+
+def sentences(monkeypatch: pytest.MonkeyPatch, kind: str, of_ranks: list[dict[str, str]]) -> list[str]:
+    """Return what each rank raises if its code has these digests."""
+
+    def program(comm: ThreadCommunicator) -> str:
+        monkeypatch.setattr(user_code, kind, lambda: of_ranks[comm.rank])  # virtual ranks take turns, one goes on at a time
+        try:
+            check_alike(comm)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    return run_virtual(len(of_ranks), program)
+
+
+def test_all_ranks_must_have_the_same_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    same = {"own.py:A": "own.py sha256 1"}
+    assert sentences(monkeypatch, "digests", [{}, {}]) == [""] * 2
+    assert sentences(monkeypatch, "digests", [same, dict(same), same]) == [""] * 3
+    for other in ({}, {"own.py:A": "own.py sha256 2"}, {**same, "own.py:B": "own.py sha256 1"}):
+        [sentence] = set(sentences(monkeypatch, "digests", [same, same, other]))
+        assert re.match(r"Rank 2 has other code than rank 0: own\.py:[AB] is ", sentence)
+        assert sentence.endswith("; give all nodes the same files.")
+
+
+def test_modules_that_code_imports_are_compared_where_several_ranks_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sentences(monkeypatch, "modules", [{"blocks": "1"}, {"blocks": "1", "plots": "2"}, {}]) == [""] * 3
+    [sentence] = set(sentences(monkeypatch, "modules", [{"blocks": "1"}, {"plots": "1"}, {"blocks": "2", "plots": "1"}]))
+    assert sentence == "Rank 2 has other code than rank 0: blocks is 2, not 1; give all nodes the same files."
+
+
+def test_modules_are_those_of_the_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_blocks.py").write_text("x = 1\n")
+    (tmp_path / "own_net.py").write_text("import own_blocks\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.import_module("own_net")
+    before = user_code.modules()
+    assert {"own_net", "own_blocks", __name__} <= before.keys()
+    assert not before.keys() & {"numpy", "json", "hpctrain", "hpctrain.user_code", "pytest", "__main__"}
+    (tmp_path / "own_blocks.py").write_text("x = 2\n")
+    assert {name for name, value in user_code.modules().items() if value != before[name]} == {"own_blocks"}
+
+
+@pytest.mark.parametrize(
+    ("override", "trusted"),
+    [
+        ("optimizer={name: lars, lr: 1}", True),
+        ("optimizer={name: 'own.py:A', lr: 1}", False),
+        ("optimizer={name: offered, lr: 1}", False),
+        ("averager=own.py:A", False),
+        ("model=own.py:A", False),
+        ("schedule=own:A", False),
+        ("data.augment=[flip, 'own:A']", False),
+        ("metrics.reporters=['own:A']", False),
+    ],
+)
+def test_code_that_only_a_checkpoint_names_is_not_trusted(override: str, trusted: bool) -> None:
+    stored, now = load(CONFIG, [override])[0], load(CONFIG)[0]
+    assert is_trusted(stored, now) == trusted
+    assert is_trusted(stored, stored)
+    assert is_trusted(now, stored)
