@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,7 +41,6 @@ from hpctrain.flight.ring import End
 from hpctrain.launch.process_memory import resident_bytes
 from hpctrain.storage.run_directory import RunDirectory
 from hpctrain.train.data_waits import DataWait
-from hpctrain.train.metrics import Reporter
 from hpctrain.train.snapshot import Position
 from hpctrain.train.step_times import MeasuredStep
 from hpctrain.virtual.communicator import ThreadCommunicator
@@ -84,8 +83,7 @@ def test_one_rank_without_a_machine_has_no_account() -> None:
 
 
 def test_a_run_of_few_steps_has_no_account() -> None:
-    assert _heard("xc40", steps=MeasuredStep(0.5, 0.25, 3)).lines == []
-    assert _heard("xc40", steps=None).lines == []
+    assert (_heard("xc40", steps=MeasuredStep(0.5, 0.25, 3)).lines, _heard("xc40", steps=None).lines) == ([], [])
 
 
 def test_a_run_that_chose_is_compared_with_the_prediction_that_it_chose_by() -> None:
@@ -156,19 +154,6 @@ def test_the_facts_hold_both_sides() -> None:
     }
 
 
-class _Heard(Reporter):
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self.records: list[Mapping[str, Any]] = []
-
-    def say(self, text: str) -> None:
-        self.lines.append(text)
-
-    def record(self, kind: str, values: Mapping[str, Any]) -> None:
-        assert kind == "data"
-        self.records.append(values)
-
-
 class _Told:
     """Waits that are told one after another."""
 
@@ -179,12 +164,12 @@ class _Told:
         return next(self._waits)
 
 
-def _data_account_heard(*of_ranks: list[DataWait]) -> list[_Heard]:
+def _data_account_heard(*of_ranks: list[DataWait]) -> list[Heard]:
     """What every rank would say; the last of its waits is that of an epoch that has not ended."""
 
-    def rank(comm: Communicator) -> _Heard:
+    def rank(comm: Communicator) -> Heard:
         session: Any = SimpleNamespace(world=comm, groups=SimpleNamespace(all_ranks=comm), progress=virtual_engine(comm))
-        heard = _Heard()
+        heard = Heard()
         account = DataAccount(session, heard)
         *epochs, rest = of_ranks[comm.rank]
         account.waits = _Told([*epochs, rest])  # type: ignore[assignment]
@@ -200,12 +185,12 @@ def _data_account_heard(*of_ranks: list[DataWait]) -> list[_Heard]:
 def test_each_epoch_has_the_mean_and_the_slowest_rank_and_the_end_all_of_them(ranks: int) -> None:
     of_ranks = [[DataWait(10, 8.0, 1.0 + rank), DataWait(10, 8.0, 0.0), DataWait(3, 4.0, 0.5)] for rank in range(ranks)]
     for heard in _data_account_heard(*of_ranks):
-        assert [(record["epoch"], record["step"], record["steps"]) for record in heard.records] == [
+        assert [(record["epoch"], record["step"], record["steps"]) for _, record in heard.records] == [
             (1, 10, 10),
             (2, 20, 10),
             (3, 23, 3),
         ]
-        first = heard.records[0]
+        first = heard.records[0][1]
         mean = 1.0 + (ranks - 1) / 2
         assert (first["seconds"], first["waited_seconds"], first["share"]) == (8.0, mean, mean / 8.0)
         assert (first["most_waited_seconds"], first["most_share"], first["rank"]) == (float(ranks), ranks / 8.0, ranks - 1)
@@ -449,8 +434,7 @@ def test_one_line_says_the_choice_in_words(thread_seconds: float, line: str) -> 
 
 def test_the_figures_are_kept_for_the_metrics() -> None:
     facts = from_measurement(_hiding(0.06), 2.0).facts()
-    assert facts["mode"] == "thread"
-    assert facts["rounds"] == 9
+    assert (facts["mode"], facts["rounds"]) == ("thread", 9)
     assert facts["ratio_to_test"] == pytest.approx({"test": 1.0, "none": 1.125, "thread": 0.75})
     assert facts["ratio_to_test_limit"] == pytest.approx({"test": 1.0, "none": 1.125, "thread": 0.75})
     assert facts["hidden"] == pytest.approx({"test": 0.0, "none": -0.25, "thread": 0.5})
@@ -592,8 +576,7 @@ def test_records_of_ranks_are_read_where_the_run_says_they_lie(directory: RunDir
     recorder.keep_in(elsewhere)
     recorder.step(1, 17)
     state = _state(directory, time.time())
-    assert [one.rank for one in state.ranks] == [0]
-    assert state.step == 17
+    assert ([one.rank for one in state.ranks], state.step) == ([0], 17)
     assert state.heard_seconds(state.ranks[0]) < 60
     (elsewhere / "rank-00000.flight").write_bytes(b"short")
     assert _state(directory).ranks == ()

@@ -127,8 +127,7 @@ def test_a_trial_is_made_where_it_matters(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(choose, "cupy_is_installed", lambda: True)
     monkeypatch.delenv(choose.DEVICE_VARIABLE, raising=False)
     launcher = Launcher("Slurm srun", 4, 0, 2, 0)
-    assert tried(_config(), launcher) == AWARE
-    assert tried(_config(backend="auto", transport="mpi"), launcher) == AWARE
+    assert (tried(_config(), launcher), tried(_config(backend="auto", transport="mpi"), launcher)) == (AWARE, AWARE)
     for config in (None, _config(backend="onednn"), _config(transport="staged"), _config(transport="nccl")):
         assert tried(config, launcher) is None
     for other in (Launcher("none"), Launcher("Slurm srun", 1, 0, 1, 0), Launcher("Slurm srun", 4, 1, 2, 1)):

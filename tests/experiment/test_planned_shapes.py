@@ -83,7 +83,6 @@ def test_a_plan_in_a_few_words(overrides: tuple[str, ...], expected: str) -> Non
 def test_every_layer_that_is_named_is_in_parts_or_has_a_reason() -> None:
     config = config_of(*DOMAIN, "grid.overlap=['features.*']")
     graph = grid.model_graph(config)
-    assert graph is not None
     plan = grid.parallel_plan(config, 1)
     outcome = grid.overlap(graph, plan)
     named = [node.name for node in graph.nodes if node.name in plan.overlapped]
@@ -367,8 +366,7 @@ def test_the_grid_splits_layers_over_as_many_ranks_as_it_can(ranks: int, tmp_pat
     config = configured(tmp_path, "grid={rows: 4, cols: 3, tiles: [2, 2]}", "plan.default=domain")
     trial = shortened(config, ranks)
     rows = trial.config.grid.rows
-    assert ranks % rows == 0
-    assert rows == {1: 1, 2: 2, 3: 3, 4: 4, 5: 1, 6: 3, 12: 4}[ranks]
+    assert (ranks % rows, rows) == (0, {1: 1, 2: 2, 3: 3, 4: 4, 5: 1, 6: 3, 12: 4}[ranks])
     assert trial.config.grid == config.grid or any("in place of 4 x 3" in note for note in trial.notes)
     assert trial.config.batch >= ranks
 
@@ -378,8 +376,7 @@ def test_images_are_the_recipes_or_smaller_ones_that_the_model_takes(model: str,
     write_images(tmp_path / "train.h5", (256, 256, 3), ["a", "b", "c"])
     trial = shortened(configured(tmp_path, model=model, size=size), 1).config
     assert [step.options["size"] for step in (*trial.data.augment, *trial.data.evaluate_augment)] == [side, side]
-    assert trial.data.synthetic.height == round(256 * side / size)
-    assert trial.data.synthetic.classes == 3
+    assert (trial.data.synthetic.height, trial.data.synthetic.classes) == (round(256 * side / size), 3)
 
 
 def test_images_stay_as_large_where_the_parameters_follow_from_their_size(tmp_path: Path) -> None:
@@ -440,7 +437,6 @@ def test_images_have_the_shape_that_the_replica_takes() -> None:
 def test_mixing_is_made_of_its_options() -> None:
     assert mixing_of(None, 3, _replica()) is None
     mixing = mixing_of({"mixup": 0.2}, 3, _replica())
-    assert mixing is not None
     assert mixing.mixes
 
 

@@ -42,7 +42,7 @@ from hpctrain.experiment.planned_run import PlannedRun
 from hpctrain.experiment.planner_costs import concurrency, costs, is_here, setting
 from hpctrain.experiment.planner_measurement import measure
 from hpctrain.experiment.planner_search import SearchTask, job_of, space_of
-from hpctrain.experiment.simulated_scaling import SimulatedPoint, by_averager, plot, write_trace
+from hpctrain.experiment.simulated_scaling import SimulatedPoint, plot, write_trace
 from hpctrain.models import catalogue
 from hpctrain.nn.parameter import GroupLayout, ParameterSpec
 from hpctrain.optim.base import NormsNeeded
@@ -149,15 +149,6 @@ def test_bytes_of_all_ranks_are_those_of_an_allreduce_where_nothing_is_split() -
 
 
 CIFAR = Path(__file__).parents[2] / "configs" / "cifar10-resnet20.yaml"
-
-
-def test_a_planned_run_is_its_configuration_on_a_grid() -> None:
-    config, _ = load(CIFAR, ["batch=10", "backend=numpy"])
-    task = prepare(config, 4, (32, 32, 3), 10)
-    assert task.config is config
-    assert (task.plan.rows, task.plan.cols, task.counts) == (1, 4, (3, 3, 2, 2))
-    assert task.graph_of(3).tensors[0].shape == (3, 32, 32, 3)
-    assert task.specs.keys() == {name for node in task.graph_of(1).nodes for name in node.parameters.values()}
 
 
 CIFAR = Path(__file__).parents[2] / "configs" / "cifar10-resnet20.yaml"
@@ -299,8 +290,7 @@ def test_times_count_where_they_were_measured(cache: Callable[[Machine, PlannedR
     assert costs(here, job).measured_share() == 0.0  # nothing is known yet
     cache(here, job, 0.125)
     known = costs(here, job)
-    assert known.update_seconds(ELEMENTS) == 0.125
-    assert known.measured_share() == 1.0
+    assert (known.update_seconds(ELEMENTS), known.measured_share()) == (0.125, 1.0)
     assert costs(here, job, compute=2.0).update_seconds(ELEMENTS) == 0.0625
     assert costs(elsewhere, job).update_seconds(ELEMENTS) != 0.125
     assert costs(here, task("threads=2")).update_seconds(ELEMENTS) != 0.125
@@ -352,8 +342,7 @@ def planner_search_task(*overrides: str, ranks: int = 4, keep: tuple[str, ...] =
 def test_the_job_does_not_depend_on_the_configured_grid(ranks: int) -> None:
     """Neither a grid of two rows on 3 ranks nor fewer samples than ranks are in its way."""
     job = job_of(planner_search_task("batch=8", ranks=ranks))
-    assert job.plan.rows * job.plan.cols == ranks
-    assert job.image_shape == IMAGE
+    assert (job.plan.rows * job.plan.cols, job.image_shape) == (ranks, IMAGE)
     assert len(job.specs) == len(job_of(planner_search_task("batch=8", ranks=1)).specs)
 
 
@@ -366,8 +355,7 @@ def test_nothing_is_fixed_but_what_is_kept() -> None:
     )
     space = space_of(kept, job_of(kept))
     assert space.fixed_grid == (2, 2)
-    assert space.fixed_averager == AveragerChoice("bucketed", {"bucket_bytes": 4096})
-    assert space.fixed_micro_batches == 2
+    assert (space.fixed_averager, space.fixed_micro_batches) == (AveragerChoice("bucketed", {"bucket_bytes": 4096}), 2)
     assert space.fixed_plan is not None
     assert space.fixed_plan.use_of("stage1.conv") is Parallelism.DOMAIN
 
@@ -419,7 +407,6 @@ def _write(count: int) -> None:
 @pytest.mark.usefixtures("device")
 def test_without_data_files_images_are_not_known() -> None:
     planned = _planned()
-    assert planned is not None
     assert planned.images is None
     assert planned.messages is not None
 
@@ -438,7 +425,6 @@ def test_without_data_files_images_are_not_known() -> None:
 def test_what_depends_on_the_steps_is_not_told(overrides: tuple[str, ...], ranks: int, per_node: int | None) -> None:
     _write(24)
     planned = _planned(*overrides, ranks=ranks, per_node=per_node)
-    assert planned is not None
     assert planned.messages is None
     assert planned.images is not None
 
@@ -449,12 +435,9 @@ def test_a_batch_is_no_larger_than_its_file() -> None:
     for count in (24, 12, 7):
         _write(count)
         planned = _planned()
-        assert planned is not None
         found.append(planned.images)
     full, same, less = found
     assert full == same
-    assert full is not None
-    assert less is not None
     assert less[0] < full[0]
     assert less[1] < less[0]
 
@@ -484,15 +467,8 @@ def test_efficiency_is_that_of_bench_scaling() -> None:
 def test_facts_are_plain_and_whole() -> None:
     base, point = points()[:2]
     facts = json.loads(json.dumps(point.facts(base)))
-    assert facts["efficiency"] == pytest.approx(0.5 / 0.6)
-    assert facts["images_per_second"] == pytest.approx(64 / 0.6)
+    assert (facts["efficiency"], facts["images_per_second"]) == (pytest.approx(0.5 / 0.6), pytest.approx(64 / 0.6))
     assert (facts["ranks"], facts["grid"], facts["exposed_seconds"]) == (2, [1, 2], pytest.approx(0.1))
-
-
-def test_points_stay_with_their_averager_in_order() -> None:
-    lines = by_averager([*points("priority"), *points("blocking")])
-    assert list(lines) == ["priority", "blocking"]
-    assert [point.ranks for point in lines["blocking"]] == [1, 2, 4]
 
 
 def test_the_trace_begins_at_0_and_says_that_it_is_simulated(tmp_path: Path) -> None:
@@ -507,14 +483,12 @@ def test_the_trace_begins_at_0_and_says_that_it_is_simulated(tmp_path: Path) -> 
     names = [event["args"]["name"] for event in content["traceEvents"] if event["name"] == "process_name"]
     assert names == ["simulated: first split rank", "simulated: second split rank"]
     times = [event["ts"] for event in content["traceEvents"] if event["ph"] != "M"]
-    assert min(times) == 0.0
-    assert max(times) == pytest.approx(4001.0)
+    assert (min(times), max(times)) == (0.0, pytest.approx(4001.0))
 
 
 def test_curves_are_a_picture_of_their_own(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = plot(tmp_path / "curves.png", [*points(), *points("blocking", (0.5, 0.8, 1.4))], "simulated: small")
-    assert path is not None
     assert path.read_bytes().startswith(b"\x89PNG")
 
 

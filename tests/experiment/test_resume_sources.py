@@ -38,7 +38,6 @@ from hpctrain.train.snapshot import Position
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual
 from tests.support.best_cases import MEASURES, Case, Disturbance
-from tests.support.jobs import Outcome
 from tests.support.run_in_process import STEPS_PER_EPOCH, TEST_SAMPLES, Killed, disturbed, prepare, train
 from tests.support.unmarked_run import make_unmarked
 
@@ -85,7 +84,6 @@ def found_on(ranks: int, run: RunDirectory, source: str) -> list[tuple[str, int,
 
     def search(comm: ThreadCommunicator) -> tuple[str, int, bytes]:
         there = find_checkpoint(comm, str(run.path.parent), "net", source)
-        assert there is not None
         step = int(str(there[1].meta["global_step"]))
         return there[0].name, step, there[1].tensors["parameters/w"].tobytes()
 
@@ -129,8 +127,7 @@ def test_all_ranks_pass_over_a_damaged_one_and_are_told_one_reason(
 ) -> None:
     source = str(run.path) if source == "run" else source
     newest, older = (checkpoint_path(run.checkpoints, step, sharded=True) for step in (7, 5))
-    assert found_on(ranks, run, source) == [expected(7, ".shards")] * ranks
-    assert lines == []
+    assert (found_on(ranks, run, source), lines) == ([expected(7, ".shards")] * ranks, [])
     for number in range(4):  # more than one reason, of which each rank knows some
         flip(newest / f"shard-{number:05d}.h5", content(7).tensors["parameters/w"][15 * number : 15 * number + 15])
     assert found_on(ranks, run, source) == [expected(5, ".shards")] * ranks
@@ -138,8 +135,7 @@ def test_all_ranks_pass_over_a_damaged_one_and_are_told_one_reason(
     assert "Tensor parameters/w in the shard" in line
     assert line.count("use an older checkpoint") == 1
     (older / "shard-00002.h5").unlink()
-    assert found_on(ranks, run, source) == [expected(3, ".h5")] * ranks
-    assert len(lines) == 3
+    assert (found_on(ranks, run, source), len(lines)) == ([expected(3, ".h5")] * ranks, 3)
     assert "shard-00002.h5 is missing" in lines[2]
 
 
@@ -259,53 +255,20 @@ def test_a_rank_reads_its_share_of_the_verification_and_the_elements_that_it_nee
     assert max(verified for verified, _ in outcomes) <= share
 
 
-COUNTING = """
-import sys
-from pathlib import Path
-import numpy as np
-from hpctrain.boxes import even_interval
-from hpctrain.comm import mpi
-from hpctrain.experiment.checkpoint_search import read_together
-
-def read_so_far():
-    return int(Path("/proc/self/io").read_text().split()[1])
-
-world = mpi.world(60)
-path = Path("checkpoint-00000005.shards")
-import h5py  # modules are loaded before bytes are counted
-if "warm" in sys.argv:
-    read_together(world, Path("warm") / path)
-world.allgather_object(None)
-before = read_so_far()
-there = read_together(world, path)
-verified = read_so_far()
-tensors = there.tensors
-box = (even_interval(60, world.size, world.rank), (0, 100))
-values = tensors.part("parameters/w", box)
-# one write: the lines of two ranks come through one pipe
-sys.stdout.write(f"counted {world.rank} {verified - before} {read_so_far() - verified} {values.nbytes}\\n")
-"""
-
-
-@pytest.mark.job
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="the system counts no bytes for a process")
-def test_the_system_counts_no_more_bytes_on_real_ranks(tmp_path: Path, job: Callable[..., Outcome]) -> None:
-    """All of what a process reads, HDF5's structures and the manifest among it."""
-    path = write_sharded(tmp_path, 5, 4)
-    (tmp_path / "warm").mkdir()
-    write_sharded(tmp_path / "warm", 5, 4)
-    (tmp_path / "program.py").write_text(COUNTING)
-    outcome = job(2, ["program.py", "warm"], cwd=tmp_path)
-    assert outcome.code == 0, outcome.output
-    lines = sorted(line.split()[1:] for line in outcome.stdout.splitlines() if line.startswith("counted"))
-    sizes = [(path / f"shard-{number:05d}.h5").stat().st_size for number in range(4)]
-    manifest = sum((path / name).stat().st_size for name in ("manifest.json", "manifest.sha256"))
-    assert [int(rank) for rank, *_ in lines] == [0, 1], outcome.output
-    slack = 4096  # the count itself is read, and messages between processes may be
-    for rank, verified, read, needed in (map(int, line) for line in lines):
-        assert verified <= 1.25 * sum(sizes) / 2 + (rank == 0) * manifest + slack
-        assert needed <= read <= needed + slack
-        assert needed == 30 * 100 * 4
+def test_the_system_counts_no_more_bytes(tmp_path: Path) -> None:
+    """All of what the process reads, HDF5's structures and the manifest among it."""
+
+    def read_so_far() -> int:
+        return int(Path("/proc/self/io").read_text().split()[1])
+
+    path, slack = write_sharded(tmp_path, 5, 4), 4096  # the count itself is read
+    before = read_so_far()
+    read = run_virtual(2, lambda comm: read_together(comm, path).tensors)
+    verified = read_so_far()
+    assert verified - before <= 1.25 * sum(each.stat().st_size for each in path.iterdir()) + slack
+    needed = read[0].part("parameters/w", ((0, 30), (0, 100))).nbytes
+    assert needed <= read_so_far() - verified <= needed + slack
 
 
 CONFIG = """
@@ -342,14 +305,12 @@ def runs(tmp_path: Path) -> Path:
 
 def test_auto_is_the_newest_run_with_a_checkpoint_whatever_its_name(runs: Path) -> None:
     found = find_run("auto", runs)
-    assert found.source == str(runs / NEW)
-    assert found.parsed(())[0].name == "second"
+    assert (found.source, found.parsed(())[0].name) == (str(runs / NEW), "second")
 
 
 def test_best_is_of_the_newest_run_that_has_one(runs: Path) -> None:
     found = find_run("best", runs)
-    assert found.source == str(runs / OLD / "checkpoints" / "checkpoint-00000004.h5")
-    assert found.parsed(())[0].name == "first"
+    assert (found.source, found.parsed(())[0].name) == (str(runs / OLD / "checkpoints" / "checkpoint-00000004.h5"), "first")
 
 
 def test_a_path_is_a_run_or_a_checkpoint_which_says_what_it_was_written_with(runs: Path, tmp_path: Path) -> None:
@@ -365,8 +326,7 @@ def test_the_ranks_of_the_training_do_not_count_unless_they_are_asked_for(runs: 
     plain = Config.model_construct()
     for section in ("grid", "plan", "threads", "micro_batches", "machine"):
         assert getattr(config, section) == getattr(plain, section), section
-    assert config.averager.name == "sharded"
-    assert config.deadline_seconds == 17
+    assert (config.averager.name, config.deadline_seconds) == ("sharded", 17)
     config, _ = find_run("auto", runs).parsed(("grid.rows=3", "threads=1"))
     assert (config.grid.rows, config.grid.cols, config.threads) == (3, None, 1)
 
@@ -426,7 +386,6 @@ def test_the_best_has_the_best_value_and_comes_first(values: dict[int, float | N
     if not finite:
         assert best is None
         return
-    assert best is not None
     value = (min if measure == "loss" else max)(finite.values())
     assert best.step == min(step for step, its in finite.items() if its == value)
 
@@ -470,7 +429,6 @@ def folder(tmp_path: Path) -> Path:
 
 def _directory(folder: Path) -> Path:
     run = latest(folder / "runs", "tiny")
-    assert run is not None
     return run.checkpoints
 
 
@@ -515,9 +473,7 @@ def _assert_nothing_is_lost(folder: Path, case: Case) -> None:
 @pytest.mark.slow
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("seed", range(40))
-def test_a_run_disturbed_in_any_way_keeps_what_an_undisturbed_one_keeps(
-    folder: Path, seed: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_disturbed_in_any_way_keeps_what_an_undisturbed_one_keeps(folder: Path, seed: int, capsys) -> None:
     """Killed, rolled back, and gone on with from the newest checkpoint, from the best, and from any, as often as it comes."""
     case, draw = Case.of(seed), random.Random(seed)
     resume: str | None = None
@@ -583,9 +539,7 @@ def test_an_older_checkpoint_still_has_the_best_until_then(folder: Path, capsys:
     assert "\nbest test accuracy 25.00% after epoch 1: " in output.split("resumed at")[1]
 
 
-def test_a_checkpoint_before_its_own_evaluation_does_not_miss_the_best_until_then(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_before_its_own_evaluation_does_not_miss_the_best_until_then(folder: Path, capsys) -> None:
     """The last checkpoint turns out to be the best, so the one before it goes, which it still speaks of."""
     options = ("checkpoint={keep: 1, every_epochs: 0, every_steps: 3}",)
     _whole(folder, *options, accuracies=(5, 9))
@@ -726,7 +680,6 @@ def test_a_crash_at_any_call_to_the_system_leaves_the_best_until_then(tmp_path: 
         assert there == whole
         assert {2, 3} <= set(there) or (4 in there and (right == 9 or 2 in there)), call
         record = best_record.read(directory)
-        assert record is not None
         assert record.step in there
         outcomes.add(tuple(there))
         _save(directory, best, 5, 3)

@@ -247,7 +247,6 @@ class Way:
 
     def path(self, step: int) -> Path:
         run = latest(self.output, "tiny")
-        assert run is not None
         return checkpoint_path(run.checkpoints, step, sharded=self.layout == "sharded")
 
 
@@ -591,9 +590,7 @@ def test_a_new_run_removes_what_killed_runs_of_its_name_have_left(tmp_path: Path
         os.utime(left[key], (1e9, 1e9))
     train_virtual(2, tmp_path / "tiny.yaml", f"output={output}", steps=1)
     run = latest(output, "tiny")
-    assert run is not None
-    assert run.path.parent == output
-    assert [key for key, path in left.items() if not path.exists()] == [("tiny", "20200101-000000")]
+    assert (run.path.parent, [key for key, path in left.items() if not path.exists()]) == (output, [("tiny", "20200101-000000")])
 
 
 TASK = Task(nets.plain, NumpyKernelSet(), partial(Sgd, momentum=0.9), steps=6)
