@@ -1,4 +1,4 @@
-"""What a configuration leaves open: searched by rank 0, alike on all ranks, kept by runs that go on; machines, times and plans for it."""
+"""What a configuration leaves open: searched by rank 0, the same on all ranks, kept by runs that go on; machines and times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of whole runs: in the background, on faulty disks, from any ranks to any others, of own loops, in any order of clocks."""
+"""Checkpoints of whole runs: background writes, faulty disks, any ranks to any others, own loops, and any order of clocks."""
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ from hpctrain.storage.leftovers import remove_left
 from hpctrain.storage.shard_file import Part, ShardFacts, ShardReader, runs, write_shard
 from hpctrain.storage.sharded_checkpoint import moved_away, publish, unfinished
 from hpctrain.storage.sharded_tensors import ShardedTensors, shares
+from tests.support.sampling import amount
 
 SHAPES = {"parameters/w": (7, 6), "parameters/b": (), "statistics/m": (5,)}
 
@@ -440,13 +441,13 @@ def test_damage_is_found_and_the_checkpoint_before_is_used(tmp_path: Path, case:
     path = writer(tmp_path, 9)
     file = path if name is None else path / name
     whole, random = file.read_bytes(), np.random.default_rng(sorted(CASES).index(case))
-    for _ in range(flips):
+    for _ in range(amount(flips // 5, flips)):
         place, bit = int(random.integers(len(whole))), int(random.integers(8))
         damaged = bytearray(whole)
         damaged[place] ^= 1 << bit
         put(file, bytes(damaged))
         assert used(tmp_path) == 7, f"bit {bit} of byte {place} of {len(whole)}"
-    for length in random.integers(0, len(whole), ends):
+    for length in random.integers(0, len(whole), amount(ends // 3, ends)):
         put(file, whole[: int(length)])
         assert used(tmp_path) == 7, f"{length} of {len(whole)} bytes"
     put(file, whole)

@@ -7,21 +7,21 @@ import json
 import logging
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
+from hpctrain.cli.main import cli
 from hpctrain.data.facts import DataFacts
 from hpctrain.data.format import ImageFile
 from hpctrain.errors import CheckpointError
@@ -50,7 +50,7 @@ from hpctrain.storage.checkpoint import (
 )
 from hpctrain.storage.convert import convert
 from hpctrain.storage.run_directory import RunDirectory
-from tests.support.jobs import Outcome
+from tests.support.virtual_runs import train_virtual
 from tests.support.write_fixtures import CASES, CLASSES, SAMPLES, SHAPE, STEPS, arithmetic
 
 
@@ -221,19 +221,6 @@ class Stop(Exception):
     """Not an error that the writer knows."""
 
 
-class Interrupted(dict):
-    """Tensors of which the last one acts when it is asked for."""
-
-    def __init__(self, tensors, action):
-        super().__init__(tensors)
-        self.action = action
-
-    def __getitem__(self, name):
-        if name == list(self)[-1]:
-            self.action()
-        return super().__getitem__(name)
-
-
 def raising(error, calls=1, of=lambda *arguments: None):
     """A function that raises at its `calls`-th call and does `of` before."""
     made = []
@@ -247,28 +234,14 @@ def raising(error, calls=1, of=lambda *arguments: None):
     return function
 
 
-STAGES = ("begin", "tensor", "store", "file sync", "rename", "directory sync")
-
-
-def interrupt(stage, error, monkeypatch):
-    """The content for a write in which `stage` raises."""
-    base = content(9)
-    fsync, write_store = os.fsync, module.write_store
-    if stage == "tensor":
-        return CheckpointContent(Interrupted(base.tensors, raising(error)), base.meta)
-    if stage == "begin":
-        monkeypatch.setattr(module, "write_store", raising(error))
-    elif stage == "store":
-        monkeypatch.setattr(module, "write_store", lambda *a: (write_store(*a), raising(error)()))
-    elif stage == "file sync":
-        monkeypatch.setattr(os, "fsync", raising(error, 1, fsync))
-    elif stage == "rename":
-        monkeypatch.setattr(os, "replace", raising(error))
-    else:
-        monkeypatch.setattr(os, "fsync", raising(error, 2, fsync))
-    return base
-
-
+#: where a write may fail: module, function, and the number of the call
+STAGES = {
+    "begin": (module, "write_store", 1),
+    "tensor": (os, "pwrite", 2),
+    "file sync": (os, "fsync", 1),
+    "rename": (os, "replace", 1),
+    "directory sync": (os, "fsync", 2),
+}
 ERRORS = [OSError(28, "No space left on device"), Stop(), KeyboardInterrupt()]
 
 
@@ -278,9 +251,10 @@ def test_an_error_at_any_stage_leaves_the_previous_one_and_nothing_else(tmp_path
     old, new = checkpoint_path(tmp_path, 7), checkpoint_path(tmp_path, 9)
     write(old, content(7))
     with monkeypatch.context() as patch:
-        broken = interrupt(stage, error, patch)
+        owner, name, call = STAGES[stage]
+        patch.setattr(owner, name, raising(error, call, getattr(owner, name)))
         with pytest.raises(CheckpointError if isinstance(error, OSError) else type(error)) as caught:
-            write(new, broken)
+            write(new, content(9))
     if isinstance(error, OSError):
         assert "No space left on device" in str(caught.value)
         assert str(new) in str(caught.value)
@@ -291,22 +265,10 @@ def test_an_error_at_any_stage_leaves_the_previous_one_and_nothing_else(tmp_path
     assert_same(read(newest(tmp_path)), content(9))
 
 
-def test_an_interrupted_overwrite_leaves_the_old_content(tmp_path, monkeypatch):
-    path = checkpoint_path(tmp_path, 9)
-    write(path, content(3))
-    for stage in STAGES[:-1]:
-        with monkeypatch.context() as patch:
-            broken = interrupt(stage, Stop(), patch)
-            with pytest.raises(Stop):
-                write(path, broken)
-        assert_same(read(path), content(3))
-
-
 CHILD = """
-import os, signal, sys
+import sys
 import numpy as np
 from pathlib import Path
-from hpctrain.storage import checkpoint as module
 from hpctrain.storage.checkpoint import CheckpointContent, checkpoint_path, write
 
 directory, stage = Path(sys.argv[1]), sys.argv[2]
@@ -314,27 +276,10 @@ directory, stage = Path(sys.argv[1]), sys.argv[2]
 def content(step):
     return {f"parameters/{i}": np.full((25, 225), float(step * 100 + i)) for i in range(9)}
 
-def kill(*arguments):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-class Killing(dict):
-    def __getitem__(self, name):
-        if name.endswith("5"):
-            kill()
-        return super().__getitem__(name)
-
 write(checkpoint_path(directory, 1), CheckpointContent(content(1), {"global_step": 1}))
 print("ready", flush=True)
-tensors, fsync, calls = content(2), os.fsync, []
-if stage == "tensor":
-    tensors = Killing(tensors)
-elif stage == "file sync":
-    os.fsync = kill
-elif stage == "rename":
-    os.replace = kill
-elif stage == "directory sync":
-    os.fsync = lambda descriptor: kill() if calls else calls.append(fsync(descriptor))
-elif stage == "any":
+tensors = content(2)
+if stage == "any":
     for step in range(2, 100000):
         write(checkpoint_path(directory, step), CheckpointContent(content(step), {"global_step": step}))
         print(step, flush=True)
@@ -375,17 +320,6 @@ def assert_recovers(directory):
     assert not [name for name in listing(directory) if name.endswith(".partial")]
     assert newest(directory) == checkpoint_path(directory, 10**6)
     return partial
-
-
-@pytest.mark.job
-@pytest.mark.parametrize("stage", ["tensor", "file sync", "rename", "directory sync"])
-def test_sigkill_at_a_stage(tmp_path, stage):
-    done = child(tmp_path, stage)
-    assert (done.returncode, done.stdout) == (-signal.SIGKILL, "ready\n")
-    last = newest(tmp_path)
-    assert last == checkpoint_path(tmp_path, 2 if stage == "directory sync" else 1)
-    assert_valid_step(last)
-    assert bool(assert_recovers(tmp_path)) == (stage != "directory sync")
 
 
 @pytest.mark.job
@@ -554,38 +488,27 @@ def test_a_disk_that_refuses_or_keeps_other_bits_leaves_nothing(tmp_path: Path, 
         assert [path.name for path in tmp_path.iterdir()] == ["a.h5"]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_checkpoints_of_earlier_versions_are_converted(tmp_path: Path, case: str) -> None:
-    source = FIXTURES / case / "end.h5"
-    convert(source, tmp_path / "a.shards", sharded=True, shards=3)
-    convert_assert_same(read(tmp_path / "a.shards"), read(source))
-
-
-@pytest.mark.job
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["lazy", "sharded"])
-def test_a_run_goes_on_from_either_layout_with_the_same_bits(job: Callable[..., Outcome], tmp_path: Path, case: str) -> None:
-    """With what averagers keep back, and the state of the optimiser; the commands are the user's."""
+def test_a_run_goes_on_from_either_layout_with_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """With what averagers keep back, and the state of the optimiser; the commands that convert are the user's."""
     shutil.copy(FIXTURES / "train.h5", tmp_path)
+    monkeypatch.chdir(tmp_path)
     for name in ("single", "shards", "back"):
-        shutil.copytree(FIXTURES / case / "run", tmp_path / name)
-    [name] = [path.name for path in (tmp_path / "single" / "checkpoints").iterdir()]
+        shutil.copytree(FIXTURES / case / "run", name)
+    [name] = os.listdir("single/checkpoints")
     sharded = f"shards/checkpoints/{Path(name).stem}.shards"
     for directory, source, out in (
         ("shards", f"single/checkpoints/{name}", sharded),
         ("back", sharded, f"back/checkpoints/{name}"),
     ):
-        (tmp_path / directory / "checkpoints" / name).unlink()
-        command = ["-m", "hpctrain", "checkpoint", "convert", source, "--out", out]
-        outcome = job(0, command, cwd=tmp_path, through_mpi4py=False)
-        assert outcome.code == 0, outcome.output
+        Path(directory, "checkpoints", name).unlink()
+        converted = CliRunner().invoke(cli, ["checkpoint", "convert", source, "--out", out])
+        assert converted.exit_code == 0, converted.output
     ends = []
     for directory in ("single", "shards", "back"):
-        command = ["-m", "hpctrain", "train", f"{directory}/config.yaml", "--resume", directory, "--steps", "2"]
-        outcome = job(CASES[case].ranks, command, cwd=tmp_path)
-        assert outcome.code == 0, outcome.output
-        newest = max((tmp_path / directory / "checkpoints").iterdir())
-        ends.append(open_checkpoint(newest))
+        train_virtual(CASES[case].ranks, Path(directory, "config.yaml"), resume=directory, steps=2)
+        ends.append(open_checkpoint(max(Path(directory, "checkpoints").iterdir())))
     for end in ends[1:]:
         assert end.meta["position"] == ends[0].meta["position"]
         convert_assert_same(CheckpointContent(end.tensors, {}), CheckpointContent(ends[0].tensors, {}))
@@ -604,15 +527,15 @@ def _schedules(content: CheckpointContent) -> dict[str, str]:
     return {name: text for name, text in schedules.items() if name not in of_rows}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_a_run_of_an_earlier_version_goes_on_as_it_did(job: Callable[..., Outcome], tmp_path: Path, case: str) -> None:
+def test_a_run_of_an_earlier_version_goes_on_as_it_did(tmp_path: Path, monkeypatch, capsys, case: str) -> None:
     shutil.copy(FIXTURES / "train.h5", tmp_path)
+    monkeypatch.chdir(tmp_path)
     run = tmp_path / "run"
     shutil.copytree(FIXTURES / case / "run", run)
-    command = ["-m", "hpctrain", "train", "run/config.yaml", "--resume", "run", "--steps", str(STEPS)]
-    outcome = job(CASES[case].ranks, command, cwd=tmp_path)
-    assert outcome.code == 0, outcome.output
-    assert " -> " not in outcome.stdout, "a resume with the run's own configuration changes no value"
+    train_virtual(CASES[case].ranks, Path("run/config.yaml"), resume="run", steps=STEPS)
+    assert " -> " not in capsys.readouterr().out, "a resume with the run's own configuration changes no value"
     here, expected = _newest(run), checkpoint.read(FIXTURES / case / "end.h5")
     compared = [key for key in expected.meta if key not in ("position", "config", "schedules")]
     assert {key: here.meta[key] for key in compared} == {key: expected.meta[key] for key in compared}
