@@ -283,7 +283,6 @@ with hpctrain.start(batch=8) as job:
 """
 
 
-@pytest.mark.job
 @pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("ranks", [0, 2, 3])
@@ -297,7 +296,6 @@ def test_processes_read_the_file_once_by_the_count_of_the_system(job: Callable[.
         assert read == expected  # without memory, samples come out of the map
 
 
-@pytest.mark.job
 @pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("ranks", [0, 2])
@@ -448,7 +446,6 @@ def test_filling_ends_on_all_ranks_where_one_is_asked_to_stop(ranks: int, per_no
 
 
 @pytest.mark.usefixtures("small_chunks")
-@pytest.mark.job
 @pytest.mark.slow
 def test_a_run_that_is_to_stop_fills_no_further(job: Callable[..., Outcome], tmp_path: Path) -> None:
     """A request during filling is one from before the first step: a checkpoint, exit code 85, and the same bits at the end."""

@@ -196,7 +196,6 @@ runpy.run_module("hpctrain", run_name="__main__", alter_sys=True)
 
 
 @pytest.mark.slow
-@pytest.mark.job
 def test_real_ranks_go_back_together(job: Callable[..., Outcome], folder: Path) -> None:
     (folder / "poisoned.py").write_text(POISONED)
     words = ["poisoned.py", "train", "tiny.yaml", "on_nonfinite=rollback", "checkpoint.every_steps=3"]
@@ -248,6 +247,7 @@ def test_a_resume_says_a_rollback_once(folder: Path) -> None:
         with pytest.raises(DivergedError):
             _train(folder, 2, {"rank": 1, "steps": [6]}, "on_nonfinite={action: rollback, most: 1}", resume="auto")
         assert [record["step"] for record in _records(_run(folder), "rollback")] == [6]
+        shutil.rmtree(_run(folder).path / "owners")  # as this process, which owns the run, does not end
 
 
 #: 75 samples of which a step takes 16: five steps of an epoch, ten in all

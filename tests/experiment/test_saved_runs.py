@@ -281,7 +281,6 @@ def test_from_grid_to_grid_to_a_line_of_ranks(checkpoint_ranks_folder: Path, ove
 
 
 @pytest.mark.slow
-@pytest.mark.job
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("writers", "readers", "overrides"), [(2, 3, ()), (4, 3, ("grid.rows=2", *SPLIT))], ids=["2-3", "2x2-1x3"]

@@ -641,7 +641,6 @@ def test_a_rank_with_another_network_or_optimizer_is_named(tmp_path: Path) -> No
 
 
 # -- processes -------------------------------------------------------------------------------------------------------------------
-@pytest.mark.job
 @pytest.mark.slow
 def test_nodes_with_other_files_under_one_path_end_before_the_first_step(job: Callable[..., Outcome], tmp_path: Path) -> None:
     for rank in range(2):

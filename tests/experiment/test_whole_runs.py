@@ -395,7 +395,6 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.job
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("ranks", "rank", "shorter"), [(0, 0, 0.0), (2, 1, 4.0)])
 def test_a_run_ends_before_its_limit_and_goes_on_bit_by_bit(job, folder: Path, ranks: int, rank: int, shorter: float) -> None:

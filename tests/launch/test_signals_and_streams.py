@@ -27,6 +27,9 @@ from tests.cli.test_starting import folder as folder
 from tests.support.jobs import Outcome, clean_environment, run_job
 from tests.support.signal_storm import prepare
 
+pytestmark = pytest.mark.job
+
+_WITHOUT_MEANING = (Signals.SIGALRM, Signals.SIGPROF, Signals.SIGCHLD)
 _START = """
 import os, signal, sys, time
 from hpctrain.launch import signals
@@ -42,7 +45,6 @@ def _run(program: str, *, at_once: bool = False) -> Outcome:
     return run_job(0, ["-c", _START.format(at_once=at_once) + textwrap.dedent(program)])
 
 
-@pytest.mark.job
 @pytest.mark.parametrize("number", STOPS)
 def test_a_stop_is_remembered_and_said_once(number: Signals) -> None:
     outcome = _run(
@@ -59,30 +61,27 @@ def test_a_stop_is_remembered_and_said_once(number: Signals) -> None:
     assert outcome.stderr.count(f"hpctrain: {number.name} received: the run ends after this step with a checkpoint") == 1
 
 
-@pytest.mark.job
-@pytest.mark.parametrize("number", [Signals.SIGALRM, Signals.SIGPROF, Signals.SIGCHLD])
-def test_signals_without_a_meaning_do_nothing(number: Signals) -> None:
-    outcome = _run(f"for _ in range(50): send({number:d}); time.sleep(1e-3)\nprint(watch.asked())")
-    assert (outcome.code, outcome.stdout, outcome.stderr) == (0, "False\n", "")
+_PLACE = "def the_place(): send(signal.SIGUSR2); time.sleep(0.5)\nthe_place()\n"
 
 
-@pytest.mark.job
-def test_usr2_prints_all_stacks_and_the_program_goes_on() -> None:
-    outcome = _run(
-        """
-        def the_place():
-            send(signal.SIGUSR2)
-            time.sleep(0.5)
-        the_place()
-        print(watch.asked())
-        """
-    )
-    assert (outcome.code, outcome.stdout) == (0, "False\n")
-    assert f"{place(0)}SIGUSR2 received, the run goes on; stacks of all threads:" in outcome.stderr
-    assert "in the_place" in outcome.stderr
+@pytest.mark.parametrize(
+    ("program", "at_once", "code", "said", "words"),
+    [
+        *((f"for _ in range(50): send({number:d}); time.sleep(1e-3)\n", False, 0, "False", ()) for number in _WITHOUT_MEANING),
+        (_PLACE, False, 0, "False", (f"{place(0)}SIGUSR2 received, the run goes on; stacks of all threads:", "in the_place")),
+        ("send(15); time.sleep(60)", True, 143, "", ("SIGTERM received: this process ends at once and writes no checkpoint.",)),
+        ("send(1); time.sleep(0.3); watch.end_at_once()", False, 129, "", ("SIGHUP received",)),
+        # After the close signals stay pending.
+        ("watch.close(); send(15); time.sleep(0.2); assert signal.SIGTERM in signal.sigpending()", False, 0, "False", ()),
+    ],
+)
+def test_what_a_signal_does(program: str, at_once: bool, code: int, said: str, words: tuple[str, ...]) -> None:
+    outcome = _run(f"{program}\nprint(watch.asked())", at_once=at_once)
+    assert (outcome.code, outcome.stdout.strip()) == (code, said), outcome.output
+    assert all(each in outcome.stderr for each in words)
+    assert words or not outcome.stderr
 
 
-@pytest.mark.job
 @pytest.mark.parametrize("first", [Signals.SIGINT, Signals.SIGTERM, Signals.SIGUSR1])
 def test_an_interrupt_after_a_request_ends_a_process_that_hangs(first: Signals) -> None:
     # The interpreter lock is free in a kernel or in a wait for others, so the thread that waits for signals can speak.
@@ -93,7 +92,6 @@ def test_an_interrupt_after_a_request_ends_a_process_that_hangs(first: Signals) 
     assert outcome.seconds < 30
 
 
-@pytest.mark.job
 @pytest.mark.parametrize("again", [Signals.SIGTERM, Signals.SIGUSR1, Signals.SIGHUP])
 def test_what_schedulers_send_again_loses_nothing(again: Signals) -> None:
     """They send it as often as they like; a person is told once that it takes its time."""
@@ -103,28 +101,6 @@ def test_what_schedulers_send_again_loses_nothing(again: Signals) -> None:
     assert outcome.stderr.count(f"{again.name} received again: the checkpoint is still to come") == 1
 
 
-@pytest.mark.job
-def test_where_nothing_can_be_saved_a_request_ends_the_process() -> None:
-    outcome = _run("send(signal.SIGTERM); time.sleep(60)", at_once=True)
-    assert outcome.code == 128 + signal.SIGTERM
-    assert "SIGTERM received: this process ends at once and writes no checkpoint." in outcome.stderr
-
-
-@pytest.mark.job
-def test_a_request_from_before_ends_the_process_once_nothing_can_be_saved() -> None:
-    outcome = _run("send(signal.SIGHUP); time.sleep(0.3); watch.end_at_once(); print('alive')")
-    assert (outcome.code, outcome.stdout) == (128 + signal.SIGHUP, "")
-
-
-@pytest.mark.job
-def test_after_the_close_signals_stay_pending() -> None:
-    outcome = _run("watch.close(); send(signal.SIGTERM); time.sleep(0.2); print(signal.sigpending(), watch.asked())")
-    assert outcome.code == 0
-    assert "SIGTERM" in outcome.stdout
-    assert "False" in outcome.stdout
-
-
-@pytest.mark.job
 def test_what_the_starter_ignores_stays_ignored() -> None:
     """As under `nohup`, and for the background jobs of scripts."""
     program = _START.format(at_once=True) + "send(signal.SIGHUP); time.sleep(0.3); print(len(held))"
@@ -133,7 +109,6 @@ def test_what_the_starter_ignores_stays_ignored() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{len(HELD) - 1}\n", "")
 
 
-@pytest.mark.job
 def test_children_get_no_mask() -> None:
     outcome = _run(
         """
@@ -151,7 +126,6 @@ def test_without_a_thread_nothing_is_asked() -> None:
     assert not watch.asked()
 
 
-@pytest.mark.job
 def test_a_process_with_a_new_rank_speaks_as_that() -> None:
     """Rank 0 alone says what concerns all; where it is lost, another one is rank 0."""
     program = "watch.renumber({}); send(signal.SIGTERM)\nwhile not watch.asked(): time.sleep(0.01)\ntime.sleep(0.1)"
@@ -175,7 +149,6 @@ runpy.run_module("hpctrain", run_name="__main__", alter_sys=True)
 """
 
 
-@pytest.mark.job
 def test_the_mask_comes_before_all_else() -> None:
     outcome = run_job(0, ["-c", _LOADED])
     held, *loaded = outcome.stdout.splitlines()[0].split()
@@ -187,7 +160,6 @@ def test_the_mask_comes_before_all_else() -> None:
     assert not {"typing", "threading", "ctypes", "dataclasses", "numpy", "click"} & (set(loaded) - theirs)
 
 
-@pytest.mark.job
 @pytest.mark.parametrize("closed", ["1>&-", "2>&-", "0<&- 1>&- 2>&-"])
 def test_a_run_with_closed_streams_trains_and_writes_into_no_file_of_its_own(tmp_path: Path, closed: str) -> None:
     prepare(tmp_path, images=64, epochs=1)
@@ -199,7 +171,6 @@ def test_a_run_with_closed_streams_trains_and_writes_into_no_file_of_its_own(tmp
     assert list((run / "checkpoints").glob("*.h5"))
 
 
-@pytest.mark.job
 @pytest.mark.parametrize("stream", [0, 1, 2])
 def test_a_closed_descriptor_is_no_files(tmp_path: Path, stream: int) -> None:
     program = f"""
@@ -223,7 +194,6 @@ with open({str(tmp_path / "file")!r}, "wb") as file:
     assert (done.returncode, (tmp_path / "file").read_bytes()) == (0, b"1")
 
 
-@pytest.mark.job
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_a_process_that_is_about_to_be_ended_waits_for_its_reader(stream: str) -> None:
     program = f"""
@@ -245,7 +215,6 @@ def test_nobody_waits_longer_than_asked_for(capfd: pytest.CaptureFixture[str]) -
     assert time.monotonic() - begin < 5.0
 
 
-@pytest.mark.job
 def test_characters_that_the_encoding_of_an_output_lacks_are_escapes() -> None:
     program = "from hpctrain.launch.streams import open_closed_streams as o; o(); print('caf\\xe9')"
     environ = clean_environment() | {"PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
@@ -268,7 +237,6 @@ def test_other_errors_stay_errors() -> None:
     os.close(writer)
 
 
-@pytest.mark.job
 @pytest.mark.slow
 def test_a_run_whose_output_finds_no_room_trains_on(tmp_path: Path) -> None:
     prepare(tmp_path, images=64, epochs=1)
@@ -343,7 +311,6 @@ def _end(process: subprocess.Popen[str]) -> None:
     process.communicate("", timeout=30)
 
 
-@pytest.mark.job
 def test_what_a_killed_process_has_left_goes_once(tmp_path: Path) -> None:
     (tmp_path / "somebody-elses").write_bytes(b"x")
     _end(_process(tmp_path, "kill", "a", "b"))
@@ -352,7 +319,6 @@ def test_what_a_killed_process_has_left_goes_once(tmp_path: Path) -> None:
     assert remove_stale(tmp_path) == Removed()
 
 
-@pytest.mark.job
 def test_what_a_living_process_uses_stays(tmp_path: Path) -> None:
     living = _process(tmp_path, "stay", "shared", "own")
     _end(_process(tmp_path, "kill", "shared", "left"))
@@ -364,7 +330,6 @@ def test_what_a_living_process_uses_stays(tmp_path: Path) -> None:
     assert (living.returncode, remove_stale(tmp_path)) == (-signal.SIGKILL, Removed(2, 16384))
 
 
-@pytest.mark.job
 def test_what_a_process_that_was_killed_while_mpi_started_has_left_goes(tmp_path: Path) -> None:
     """Nobody has written its segments down: what MPIs call so goes, if nobody has mapped it and it is of that time."""
     (tmp_path / "mpich_shm_older").write_bytes(b"x")
@@ -374,7 +339,6 @@ def test_what_a_process_that_was_killed_while_mpi_started_has_left_goes(tmp_path
     assert (sorted(path.name for path in tmp_path.iterdir()), list(_folder(tmp_path).iterdir())) == (sorted(kept), [])
 
 
-@pytest.mark.job
 def test_files_that_a_start_under_way_may_have_made_stay_until_it_is_over(tmp_path: Path) -> None:
     first = _process(tmp_path, "start", "mpich_shm_first")
     living = _process(tmp_path, "start", "mpich_shm_mapped")
@@ -408,7 +372,6 @@ def test_entries_of_another_namespace_or_machine_are_left_alone(tmp_path: Path) 
     assert (tmp_path / "a").exists()
 
 
-@pytest.mark.job
 @pytest.mark.parametrize("where", ["outside", "link"])
 def test_nothing_but_files_in_the_memory_is_removed(tmp_path: Path, where: str) -> None:
     memory, victim = tmp_path / "memory", tmp_path / "victim"
@@ -423,7 +386,6 @@ def test_nothing_but_files_in_the_memory_is_removed(tmp_path: Path, where: str) 
     assert (memory / "link").is_symlink()
 
 
-@pytest.mark.job
 def test_a_folder_that_others_can_write_in_is_not_trusted(tmp_path: Path) -> None:
     _end(_process(tmp_path, "kill", "a"))
     _folder(tmp_path).chmod(0o777)
@@ -436,7 +398,6 @@ def test_words() -> None:
     assert "removed 2 segments" in str(Removed(2, 1))
 
 
-@pytest.mark.job
 def test_a_job_removes_what_the_one_before_has_left(job: Callable[..., Outcome], folder: Path) -> None:
     """All ranks are killed at once, and their launcher with them. Jobs of other tests may be the ones that remove it."""
     killed = """
