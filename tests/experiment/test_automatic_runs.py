@@ -52,19 +52,9 @@ from tests.support.fake_cudnn import FakeCudnn, FakePlan
 from tests.support.training import Task
 
 CONFIG = """
-name: tiny
-backend: numpy
-model: {{name: small, channels: [3, 4], hidden: 5}}
-data: {{train: {folder}/train.h5}}
-batch: 8
-epochs: 1
-optimizer: {{name: sgd, lr: 0.05}}
-schedule: constant
-grid: auto
-plan: auto
-averager: auto
-machine: {folder}/machine.yaml
-output: {folder}/runs
+{{name: tiny, backend: numpy, model: {{name: small, channels: [3, 4], hidden: 5}}, data: {{train: {folder}/train.h5}},
+ batch: 8, epochs: 1, optimizer: {{name: sgd, lr: 0.05}}, schedule: constant, grid: auto, plan: auto, averager: auto,
+ machine: {folder}/machine.yaml, output: {folder}/runs}}
 """
 
 

@@ -244,12 +244,8 @@ def test_what_a_training_starts_from_is_checked(override: str, place: str) -> No
 
 
 CONFIG = """
-model: {name: small, channels: [4, 6]}
-data: {train: train.h5, augment: [flip]}
-batch: 8
-epochs: 6
-optimizer: {name: sgd, lr: 0.1}
-schedule: constant
+{model: {name: small, channels: [4, 6]}, data: {train: train.h5, augment: [flip]}, batch: 8, epochs: 6,
+ optimizer: {name: sgd, lr: 0.1}, schedule: constant}
 """
 
 
@@ -465,13 +461,7 @@ def test_the_schema_lets_code_of_the_users_have_any_options(section: str) -> Non
 
 
 EXACT_FAULTS_CONFIG = """
-model: small
-data: {train: train.h5}
-batch: 8
-epochs: 1
-optimizer: {name: sgd, lr: 0.1}
-schedule: constant
-threads: 1
+{model: small, data: {train: train.h5}, batch: 8, epochs: 1, optimizer: {name: sgd, lr: 0.1}, schedule: constant, threads: 1}
 """
 
 
@@ -500,12 +490,7 @@ def test_a_plain_run_has_none() -> None:
 
 
 DEVICE_FAULTS_CONFIG = """
-model: small
-data: {train: train.h5}
-batch: 8
-epochs: 1
-optimizer: {name: sgd, lr: 0.1}
-schedule: constant
+{model: small, data: {train: train.h5}, batch: 8, epochs: 1, optimizer: {name: sgd, lr: 0.1}, schedule: constant}
 """
 
 FAULTS = {

@@ -59,13 +59,8 @@ SIZE = 9 * 11 * 3
 BATCHES = 50
 
 _CONFIG = """
-name: cached
-model: {name: small, channels: [2], hidden: 3}
-data: {train: train.h5}
-batch: 8
-epochs: 1
-optimizer: {name: sgd, lr: 0.01}
-schedule: constant
+{name: cached, model: {name: small, channels: [2], hidden: 3}, data: {train: train.h5}, batch: 8, epochs: 1,
+ optimizer: {name: sgd, lr: 0.01}, schedule: constant}
 """
 
 #: limits of memory: none, two fifths of the samples, more than all

@@ -26,20 +26,10 @@ Deaths = Sequence[tuple[Sequence[int], str, str, str, int]]
 
 FAULT_TOLERANT = ("--with-ft", "ulfm")
 CONFIG = """
-name: tiny
-backend: numpy
-progress: test
-model: {{name: small, channels: [4, 6], hidden: 9, dropout: 0.2}}
-data: {{train: {folder}/train.h5, test: {folder}/test.h5}}
-batch: 12
-epochs: 2
-optimizer: {{name: sgd, lr: 0.05, momentum: 0.9}}
-schedule: {{name: cosine}}
-averager: overlap
-on_lost_rank: shrink
-checkpoint: {{every_steps: 5, keep: 99, asynchronous: false}}
-deadline_seconds: 30
-output: {folder}/runs
+{{name: tiny, backend: numpy, progress: test, model: {{name: small, channels: [4, 6], hidden: 9, dropout: 0.2}},
+ data: {{train: {folder}/train.h5, test: {folder}/test.h5}}, batch: 12, epochs: 2,
+ optimizer: {{name: sgd, lr: 0.05, momentum: 0.9}}, schedule: {{name: cosine}}, averager: overlap, on_lost_rank: shrink,
+ checkpoint: {{every_steps: 5, keep: 99, asynchronous: false}}, deadline_seconds: 30, output: {folder}/runs}}
 """
 # The program; calls of some functions end some ranks.
 DYING = """

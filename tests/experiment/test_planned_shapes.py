@@ -191,13 +191,8 @@ def test_a_network_that_does_not_take_a_shape_is_told_with_the_layer() -> None:
 
 
 SINGLE_VALUES_CONFIG = """
-model: resnet18
-data: {train: synthetic, synthetic: {height: 32, width: 32, channels: 3, classes: 3, samples: 40}}
-batch: 4
-epochs: 1
-optimizer: {name: sgd, lr: 0.05}
-schedule: constant
-threads: 1
+{model: resnet18, data: {train: synthetic, synthetic: {height: 32, width: 32, channels: 3, classes: 3, samples: 40}},
+ batch: 4, epochs: 1, optimizer: {name: sgd, lr: 0.05}, schedule: constant, threads: 1}
 """
 
 

@@ -377,13 +377,8 @@ def test_a_kept_grid_must_be_one_of_the_ranks(ranks: int, words: str) -> None:
 
 
 PINNED_MEMORY_CONFIG = """
-backend: cuda
-model: {name: small, channels: [4, 6], hidden: 9}
-data: {train: train.h5}
-batch: 12
-epochs: 1
-optimizer: {name: sgd, lr: 0.1}
-schedule: constant
+{backend: cuda, model: {name: small, channels: [4, 6], hidden: 9}, data: {train: train.h5}, batch: 12, epochs: 1,
+ optimizer: {name: sgd, lr: 0.1}, schedule: constant}
 """
 
 

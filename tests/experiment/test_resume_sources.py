@@ -8,7 +8,7 @@ import random
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from hpctrain.train.snapshot import Position
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual
 from tests.support.best_cases import MEASURES, Case, Disturbance
+from tests.support.crashes import crash_at
 from tests.support.run_in_process import STEPS_PER_EPOCH, TEST_SAMPLES, Killed, disturbed, prepare, train
 from tests.support.unmarked_run import make_unmarked
 
@@ -627,32 +628,6 @@ def test_the_run_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "\ncheckpoint.best is top5, but data.test is not set, so that nothing is evaluated: " in capsys.readouterr().out
 
 
-_CALLS = ("pwrite", "fsync", "replace", "open", "unlink", "rmdir")
-
-
-def _crash_at(call: int, work: Callable[[], object]) -> bool:
-    """Run `work` in a child process that ends before its call number `call` to the system; whether it did all."""
-    child = os.fork()
-    if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    made = []
-    try:
-        for name in _CALLS:
-            original = getattr(os, name)
-
-            def counted(*arguments: object, original: Callable[..., object] = original, **options: object) -> object:
-                made.append(1)
-                if len(made) > call:
-                    os._exit(1)
-                return original(*arguments, **options)
-
-            setattr(os, name, counted)
-        work()
-        os._exit(0)
-    finally:
-        os._exit(3)
-
-
 def _save(directory: Path, best: BestCheckpoint, step: int, right: int) -> None:
     """An evaluation and a checkpoint, as a run makes them."""
     position = Position(epoch=step, global_step=step)
@@ -674,7 +649,7 @@ def test_a_crash_at_any_call_to_the_system_leaves_the_best_until_then(tmp_path: 
         best = BestCheckpoint(directory, CheckpointConfig(keep=1), Reporter())
         for step, its in ((1, 1), (2, 5), (3, 4)):
             _save(directory, best, step, its)
-        done = _crash_at(call, lambda: _save(directory, best, 4, right))  # noqa: B023 - it is called at once
+        done = crash_at(call, lambda: _save(directory, best, 4, right))  # noqa: B023 - it is called at once
         there = [step for step, _ in checkpoint.checkpoints(directory)]
         whole = [int(str(checkpoint.read(path).meta["global_step"])) for _, path in checkpoint.checkpoints(directory)]
         assert there == whole

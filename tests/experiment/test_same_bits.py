@@ -20,7 +20,6 @@ from hpctrain.data import format as data_format
 from hpctrain.data.loader import Batch
 from hpctrain.data.sampler import Reordering, Sampler
 from hpctrain.errors import CheckpointError, ConfigError, DivergedError
-from hpctrain.experiment import exact_promise
 from hpctrain.experiment.exact_promise import META, check_alike, check_kept, promise
 from hpctrain.experiment.run_hashes import RunHashes
 from hpctrain.launch.threads import ThreadPlan
@@ -33,26 +32,17 @@ from hpctrain.train.element_hash import hash_of, hash_of_all
 from hpctrain.train.step import TrainingStep
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual
+from tests.experiment.test_saved_runs import write_images
 from tests.support.jobs import Outcome
 from tests.support.virtual_runs import _rank, train_virtual
 
 SAMPLES, BATCH, SEED = 75, 16, 7
 
 CONFIG = """
-name: tiny
-seed: {seed}
-backend: numpy
-progress: test
-model: {{name: small, channels: [4, 6], hidden: 9, dropout: 0.2}}
-data: {{train: {folder}/train.h5, test: {folder}/test.h5}}
-batch: {batch}
-epochs: 2
-optimizer: {{name: sgd, lr: 0.05, momentum: 0.9}}
-schedule: {{name: cosine}}
-checkpoint: {{every_steps: 2, keep: 99}}
-metrics: {{interval_seconds: 1.0e-9}}
-deadline_seconds: 60
-output: {folder}/runs
+{{name: tiny, seed: {seed}, backend: numpy, progress: test, model: {{name: small, channels: [4, 6], hidden: 9, dropout: 0.2}},
+ data: {{train: {folder}/train.h5, test: {folder}/test.h5}}, batch: {batch}, epochs: 2,
+ optimizer: {{name: sgd, lr: 0.05, momentum: 0.9}}, schedule: {{name: cosine}}, checkpoint: {{every_steps: 2, keep: 99}},
+ metrics: {{interval_seconds: 1.0e-9}}, deadline_seconds: 60, output: {folder}/runs}}
 """
 
 #: by step, the samples of each rank as they were taken last
@@ -252,21 +242,10 @@ def test_a_resume_says_a_rollback_once(folder: Path) -> None:
 
 #: 75 samples of which a step takes 16: five steps of an epoch, ten in all
 RUN_HASHES_CONFIG = """
-name: tiny
-seed: 7
-backend: numpy
-progress: test
-model: {{name: small, channels: [4, 6], hidden: 5, dropout: 0.2}}
-data: {{train: {folder}/train.h5}}
-batch: 16
-epochs: 2
-optimizer: {{name: sgd, lr: 0.05, momentum: 0.9}}
-schedule: constant
-ema: {{decay: 0.5}}
-checkpoint: {{every_steps: 3, keep: 99}}
-hashes: {{every_steps: 2}}
-deadline_seconds: 60
-output: {folder}/runs
+{{name: tiny, seed: 7, backend: numpy, progress: test, model: {{name: small, channels: [4, 6], hidden: 5, dropout: 0.2}},
+ data: {{train: {folder}/train.h5}}, batch: 16, epochs: 2, optimizer: {{name: sgd, lr: 0.05, momentum: 0.9}},
+ schedule: constant, ema: {{decay: 0.5}}, checkpoint: {{every_steps: 3, keep: 99}}, hashes: {{every_steps: 2}},
+ deadline_seconds: 60, output: {folder}/runs}}
 """
 
 #: steps with hashes of an undisturbed run
@@ -276,9 +255,7 @@ RANKS = 2
 
 
 def prepared(folder: Path) -> Path:
-    random = np.random.default_rng(0)
-    images = random.integers(0, 256, (75, 7, 6, 1), dtype=np.uint8)
-    data_format.write(folder / "train.h5", 75, (7, 6, 1), ["a", "b", "c"], [(images, random.integers(0, 3, 75))])
+    write_images(folder)
     (folder / "tiny.yaml").write_text(RUN_HASHES_CONFIG.format(folder=folder))
     return folder / "tiny.yaml"
 
@@ -397,22 +374,6 @@ def test_a_run_that_goes_back_has_each_step_once(file: Path, undisturbed: RunDir
 
 
 @pytest.mark.slow
-def test_runs_that_part_by_a_changed_rate_are_told_apart_at_that_step(file: Path) -> None:
-    """Both go on from step 5, one with another learning rate: the checkpoints of step 6 lie behind it, hashes tell as much."""
-    first = trained(file, steps=5)
-    second = RunDirectory(first.path.with_name("tiny-copy"))
-    shutil.copytree(first.path, second.path)
-    train_virtual(RANKS, file, resume=str(first.path))
-    train_virtual(RANKS, file, "optimizer.lr=0.04", resume=str(second.path))
-    bits = parting(first, second)
-    assert (bits.step, bits.same_step, bits.by) == (6, 5, "hashes")
-    assert bits.different[0] == "parameters/stage1.conv.weight"
-    assert "first difference by step 6 in stage1.conv.weight" in bits.sentence(("a", "b"))
-    shutil.rmtree(first.checkpoints)
-    assert (parting(first, second).step, parting(first, second).same_step) == (6, 4)
-
-
-@pytest.mark.slow
 def test_the_parameter_is_told_that_alone_has_another_bit(file: Path, undisturbed: RunDirectory, monkeypatch) -> None:
     """One bit of one bias, of the last layer, which no gradient of others shows before the next step."""
     keep = RunHashes.keep
@@ -442,24 +403,16 @@ def test_the_same_run_twice_and_another_seed(file: Path, undisturbed: RunDirecto
 
 
 EXACT_RUNS_CONFIG = """
-name: tiny
-model: {name: small, channels: [4, 6], hidden: 5, dropout: 0.2}
-data: {train: train.h5, test: train.h5, augment: [flip]}
-batch: 16
-epochs: 2
-optimizer: {name: sgd, lr: 0.1, momentum: 0.9}
-schedule: cosine
-checkpoint: {every_steps: 1, keep: 20}
-exact: {shards: 12}
-threads: 1
+{name: tiny, model: {name: small, channels: [4, 6], hidden: 5, dropout: 0.2},
+ data: {train: train.h5, test: train.h5, augment: [flip]}, batch: 16, epochs: 2,
+ optimizer: {name: sgd, lr: 0.1, momentum: 0.9}, schedule: cosine, checkpoint: {every_steps: 1, keep: 20},
+ exact: {shards: 12}, threads: 1}
 """
 
 
 @pytest.fixture
 def exact_runs_file(tmp_path: Path) -> Path:
-    random = np.random.default_rng(0)
-    images = random.integers(0, 256, (75, 7, 6, 1), dtype=np.uint8)
-    data_format.write(tmp_path / "train.h5", 75, (7, 6, 1), ["a", "b", "c"], [(images, random.integers(0, 3, 75))])
+    write_images(tmp_path)
     (tmp_path / "tiny.yaml").write_text(EXACT_RUNS_CONFIG.replace("train.h5", f"{tmp_path}/train.h5"))
     return tmp_path / "tiny.yaml"
 
@@ -494,24 +447,6 @@ def test_a_run_has_the_bits_of_one_rank_and_goes_on_with_them(exact_runs_file: P
 
 
 @pytest.mark.slow
-def test_two_runs_are_compared_on_other_ranks_and_part_where_their_orders_do(exact_runs_file: Path) -> None:
-    """By hashes of each step; an ordinary run adds up in the order of its ranks, and has other bits from the first step on."""
-
-    def train(name: str, ranks: int, *overrides: str) -> Path:
-        keys = (f"output={file.parent / name}", "hashes.every_steps=1", "checkpoint.every_steps=100", *overrides)
-        train_virtual(ranks, exact_runs_file, *keys)
-        run = latest(exact_runs_file.parent / name, "tiny")
-        return run.path
-
-    runs = [train("alone", 1), train("three", 3), train("plain", 3, "exact=false")]
-    comparison = compared(runs)
-    same, parting = comparison.bits
-    assert (same.step, same.different, same.by) == (10, (), "hashes")
-    assert (parting.same_step, parting.step, parting.by) == (0, 1, "hashes")
-    assert parting.different[0] == "parameters/stage1.conv.weight"
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "words"),
     [
@@ -524,15 +459,6 @@ def test_a_resume_with_another_order_is_refused(exact_runs_file: Path, override:
     train_virtual(1, exact_runs_file, output, steps=2)
     with pytest.raises(CheckpointError, match=words):
         train_virtual(2, exact_runs_file, output, override, resume="auto")
-
-
-@pytest.mark.slow
-def test_a_resume_with_other_libraries_is_refused(exact_runs_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    output = f"output={file.parent / 'runs'}"
-    train_virtual(1, exact_runs_file, output, steps=2)
-    monkeypatch.setattr(exact_promise, "promise", lambda *things: {"kernels": "others", "numpy": "2", "threads": "9"})
-    with pytest.raises(CheckpointError, match=r"with kernels: .* -> others; numpy: .* -> 2; threads: 1 -> 9"):
-        train_virtual(2, exact_runs_file, output, resume="auto")
 
 
 @pytest.mark.slow

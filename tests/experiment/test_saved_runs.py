@@ -44,18 +44,9 @@ from tests.support.unmarked_run import make_unmarked
 from tests.support.virtual_runs import train_virtual
 
 CONFIG = """
-name: tiny
-seed: 7
-backend: numpy
-progress: test
-model: {name: small, channels: [3], hidden: 5}
-data: {train: train.h5}
-batch: 15
-epochs: 2
-optimizer: {name: sgd, lr: 0.05, momentum: 0.9}
-schedule: constant
-deadline_seconds: 60
-checkpoint: {every_steps: 2}
+{name: tiny, seed: 7, backend: numpy, progress: test, model: {name: small, channels: [3], hidden: 5}, data: {train: train.h5},
+ batch: 15, epochs: 2, optimizer: {name: sgd, lr: 0.05, momentum: 0.9}, schedule: constant, deadline_seconds: 60,
+ checkpoint: {every_steps: 2}}
 """
 
 #: the program, in which writes in the background do something else; NUMBER counts those of the process
@@ -74,13 +65,18 @@ runpy.run_module("hpctrain", run_name="__main__", alter_sys=True)
 """
 
 
+def write_images(folder: Path) -> None:
+    """75 small ones."""
+    random = np.random.default_rng(0)
+    images = random.integers(0, 256, (75, 7, 6, 1), dtype=np.uint8)
+    data_format.write(folder / "train.h5", 75, (7, 6, 1), ["a", "b", "c"], [(images, random.integers(0, 3, 75))])
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory, with a configuration and 75 small images."""
     monkeypatch.chdir(tmp_path)
-    random = np.random.default_rng(0)
-    images = random.integers(0, 256, (75, 7, 6, 1), dtype=np.uint8)
-    data_format.write(tmp_path / "train.h5", 75, (7, 6, 1), ["a", "b", "c"], [(images, random.integers(0, 3, 75))])
+    write_images(tmp_path)
     (tmp_path / "tiny.yaml").write_text(CONFIG)
     return tmp_path
 
@@ -192,9 +188,7 @@ SPLIT = ("plan.stage*=domain", "plan.classifier.*=model", "plan.classifier.dropo
 @pytest.fixture
 def checkpoint_ranks_folder(tmp_path: Path) -> Path:
     """A configuration that writes a checkpoint after every step, and 75 small images."""
-    random = np.random.default_rng(0)
-    images = random.integers(0, 256, (75, 7, 6, 1), dtype=np.uint8)
-    data_format.write(tmp_path / "train.h5", 75, (7, 6, 1), ["a", "b", "c"], [(images, random.integers(0, 3, 75))])
+    write_images(tmp_path)
     config = CONFIG.replace("train.h5", f"{tmp_path}/train.h5").replace("every_steps: 2", "every_steps: 1, keep: 9")
     (tmp_path / "tiny.yaml").write_text(config.replace("hidden: 5", "hidden: 5, dropout: 0.2"))
     return tmp_path
@@ -404,8 +398,7 @@ class History:
 @pytest.mark.parametrize("seed", range(20))
 def test_the_order_is_that_of_the_history(tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
-    images = np.random.default_rng(0).integers(0, 256, (75, 7, 6, 1), dtype=np.uint8)
-    data_format.write(tmp_path / "train.h5", 75, (7, 6, 1), ["a", "b", "c"], [(images, np.arange(75) % 3)])
+    write_images(tmp_path)
     text = CONFIG.replace("every_steps: 2", f"every_steps: 1, keep: {KEEP}").replace("epochs: 2", "epochs: 90")
     (tmp_path / "tiny.yaml").write_text(text.replace("train.h5", str(tmp_path / "train.h5")))
     history = History(tmp_path, draw)
@@ -449,8 +442,7 @@ FOREIGN = {
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a configuration and a run of four steps."""
     folder = tmp_path_factory.mktemp("trained")
-    images = np.random.default_rng(0).integers(0, 256, (75, 7, 6, 1), dtype=np.uint8)
-    data_format.write(folder / "train.h5", 75, (7, 6, 1), ["a", "b", "c"], [(images, np.arange(75) % 3)])
+    write_images(folder)
     (folder / "tiny.yaml").write_text(CONFIG.replace("train.h5", str(folder / "train.h5")))
     train_virtual(1, folder / "tiny.yaml", f"output={folder / 'runs'}", steps=4)
     return folder
@@ -574,9 +566,7 @@ def test_a_checkpoint_of_a_program_says_so(trained: Path, tmp_path: Path) -> Non
 
 def test_a_new_run_removes_what_killed_runs_of_its_name_have_left(tmp_path: Path) -> None:
     """Once it is old, and of its name only."""
-    random = np.random.default_rng(0)
-    images = random.integers(0, 256, (30, 7, 6, 1), dtype=np.uint8)
-    data_format.write(tmp_path / "train.h5", 30, (7, 6, 1), ["a", "b", "c"], [(images, random.integers(0, 3, 30))])
+    write_images(tmp_path)
     (tmp_path / "tiny.yaml").write_text(CONFIG.replace("train.h5", f"{tmp_path}/train.h5"))
     output = tmp_path / "runs"
     left = {}

@@ -142,6 +142,7 @@ with slurm_cluster(Path(sys.argv[1])) as cluster:
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_second_cluster_ends_with_the_process_that_brought_it_up(
     cluster: SlurmCluster, user: SlurmUser, tmp_path: Path, number: signal.Signals
@@ -172,6 +173,7 @@ def _processes(folder: Path) -> list[str]:
     return commands
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("phase", "settings"), [("step", []), ("evaluation", []), ("checkpoint", ["checkpoint.every_steps=3"])])
 def test_a_signal_saves_and_queues_the_job_again(user: SlurmUser, undisturbed: str, phase: str, settings: list[str]) -> None:
     job = _submit(user, phase, *settings, "--no-doctor", hold=phase)

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from hpctrain.boxes import Box, relative
 from hpctrain.errors import CheckpointError
 from hpctrain.storage import checkpoint, sharded_checkpoint, sharded_tensors
-from hpctrain.storage.background_writer import BackgroundWriter
 from hpctrain.storage.checkpoint import CheckpointContent, checkpoint_path, prune, read, read_newest, set_aside, write
 from hpctrain.storage.leftovers import remove_left
 from hpctrain.storage.shard_file import Part, ShardFacts, ShardReader, runs, write_shard
 from hpctrain.storage.sharded_checkpoint import moved_away, publish, unfinished
 from hpctrain.storage.sharded_tensors import ShardedTensors, shares
+from tests.support.crashes import crash_at
 from tests.support.sampling import amount
 
 SHAPES = {"parameters/w": (7, 6), "parameters/b": (), "statistics/m": (5,)}
@@ -153,33 +153,6 @@ def test_parts_that_lack_something_are_a_bug(tmp_path: Path) -> None:
         publish(growing, checkpoint_path(tmp_path, 7, sharded=True), [write_shard(growing, 0, parts_of(7)[0])], {})
 
 
-_CALLS = ("pwrite", "fsync", "replace", "ftruncate", "open", "unlink", "mkdir", "rmdir")
-
-
-def _crash_at(call: int, work: Callable[[], object]) -> bool:
-    """Run `work` in a thread of a child process that ends before its call number `call` to the system; whether it did all."""
-    child = os.fork()
-    if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    made = []
-    try:
-        for name in _CALLS:
-            original = getattr(os, name)
-
-            def counted(*arguments: object, original: Callable[..., object] = original, **options: object) -> object:
-                made.append(1)
-                if len(made) > call:
-                    os._exit(1)
-                return original(*arguments, **options)
-
-            setattr(os, name, counted)
-        writer = BackgroundWriter()
-        writer.start(work)
-        os._exit(0 if writer.wait(60) and writer.result() is None else 2)
-    finally:
-        os._exit(3)
-
-
 @pytest.mark.slow
 @pytest.mark.job
 @pytest.mark.parametrize(("kind", "older"), [("single", "sharded"), ("sharded", "single"), ("sharded", "sharded")])
@@ -193,7 +166,7 @@ def test_a_crash_at_any_call_to_the_system_leaves_a_checkpoint_to_go_on_from(tmp
         directory = tmp_path / f"{call}"
         directory.mkdir()
         os.utime(WRITERS[older](directory, 7), (1, 1))
-        done = _crash_at(call, partial(work, directory))
+        done = crash_at(call, partial(work, directory))
         found = read_newest(directory)
         assert found is not None, f"nothing is left after {call} calls"
         step = int(str(found[1].meta["global_step"]))
@@ -222,7 +195,7 @@ def test_a_crash_while_the_only_checkpoint_is_written_once_more_leaves_it_whole(
             write_sharded(directory, 9)
             prune(directory, 1)
 
-        done = _crash_at(call, work)
+        done = crash_at(call, work)
         found = read_newest(directory)
         assert found is not None, f"nothing is left after {call} calls"
         assert_is(found[1], 9)
