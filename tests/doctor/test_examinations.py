@@ -329,12 +329,6 @@ def test_a_fault_of_the_configuration_is_kept_until_all_ranks_can_say_it(rank_of
     run._refuse(None)
 
 
-def test_a_rank_is_the_launchers_until_there_is_a_world(rank_of: Callable[..., DoctorRank]) -> None:
-    assert rank_of(3).rank() == 3
-    rank_of(3).abort(2)  # there is nobody to end
-    assert Path("runs") == run._DEFAULT_DIRECTORY
-
-
 def test_modules_are_loaded_and_their_files_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "slow_module_of_a_test.py").write_text("import time\ntime.sleep(0.2)\n")
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -36,6 +36,8 @@ from tests.experiment.test_saved_runs import write_images
 from tests.support.jobs import Outcome
 from tests.support.virtual_runs import _rank, train_virtual
 
+pytestmark = pytest.mark.slow
+
 SAMPLES, BATCH, SEED = 75, 16, 7
 
 CONFIG = """
@@ -110,7 +112,6 @@ def _meet(step: int) -> dict[str, Any]:
     return {"epoch": epoch, "pair": [int(first), int(second)], "steps": []}
 
 
-@pytest.mark.slow
 def test_stop_ends_the_run_behind_its_last_checkpoint(folder: Path) -> None:
     with pytest.raises(DivergedError, match="is the first, in forward order, whose"):
         _train(folder, 3, {"rank": 1, "steps": [3]})
@@ -119,7 +120,6 @@ def test_stop_ends_the_run_behind_its_last_checkpoint(folder: Path) -> None:
     assert not _records(run, "skip") + _records(run, "rollback")
 
 
-@pytest.mark.slow
 def test_skip_leaves_a_step_out_and_a_resume_goes_on_alike(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bad = {"rank": 1, "steps": [0, 3, 6]}
     _train(folder, 2, bad, "on_nonfinite=skip", f"output={folder}/whole")
@@ -140,7 +140,6 @@ def test_skip_leaves_a_step_out_and_a_resume_goes_on_alike(folder: Path, capsys:
     _assert_same(_run(folder), whole)
 
 
-@pytest.mark.slow
 def test_too_many_skips_in_a_row_end_the_run(folder: Path) -> None:
     words = "4 steps, one after another, are not finite and were skipped, the last one step 6, as layer"
     with pytest.raises(DivergedError, match=words):
@@ -156,7 +155,6 @@ def _assert_went_back(folder: Path, said: str) -> None:
     assert _last(_run(folder)).meta["position"]["reorderings"] == [[1, BATCH, 1]]  # type: ignore[index]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_rollback_goes_back_and_on_in_another_order(folder: Path, ranks: int, capsys: pytest.CaptureFixture[str]) -> None:
     """Inside an epoch: what was seen of it stays, the rest comes in another order, each sample once."""
@@ -185,7 +183,6 @@ runpy.run_module("hpctrain", run_name="__main__", alter_sys=True)
 """
 
 
-@pytest.mark.slow
 def test_real_ranks_go_back_together(job: Callable[..., Outcome], folder: Path) -> None:
     (folder / "poisoned.py").write_text(POISONED)
     words = ["poisoned.py", "train", "tiny.yaml", "on_nonfinite=rollback", "checkpoint.every_steps=3"]
@@ -194,7 +191,6 @@ def test_real_ranks_go_back_together(job: Callable[..., Outcome], folder: Path) 
     _assert_went_back(folder, outcome.stdout)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("averager", ["sharded", "{name: lazy, layers: 2, max_interval: 3, check_every: 1}"])
 def test_rollback_has_the_same_bits_again_and_across_a_resume(folder: Path, averager: str) -> None:
     """Twice the same, and the same where the run is stopped behind the rollback, in the next epoch, and goes on."""
@@ -210,7 +206,6 @@ def test_rollback_has_the_same_bits_again_and_across_a_resume(folder: Path, aver
     assert [{**record, "time": 0} for record in whole] == [{**record, "time": 0} for record in parts]
 
 
-@pytest.mark.slow
 def test_without_a_checkpoint_it_goes_back_to_the_start(folder: Path) -> None:
     _train(folder, 2, _meet(2), "on_nonfinite=rollback", "checkpoint.every_steps=0", "checkpoint.every_epochs=0")
     run = _run(folder)
@@ -220,7 +215,6 @@ def test_without_a_checkpoint_it_goes_back_to_the_start(folder: Path) -> None:
     assert [r["step"] for r in _records(run, "interval")] == list(range(1, 11))
 
 
-@pytest.mark.slow
 def test_it_ends_where_no_order_helps(folder: Path) -> None:
     words = "The run has gone back to step 6 2 times, each time in another order, without coming to"
     with pytest.raises(DivergedError, match=words):
@@ -230,7 +224,6 @@ def test_it_ends_where_no_order_helps(folder: Path) -> None:
     assert all(a["time"] < b["time"] for a, b in pairwise(records))
 
 
-@pytest.mark.slow
 def test_a_resume_says_a_rollback_once(folder: Path) -> None:
     """From the checkpoint that the run went back to: it goes back again, and that line is there once."""
     for _ in range(2):
@@ -299,7 +292,6 @@ def parting(*of: RunDirectory) -> SameBits:
     return bits
 
 
-@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "overrides",
@@ -325,7 +317,6 @@ def test_hashes_are_those_of_checkpoints_and_change_no_bit(file: Path, overrides
         }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("step", [4, 5])
 def test_a_resume_has_each_step_once(file: Path, undisturbed: RunDirectory, step: int) -> None:
     """It ends at a step with hashes, and at others; the hashes are those of a run that does not end."""
@@ -335,7 +326,6 @@ def test_a_resume_has_each_step_once(file: Path, undisturbed: RunDirectory, step
     assert digests(first) == digests(undisturbed)
 
 
-@pytest.mark.slow
 def test_what_lies_behind_the_checkpoint_of_a_killed_run_is_done_again(file: Path, undisturbed: RunDirectory) -> None:
     """Hashes of steps 4 to 8 are there, the newest checkpoint is that of step 3; then none is but that of the end."""
     killed = trained(file, steps=8)
@@ -346,14 +336,12 @@ def test_what_lies_behind_the_checkpoint_of_a_killed_run_is_done_again(file: Pat
     assert digests(killed) == digests(undisturbed)
 
 
-@pytest.mark.slow
 def test_a_resume_with_another_interval_goes_on_with_that(file: Path) -> None:
     run = trained(file, steps=5)
     train_virtual(RANKS, file, "hashes.every_steps=3", resume=str(run.path))
     assert list(digests(run)) == [0, 2, 4, 6, 9]
 
 
-@pytest.mark.slow
 def test_a_run_that_goes_back_has_each_step_once(file: Path, undisturbed: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Images of step 9 are NaN the first time; the run goes back to step 5, and steps 6 and 8 come again in another order."""
     run_step, poisoned = TrainingStep.run, set[int]()
@@ -373,7 +361,6 @@ def test_a_run_that_goes_back_has_each_step_once(file: Path, undisturbed: RunDir
     assert_of_checkpoint(run, 10)
 
 
-@pytest.mark.slow
 def test_the_parameter_is_told_that_alone_has_another_bit(file: Path, undisturbed: RunDirectory, monkeypatch) -> None:
     """One bit of one bias, of the last layer, which no gradient of others shows before the next step."""
     keep = RunHashes.keep
@@ -394,7 +381,6 @@ def test_the_parameter_is_told_that_alone_has_another_bit(file: Path, undisturbe
     assert bits.different[0].endswith(".bias")
 
 
-@pytest.mark.slow
 def test_the_same_run_twice_and_another_seed(file: Path, undisturbed: RunDirectory) -> None:
     assert parting(undisturbed, trained(file)) == SameBits(1, 10, by="hashes")
     other = trained(file, "seed=8")
@@ -429,7 +415,6 @@ def _same(found: CheckpointContent, expected: CheckpointContent) -> None:
         assert found.tensors[name].tobytes() == values.tobytes(), name
 
 
-@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("backend", ["numpy", "onednn"])
 def test_a_run_has_the_bits_of_one_rank_and_goes_on_with_them(exact_runs_file: Path, backend: str) -> None:
@@ -446,7 +431,6 @@ def test_a_run_has_the_bits_of_one_rank_and_goes_on_with_them(exact_runs_file: P
     _same(_end(exact_runs_file, "other"), _end(exact_runs_file, "alone"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "words"),
     [
@@ -461,7 +445,6 @@ def test_a_resume_with_another_order_is_refused(exact_runs_file: Path, override:
         train_virtual(2, exact_runs_file, output, override, resume="auto")
 
 
-@pytest.mark.slow
 def test_ranks_that_cannot_share_the_shards_out_are_refused(exact_runs_file: Path) -> None:
     with pytest.raises(ConfigError, match=r"exact\.shards is 12, which 5 ranks cannot share out evenly; start 4 or 6 ranks"):
         train_virtual(5, exact_runs_file, f"output={file.parent / 'runs'}")

@@ -59,10 +59,15 @@ from tests.support.signal_storm import final_tensors, prepare, same_bits
 from tests.support.virtual_runs import train_virtual
 from tests.test_api import alone_without_a_launcher as alone_without_a_launcher
 
+
+@pytest.fixture(autouse=True)
+def without_launcher(alone_without_a_launcher) -> None:
+    """Programs start alone."""
+
+
 IMAGES, LABELS = np.random.default_rng(0).standard_normal((16, 9, 7, 3)), np.arange(16) % 4
 
 
-@pytest.mark.usefixtures("alone_without_a_launcher")
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
@@ -77,7 +82,6 @@ def test_answers_that_there_are_not_are_refused(given: dict[str, Any], sentence:
         job.replica(nets.plain(), (9, 7, 3), **given)
 
 
-@pytest.mark.usefixtures("alone_without_a_launcher")
 @pytest.mark.parametrize(
     ("mixing", "sentence"),
     [
@@ -94,7 +98,6 @@ def test_mixing_that_there_is_not_is_refused(mixing: dict[str, Any], sentence: s
             job.array_loader(replica, IMAGES, LABELS, mixing=mixing)
 
 
-@pytest.mark.usefixtures("alone_without_a_launcher")
 def test_images_of_a_file_are_mixed(tmp_path: Path) -> None:
     stored = np.random.default_rng(1).integers(0, 256, (16, 9, 7, 3), dtype=np.uint8)
     data_format.write(tmp_path / "train.h5", 16, (9, 7, 3), list("abcd"), [(stored, LABELS)])
@@ -104,14 +107,12 @@ def test_images_of_a_file_are_mixed(tmp_path: Path) -> None:
         assert all(batch.mixed is not None for batch in loader.epoch(0))
 
 
-@pytest.mark.usefixtures("alone_without_a_launcher")
 def test_nobody_asks_to_stop_without_signals(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit), hpctrain.start(batch=8) as job:
         _ = job.stop_requested
     assert "give `start` signals=True" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("alone_without_a_launcher")
 def test_stopping_passes_through_what_takes_ordinary_errors() -> None:
     def asks() -> None:
         with hpctrain.start(batch=8) as job:
@@ -127,7 +128,6 @@ def test_stopping_passes_through_what_takes_ordinary_errors() -> None:
     assert left.value.code == 85
 
 
-@pytest.mark.usefixtures("alone_without_a_launcher")
 @pytest.mark.parametrize("background", [False, True])
 def test_counts_of_skipped_steps_are_kept(background: bool, tmp_path: Path) -> None:
     images = IMAGES.copy()
@@ -142,7 +142,6 @@ def test_counts_of_skipped_steps_are_kept(background: bool, tmp_path: Path) -> N
         assert (again.global_step, again.loop.skipped, again.loop.skipped_in_a_row) == (2, 1, 1)
 
 
-@pytest.mark.usefixtures("alone_without_a_launcher")
 def test_a_wrong_weight_is_seen_before_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def flips() -> None:
         with hpctrain.start(batch=8) as job:
@@ -161,7 +160,6 @@ def test_a_wrong_weight_is_seen_before_a_checkpoint(tmp_path: Path, capsys: pyte
     assert not (tmp_path / "net.h5").exists()
 
 
-@pytest.mark.usefixtures("alone_without_a_launcher")
 def test_a_replica_starts_from_weights_and_trains_what_is_not_frozen(tmp_path: Path) -> None:
     with hpctrain.start(batch=8) as job:
         first = job.replica(nets.residual(), (9, 7, 3), seed=5)
@@ -182,7 +180,6 @@ def test_a_replica_starts_from_weights_and_trains_what_is_not_frozen(tmp_path: P
         assert not np.array_equal(replica.network.parameters["fc.weight"].data, by_seed)
 
 
-@pytest.mark.usefixtures("alone_without_a_launcher")
 def test_images_of_a_file_have_sizes_by_epoch(tmp_path: Path) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (16, 9, 7, 3), np.uint8)
     data_format.write(tmp_path / "train.h5", 16, (9, 7, 3), list("abcde"), [(pixels, LABELS)])

@@ -45,11 +45,6 @@ def test_the_first_that_failed_is_the_cause() -> None:
     )
 
 
-def test_ranks_that_failed_alike_are_named_together() -> None:
-    failed = [record(rank, ranks=2, end=End.FAILED, sentence="no data") for rank in range(2)]
-    assert autopsy(failed).sentences[0].startswith("Ranks 0-1 failed first: no data")
-
-
 def test_clocks_of_nodes_are_brought_together() -> None:
     """The clock of rank 1 is an hour ahead, so that it seems to have failed later."""
     first = record(1, ranks=2, end=End.FAILED, sentence="cause", seen_ns=3650 * SECOND, wall_offset_ns=3600 * SECOND)

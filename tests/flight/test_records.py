@@ -123,16 +123,10 @@ def test_phases_steps_and_waits(tmp_path: Path) -> None:
 
 def test_the_first_end_stays(tmp_path: Path) -> None:
     recorder = FlightRecorder()
-    recorder.ended(End.FAILED, "ValueError: no such luck")
+    recorder.ended(End.FAILED, "ValueError: no such luck", (1, 2, 5))
     recorder.ended(End.DEADLINE, "what follows from it")
     found = kept(recorder, tmp_path)
-    assert (found.end, found.sentence, found.blamed) == (End.FAILED, "ValueError: no such luck", ())
-
-
-def test_an_end_has_the_ranks_that_it_comes_from(tmp_path: Path) -> None:
-    recorder = FlightRecorder()
-    recorder.ended(End.FAILED, "other bits", (1, 2, 5))
-    assert kept(recorder, tmp_path).blamed == (1, 2, 5)
+    assert (found.end, found.sentence, found.blamed) == (End.FAILED, "ValueError: no such luck", (1, 2, 5))
 
 
 def test_an_operation_has_the_line_that_queued_it(tmp_path: Path) -> None:

@@ -41,12 +41,6 @@ def test_every_setting_of_a_shipped_profile_names_its_source(site: str) -> None:
     assert profile.guide.startswith("https://")
 
 
-def test_machines_that_nobody_has_tried_say_so() -> None:
-    profile = profile_files.read("frontier", {}).profile
-    assert "untested" in profile.description
-    assert "not on the machine" in profile.tested
-
-
 @given(cores=st.integers(1, 300), most=st.none() | st.integers(1, 300), ranks=st.integers(1, 300))
 def test_ranks_fit_a_node(cores: int, most: int | None, ranks: int) -> None:
     limit = cores if most is None else min(cores, most)
@@ -89,14 +83,6 @@ def test_a_fault_is_one_sentence(changes: dict[str, object], path: str, sentence
     assert ".".join(map(str, place)) == path
     assert sentence in said
     assert said.endswith(".")
-
-
-def test_a_profile_is_a_mapping() -> None:
-    with pytest.raises(ValidationError) as error:
-        SiteProfile.model_validate("slurm")
-    ((place, said),) = faults(error.value)
-    assert place == ()
-    assert said == "A site profile must be a mapping of keys such as description, scheduler, node; it is slurm."
 
 
 @pytest.fixture

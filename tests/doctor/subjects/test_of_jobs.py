@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -128,13 +127,6 @@ def test_a_launcher_of_another_mpi_is_known_by_names(name: str, library: str, wr
         assert found.mend == "/venv/bin/mpiexec -n 4 python -m mpi4py -m hpctrain ..."
         general = launcher.wrong_launcher(Launcher(name, 4, 0), library, "")
         assert general.mend == launcher.WRONG_LAUNCHER.remedy
-
-
-def test_this_process_has_no_siblings_of_its_command() -> None:
-    assert launcher._siblings(os.getpid()) == [] or "PYTEST_XDIST_WORKER" in os.environ
-    assert launcher._parent(os.getpid()) == os.getppid()
-    assert launcher._parent(2**22 + 1) is None
-    assert launcher._words(2**22 + 1) is None
 
 
 GB = 10**9

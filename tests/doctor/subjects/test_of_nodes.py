@@ -194,23 +194,13 @@ def test_outcomes_are_judged(facts: DirectoryFacts, key: str, mend: str) -> None
 
 
 @pytest.mark.parametrize("blind", [(), (1,), (1, 2)])
-def test_nodes_that_do_not_see_the_directory_are_named(tmp_path: Path, monkeypatch, blind: tuple[int, ...]) -> None:
-    monkeypatch.setattr(directories, "_LOOKS", 1)
-
+def test_nodes_that_do_not_see_the_directory_are_named(tmp_path: Path, blind: tuple[int, ...]) -> None:
     def program(comm: ThreadCommunicator) -> bool | None:
         place = OwnPlace(Launcher("x", 3, comm.rank, 1, 0), None, tmp_path)
-        node = SimpleNamespace(rank=0)
-        joined: Any = SimpleNamespace(world=comm, node=node, own=place)
-        if comm.rank in blind:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(directories, "_sees", lambda path: False)
-                return directories.gather_shared(joined)
+        joined: Any = SimpleNamespace(world=comm, node=SimpleNamespace(rank=0), own=place)
         return directories.gather_shared(joined)
 
-    if blind:
-        facts: list[bool | None] = [rank not in blind for rank in range(3)]
-    else:
-        facts = run_virtual(3, program)
+    facts = run_virtual(3, program) if not blind else [rank not in blind for rank in range(3)]
     [found] = directories.judge_shared(view(1, 1, 1), facts)
     assert found.key == ("not-shared" if blind else "")
     assert all((f"nid{rank}" in found.sentence) == (rank in blind) for rank in (0, 1, 2))
