@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.experiment.test_single_values import CONFIG
+from tests.experiment.test_planned_shapes import SINGLE_VALUES_CONFIG as CONFIG
 
 # The real user has no entry, the effective one can still read this Python. Each command is given as an exit code and its words.
 _PROGRAM = """

@@ -11,7 +11,7 @@ from hpctrain.experiment.planner_search import PlannedSearch, job_of
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.planner.job import Candidate
 from hpctrain.planner.search import SearchChoice, SearchResult
-from tests.experiment.test_planner_search import task
+from tests.experiment.test_plans import planner_search_task as task
 from tests.support import predictions
 
 

@@ -81,18 +81,18 @@ TEXTS = {
         "docs/predict.md",
         "most often taken for",
     ): "an evaluation of a trained run; tests/cli/test_evaluation_tables.py has the form",
-    ("docs/data.md", "61 % of the samples stay in memory"): "a line of a run; tests/experiment/test_data_cache.py has its form",
+    ("docs/data.md", "61 % of the samples stay in memory"): "a line of a run; tests/experiment/test_data_of_runs.py has its form",
     ("docs/data.md", "samples read: 120,000 from"): "the same",
     ("docs/checkpoint.md", "config.yaml      the resolved configuration"): "a picture of a directory",
     (
         "docs/checkpoint.md",
         "hpctrain: The run runs/net-20260104-101500",
-    ): "a refusal; tests/storage/test_run_owner.py has its form",
-    ("docs/checkpoint.md", "best test accuracy 91.93%"): "a line of a run; tests/experiment/test_best_checkpoint.py reads others",
+    ): "a refusal; tests/storage/test_runs.py has its form",
+    ("docs/checkpoint.md", "best test accuracy 91.93%"): "a line of a run; tests/experiment/test_resume_sources.py reads others",
     (
         "docs/checkpoint.md",
         '{"tensors": ["parameters/conv1.weight"',
-    ): "lines of a run; tests/storage/test_hash_file.py reads others",
+    ): "lines of a run; tests/storage/test_formats.py reads others",
     ("docs/reliability.md", "first difference by step 500"): "a comparison of runs; tests/report/test_comparison.py has its form",
     ("docs/averaging.md", "network and step           averager"): "a picture of a step",
     (
@@ -102,15 +102,15 @@ TEXTS = {
     ("docs/planner.md", "averager sharded, simulated:"): "the same",
     ("docs/tutorial.md", ""): "outputs of its commands; test_tutorial.py compares their lines",
     ("docs/planner.md", "configuration -> job, candidate"): "a picture of what follows from what",
-    ("docs/config.md", "grid, plan, averager auto: "): "a line of a run; tests/experiment/test_automatic_choice.py has its form",
+    ("docs/config.md", "grid, plan, averager auto: "): "a line of a run; tests/experiment/test_automatic_runs.py has its form",
     ("docs/clusters.md", "job 4711 on slurm"): "the answer of a scheduler; tests/cli/test_submit.py has its form",
     (
         "docs/report.md",
         "Differences of configuration:",
     ): "a comparison of runs; tests/report/test_comparison_text.py has its form",
     ("docs/data.md", "augment limits: 1 thread makes"): "a line of a measurement; tests/bench/test_data.py has its form",
-    ("docs/time.md", "steps waited for data"): "a line of a run; tests/experiment/test_data_account.py has its form",
-    ("docs/time.md", "predicted 0.452 s a step"): "a line of a run; tests/experiment/test_step_account.py has its form",
+    ("docs/time.md", "steps waited for data"): "a line of a run; tests/experiment/test_accounts.py has its form",
+    ("docs/time.md", "predicted 0.452 s a step"): "a line of a run; tests/experiment/test_accounts.py has its form",
 }
 
 

@@ -17,26 +17,12 @@ from hpctrain.errors import ConfigError
 from hpctrain.experiment.lost_ranks import RunMemory, check_offered
 from hpctrain.launch.launcher import Launcher
 from hpctrain.storage.run_directory import RunDirectory
-from hpctrain.train.metrics import Reporter
 from hpctrain.train.snapshot import Position
+from tests.support.heard import Heard
 from tests.support.jobs import Outcome
 from tests.support.signal_storm import prepare
 
 Job = Callable[..., Outcome]
-
-
-class Told(Reporter):
-    """Keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self.records: list[tuple[str, dict[str, Any]]] = []
-
-    def say(self, line: str) -> None:
-        self.lines.append(line)
-
-    def record(self, kind: str, values: Any) -> None:
-        self.records.append((kind, dict(values)))
 
 
 class Gathering(SingleCommunicator):
@@ -52,7 +38,7 @@ class Gathering(SingleCommunicator):
 
 @given(st.data())
 def test_losses_keep_the_numbers_that_the_user_knows_until_they_are_told(data: st.DataObject) -> None:
-    memory, reporter = RunMemory(), Told()
+    memory, reporter = RunMemory(), Heard()
     known = list(range(data.draw(st.integers(2, 9))))  # the numbers, as the user knows them, of the ranks that are left
     untold: list[int] = []
     for _ in range(data.draw(st.integers(1, 5))):
@@ -65,14 +51,13 @@ def test_losses_keep_the_numbers_that_the_user_knows_until_they_are_told(data: s
         assert memory.lost == tuple(sorted(untold))
         if data.draw(st.booleans()):
             memory.tell(reporter, Position(global_step=3), len(known))
-            assert reporter.records[-1][1]["lost"] == sorted(untold)
-            assert reporter.records[-1][1]["ranks"] == len(known)
+            assert (reporter.records[-1][1]["lost"], reporter.records[-1][1]["ranks"]) == (sorted(untold), len(known))
             known, untold = list(range(len(known))), []
             assert memory.lost == ()
 
 
 def test_a_loss_is_told_once() -> None:
-    memory, reporter = RunMemory(), Told()
+    memory, reporter = RunMemory(), Heard()
     memory.loses(4, [2], 812)
     for _ in range(2):
         memory.tell(reporter, Position(global_step=800, epoch=1), 3)
@@ -118,7 +103,6 @@ def test_it_is_refused_in_one_process() -> None:
     check_offered(Config.model_construct(on_lost_rank=LostRankConfig()), Launcher("none"))
 
 
-@pytest.mark.job
 def test_it_is_refused_by_an_mpi_that_ends_a_job_with_its_rank(job: Job, tmp_path: Path) -> None:
     """Whichever it is: also by Open MPI without --with-ft ulfm."""
     prepare(tmp_path)

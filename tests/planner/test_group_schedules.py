@@ -1,4 +1,4 @@
-"""Groups of parameters, who averages them, and what each rank exchanges. Schedules of ranks: tests/experiment/test_dry_run.py."""
+"""Groups of parameters, who averages them, and what each rank exchanges. Schedules of ranks: tests/experiment/test_plans.py."""
 
 from dataclasses import replace
 

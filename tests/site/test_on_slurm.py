@@ -86,7 +86,6 @@ def _tell(user: SlurmUser, job: SlurmJob, output: str, command: str | None = Non
 def _records(user: SlurmUser, output: str, *kinds: str) -> list[dict[str, Any]]:
     """The lines of the metrics, without what is measured in time."""
     run = latest(user.folder / output, "storm")
-    assert run is not None
     timed = ("time", "images_per_second")
     return [{key: each[key] for key in each if key not in timed} for each in run.metrics() if each["kind"] in kinds]
 
@@ -109,11 +108,7 @@ def undisturbed(user: SlurmUser, limited: SlurmJob) -> str:
     """The output of a job that a doctor has looked after and that nobody has stopped."""
     job = _submit(user, "whole")
     assert user.code(job) == 0, job.text
-    for sentence in (
-        "2 ranks on 2 nodes, started by Slurm srun.",
-        "A training would run well here.",
-        f"epoch {EPOCHS}/{EPOCHS}",
-    ):
+    for sentence in ("2 ranks on 2 nodes, started by Slurm srun.", "A training would run well here.", f"epoch {EPOCHS}/{EPOCHS}"):
         assert sentence in job.text
     assert "resumed" not in job.text
     assert user.shown(job)["Restarts"] == "0"
@@ -147,6 +142,7 @@ with slurm_cluster(Path(sys.argv[1])) as cluster:
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_second_cluster_ends_with_the_process_that_brought_it_up(
     cluster: SlurmCluster, user: SlurmUser, tmp_path: Path, number: signal.Signals
@@ -177,6 +173,7 @@ def _processes(folder: Path) -> list[str]:
     return commands
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("phase", "settings"), [("step", []), ("evaluation", []), ("checkpoint", ["checkpoint.every_steps=3"])])
 def test_a_signal_saves_and_queues_the_job_again(user: SlurmUser, undisturbed: str, phase: str, settings: list[str]) -> None:
     job = _submit(user, phase, *settings, "--no-doctor", hold=phase)

@@ -1,0 +1,337 @@
+"""What is judged of jobs: grids, launchers, memory, MPI, progress, starts and versions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpctrain.comm.progress_mode import OverlapMeasurement, ProgressMode
+from hpctrain.config.load import parse
+from hpctrain.doctor.check import OwnPlace
+from hpctrain.doctor.findings import Severity
+from hpctrain.doctor.start_facts import StartFacts
+from hpctrain.doctor.subjects import grid, launcher, memory, mpi_library, progress, start_up, versions
+from hpctrain.doctor.subjects.launcher import LauncherFacts
+from hpctrain.doctor.subjects.memory import MemoryFacts
+from hpctrain.doctor.subjects.mpi_library import LibraryFacts
+from hpctrain.experiment import same_start
+from hpctrain.launch.launcher import Launcher
+from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain.virtual.run import run_virtual
+from tests.experiment.test_planned_shapes import SINGLE_VALUES_CONFIG as CONFIG
+from tests.support.doctored import configuration, keys, view
+
+
+@given(st.integers(1, 12), st.integers(1, 6), st.integers(1, 6))
+def test_a_grid_fits_where_it_multiplies_to_the_ranks(ranks: int, rows: int, cols: int) -> None:
+    config = configuration(f"grid.rows={rows}", f"grid.cols={cols}")
+    [found] = grid.judge(view(ranks, config=config), [None] * ranks)
+    assert found.key == ("" if rows * cols == ranks else "wrong-grid")
+    if found.key:
+        assert f"must be {ranks}, the nearest legal grid is" in found.mend
+
+
+def test_a_batch_that_is_smaller_than_the_ranks_is_named() -> None:
+    config = configuration("batch=2", "micro_batches=1")
+    [found] = grid.judge(view(3, config=config), [None] * 3)
+    assert found.key == "wrong-grid"
+    assert "smallest batch is 3" in found.mend
+
+
+@pytest.mark.parametrize("overrides", [["grid=auto"], ["plan=auto"]])
+def test_what_is_chosen_at_the_start_is_no_fault(overrides: list[str]) -> None:
+    assert keys(grid.judge(view(5, config=configuration(*overrides)), [None] * 5)) == [""]
+    assert keys(grid.judge(view(5), [None] * 5)) == [""]
+
+
+def test_where_each_rank_is_alone_the_grid_is_judged_by_what_was_asked_for() -> None:
+    config = configuration("grid.rows=2", "grid.cols=2")
+    alone = Launcher("Open MPI mpiexec", 4, 0)
+    assert keys(grid.judge(view(1, launcher=alone, config=config), [None])) == [""]
+
+
+@pytest.mark.parametrize(("batch", "key"), [(1, "single-value"), (39, "short-batch"), (4, "")])
+def test_batch_norms_of_a_single_value_are_told(batch: int, key: str) -> None:
+    config = parse(CONFIG, overrides=[f"batch={batch}"])[0]
+    facts = grid.gather(OwnPlace(Launcher("none"), config, Path()))
+    [found] = grid.judge(view(1, config=config), [facts])
+    assert found.key == key
+    assert ("layer4.0.bn1" in found.sentence) is bool(key)
+
+
+OWN = LauncherFacts("/venv/bin/mpiexec")
+
+NONE = LauncherFacts("")
+
+
+@pytest.mark.parametrize(
+    ("by", "facts", "mend"),
+    [
+        (Launcher("Open MPI mpiexec", 4, 0), OWN, "/venv/bin/mpiexec -n 4 python -m mpi4py"),
+        (Launcher("Open MPI mpiexec", 4, 0), NONE, "mpi-lib-version"),
+        (Launcher("Slurm srun", 4, 0), OWN, "srun --mpi=pmi2"),
+    ],
+)
+def test_processes_that_are_each_alone_are_named_with_their_number(by: Launcher, facts: LauncherFacts, mend: str) -> None:
+    [found] = launcher.judge(view(1, launcher=by), [facts])
+    assert (found.key, found.severity) == ("singletons", Severity.FAULT)
+    assert f"{by.name} has started 4 processes, and each is rank 0 of 1" in found.sentence
+    assert mend in found.mend
+
+
+def test_a_world_of_another_size_than_wanted_is_named() -> None:
+    by = Launcher("MPICH hydra mpiexec", 3, 0, overruled_size=2)
+    [found] = launcher.judge(view(2, launcher=by), [OWN] * 2)
+    assert (found.key, found.mend) == ("world-size", "Start as many as HPCTRAIN_EXPECT_RANKS says, or unset it.")
+    alone = Launcher("none", 3)
+    assert keys(launcher.judge(view(1, launcher=alone), [OWN])) == ["world-size"]
+
+
+def test_processes_side_by_side_without_a_launcher_are_named() -> None:
+    [found] = launcher.judge(view(1, launcher=Launcher("none")), [LauncherFacts("/venv/bin/mpiexec", 5)])
+    assert found.key == "singletons"
+    assert found.mend.startswith("/venv/bin/mpiexec -n 5 ")
+
+
+def test_one_process_is_a_remark_and_a_job_is_well() -> None:
+    assert keys(launcher.judge(view(1, launcher=Launcher("none")), [OWN])) == ["alone"]
+    [found] = launcher.judge(view(2, 2), [OWN] * 4)
+    assert (found.key, found.sentence) == ("", "4 ranks on 2 nodes, started by MPICH hydra mpiexec.")
+    assert launcher.judge(view(1), [OWN])[0].sentence == "1 rank on 1 node, started by MPICH hydra mpiexec."
+
+
+@pytest.mark.parametrize(
+    ("name", "library", "wrong"),
+    [
+        ("Open MPI mpiexec", "MPICH Version: 5.0.2", True),
+        ("MPICH hydra mpiexec", "Open MPI v5.0.11", True),
+        ("Cray PALS mpiexec", "Open MPI v5.0.11", True),
+        ("Open MPI mpiexec", "Open MPI v5.0.11", False),
+        ("Intel MPI mpiexec", "MPICH Version: 5.0.2", False),
+        ("Slurm srun", "Open MPI v5.0.11", False),
+        ("Open MPI mpiexec", "", False),
+    ],
+)
+def test_a_launcher_of_another_mpi_is_known_by_names(name: str, library: str, wrong: bool) -> None:
+    found = launcher.wrong_launcher(Launcher(name, 4, 0), library, "/venv/bin/mpiexec")
+    assert (found is not None) == wrong
+    if found is not None:
+        assert found.mend == "/venv/bin/mpiexec -n 4 python -m mpi4py -m hpctrain ..."
+        general = launcher.wrong_launcher(Launcher(name, 4, 0), library, "")
+        assert general.mend == launcher.WRONG_LAUNCHER.remedy
+
+
+GB = 10**9
+
+TWO_PASSES = configuration("batch=64", "micro_batches=2")
+
+
+@given(st.integers(1, 8), st.integers(1, 400), st.integers(1, 40), st.integers(0, 40), st.integers(1, 64))
+def test_what_mends_it_fits(ranks: int, node_gb: int, pass_gb: int, held_gb: int, samples: int) -> None:
+    """The second node has the least room, or both have enough; TWO_PASSES has two micro-batches."""
+    facts = [MemoryFacts(10**15, pass_gb * GB, held_gb * GB, samples), *[None] * (ranks - 1), MemoryFacts(node_gb * GB)]
+    [found] = memory.judge(view(ranks, ranks, config=TWO_PASSES), [*facts, *[None] * (ranks - 1)])
+    need = ranks * (pass_gb + held_gb)
+    assert found.key == ("too-little-memory" if need > node_gb else "tight-memory" if need > 0.85 * node_gb else "")
+    assert (found.severity is Severity.FAULT) == (need > node_gb)
+    assert f"need{'s' if ranks == 1 else ''} {need:.1f} GB" in found.sentence
+    if match := re.search(r"micro_batches=(\d+)", found.mend):
+        assert int(match[1]) <= samples
+        assert ranks * (pass_gb * 2 / int(match[1]) + held_gb) <= 0.85 * node_gb * 1.000001
+    elif match := re.search(r"at most (\d+)", found.mend):
+        assert int(match[1]) * (pass_gb + held_gb) <= 0.85 * node_gb
+    elif found.key:
+        assert pass_gb + held_gb > 0.85 * node_gb
+
+
+def test_a_rank_needs_less_for_a_pass_where_more_share_the_batch() -> None:
+    one, held, _ = memory.planned_bytes(configuration("batch=64"), 1)
+    four, held_by_four, samples = memory.planned_bytes(configuration("batch=64"), 4)
+    assert 3 < one / four < 5
+    assert held == held_by_four > 0
+    assert samples == 16
+    micro, *_ = memory.planned_bytes(configuration("batch=64", "micro_batches=4"), 1)
+    assert 3 < one / micro < 5
+
+
+def test_ranks_that_split_layers_hold_less() -> None:
+    _, held, _ = memory.planned_bytes(configuration("batch=64"), 2)
+    _, split, _ = memory.planned_bytes(configuration("batch=64", "grid.rows=2", "plan.default=model"), 2)
+    assert split < held
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [(["grid=auto"], "the plan is auto"), (["backend=cuda"], "backend cuda"), (["batch=1", "grid.cols=1"], "")],
+)
+def test_where_there_is_no_plan_nothing_is_said(overrides: list[str], reason: str) -> None:
+    facts = memory.gather(OwnPlace(Launcher("none"), configuration(*overrides), Path("runs")))
+    assert reason in facts.reason
+    assert (bool(facts.reason), memory.judge(view(1), [facts])[0].key) == (bool(reason), "")
+    assert memory.gather(OwnPlace(Launcher("x", 2, 1, 2, 1), None, Path("runs"))) is None
+    leader = memory.gather(OwnPlace(Launcher("x", 2, 1, 1, 0), None, Path("runs")))
+    assert leader.node_bytes > 0
+
+
+FACTS = LibraryFacts((("/venv/bin/mpiexec", "MPICH"),), "/venv/bin/mpiexec", "MPICH Version: 5.0.2")
+
+OTHER = (("/usr/bin/mpiexec", "Open MPI"), ("/venv/bin/mpiexec", "MPICH"))
+
+
+def test_a_library_in_order_is_named() -> None:
+    [found] = mpi_library.judge(view(2), [FACTS, None])
+    assert (found.key, found.sentence) == ("", "MPICH Version: 5.0.2, thread level serialized.")
+
+
+def test_a_missing_library_is_a_fault_with_the_errors_own_advice() -> None:
+    error = "MPI cannot be started (no libmpi.so.12); install one with `pip install mpich`."
+    [found] = mpi_library.judge(view(1, library=""), [replace(FACTS, error=error)])
+    assert (found.key, found.severity, found.mend) == ("no-mpi-library", Severity.FAULT, "Install one with `pip install mpich`.")
+    assert keys(mpi_library.judge(view(1, library=""), [LibraryFacts()])) == ["no-mpi-library"]
+    assert keys(mpi_library.judge(view(1, library=""), [FACTS])) == [""], "it has not started, but it is there"
+
+
+@pytest.mark.parametrize(
+    ("facts", "mend"),
+    [
+        (replace(FACTS, launchers=OTHER), "export PATH=/venv/bin:$PATH"),
+        (replace(FACTS, launchers=OTHER, beside=""), "export PATH=/venv/bin:$PATH"),
+        (replace(FACTS, launchers=OTHER[:1], beside=""), "Use the mpiexec of MPICH."),
+        (replace(FACTS, launchers=(("/x/mpiexec", ""), *OTHER), beside="/a b/mpiexec"), "export PATH='/a b':$PATH"),
+    ],
+)
+def test_an_mpiexec_of_another_mpi_is_named_with_the_right_one(facts: LibraryFacts, mend: str) -> None:
+    [found] = mpi_library.judge(view(2), [facts, None])
+    assert (found.key, found.mend) == ("other-mpiexec", mend)
+    assert "(/usr/bin/mpiexec) is of Open MPI, but mpi4py loads MPICH." in found.sentence
+
+
+def test_launchers_that_say_nothing_are_let_pass() -> None:
+    facts = replace(FACTS, launchers=(("/x/mpiexec", ""),))
+    assert keys(mpi_library.judge(view(2), [facts, None])) == [""]
+
+
+@pytest.mark.parametrize("level", ["single", "funneled", "serialized", "multiple"])
+@pytest.mark.parametrize("asked", ["", "single"])
+@pytest.mark.parametrize("progress", [None, "test", "thread", "posting"])
+def test_a_low_thread_level_is_a_fault_where_a_thread_is_wanted(level: str, asked: str, progress: str | None) -> None:
+    config = None if progress is None else configuration(f"progress={progress}")
+    library = f"MPICH Version: 5.0.2, thread level {level}"
+    [found] = mpi_library.judge(view(1, library=library, config=config), [replace(FACTS, level_asked=asked)])
+    needed = "thread-level-needed" if progress in ("thread", "posting") else "thread-level"
+    assert found.key == (needed if level in ("single", "funneled") else "")
+    if found.key:
+        assert ("unset MPI4PY_RC_THREAD_LEVEL" if asked else "MPICH_MAX_THREAD_SAFETY=multiple") in found.mend
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("mpiexec (Open MPI) 5.0.11", "Open MPI"),
+        ("mpiexec (OpenRTE) 4.1.4", "Open MPI"),
+        ("HYDRA build details:\n Version: 5.0.2", "MPICH"),
+        ("MPI VERSION : CRAY MPICH version 8.1", "MPICH"),
+        ("Intel(R) MPI Library for Linux* OS, Version 2021", "Intel MPI"),
+        ("something", ""),
+    ],
+)
+def test_families_are_known_by_their_words(text: str, name: str) -> None:
+    assert mpi_library.family(text) == name
+
+
+@pytest.mark.job
+@pytest.mark.slow
+def test_the_launchers_on_the_path_are_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder, line in (("a", "echo 'mpiexec (Open MPI) 5.0.11'"), ("b", "exit 1")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mpiexec").write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / folder / "mpiexec").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/a:{tmp_path}/b:{tmp_path}/nowhere")
+    facts = mpi_library.gather(OwnPlace(Launcher("none"), None, tmp_path))
+    assert facts.launchers == ((f"{tmp_path}/a/mpiexec", "Open MPI"), (f"{tmp_path}/b/mpiexec", ""))
+    assert mpi_library.family(facts.library), "the tests' own MPI is known"
+    assert mpi_library.gather(OwnPlace(Launcher("x", 2, 1, 2, 1), None, tmp_path)) is None
+
+
+def measured(hidden: Mapping[ProgressMode, float]) -> OverlapMeasurement:
+    """Of 20 ms of messages under 20 ms of computing, these shares are hidden."""
+    return OverlapMeasurement(0.02, 0.02, 5e-3, 1 << 20, {mode: (0.04 - 0.02 * share,) for mode, share in hidden.items()})
+
+
+def test_what_each_mode_hides_is_told_in_words() -> None:
+    hidden = {ProgressMode.TEST: 0.8, ProgressMode.NONE: 0.0, ProgressMode.THREAD: 1.2}
+    [found] = progress.judge(view(2), [measured(hidden), None])
+    assert found.key == ""
+    assert "messages move by themselves while layers compute: nothing" in found.sentence
+    assert "messages move whenever a layer is done: 80%" in found.sentence
+    assert "a thread moves messages while layers compute: 100%" in found.sentence
+
+
+@pytest.mark.parametrize(("best", "key"), [(0.2, "nothing-hides"), (-0.5, "nothing-hides"), (0.3, "")])
+def test_where_nothing_is_hidden_is_a_warning(best: float, key: str) -> None:
+    [found] = progress.judge(view(2), [measured({ProgressMode.TEST: best, ProgressMode.NONE: -1.0}), None])
+    assert found.key == key
+
+
+def test_one_rank_has_nothing_to_hide() -> None:
+    assert progress.judge(view(1), [None])[0].key == ""
+
+
+@pytest.mark.parametrize(("seconds", "key"), [(4.9, ""), (5.1, "slow-import")])
+def test_the_slowest_rank_counts(seconds: float, key: str) -> None:
+    facts = [StartFacts(1.0, 0.7, 800), StartFacts(seconds, 0.7, 12_345), None]
+    [found] = start_up.judge(view(1, 1, 1), facts)
+    assert found.key == key
+    assert found.sentence == f"Rank 1 (nid1) took {seconds:.1f} s to load, 0.7 s of them computing; it opened 12,345 files."
+
+
+def test_what_was_not_measured_is_not_judged() -> None:
+    assert start_up.judge(view(1), [None])[0].key == ""
+    assert start_up.gather(OwnPlace(Launcher("none"), None, Path("runs"))) is None
+
+
+PLACE = OwnPlace(Launcher("x", 3, 0, 1, 0), None, Path("runs"))
+
+
+def gathered(ranks: int) -> list[tuple[str, str]]:
+    def program(comm: ThreadCommunicator) -> tuple[str, str]:
+        place: Any = SimpleNamespace(world=comm, own=PLACE)
+        return versions.gather(place)
+
+    return run_virtual(ranks, program)
+
+
+def test_nodes_that_are_alike_show_their_versions() -> None:
+    [found] = versions.judge(view(1, 1, 1), gathered(3))
+    assert found.key == ""
+    assert found.sentence.startswith("The same on all ranks: python 3.")
+
+
+@pytest.mark.parametrize(
+    ("kind", "mend"),
+    [
+        ("software_versions", "Give all nodes the same environment."),
+        ("package_files", "Install the same version of it on all nodes."),
+    ],
+)
+def test_a_node_that_differs_is_named_with_rank_and_host(monkeypatch: pytest.MonkeyPatch, kind: str, mend: str) -> None:
+    calls: list[int] = []
+
+    def facts(*_: object) -> dict[str, int]:
+        calls.append(1)
+        return {"numpy": 2 if len(calls) == 3 else 1}
+
+    monkeypatch.setattr(same_start, kind, facts)
+    [found] = versions.judge(view(1, 1, 1), gathered(3))
+    assert (found.key, found.mend) == ("mismatch", mend)
+    assert "numpy" in found.sentence
+    assert "(rank " in found.sentence
+    assert "is on nid" in found.sentence

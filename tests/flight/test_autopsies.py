@@ -1,0 +1,353 @@
+"""Findings from flight records: who failed first, who held the others up, and how that is told."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hpctrain.errors import DataError
+from hpctrain.flight.autopsy import autopsy, newest
+from hpctrain.flight.findings import Autopsy, latest_seconds, named, place, posted_at, silence, silent_seconds
+from hpctrain.flight.recorder import FlightRecorder
+from hpctrain.flight.report import as_json, explanation, records_in, table
+from hpctrain.flight.ring import End, FlightRecord
+from hpctrain.flight.waits import held_up
+from tests.support.flight_records import SECOND, operation, record, waiting
+
+
+def test_different_operations_are_named_with_the_few_to_blame() -> None:
+    same, other = operation(1, "a.weight"), operation(1, "b.weight")
+    found = autopsy([waiting(0, same), waiting(1, same), waiting(2, other), waiting(3, same)])
+    assert found.blamed == (2,)
+    assert "number 1 of all gradients of 0-3: ranks 0-1, 3 the reduce-scatter" in found.sentences[0]
+
+
+@pytest.mark.parametrize("other", ["8 float32", "9 float64"])
+def test_another_count_or_dtype_is_another_operation(other: str) -> None:
+    texts = ["9 float32", "9 float32", "9 float32", other]
+    posted = [operation(1, "a.weight", operation=f"allreduce of {text} elements") for text in texts]
+    found = autopsy([waiting(rank, each) for rank, each in enumerate(posted)])
+    assert found.blamed == (3,)
+    assert f"rank 3 the allreduce of {other} elements for a.weight" in found.sentences[0]
+
+
+def test_the_first_that_failed_is_the_cause() -> None:
+    awaited = operation(1, "x")
+    failed = record(2, end=End.FAILED, sentence="ValueError: no such luck", seen_ns=50 * SECOND)
+    later = waiting(0, awaited, end=End.DEADLINE, sentence="no completion")
+    found = autopsy([later, waiting(1, awaited), failed, waiting(3, awaited)])
+    assert (found.blamed, found.sentences) == (
+        (2,),
+        ("Rank 2 failed first: ValueError: no such luck (a training step, step 812).",),
+    )
+
+
+def test_clocks_of_nodes_are_brought_together() -> None:
+    """The clock of rank 1 is an hour ahead, so that it seems to have failed later."""
+    first = record(1, ranks=2, end=End.FAILED, sentence="cause", seen_ns=3650 * SECOND, wall_offset_ns=3600 * SECOND)
+    then = record(0, ranks=2, end=End.FAILED, sentence="consequence", seen_ns=60 * SECOND)
+    assert autopsy([then, first]).blamed == (1,)
+
+
+def test_a_rank_that_is_gone_was_silent() -> None:
+    awaited = operation(1, "x")
+    found = autopsy([*(waiting(rank, awaited) for rank in range(3)), record(3, seen_ns=35 * SECOND)])
+    assert found.blamed == (3,)
+    assert found.sentences[1].endswith("and was silent for 65 s at the end: ended, stopped, or its node lost.")
+    alone = autopsy([record(0, ranks=2), record(1, ranks=2, seen_ns=35 * SECOND)])
+    assert alone.sentences == (
+        "Rank 1 was silent for 65 s at the end, last in a training step, step 812: ended, stopped, or its node lost.",
+    )
+
+
+def test_all_stuck_alike() -> None:
+    stuck = [record(rank, ranks=2, end=End.DEADLINE, phase="evaluation", step=0) for rank in range(2)]
+    found = autopsy(stuck)
+    assert (found.blamed, found.sentences) == ((0, 1), ("Ranks 0-1 were in evaluation for 70 s.",))
+
+
+def test_ranks_without_a_record_are_named() -> None:
+    awaited = operation(1, "x")
+    found = autopsy([waiting(rank, awaited) for rank in range(3)])
+    assert found.blamed == (3,)
+    assert found.sentences[-1].startswith("Rank 3 left no record here")
+
+
+def test_a_job_that_finished() -> None:
+    done = [record(rank, ranks=2, end=End.FINISHED) for rank in range(2)]
+    assert autopsy(done).sentences == ("The job finished: ranks 0-1 ended in good order.",)
+    assert autopsy([]).sentences == ("No rank has left a record.",)
+
+
+def test_records_of_an_earlier_start_do_not_count() -> None:
+    assert [each.rank for each in newest([record(1, job=5), record(0, job=5), replace(record(2), job=4)])] == [0, 1]
+
+
+@pytest.mark.parametrize("end", [End.FINISHED, End.SIGNAL])
+def test_different_operations_come_before_how_the_ranks_ended(end: End) -> None:
+    """An MPI may go on with other numbers after them, or end the rank itself."""
+    posted = [operation(1, "a.weight", operation=f"allreduce of 9 {dtype} elements") for dtype in ("float32", "float64")]
+    records = [replace(waiting(rank, each), end=end, signal=6 * (end is End.SIGNAL)) for rank, each in enumerate(posted)]
+    found = autopsy(records)
+    assert found.blamed == (1,)
+    assert found.sentences[0].startswith("Ranks posted different operations as number 1 of all gradients")
+
+
+def test_lines_of_the_program_are_told() -> None:
+    posted = [operation(1, f"{name}.weight", line=f"averaging/{name}.py:7") for name in "aab"]
+    found = autopsy([waiting(rank, each, ranks=3) for rank, each in enumerate(posted)])
+    assert "elements for a.weight (averaging/a.py:7); rank 2 the reduce-scatter" in found.sentences[0]
+    assert found.sentences[0].endswith("elements for b.weight (averaging/b.py:7).")
+
+
+@pytest.mark.parametrize(("ranks", "because"), [((1,), ", because of rank 1"), ((0, 1, 2), "")])
+def test_an_error_that_knows_its_ranks_blames_them(ranks: tuple[int, ...], because: str) -> None:
+    failed = [record(rank, ranks=3, end=End.FAILED, sentence="other bits.", blamed=ranks) for rank in range(3)]
+    found = autopsy(failed)
+    assert found.blamed == ranks
+    assert found.sentences == (f"Ranks 0-2 failed first{because}: other bits (a training step, step 812).",)
+
+
+def test_a_rank_that_is_killed_after_a_deadline_is_not_the_cause() -> None:
+    """The launcher ends the ranks of a job that one of them aborts."""
+    awaited = operation(1, "x", queue="data of 0-2")
+    gave_up = waiting(0, awaited, ranks=3, end=End.DEADLINE)
+    killed = waiting(1, awaited, ranks=3, end=End.SIGNAL, signal=9, seen_ns=101 * SECOND)
+    assert autopsy([gave_up, killed, record(2, ranks=3)]).blamed == (2,)
+
+
+@pytest.mark.parametrize(
+    ("phase", "step", "text"), [("", 0, "its start"), ("evaluation", 0, "evaluation"), ("x", 3, "x, step 3")]
+)
+def test_a_place(phase: str, step: int, text: str) -> None:
+    assert place(record(0, phase=phase, step=step)) == text
+
+
+def test_ranks_and_lines() -> None:
+    assert (named([4]), named([5, 0, 1])) == ("rank 4", "ranks 0-1, 5")
+    assert (posted_at(operation(1, "x")), posted_at(operation(1, "x", line="a.py:7"))) == ("", " (a.py:7)")
+
+
+@pytest.mark.parametrize(
+    ("deadline", "seconds", "silent"),
+    [(0, 3, 0), (0, 4, 4), (300, 3, 0), (300, 4, 4), (3, 1, 0), (3, 2, 2)],
+    ids=["no deadline", "no deadline, longer", "long", "long, longer", "short", "short, longer"],
+)
+def test_a_silence_is_long_beside_the_deadline(deadline: int, seconds: int, silent: int) -> None:
+    ended = record(0, seen_ns=(100 - seconds) * SECOND, deadline_ns=deadline * SECOND)
+    latest = latest_seconds([ended, record(1)])
+    assert (silent_seconds(ended, latest), silent_seconds(record(1), latest)) == (pytest.approx(silent), 0)
+
+
+def test_clocks_of_nodes_differ() -> None:
+    """That of rank 1 is an hour ahead."""
+    ahead = record(1, seen_ns=3700 * SECOND, wall_offset_ns=3600 * SECOND)
+    assert latest_seconds([record(0), ahead]) == pytest.approx(100)
+    assert silence(replace(ahead, step=0), 7.4).startswith("Rank 1 was silent for 7 s at the end, last in a training step: ended")
+
+
+def _held_up(records: list[FlightRecord]) -> Autopsy:
+    found = held_up(records)
+    assert found is not None
+    return found
+
+
+def test_a_rank_that_loads_data_holds_the_others_up() -> None:
+    awaited = operation(3, "layer4.1.conv2.weight")
+    done = operation(2, "layer4.2.conv1.weight", done=True)
+    late = record(3, done, phase="data loading", phase_since_ns=39 * SECOND)
+    found = _held_up([*(waiting(rank, awaited, done) for rank in range(3)), late])
+    assert found.blamed == (3,)
+    assert found.sentences == (
+        "Rank 3 never posted the reduce-scatter of 64 float32 elements for layer4.1.conv2.weight, number 3 of all gradients "
+        "of 0-3, for which rank 0 waited 60 s (a training step, step 812).",
+        "Rank 3 was in data loading, step 812 for 61 s.",
+    )
+
+
+def test_what_is_queued_and_not_started_is_not_posted() -> None:
+    awaited, queued = (operation(3, "a.weight", started=started, queue="all of 0-1") for started in (True, False))
+    found = _held_up([waiting(0, awaited, ranks=2), record(1, queued, ranks=2)])
+    assert found.blamed == (1,)
+
+
+def test_a_wait_for_what_has_not_begun_is_for_what_is_in_flight() -> None:
+    """A gather that comes after a sum, which the other rank has not posted."""
+    sums, gather = operation(1, "x", queue="sums of 0-1"), operation(2, "x", started=False, queue="gathers of 0-1")
+    behind = operation(3, "y", queue="sums of 0-1")
+    found = _held_up([waiting(0, gather, sums, behind, ranks=2), record(1, ranks=2)])
+    assert found.blamed == (1,)
+    assert "number 1 of sums of 0-1" in found.sentences[0]
+    alone = _held_up([waiting(0, gather, ranks=2), waiting(1, replace(gather, started_ns=1), ranks=2)])
+    assert alone.blamed == (0,)
+    assert alone.sentences[0].startswith("Rank 0 waits for what it has not posted itself: x, number 2")
+
+
+def test_waits_are_followed_to_the_one_that_waits_for_nobody() -> None:
+    """Rank 0 waits for 1 in one group, which waits for 2 in another."""
+    first, second = operation(1, "rows", queue="split of 0-1"), operation(1, "columns", queue="data of 1-2")
+    chain = [waiting(0, first, ranks=3), waiting(1, second, ranks=3), record(2, phase="evaluation", ranks=3)]
+    found = _held_up(chain)
+    assert found.blamed == (2,)
+    assert "for columns, number 1 of data of 1-2, for which rank 1 waited" in found.sentences[0]
+
+
+def test_ranks_that_wait_for_each_other() -> None:
+    """Each has begun with another queue."""
+    ours, theirs = operation(1, "x", queue="a of 0-1"), operation(1, "y", queue="b of 0-1")
+    found = _held_up([waiting(0, ours, ranks=2), waiting(1, theirs, ranks=2)])
+    assert found.blamed == (0, 1)
+    assert found.sentences[0].startswith(
+        "Ranks 0-1 wait for each other: rank 0 waits for the reduce-scatter of 64 float32 elements "
+        "for x, number 1 of a of 0-1, which rank 1 has not posted; rank 1 waits for the reduce-scatter"
+    )
+
+
+def test_pieces_of_an_all_to_all_may_differ() -> None:
+    parts = [operation(1, "x", operation=f"all-to-all of {rank} float32 elements") for rank in range(4)]
+    found = _held_up([waiting(rank, each) for rank, each in enumerate(parts)])
+    assert found.blamed == ()
+    assert found.sentences[0].startswith(
+        "All ranks posted what rank 0 waited 60 s for (a training step, step 812), the all-to-all"
+    )
+
+
+def test_a_wait_outside_the_queues_knows_its_ranks() -> None:
+    text = "gathered objects (communicator data of ranks 1, 3)"
+    of_group = [record(rank, wait=text if rank == 1 else "", wait_since_ns=SECOND) for rank in range(4)]
+    assert _held_up(of_group).blamed == (3,)
+
+
+def _all_posted(*states: dict[str, object]) -> list[FlightRecord]:
+    """Rank 0 has waited for 60 of 100 seconds for what all have posted, and its heartbeat has seen it move."""
+    first = operation(1, "x", queue="data of 0-2", line="averaging/some.py:7")
+    return [
+        waiting(0, first, alive_ns=100 * SECOND, ranks=3),
+        *(record(rank, first, ranks=3, **state) for rank, state in enumerate(states, 1)),
+    ]
+
+
+MOVES = {"wait": "x", "wait_number": 1, "wait_since_ns": 41 * SECOND, "alive_ns": 99 * SECOND}
+
+
+def test_where_all_have_posted_and_move_it_is_the_transport() -> None:
+    found = _held_up(_all_posted(MOVES, {"alive_ns": 99 * SECOND, "phase": "evaluation"}))
+    assert (found.blamed, found.sentences) == (
+        (),
+        (
+            "All ranks posted what rank 0 waited 60 s for (a training step, step 812), the reduce-scatter of 64 float32 elements "
+            "for x, number 1 of data of 0-2 (averaging/some.py:7): the transport has not moved it, as where a link is cut.",
+        ),
+    )
+
+
+@pytest.mark.parametrize("other", ["its turn has come", "it waits for the next one"])
+def test_a_turn_that_does_not_come_as_the_transport_moves_nothing_is_no_fault_of_a_rank(other: str) -> None:
+    """Rank 1 waits for what comes after a sum, which all have posted; the other rank had its sum before the link was cut."""
+    sums, gather = operation(1, "x", queue="sums of 0-1"), operation(2, "x", queue="gathers of 0-1")
+    behind, next_one = replace(gather, started_ns=0), operation(4, "y", started=False, queue="gathers of 0-1")
+    moves = {"alive_ns": 100 * SECOND, "ranks": 2}
+    ahead = record(0, sums, gather, **moves)
+    if other == "it waits for the next one":
+        ahead = waiting(0, next_one, replace(sums, done_ns=2), gather, **{**moves, "wait_since_ns": 41 * SECOND})
+    found = _held_up([ahead, waiting(1, behind, sums, **moves)])
+    assert found.blamed == ()
+    assert found.sentences[0].startswith("All ranks posted what rank 1 waited 60 s for")
+    assert found.sentences[0].endswith("number 1 of sums of 0-1: the transport has not moved it, as where a link is cut.")
+
+
+STOPPED = {"seen_ns": 41 * SECOND, "alive_ns": 41 * SECOND}
+
+
+@pytest.mark.parametrize(
+    ("state", "last"),
+    [
+        ({"alive_ns": 42 * SECOND}, "Rank 2 was in a training step, step 812 for 70 s."),
+        (STOPPED, "Rank 2 was silent for 59 s at the end, last in a training step, step 812: ended, stopped, or its node lost."),
+        (
+            {**MOVES, **STOPPED},
+            "Rank 2 was silent for 59 s at the end, last in a training step, step 812: ended, stopped, or its node lost.",
+        ),
+        ({**MOVES, "alive_ns": 41 * SECOND}, "Rank 2 was in a training step, step 812 for 70 s."),
+    ],
+    ids=["computes", "stopped", "stopped in a wait", "hangs in a wait"],
+)
+def test_a_rank_that_does_not_move_what_it_has_posted_is_to_blame(state: dict[str, object], last: str) -> None:
+    """MPI moves a message only while both sides call it."""
+    found = _held_up(_all_posted(MOVES, state))
+    assert found.blamed == (2,)
+    assert found.sentences[0].endswith("of data of 0-2 (averaging/some.py:7); rank 2 did not drive it any more.")
+    assert found.sentences[1:] == (last,)
+
+
+def test_without_heartbeats_nobody_who_waits_is_blamed() -> None:
+    """Such records do not tell whether a wait goes on."""
+    records = [replace(each, alive_ns=0, seen_ns=0) for each in _all_posted(MOVES, MOVES)]
+    assert _held_up(records).blamed == ()
+
+
+def test_a_short_deadline_has_a_short_silence() -> None:
+    """Of ranks that were stopped two seconds before the end."""
+    late = record(3, seen_ns=98 * SECOND, deadline_ns=3 * SECOND)
+    assert "and was silent for 2 s at the end" in _held_up([waiting(0, operation(1, "x"), ranks=4), late]).sentences[-1]
+    assert (
+        "silent" not in _held_up([waiting(0, operation(1, "x"), ranks=4), replace(late, deadline_ns=60 * SECOND)]).sentences[-1]
+    )
+
+
+def test_nobody_waits() -> None:
+    assert held_up([record(0, end=End.DEADLINE), record(1)]) is None
+
+
+def _post(recorder: FlightRecorder, queue: int) -> int:
+    return recorder.queued(queue, "a.weight", 0)
+
+
+_POSTED_AT = f"{__file__}:{_post.__code__.co_firstlineno + 1}"
+
+
+def _write(folder: Path, rank: int, job: int = 1, *, posts: bool = True) -> None:
+    recorder = FlightRecorder()
+    recorder.join(rank, 2, job, 30.0)
+    recorder.step(1, 5)
+    recorder.phase("a training step" if posts else "data loading")
+    queue = recorder.queue_of("gradients", (0, 1))
+    number = _post(recorder, queue)
+    if posts:
+        recorder.started(number, "allreduce of 8 float32 elements")
+        recorder.wait("a.weight", number)
+        recorder.ended(End.DEADLINE, "no completion")
+    recorder.keep_in(folder)
+
+
+def test_a_directory_tells_its_latest_start(tmp_path: Path) -> None:
+    _write(tmp_path, 0)
+    _write(tmp_path, 1, posts=False)
+    _write(tmp_path, 2, job=0)  # of an earlier start, on more ranks
+    records = records_in(tmp_path)
+    assert [each.rank for each in records] == [0, 1]
+    first, *_ = explanation(tmp_path)
+    assert first.startswith("autopsy: Rank 1 never posted the allreduce of 8 float32 elements for a.weight")
+    head, *rows = table(records)
+    assert [dict(zip(head, row, strict=True))["end"] for row in rows] == ["deadline", "did not say"]
+    values = json.loads(json.dumps(as_json(records)))
+    assert values["blamed"] == [1]
+    assert values["ranks"][0]["unfinished"][0] == {
+        "queue": "gradients of 0-1",
+        "number": 0,
+        "purpose": "a.weight",
+        "operation": "allreduce of 8 float32 elements",
+        "line": _POSTED_AT,
+    }
+
+
+def test_a_directory_without_records(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="holds no flight records"):
+        records_in(tmp_path)
+    with pytest.raises(DataError, match=r"There is no directory .*x"):
+        records_in(tmp_path / "x")
+    assert explanation(None) == []
+    assert explanation(tmp_path)[0].startswith("autopsy: ")

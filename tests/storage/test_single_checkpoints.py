@@ -1,0 +1,589 @@
+"""Checkpoints of one file: whole or not there; converted to the other layout; those of earlier versions."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpctrain.averaging.collective_schedule import CollectiveSchedule
+from hpctrain.cli.main import cli
+from hpctrain.data.facts import DataFacts
+from hpctrain.data.format import ImageFile
+from hpctrain.errors import CheckpointError
+from hpctrain.experiment.resume import data_of
+from hpctrain.storage import checkpoint, write_shares
+from hpctrain.storage import checkpoint as module
+from hpctrain.storage import convert as convert_module
+from hpctrain.storage.checkpoint import (
+    SEQUENCE,
+    CheckpointContent,
+    by_age,
+    checkpoint_path,
+    checkpoints,
+    next_sequence,
+    open_checkpoint,
+    optimizer_key,
+    parameter_key,
+    prune,
+    read,
+    read_newest,
+    refuse_others,
+    restore,
+    set_aside,
+    statistic_key,
+    write,
+)
+from hpctrain.storage.convert import convert
+from hpctrain.storage.run_directory import RunDirectory
+from tests.support.virtual_runs import train_virtual
+from tests.support.write_fixtures import CASES, CLASSES, SAMPLES, SHAPE, STEPS, arithmetic
+
+
+def content(step=0):
+    rng = np.random.default_rng(step)
+    tensors = {
+        parameter_key("fc.weight"): rng.standard_normal((9, 25), np.float32),
+        statistic_key("norm.running_var"): rng.standard_normal(7, np.float32),
+        optimizer_key("momentum", "fc.weight"): rng.standard_normal((9, 25), np.float32),
+    }
+    return CheckpointContent(tensors, {"global_step": step, "epoch": step // 7, "seed": 225})
+
+
+def assert_same(left, right):
+    assert (left.meta, set(left.tensors)) == (right.meta, set(right.tensors))
+    for name, tensor in left.tensors.items():
+        assert tensor.tobytes() == right.tensors[name].tobytes()
+
+
+def listing(directory):
+    return sorted(path.name for path in directory.iterdir())
+
+
+def newest(directory):
+    """The path of the newest valid checkpoint, which holds what reading it gives; None where there is none."""
+    found = read_newest(directory)
+    if found is None:
+        return None
+    assert_same(found[1], read(found[0]))
+    return found[0]
+
+
+def damage(path):
+    data = bytearray(path.read_bytes())
+    at = data.index(content(int(path.stem.split("-")[1])).tensors["parameters/fc.weight"].tobytes())
+    data[at + 40] ^= 4
+    path.write_bytes(data)
+
+
+def test_round_trip_and_names(tmp_path):
+    directory = tmp_path / "runs" / "checkpoints"  # made on demand
+    path = checkpoint_path(directory, 225)
+    assert path.name == "checkpoint-00000225.h5"
+    write(path, content(225))
+    assert_same(read(path), content(225))
+    assert list(content().tensors) == ["parameters/fc.weight", "statistics/norm.running_var", "optimizer/momentum/fc.weight"]
+    write(path, content(3))  # over an older one
+    assert_same(read(path), content(3))
+    assert listing(directory) == [path.name]
+
+
+def test_steps_beyond_eight_digits_still_sort(tmp_path):
+    for step in (7, 99_999_999, 100_000_000, 225):
+        write(checkpoint_path(tmp_path, step), content(step))
+    assert [step for step, _ in checkpoints(tmp_path)] == [7, 225, 99_999_999, 100_000_000]
+    assert newest(tmp_path) == checkpoint_path(tmp_path, 100_000_000)
+
+
+def test_the_newest_valid_one_passes_over_damage_with_a_line_each(tmp_path, caplog):
+    for step in (7, 9, 25, 225):
+        write(checkpoint_path(tmp_path, step), content(step))
+    damage(checkpoint_path(tmp_path, 225))
+    with open(checkpoint_path(tmp_path, 25), "r+b") as file:
+        file.truncate(1000)
+    (tmp_path / "checkpoint-00000300.h5.partial").write_bytes(b"half")
+    (tmp_path / "checkpoint-latest.h5").write_bytes(b"not ours")
+    logger = logging.getLogger("hpctrain.storage.checkpoint")
+    logger.addHandler(caplog.handler)
+    try:
+        assert newest(tmp_path) == checkpoint_path(tmp_path, 9)
+    finally:
+        logger.removeHandler(caplog.handler)
+    lines = [record.getMessage() for record in caplog.records]
+    assert any("checkpoint-00000225.h5" in line and "parameters/fc.weight" in line for line in lines)
+    assert any("checkpoint-00000025.h5" in line and "truncated" in line for line in lines)
+
+
+def test_nothing_valid(tmp_path):
+    assert newest(tmp_path / "absent") is None
+    assert newest(tmp_path) is None
+    write(checkpoint_path(tmp_path, 7), content(7))
+    damage(checkpoint_path(tmp_path, 7))
+    assert newest(tmp_path) is None
+
+
+def written(directory, step, sequence=None):
+    """Write a checkpoint as a run does; without `sequence`, as a run of an earlier version did."""
+    held = content(step)
+    meta = held.meta if sequence is None else {**held.meta, SEQUENCE: sequence}
+    write(checkpoint_path(directory, step), CheckpointContent(held.tensors, meta))
+
+
+@pytest.mark.parametrize("numbered", [True, False])
+def test_prune_keeps_what_was_written_last(tmp_path, numbered):
+    for sequence, step in enumerate((5, 7, 9, 25), 1):
+        written(tmp_path, step, sequence if numbered else None)
+    assert (prune(tmp_path, 4), prune(tmp_path, 2)) == ([], [checkpoint_path(tmp_path, 5), checkpoint_path(tmp_path, 7)])
+    damage(checkpoint_path(tmp_path, 25))
+    set_aside(tmp_path, 9)
+    assert next_sequence(tmp_path) == (5 if numbered else 1)
+    written(tmp_path, 11, 5)  # resumed from step 9, because 25 is damaged
+    prune(tmp_path, 1)
+    assert newest(tmp_path) == checkpoint_path(tmp_path, 11)
+    assert listing(tmp_path) == ["checkpoint-00000011.h5", "checkpoint-00000025-set-aside.h5"]
+    with pytest.raises(AssertionError):
+        prune(tmp_path, 0)
+
+
+def test_prune_spares_a_step_however_old_it_is(tmp_path):
+    for step in (5, 7, 9, 25):
+        written(tmp_path, step, 100 - step)
+    assert ([step for step, _ in by_age(tmp_path)], newest(tmp_path)) == ([25, 9, 7, 5], checkpoint_path(tmp_path, 5))
+    set_aside(tmp_path, 9)
+    written(tmp_path, 25, 1)
+    assert prune(tmp_path, 1, {25, 4}) == [checkpoint_path(tmp_path, 9), checkpoint_path(tmp_path, 7)]
+    assert [step for step, _ in by_age(tmp_path)] == [25, 5]
+
+
+def test_a_link_to_what_is_not_there_is_left_out(tmp_path, caplog):
+    for sequence, step in enumerate((7, 9, 11), 1):
+        written(tmp_path, step, sequence)
+    for step in (5, 13):
+        checkpoint_path(tmp_path, step).symlink_to(tmp_path / "unmounted" / "checkpoint.h5")
+    logger = logging.getLogger("hpctrain.storage.checkpoint")
+    logger.addHandler(caplog.handler)
+    try:
+        assert (newest(tmp_path), prune(tmp_path, 2)) == (checkpoint_path(tmp_path, 11), [checkpoint_path(tmp_path, 7)])
+        set_aside(tmp_path, 9)
+    finally:
+        logger.removeHandler(caplog.handler)
+    told = {record.getMessage() for record in caplog.records if "is a broken link" in record.getMessage()}
+    assert len(told) == 2
+    assert len(listing(tmp_path)) == 4, "links stay, as their targets may come back"
+
+
+def test_where_no_run_is_proven_only_checkpoints_of_runs_are_pruned(tmp_path):
+    for step in (5, 7, 9):
+        written(tmp_path, step)
+    with h5py.File(checkpoint_path(tmp_path, 1), "w") as file:  # other programs name their files alike
+        file["weights"] = np.ones(3)
+    checkpoint_path(tmp_path, 3).write_bytes(b"somebody's")
+    assert prune(tmp_path, 1, is_run=False) == [checkpoint_path(tmp_path, 5), checkpoint_path(tmp_path, 7)]
+    assert len(listing(tmp_path)) == 3
+
+
+def test_a_write_removes_no_file_of_others(tmp_path):
+    names = ("download.h5.partial", "checkpoint-00000003.h5.partial", "net.h5.partial.backup", "other.shards.ab12.partial")
+    for name in names:
+        (tmp_path / name).write_bytes(b"somebody's")
+    write(tmp_path / "net.h5", content(1))
+    assert listing(tmp_path) == sorted((*names, "net.h5"))
+
+
+def test_prune_keeps_as_many_of_those_that_are_set_aside(tmp_path):
+    for step in (5, 7, 9, 11):
+        path = checkpoint_path(tmp_path, step)
+        write(path, content(step))
+        os.utime(path, (step, step))
+    aside = set_aside(tmp_path, 5)
+    write(checkpoint_path(tmp_path, 6), content(6))
+    assert prune(tmp_path, 2) == aside[:1]
+    assert listing(tmp_path) == sorted(
+        [checkpoint_path(tmp_path, 5).name, checkpoint_path(tmp_path, 6).name, *(path.name for path in aside[1:])]
+    )
+
+
+class Stop(Exception):
+    """Not an error that the writer knows."""
+
+
+def raising(error, calls=1, of=lambda *arguments: None):
+    """A function that raises at its `calls`-th call and does `of` before."""
+    made = []
+
+    def function(*arguments):
+        made.append(arguments)
+        if len(made) == calls:
+            raise error
+        return of(*arguments)
+
+    return function
+
+
+#: where a write may fail: module, function, and the number of the call
+STAGES = {
+    "begin": (module, "write_store", 1),
+    "tensor": (os, "pwrite", 2),
+    "file sync": (os, "fsync", 1),
+    "rename": (os, "replace", 1),
+    "directory sync": (os, "fsync", 2),
+}
+ERRORS = [OSError(28, "No space left on device"), Stop(), KeyboardInterrupt()]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_error_at_any_stage_leaves_the_previous_one_and_nothing_else(tmp_path, monkeypatch, stage, error):
+    old, new = checkpoint_path(tmp_path, 7), checkpoint_path(tmp_path, 9)
+    write(old, content(7))
+    with monkeypatch.context() as patch:
+        owner, name, call = STAGES[stage]
+        patch.setattr(owner, name, raising(error, call, getattr(owner, name)))
+        with pytest.raises(CheckpointError if isinstance(error, OSError) else type(error)) as caught:
+            write(new, content(9))
+    if isinstance(error, OSError):
+        assert "No space left on device" in str(caught.value)
+        assert str(new) in str(caught.value)
+    assert_same(read(old), content(7))
+    renamed = stage == "directory sync"
+    assert (listing(tmp_path), newest(tmp_path)) == ([old.name] + [new.name] * renamed, new if renamed else old)
+    write(new, content(9))
+    assert_same(read(newest(tmp_path)), content(9))
+
+
+CHILD = """
+import sys
+import numpy as np
+from pathlib import Path
+from hpctrain.storage.checkpoint import CheckpointContent, checkpoint_path, write
+
+directory, stage = Path(sys.argv[1]), sys.argv[2]
+
+def content(step):
+    return {f"parameters/{i}": np.full((25, 225), float(step * 100 + i)) for i in range(9)}
+
+write(checkpoint_path(directory, 1), CheckpointContent(content(1), {"global_step": 1}))
+print("ready", flush=True)
+tensors = content(2)
+if stage == "any":
+    for step in range(2, 100000):
+        write(checkpoint_path(directory, step), CheckpointContent(content(step), {"global_step": step}))
+        print(step, flush=True)
+elif stage == "full":
+    import resource
+    from hpctrain.errors import CheckpointError
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    for limit in range(0, 400_000, 9999):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        try:
+            write(checkpoint_path(directory, 2), CheckpointContent(tensors, {"global_step": 2}))
+        except CheckpointError as error:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+            print(error, [path.name for path in directory.iterdir()], flush=True)
+write(checkpoint_path(directory, 2), CheckpointContent(tensors, {"global_step": 2}))
+print("done", flush=True)
+"""
+
+
+def child(directory, stage):
+    command = [sys.executable, "-c", CHILD, str(directory), stage]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def assert_valid_step(path):
+    step = int(path.stem.split("-")[1])
+    got = read(path)
+    assert got.meta == {"global_step": step}
+    for i in range(9):
+        assert np.array_equal(got.tensors[f"parameters/{i}"], np.full((25, 225), float(step * 100 + i)))
+
+
+def assert_recovers(directory):
+    """At most one temporary file, which the next write removes."""
+    partial = [name for name in listing(directory) if name.endswith(".partial")]
+    assert len(partial) <= 1
+    write(checkpoint_path(directory, 10**6), content(10**6))
+    assert not [name for name in listing(directory) if name.endswith(".partial")]
+    assert newest(directory) == checkpoint_path(directory, 10**6)
+    return partial
+
+
+@pytest.mark.job
+@pytest.mark.parametrize("delay", [0.0, 0.0137, 0.0291])
+def test_sigkill_at_any_moment(tmp_path, delay):
+    with subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path), "any"], stdout=subprocess.PIPE, text=True) as writer:
+        for _ in range(4):
+            last = writer.stdout.readline()
+        time.sleep(delay)
+        writer.kill()
+        last = (writer.stdout.read().rpartition("\n")[0].rpartition("\n")[2] or last).strip()
+    found = newest(tmp_path)
+    # every write that was reported is there, and at most one more
+    assert checkpoints(tmp_path)[-1][1] == found
+    assert int(found.stem.split("-")[1]) - int(last) in (0, 1)
+    for _, path in checkpoints(tmp_path):
+        assert_valid_step(path)
+    assert_recovers(tmp_path)
+
+
+@pytest.mark.job
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path):
+    """Wherever in the file the room ends; and there is life after it."""
+    done = child(tmp_path, "full")
+    assert (done.returncode, done.stderr) == (0, "")
+    first, *refused, last = done.stdout.splitlines()
+    assert (first, last) == ("ready", "done")
+    assert len(refused) == 41
+    for line in refused:
+        assert "cannot be written" in line
+        assert "File too large" in line
+        assert line.endswith("['checkpoint-00000001.h5']")
+    assert newest(tmp_path) == checkpoint_path(tmp_path, 2)
+    assert_valid_step(newest(tmp_path))
+
+
+def test_a_directory_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        write(checkpoint_path(tmp_path / "file" / "checkpoints", 7), content(7))
+
+
+def test_restore_gives_the_tensor_or_one_sentence():
+    saved = content()
+    tensor = restore(saved, "parameters/fc.weight", (9, 25), "float32")
+    assert tensor is saved.tensors["parameters/fc.weight"]
+    with pytest.raises(CheckpointError, match=r"parameters/fc.weight has shape \(9, 25\) in the checkpoint and \(9, 7\) here"):
+        restore(saved, "parameters/fc.weight", (9, 7), "float32")
+    with pytest.raises(CheckpointError, match="float32 in the checkpoint and float64 here"):
+        restore(saved, "parameters/fc.weight", (9, 25), np.dtype("float64"))
+    with pytest.raises(CheckpointError, match=r"no tensor parameters/fc.weigth; the nearest is .parameters/fc.weight."):
+        restore(saved, "parameters/fc.weigth", (9, 25), "float32")
+    with pytest.raises(CheckpointError, match="another model"):
+        restore(CheckpointContent({}, {}), "parameters/fc.weight", (9, 25), "float32")
+
+
+def test_refuse_others():
+    saved = content()
+    refuse_others(saved, reversed(list(saved.tensors)))
+    with pytest.raises(CheckpointError, match=r"lacks 2 tensors \(parameters/a first\); it probably"):
+        refuse_others(saved, [*saved.tensors, "parameters/b", "parameters/a"])
+    with pytest.raises(CheckpointError, match=r"has 1 tensors that are unknown here \(optimizer/momentum/fc.weight first\)"):
+        refuse_others(saved, list(saved.tensors)[:2])
+    with pytest.raises(CheckpointError, match=r"lacks 1 .* and has 2"):
+        refuse_others(saved, ["parameters/fc.weight", "parameters/x"])
+
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+
+DTYPES = st.sampled_from(["<f4", "<f8", "<f2", "<i8", "<u1", "|b1"])
+
+SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
+
+META = {"global_step": 7, "ranks": 3, "position": {"sums": {"loss": 0.1 + 0.2}}, "config": "name: é\n" * 5000, "data": None}
+
+
+def content_of(kinds: list[tuple[tuple[int, ...], str]]) -> CheckpointContent:
+    """Random bits, not-a-numbers among them."""
+    random = np.random.default_rng(len(kinds))
+    tensors = {}
+    for number, (shape, dtype) in enumerate(kinds):
+        most = 2 if dtype == "|b1" else 256
+        data = random.integers(0, most, int(np.prod(shape)) * np.dtype(dtype).itemsize, dtype=np.uint8)
+        tensors[f"parameters/{number}"] = data.view(dtype).reshape(shape)
+    return CheckpointContent(tensors, META)
+
+
+def convert_assert_same(left: CheckpointContent, right: CheckpointContent) -> None:
+    assert (left.meta, set(left.tensors)) == (right.meta, set(right.tensors))
+    for key, values in right.tensors.items():
+        other = left.tensors[key]
+        assert (other.shape, other.dtype.str, other.tobytes()) == (values.shape, values.dtype.str, values.tobytes()), key
+
+
+@pytest.mark.slow
+@settings(max_examples=15)
+@given(st.lists(st.tuples(SHAPES, DTYPES), min_size=1, max_size=6), st.integers(1, 5), st.integers(9, 300))
+def test_there_and_back_is_the_same_to_the_last_bit(
+    tmp_path_factory: pytest.TempPathFactory, kinds: list[tuple[tuple[int, ...], str]], shards: int, least_bytes: int
+) -> None:
+    directory = tmp_path_factory.mktemp("there")
+    source, there, back = directory / "a.h5", directory / "b.shards", directory / "c.h5"
+    content = content_of(kinds)
+    write(source, content)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(write_shares, "_SMALLEST_SHARED_BYTES", least_bytes)
+        convert_assert_same(convert(source, there, sharded=True, shards=shards), content)
+    convert_assert_same(convert(there, back, sharded=False), content)
+    convert_assert_same(convert(there, directory / "d.shards", sharded=True, shards=2), content)
+    digests = []
+    for path in (source, back):
+        with h5py.File(path, "r") as file:
+            digests.append(bytes(file.attrs["sha256"]))
+    assert digests[0] == digests[1]
+    shutil.rmtree(directory)
+
+
+def test_there_are_as_many_shards_as_ranks_wrote_it_or_as_are_asked_for(tmp_path: Path) -> None:
+    write(tmp_path / "a.h5", content_of([((9,), "<f4")] * 6))
+    convert(tmp_path / "a.h5", tmp_path / "b.shards", sharded=True)
+    convert(tmp_path / "a.h5", tmp_path / "c.shards", sharded=True, shards=9)
+    counts = [len(list((tmp_path / name).glob("shard-*.h5"))) for name in ("b.shards", "c.shards")]
+    assert counts == [3, 6], "none is made without parts"
+
+
+def test_what_is_there_is_kept_and_names_say_the_layout(tmp_path: Path) -> None:
+    source, out = tmp_path / "a.h5", tmp_path / "b.shards"
+    write(source, content_of([((3,), "<f4")]))
+    growing = tmp_path / "checkpoint-00000009.h5.partial"
+    growing.write_text("a run's")
+    with pytest.raises(CheckpointError, match="is there already, and nothing is overwritten"):
+        convert(source, source, sharded=False)
+    with pytest.raises(CheckpointError, match=r"b.shards would be taken for a directory of shards: .* give .*b.h5"):
+        convert(source, out, sharded=False)
+    with pytest.raises(CheckpointError, match=r"b.h5 would be taken for a file: .* give .*b.shards"):
+        convert(source, tmp_path / "b.h5", sharded=True)
+    out.mkdir()
+    with pytest.raises(CheckpointError, match="is there already"):
+        convert(source, out, sharded=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.h5", "b.shards", growing.name]
+    (tmp_path / "d.h5").write_bytes(source.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=r"d.h5 is truncated"):
+        convert(tmp_path / "d.h5", tmp_path / "e.shards", sharded=True)
+
+
+@pytest.mark.parametrize("name", ["b.h5", "b.shards"])
+def test_a_disk_that_refuses_or_keeps_other_bits_leaves_nothing(tmp_path: Path, monkeypatch, name: str) -> None:
+    source, out = tmp_path / "a.h5", tmp_path / name
+    content = content_of([((30,), "<f4"), ((), "<f8")])
+    write(source, content)
+
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(CheckpointError, match=r"cannot be written .*No space left on device"):
+            convert(source, out, sharded=name == "b.shards")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.h5"]
+    other = CheckpointContent({**content.tensors, "parameters/0": np.zeros(30, "<f4")}, content.meta)
+    for again, what in ((other, "tensor parameters/0"), (CheckpointContent(content.tensors, {}), "its metadata")):
+        with monkeypatch.context() as patch:
+            patch.setattr(convert_module, "read", lambda path, again=again: again if path == out else read(path))
+            with pytest.raises(CheckpointError, match=f"differs from its source in {what}"):
+                convert(source, out, sharded=name == "b.shards")
+        assert [path.name for path in tmp_path.iterdir()] == ["a.h5"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["lazy", "sharded"])
+def test_a_run_goes_on_from_either_layout_with_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """With what averagers keep back, and the state of the optimiser; the commands that convert are the user's."""
+    shutil.copy(FIXTURES / "train.h5", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for name in ("single", "shards", "back"):
+        shutil.copytree(FIXTURES / case / "run", name)
+    [name] = os.listdir("single/checkpoints")
+    sharded = f"shards/checkpoints/{Path(name).stem}.shards"
+    for directory, source, out in (
+        ("shards", f"single/checkpoints/{name}", sharded),
+        ("back", sharded, f"back/checkpoints/{name}"),
+    ):
+        Path(directory, "checkpoints", name).unlink()
+        converted = CliRunner().invoke(cli, ["checkpoint", "convert", source, "--out", out])
+        assert converted.exit_code == 0, converted.output
+    ends = []
+    for directory in ("single", "shards", "back"):
+        train_virtual(CASES[case].ranks, Path(directory, "config.yaml"), resume=directory, steps=2)
+        ends.append(open_checkpoint(max(Path(directory, "checkpoints").iterdir())))
+    for end in ends[1:]:
+        assert end.meta["position"] == ends[0].meta["position"]
+        convert_assert_same(CheckpointContent(end.tensors, {}), CheckpointContent(ends[0].tensors, {}))
+
+
+def _newest(run: Path) -> CheckpointContent:
+    newest = checkpoint.read_newest(run / "checkpoints")
+    return newest[1]
+
+
+def _schedules(content: CheckpointContent) -> dict[str, str]:
+    """By name; earlier versions kept the one of whole parameters once for each rank of a split group."""
+    schedules: Any = content.meta["schedules"]
+    of_rows = {name for name in schedules if name.startswith("all-row")}
+    assert all(schedules[name] == schedules["all"] for name in of_rows)
+    return {name: text for name, text in schedules.items() if name not in of_rows}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_of_an_earlier_version_goes_on_as_it_did(tmp_path: Path, monkeypatch, capsys, case: str) -> None:
+    shutil.copy(FIXTURES / "train.h5", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "run"
+    shutil.copytree(FIXTURES / case / "run", run)
+    train_virtual(CASES[case].ranks, Path("run/config.yaml"), resume="run", steps=STEPS)
+    assert " -> " not in capsys.readouterr().out, "a resume with the run's own configuration changes no value"
+    here, expected = _newest(run), checkpoint.read(FIXTURES / case / "end.h5")
+    compared = [key for key in expected.meta if key not in ("position", "config", "schedules")]
+    assert {key: here.meta[key] for key in compared} == {key: expected.meta[key] for key in compared}
+    same_bits = arithmetic() == (FIXTURES / "arithmetic.txt").read_text().strip()
+    assert set(here.tensors) == set(expected.tensors)
+    for key, tensor in expected.tensors.items():
+        values = here.tensors[key]
+        if key.startswith("optimizer/lazy_gradient/"):
+            values = values.sum(axis=0)  # each rank's own now
+        assert values.dtype == tensor.dtype
+        np.testing.assert_allclose(values, tensor, rtol=1e-12, atol=1e-13, err_msg=key)
+        assert not same_bits or values.tobytes() == tensor.tobytes(), key
+    _assert_same_position(here, expected)
+    if case == "lazy":
+        assert _schedules(here) != _schedules(_newest(FIXTURES / case / "run")), "its allreduces are reduce-scatters now"
+    elif case != "blocking":
+        assert _schedules(here) == _schedules(_newest(FIXTURES / case / "run")), "the stored schedules were made for this request"
+
+
+def _assert_same_position(here: CheckpointContent, expected: CheckpointContent) -> None:
+    ours, theirs = dict(here.meta["position"]), dict(expected.meta["position"])  # type: ignore[call-overload]
+    sums, expected_sums = ours.pop("sums"), theirs.pop("sums")
+    assert (ours, sums) == (theirs, pytest.approx(expected_sums, rel=1e-12))
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case != "blocking"])
+def test_a_stored_schedule_keeps_its_digest_and_its_request(case: str) -> None:
+    texts = RunDirectory.open(FIXTURES / case / "run").schedules()
+    assert texts
+    assert texts == _newest(FIXTURES / case / "run").meta["schedules"]
+    for text in texts.values():
+        schedule = CollectiveSchedule.from_json(text)
+        assert (schedule.to_json(), schedule.digest()) == (text, hashlib.sha256(text.encode()).hexdigest())
+        assert schedule.request == json.loads(text)["request"]
+
+
+def test_the_cases_hold_what_they_are_for() -> None:
+    lazy, sharded = (_newest(FIXTURES / case / "run") for case in ("lazy", "sharded"))
+    assert any(np.any(tensor) for key, tensor in lazy.tensors.items() if key.startswith("optimizer/lazy_gradient/"))
+    assert CollectiveSchedule.from_json(_schedules(sharded)["all"]).timed
+
+
+@pytest.mark.parametrize("name", ["train.h5", "train-version-1.h5"])
+def test_a_data_file_of_an_earlier_version_is_read(name: str) -> None:
+    file = ImageFile.open(FIXTURES / name)
+    file.verify()
+    random = np.random.default_rng(3)
+    assert file.images.dtype == np.uint8
+    assert np.array_equal(file.images, random.integers(0, 256, (SAMPLES, *SHAPE), dtype=np.uint8))
+    assert np.array_equal(file.labels, random.integers(0, len(CLASSES), SAMPLES))
+    assert (tuple(file.class_names), data_of(_newest(FIXTURES / "sharded" / "run"))) == (CLASSES, DataFacts.of(file))
