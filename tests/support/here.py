@@ -20,9 +20,11 @@ from unittest.mock import patch
 
 from hpctrain import log
 from hpctrain.cli import failure
+from hpctrain.cli.configured_process import ConfiguredProcess
 from hpctrain.cli.job_process import JobProcess
 from hpctrain.cli.main import cli
 from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.single import SingleCommunicator
 from hpctrain.experiment import session
 from hpctrain.launch.launcher import Launcher
 from hpctrain.storage import run_directory
@@ -46,10 +48,11 @@ def run_here(ranks: int, arguments: Sequence[str], *, env: Mapping[str, str] | N
         stack.enter_context(patch.object(sys, "path", [*sys.path]))
         stack.enter_context(contextlib.chdir(cwd or Path.cwd()))
         stack.enter_context(patch.object(run_directory, "git_state", dict))  # which starts processes
+        stack.enter_context(patch.object(SingleCommunicator, "abort", lambda world, code: None))  # which ends this process
         stack.enter_context(_recorded(processes))
         streams = stack.enter_context(_captured())
+        stack.callback(_end, processes)
         code = _virtual(ranks, words[2:]) if ranks > 1 else _code(words[2:])
-        _end(processes)
         return Outcome(code, *streams(), time.monotonic() - begin)
 
 
@@ -106,9 +109,11 @@ def _recorded(processes: list[JobProcess]) -> Iterator[None]:
 
 
 def _end(processes: Sequence[JobProcess]) -> None:
-    """End the threads that would have ended with their process."""
+    """End what would have ended with the processes: threads, and the ownership of a run."""
     for process in processes:
         process.exits.close()
+        if isinstance(process, ConfiguredProcess):
+            process.memory.ownership.release()
     for thread in threading.enumerate():
         if thread.name == "hpctrain-checkpoint":
             thread.join()
