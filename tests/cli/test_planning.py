@@ -288,10 +288,7 @@ def test_the_table_has_a_line_for_each_number_of_ranks_and_says_that_it_is_simul
 
 
 def test_weak_scaling_multiplies_the_batch_and_strong_scaling_shares_it() -> None:
-    weak, strong = (
-        points(*SIMULATED, "--ranks", "1,4"),
-        points(*SIMULATED, "--ranks", "1,4", "--mode", "strong"),
-    )
+    weak, strong = (points(*SIMULATED, "--ranks", "1,4"), points(*SIMULATED, "--ranks", "1,4", "--mode", "strong"))
     assert [point["batch"] for point in weak] == [8, 32]
     assert [point["batch"] for point in strong] == [8, 8]
     assert weak[0]["step_seconds"] == strong[0]["step_seconds"]

@@ -15,6 +15,7 @@ from hpctrain.optim.schedules.cosine import Cosine
 from hpctrain.storage import checkpoint
 from hpctrain.storage.run_directory import RunDirectory
 from hpctrain.train.step import TrainingStep
+from tests.support.here import virtual_rank
 from tests.support.jobs import Outcome
 from tests.support.tiny_runs import accuracy, assert_close, hpctrain, last, prepare, run_in, sentence, write_images
 
@@ -50,11 +51,15 @@ class Seen:
     """The samples of each training step and its learning rate, over all ranks and runs of a test."""
 
     def __init__(self) -> None:
-        self.steps: dict[tuple[int, int], list[int]] = defaultdict(list)
+        self.steps: dict[tuple[int, int, int], list[int]] = {}  # by epoch, step and rank
         self.rates: dict[int, float] = {}
 
     def of(self, epoch: int) -> list[list[int]]:
-        return [ids for (its, _), ids in sorted(self.steps.items()) if its == epoch]
+        found: dict[int, list[int]] = defaultdict(list)
+        for (its, number, _), ids in sorted(self.steps.items()):
+            if its == epoch:
+                found[number] += ids
+        return list(found.values())
 
     def all_of(self, epoch: int) -> list[int]:
         return [sample for step in self.of(epoch) for sample in step]
@@ -62,11 +67,11 @@ class Seen:
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
-    """What the steps of the test's runs have seen. Virtual ranks see a step in turn, by their numbers."""
+    """What the steps of the test's runs have seen."""
     noted, run = Seen(), TrainingStep.run
 
     def step(self: TrainingStep, batch: Batch, number: int, lr: float) -> None:
-        noted.steps[batch.epoch, number].extend(batch.sample_ids.tolist())
+        noted.steps[batch.epoch, number, virtual_rank()] = batch.sample_ids.tolist()
         noted.rates[number] = lr
         run(self, batch, number, lr)
 

@@ -157,8 +157,7 @@ def test_a_stop_can_be_told_by_a_file_and_code_0(job: Start, folder: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("ranks", "stops"),
-    [(0, [("SIGINT", 0, 1)]), (2, [("SIGTERM", 0, 2), ("SIGUSR1", 1, 6), ("SIGHUP", 1, 8)])],
+    ("ranks", "stops"), [(0, [("SIGINT", 0, 1)]), (2, [("SIGTERM", 0, 2), ("SIGUSR1", 1, 6), ("SIGHUP", 1, 8)])]
 )
 def test_a_stopped_run_says_so_and_goes_on_bit_by_bit(
     job: Start, folder: Path, ranks: int, stops: list[tuple[str, int, int]]

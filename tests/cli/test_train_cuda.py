@@ -139,11 +139,7 @@ def test_two_ranks_resume_to_the_last_bit(run: Run, folder: Path, averager: str)
 
 
 #: more arguments, and ranks; 0: a process without MPI
-WAYS_ON = {
-    "three devices": (("averager=bucketed",), 3),
-    "one device": ((), 0),
-    "two ranks of the host": (("backend=numpy",), 2),
-}
+WAYS_ON = {"three devices": (("averager=bucketed",), 3), "one device": ((), 0), "two ranks of the host": (("backend=numpy",), 2)}
 
 
 def test_a_run_of_two_devices_goes_on_on_others(run: Run, folder: Path) -> None:
@@ -195,11 +191,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str], str]] = {
         ["averager.name=sparse", "transport=nccl"],
         "transport is nccl, but averager sparse chooses on the host what travels",
     ),
-    "a thread for messages": (
-        {"ranks": 2},
-        ["progress=posting"],
-        "progress is posting, but one thread enqueues",
-    ),
+    "a thread for messages": ({"ranks": 2}, ["progress=posting"], "progress is posting, but one thread enqueues"),
     "rounded parameters": (
         {"ranks": 2},
         ["averager.name=sharded", "averager.wire_parameters=bfloat16"],
@@ -256,11 +248,7 @@ PINNED = {
         "data.evaluate_augment=[{name: resize, size: 8}, {name: center_crop, size: 8}]",
     ],
     "pixels made on the host": ["averager=priority", "data.augment=[{name: trivial_augment_wide}]", "evaluate.batch=4"],
-    "images made on the host": [
-        "averager=blocking",
-        "data.augment=[{name: random_erasing, value: random}]",
-        "evaluate.batch=2",
-    ],
+    "images made on the host": ["averager=blocking", "data.augment=[{name: random_erasing, value: random}]", "evaluate.batch=2"],
 }
 
 

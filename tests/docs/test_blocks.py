@@ -96,10 +96,7 @@ TEXTS = {
     ): "lines of a run; tests/storage/test_hash_file.py reads others",
     ("docs/reliability.md", "first difference by step 500"): "a comparison of runs; tests/report/test_comparison.py has its form",
     ("docs/averaging.md", "network and step           averager"): "a picture of a step",
-    (
-        "docs/planner.md",
-        "batch, classifier.* model; averager sharded.",
-    ): "simulated; they change with the model of a step",
+    ("docs/planner.md", "batch, classifier.* model; averager sharded."): "simulated; they change with the model of a step",
     ("docs/planner.md", "averager sharded, simulated:"): "the same",
     ("docs/tutorial.md", ""): "outputs of its commands; test_tutorial.py compares their lines",
     ("docs/planner.md", "configuration -> job, candidate"): "a picture of what follows from what",

@@ -56,6 +56,12 @@ def run_here(ranks: int, arguments: Sequence[str], *, env: Mapping[str, str] | N
         return Outcome(code, *streams(), time.monotonic() - begin)
 
 
+def virtual_rank() -> int:
+    """The rank whose thread this is; 0 where there is one."""
+    world: ThreadCommunicator | None = getattr(_RANK, "world", None)
+    return world.rank if world is not None else 0
+
+
 def _code(words: list[str]) -> int:
     """The exit code of the command."""
     try:
