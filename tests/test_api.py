@@ -75,6 +75,8 @@ def test_names_are_the_same_for_programs_and_for_type_checkers() -> None:
         hpctrain.Replika
 
 
+@pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_any_number_of_ranks_trains_what_one_rank_does(job: Job, ranks: int, tmp_path: Path) -> None:
     tensors = trained(job, ranks, tmp_path / "end.h5")
@@ -83,6 +85,8 @@ def test_any_number_of_ranks_trains_what_one_rank_does(job: Job, ranks: int, tmp
     assert distance({name: tensors[name] for name in expected}, expected) < 1e-12
 
 
+@pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("averager", ["blocking", {"name": "bucketed", "bucket_bytes": 512}])
 def test_a_grid_trains_what_one_rank_does(job: Job, averager: object, tmp_path: Path) -> None:
     replica = {"averager": averager, "plan": {"default": "domain", "fc": "model"}, "micro_batches": 1}
@@ -91,6 +95,7 @@ def test_a_grid_trains_what_one_rank_does(job: Job, averager: object, tmp_path: 
     assert distance({name: tensors[name] for name in expected}, expected) < 1e-12
 
 
+@pytest.mark.slow
 def test_mixed_images_train_what_one_rank_does(job: Job, tmp_path: Path) -> None:
     options = {"mixup": 1.0, "cutmix": 1, "probability": 0.8}
     tensors = trained(job, 2, tmp_path / "end.h5", loader={"mixing": options})
@@ -100,6 +105,7 @@ def test_mixed_images_train_what_one_rank_does(job: Job, tmp_path: Path) -> None
     assert distance(dict(wanted.parameters), dict(alone().parameters)) > 1e-6
 
 
+@pytest.mark.slow
 def test_a_training_goes_on_bit_by_bit(job: Job, tmp_path: Path) -> None:
     whole = trained(job, 2, tmp_path / "whole.h5")
     trained(job, 2, tmp_path / "half.h5", steps=4)
@@ -108,6 +114,8 @@ def test_a_training_goes_on_bit_by_bit(job: Job, tmp_path: Path) -> None:
     assert all(np.array_equal(resumed[name], whole[name]) for name in whole)
 
 
+@pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_what_watches_a_training_changes_no_bit(job: Job, ranks: int, tmp_path: Path) -> None:
     start = {"progress": "test", "flight": str(tmp_path / "flight"), "signals": True}
@@ -194,7 +202,6 @@ def test_a_rank_that_fails_alone_ends_the_job(job: Job, tmp_path: Path) -> None:
     outcome = program(job, 3, tmp_path, body)
     assert outcome.code != 0
     assert "ValueError: mine alone" in outcome.stderr
-    assert outcome.seconds < 50
 
 
 def test_a_training_that_diverges_ends_with_its_layer(job: Job, tmp_path: Path) -> None:

@@ -69,6 +69,8 @@ def autopsy(folder: Path) -> dict[str, Any]:
     return findings
 
 
+@pytest.mark.slow
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("through_mpi4py", [True, False])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_an_error_of_one_rank_ends_the_job_with_its_traceback_once(
@@ -83,6 +85,8 @@ def test_an_error_of_one_rank_ends_the_job_with_its_traceback_once(
     assert len(findings["ranks"]) == ranks
 
 
+@pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("ranks", [0, 1, 3])
 def test_a_rank_that_hangs_outside_of_waits_is_ended_and_named(job: Job, ranks: int, tmp_path: Path) -> None:
     keywords = "flight='flight', deadline_seconds=4"
@@ -93,6 +97,8 @@ def test_a_rank_that_hangs_outside_of_waits_is_ended_and_named(job: Job, ranks: 
     assert "autopsy: " in outcome.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_ranks_that_all_hang_alike_are_ended(job: Job, ranks: int, tmp_path: Path) -> None:
     outcome = run(job, ranks, tmp_path, end="replica.global_step != 3 or time.sleep(1000)", keywords="deadline_seconds=4")
@@ -101,6 +107,8 @@ def test_ranks_that_all_hang_alike_are_ended(job: Job, ranks: int, tmp_path: Pat
     assert not (tmp_path / "flight").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_one_that_was_killed_is_in_the_records(job: Job, ranks: int, tmp_path: Path) -> None:
     outcome = run(job, ranks, tmp_path, "os.kill(os.getpid(), 9)")
@@ -109,6 +117,8 @@ def test_one_that_was_killed_is_in_the_records(job: Job, ranks: int, tmp_path: P
     assert (state["rank"], state["step"], state["end"]) == (ranks - 1, 3, "did not say")
 
 
+@pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("ranks", [0, 1, 2, 3])
 def test_a_request_to_stop_saves_and_the_next_start_goes_on_bit_by_bit(job: Job, ranks: int, tmp_path: Path) -> None:
     keywords, whole, stopped = "signals=True, flight='flight'", tmp_path / "whole", tmp_path / "stopped"
@@ -131,6 +141,8 @@ def test_a_signal_that_nobody_asked_for_ends_a_process_as_usual(job: Job, tmp_pa
     assert run(job, 0, tmp_path, "os.kill(os.getpid(), signal.SIGTERM)", keywords="flight=None").code == -signal.SIGTERM
 
 
+@pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("ranks", [0, 1, 2])
 def test_a_checkpoint_on_its_way_survives_the_divergence_of_all(job: Job, ranks: int, tmp_path: Path) -> None:
     """Writing is slow, and under way when the error comes."""
@@ -158,6 +170,8 @@ def test_a_lone_process_that_fails_waits_for_its_checkpoint(job: Job, tmp_path: 
     assert checkpoint.read(tmp_path / "good.h5").meta["position"]["global_step"] == 1  # type: ignore[index]
 
 
+@pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("differs", "sentence"),
     [

@@ -1,13 +1,18 @@
-"""Index arithmetic of boxes against sets of indices."""
+"""Index arithmetic of boxes against sets of indices, and laws of the summation tree."""
+
+from __future__ import annotations
 
 import itertools
+from itertools import pairwise
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.boxes import (
     Box,
+    Interval,
     clip,
     consecutive,
     even,
@@ -24,8 +29,10 @@ from hpctrain.boxes import (
     whole,
     within,
 )
+from hpctrain.summation_tree import ShardsOfRank, TreeAddition, additions, children, cover
 
 _INTERVALS = st.tuples(st.integers(-3, 6), st.integers(0, 5)).map(lambda pair: (pair[0], pair[0] + pair[1]))
+
 _BOXES = st.tuples(_INTERVALS, _INTERVALS)
 
 
@@ -115,3 +122,119 @@ def test_a_hull_is_the_smallest_box_around_all(boxes: list[Box]) -> None:
         for dim in (0, 1):
             places = {element[dim] for element in elements}
             assert smallest[dim] == (min(places), max(places) + 1)
+
+
+def by_recursion(terms: np.ndarray, node: Interval) -> np.ndarray:
+    """The definition of a node's sum."""
+    if node[1] - node[0] == 1:
+        return terms[node[0]]
+    left, right = children(node)
+    return by_recursion(terms, left) + by_recursion(terms, right)
+
+
+def by_ranks(terms: np.ndarray, ranks: int) -> np.ndarray:
+    """Each rank's own additions, then those of what is left."""
+    left: list[np.ndarray] = []
+    for rank in range(ranks):
+        share = ShardsOfRank(rank, ranks, len(terms))
+        own = terms[rank * share.count : (rank + 1) * share.count].copy()
+        in_tree(own, share.additions)
+        left += [own[place] for place in share.sums]
+    sums = np.stack(left)
+    in_tree(sums, ShardsOfRank(0, ranks, len(terms)).additions_of_ranks)
+    return sums[0]
+
+
+def in_tree(values: np.ndarray, steps: tuple[TreeAddition, ...]) -> None:
+    for step in steps:
+        values[step.left] += values[step.right]
+
+
+def from_left_to_right(values: np.ndarray) -> None:
+    """A plain sum, into the first place."""
+    for value in values[1:]:
+        values[0] += value
+
+
+def noise(shards: int, seed: int) -> np.ndarray:
+    random = np.random.default_rng(seed)
+    exponents = random.integers(-6, 7, (shards, 40))
+    return (random.standard_normal((shards, 40)) * 10.0**exponents).astype(np.float32)
+
+
+def divisors(number: int) -> list[int]:
+    return [ranks for ranks in range(1, number + 1) if number % ranks == 0]
+
+
+@given(st.integers(1, 48), st.integers(0, 1000))
+def test_any_ranks_have_the_bits_of_one(shards: int, seed: int) -> None:
+    terms = noise(shards, seed)
+    expected = by_recursion(terms, (0, shards))
+    for ranks in divisors(shards):
+        assert by_ranks(terms, ranks).tobytes() == expected.tobytes(), f"{shards} shards on {ranks} ranks"
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_plain_sum_has_other_bits_on_other_ranks(ranks: int) -> None:
+    """The law above can fail: here ranks add up their terms from left to right, and then their sums."""
+    terms = noise(8, 3)
+    alone = terms.copy()
+    from_left_to_right(alone)
+    shares = [share.copy() for share in np.split(terms, ranks)]
+    for share in shares:
+        from_left_to_right(share)
+    sums = np.stack([share[0] for share in shares])
+    from_left_to_right(sums)
+    assert sums[0].tobytes() != alone[0].tobytes()
+
+
+@given(st.integers(1, 60), st.data())
+def test_a_cover_is_made_of_nodes_and_of_no_two_that_make_a_larger_one(size: int, data: st.DataObject) -> None:
+    start = data.draw(st.integers(0, size - 1))
+    stop = data.draw(st.integers(start + 1, size))
+    nodes = cover((start, stop), size)
+    assert nodes[0][0] == start
+    assert nodes[-1][1] == stop
+    assert all(before[1] == after[0] for before, after in pairwise(nodes))
+    assert additions(nodes, size) == ()
+    leaves = [(term, term + 1) for term in range(start, stop)]
+    left = set(range(len(leaves))) - {step.right for step in additions(leaves, size)}
+    assert [leaves[place][0] for place in sorted(left)] == [node[0] for node in nodes]
+
+
+@given(st.integers(1, 64))
+def test_an_addition_comes_with_the_last_term_that_it_needs(size: int) -> None:
+    leaves = [(term, term + 1) for term in range(size)]
+    steps = additions(leaves, size)
+    assert len(steps) == size - 1
+    assert [step.last for step in steps] == sorted(step.last for step in steps)
+    covers = {place: leaves[place] for place in range(size)}
+    for step in steps:
+        left, right = covers[step.left], covers[step.right]
+        assert left[1] == right[0]
+        assert right[1] == step.last + 1
+        covers[step.left] = left[0], right[1]
+    assert covers[0] == (0, size)
+
+
+@pytest.mark.parametrize(("shards", "ranks"), [(8, 1), (8, 2), (8, 4), (8, 8), (6, 3), (12, 3), (12, 6), (24, 3), (96, 48)])
+def test_ranks_of_a_power_of_two_of_shards_have_one_sum(shards: int, ranks: int) -> None:
+    assert ShardsOfRank(0, ranks, shards).sums_of_ranks == (1,) * ranks
+
+
+@given(st.integers(1, 200))
+def test_ranks_have_few_sums(shards: int) -> None:
+    for ranks in divisors(shards):
+        share = ShardsOfRank(0, ranks, shards)
+        assert max(share.sums_of_ranks) <= max(1, 2 * share.count.bit_length() - 2)
+
+
+@given(st.integers(0, 500), st.integers(1, 40))
+def test_a_ranks_samples_fall_into_its_shards_by_an_even_split(samples: int, shards: int) -> None:
+    """A step splits a rank's share evenly, and that gives the sizes of its shards again."""
+    sizes = even(samples, shards)
+    for ranks in divisors(shards):
+        count = shards // ranks
+        for rank in range(ranks):
+            own = sizes[rank * count : (rank + 1) * count]
+            assert even(sum(own), count) == own

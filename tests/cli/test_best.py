@@ -1,4 +1,4 @@
-"""The best checkpoint as users meet it: real ranks, real evaluations, `best` as a source, and ranks killed while old ones go."""
+"""The best checkpoint and early stop as users meet them: `best` as a source, and runs that end early and go on."""
 
 from __future__ import annotations
 
@@ -9,69 +9,41 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpctrain.data import format as data_format
 from hpctrain.storage import best_record, checkpoint
 from hpctrain.storage.best_record import BestRecord
-from hpctrain.storage.run_directory import RunDirectory, latest
-from tests.support.jobs import Outcome
+from hpctrain.storage.run_directory import RunDirectory
+from tests.support.run_in_process import Killed
+from tests.support.tiny_runs import Start, hpctrain, prepare, run_in
 
-pytestmark = [pytest.mark.job, pytest.mark.slow]
-Job = Callable[..., Outcome]
+pytestmark = pytest.mark.slow
 
-#: so high a learning rate that accuracies rise and fall
+#: so high a learning rate that accuracies and losses rise and fall
 CONFIG = """
 name: tiny
 seed: 7
 backend: numpy
 progress: test
-model: {{name: small, channels: [4], hidden: 9}}
-data: {{train: {folder}/train.h5, test: {folder}/test.h5}}
+model: {name: small, channels: [4], hidden: 9}
+data: {train: FOLDER/train.h5, test: FOLDER/test.h5}
 batch: 16
 epochs: 5
-optimizer: {{name: sgd, lr: 0.5, momentum: 0.9}}
+optimizer: {name: sgd, lr: 0.5, momentum: 0.9}
 schedule: constant
-checkpoint: {{keep: 1}}
+checkpoint: {keep: 1}
 deadline_seconds: 60
-output: {folder}/runs
 """
-
-#: the program; the process of rank 0 ends as after SIGKILL where a deletion of old checkpoints, number LAST, begins
-KILLED = """
-import os, runpy, signal
-from hpctrain.storage import checkpoint
-prune, calls = checkpoint.prune, []
-def pruned(*arguments):
-    calls.append(1)
-    if len(calls) == int(os.environ["LAST"]):
-        os.kill(os.getpid(), signal.SIGKILL)
-    return prune(*arguments)
-checkpoint.prune = pruned
-runpy.run_module("hpctrain", run_name="__main__", alter_sys=True)
-"""
+EARLY = (
+    "epochs=9",
+    "optimizer={name: adamw, lr: 0.005, clip_norm: 1.0}",
+    "ema={decay: 0.9}",
+    "early_stop={metric: ema_loss, patience: 2}",
+    "checkpoint={keep: 1, best: ema_loss}",
+)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    random = np.random.default_rng(0)
-    for name, count in (("train", 75), ("test", 40)):
-        images = random.integers(0, 256, (count, 9, 8, 1), dtype=np.uint8)
-        labels = random.integers(0, 3, count)
-        data_format.write(tmp_path / f"{name}.h5", count, (9, 8, 1), ["a", "b", "c"], [(images, labels)])
-    (tmp_path / "tiny.yaml").write_text(CONFIG.format(folder=tmp_path))
-    (tmp_path / "killed.py").write_text(KILLED)
-    return tmp_path
-
-
-def _hpctrain(job: Job, ranks: int, folder: Path, command: str, *more: str) -> Outcome:
-    outcome = job(ranks, ["-m", "hpctrain", command, "tiny.yaml", *more], cwd=folder)
-    assert outcome.code == 0, outcome.output
-    return outcome
-
-
-def _run(folder: Path, output: str = "runs") -> RunDirectory:
-    run = latest(folder / output, "tiny")
-    assert run is not None
-    return run
+    return prepare(tmp_path, CONFIG, test=40)
 
 
 def _best(run: RunDirectory) -> BestRecord:
@@ -80,58 +52,99 @@ def _best(run: RunDirectory) -> BestRecord:
     return best
 
 
-def _evaluations(run: RunDirectory) -> dict[int, float]:
-    """Steps and accuracies, as the metrics have them."""
+def _accuracies(run: RunDirectory) -> dict[int, float]:
+    """Of each step that was evaluated, as the metrics have them."""
     return {int(str(each["step"])): float(str(each["top1"])) for each in run.metrics() if each["kind"] == "evaluation"}
 
 
-def test_eval_and_resume_take_the_best(job: Job, folder: Path) -> None:
-    trained = _hpctrain(job, 2, folder, "train")
-    run = _run(folder)
-    best, accuracies = _best(run), _evaluations(run)
+def test_eval_and_resume_take_the_best(job: Start, folder: Path) -> None:
+    trained = hpctrain(2, folder, "train", start=job)
+    run = run_in(folder)
+    best, accuracies = _best(run), _accuracies(run)
     assert best.step == max(accuracies, key=lambda step: (accuracies[step], -step))
     assert best.step < 25, "the last is not the best, or this test shows nothing"
-    path = run.checkpoints / best.checkpoint
+    path = run.checkpoints.relative_to(folder) / best.checkpoint
     assert f"\nbest test accuracy {best.value:.2%} after epoch {best.epoch}: {path}\n" in trained.stdout
-    evaluated = _hpctrain(job, 3, folder, "eval", "--checkpoint", "best")
+    evaluated = hpctrain(3, folder, "eval", "--checkpoint", "best")
     assert f"{path}: 40 samples, " in evaluated.stdout
     assert f"top1 {best.value:.2%}," in evaluated.stdout
-    before = path.read_bytes()
-    resumed = _hpctrain(job, 2, folder, "train", "--resume", "best")
+    before = (folder / path).read_bytes()
+    resumed = hpctrain(2, folder, "train", "--resume", "best", start=job)
     assert f"resumed at epoch {best.epoch + 1}, step {best.step}\n" in resumed.stdout
-    assert _evaluations(run) == accuracies, "the same bits again"
-    assert (_best(run), path.read_bytes()) == (best, before)
+    assert _accuracies(run) == accuracies, "the same bits again"
+    assert (_best(run), (folder / path).read_bytes()) == (best, before)
+
+
+def _killed_at_deletion(number: int, train: Callable[[], object]) -> None:
+    """The run ends where a deletion of old checkpoints, the one of this number, begins."""
+    prune, calls = checkpoint.prune, []
+
+    def pruned(directory: Path, *arguments: object) -> object:
+        calls.append(1)
+        if len(calls) == number:
+            raise Killed
+        return prune(directory, *arguments)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "prune", pruned)
+        with pytest.raises(Killed):
+            train()
 
 
 @pytest.mark.parametrize("layout", ["single", "sharded"])
-@pytest.mark.parametrize("asynchronous", ["true", "false"])
-def test_a_run_killed_before_it_deletes_keeps_both_and_ends_alike(job: Job, folder: Path, layout: str, asynchronous: str) -> None:
-    """Each checkpoint is written, and rank 0 killed before the deletion of old ones; the run goes on, and is killed again."""
-    options = (f"checkpoint.layout={layout}", f"checkpoint.asynchronous={asynchronous}")
-    _hpctrain(job, 2, folder, "train", *options, f"output={folder}/whole")
-    whole = _run(folder, "whole")
+def test_a_run_killed_before_it_deletes_keeps_both_and_ends_alike(folder: Path, layout: str) -> None:
+    """Each checkpoint is written, and the job killed before the deletion of old ones; the run goes on, and is killed again."""
+    options = (f"checkpoint.layout={layout}", "checkpoint.asynchronous=false")
+    hpctrain(2, folder, "train", *options, "output=whole")
+    whole = run_in(folder, "whole")
+    accuracies = _accuracies(whole)
+
+    def best_until(step: int) -> int:
+        return max((each for each in accuracies if each <= step), key=lambda each: (accuracies[each], -each))
+
     written: list[int] = []
     for _ in range(3):
-        killed = job(
-            2,
-            ["killed.py", "train", "tiny.yaml", *options, "--resume", "auto"],
-            cwd=folder,
-            env={"LAST": str(1 + len(written) % 2)},
-        )
-        assert killed.code != 0
-        run = _run(folder)
-        there = [step for step, _ in checkpoint.checkpoints(run.checkpoints)]
+        _killed_at_deletion(1 + len(written) % 2, lambda: hpctrain(2, folder, "train", *options, "--resume", "auto"))
+        there = [step for step, _ in checkpoint.checkpoints(run_in(folder).checkpoints)]
         written.append(there[-1])
-        accuracies = _evaluations(whole)
-        until = [step for step in accuracies if step <= there[-1]]
-        best = max(until, key=lambda step: (accuracies[step], -step))
-        assert best in there
-        assert (
-            max([step for step in until if step < there[-1]], default=best, key=lambda step: (accuracies[step], -step)) in there
-        )
+        assert best_until(there[-1]) in there
+        assert best_until(there[-1] - 1 if there[-1] > min(accuracies) else there[-1]) in there
     assert written == sorted(set(written)), "each attempt came to another checkpoint"
-    _hpctrain(job, 2, folder, "train", *options, "--resume", "auto")
-    names = [sorted(path.name for path in each.checkpoints.iterdir()) for each in (_run(folder), whole)]
-    assert names[0] == names[1]
-    assert _best(_run(folder)) == _best(whole)
+    hpctrain(2, folder, "train", *options, "--resume", "auto")
+    ours, theirs = (sorted(path.name for path in each.checkpoints.iterdir()) for each in (run_in(folder), whole))
+    assert ours == theirs
+    assert _best(run_in(folder)) == _best(whole)
     assert json.dumps(checkpoint.read(whole.checkpoints / _best(whole).checkpoint).meta["evaluations"])
+
+
+def _evaluations(run: RunDirectory) -> list[dict[str, object]]:
+    return [
+        {key: value for key, value in each.items() if key != "time"} for each in run.metrics() if each["kind"] == "evaluation"
+    ]
+
+
+def test_a_run_ends_where_evaluations_do_not_get_better_and_so_does_one_that_is_resumed(folder: Path) -> None:
+    trained = hpctrain(2, folder, "train", *EARLY)
+    run = run_in(folder)
+    evaluations = _evaluations(run)
+    losses = [float(str(each["ema_loss"])) for each in evaluations]
+    best = int(np.argmin(losses))
+    assert len(losses) == best + 3 < 9, "it ends two evaluations behind the best one"
+    assert f"early stop after epoch {best + 3}: 2 evaluations since epoch {best + 1} with ema_loss" in trained.stdout
+    assert f"best test loss of the averaged weights {losses[best]:.4f} after epoch {best + 1}" in trained.stdout
+
+    hpctrain(2, folder, "train", *EARLY, "--steps", str(5 * (best + 2) + 2), "output=parts", "checkpoint.layout=sharded")
+    resumed = hpctrain(2, folder, "train", *EARLY, "--resume", "auto", "output=parts")
+    assert _evaluations(run_in(folder, "parts")) == evaluations, "the same bits"
+    assert f"early stop after epoch {best + 3}" in resumed.stdout
+
+    again = hpctrain(1, folder, "train", *EARLY, "--resume", "auto")
+    assert f"early stop after epoch {best + 3}" in again.stdout
+    assert _evaluations(run)[: len(evaluations)] == evaluations
+    assert not [each for each in run.metrics() if each["kind"] == "epoch" and int(str(each["epoch"])) > best + 3]
+
+    averaged = hpctrain(3, folder, "eval", *EARLY, "--checkpoint", "best", "--averaged")
+    assert f"(averaged weights): 40 samples, loss {losses[best]:.4f}" in averaged.stdout
+    more = hpctrain(2, folder, "train", *EARLY, "--resume", "auto", "early_stop.patience=null", f"epochs={best + 4}")
+    assert "early stop" not in more.stdout
+    assert len(_evaluations(run)) > len(evaluations)

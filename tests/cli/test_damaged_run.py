@@ -16,11 +16,12 @@ from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.flight.ring import End, file_name
 from hpctrain.storage.hash_file import HashFile
 from hpctrain.storage.run_directory import RunDirectory
+from tests.support.sampling import amount
 from tests.support.written_runs import write_checkpoint, write_run, write_trace
 
 pytestmark = pytest.mark.slow
 
-_CASES = int(os.environ.get("HPCTRAIN_DAMAGED_RUNS", 60))
+_CASES = amount(20, 60)
 _EVENTS = (
     {"kind": "skip", "time": 1.0, "step": 3, "held": "gradients", "layer": "conv", "ranks": [0]},
     {"kind": "shrink", "time": 2.0, "lost": [1], "ranks": 3, "step": 4},

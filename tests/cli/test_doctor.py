@@ -14,6 +14,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -80,26 +81,100 @@ def test_one_process_says_that_it_is_alone(job: Job, folder: Path) -> None:
     assert "mpiexec" in found["alone"]["mend"]
 
 
-@pytest.mark.parametrize(
-    ("env", "key", "mend"),
-    [
-        ({"MPI4PY_RC_THREAD_LEVEL": "single"}, "thread-level", "unset MPI4PY_RC_THREAD_LEVEL"),
-        ({"OPENBLAS_NUM_THREADS": "1024", "OMP_NUM_THREADS": "1024"}, "too-many-threads", "OMP_NUM_THREADS="),
-        ({"TMPDIR": "/nowhere/scratch"}, "no-scratch", "export TMPDIR="),
-        ({"MPI4PY_LIBMPI": "/nowhere/libmpi.so"}, "no-mpi-library", "pip install mpich"),
-        ({"HPCTRAIN_EXPECT_RANKS": "3"}, "world-size", "mpiexec -n 3"),
-    ],
-)
-def test_an_environment_variable_is_named(job: Job, folder: Path, env: dict[str, str], key: str, mend: str) -> None:
-    found = examined(job, folder, env=env)
+@dataclass(frozen=True)
+class Broken:
+    """An environment that is broken: a file of the folder, words of the command, ranks, variables; and what is found."""
+
+    key: str
+    mend: str
+    sentence: str = ""
+    severity: str = ""
+    file: tuple[str, str] = ("", "")
+    words: tuple[str, ...] = ()
+    ranks: int = 0
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+#: FOLDER stands for the folder
+BROKEN = {
+    each.key: each
+    for each in (
+        Broken("thread-level", "unset MPI4PY_RC_THREAD_LEVEL", env={"MPI4PY_RC_THREAD_LEVEL": "single"}),
+        Broken("too-many-threads", "OMP_NUM_THREADS=", env={"OPENBLAS_NUM_THREADS": "1024", "OMP_NUM_THREADS": "1024"}),
+        Broken("no-scratch", "export TMPDIR=", env={"TMPDIR": "/nowhere/scratch"}),
+        Broken("no-mpi-library", "pip install mpich", env={"MPI4PY_LIBMPI": "/nowhere/libmpi.so"}),
+        Broken("world-size", "mpiexec -n 3", env={"HPCTRAIN_EXPECT_RANKS": "3"}),
+        Broken(
+            "thread-level-needed",
+            "unset MPI4PY_RC_THREAD_LEVEL",
+            severity="fault",
+            words=("tiny.yaml", "progress=thread"),
+            env={"MPI4PY_RC_THREAD_LEVEL": "funneled"},
+        ),
+        Broken(
+            "wrong-grid",
+            "the nearest legal grid is 2 x 1.",
+            "A grid of 3 x 1 has 3 places, the world has 2 ranks",
+            words=("tiny.yaml", "grid.rows=3", "grid.cols=1"),
+            ranks=2,
+        ),
+        Broken(
+            "no-gtl",
+            "export MPICH_GPU_SUPPORT_ENABLED=0",
+            "the GTL library is not linked",
+            file=("sitecustomize.py", _NO_GTL),
+            env={"PYTHONPATH": python_path(Path("FOLDER")), "MPICH_GPU_SUPPORT_ENABLED": "1"},
+        ),
+        Broken(
+            "too-few-gpus",
+            "at most 2 ranks on a node",
+            "has 2 GPUs for 3 ranks",
+            words=("tiny.yaml", "backend=cuda"),
+            ranks=3,
+            env={"CUDA_VISIBLE_DEVICES": "0,1"},
+        ),
+        Broken(
+            "other-mpiexec",
+            "",  # by which of them is this Python's: a change of PATH, or the name of the right one
+            "FOLDER/bin/mpiexec",
+            file=("bin/mpiexec", _OTHER_MPIEXEC),
+            env={"PATH": f"FOLDER/bin{os.pathsep}{os.environ['PATH']}"},
+        ),
+        Broken(
+            "slow-import",
+            "own disks",
+            severity="warning",
+            file=("sitecustomize.py", _SLOW),
+            env={"PYTHONPATH": python_path(Path("FOLDER"))},
+        ),
+    )
+}
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("key", BROKEN)
+def test_what_is_broken_is_named_with_its_cure(job: Job, folder: Path, key: str) -> None:
+    broken = BROKEN[key]
+    if broken.file[0]:
+        file = folder / broken.file[0]
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(broken.file[1])
+        file.chmod(0o755)
+    env = {name: value.replace("FOLDER", str(folder)) for name, value in broken.env.items()}
+    found = examined(job, folder, *broken.words, ranks=broken.ranks, env=env)
     assert key in found, found
-    assert mend in found[key]["mend"]
+    assert broken.mend in found[key]["mend"]
+    assert broken.sentence.replace("FOLDER", str(folder)) in found[key]["sentence"]
+    assert broken.severity in found[key]["severity"]
 
 
-def test_a_thread_level_that_the_configuration_needs_is_a_fault(job: Job, folder: Path) -> None:
-    found = examined(job, folder, "tiny.yaml", "progress=thread", env={"MPI4PY_RC_THREAD_LEVEL": "funneled"})
-    assert found["thread-level-needed"]["severity"] == "fault"
-    assert found["thread-level-needed"]["mend"] == "unset MPI4PY_RC_THREAD_LEVEL"
+def test_a_mistake_is_a_sentence(job: Job, folder: Path) -> None:
+    for words, sentence in (
+        (("nowhere.yaml",), "nowhere.yaml: The configuration cannot be read"),
+        (("tiny.yaml", "optimizer=adagrad"), 'There is no optimizer "adagrad"'),
+    ):
+        outcome = job(0, [*DOCTOR, *words], cwd=folder)
+        assert (outcome.code, outcome.stderr.count(f"hpctrain: {sentence}"), "Traceback" in outcome.output) == (2, 1, False)
 
 
 def test_warnings_count_where_the_user_is_strict(job: Job, folder: Path) -> None:
@@ -108,12 +183,6 @@ def test_warnings_count_where_the_user_is_strict(job: Job, folder: Path) -> None
     strict = job(0, [*DOCTOR, "--strict"], cwd=folder, env=env, timeout_seconds=150)
     assert strict.code == USER_ERROR
     assert "Warnings count here: no faults and " in strict.stdout
-
-
-def test_a_wrong_grid_is_named_with_the_nearest(job: Job, folder: Path) -> None:
-    found = examined(job, folder, "tiny.yaml", "grid.rows=3", "grid.cols=1", ranks=2)
-    assert "A grid of 3 x 1 has 3 places, the world has 2 ranks" in found["wrong-grid"]["sentence"]
-    assert "the nearest legal grid is 2 x 1." in found["wrong-grid"]["mend"]
 
 
 def test_ranks_of_a_wrong_launcher_are_named_once(folder: Path) -> None:
@@ -171,31 +240,6 @@ def test_an_mpi_that_ends_the_ranks_of_another_ones_launcher_is_named(job: Job, 
         assert "unsupported PMI version" in found["ended"]["sentence"]
 
 
-def test_a_missing_gtl_library_is_named_with_its_cure(job: Job, folder: Path) -> None:
-    (folder / "sitecustomize.py").write_text(_NO_GTL)
-    env = {"PYTHONPATH": python_path(folder), "MPICH_GPU_SUPPORT_ENABLED": "1"}
-    found = examined(job, folder, env=env)
-    assert "the GTL library is not linked" in found["no-gtl"]["sentence"]
-    assert "export MPICH_GPU_SUPPORT_ENABLED=0" in found["no-gtl"]["mend"]
-
-
-def test_too_few_gpus_are_named(job: Job, folder: Path) -> None:
-    env = {"CUDA_VISIBLE_DEVICES": "0,1"}
-    found = examined(job, folder, "tiny.yaml", "backend=cuda", ranks=3, env=env)
-    assert "has 2 GPUs for 3 ranks" in found["too-few-gpus"]["sentence"]
-    assert "at most 2 ranks on a node" in found["too-few-gpus"]["mend"]
-
-
-def test_two_mpis_on_the_path_are_named(job: Job, folder: Path) -> None:
-    other = folder / "bin"
-    other.mkdir()
-    (other / "mpiexec").write_text(_OTHER_MPIEXEC)
-    (other / "mpiexec").chmod(0o755)
-    found = examined(job, folder, env={"PATH": f"{other}{os.pathsep}{os.environ['PATH']}"})
-    assert str(other / "mpiexec") in found["other-mpiexec"]["sentence"]
-    assert "export PATH=" in found["other-mpiexec"]["mend"] or "Use the mpiexec of" in found["other-mpiexec"]["mend"]
-
-
 def test_a_data_file_that_somebody_has_locked_is_named(job: Job, folder: Path) -> None:
     with (folder / "train.h5").open("rb+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -248,13 +292,6 @@ def test_a_full_scratch_is_named(job: Job, folder: Path, mounted: Callable[[str]
     found = examined(job, folder, env={"TMPDIR": str(disk)})
     assert f"{disk} (TMPDIR) has room for 0.0 MB." in found["full-scratch"]["sentence"]
     assert f"Make room in {disk}" in found["full-scratch"]["mend"]
-
-
-def test_a_slow_import_is_named(job: Job, folder: Path) -> None:
-    (folder / "sitecustomize.py").write_text(_SLOW)
-    found = examined(job, folder, env={"PYTHONPATH": python_path(folder)})
-    assert found["slow-import"]["severity"] == "warning"
-    assert "own disks" in found["slow-import"]["mend"]
 
 
 def of_several_programs(folder: Path, programs: Sequence[Sequence[str]]) -> Outcome:

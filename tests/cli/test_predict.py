@@ -1,21 +1,20 @@
-"""`hpctrain predict` and the options of `hpctrain eval` as users start them: processes, real ranks, no configuration at hand."""
+"""`hpctrain predict` and the options of `hpctrain eval` as users start them, with no configuration at hand."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from hpctrain.cli.failure import USER_ERROR
+from tests.support.here import run_here
 from tests.support.jobs import Outcome
 from tests.support.trained_run import CLASSES, train
 
-pytestmark = [pytest.mark.job, pytest.mark.slow]
-Job = Callable[..., Outcome]
+pytestmark = pytest.mark.slow
 
 SAMPLES = 21
 
@@ -29,8 +28,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _hpctrain(job: Job, ranks: int, folder: Path, *words: str, code: int = 0) -> Outcome:
-    outcome = job(ranks, ["-m", "hpctrain", *words], cwd=folder)
+def _hpctrain(ranks: int, folder: Path, *words: str, code: int = 0) -> Outcome:
+    outcome = run_here(ranks, ["-m", "hpctrain", *words], cwd=folder)
     assert outcome.code == code, outcome.output
     assert "Traceback" not in outcome.output
     return outcome
@@ -40,12 +39,12 @@ def _lines(outcome: Outcome) -> list[dict]:
     return [json.loads(line) for line in outcome.stdout.splitlines()]
 
 
-def test_a_run_needs_no_configuration_and_ranks_divide_the_pictures(job: Job, folder: Path) -> None:
+def test_a_run_needs_no_configuration_and_ranks_divide_the_pictures(folder: Path) -> None:
     kept = (folder / "tiny.yaml").rename(folder / "elsewhere.yaml")
     try:
-        alone = _lines(_hpctrain(job, 0, folder, "predict", "test", "--json"))
+        alone = _lines(_hpctrain(0, folder, "predict", "test", "--json"))
         grid = ("--set", "grid.rows=3", "--set", "plan.default=domain", "--batch", "4")
-        split = _lines(_hpctrain(job, 3, folder, "predict", "test", "--json", *grid))
+        split = _lines(_hpctrain(3, folder, "predict", "test", "--json", *grid))
     finally:
         kept.rename(folder / "tiny.yaml")
     assert [one["image"] for one in split] == [one["image"] for one in alone] == sorted(one["image"] for one in alone)
@@ -57,11 +56,11 @@ def test_a_run_needs_no_configuration_and_ranks_divide_the_pictures(job: Job, fo
     assert {each["class"] for each in alone[0]["predictions"]} == set(CLASSES)
 
 
-def test_a_broken_picture_is_named_and_the_code_says_so(job: Job, folder: Path) -> None:
+def test_a_broken_picture_is_named_and_the_code_says_so(folder: Path) -> None:
     (folder / "broken.jpg").write_text("no image")
     good = next(str(path.relative_to(folder)) for path in sorted((folder / "test").rglob("*.jpg")))
     words = ("predict", good, "broken.jpg", good, "--top", "1", "--flip")
-    outcome = _hpctrain(job, 2, folder, *words, code=USER_ERROR)
+    outcome = _hpctrain(2, folder, *words, code=USER_ERROR)
     said = [line for line in outcome.stderr.splitlines() if line.startswith("hpctrain: ")]
     assert said == ["hpctrain: 1 of 3 images could not be predicted: broken.jpg."]
     assert "abort" not in outcome.stderr.lower(), "the ranks end MPI together"
@@ -72,10 +71,10 @@ def test_a_broken_picture_is_named_and_the_code_says_so(job: Job, folder: Path) 
     assert lines[2].endswith("%")
 
 
-def test_eval_has_classes_confusions_and_mirror_images_on_any_ranks(job: Job, folder: Path) -> None:
+def test_eval_has_classes_confusions_and_mirror_images_on_any_ranks(folder: Path) -> None:
     words = ("eval", "tiny.yaml", "--flip", "--per-class", "--json", "--confusion")
-    alone = json.loads(_hpctrain(job, 0, folder, *words).stdout)
-    other = json.loads(_hpctrain(job, 3, folder, *words, "matrix.csv", "--checkpoint", "auto").stdout)
+    alone = json.loads(_hpctrain(0, folder, *words).stdout)
+    other = json.loads(_hpctrain(3, folder, *words, "matrix.csv", "--checkpoint", "auto").stdout)
     assert alone["flip"] is other["flip"] is True
     assert other["classes"] == alone["classes"]
     assert (other["hits1"], other["samples"], "confusion" in other) == (alone["hits1"], SAMPLES, False)
@@ -83,6 +82,6 @@ def test_eval_has_classes_confusions_and_mirror_images_on_any_ranks(job: Job, fo
     assert (matrix.sum(), np.trace(matrix)) == (SAMPLES, alone["hits1"])
     written = [line.split(",") for line in (folder / "matrix.csv").read_text().splitlines()]
     assert written == [["class", *CLASSES], *([name, *map(str, line)] for name, line in zip(CLASSES, matrix, strict=True))]
-    pictures = _lines(_hpctrain(job, 0, folder, "predict", "test", "--json", "--flip", "--top", "1"))
+    pictures = _lines(_hpctrain(0, folder, "predict", "test", "--json", "--flip", "--top", "1"))
     hits = sum(one["predictions"][0]["class"] == Path(one["image"]).parent.name for one in pictures)
     assert hits == alone["hits1"]

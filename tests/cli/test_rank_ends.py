@@ -20,6 +20,7 @@ _LONGEST_SECONDS = 45.0  # with its start, on a loaded machine
 _DEADLINE_SECONDS = 120
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("name", "through_mpi4py"), _ENDS)
 def test_the_job_ends_and_says_why_once(tmp_path: Path, name: str, through_mpi4py: bool) -> None:
     [fault] = [fault for fault in FAULTS if fault.name == name]
@@ -41,6 +42,7 @@ def test_the_job_ends_and_says_why_once(tmp_path: Path, name: str, through_mpi4p
             assert words in said[0]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["an import error at the start", "SIGKILL of the launcher's process"])
 def test_an_end_before_the_run_and_one_without_a_launcher_are_named(tmp_path: Path, name: str) -> None:
     [fault] = [fault for fault in FAULTS if fault.name == name]

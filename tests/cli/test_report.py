@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from click.testing import CliRunner
 
 from hpctrain.cli.report import report
 from hpctrain.errors import ConfigError
-from tests.support.jobs import Outcome
+from tests.support.here import run_here
 from tests.support.trained_run import CLASSES, train
 from tests.support.written_runs import write_run, write_trace
 
@@ -38,13 +37,12 @@ def test_a_place_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
     assert "nowhere/page.html cannot be written (No such file or directory); give another path." in str(done.exception)
 
 
-@pytest.mark.job
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [0, 2])
-def test_the_test_set_is_judged_by_any_number_of_ranks(job: Callable[..., Outcome], tmp_path: Path, ranks: int) -> None:
+def test_the_test_set_is_judged_by_any_number_of_ranks(tmp_path: Path, ranks: int) -> None:
     trained = train(tmp_path, dtype="float32")
     words = ["-m", "hpctrain", "report", str(trained.run.path), "--test", "--out", "page.html"]
-    done = job(ranks, words, cwd=tmp_path)
+    done = run_here(ranks, words, cwd=tmp_path)
     assert done.code == 0, done.output
     page = (tmp_path / "page.html").read_text()
     assert "Surest" in page

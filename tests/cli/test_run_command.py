@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -19,10 +19,10 @@ from click.testing import CliRunner
 
 from hpctrain.cli.main import cli
 from hpctrain.cli.run_command import ATTEMPTS_FILE
-from tests.support.jobs import Outcome, clean_environment, find_mpiexec
+from tests.support.here import run_here
+from tests.support.jobs import clean_environment, find_mpiexec
+from tests.support.sampling import amount
 from tests.support.signal_storm import final_tensors, prepare, same_bits
-
-Job = Callable[..., Outcome]
 
 _MARK = "SUPERVISED_JOB"
 
@@ -78,25 +78,30 @@ class _Supervised:
             return code, self._output.read()
 
 
+def _train(ranks: int, folder: Path, *words: str) -> None:
+    outcome = run_here(ranks, ["-m", "hpctrain", "train", "storm.yaml", *words], cwd=folder)
+    assert outcome.code == 0, outcome.output
+
+
 def _attempts(folder: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (folder / "runs" / ATTEMPTS_FILE).read_text().splitlines()]
 
 
 @pytest.mark.slow
 @pytest.mark.job
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("ranks", "seed"), [(0, 1), (2, 2), (2, 3)])
-def test_a_training_that_is_killed_at_random_moments_reaches_the_end(job: Job, folder: Path, ranks: int, seed: int) -> None:
+def test_a_training_that_is_killed_at_random_moments_reaches_the_end(folder: Path, ranks: int, seed: int) -> None:
     """Any process of it: a rank, a keeper, one of the launcher's."""
     draws = random.Random(seed)
-    whole = ["-m", "hpctrain", "train", "storm.yaml", "output=whole", "checkpoint.every_steps=3"]
-    assert job(ranks, whole, cwd=folder).code == 0
+    _train(ranks, folder, "output=whole", "checkpoint.every_steps=3")
     options = ["--restarts", "20", "--pause", "0.1"]
     supervised = _Supervised(folder, ranks, options, ["output=runs", "checkpoint.every_steps=3"])
-    for _ in range(5):
+    for _ in range(amount(2, 5)):
         with contextlib.suppress(subprocess.TimeoutExpired):
             supervised.process.wait(draws.uniform(1, 8))
         supervised.kill_one(draws)
-    code, said = supervised.end(200)
+    code, said = supervised.end(400)
     assert code == 0, said
     assert same_bits(final_tensors(folder, "runs"), final_tensors(folder, "whole")), said
     attempts = _attempts(folder)
@@ -127,20 +132,16 @@ runpy.run_module("hpctrain", run_name="__main__", alter_sys=True)
 """
 
 
-def _killed(folder: Path, mpiexec: str, options: Sequence[str], *words: str) -> subprocess.CompletedProcess[str]:
-    (folder / "hpctrain").write_text(_KILLED)  # stands for the program by its name
-    launcher = [mpiexec, "-n", "2", sys.executable, "-m", "mpi4py", "./hpctrain", "train"]
-    command = [sys.executable, "-m", "hpctrain", "run", *options, "--", *launcher, "storm.yaml", *words]
-    return subprocess.run(command, cwd=folder, env=clean_environment(), capture_output=True, text=True, timeout=120, check=False)
-
-
 @pytest.mark.slow
 @pytest.mark.job
-def test_who_was_killed_and_where_is_told(job: Job, folder: Path) -> None:
+def test_who_was_killed_and_where_is_told(folder: Path) -> None:
     mpiexec = find_mpiexec()
     if mpiexec is None or "Open MPI" in subprocess.run([mpiexec, "--version"], capture_output=True, text=True).stdout:
         pytest.skip("the exit code is that of MPICH's launcher")
-    done = _killed(folder, mpiexec, ["--restarts", "0"], "epochs=1")
+    (folder / "hpctrain").write_text(_KILLED)  # stands for the program by its name
+    launcher = [mpiexec, "-n", "2", sys.executable, "-m", "mpi4py", "./hpctrain", "train"]
+    command = [sys.executable, "-m", "hpctrain", "run", "--restarts", "0", "--", *launcher, "storm.yaml", "epochs=1"]
+    done = subprocess.run(command, cwd=folder, env=clean_environment(), capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 9, done.stdout + done.stderr
     (attempt,) = _attempts(folder)
     assert attempt["finding"] == "Rank 1 was ended by SIGKILL (a training step, step 5)."
@@ -153,11 +154,11 @@ def test_who_was_killed_and_where_is_told(job: Job, folder: Path) -> None:
 @pytest.mark.job
 def test_a_request_ends_training_and_supervisor(folder: Path) -> None:
     supervised = _Supervised(folder, 2, [], ["output=runs", "epochs=1000"])
-    end = time.monotonic() + 60
+    end = time.monotonic() + 180
     while time.monotonic() < end and not list(folder.glob("runs/*/metrics.jsonl")):
         time.sleep(0.1)
     os.kill(supervised.process.pid, signal.SIGTERM)
-    code, said = supervised.end(60)
+    code, said = supervised.end(180)
     assert code == 85, said
     assert "stopped by SIGUSR1" in said
     assert "attempt 1 ended with exit code 85: stopped by SIGTERM" in said
@@ -165,11 +166,11 @@ def test_a_request_ends_training_and_supervisor(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.job
-def test_an_old_run_of_the_same_name_is_left_alone(job: Job, folder: Path) -> None:
+def test_an_old_run_of_the_same_name_is_left_alone(folder: Path) -> None:
     """It is not what this command goes on from, if that fails before its first checkpoint."""
-    assert job(0, ["-m", "hpctrain", "train", "storm.yaml", "output=runs"], cwd=folder).code == 0
+    _train(0, folder, "output=runs", "--steps", "1")
     words = ["output=runs", "data.train=nowhere.h5"]
-    code, said = _Supervised(folder, 0, ["--pause", "0"], words).end(60)
+    code, said = _Supervised(folder, 0, ["--pause", "0"], words).end(180)
     assert code == 2, said
     assert "another start would fail alike" in said
     assert _attempts(folder)[0]["checkpoint"] is None
@@ -211,6 +212,6 @@ def test_the_supervisor_loads_neither_numpy_nor_mpi(folder: Path) -> None:
         "finally:\n    print(sorted({'numpy', 'h5py', 'mpi4py', 'mpi4py.MPI'} & set(sys.modules)))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=folder, env=clean_environment(), capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program], cwd=folder, env=clean_environment(), capture_output=True, text=True, timeout=180
     )
     assert (done.returncode, done.stdout) == (1, "[]\n"), done.stderr

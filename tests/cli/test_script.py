@@ -12,6 +12,7 @@ from hpctrain.launch.exit_codes import DEADLINE, SIGNALLED, STOPPED
 from hpctrain.speaker import place
 from tests.support.jobs import Outcome
 
+pytestmark = pytest.mark.slow
 Job = Callable[..., Outcome]
 ROOT = Path(__file__).parents[2]
 
@@ -49,6 +50,7 @@ def run(job: Job, ranks: int, folder: Path, *, signals: bool = False, deadline_s
     return job(ranks, words, cwd=folder, env={"PYTHONPATH": str(ROOT)}, through_mpi4py=ranks == 3)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("ranks", [0, 1, 3])
 def test_a_program_is_run_as_python_does(job: Job, ranks: int, tmp_path: Path) -> None:
     outcome = run(job, ranks, tmp_path)
@@ -57,15 +59,16 @@ def test_a_program_is_run_as_python_does(job: Job, ranks: int, tmp_path: Path) -
     assert outcome.stdout.splitlines() == [said] * max(ranks, 1)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("place", ["before", "within", "after"])
 @pytest.mark.parametrize("ranks", [0, 1, 2, 3])
 def test_an_error_anywhere_ends_the_job_with_its_traceback_once(job: Job, ranks: int, place: str, tmp_path: Path) -> None:
     outcome = run(job, ranks, tmp_path, **{place: "raise ValueError('mine alone')"})
     assert outcome.code == 1, outcome.output
     assert outcome.stderr.count("ValueError: mine alone") == outcome.stderr.count("Traceback") == 1
-    assert outcome.seconds < 50
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("call", "code"), [("sys.exit(3)", 3), ("sys.exit('words of mine')", 1), ("sys.exit(0)", 0)])
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_a_program_leaves_with_its_own_code_behind_the_block(job: Job, ranks: int, call: str, code: int, tmp_path: Path) -> None:
@@ -75,11 +78,10 @@ def test_a_program_leaves_with_its_own_code_behind_the_block(job: Job, ranks: in
 
 
 def test_one_that_leaves_alone_before_the_start_ends_the_job(job: Job, tmp_path: Path) -> None:
-    outcome = run(job, 2, tmp_path, before="sys.exit(3)")
-    assert outcome.code == 3, outcome.output
-    assert outcome.seconds < 50
+    assert run(job, 2, tmp_path, before="sys.exit(3)").code == 3
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_one_that_is_killed_is_said_to_be_and_recorded(job: Job, ranks: int, tmp_path: Path) -> None:
     outcome = run(job, ranks, tmp_path, within="os.kill(os.getpid(), signal.SIGKILL)")
@@ -88,6 +90,7 @@ def test_one_that_is_killed_is_said_to_be_and_recorded(job: Job, ranks: int, tmp
     assert read(tmp_path / "flight" / file_name(ranks - 1)).end is End.SIGNAL
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_one_that_leaves_without_a_word_is_a_failure(job: Job, ranks: int, tmp_path: Path) -> None:
     outcome = run(job, ranks, tmp_path, within="os._exit(0)")
@@ -102,6 +105,7 @@ def test_one_that_is_stopped_is_ended_by_its_parent(job: Job, tmp_path: Path) ->
     assert "the process is stopped, or hangs" in outcome.stderr
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("ranks", [0, 1, 2])
 def test_a_request_to_stop_is_heard(job: Job, ranks: int, tmp_path: Path) -> None:
     outcome = run(job, ranks, tmp_path, signals=True, within="os.kill(os.getpid(), signal.SIGTERM); time.sleep(0.5)")

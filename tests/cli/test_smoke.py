@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from hpctrain.cli.main import cli
+from tests.support.here import run_here
 from tests.support.jobs import Outcome
 from tests.support.unmarked_run import make_unmarked
 
@@ -48,6 +49,7 @@ deadline_seconds: 30
 
 @pytest.mark.job  # a run asks git for its revision
 @pytest.mark.slow
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_configuration_passes_without_data(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -61,11 +63,11 @@ def test_every_configuration_passes_without_data(name: str, tmp_path: Path, monk
     assert not list((tmp_path / "runs").iterdir()), "the run's directory was to be removed"
 
 
-@pytest.mark.job
 @pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_grids_are_tried_on_the_ranks_that_there_are(job: Job, ranks: int, tmp_path: Path) -> None:
-    outcome = job(ranks, ["-m", "hpctrain", "train", str(CONFIGS / "quickstart-grid.yaml"), "--smoke"], cwd=tmp_path)
+def test_grids_are_tried_on_the_ranks_that_there_are(ranks: int, tmp_path: Path) -> None:
+    outcome = run_here(ranks, ["-m", "hpctrain", "train", str(CONFIGS / "quickstart-grid.yaml"), "--smoke"], cwd=tmp_path)
     assert outcome.code == 0, outcome.output
     assert ("2 ranks as 2 x 1" in outcome.stdout) == (ranks == 2)
     assert ("smoke: a grid of 1 x 3 in place of 2 x n, which 3 ranks cannot form" in outcome.stdout) == (ranks == 3)
@@ -74,13 +76,12 @@ def test_grids_are_tried_on_the_ranks_that_there_are(job: Job, ranks: int, tmp_p
     assert not list((tmp_path / "runs").iterdir())
 
 
-@pytest.mark.job
 @pytest.mark.slow
-def test_all_parts_of_a_recipe_run_and_earlier_runs_stay(job: Job, tmp_path: Path) -> None:
+def test_all_parts_of_a_recipe_run_and_earlier_runs_stay(tmp_path: Path) -> None:
     (tmp_path / "tiny.yaml").write_text(AGAINST_ALL)
     earlier = tmp_path / "runs" / "tiny-20200101-000000"
     make_unmarked(earlier, "name: tiny\n")
-    outcome = job(2, ["-m", "hpctrain", "train", "tiny.yaml", "--smoke"], cwd=tmp_path)
+    outcome = run_here(2, ["-m", "hpctrain", "train", "tiny.yaml", "--smoke"], cwd=tmp_path)
     assert outcome.code == 0, outcome.output
     assert "smoke: there is no nowhere.safetensors yet, so all weights are drawn by the seed" in outcome.stdout
     assert "layers frozen" in outcome.stdout or "layer frozen" in outcome.stdout
@@ -89,7 +90,6 @@ def test_all_parts_of_a_recipe_run_and_earlier_runs_stay(job: Job, tmp_path: Pat
     assert (earlier / "config.yaml").read_text() == "name: tiny\n"
 
 
-@pytest.mark.job
 def test_a_trial_that_fails_says_so_and_keeps_its_directory(job: Job, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         "from hpctrain.data.augmentations.flip import Flip\n"

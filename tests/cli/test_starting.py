@@ -10,6 +10,7 @@ import pytest
 from hpctrain.data import format as data_format
 from tests.support.jobs import Outcome
 
+pytestmark = pytest.mark.slow
 Job = Callable[..., Outcome]
 
 CONFIG = """
@@ -36,6 +37,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("command", [["train"], ["train", "--compute-only"], ["eval"]])
 def test_a_process_that_is_alone_is_refused_where_more_ranks_are_expected(job: Job, folder: Path, command: list[str]) -> None:
     outcome = job(0, ["-m", "hpctrain", *command, "tiny.yaml"], cwd=folder, env={"HPCTRAIN_EXPECT_RANKS": "2"})
@@ -78,6 +80,7 @@ main()
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("more", [["trace=true", "metrics.tensorboard=true"], ["backend=numpy", "progress=thread"]])
 def test_no_rank_starts_a_process_once_mpi_runs(job: Job, folder: Path, more: list[str]) -> None:
     """MPI's memory and connections do not survive a fork on every network, and a thousand ranks have one file system."""

@@ -81,7 +81,7 @@ def test_restarts_doctor_and_stage_reach_the_script(folder: Path) -> None:
 
 
 def _wait(reached: Callable[[], bool], log: Path) -> None:
-    end = time.monotonic() + 120
+    end = time.monotonic() + 300
     while not reached():
         assert time.monotonic() < end, log.read_text()
         time.sleep(0.1)

@@ -1,7 +1,10 @@
 """`hpctrain train` and `eval` as users run them: results, resume bit by bit, and one sentence for every mistake."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,65 +12,52 @@ import h5py
 import numpy as np
 import pytest
 
-from hpctrain.data import format as data_format
-from hpctrain.storage import checkpoint
-from hpctrain.storage.run_directory import latest
+from hpctrain.averaging import agreement
+from hpctrain.comm.link import LinkModel
+from hpctrain.storage import checkpoint, hdf5_store
+from hpctrain.storage.run_directory import RunDirectory
+from tests.support.here import run_here
 from tests.support.jobs import Outcome
+from tests.support.run_in_process import Killed
+from tests.support.tiny_runs import Start, accuracy, assert_close, assert_same, hpctrain, last, prepare, run_in, sentence
 
-Job = Callable[..., Outcome]
+pytestmark = pytest.mark.slow
 
 CONFIG = """
 name: tiny
 seed: 7
 backend: numpy
-model: {{name: small, channels: [4, 6], hidden: 9, dropout: 0.2}}
+model: {name: small, channels: [4, 6], hidden: 9, dropout: 0.2}
 data:
-  train: {folder}/train.h5
-  test: {folder}/test.h5
-  augment: [{{name: pad_crop, padding: 1}}, {{name: flip}}]
+  train: FOLDER/train.h5
+  test: FOLDER/test.h5
+  augment: [{name: pad_crop, padding: 1}, {name: flip}]
 batch: 16
 epochs: 2
-optimizer: {{name: sgd, lr: 0.05, momentum: 0.9, weight_decay: 1.0e-3}}
-schedule: {{name: cosine, warmup_epochs: 0.5}}
-checkpoint: {{keep: 9}}
-metrics: {{interval_seconds: 0.01}}
+optimizer: {name: sgd, lr: 0.05, momentum: 0.9, weight_decay: 1.0e-3}
+schedule: {name: cosine, warmup_epochs: 0.5}
+checkpoint: {keep: 9}
+metrics: {interval_seconds: 0.01}
 deadline_seconds: 30
-output: {folder}/runs
 """
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A configuration and two small data files: 75 images to train on (the last batch has 11), 21 to test on."""
-    random = np.random.default_rng(0)
-    for name, count in (("train", 75), ("test", 21)):
-        images = random.integers(0, 256, (count, 9, 8, 1), dtype=np.uint8)
-        labels = random.integers(0, 3, count)
-        data_format.write(tmp_path / f"{name}.h5", count, (9, 8, 1), ["a", "b", "c"], [(images, labels)])
-    (tmp_path / "tiny.yaml").write_text(CONFIG.format(folder=tmp_path))
-    return tmp_path
+    return prepare(tmp_path, CONFIG)
 
 
-def _train(job: Job, ranks: int, folder: Path, *more: str) -> Outcome:
-    return job(ranks, ["-m", "hpctrain", "train", str(folder / "tiny.yaml"), *more], cwd=folder)
+def _train(ranks: int, folder: Path, *more: str, code: int = 0, start: Start = run_here) -> Outcome:
+    return hpctrain(ranks, folder, "train", *more, code=code, start=start)
 
 
-def _run(folder: Path, output: str = "runs") -> Any:
-    run = latest(folder / output, "tiny")
-    assert run is not None
-    return run
-
-
-def test_one_process_trains_evaluates_and_leaves_its_files(job: Job, folder: Path) -> None:
-    outcome = _train(job, 0, folder)
-    assert outcome.code == 0, outcome.output
-    run = _run(folder)
-    assert f"files of this run: {run.path}" in outcome.stdout
-    assert "test accuracy" in outcome.stdout
+def test_one_process_trains_evaluates_and_leaves_its_files(job: Start, folder: Path) -> None:
+    outcome = _train(0, folder, start=job)
+    run = run_in(folder)
+    assert f"files of this run: runs/{run.path.name}" in outcome.stdout
     kinds = [line["kind"] for line in run.metrics()]
-    assert kinds.count("epoch") == 2
-    assert kinds.count("evaluation") == 2
-    assert kinds.count("data") == 2
+    assert [kinds.count(kind) for kind in ("epoch", "evaluation", "data")] == [2, 2, 2]
     assert "steps waited for data " in outcome.stdout
     assert kinds.count("interval") >= 1
     assert "lr: 0.05" in run.config()
@@ -76,194 +66,135 @@ def test_one_process_trains_evaluates_and_leaves_its_files(job: Job, folder: Pat
     assert [step for step, _ in checkpoint.checkpoints(run.checkpoints)] == [5, 10]
 
 
-def test_eval_gives_what_training_gave(job: Job, folder: Path) -> None:
-    trained = _train(job, 2, folder)
-    assert trained.code == 0, trained.output
-    outcome = job(3, ["-m", "hpctrain", "eval", str(folder / "tiny.yaml")], cwd=folder)
-    assert outcome.code == 0, outcome.output
-    accuracy = trained.stdout.split("test accuracy ")[1].split("%")[0]
-    assert f"top1 {accuracy}%" in outcome.stdout
-    assert "21 samples" in outcome.stdout
-
-
-# The program; each rank prints a line for every checkpoint whose tensors it reads.
-SAYS_WHAT_IT_READS = """
-import runpy, sys
-import h5py
-opened = h5py.File.__init__
-def hook(self, *arguments, **options):
-    store = sys.modules.get("hpctrain.storage.hdf5_store")
-    if store is not None and not hasattr(store, "original"):
-        store.original = store._read
-        store._read = lambda *given: sys.stderr.write("reads a checkpoint\\n") and store.original(*given)
-    opened(self, *arguments, **options)
-h5py.File.__init__ = hook
-runpy.run_module("hpctrain", run_name="__main__", alter_sys=True)
-"""
-
-
-def test_a_checkpoint_is_read_once_by_each_rank(job: Job, folder: Path) -> None:
-    ranks = 2
-    (folder / "says.py").write_text(SAYS_WHAT_IT_READS)
-    assert _train(job, ranks, folder, "--steps", "2").code == 0
-    run, (path,) = _run(folder), _run(folder).checkpoints.iterdir()
-    sources: list[list[str]] = [["eval", "tiny.yaml"]]
-    sources += [["eval", "tiny.yaml", "--checkpoint", str(each)] for each in (run.path, path)]
-    sources.append(["train", "tiny.yaml", "--steps", "1", "--resume", "auto"])
-    for arguments in sources:
-        outcome = job(ranks, ["says.py", *arguments], cwd=folder)
-        assert outcome.code == 0, outcome.output
-        assert outcome.stderr.count("reads a checkpoint") == ranks
-
-
-@pytest.mark.parametrize("ranks", [1, 3])  # two below, with every averager
-def test_resume_is_bitwise(job: Job, folder: Path, ranks: int) -> None:
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (1, ()),
+        (3, ()),
+        (2, ("optimizer.clip_norm=0.3", "averager={name: priority, slice_parameters: 100, window: 2}")),
+        (2, ("optimizer.clip_norm=0.3", "averager={name: sharded, bucket_bytes: 500, fc_exchange: never}")),
+        (2, ("optimizer.clip_norm=0.3", "averager={name: lazy, max_interval: 1, bucket_bytes: 500}")),
+    ],
+)
+def test_eval_and_a_bitwise_resume_of_a_real_job(job: Start, folder: Path, ranks: int, options: tuple[str, ...]) -> None:
     """7 steps and 3 more equal 10, across an epoch's end and inside the second epoch."""
-    whole = _train(job, ranks, folder, f"output={folder}/whole")
-    assert whole.code == 0, whole.output
-    first = _train(job, ranks, folder, "--steps", "7")
-    assert first.code == 0, first.output
-    second = _train(job, ranks, folder, "--resume", "auto")
-    assert second.code == 0, second.output
+    whole = _train(ranks, folder, *options, "output=whole")
+    _train(ranks, folder, *options, "--steps", "7", start=job)
+    second = _train(ranks, folder, *options, "--resume", "auto", start=job)
     assert "resumed at epoch 2, step 7" in second.stdout
-    _assert_same(_last(_run(folder)), _last(_run(folder, "whole")))
+    assert accuracy(second) == accuracy(whole)
+    assert_same(last(folder), last(folder, "whole"))
+    for kind in ("parameters/", "statistics/", "optimizer/momentum/"):
+        assert any(key.startswith(kind) for key in last(folder).tensors)
+    evaluated = hpctrain(3, folder, "eval", *options)
+    assert f"21 samples, loss {whole.stdout.split('loss ')[-1].split(',')[0]}, top1 {accuracy(whole)}%" in evaluated.stdout
+
+
+def test_a_checkpoint_is_read_once_by_each_rank(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, reads, read = 2, [], hdf5_store._read
+    _train(ranks, folder, "--steps", "2")
+    monkeypatch.setattr(hdf5_store, "_read", lambda *given: reads.append(given) or read(*given))  # type: ignore[func-returns-value]
+    (path,) = run_in(folder).checkpoints.iterdir()
+    for words in ((), ("--checkpoint", str(run_in(folder).path)), ("--checkpoint", str(path))):
+        hpctrain(ranks, folder, "eval", *words)
+        assert len(reads) == ranks
+        reads.clear()
+    _train(ranks, folder, "--steps", "1", "--resume", "auto")
+    assert len(reads) == ranks
 
 
 @pytest.mark.parametrize("ranks", [0, 3])
-def test_a_run_that_diverges_names_the_layer_and_keeps_nothing(job: Job, folder: Path, ranks: int) -> None:
-    outcome = _train(job, ranks, folder, "optimizer.lr=1e30", "checkpoint.every_steps=1", "checkpoint.keep=99")
-    assert outcome.code == 2
+def test_a_run_that_diverges_names_the_layer_and_keeps_nothing(folder: Path, ranks: int) -> None:
+    outcome = _train(ranks, folder, "optimizer.lr=1e30", "checkpoint.every_steps=1", "checkpoint.keep=99", code=2)
     assert outcome.stderr.count("is the first, in forward order, whose") == 1
     assert "Warning" not in outcome.output
-    for _, path in checkpoint.checkpoints(_run(folder).checkpoints):
+    for _, path in checkpoint.checkpoints(run_in(folder).checkpoints):
         for name, tensor in checkpoint.read(path).tensors.items():
             assert np.isfinite(tensor).all(), f"{name} in {path}"
 
 
-def test_steps_end_in_words_and_a_short_run_records_its_first_step_and_its_last(job: Job, folder: Path) -> None:
+def test_steps_end_in_words_and_a_short_run_records_its_first_step_and_its_last(folder: Path) -> None:
     calm = "metrics.interval_seconds=1000"
-    outcome = _train(job, 0, folder, "--steps", "3", calm)
-    assert outcome.code == 0, outcome.output
-    run = _run(folder)
+    outcome = _train(0, folder, "--steps", "3", calm)
+    run = run_in(folder)
     assert "ended after step 3, in epoch 1 of 2, as --steps asked\nno evaluation was made" in outcome.stdout
-    assert f"go on with the same command and --resume {run.path}\n" in outcome.stdout
+    assert f"go on with the same command and --resume runs/{run.path.name}\n" in outcome.stdout
+    assert [step for step, _ in checkpoint.checkpoints(run.checkpoints)] == [3]
     assert outcome.stdout.count(" left\n") == 2
     assert [(r["epoch"], r["step"]) for r in run.metrics() if r["kind"] == "interval"] == [(1, 1), (1, 3)]
-    outcome = _train(job, 0, folder, "--resume", "auto", calm, "--progress", "none")
-    assert outcome.code == 0, outcome.output
+    outcome = _train(0, folder, "--resume", "auto", calm, "--progress", "none")
     assert " left\n" not in outcome.stdout
     records = [(r["kind"], r["epoch"], r["step"]) for r in run.metrics() if "loss" in r]
     assert records[:3] == [("interval", 1, 1), ("interval", 1, 3), ("interval", 1, 4)]
     assert records[3:] == [("epoch", 1, 5), ("evaluation", 1, 5), ("epoch", 2, 10), ("evaluation", 2, 10)]
 
 
-AVERAGERS = {
-    "priority": "averager={name: priority, slice_parameters: 100, window: 2}",
-    "gradients only": "averager={name: sharded, bucket_bytes: 500, fc_exchange: never}",
-    "lazy": "averager={name: lazy, max_interval: 1, bucket_bytes: 500}",
-}
-
-
-@pytest.mark.parametrize("averager", AVERAGERS)
-def test_resume_is_bitwise_with_every_kind_of_state(job: Job, folder: Path, averager: str) -> None:
-    options = (AVERAGERS[averager], "optimizer.clip_norm=0.3")
-    for more in ((f"output={folder}/whole",), ("--steps", "7"), ("--resume", "auto")):
-        outcome = _train(job, 2, folder, *options, *more)
-        assert outcome.code == 0, outcome.output
-    _assert_same(_last(_run(folder)), _last(_run(folder, "whole")))
-
-
-def test_sharded_state_goes_on_with_other_ranks(job: Job, folder: Path) -> None:
+def test_sharded_state_goes_on_with_other_ranks(folder: Path) -> None:
     options = ("dtype=float64", "batch_norm.statistics=synchronised", "averager.bucket_bytes=500")
-    for ranks, more in ((1, [f"output={folder}/whole"]), (3, ["--steps", "4"]), (2, ["--resume", "auto"])):
-        outcome = _train(job, ranks, folder, *options, *more)
-        assert outcome.code == 0, outcome.output
-    ours, theirs = _last(_run(folder)).tensors, _last(_run(folder, "whole")).tensors
-    assert ours.keys() == theirs.keys()
-    for key, tensor in theirs.items():
-        np.testing.assert_allclose(ours[key], tensor, rtol=1e-9, atol=1e-12, err_msg=key)
+    for ranks, more in ((1, ["output=whole"]), (3, ["--steps", "4"]), (2, ["--resume", "auto"])):
+        _train(ranks, folder, *options, *more)
+    assert_close(last(folder), last(folder, "whole"))
 
 
-# The program, on a link that measures as slow or as fast as said: slices are of other sizes then.
-ON_A_LINK = """
-import runpy, sys
-from hpctrain.averaging import agreement
-from hpctrain.comm.link import LinkModel
-alpha = float(sys.argv.pop(1))
-agreement.calibrate = lambda comm, progress: LinkModel(alpha, 1e-8)
-runpy.run_module("hpctrain", run_name="__main__", alter_sys=True)
-"""
+@pytest.fixture
+def on_a_link(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
+    """Trains on a link that measures as slow or as fast as said: slices are of other sizes then."""
+
+    def train(alpha: float, *more: str, ranks: int = 3, code: int = 0) -> Outcome:
+        monkeypatch.setattr(agreement, "calibrate", lambda comm, progress: LinkModel(alpha, 1e-8))
+        options = ("model.hidden=199", "optimizer.clip_norm=0.3", "averager.fc_exchange=never")
+        return _train(ranks, folder, *options, *more, code=code)
+
+    return train
 
 
-def _train_on_a_link(job: Job, ranks: int, folder: Path, alpha: str, *more: str) -> Outcome:
-    (folder / "on_a_link.py").write_text(ON_A_LINK)
-    options = ["model.hidden=199", "optimizer.clip_norm=0.3", "averager.fc_exchange=never", *more]
-    return job(ranks, ["on_a_link.py", alpha, "train", "tiny.yaml", *options], cwd=folder)
-
-
-def _slices(run: Any) -> Any:
+def _slices(run: RunDirectory) -> Any:
     return json.loads(run.schedule_path("all").read_text())["slices"]
 
 
-def test_resume_is_bitwise_whatever_the_link_measures_then(job: Job, folder: Path) -> None:
-    def train(alpha: str, *more: str) -> None:
-        outcome = _train_on_a_link(job, 3, folder, alpha, "averager.sizes=measured", *more)
-        assert outcome.code == 0, outcome.output
-
-    train("1e-6", f"output={folder}/whole")
-    train("1e-6", "--steps", "7")
-    before = _run(folder).schedule_path("all").read_text()
-    train("1e-2", "--resume", "auto")
-    _assert_same(_last(_run(folder)), _last(_run(folder, "whole")))
-    assert _run(folder).schedule_path("all").read_text() == before
-    train("1e-2", "--steps", "7", f"output={folder}/other")
-    assert len(_slices(_run(folder))) > len(_slices(_run(folder, "other")))
-    train("1e-2", "--schedule-from", str(_run(folder, "whole").path), f"output={folder}/again")
-    _assert_same(_last(_run(folder, "again")), _last(_run(folder, "whole")))
+def test_resume_is_bitwise_whatever_the_link_measures_then(folder: Path, on_a_link: Callable[..., Outcome]) -> None:
+    sizes = "averager.sizes=measured"
+    on_a_link(1e-6, sizes, "output=whole")
+    on_a_link(1e-6, sizes, "--steps", "7")
+    before = run_in(folder).schedule_path("all").read_text()
+    on_a_link(1e-2, sizes, "--resume", "auto")
+    assert_same(last(folder), last(folder, "whole"))
+    assert run_in(folder).schedule_path("all").read_text() == before
+    on_a_link(1e-2, sizes, "--steps", "7", "output=other")
+    assert len(_slices(run_in(folder))) > len(_slices(run_in(folder, "other")))
+    on_a_link(1e-2, sizes, "--schedule-from", str(run_in(folder, "whole").path), "output=again")
+    assert_same(last(folder, "again"), last(folder, "whole"))
 
 
-def test_two_runs_end_with_the_same_bits_whatever_the_link_measures(job: Job, folder: Path) -> None:
-    for alpha, output in (("1e-6", "first"), ("1e-2", "second")):
-        outcome = _train_on_a_link(job, 3, folder, alpha, f"output={folder}/{output}")
-        assert outcome.code == 0, outcome.output
-    assert _slices(_run(folder, "second")) == _slices(_run(folder, "first"))
-    _assert_same(_last(_run(folder, "second")), _last(_run(folder, "first")))
-    source = str(_run(folder, "first").path)
-    refused = _train_on_a_link(job, 2, folder, "1e-6", "--schedule-from", source)
-    assert refused.code == 2
+def test_two_runs_end_with_the_same_bits_whatever_the_link_measures(folder: Path, on_a_link: Callable[..., Outcome]) -> None:
+    for alpha, output in ((1e-6, "first"), (1e-2, "second")):
+        on_a_link(alpha, f"output={output}")
+    assert _slices(run_in(folder, "second")) == _slices(run_in(folder, "first"))
+    assert_same(last(folder, "second"), last(folder, "first"))
+    refused = on_a_link(1e-6, "--schedule-from", str(run_in(folder, "first").path), ranks=2, code=2)
     assert "is one of 3 ranks, but here are 2; start as many ranks" in refused.stderr
 
 
-def _last(run: Any) -> checkpoint.CheckpointContent:
-    newest = checkpoint.read_newest(run.checkpoints)
-    assert newest is not None
-    return newest[1]
+def _killed(monkeypatch: pytest.MonkeyPatch, kind: str, step: int, train: Callable[[], object]) -> None:
+    """The training ends where a record of a kind and step has been appended, and half of another line."""
+    append = RunDirectory.append_metrics
 
+    def killed(run: RunDirectory, record: dict[str, Any]) -> None:
+        if dead:
+            raise Killed
+        append(run, record)
+        if (record["kind"], record.get("step", 0)) == (kind, step):
+            with run.metrics_path.open("ab") as file:
+                file.write(b'{"kind": "inter')
+            dead.append(True)
+            raise Killed
 
-def _assert_same(ours: checkpoint.CheckpointContent, theirs: checkpoint.CheckpointContent) -> None:
-    assert ours.meta["position"] == theirs.meta["position"]
-    assert ours.tensors.keys() == theirs.tensors.keys()
-    for kind in ("parameters/", "statistics/", "optimizer/momentum/"):
-        assert any(key.startswith(kind) for key in ours.tensors)
-    for key, tensor in ours.tensors.items():
-        assert np.array_equal(tensor, theirs.tensors[key]), key
-
-
-# The program; it is killed where a record of a kind and step has been appended, and half of another line.
-KILLED = """
-import os, runpy, signal, sys
-from hpctrain.storage.run_directory import RunDirectory
-kind, step, torn = sys.argv.pop(1), int(sys.argv.pop(1)), b'{"kind": "inter'
-append = RunDirectory.append_metrics
-def killed(self, record):
-    append(self, record)
-    if (record["kind"], record.get("step", 0)) == (kind, step):
-        with open(self.metrics_path, "ab") as file:
-            file.write(torn)
-        os.kill(os.getpid(), signal.SIGKILL)
-RunDirectory.append_metrics = killed
-runpy.run_module("hpctrain", run_name="__main__", alter_sys=True)
-"""
+    dead: list[bool] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(RunDirectory, "append_metrics", killed)
+        with pytest.raises(Killed):
+            train()
 
 
 @pytest.mark.parametrize(
@@ -277,31 +208,25 @@ runpy.run_module("hpctrain", run_name="__main__", alter_sys=True)
     ],
 )
 def test_a_killed_and_resumed_run_has_each_step_once(
-    job: Job, folder: Path, ranks: int, every_steps: int, kills: list[tuple[str, int]]
+    folder: Path, ranks: int, every_steps: int, kills: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (folder / "killed.py").write_text(KILLED)
     options = ["metrics.interval_seconds=1e-9", f"checkpoint.every_steps={every_steps}", "progress=test"]
     options += ["checkpoint.asynchronous=false"]  # what was written before a kill is there
-    whole = _train(job, ranks, folder, *options, f"output={folder}/whole")
-    assert whole.code == 0, whole.output
-    assert [record["step"] for record in _run(folder, "whole").metrics() if record["kind"] == "memory"] == [10]
-    resume: list[str] = []
+    _train(ranks, folder, *options, "output=whole")
+    assert [record["step"] for record in run_in(folder, "whole").metrics() if record["kind"] == "memory"] == [10]
     for kind, step in kills:
-        outcome = job(ranks, ["killed.py", kind, str(step), "train", "tiny.yaml", *options, *resume], cwd=folder)
-        assert outcome.code != 0
-        assert "Traceback" not in outcome.output
-        resume = ["--resume", "auto"]
-    run = _run(folder)
+        _killed(monkeypatch, kind, step, lambda: _train(ranks, folder, *options, "--resume", "auto"))
+    run = run_in(folder)
     assert run.metrics_path.read_bytes().endswith(b'"inter')
-    last = _train(job, ranks, folder, *options, *resume)
-    assert last.code == 0, last.output
-    assert _run(folder).path == run.path
-    records = _without_times(run.metrics())
-    assert records == _without_times(_run(folder, "whole").metrics())
-    assert [record["step"] for record in records if record["kind"] == "interval"] == list(range(1, 11))
-    again = _train(job, ranks, folder, *options, *resume)  # nothing to train: evaluated once more, in place of the last time
-    assert again.code == 0, again.output
-    assert _without_times(run.metrics()) == records
+    refused = _train(0, folder, "model.hidden=11", "--resume", "auto", code=2)
+    assert "model.hidden: 9 -> 11 (may not change" in refused.stderr
+    assert run.metrics_path.read_bytes().endswith(b'"inter'), "a resume that is refused leaves the metrics alone"
+    for _ in range(2):  # the second time there is nothing to train: evaluated once more, in place of the last time
+        _train(ranks, folder, *options, "--resume", "auto")
+        assert run_in(folder).path == run.path
+        records = _without_times(run.metrics())
+        assert records == _without_times(run_in(folder, "whole").metrics())
+        assert [record["step"] for record in records if record["kind"] == "interval"] == list(range(1, 11))
     assert not list(run.path.glob("*unreadable*"))
 
 
@@ -311,27 +236,6 @@ def _without_times(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     of_jobs = ("progress", "start", "resume", "data", "reads", "memory")
     kept = [record for record in records if record["kind"] not in of_jobs]
     return [{key: value for key, value in record.items() if key not in times} for record in kept]
-
-
-def test_a_resume_that_is_refused_leaves_the_metrics_alone(job: Job, folder: Path) -> None:
-    (folder / "killed.py").write_text(KILLED)
-    options = ["metrics.interval_seconds=1e-9", "checkpoint.every_steps=3", "checkpoint.asynchronous=false"]
-    job(0, ["killed.py", "interval", "5", "train", "tiny.yaml", *options], cwd=folder)
-    before = _run(folder).metrics_path.read_bytes()
-    outcome = _train(job, 0, folder, "model.hidden=11", "--resume", "auto")
-    assert "model.hidden: 9 -> 11 (may not change" in outcome.stderr
-    assert _run(folder).metrics_path.read_bytes() == before
-
-
-def test_float64_training_does_not_depend_on_the_number_of_ranks(job: Job, folder: Path) -> None:
-    options = ["dtype=float64", "batch_norm.statistics=synchronised"]
-    ends = []
-    for ranks in (1, 4):
-        outcome = _train(job, ranks, folder, *options, f"output={folder}/on{ranks}")
-        assert outcome.code == 0, outcome.output
-        ends.append(_last(_run(folder, f"on{ranks}")).tensors)
-    for key, tensor in ends[0].items():
-        np.testing.assert_allclose(ends[1][key], tensor, rtol=1e-9, atol=1e-12, err_msg=key)
 
 
 def _truncate(folder: Path) -> None:
@@ -344,47 +248,101 @@ def _wrong_label(folder: Path) -> None:
         file["labels"][3] = 17
 
 
-def _nothing(folder: Path) -> None:
-    pass
-
-
-MISTAKES: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
-    "missing file": (_nothing, ["data.train=nowhere.h5"], "nowhere.h5"),
+MISTAKES: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
+    "missing file": (nullcontext, ["data.train=nowhere.h5"], "nowhere.h5"),
     "truncated file": (_truncate, [], "train.h5"),
     "wrong label": (_wrong_label, [], "17"),
-    "class count": (_nothing, ["model.classes=5"], "set model.classes to 3"),
-    "grid": (_nothing, ["grid.rows=3", "grid.cols=5"], "grid"),
-    "small batch": (_nothing, ["batch=1"], "the smallest batch is 2"),
-    "unknown key": (_nothing, ["optimizer.momentun=0.9"], "momentum"),
-    "nan": (_nothing, ["optimizer.lr=1e30"], "not finite"),
+    "class count": (nullcontext, ["model.classes=5"], "set model.classes to 3"),
+    "grid": (nullcontext, ["grid.rows=3", "grid.cols=5"], "grid"),
+    "small batch": (nullcontext, ["batch=1"], "the smallest batch is 2"),
+    "unknown key": (nullcontext, ["optimizer.momentun=0.9"], "momentum"),
+    "nan": (nullcontext, ["optimizer.lr=1e30"], "not finite"),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_one_sentence_and_leaves_nothing_half_written(job: Job, folder: Path, mistake: str) -> None:
+def test_a_mistake_is_one_sentence_and_leaves_nothing_half_written(folder: Path, mistake: str) -> None:
     spoil, overrides, words = MISTAKES[mistake]
     spoil(folder)
-    outcome = _train(job, 2, folder, *overrides)
-    assert outcome.code != 0, outcome.output
-    lines = [line for line in outcome.stderr.splitlines() if line.startswith("hpctrain: ")]
-    assert len(lines) == 1, outcome.output
-    assert words in lines[0]
-    assert "Traceback" not in outcome.output
-    runs = list((folder / "runs").glob("*")) if mistake != "nan" else []
-    assert runs == []
+    assert words in sentence(_train(2, folder, *overrides, code=2))
+    assert not list((folder / "runs").glob("*")) or mistake == "nan"
     assert not list(folder.glob("runs/*/checkpoints/*"))
 
 
-def test_steps_end_the_run_with_a_checkpoint_that_says_how_to_go_on(job: Job, folder: Path) -> None:
-    outcome = _train(job, 2, folder, "--steps", "3")
-    assert outcome.code == 0, outcome.output
-    assert "--resume" in outcome.stdout
-    assert [step for step, _ in checkpoint.checkpoints(_run(folder).checkpoints)] == [3]
+SYNTHETIC = ("data.train=synthetic", "data.test=synthetic", "data.augment=[flip]")
+SIZES = "data.synthetic={height: 8, width: 6, classes: 3, samples: 50, test_samples: 7}"
 
 
-def test_another_models_checkpoint_is_refused(job: Job, folder: Path) -> None:
-    assert _train(job, 1, folder, "--steps", "2").code == 0
-    outcome = _train(job, 2, folder, "model.hidden=11", "--resume", "auto")
-    assert outcome.code != 0
-    assert "model.hidden: 9 -> 11 (may not change" in outcome.stderr
-    assert "Traceback" not in outcome.output
+def test_a_run_on_made_up_images_goes_on_bit_by_bit_and_notices_others(folder: Path) -> None:
+    options = (*SYNTHETIC, SIZES, "epochs=1")
+    whole = _train(2, folder, *options, "output=whole")
+    assert "data synthetic: 50 images, batch 16, 4 steps per epoch" in whole.stdout
+    assert "7 images)" in whole.stdout
+    _train(2, folder, *options, "--steps", "2")
+    refused = _train(0, folder, *options, "--resume", "auto", "data.synthetic.samples=60", code=2)
+    assert "an epoch sees each image of one file once" in refused.output
+    _train(2, folder, *options, "--resume", "auto")
+    assert_same(last(folder), last(folder, "whole"))
+    assert "7 samples" in hpctrain(0, folder, "eval", *options).stdout
+
+
+def test_a_plan_takes_shape_and_classes_of_images_that_nobody_has_made_yet(folder: Path) -> None:
+    assert "There is no" not in hpctrain(0, folder, "plan show", *SYNTHETIC, SIZES, "--ranks", "2").output
+
+
+# -- images of several sizes by epoch ------------------------------------------------------------------------------------------
+
+BY_SIZE = CONFIG.replace("[4, 6], hidden: 9, dropout: 0.2", "[3], hidden: 5").replace("epochs: 2", "epochs: 3") + (
+    "dtype: float64\nbatch_norm: {statistics: synchronised}\nprogress: test\n"
+)
+CHANGING = "data.sizes=[{size: 10}, {from_epoch: 1, size: 16}, {from_epoch: 2, size: 12}]"
+
+
+@pytest.fixture
+def by_size(tmp_path: Path) -> Path:
+    """A configuration and two files of 16 x 16 pixels: 41 images to train on (the last batch has 9), 21 to test on."""
+    return prepare(tmp_path, BY_SIZE, 41, 21, (16, 16, 1))
+
+
+def test_a_run_goes_on_inside_of_any_size_on_as_many_ranks_or_others(by_size: Path) -> None:
+    said = _train(0, by_size, CHANGING, "output=whole").stdout
+    for line in ("images of 10 px from epoch 1", "images of 16 px from epoch 2", "images of 12 px from epoch 3"):
+        assert line in said
+    _train(0, by_size, CHANGING, "--steps", "4")  # an epoch has 3
+    refused = _train(0, by_size, "--resume", "auto", "data.sizes=[{size: 14}]", code=2)
+    assert "may change between two epochs only: an epoch sees one kind of images" in refused.output
+    said = _train(0, by_size, CHANGING, "--resume", "auto", "--steps", "3").stdout
+    assert "images of 16 px from epoch 2" in said
+    assert "images of 12 px from epoch 3" in said
+    _train(0, by_size, CHANGING, "--resume", "auto")
+    assert_same(last(by_size), last(by_size, "whole"))
+    records = list(run_in(by_size).metrics())
+    assert [(each["epoch"], each["size"]) for each in records if each["kind"] == "image_size"] == [(1, 10), (2, 16), (3, 12)]
+    evaluations = [each for each in records if each["kind"] == "evaluation"]
+    assert f"top1 {evaluations[-1]['top1']:.2%}" in hpctrain(0, by_size, "eval", CHANGING).stdout  # as stored: 16 px
+    _train(2, by_size, CHANGING, "output=others", "--steps", "4")
+    again = (CHANGING, "output=others", "--resume", "auto")
+    _train(2, by_size, *again, "--steps", "1", "grid.rows=2", "plan.default=domain")
+    _train(3, by_size, *again, "--steps", "2")
+    _train(0, by_size, *again)
+    assert_close(last(by_size, "others"), last(by_size, "whole"))
+
+
+def test_one_size_that_is_the_images_own_trains_what_no_size_does(by_size: Path) -> None:
+    _train(0, by_size, "epochs=1", "data.sizes=[{size: 16}]", "output=one")
+    _train(0, by_size, "epochs=1", "data.sizes=[]")
+    assert_same(last(by_size, "one"), last(by_size))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("data.augment=[{name: center_crop, size: 8}]", "data.sizes=[{size: 20}]"), "at most 16 fits"),
+        (
+            ("model={name: vgg11, width: 0.0625}", "data.sizes=[{size: 32}]"),
+            "another size of this training or its evaluation: Layer",
+        ),
+    ],
+)
+def test_what_no_size_can_be_is_told_before_training(by_size: Path, overrides: tuple[str, ...], words: str) -> None:
+    assert words in _train(0, by_size, *overrides, code=2).output

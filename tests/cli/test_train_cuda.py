@@ -16,31 +16,29 @@ import pytest
 from hpctrain.backend.backend import UNPROVED
 from hpctrain.backend.cuda.choose import DEVICE_VARIABLE
 from hpctrain.config.load import parse
-from hpctrain.data import format as data_format
 from hpctrain.experiment.dry_run import description, prepare
-from hpctrain.storage import checkpoint
-from hpctrain.storage.checkpoint import CheckpointContent
-from hpctrain.storage.run_directory import latest
 from tests.support.emulated import EmulatedDeviceFactory
+from tests.support.here import run_here
 from tests.support.jobs import Outcome
+from tests.support.tiny_runs import Start, accuracy, assert_close, assert_same, hpctrain, last, run_in, sentence
+from tests.support.tiny_runs import prepare as prepare_folder
 
-pytestmark = [pytest.mark.job, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 CONFIG = """
 name: tiny
 seed: 7
 backend: cuda
-model: {{name: small, channels: [4, 6], hidden: 9, dropout: 0.2}}
+model: {name: small, channels: [4, 6], hidden: 9, dropout: 0.2}
 data:
-  train: {folder}/train.h5
-  test: {folder}/test.h5
-  augment: [{{name: pad_crop, padding: 1}}, {{name: flip}}]
+  train: train.h5
+  test: test.h5
+  augment: [{name: pad_crop, padding: 1}, {name: flip}]
 batch: 16
 epochs: 2
-optimizer: {{name: sgd, lr: 0.05, momentum: 0.9, weight_decay: 1.0e-3, clip_norm: 0.5}}
-schedule: {{name: cosine, warmup_epochs: 0.5}}
+optimizer: {name: sgd, lr: 0.05, momentum: 0.9, weight_decay: 1.0e-3, clip_norm: 0.5}
+schedule: {name: cosine, warmup_epochs: 0.5}
 deadline_seconds: 30
-output: {folder}/runs
 """
 
 Run = Callable[..., Outcome]
@@ -49,53 +47,29 @@ Run = Callable[..., Outcome]
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A configuration and two small data files: 43 images to train on (the last batch has 11), 21 to test on."""
-    random = np.random.default_rng(0)
-    for name, count in (("train", 43), ("test", 21)):
-        images = random.integers(0, 256, (count, 9, 8, 1), dtype=np.uint8)
-        data_format.write(tmp_path / f"{name}.h5", count, (9, 8, 1), ["a", "b", "c"], [(images, random.integers(0, 3, count))])
-    (tmp_path / "tiny.yaml").write_text(CONFIG.format(folder=tmp_path))
-    return tmp_path
+    return prepare_folder(tmp_path, CONFIG, 43)
 
 
 @pytest.fixture
-def run(job: Callable[..., Outcome], folder: Path, emulated_device: EmulatedDeviceFactory) -> Run:
+def run(folder: Path, emulated_device: EmulatedDeviceFactory) -> Run:
     """hpctrain with a command and more arguments, on the emulated device of a seed (None: on what is here)."""
 
-    def start(command: str, *more: str, seed: int | None = 0, ranks: int = 0) -> Outcome:
+    def start(command: str, *more: str, seed: object = 0, ranks: int = 0, code: int = 0, start: Start = run_here) -> Outcome:
         environment = {} if seed is None else {DEVICE_VARIABLE: f"emulated:{seed}"}
-        return job(ranks, ["-m", "hpctrain", *command.split(), str(folder / "tiny.yaml"), *more], cwd=folder, env=environment)
+        return hpctrain(ranks, folder, command, *more, code=code, start=start, env=environment)
 
     return start
-
-
-def _passed(outcome: Outcome) -> Outcome:
-    assert outcome.code == 0, outcome.output
-    return outcome
-
-
-def _last(folder: Path, output: str = "runs") -> CheckpointContent:
-    directory = latest(folder / output, "tiny")
-    assert directory is not None
-    return checkpoint.read(checkpoint.checkpoints(directory.checkpoints)[-1][1])
-
-
-def _accuracy(outcome: Outcome) -> str:
-    return outcome.stdout.split("test accuracy ")[1].split("%")[0]
 
 
 def test_a_training_in_float64_is_that_of_numpy(run: Run, folder: Path) -> None:
     """Loaders, dropout, micro-batches, clipping, synchronised statistics, checkpoints and evaluation, with work done late."""
     options = ("dtype=float64", "micro_batches=2", "batch_norm.statistics=synchronised", "trace=true")
-    ours = _passed(run("train", *options, seed=3))
-    theirs = _passed(run("train", *options, "backend=numpy", f"output={folder}/numpy"))
-    mine, reference = _last(folder), _last(folder, "numpy")
-    assert mine.tensors.keys() == reference.tensors.keys()
-    for name, tensor in reference.tensors.items():
-        np.testing.assert_allclose(mine.tensors[name], tensor, rtol=1e-9, atol=1e-12, err_msg=name)
-    assert _accuracy(ours) == _accuracy(theirs)
+    ours = run("train", *options, seed=3)
+    theirs = run("train", *options, "backend=numpy", "output=numpy")
+    assert_close(last(folder), last(folder, "numpy"))
+    assert accuracy(ours) == accuracy(theirs)
     assert f"kernels cuda on emulated, float64 ({UNPROVED}); averager sharded" in ours.stdout
-    directory = latest(folder / "runs", "tiny")
-    assert directory is not None
+    directory = run_in(folder)
     versions = json.loads((directory.path / "versions.json").read_text())
     assert (versions["kernels"], versions["device"]) == ("cuda", "emulated")
     assert json.loads((directory.path / "trace.json").read_text())["traceEvents"]
@@ -104,31 +78,28 @@ def test_a_training_in_float64_is_that_of_numpy(run: Run, folder: Path) -> None:
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_resume_is_bitwise_in_any_order_of_threads(run: Run, folder: Path, precision: str) -> None:
     option = f"precision={precision}"
-    _passed(run("train", option, f"output={folder}/whole", seed=0))
-    _passed(run("train", option, "--steps", "4", seed=1))
-    resumed = _passed(run("train", option, "--resume", "auto", seed=2))
+    run("train", option, "output=whole", seed=0)
+    run("train", option, "--steps", "4", seed=1)
+    resumed = run("train", option, "--resume", "auto", seed=2)
     assert "resumed at epoch 2, step 4" in resumed.stdout
-    ours, whole = _last(folder).tensors, _last(folder, "whole").tensors
-    assert ours.keys() == whole.keys()
-    for name, tensor in whole.items():
-        np.testing.assert_array_equal(ours[name], tensor, err_msg=name)
+    assert_same(last(folder), last(folder, "whole"))
 
 
 def test_a_checkpoint_goes_on_and_is_evaluated_on_any_backend(run: Run, folder: Path) -> None:
-    _passed(run("train", "precision=bfloat16", "--steps", "3"))
+    run("train", "precision=bfloat16", "--steps", "3")
     for backend in ("backend=numpy", "precision=tf32"):
-        outcome = _passed(run("eval", backend))
+        outcome = run("eval", backend)
         assert "21 samples" in outcome.stdout
-    outcome = _passed(run("train", "backend=numpy", "--resume", "auto"))
+    outcome = run("train", "backend=numpy", "--resume", "auto")
     assert "precision: bfloat16 -> float32" in outcome.stdout
 
 
 def test_scores_of_the_device_are_counted_as_its_loss_counts_them(run: Run, folder: Path) -> None:
-    _passed(run("train", "precision=bfloat16", "--steps", "3"))
+    run("train", "precision=bfloat16", "--steps", "3")
     contents = {}
     for flip in ((), ("--flip",)):
         for options in (("precision=bfloat16",), ("precision=float32", "backend=numpy")):
-            content = json.loads(_passed(run("eval", *options, "--json", *flip, "--confusion")).stdout)
+            content = json.loads(run("eval", *options, "--json", *flip, "--confusion").stdout)
             matrix = np.array(content["confusion"]["matrix"])
             assert (np.trace(matrix), matrix.sum()) == (content["hits1"], content["samples"])
             contents[options, flip] = content["loss"]
@@ -143,84 +114,68 @@ WAYS = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("way", WAYS)
-def test_two_ranks_train_what_one_trains(way: str, run: Run, folder: Path) -> None:
+def test_two_ranks_train_what_one_trains(way: str, job: Start, run: Run, folder: Path) -> None:
     """With an MPI between them, whatever way their gradients take, and statistics and checkpoints by way of the host."""
     options = ("dtype=float64", "batch_norm.statistics=synchronised", "evaluate.batch=4")
     chosen = () if way == "staged" else (f"transport={way}",)
-    ours = _passed(run("train", *options, *chosen, "trace=true", ranks=2, seed=4))
-    theirs = _passed(run("train", *options, "backend=numpy", f"output={folder}/numpy"))
-    mine, reference = _last(folder), _last(folder, "numpy")
-    for name, tensor in reference.tensors.items():
-        np.testing.assert_allclose(mine.tensors[name], tensor, rtol=1e-9, atol=1e-12, err_msg=name)
-    assert _accuracy(ours) == _accuracy(theirs)
+    ours = run("train", *options, *chosen, "trace=true", ranks=2, seed=4, start=job)
+    theirs = run("train", *options, "backend=numpy", "output=numpy")
+    assert_close(last(folder), last(folder, "numpy"))
+    assert accuracy(ours) == accuracy(theirs)
     assert "2 ranks" in ours.stdout
     assert f"{WAYS[way]}\n" in ours.stdout
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("averager", ["bucketed", "sharded"])
 def test_two_ranks_resume_to_the_last_bit(run: Run, folder: Path, averager: str) -> None:
     options = (f"averager={averager}", "batch_norm.statistics=synchronised")
-    _passed(run("train", *options, f"output={folder}/whole", ranks=2, seed=0))
-    _passed(run("train", *options, "--steps", "4", ranks=2, seed=1))
-    _passed(run("train", *options, "--resume", "auto", ranks=2, seed=2))
-    ours, whole = _last(folder).tensors, _last(folder, "whole").tensors
-    assert ours.keys() == whole.keys()
-    for name, tensor in whole.items():
-        np.testing.assert_array_equal(ours[name], tensor, err_msg=name)
+    run("train", *options, "output=whole", ranks=2, seed=0)
+    run("train", *options, "--steps", "4", ranks=2, seed=1)
+    run("train", *options, "--resume", "auto", ranks=2, seed=2)
+    assert_same(last(folder), last(folder, "whole"))
 
 
 #: more arguments, and ranks; 0: a process without MPI
-WAYS_ON = {
-    "three devices": (("averager=bucketed",), 3),
-    "one device": ((), 0),
-    "two ranks of the host": (("backend=numpy",), 2),
-}
+WAYS_ON = {"three devices": (("averager=bucketed",), 3), "one device": ((), 0), "two ranks of the host": (("backend=numpy",), 2)}
 
 
 def test_a_run_of_two_devices_goes_on_on_others(run: Run, folder: Path) -> None:
     """From the middle of an epoch, on another number of ranks or another backend: where one rank of NumPy ends, undisturbed."""
     options = ("dtype=float64", "batch_norm.statistics=synchronised")
-    _passed(run("train", *options, "backend=numpy", f"output={folder}/numpy"))
-    reference = _last(folder, "numpy").tensors
-    _passed(run("train", *options, "--steps", "4", ranks=2, seed=5))
+    run("train", *options, "backend=numpy", "output=numpy")
+    run("train", *options, "--steps", "4", ranks=2, seed=5)
     for way, (more, ranks) in WAYS_ON.items():
         output = way.replace(" ", "-")
         shutil.copytree(folder / "runs", folder / output)
-        outcome = _passed(run("train", *options, *more, f"output={folder}/{output}", "--resume", "auto", ranks=ranks, seed=6))
+        outcome = run("train", *options, *more, f"output={output}", "--resume", "auto", ranks=ranks, seed=6)
         assert "resumed at epoch 2, step 4" in outcome.stdout
-        tensors = _last(folder, output).tensors
-        assert tensors.keys() == reference.keys()
-        for name, tensor in reference.items():
-            np.testing.assert_allclose(tensors[name], tensor, rtol=1e-10, atol=1e-10, err_msg=f"{way}: {name}")
+        assert_close(last(folder, output), last(folder, "numpy"), 1e-10, 1e-10)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("use", ["model", "domain"])
 def test_two_ranks_that_split_layers_train_what_one_trains(run: Run, folder: Path, use: str) -> None:
-    """Images and layers, their activations and split parameters, checkpoints and evaluation, through a real MPI."""
+    """Images and layers, their activations and split parameters, checkpoints and evaluation, on virtual ranks."""
     options = ("dtype=float64", "batch_norm.statistics=synchronised", "evaluate.batch=4", f"plan.default={use}")
-    ours = _passed(run("train", *options, "grid.rows=2", "trace=true", ranks=2, seed=6))
-    theirs = _passed(run("train", *options, "backend=numpy", f"output={folder}/numpy"))
-    mine, reference = _last(folder), _last(folder, "numpy")
-    assert mine.tensors.keys() == reference.tensors.keys()
-    for name, tensor in reference.tensors.items():
-        np.testing.assert_allclose(mine.tensors[name], tensor, rtol=1e-9, atol=1e-12, err_msg=name)
-    assert _accuracy(ours) == _accuracy(theirs)
+    ours = run("train", *options, "grid.rows=2", "trace=true", ranks=2, seed=6)
+    theirs = run("train", *options, "backend=numpy", "output=numpy")
+    assert_close(last(folder), last(folder, "numpy"))
+    assert accuracy(ours) == accuracy(theirs)
     assert "transport staged: through the host's memory, as every MPI can" in ours.stdout
 
 
 def test_a_split_training_is_resumed_to_the_last_bit_and_evaluated(run: Run, folder: Path) -> None:
     """Its mixed plan in bfloat16, with weights that are watched; a checkpoint goes on anywhere."""
     options = ("precision=bfloat16", "grid.rows=2", "plan.default=domain", "plan.classifier.*=model", "checks.every_steps=1")
-    _passed(run("train", *options, f"output={folder}/whole", ranks=2, seed=0))
-    _passed(run("train", *options, "--steps", "4", ranks=2, seed=1))
-    _passed(run("train", *options, "--resume", "auto", ranks=2, seed=2))
-    ours, whole = _last(folder).tensors, _last(folder, "whole").tensors
-    assert ours.keys() == whole.keys()
-    for name, tensor in whole.items():
-        np.testing.assert_array_equal(ours[name], tensor, err_msg=name)
-    split = json.loads(_passed(run("eval", *options, "--json", ranks=2, seed=3)).stdout)
-    alone = json.loads(_passed(run("eval", "backend=numpy", "precision=float32", "--json")).stdout)
+    run("train", *options, "output=whole", ranks=2, seed=0)
+    run("train", *options, "--steps", "4", ranks=2, seed=1)
+    run("train", *options, "--resume", "auto", ranks=2, seed=2)
+    assert_same(last(folder), last(folder, "whole"))
+    split = json.loads(run("eval", *options, "--json", ranks=2, seed=3).stdout)
+    alone = json.loads(run("eval", "backend=numpy", "precision=float32", "--json").stdout)
     assert split["samples"] == alone["samples"] == 21
     assert np.isclose(split["loss"], alone["loss"], rtol=0.02)
 
@@ -236,11 +191,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str], str]] = {
         ["averager.name=sparse", "transport=nccl"],
         "transport is nccl, but averager sparse chooses on the host what travels",
     ),
-    "a thread for messages": (
-        {"ranks": 2},
-        ["progress=posting"],
-        "progress is posting, but one thread enqueues",
-    ),
+    "a thread for messages": ({"ranks": 2}, ["progress=posting"], "progress is posting, but one thread enqueues"),
     "rounded parameters": (
         {"ranks": 2},
         ["averager.name=sharded", "averager.wire_parameters=bfloat16"],
@@ -253,25 +204,21 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str], str]] = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_one_sentence(run: Run, mistake: str) -> None:
-    how, overrides, sentence = MISTAKES[mistake]
-    outcome = run("train", *overrides, **how)
-    assert outcome.code == 2
-    assert sentence in outcome.stderr
-    assert len([line for line in outcome.stderr.splitlines() if line.startswith("hpctrain: ")]) == 1
-    assert "Traceback" not in outcome.output
+    how, overrides, words = MISTAKES[mistake]
+    assert words in sentence(run("train", *overrides, **how, code=2))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("cupy") is not None, reason="CuPy is installed")
 def test_without_cupy_one_sentence_says_what_to_install(run: Run) -> None:
-    outcome = run("train", seed=None)
-    assert outcome.code == 2
+    outcome = run("train", seed=None, code=2)
     assert "hpctrain: Backend cuda needs CuPy, which is not installed; install hpctrain[gpu13]" in outcome.stderr
 
 
-def test_the_engine_is_timed_on_it(job: Callable[..., Outcome], folder: Path, emulated_device: EmulatedDeviceFactory) -> None:
+def test_the_engine_is_timed_on_it(folder: Path, emulated_device: EmulatedDeviceFactory) -> None:
     arguments = ["-m", "hpctrain", "bench", "engine", "--model", "small", "--batch", "2", "--px", "8", "--steps", "1"]
     more = ["--backend", "cuda", "--precision", "bfloat16", "--out", "engine.json"]
-    outcome = _passed(job(0, [*arguments, *more], cwd=folder, env={DEVICE_VARIABLE: "emulated"}))
+    outcome = run_here(0, [*arguments, *more], cwd=folder, env={DEVICE_VARIABLE: "emulated"})
+    assert outcome.code == 0, outcome.output
     assert f"small, cuda on emulated, bfloat16 ({UNPROVED}), batch 2, 8 px" in " ".join(outcome.stdout.split())
     measured = json.loads((folder / "engine.json").read_text())
     assert measured["backend"] == "cuda"
@@ -301,21 +248,17 @@ PINNED = {
         "data.evaluate_augment=[{name: resize, size: 8}, {name: center_crop, size: 8}]",
     ],
     "pixels made on the host": ["averager=priority", "data.augment=[{name: trivial_augment_wide}]", "evaluate.batch=4"],
-    "images made on the host": [
-        "averager=blocking",
-        "data.augment=[{name: random_erasing, value: random}]",
-        "evaluate.batch=2",
-    ],
+    "images made on the host": ["averager=blocking", "data.augment=[{name: random_erasing, value: random}]", "evaluate.batch=2"],
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("options", PINNED.values(), ids=PINNED)
 def test_a_run_has_the_pinned_memory_of_its_plan(run: Run, folder: Path, options: list[str]) -> None:
     """In integers, of the rank that has most of it: mirrors by the schedule, and the ring of batches."""
-    planned = json.loads(_passed(run("plan show", *options, "--ranks", "3", "--json")).stdout)["pinned_bytes"]
-    outcome = _passed(run("train", *options, ranks=3))
-    directory = latest(folder / "runs", "tiny")
-    assert directory is not None
+    planned = json.loads(run("plan show", *options, "--ranks", "3", "--json").stdout)["pinned_bytes"]
+    outcome = run("train", *options, ranks=3)
+    directory = run_in(folder)
     records = [json.loads(line) for line in (directory.path / "metrics.jsonl").read_text().splitlines()]
     (record,) = [record for record in records if record["kind"] == "memory"]
     most = max(range(3), key=lambda rank: planned["messages"][rank] + planned["images"][rank])

@@ -15,9 +15,10 @@ from click.testing import CliRunner
 from hpctrain import user_code
 from hpctrain.cli.main import cli
 from hpctrain.data import format as data_format
-from hpctrain.storage.run_directory import RunDirectory, latest
+from tests.support.here import run_here
 from tests.support.jobs import Outcome
-from tests.test_user_code import offer
+from tests.support.tiny_runs import run_in
+from tests.test_registry import offer
 
 Job = Callable[..., Outcome]
 
@@ -189,12 +190,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop("own_code", None)
 
 
-def _run(folder: Path) -> RunDirectory:
-    run = latest(folder / "runs", "own")
-    assert run is not None
-    return run
-
-
 def _command(*words: str) -> str:
     result = CliRunner().invoke(cli, words)
     assert result.exit_code == 0, result.output
@@ -207,12 +202,14 @@ def _refused(*words: str) -> list[str]:
     return result.stderr.splitlines()
 
 
+@pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_code_of_the_users_trains_resumes_and_is_recorded(job: Job, folder: Path, ranks: int) -> None:
     command = ["-m", "hpctrain", "train", "mine/own.yaml"]
     outcome = job(ranks, [*command, "--steps", "2"], cwd=folder)
     assert outcome.code == 0, outcome.output
-    run = _run(folder)
+    run = run_in(folder, name="own")
     written = yaml.safe_load(run.config())
     assert written["model"] == {"name": "own_code.py:model", "features": 5}
     assert written["optimizer"]["name"] == "own_code.py:SignDescent"
@@ -236,27 +233,18 @@ def test_code_of_the_users_trains_resumes_and_is_recorded(job: Job, folder: Path
     assert kinds.count("evaluation") == 2
 
 
-def test_two_ranks_compute_what_one_computes(job: Job, folder: Path) -> None:
-    """With the user's optimizer, averager, model and augmentation; losses are sums over other orders."""
-    losses = []
-    for ranks in (0, 2):
-        outcome = job(ranks, ["-m", "hpctrain", "train", "mine/own.yaml", "dtype=float64", f"output=runs{ranks}"], cwd=folder)
+@pytest.mark.slow
+@pytest.mark.parametrize("grid", [(), ("grid.rows=2", "grid.cols=1", "plan.conv=domain", "plan.relu=domain")])
+def test_two_ranks_compute_what_one_computes(folder: Path, grid: tuple[str, ...]) -> None:
+    """With the user's optimizer, averager, model and augmentation, of which a split grid takes regions."""
+    for ranks, overrides in ((0, ()), (2, grid)):
+        words = ["-m", "hpctrain", "train", "mine/own.yaml", "dtype=float64", f"output=runs{ranks}", *overrides]
+        outcome = run_here(ranks, words, cwd=folder)
         assert outcome.code == 0, outcome.output
-        run = latest(folder / f"runs{ranks}", "own")
-        assert run is not None
-        losses.append([line["loss"] for line in run.metrics() if line["kind"] == "evaluation"])
-    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-9)
-
-
-def test_a_split_grid_takes_regions_of_what_the_users_augmentation_makes(job: Job, folder: Path) -> None:
-    losses = []
-    for ranks, overrides in ((0, []), (2, ["grid.rows=2", "grid.cols=1", "plan.conv=domain", "plan.relu=domain"])):
-        command = ["-m", "hpctrain", "train", "mine/own.yaml", "dtype=float64", f"output=runs{ranks}", *overrides]
-        outcome = job(ranks, command, cwd=folder)
-        assert outcome.code == 0, outcome.output
-        run = latest(folder / f"runs{ranks}", "own")
-        assert run is not None
-        losses.append([line["loss"] for line in run.metrics() if line["kind"] == "evaluation"])
+    losses = [
+        [line["loss"] for line in run_in(folder, f"runs{ranks}", "own").metrics() if line["kind"] == "evaluation"]
+        for ranks in (0, 2)
+    ]
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-9)
 
 
@@ -314,6 +302,7 @@ def test_an_error_at_import_is_told_once_by_all_ranks(job: Job, folder: Path) ->
     assert "Traceback" not in outcome.output
 
 
+@pytest.mark.slow
 def test_a_checkpoint_has_nothing_imported(job: Job, folder: Path) -> None:
     """Code that it names is imported where the configuration names it too, and nowhere else."""
     plain = ["model=small", "optimizer={name: sgd, lr: 0.1}", "averager=blocking", "data.augment=[flip]", "metrics.reporters=[]"]
@@ -357,6 +346,7 @@ def test_an_installed_package_offers_names(folder: Path, kind: str) -> None:
     assert "own_code" in sys.modules
 
 
+@pytest.mark.slow
 def test_an_installed_package_trains_on_two_ranks(job: Job, folder: Path) -> None:
     """Its names, alone in the configuration; its code is found on the import path of each rank."""
     (folder / "site").mkdir()
@@ -368,6 +358,6 @@ def test_an_installed_package_trains_on_two_ranks(job: Job, folder: Path) -> Non
     command = ["-m", "hpctrain", "train", "mine/own.yaml", *plain, "optimizer.name=own_steps", "averager=own_average"]
     outcome = job(2, command, cwd=folder, env={"PYTHONPATH": str(folder / "site")})
     assert outcome.code == 0, outcome.output
-    versions = json.loads((_run(folder).path / "versions.json").read_text())
+    versions = json.loads((run_in(folder, name="own").path / "versions.json").read_text())
     assert versions["own_code:SignDescent"].startswith("own_code.py sha256 ")
-    assert yaml.safe_load(_run(folder).config())["optimizer"]["name"] == "own_steps"
+    assert yaml.safe_load(run_in(folder, name="own").config())["optimizer"]["name"] == "own_steps"

@@ -57,7 +57,8 @@ from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.planner import machine_file
 from hpctrain.site import profile_files
 from tests.support import how_tos
-from tests.support.jobs import Outcome
+from tests.support.here import run_here
+from tests.support.tiny_runs import Start
 
 ROOT = Path(__file__).parents[2]
 #: but docs/index.md, in which there are lists of pages for the site alone
@@ -95,10 +96,7 @@ TEXTS = {
     ): "lines of a run; tests/storage/test_formats.py reads others",
     ("docs/reliability.md", "first difference by step 500"): "a comparison of runs; tests/report/test_comparison.py has its form",
     ("docs/averaging.md", "network and step           averager"): "a picture of a step",
-    (
-        "docs/planner.md",
-        "batch, classifier.* model; averager sharded.",
-    ): "simulated; they change with the model of a step",
+    ("docs/planner.md", "batch, classifier.* model; averager sharded."): "simulated; they change with the model of a step",
     ("docs/planner.md", "averager sharded, simulated:"): "the same",
     ("docs/tutorial.md", ""): "outputs of its commands; test_tutorial.py compares their lines",
     ("docs/planner.md", "configuration -> job, candidate"): "a picture of what follows from what",
@@ -313,18 +311,15 @@ _STEPS = ("--steps", "2")
 _MOST_RANKS = 2
 
 
-def run(words: list[str], folder: Path, job: Callable[..., Outcome]) -> None:
+def run(words: list[str], folder: Path, start: Start) -> None:
     """Run a command that starts hpctrain; it must end with code 0."""
     ranks, arguments = program(words)
-    if arguments[0] == "predict":  # which ends its process
-        outcome = job(min(ranks, _MOST_RANKS), ["-m", "hpctrain", *arguments], cwd=folder, timeout_seconds=120)
-        assert outcome.code == 0, f"{shlex.join(words)}\n{outcome.output}"
-        return
-    if arguments[0] in ("train", "eval"):  # which end their process
-        small = [*arguments[:2], *_SMALL, *arguments[2:]]
-        if arguments[0] == "train" and "--smoke" not in arguments:  # which is short by itself
-            small += _STEPS
-        outcome = job(min(ranks, _MOST_RANKS), ["-m", "hpctrain", *small], cwd=folder, timeout_seconds=120)
+    if arguments[0] in ("train", "eval"):
+        arguments = [*arguments[:2], *_SMALL, *arguments[2:]]
+    if arguments[0] == "train" and "--smoke" not in arguments:  # which is short by itself
+        arguments += _STEPS
+    if arguments[0] in ("train", "eval", "predict"):  # which end their process
+        outcome = start(min(ranks, _MOST_RANKS), ["-m", "hpctrain", *arguments], cwd=folder)
         assert outcome.code == 0, f"{shlex.join(words)}\n{outcome.output}"
         return
     result = CliRunner().invoke(cli, arguments)
@@ -361,15 +356,28 @@ def after_make_train(tmp_path_factory: pytest.TempPathFactory) -> Path:
 BEGINNINGS = ("README.md", "docs/index.md", "docs/tutorial.md")
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page not in BEGINNINGS and blocks(page, "bash", "console")])
-def test_commands_run(
-    page: str, after_make_train: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: Callable[..., Outcome]
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page not in (*BEGINNINGS, how_tos.OWN_CODE) and blocks(page, "bash", "console")]
+)
+def test_commands_run(page: str, after_make_train: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(after_make_train, tmp_path / "checkout")
+    monkeypatch.chdir(tmp_path / "checkout")
+    run_all(page, tmp_path / "checkout", run_here)
+
+
+@pytest.mark.slow
+def test_commands_run_with_code_of_ones_own(
+    after_make_train: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: Start
 ) -> None:
-    folder = tmp_path / "checkout"
-    shutil.copytree(after_make_train, folder)
-    monkeypatch.chdir(folder)
-    if page == how_tos.OWN_CODE:
-        how_tos.write_own_code(folder)
+    """In processes, since modules that the page writes are imported."""
+    shutil.copytree(after_make_train, tmp_path / "checkout")
+    monkeypatch.chdir(tmp_path / "checkout")
+    how_tos.write_own_code(tmp_path / "checkout")
+    run_all(how_tos.OWN_CODE, tmp_path / "checkout", job)
+
+
+def run_all(page: str, folder: Path, start: Start) -> None:
+    """Run the commands of a page, and compare what those of a ```console block print."""
     for block in blocks(page, "bash", "console"):
         if block.language == "console":
             command, _, expected = block.text.partition("\n")
@@ -378,7 +386,7 @@ def test_commands_run(
             continue
         for words in lines(block):
             if not kind_of(words).not_run:
-                run(words, folder, job)
+                run(words, folder, start)
 
 
 # -- configurations and programs ---------------------------------------------------------------------------------------------
@@ -444,12 +452,14 @@ def starts_a_job(block: Block) -> bool:
     return "hpctrain.start(" in block.text
 
 
+@pytest.mark.slow
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("block", [block for block in all_blocks("python") if starts_a_job(block.values[0])])
-def test_programs_of_ranks_run(block: Block, after_make_train: Path, tmp_path: Path, job: Callable[..., Outcome]) -> None:
+def test_programs_of_ranks_run(block: Block, after_make_train: Path, tmp_path: Path, job: Start) -> None:
     folder = tmp_path / "checkout"
     shutil.copytree(after_make_train, folder)
     (folder / "train.py").write_text(block.text)
-    outcome = job(_MOST_RANKS, ["train.py"], cwd=folder, env={"PYTHONPATH": str(ROOT)}, timeout_seconds=120)
+    outcome = job(_MOST_RANKS, ["train.py"], cwd=folder, env={"PYTHONPATH": str(ROOT)})
     assert outcome.code == 0, f"{block}\n{outcome.output}"
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -23,12 +23,20 @@ from tests.docs.test_blocks import BEGINNINGS, Block, blocks
 from tests.support import stand_ins, wheel
 from tests.support.jobs import find_mpiexec
 
-pytestmark = [
+_MARKS = (
     pytest.mark.job,
     pytest.mark.slow,
     pytest.mark.skipif(wheel.SETUPTOOLS_IS_OLD, reason=wheel.NO_BUILD),
     pytest.mark.skipif(find_mpiexec() is None, reason="there is no mpiexec, neither beside this Python nor on PATH"),
-]
+)
+
+
+def installed_alone(test: Callable[..., None]) -> Callable[..., None]:
+    """A test that installs the wheel."""
+    for mark in _MARKS:
+        test = mark(test)
+    return test
+
 
 #: pattern of a command -> why it is not run
 EXCEPTIONS = {
@@ -87,7 +95,7 @@ class Follower:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=120,
+            timeout=300,
         )
         codes = next((codes for word, codes in CODES.items() if word in command.split()), (0,))
         assert done.returncode in codes, f"{line}\n{done.stdout}"
@@ -146,6 +154,8 @@ def follower(installed: Path, tmp_path: Path) -> Follower:
     return Follower(installed, tmp_path)
 
 
+@installed_alone
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("page", BEGINNINGS)
 def test_a_page_is_followed(page: str, follower: Follower) -> None:
     text = (Path(__file__).parents[2] / page).read_text(encoding="utf-8")
@@ -163,6 +173,7 @@ def test_a_page_is_followed(page: str, follower: Follower) -> None:
             follower.compare(block)
 
 
+@installed_alone
 def test_the_installation_is_the_wheel_and_not_the_checkout(follower: Follower, installed: Path) -> None:
     follower.run("python -c 'import hpctrain; print(hpctrain.__file__)'; command -v hpctrain mpiexec; hpctrain --version")
     package, program, launcher, version, *_ = follower.output.splitlines()
@@ -178,9 +189,9 @@ def _all_commands() -> Iterator[str]:
             yield from commands(block)
 
 
-@pytest.mark.parametrize("pattern", [*EXCEPTIONS, *SHORTENED])
-def test_every_exception_is_of_use(pattern: str) -> None:
-    assert any(re.match(pattern, command) for command in _all_commands())
+def test_every_exception_is_of_use() -> None:
+    for pattern in (*EXCEPTIONS, *SHORTENED):
+        assert any(re.match(pattern, command) for command in _all_commands()), pattern
 
 
 def test_the_tutorial_fits_a_terminal() -> None:

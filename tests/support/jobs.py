@@ -58,7 +58,7 @@ def run_job(
     *,
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
-    timeout_seconds: float = 60,
+    timeout_seconds: float = 180,
     through_mpi4py: bool = True,
     launcher_options: Sequence[str] = (),
 ) -> Outcome:

@@ -1,18 +1,107 @@
-"""Traces of an attempt: new checkpoints by name and time, the first finding of new flight records, and the node to blame."""
+"""`hpctrain compare`, `trace` and what a run has left: as users call them."""
 
 from __future__ import annotations
 
+import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner, Result
 
+from hpctrain.cli.compare import compare
+from hpctrain.cli.main import cli
 from hpctrain.cli.run_traces import RunTraces
 from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.flight.ring import End, file_name, mark_end
 from hpctrain.launch.supervisor import Traces
+from hpctrain.storage.hash_file import HashFile
 from hpctrain.storage.run_owner import SUPERVISOR, owned
+from hpctrain.trace.time_table import Late, Row, TimeTable, from_json
+from hpctrain.trace.time_table_text import lines
 from tests.support.unmarked_run import make_unmarked
+from tests.support.written_runs import write_checkpoint, write_run
+
+
+def test_two_runs_are_compared_on_80_columns(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path, config=f"batch: {batch}\n") for batch in (8, 16)]
+    for run in runs:
+        write_checkpoint(run, 5, a=[1.0])
+    done = CliRunner().invoke(compare, [str(run.path) for run in runs])
+    assert done.exit_code == 0, done.output
+    assert "batch  8" in done.output
+    assert "the same bits as" in done.output
+    assert max(map(len, done.output.splitlines())) <= 80
+
+
+def test_programs_get_json(tmp_path: Path) -> None:
+    runs = [str(write_run(tmp_path).path) for _ in range(3)]
+    done = CliRunner().invoke(compare, [*runs, "--json"])
+    assert len(json.loads(done.output)["runs"]) == 3
+
+
+def test_the_step_at_which_hashes_part_is_told_to_people_and_programs(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path) for _ in range(2)]
+    for run, last in zip(runs, "12", strict=True):
+        file = HashFile(run.hashes_path)
+        for step, digit in ((0, "0"), (10, "1"), (20, last)):
+            file.append({"step": step, "epoch": 1, "all": digit * 16, "hashes": {"parameters/layer2.0.conv1.weight": digit * 16}})
+    paths = [str(run.path) for run in runs]
+    done = CliRunner().invoke(compare, paths)
+    assert done.exit_code == 0, done.output
+    text = " ".join(done.output.split())
+    assert f"the same bits as {runs[0].path.name} up to step 10; first difference by step 20 in layer2.0.conv1.weight" in text
+    assert max(map(len, done.output.splitlines())) <= 80
+    (bits,) = json.loads(CliRunner().invoke(compare, [*paths, "--json"]).output)["bits"]
+    assert (bits["step"], bits["same_step"], bits["by"]) == (20, 10, "hashes")
+    assert bits["different"] == ["parameters/layer2.0.conv1.weight"]
+
+
+def test_a_page_of_both_is_written_on_request(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra export)")
+    runs = [str(write_run(tmp_path).path) for _ in range(2)]
+    done = CliRunner().invoke(compare, [*runs, "--out", str(tmp_path / "both.html")])
+    assert done.exit_code == 0, done.output
+    assert "both.html: 0." in done.output
+    assert (tmp_path / "both.html").read_text().startswith("<!DOCTYPE html>")
+
+
+ROWS = tuple(Row(f"layer{k}", "layer", compute_seconds=1e-3 * (k + 1), late=Late(1, 0.5, 2e-3)) for k in range(150))
+
+WHOLE = sum(row.compute_seconds for row in ROWS)
+
+TABLE = TimeTable(ROWS, Row("total", "total", compute_seconds=WHOLE), 0.0, WHOLE, WHOLE, 5, 10.0)
+
+
+def _trace(run: Path, *words: str) -> Result:
+    return CliRunner().invoke(cli, ["trace", str(run), *words])
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    content = {"ranks": 2, "clock_error_seconds": 1e-6, "table": asdict(TABLE)}
+    (tmp_path / "time_table.json").write_text(json.dumps(content))
+    return tmp_path
+
+
+def test_a_table_is_the_same_after_it_was_a_file() -> None:
+    assert from_json(json.loads(json.dumps(asdict(TABLE)))) == TABLE
+
+
+def test_it_prints_a_screen_or_all(run: Path) -> None:
+    assert _trace(run).output.splitlines() == lines(TABLE, 1e-6, 2)
+    assert "and 1" in _trace(run).output
+    whole = _trace(run, "--all").output.splitlines()
+    assert whole == lines(TABLE, 1e-6, 2, most=None)
+    assert sum(line.startswith("layer") for line in whole) == 151
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"table": {"rows": [{"name": 1}]}, "ranks": 1, "clock_error_seconds": 0}'])
+def test_a_file_that_is_no_table_is_a_sentence(tmp_path: Path, text: str) -> None:
+    (tmp_path / "time_table.json").write_text(text)
+    result = _trace(tmp_path)
+    assert (result.exit_code, "is no time table of this version" in result.stderr) == (2, True)
 
 
 def _run(output: Path, stamp: str, name: str = "a") -> Path:

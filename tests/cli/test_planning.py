@@ -1,0 +1,423 @@
+"""`hpctrain plan`: show, search, simulate and schedule, and their options."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from hpctrain.cli.main import cli
+from hpctrain.cli.planner_options import Factor, RankSeries, SlowRank, slow_ranks
+from hpctrain.comm.progress_mode import ProgressMode
+from hpctrain.config.load import load
+from hpctrain.data.format import write
+from hpctrain.errors import ConfigError
+from hpctrain.experiment.check import check_names
+from hpctrain.experiment.dry_run import prepare
+from hpctrain.experiment.planner_search import progress_of
+from hpctrain.planner import machine_file
+from hpctrain.planner.program_timing import processor_model
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+VGG = str(CONFIGS / "imagenet-vgg16.yaml")
+
+RESNET = str(CONFIGS / "imagenet-resnet50.yaml")
+
+MIXED = ("plan.features.*=domain", "plan.classifier.*=model")
+
+IMAGENET = ("--image", "224", "224", "3", "--classes", "1000")
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, ["plan", *arguments])
+
+
+def shown(*arguments: str) -> dict[str, Any]:
+    result = run("show", *arguments, "--json")
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.output)
+    return found
+
+
+def test_what_overlap_comes_to_is_said_and_what_it_cannot_serve_is_refused() -> None:
+    config = (str(CONFIGS / "quickstart.yaml"), "batch=8", "backend=numpy", "plan.default=domain", "--image", "28", "28", "1")
+    on_ranks = (*config, "--classes", "10", "grid.rows=2", "--ranks", "2")
+    assert "Interiors are computed while halos travel in stage2.conv." in run("show", *on_ranks, "grid.overlap=['*.conv']").output
+    refused = run("show", *config, "--classes", "10", "grid.rows=14", "--ranks", "14", "grid.overlap=['*.conv']")
+    assert refused.exit_code == 2
+    assert "stage2.conv leaves rank 0 of a split group no row to compute while its halo travels" in refused.stderr
+
+
+def test_a_split_group_that_leaves_its_node_is_pointed_out() -> None:
+    result = run("show", VGG, "grid.rows=3", "batch=8", *IMAGENET, "--ranks", "6", "--ranks-per-node", "4")
+    assert "  c = 1: 3 4 5   nodes 0, 1: a split group leaves its node" in result.output.splitlines()
+
+
+@pytest.mark.slow
+def test_image_and_classes_come_from_the_files_header(tmp_path: Path) -> None:
+    path = tmp_path / "train.h5"
+    images = np.zeros((4, 40, 40, 3), np.uint8)
+    write(path, 4, (40, 40, 3), ["cat", "dog", "eel"], [(images, np.zeros(4, np.int64))])
+    augment = "data.augment=[{name: random_resized_crop, size: 32}]"
+    found = shown(RESNET, f"data.train={path}", augment, "grid.rows=2", "--ranks", "2", "plan.default=domain", "batch=4")
+    layers = [entry for entry in found["entries"] if "layer" in entry]
+    assert found["image"] == [32, 32, 3]
+    assert layers[0]["shape"] == [4, 16, 16, 64]
+    assert layers[-1]["shape"] == [4, 3]
+
+
+def test_without_data_the_models_own_images_and_classes_are_taken_and_said(tmp_path: Path) -> None:
+    path = tmp_path / "train.h5"
+    config = (str(CONFIGS / "quickstart.yaml"), f"data.train={path}", "batch=8", "backend=numpy")
+    arguments = (*config, "grid.rows=2", "--ranks", "4")
+    words = f"There is no {path} yet, so this assumes images of 28 x 28 x 1 and 10 classes"
+    result = run("show", *arguments)
+    assert result.exit_code == 0, result.output
+    assert "".join(words.split()) in "".join(result.output.split())  # lines are folded
+    found = shown(*arguments)
+    assert (found["image"], found["entries"][-1]["shape"]) == ([28, 28, 1], [4, 10])
+    assert words in run("--schedule", *arguments).output
+    listed = run("--schedule", *arguments, "--json")
+    assert words in listed.stderr
+    assert json.loads(listed.stdout)
+    assert shown(*arguments, "--image", "16", "16", "1", "--classes", "7")["assumption"] is None
+    cropped = shown(*arguments, "model={name: small, classes: 7}", "data.augment=[{name: random_resized_crop, size: 14}]")
+    assert (cropped["image"], cropped["entries"][-1]["shape"]) == ([14, 14, 1], [4, 7])
+
+
+@pytest.mark.parametrize("averager", ["blocking", "overlap", "bucketed", "lazy", "priority"])
+def test_every_strategy_has_a_plan(averager: str) -> None:
+    result = run("--schedule", VGG, f"averager={averager}", "--ranks", "4", *IMAGENET)
+    assert result.exit_code == 0, result.output
+    assert "138,357,544 elements" in result.output
+    if averager == "blocking":
+        assert "one allreduce of all" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("grid.rows=2", "--ranks", "5"), "the nearest legal grid is 1 x 5."),
+        (("grid.rows=2",), "give --ranks, or set grid.cols."),
+        (("grid.rows=4", "grid.tiles=[2, 3]", "--ranks", "4"), "the nearest legal tiles are 4 x 1."),
+        (("plan.featurez.*=domain", "--ranks", "4"), "No layer matches the plan's pattern 'featurez.*'"),
+        (("batch=3", "--ranks", "4"), "the smallest batch is 4."),
+    ],
+)
+def test_what_cannot_work_is_one_sentence(arguments: tuple[str, ...], sentence: str) -> None:
+    result = run("show", VGG, *arguments, *IMAGENET)
+    assert result.exit_code == 2
+    assert sentence in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-1"])
+@pytest.mark.parametrize("option", ["--alpha", "--beta"])
+@pytest.mark.parametrize("command", ["show", "schedule"])
+def test_a_link_has_finite_times(command: str, option: str, value: str) -> None:
+    result = run(command, VGG, "--ranks", "2", *IMAGENET, option, value)
+    assert result.exit_code == 2
+    assert f"Invalid value for '{option}'" in result.stderr
+
+
+@pytest.mark.job
+def test_no_mpi_is_needed() -> None:
+    code = (
+        "import sys; from click.testing import CliRunner; from hpctrain.cli.main import cli; "
+        f"assert CliRunner().invoke(cli, {['plan', 'show', VGG, '--ranks', '4', *IMAGENET]}).exit_code == 0; "
+        "assert 'mpi4py' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+QUICKSTART, GRID = (str(CONFIGS / f"{name}.yaml") for name in ("quickstart", "quickstart-grid"))
+
+SMALL = ("model.width=0.25", "batch=8", "backend=numpy", "--machine", "xc40")
+
+
+def search(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, ["plan", "search", *arguments])
+
+
+def found(*arguments: str) -> dict[str, Any]:
+    result = search(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    content: dict[str, Any] = json.loads(result.stdout)
+    assert content["simulated"] is True
+    return content
+
+
+def test_the_best_come_first_and_the_next_ones_say_why_they_lose() -> None:
+    choices = found(QUICKSTART, *SMALL, "--ranks", "4")["choices"]
+    assert 2 <= len(choices) <= 5
+    seconds = [choice["step_seconds"] for choice in choices]
+    assert seconds == sorted(seconds)
+    assert [choice["loses"] is None for choice in choices] == [True] + [False] * (len(choices) - 1)
+    assert all(choice["grid"][0] * choice["grid"][1] == 4 for choice in choices)
+
+
+def test_the_table_fits_and_gives_the_command_line() -> None:
+    result = search(QUICKSTART, *SMALL, "--ranks", "4", "--best", "3")
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("Simulated: small on 4 ranks, batch 8; images 28 x 28 x 1")
+    assert sum(line.startswith("   Against ") for line in lines) == 2
+    assert max(map(len, lines[:-1])) <= 100
+    command = shlex.split(lines[-1])
+    assert command[:8] == ["mpiexec", "-n", "4", "python", "-m", "mpi4py", "-m", "hpctrain"]
+    config, source = load(command[9], command[10:])
+    check_names(config, source)
+    assert config.grid.rows * (config.grid.cols or 0) == 4
+    assert config.batch == 8
+
+
+def test_the_written_file_is_the_first_choice_and_plans(tmp_path: Path) -> None:
+    path = tmp_path / "fast.yaml"
+    content = found(GRID, *SMALL, "--ranks", "4", "--write", str(path))
+    assert content["command"] == f"mpiexec -n 4 python -m mpi4py -m hpctrain train {path}"
+    config, source = load(path)
+    check_names(config, source)
+    keys = content["choices"][0]["keys"]
+    assert [config.grid.rows, config.grid.cols] == content["choices"][0]["grid"]
+    assert (config.averager.name, config.micro_batches) == (keys["averager"]["name"], keys["micro_batches"])
+    assert prepare(config, 4).plan.rows * prepare(config, 4).plan.cols == 4
+    assert path.read_text().startswith(f"# {GRID} with the grid, plan and averager that hpctrain plan search chose for 4 ranks\n")
+    shown = CliRunner().invoke(cli, ["plan", "show", str(path)])
+    assert shown.exit_code == 0, shown.output
+    assert "on 4 ranks" in shown.output
+    assert search(QUICKSTART, *SMALL, "--ranks", "2", "--write", str(path)).exit_code == 0  # written again
+
+
+def test_sections_that_are_kept_stay() -> None:
+    keep = [word for name in ("grid", "plan", "averager", "micro_batches") for word in ("--keep", name)]
+    choices = found(GRID, *SMALL, "averager=bucketed", "micro_batches=2", "--ranks", "4", *keep)["choices"]
+    assert len(choices) == 1
+    (choice,) = choices
+    assert choice["grid"] == [2, 2]
+    assert choice["keys"]["plan"] == {"default": "batch", "stage*": "domain", "classifier.*": "model"}
+    assert choice["keys"]["averager"]["name"] == "bucketed"
+    assert choice["keys"]["micro_batches"] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ("--ranks", "4", "--write", "nowhere/x.yaml"),
+            "--write nowhere/x.yaml cannot be written: there is no directory nowhere",
+        ),
+        (("--ranks", "4", "--write", QUICKSTART), "is the configuration itself, whose comments would be lost"),
+        (("--ranks", "4", "--machine", "xc41"), 'the nearest is "xc40"'),
+        (("--ranks", "4", "averager=sharted"), 'the nearest is "sharded"'),
+        (("--ranks", "100003"), "batch is 8, fewer samples than the 100003 ranks"),
+        (("--ranks", "3", "grid.rows=2", "--keep", "grid"), "the nearest legal grid is 1 x 3."),
+        (("--ranks", "2", "--measure"), "but machine xc40 was not measured on it"),
+    ],
+)
+def test_what_cannot_be_searched_is_one_sentence(arguments: tuple[str, ...], words: str) -> None:
+    result = search(QUICKSTART, *SMALL, *arguments)
+    assert result.exit_code == 2, result.output
+    assert words in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stdout == ""
+
+
+def test_a_job_that_fits_nowhere_says_what_would_do(tmp_path: Path) -> None:
+    small = replace(machine_file.read("xc40"), memory_bytes=100_000)
+    machine_file.write(tmp_path / "small.yaml", small)
+    result = search(QUICKSTART, *SMALL, "--machine", str(tmp_path / "small.yaml"), "--ranks", "2")
+    assert result.exit_code == 2
+    assert "fits in no plan on 2 ranks" in result.stderr
+    assert "the least that would do is" in result.stderr.replace("\n", " ")
+
+
+@pytest.mark.job
+@pytest.mark.slow
+def test_operators_are_measured_here_and_then_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    xc40 = machine_file.read("xc40")
+    sources = dict.fromkeys(xc40.sources, f"measured 2026-01-31 on {processor_model()}")
+    machine_file.write(tmp_path / "here.yaml", replace(xc40, ranks_per_node=2, ranks_per_card=2, sources=sources))
+    arguments = (QUICKSTART, *SMALL, "--machine", str(tmp_path / "here.yaml"), "--ranks", "2", "--best", "1")
+    assert found(*arguments)["choices"][0]["measured_share"] == 0.0
+    assert found(*arguments, "--measure", "--seconds", "30")["choices"][0]["measured_share"] > 0.9
+    assert found(*arguments)["choices"][0]["measured_share"] > 0.9  # kept
+
+
+SIMULATED = (str(CONFIGS / "quickstart.yaml"), "model.width=0.25", "batch=8", "backend=numpy", "--machine", "xc40")
+
+SIMULATED_GRID = (str(CONFIGS / "quickstart-grid.yaml"), "model.width=0.25", "batch=8", "backend=numpy", "--machine", "xc40")
+
+
+def simulate(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, ["plan", "simulate", *arguments])
+
+
+def points(*arguments: str) -> list[dict[str, Any]]:
+    result = simulate(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    content = json.loads(result.stdout)
+    assert content["simulated"] is True
+    simulated: list[dict[str, Any]] = content["points"]
+    return simulated
+
+
+def test_the_table_has_a_line_for_each_number_of_ranks_and_says_that_it_is_simulated() -> None:
+    result = simulate(
+        *SIMULATED, "--ranks", "1,2,...,8", "--averager", "sharded", "--averager", "{name: sharded, fc_exchange: never}"
+    )
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("Simulated: small, weak scaling, batch 8 per rank; images 28 x 28 x 1")
+    assert lines.count("averager sharded, simulated:") == 1
+    assert lines.count("averager {name: sharded, fc_exchange: never}, simulated:") == 1
+    assert [line.split()[0] for line in lines if line[:5].strip().isdecimal()] == ["1", "2", "4", "8"] * 2
+    assert max(map(len, lines)) <= 100
+    assert "None of the compute follows from measured times" in result.stdout
+
+
+def test_weak_scaling_multiplies_the_batch_and_strong_scaling_shares_it() -> None:
+    weak, strong = (points(*SIMULATED, "--ranks", "1,4"), points(*SIMULATED, "--ranks", "1,4", "--mode", "strong"))
+    assert [point["batch"] for point in weak] == [8, 32]
+    assert [point["batch"] for point in strong] == [8, 8]
+    assert weak[0]["step_seconds"] == strong[0]["step_seconds"]
+    assert strong[1]["step_seconds"] < weak[1]["step_seconds"]
+    for several in (weak, strong):
+        assert several[0]["efficiency"] == 1.0
+        assert several[1]["efficiency"] == pytest.approx(several[1]["images_per_second"] / several[0]["images_per_second"] / 4)
+
+
+def test_what_ifs_move_the_step_in_their_direction() -> None:
+    (usual,) = points(*SIMULATED, "--ranks", "4", "--averager", "blocking")
+
+    def seconds(*options: str) -> float:
+        (point,) = points(*SIMULATED, "--ranks", "4", "--averager", "blocking", *options)
+        return float(point["step_seconds"])
+
+    assert seconds("--compute", "2") < usual["step_seconds"] < seconds("--compute", "0.5")
+    assert seconds("--bandwidth", "0.1") > usual["step_seconds"]
+    assert seconds("--latency", "100") > usual["step_seconds"]
+    assert seconds("--slow", "3=2") > 1.5 * usual["step_seconds"]
+    jittered = seconds("--jitter", "0.5", "--seed", "7")
+    assert jittered != usual["step_seconds"]
+    assert jittered == seconds("--jitter", "0.5", "--seed", "7")
+
+
+@pytest.mark.slow
+def test_open_sections_are_chosen_for_each_number_of_ranks() -> None:
+    auto = points(*SIMULATED, "--ranks", "1,4", "grid=auto", "plan=auto", "averager=auto", "--bandwidth", "0.5")
+    for averager in ("blocking", "sharded"):
+        named = points(*SIMULATED, "--ranks", "1,4", "--averager", averager, "--bandwidth", "0.5")
+        assert all(best["step_seconds"] <= 1.001 * other["step_seconds"] for best, other in zip(auto, named, strict=True))
+    assert "averager sharded, simulated" in simulate(*SIMULATED, "--ranks", "2", "--averager", "sharded", "grid=auto").stdout
+
+
+@pytest.mark.slow
+def test_a_grid_is_simulated_as_it_is_configured(tmp_path: Path) -> None:
+    result = simulate(
+        *SIMULATED_GRID, "--ranks", "2,4", "--trace", str(tmp_path / "trace.json"), "--png", str(tmp_path / "curves.png")
+    )
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[-2:] == [str(tmp_path / "trace.json"), str(tmp_path / "curves.png")]
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    assert trace["otherData"]["simulated"] is True
+    assert trace["otherData"]["ranks"] == 4
+    processes = [event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"]
+    assert len(processes) == 2  # the ranks of a split group differ
+    assert all(name.startswith("simulated: ") for name in processes)
+    assert {point["grid"][0] for point in points(*SIMULATED_GRID, "--ranks", "2,4")} == {2}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (
+            ("--ranks", "1,3", "--mode", "strong", "batch=2"),
+            "batch is 2, but 3 ranks (grid.cols) share it; the smallest batch is 3.",
+        ),
+        (("--ranks", "1,2", "grid.rows=2"), "the nearest legal grid is 1 x 1."),
+        (("--ranks", "2", "--averager", "sharted"), 'the nearest is "sharded"'),
+        (("--ranks", "2", "--slow", "2=1.5"), "--slow names rank 2, but the largest job has 2 ranks; the last is 1."),
+        (("--ranks", "2", "--png", "nowhere/x.png"), "--png nowhere/x.png cannot be written: there is no directory nowhere"),
+        (("--ranks", "2", "--machine", "xc41"), 'the nearest is "xc40"'),
+    ],
+)
+def test_what_cannot_be_simulated_is_one_sentence(arguments: tuple[str, ...], sentence: str) -> None:
+    result = simulate(*SIMULATED, *arguments)
+    assert result.exit_code == 2
+    assert sentence in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize(("configured", "simulated"), [("auto", "test"), *((mode, mode) for mode in ProgressMode)])
+def test_the_configured_progress_is_simulated(configured: str, simulated: str) -> None:
+    config, _ = load(SIMULATED[0], (f"progress={configured}",))
+    assert progress_of(config) == simulated
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks"),
+    [
+        ("1,2,...,16", (1, 2, 4, 8, 16)),
+        ("3, 6, ..., 24", (3, 6, 12, 24)),
+        ("1,10,...,1000,5", (1, 5, 10, 100, 1000)),
+        ("1,2,...,2", (1, 2)),
+        ("1,2,...,4,8", (1, 2, 4, 8)),
+        ("7", (7,)),
+    ],
+)
+def test_dots_go_on_by_the_factor_before_them(text: str, ranks: tuple[int, ...]) -> None:
+    assert RankSeries().convert(text, None, None) == ranks
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("1,2,...,13", "the nearest number is 16"),
+        ("1,2,...,11", "the nearest number is 8"),
+        ("1,...,8", "two numbers before the dots"),
+        ("1,2,...", "one behind them"),
+        ("2,3,...,8", "a whole factor"),
+        ("2,2,...,8", "a whole factor"),
+        ("1,4,...,2", "a whole factor"),
+        ("...", "two numbers before"),
+        ("1,2,...,8,...,32", "numbers of ranks"),
+        ("0,1", "each at least 1"),
+        ("1,two", "numbers of ranks"),
+        ("", "numbers of ranks"),
+        ("1e3", "numbers of ranks"),
+        ("1,2000000", "more than any machine has"),
+    ],
+)
+def test_what_is_no_series_is_told(text: str, words: str) -> None:
+    with pytest.raises(click.BadParameter) as error:
+        RankSeries().convert(text, None, None)
+    assert words in error.value.message
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "x", ""])
+def test_a_factor_is_finite_and_above_0(text: str) -> None:
+    for convert in (Factor().convert, lambda value, *rest: SlowRank().convert(f"1={value}", *rest)):
+        with pytest.raises(click.BadParameter):
+            convert(text, None, None)
+
+
+def test_slow_ranks_are_ranks_of_the_job() -> None:
+    pairs = (SlowRank().convert("3=1.5", None, None), SlowRank().convert("0=2", None, None))
+    assert slow_ranks(pairs, 4) == {3: 1.5, 0: 2.0}
+    with pytest.raises(ConfigError, match="rank 3, but the largest job has 2 ranks; the last is 1"):
+        slow_ranks(pairs, 2)
+    with pytest.raises(click.BadParameter, match="must be a rank and a factor"):
+        SlowRank().convert("-1=2", None, None)

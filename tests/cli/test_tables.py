@@ -1,0 +1,465 @@
+"""Tables of plans, searches, predictions and evaluations: numbers with as many digits as they are worth, in 80 columns."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from rich.console import Console
+
+from hpctrain.cli import plan_tables
+from hpctrain.cli.evaluation_tables import print_json, print_text, write_confusion
+from hpctrain.cli.main import cli
+from hpctrain.cli.planner_tables import (
+    machine_lines,
+    measured_line,
+    megabytes,
+    milliseconds,
+    print_whole,
+    scaling_table,
+    size_lines,
+)
+from hpctrain.cli.prediction_tables import print_lines, print_table
+from hpctrain.cli.search_tables import as_dict, print_search, words
+from hpctrain.experiment.evaluation import Evaluation
+from hpctrain.experiment.planner_search import PlannedSearch, job_of
+from hpctrain.experiment.prediction import PredictedClass, PredictedPicture, Predictions
+from hpctrain.experiment.simulated_scaling import SimulatedPoint
+from hpctrain.parallel.parallel_plan import ParallelPlan
+from hpctrain.planner.job import Candidate
+from hpctrain.planner.search import SearchChoice, SearchResult
+from hpctrain.train.confusion import ConfusionMatrix
+from hpctrain.train.metrics import RunningSums
+from tests.experiment.test_plans import planner_search_task as task
+from tests.planner.test_rate_costs import MACHINE
+from tests.support import predictions
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+VGG = str(CONFIGS / "imagenet-vgg16.yaml")
+
+RESNET = str(CONFIGS / "imagenet-resnet50.yaml")
+
+MIXED = ("plan.features.*=domain", "plan.classifier.*=model")
+
+IMAGENET = ("--image", "224", "224", "3", "--classes", "1000")
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, ["plan", *arguments])
+
+
+def shown(*arguments: str) -> dict[str, Any]:
+    result = run("show", *arguments, "--json")
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.output)
+    return found
+
+
+def test_vgg16_on_a_grid_is_readable_in_100_columns() -> None:
+    result = run("show", VGG, "grid.rows=2", "grid.cols=2", "batch=64", *MIXED, *IMAGENET)
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    assert max(map(len, lines)) <= 100
+    (row,) = [line for line in lines if line.startswith("features.2 ")]
+    assert " ".join(row.split()) == "features.2 conv 3x3 domain rows 0:112 112:224 1 1 1,835,008 1,835,008 0.15 412.88"
+    assert sum(line.startswith("  redistribute") for line in lines) == 5
+    assert "  c = 1: 2 3   node 0" in lines
+
+
+@pytest.mark.slow
+def test_no_column_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures as long as they get: bytes of a large batch, least and most over the ranks."""
+    arguments = (VGG, "grid.rows=2", "batch=512", *MIXED, *IMAGENET, "--ranks", "4")
+    entries = {entry["layer"]: entry for entry in shown(*arguments)["entries"] if "layer" in entry}
+    for columns in (80, 100):
+        monkeypatch.setattr(plan_tables, "_COLUMNS", columns)
+        result = run("show", *arguments)
+        assert result.exit_code == 0, result.output
+        lines = result.output.splitlines()
+        assert max(map(len, lines)) <= columns
+        assert "…" not in result.output
+        rows = [line.split() for line in lines if line.startswith(("features.", "classifier."))]
+        assert len(rows) == 38
+        for row in rows:
+            entry = entries[row[0]]
+            assert row[-1] == f"{max(entry['activation_bytes']) / 1e6:,.2f}"
+            assert not max(entry["parameter_bytes"]) or row[-2] == f"{max(entry['parameter_bytes']) / 1e6:,.2f}"
+
+
+def test_json_has_every_rank_in_integers() -> None:
+    found = shown(VGG, "grid.rows=3", "batch=64", *MIXED, *IMAGENET, "--ranks", "6", "--ranks-per-node", "4")
+    layers = {entry["layer"]: entry for entry in found["entries"] if "layer" in entry}
+    moves = [entry for entry in found["entries"] if "redistribution" in entry]
+    assert layers["features.0"]["owns"][1] == {"samples": [0, 32], "rows": [75, 150], "columns": [0, 224], "channels": [0, 64]}
+    assert layers["classifier.6"]["owns"][0] == {"samples": [0, 32], "channels": [0, 334]}
+    assert layers["features.2"]["halo_rows"] == [1, 2, 1] * 2
+    assert layers["classifier.0"]["parameter_bytes"] == [4 * (25088 + 1) * width for width in (1366, 1365, 1365)] * 2
+    assert [(move["source"], move["target"]) for move in moves] == [
+        ("rows", "samples"),
+        ("samples", "everything"),
+        ("channels", "everything"),
+        ("channels", "everything"),
+        ("channels", "samples"),
+    ]
+    for direction in ("bytes_forward", "bytes_backward"):
+        assert found["total"][direction] == [sum(entry[direction][rank] for entry in found["entries"]) for rank in range(6)]
+    assert [(place["r"], place["c"], place["node"]) for place in found["map"]] == [
+        (0, 0, 0),
+        (1, 0, 0),
+        (2, 0, 0),
+        (0, 1, 0),
+        (1, 1, 1),
+        (2, 1, 1),
+    ]
+    assert len(found["memory_bytes"]) == 6
+    groups = {(each["group"], tuple(each["rows"])): each for each in found["averaging"]}
+    assert groups["all", (0, 1, 2)]["ranks"] == 6
+    assert groups["model", (1, 2)]["ranks"] == 2
+    assert set(groups) == {("all", (0, 1, 2)), ("model", (0,)), ("model", (1, 2))}
+
+
+def test_sentences_name_the_least_and_the_most() -> None:
+    result = run("show", VGG, "grid.rows=3", "grid.cols=1", "batch=4", *MIXED, *IMAGENET)
+    assert result.exit_code == 0, result.output
+    text = " ".join(result.output.split())
+    assert re.search(r"Memory of a rank: [\d,.]+ to [\d,.]+ MB for a step's activations", text)
+    assert re.search(r"Gradients in all: [\d,]+ to [\d,]+ bytes per rank and step\.", text)
+
+
+@pytest.mark.parametrize("form", [("schedule",), ("--schedule",)])
+def test_the_schedule_of_every_group_is_printed(form: tuple[str, ...]) -> None:
+    result = run(*form, VGG, "grid.rows=2", "grid.cols=3", "batch=64", *MIXED, *IMAGENET)
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    assert "group all, r = 0, 1: 14,714,688 elements, 6 ranks" in lines
+    assert "group model, r = 0, 1: 61,821,428 elements, 3 ranks" in lines
+    for word in ("reduce-scatter", "all-to-all of inputs", "window", "hash "):
+        assert word in result.output
+
+
+def test_the_schedules_json_gives_the_same_hash() -> None:
+    arguments = ("--schedule", VGG, "--ranks", "5", *IMAGENET)
+    (group,) = json.loads(run(*arguments, "--json").output)
+    assert f"hash {group['hash']}" in run(*arguments).output.splitlines()
+    assert group["schedule"]["ranks"] == group["ranks"] == 5
+
+
+def test_owners_are_ranks_in_their_own_order_on_nodes_of_several() -> None:
+    averager = "averager={name: sharded, bucket_bytes: 40, fc_exchange: never}"
+    small = ("model={name: small, channels: [3, 4], hidden: 9}", "--image", "9", "8", "1", "--classes", "10")
+    arguments = ("--schedule", VGG, averager, *small, "--ranks", "4")
+    last = run(*arguments).output.rstrip().splitlines()[-1]  # the last layer's bias
+    assert last.endswith("  2 x 3, 2 x 2")
+    nodes = ("--ranks-per-node", "2")
+    assert run(*arguments, *nodes).output.rstrip().splitlines()[-1].endswith("  3, 2, 3, 2")
+    (group,) = json.loads(run(*arguments, *nodes, "--json").output)
+    assert group["order"] == [0, 2, 1, 3]
+    assert [each["order"] for each in shown(*arguments[1:], *nodes)["averaging"]] == [group["order"]]
+    sizes = [each["stop"] - each["start"] for each in group["schedule"]["slices"]]
+    for place, rank in enumerate(group["order"]):
+        assert group["exchanged_elements"][rank] == sum(2 * (size - (size + 3 - place) // 4) for size in sizes)
+
+
+def test_data_are_written_as_a_line_for_each_object() -> None:
+    box, other = {"rows": [0, 2]}, {"rows": [2, 4]}
+    values = {
+        "name": 'a "b"',
+        "entries": [{"layer": "fc", "owns": [box, other, box], "words": [1, 2]}, {"owns": []}],
+        "none": None,
+        "map": [box, box],
+        "empty": [],
+    }
+    lines = list(plan_tables.json_lines(values))
+    assert json.loads("\n".join(lines)) == values
+    assert len(lines) == 2 + 3 + 2 * 4
+
+
+def test_a_plan_has_a_line_for_each_layer_and_each_rank() -> None:
+    result = run("show", RESNET, "batch=32", *IMAGENET, "--ranks", "32", "--json")
+    assert result.exit_code == 0, result.output
+    plan = json.loads(result.output)
+    assert [len(entry["activation_bytes"]) for entry in plan["entries"]] == [32] * len(plan["entries"])
+    assert len(result.output.splitlines()) < len(plan["entries"]) + 3 * 32
+
+
+def test_bytes_of_an_averager_that_leaves_layers_out_are_said_to_differ() -> None:
+    quickstart = (str(CONFIGS / "quickstart.yaml"), "batch=8", "backend=numpy", "--image", "28", "28", "1", "--classes", "10")
+    sentence = "this is one that averages all layers"
+    assert sentence in run("show", *quickstart, "--ranks", "2", "averager=lazy").output
+    assert sentence not in run("show", *quickstart, "--ranks", "2").output
+
+
+def outcome(*overrides: str) -> PlannedSearch:
+    """Two choices with long plans, for a machine that is too small for them."""
+    uses = {f"stage{number}.*": "domain" for number in range(1, 9)}
+    candidates = (
+        Candidate(ParallelPlan(2, 2, "batch", uses), "sharded", {"fc_exchange": "never"}),
+        Candidate(ParallelPlan(1, 4)),
+    )
+    choices = [
+        SearchChoice(candidate, predictions.prediction(12.5 + number, 0.25, memory_bytes=2 * 10**12), why, True)
+        for number, (candidate, why) in enumerate(
+            zip(candidates, ("", "1 s longer: 1 s more exposed, most of it in fc"), strict=True)
+        )
+    ]
+    asked = task(*overrides)
+    return PlannedSearch(asked, job_of(asked), SearchResult(tuple(choices), 7))
+
+
+@pytest.mark.parametrize(
+    ("candidate", "text"),
+    [
+        (Candidate(ParallelPlan(1, 4, "model", {"fc": "domain"}), "blocking"), "batch; averager blocking"),
+        (
+            Candidate(ParallelPlan(4, 1, "domain", {"fc": "model"}, (2, 2)), options={"window": None, "two_level": False}),
+            "domain, fc model, images in 2 x 2 tiles; averager sharded with window None, two_level False",
+        ),
+        (
+            Candidate(ParallelPlan(2, 2, "batch", {**{f"f.{n}": "model" for n in range(4)}, "g": "domain"})),
+            "batch, f.0 .. f.3 model (4 patterns), g domain; averager sharded",
+        ),
+    ],
+)
+def test_a_candidate_in_words(candidate: Candidate, text: str) -> None:
+    assert words(candidate) == text
+
+
+def test_all_lines_fit_but_the_command(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hpctrain.cli.planner_tables._COLUMNS", 80)
+    command = "mpiexec " + "x" * 200
+    print_search(outcome(), 5, command)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == f"  {command}"
+    assert max(map(len, lines[:-1])) <= 80
+    assert lines[0].startswith("Simulated: small on 4 ranks")
+    assert any(line.startswith("   Against 1: 1 s longer") for line in lines)
+    assert not any(line.startswith("Batch norm") for line in lines)  # its statistics are synchronised
+    assert any("A rank needs up to 2,000,000 MB" in line for line in lines)
+
+
+def test_the_data_are_plain_and_as_many_as_asked_for() -> None:
+    content = json.loads(json.dumps(as_dict(outcome(), 1, "train")))
+    (choice,) = content["choices"]
+    assert content["simulated"] is True
+    assert (content["command"], content["estimated"], content["ranks"]) == ("train", 7, 4)
+    assert (choice["grid"], choice["step_seconds"], choice["loses"]) == ([2, 2], 12.5, None)
+    assert choice["keys"]["averager"] == {"name": "sharded", "fc_exchange": "never"}
+
+
+def test_local_batch_norm_is_told_its_samples(capsys: pytest.CaptureFixture) -> None:
+    print_search(outcome("batch_norm.statistics=local", "batch=50"), 5, "train")
+    assert "Batch norm takes its statistics over 25 samples with choice 1." in capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.0, "0"), (1.234e-5, "0.0123"), (0.012345, "12.35"), (0.1234, "123.4"), (123.4, "123,400")]
+)
+def test_times_have_about_four_digits(seconds: float, text: str) -> None:
+    assert milliseconds(seconds) == text
+
+
+def test_sizes_have_about_three_digits() -> None:
+    assert [megabytes(value) for value in (0, 41_234, 1.23e6, 12.34e6, 1.2345e9)] == ["0.00", "0.04", "1.23", "12.3", "1,234"]
+
+
+def test_the_largest_figures_fit_80_columns() -> None:
+    points = [
+        SimulatedPoint("sharded", 2**k, 256 * 2**k, (1, 2**k), predictions.prediction(99.0, 98.0, memory_bytes=10**12))
+        for k in (0, 13, 19)
+    ]
+    out = io.StringIO()
+    Console(file=out, width=80).print(scaling_table(points))
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 4
+    assert max(map(len, lines)) <= 80
+    assert "…" not in out.getvalue()
+    assert lines[2].split() == ["8,192", "99,000", "98,000", "100.0%", "21,183", "1,000,000"]
+
+
+@pytest.mark.parametrize("columns", [20, 40, 80, 200])
+def test_no_number_is_cut_on_a_narrow_terminal(columns: int) -> None:
+    points = [SimulatedPoint("sharded", 8192, 8192, (1, 8192), predictions.prediction(99.0, 98.0, memory_bytes=10**12))]
+    out = io.StringIO()
+    print_whole(Console(file=out, width=columns), scaling_table(points))
+    assert out.getvalue().splitlines()[1].split() == ["8,192", "99,000", "98,000", "100.0%", "82.7", "1,000,000"]
+
+
+def test_a_machine_says_how_much_of_it_was_measured() -> None:
+    assert list(machine_lines(MACHINE, {"bandwidth": 1.0})) == ["Machine test (not measured): no description."]
+    numbers = {"nodes": "measured 2026-01-31", "memory_bytes": "a data sheet"}
+    described = replace(MACHINE, sources=numbers, description="Two cores")
+    assert list(machine_lines(described, {"bandwidth": 2.0, "compute": 1.0})) == [
+        "Machine test (1 of 2 numbers measured): Two cores.",
+        "What if: bandwidth x 2.",
+    ]
+    guessed = replace(MACHINE, sources={"nodes": "not measured; a guess"})
+    assert next(machine_lines(guessed, {})) == "Machine test (not measured): no description."
+
+
+def test_how_much_was_measured_is_said() -> None:
+    assert measured_line(1.0).startswith("All of the compute")
+    assert measured_line(0.0).startswith("None of the compute")
+    assert measured_line(0.834).startswith("83% of the compute")
+
+
+def test_what_does_not_fit_the_machine_is_said() -> None:
+    assert list(size_lines(MACHINE, 2, 10**9)) == []
+    assert list(size_lines(MACHINE, 5, 2 * 10**9)) == [
+        "Machine test has 1 x 2 ranks; 5 would take 3 nodes: this supposes more of the same.",
+        "A rank needs up to 2,000 MB, but has 1,074 MB: the largest of these jobs does not fit.",
+    ]
+
+
+NAMES = ("ankle boot", "a class whose name is far too long to stand in one line of a table", "日本")
+
+LONG = Path("a-directory-with-a-long-name") / "another-directory-of-the-same-kind" / "0123456789.jpg"
+
+ODD = Path(os.fsdecode(b"odd-\xff.png"))
+
+
+def _predictions(count: int = 3) -> Predictions:
+    def answers():
+        for number in range(count):
+            classes = (PredictedClass(NAMES[1], 1, 0.75), PredictedClass(NAMES[2], 2, 0.25))
+            yield PredictedPicture(LONG if number == 0 else Path(f"{number}.png"), classes)
+        yield PredictedPicture(ODD, error="The image cannot be decoded: it is cut off.")
+
+    return Predictions(Path("runs/a/checkpoints/checkpoint-00000001.h5"), False, NAMES, (LONG,) * (count + 1), answers())
+
+
+@pytest.mark.parametrize("count", [1, 3, 40])
+def test_the_table_fits_80_columns_and_has_every_picture(capsys: pytest.CaptureFixture[str], count: int) -> None:
+    assert print_table(_predictions(count), visible=True) == [ODD]
+    output = capsys.readouterr().out
+    lines = output.splitlines()
+    assert lines[0] == f"runs/a/checkpoints/checkpoint-00000001.h5: {count + 1} images"
+    assert lines[1].split() == ["image", "class", "probability"]
+    assert all(len(line) <= 80 and line == line.rstrip() for line in lines[1:])
+    assert output.count("75.00%") == output.count("25.00%") == count
+    assert output.count("\ufffd") == 1
+    assert lines[-1] == "odd-\ufffd.png: The image cannot be decoded: it is cut off."
+    ends = {len(line) for line in lines if line.endswith("%") and "日" not in line}
+    assert len(ends) == 1, "all pieces of the table are as wide"
+    folded = "".join(line[:35].strip() for line in lines[2:6])
+    assert str(LONG).startswith(folded[:30])
+
+
+def test_a_line_of_json_for_each_picture(capsys: pytest.CaptureFixture[str]) -> None:
+    assert print_lines(_predictions(), visible=True) == [ODD]
+    first, *_, last = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert first == {
+        "image": str(LONG),
+        "predictions": [
+            {"class": NAMES[1], "label": 1, "probability": 0.75},
+            {"class": NAMES[2], "label": 2, "probability": 0.25},
+        ],
+    }
+    assert last == {"image": str(ODD), "error": "The image cannot be decoded: it is cut off."}
+
+
+@pytest.mark.parametrize("show", [print_lines, print_table])
+def test_a_rank_that_prints_nothing_goes_through_all_of_it(capsys: pytest.CaptureFixture[str], show) -> None:
+    predictions = _predictions()
+    assert show(predictions, visible=False) == [ODD]
+    assert list(predictions.answers) == []
+    assert capsys.readouterr().out == ""
+
+
+CLASS_NAMES = ("T-shirt/top", "a class, whose name is far too long to stand in one line", "bag")
+
+COUNTS = ((5, 0, 1), (30_000, 1, 4), (0, 0, 0))
+
+
+def _evaluation(counts=COUNTS, names: tuple[str, ...] = CLASS_NAMES, *, loss: float = 2.5) -> Evaluation:
+    """counts: may have a last column of samples whose outputs are not finite."""
+    array = np.array(counts)
+    labels, predictions = np.nonzero(array)
+    matrix = ConfusionMatrix(len(array), labels, predictions, array[labels, predictions])
+    sums = RunningSums(loss * array.sum(), int(np.trace(array)), int(array.sum()), int(array.sum()))
+    return Evaluation(Path("runs/a/checkpoint.h5"), ("a note",), sums, names, False, False, matrix)
+
+
+def test_text_has_the_worst_class_first_and_the_matrix_where_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    print_text(_evaluation(), per_class=True, confusion=True)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["a note", "runs/a/checkpoint.h5: 30011 samples, loss 2.5000, top1 0.02%, top5 100.00%"]
+    assert all(len(line) <= 80 for line in lines)
+    text = [line.split() for line in lines]
+    assert ["class", "most", "often", "taken", "for", "times", "samples", "top1"] in text
+    starts = [lines.index(next(line for line in lines if line.startswith(name))) for name in ("a class", "T-shirt", "bag")]
+    assert starts == sorted(starts)
+    assert text[starts[0]][-3:] == ["30,000", "30,005", "0.00%"]
+    assert text[starts[2]] == ["bag", "-", "-", "0", "-"]
+    assert ["class", "0", "1", "2"] in text
+    assert ["T-shirt/top", "0", "5", "0", "1"] in text
+
+
+def test_averaged_weights_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    for averaged in (False, True):
+        evaluation = replace(_evaluation(), averaged=averaged)
+        print_text(evaluation, per_class=False, confusion=False)
+        assert ("checkpoint.h5 (averaged weights): " in capsys.readouterr().out) is averaged
+        print_json(evaluation, per_class=False, confusion=False)
+        assert json.loads(capsys.readouterr().out)["averaged"] is averaged
+
+
+def test_where_the_matrix_does_not_fit_the_most_frequent_mistakes_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    counts = np.zeros((100, 101), np.int64)
+    counts[np.arange(100), np.arange(100)] = 9
+    counts[70, 3], counts[4, 100] = 8, 5
+    print_text(_evaluation(counts, tuple(f"class {n}" for n in range(100))), per_class=False, confusion=True)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()[3:]]
+    assert lines == [
+        ["class", "taken", "for", "times"],
+        ["class", "70", "class", "3", "8"],
+        ["class", "4", "(not", "finite)", "5"],
+    ]
+
+
+def test_json_has_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json(_evaluation(loss=float("nan")), per_class=True, confusion=True)
+    content = json.loads(capsys.readouterr().out)
+    assert (content["loss"], content["samples"], content["hits1"], content["notes"]) == (None, 30_011, 6, ["a note"])
+    assert content["classes"][0] == {
+        "class": CLASS_NAMES[1],
+        "label": 1,
+        "samples": 30_005,
+        "hits": 1,
+        "top1": 1 / 30_005,
+        "predictions": 1,
+        "most_often_taken_for": {"class": CLASS_NAMES[0], "label": 0, "times": 30_000},
+    }
+    assert content["classes"][2]["top1"] is None
+    assert content["confusion"] == {
+        "class_names": list(CLASS_NAMES),
+        "matrix": [list(line) for line in COUNTS],
+        "no_class": [0, 0, 0],
+    }
+    print_json(_evaluation(), per_class=False, confusion=False)
+    assert not {"classes", "confusion"} & json.loads(capsys.readouterr().out).keys()
+
+
+@pytest.mark.parametrize("undecided", [False, True])
+def test_files_hold_every_number(tmp_path: Path, undecided: bool) -> None:
+    counts = [[*line, 2] for line in COUNTS] if undecided else COUNTS
+    evaluation = _evaluation(counts)
+    write_confusion(evaluation, tmp_path / "a.json")
+    content = json.loads((tmp_path / "a.json").read_text())
+    assert content["matrix"] == [list(line)[:3] for line in counts]
+    assert content["no_class"] == [2 * undecided] * 3
+    write_confusion(evaluation, tmp_path / "a.csv")
+    with open(tmp_path / "a.csv", newline="") as file:
+        titles, *lines = list(csv.reader(file))
+    assert titles == ["class", *CLASS_NAMES, *(["(not finite)"] if undecided else [])]
+    assert lines == [[name, *map(str, line)] for name, line in zip(CLASS_NAMES, counts, strict=True)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.csv", "a.json"]

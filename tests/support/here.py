@@ -1,0 +1,148 @@
+"""Commands in this process: `run_here` takes what `run_job` takes, and starts no process; several ranks are virtual ones.
+
+Kernels, files, sentences and exit codes are those of a job. What a process alone has is missing: signals, an MPI, a launcher,
+the environment at the start of Python, and an abort that leaves other ranks in the middle of something.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, Any
+from unittest.mock import patch
+
+from hpctrain import log
+from hpctrain.cli import failure
+from hpctrain.cli.configured_process import ConfiguredProcess
+from hpctrain.cli.job_process import JobProcess
+from hpctrain.cli.main import cli
+from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.single import SingleCommunicator
+from hpctrain.experiment import session
+from hpctrain.launch.launcher import Launcher
+from hpctrain.storage import run_directory
+from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain.virtual.run import run_virtual, virtual_engine, wait
+from tests.support.jobs import Outcome, clean_environment
+
+_PROGRAM = ["-m", "hpctrain"]
+_RANK = threading.local()
+
+
+def run_here(ranks: int, arguments: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> Outcome:
+    """Run `hpctrain` with what follows "-m hpctrain" in `arguments`, on virtual ranks where there are several."""
+    words = list(arguments)
+    assert words[:2] == _PROGRAM, "only the program itself runs here"
+    begin = time.monotonic()
+    processes: list[JobProcess] = []
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patch.dict(os.environ, clean_environment(env), clear=True))
+        stack.enter_context(patch.object(sys, "argv", ["hpctrain", *words[2:]]))
+        stack.enter_context(patch.object(sys, "path", [*sys.path]))
+        stack.enter_context(contextlib.chdir(cwd or Path.cwd()))
+        stack.enter_context(patch.object(run_directory, "git_state", dict))  # which starts processes
+        stack.enter_context(patch.object(SingleCommunicator, "abort", lambda world, code: None))  # which ends this process
+        stack.enter_context(_recorded(processes))
+        streams = stack.enter_context(_captured())
+        stack.callback(_end, processes)
+        code = _virtual(ranks, words[2:]) if ranks > 1 else _code(words[2:])
+        return Outcome(code, *streams(), time.monotonic() - begin)
+
+
+def virtual_rank() -> int:
+    """The rank whose thread this is; 0 where there is one."""
+    world: ThreadCommunicator | None = getattr(_RANK, "world", None)
+    return world.rank if world is not None else 0
+
+
+def _code(words: list[str]) -> int:
+    """The exit code of the command."""
+    try:
+        cli(words, prog_name="hpctrain")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    return 0
+
+
+def _virtual(ranks: int, words: list[str]) -> int:
+    """The same on virtual ranks: the largest code, or that of the abort."""
+
+    def program(comm: ThreadCommunicator) -> int:
+        _RANK.world = comm
+        return _code(words)
+
+    configure = log.configure
+    with (
+        patch.object(session, "start_world", lambda *given: _RANK.world),
+        patch.object(session, "ProgressEngine", _engine),
+        patch.object(failure, "time", SimpleNamespace(sleep=_wait)),
+        patch.object(log, "configure", lambda rank, *size: None if rank else configure(rank, *size)),
+    ):
+        try:
+            return max(run_virtual(ranks, program, deadline_seconds=120))
+        except SystemExit as end:
+            return int(end.code or 0)
+
+
+def _engine(**options: Any) -> ProgressEngine:
+    return virtual_engine(_RANK.world, **{name: value for name, value in options.items() if name not in ("rank", "abort")})
+
+
+def _wait(seconds: float) -> None:
+    """What a rank waits until another has said an error and ended the job."""
+    if seconds:
+        wait(_RANK.world.ibarrier())
+
+
+@contextlib.contextmanager
+def _recorded(processes: list[JobProcess]) -> Iterator[None]:
+    """While this lasts, what knows of a started process is kept."""
+    begin = JobProcess.__init__
+
+    def begun(process: JobProcess, launcher: Launcher) -> None:
+        begin(process, launcher)
+        processes.append(process)
+
+    with patch.object(JobProcess, "__init__", begun):
+        yield
+
+
+def _end(processes: Sequence[JobProcess]) -> None:
+    """End what would have ended with the processes: threads, and the ownership of a run."""
+    for process in processes:
+        process.exits.close()
+        if isinstance(process, ConfiguredProcess):
+            process.memory.ownership.release()
+    for thread in threading.enumerate():
+        if thread.name == "hpctrain-checkpoint":
+            thread.join()
+
+
+@contextlib.contextmanager
+def _captured() -> Iterator[Callable[[], tuple[str, str]]]:
+    """While this lasts, standard output and standard error go to files; the value returns what they have."""
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in (1, 2)]
+        for number, name in ((1, "stdout"), (2, "stderr")):
+            kept = os.dup(number)
+            stack.callback(os.close, kept)
+            stack.callback(os.dup2, kept, number)
+            os.dup2(files[number - 1].fileno(), number)
+            stream = stack.enter_context(open(number, "w", buffering=1, closefd=False))
+            stack.enter_context(patch.object(sys, name, stream))
+        yield lambda: (_content(files[0]), _content(files[1]))
+    log.configure(0)
+
+
+def _content(file: IO[str]) -> str:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    file.seek(0)
+    return file.read()
