@@ -54,7 +54,7 @@ class EmulatedDevice:
         self.identity = f"emulated {uuid.uuid4().hex}"
         self.counters = DeviceCounters()
         self._random = random.Random(seed)
-        self._streams = StreamTable(self._random, self.counters, self._check_memory_sometimes, ignored_wait)
+        self._streams = StreamTable(self._random, self.counters, partial(self._check_memory, always=False), ignored_wait)
         self._heap, self._pinned = Heap(self.run_all), PinnedMemory()
         self.groups = EmulatedGroups(self._enqueue, self._heap.require)
         self._kernels: dict[tuple[str, str], CpuKernel] = {}
@@ -132,12 +132,10 @@ class EmulatedDevice:
 
         self._streams.enqueue(stream, Work(text, run, kept=kept, reads=reads, writes=writes, goes_on=goes_on))
 
-    def _check_memory_sometimes(self) -> None:
-        """Check memory at this wait, if so much work was done since the latest check that it is worth a look at all arrays."""
-        if self._heap.arrays <= _CHECKED_FOR_A_PIECE * self._recent.total():
-            self._check_memory()
-
-    def _check_memory(self) -> None:
+    def _check_memory(self, *, always: bool = True) -> None:
+        """Raise where memory is damaged. always: False checks only after so much work that a look at all arrays is worth it."""
+        if not always and self._heap.arrays > _CHECKED_FOR_A_PIECE * self._recent.total():
+            return
         recent, self._recent = self._recent, Counter()
         if damages := self._heap.damages():
             raise EmulatedDeviceError(f"{'; '.join(damages)}, by one of: {', '.join(sorted(recent))}.")
