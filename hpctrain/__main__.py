@@ -62,6 +62,7 @@ def _compute(command: str) -> None:
         with recording:
             _command(watch)
     finally:
+        gc.enable()
         watch.close()
         keeper.finished()
 

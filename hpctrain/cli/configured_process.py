@@ -19,9 +19,7 @@ from hpctrain import rank_log
 from hpctrain.cli.job_process import JobProcess
 from hpctrain.cli.loading import load_config
 from hpctrain.cli.log_ranks import NONE, begin_log
-from hpctrain.config.schema import Config
 from hpctrain.errors import HpctrainError, LaunchError, RankLostError
-from hpctrain.experiment.lost_ranks import RunMemory, check_offered
 from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.flight.ring import End
 from hpctrain.launch import keeper
@@ -33,6 +31,7 @@ from hpctrain.version import __version__
 
 if TYPE_CHECKING:
     from hpctrain.comm.base import Communicator
+    from hpctrain.config.schema import Config
     from hpctrain.config.source import Source
     from hpctrain.experiment.session import Session
     from hpctrain.experiment.smoke import SmokeTrial
@@ -68,6 +67,8 @@ class ConfiguredProcess(JobProcess):
         self._log_ranks, self._smoke = log_ranks, smoke
         self._options = {"smoke": smoke, **options}
         self._trial: SmokeTrial | None = None
+        from hpctrain.experiment.lost_ranks import RunMemory  # not for `hpctrain --help`, which loads this module
+
         self.memory, self._watch = RunMemory(), watch
         self._config: Config | None = None
         self._prepared: tuple[Config, ThreadPlan] | HpctrainError = HpctrainError("No configuration was read yet.")
@@ -221,6 +222,7 @@ class ConfiguredProcess(JobProcess):
         """
         from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
         from hpctrain.experiment.automatic import resolve
+        from hpctrain.experiment.lost_ranks import check_offered
         from hpctrain.experiment.same_start import check_same_start
         from hpctrain.experiment.session import Session
         from hpctrain.experiment.started_job import StartedJob

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.config.load import load
-
 if TYPE_CHECKING:
     from hpctrain.config.schema import Config
     from hpctrain.config.source import KeyPath, Source
@@ -18,6 +16,8 @@ def load_config(file: Path, overrides: tuple[str, ...]) -> tuple[Config, Source]
     Raises:
         ConfigError: one sentence for each fault, each with its place.
     """
+    from hpctrain.config.load import load  # pydantic and YAML, which `hpctrain --help` does without
+
     return load(file, overrides, _refusal)
 
 

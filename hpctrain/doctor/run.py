@@ -8,10 +8,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
-from hpctrain.config.schema import Config
-from hpctrain.config.source import Source
 from hpctrain.doctor.findings import exit_code
 from hpctrain.doctor.watch import Notebook, RankEnd
 from hpctrain.errors import HpctrainError, LaunchError, MissingLibraryError
@@ -23,6 +21,8 @@ from hpctrain.plain_text import echo
 
 if TYPE_CHECKING:
     from hpctrain.comm.base import Communicator
+    from hpctrain.config.schema import Config  # the command's module is loaded for `hpctrain --help`, too
+    from hpctrain.config.source import Source
     from hpctrain.doctor.check import OwnPlace
     from hpctrain.doctor.job import Examination, RankNotes
     from hpctrain.doctor.start_facts import OpenedFiles
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 LATER_SECONDS = 5.0
 _DEFAULT_DIRECTORY = Path("runs")
 
-_Read = tuple[Config, Source] | HpctrainError | None
+_Read: TypeAlias = "tuple[Config, Source] | HpctrainError | None"
 
 
 @dataclass

@@ -10,10 +10,10 @@ import pytest
 
 from hpctrain.backend.cuda import choose
 from hpctrain.backend.host_arithmetic import HostArithmetic
+from hpctrain.comm import device_probe
 from hpctrain.comm.device_probe import AWARE, UNAWARE, UNTRIED
 from hpctrain.config.schema import Config
 from hpctrain.errors import BackendError, ConfigError
-from hpctrain.experiment import transport
 from hpctrain.experiment.device_faults import device_faults
 from hpctrain.experiment.transport import chosen, tried
 from hpctrain.launch.launcher import Launcher
@@ -123,7 +123,7 @@ def test_on_the_host_there_is_nothing_to_choose() -> None:
 
 
 def test_a_trial_is_made_where_it_matters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "trial", lambda: AWARE)
+    monkeypatch.setattr(device_probe, "trial", lambda: AWARE)
     monkeypatch.setattr(choose, "cupy_is_installed", lambda: True)
     monkeypatch.delenv(choose.DEVICE_VARIABLE, raising=False)
     launcher = Launcher("Slurm srun", 4, 0, 2, 0)
