@@ -30,7 +30,7 @@ class Draw:
     refused: Mapping[Pair, str]
 
 
-def draw(values: Values, refusal: Refusal, *, seed: int, count: int = 0) -> Draw:
+def draw(values: Values, refusal: Refusal, *, seed: int | str, count: int = 0) -> Draw:
     """Combinations that hold every legal pair, and further ones by chance until there are `count`. The same for the same seed.
 
     Args:
@@ -59,6 +59,30 @@ def draw(values: Values, refusal: Refusal, *, seed: int, count: int = 0) -> Draw
 def pairs_of(row: Mapping[str, str]) -> set[Pair]:
     """All pairs of a combination whose options are in the table's order."""
     return set(combinations(row.items(), 2))
+
+
+def most_pairs(rows: Sequence[Row], cost: Callable[[Row], float], most: float) -> list[Row]:
+    """Those of some rows that hold many pairs and cost at most `most` together, the best first: pairs for their cost."""
+    left, met, chosen, spent = list(rows), set[Pair](), list[Row](), 0.0
+    while left:
+        best = max(left, key=lambda row: len(pairs_of(row) - met) / cost(row))
+        left.remove(best)
+        if spent + cost(best) <= most:
+            chosen.append(best)
+            spent += cost(best)
+            met |= pairs_of(best)
+    return chosen
+
+
+def shared_out(rows: Sequence[Row], cost: Callable[[Row], float], blocks: int) -> list[list[Row]]:
+    """Rows in blocks of similar cost: each of them, the most costly first, joins the cheapest block."""
+    shares: list[list[Row]] = [[] for _ in range(blocks)]
+    costs = [0.0] * blocks
+    for row in sorted(rows, key=cost, reverse=True):
+        least = costs.index(min(costs))
+        shares[least].append(row)
+        costs[least] += cost(row)
+    return shares
 
 
 class _Search:

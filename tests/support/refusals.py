@@ -10,6 +10,7 @@ from functools import cache
 from hpctrain.averaging.strategy import PlannedGroup
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.comm.grid import coordinates
+from hpctrain.config.schema import Config
 from hpctrain.data.sizes import ImageSizes
 from hpctrain.errors import HpctrainError
 from hpctrain.experiment.averager import make_strategy
@@ -90,8 +91,7 @@ def _only(row: Row, names: Sequence[str]) -> tuple[tuple[str, str], ...]:
 
 @cache
 def _refused_averager(items: tuple[tuple[str, str], ...]) -> str | None:
-    row = dict(items)
-    return _sentence(lambda: _make_over_nothing(row, split=False)) if "averager" in row else None
+    return _refused_over_nothing(items, split=False) if "averager" in dict(items) else None
 
 
 @cache
@@ -110,11 +110,9 @@ def _refused_nodes(items: tuple[tuple[str, str], ...]) -> str | None:
             [node for node, (place, _) in zip(nodes, places, strict=True) if place == split_rank] for split_rank in range(rows)
         ]
 
-    def attempt() -> None:
-        for group in groups:
-            _make_over_nothing(row, split=False, nodes=group)
-
-    return _sentence(attempt)
+    options = _only(row, ("averager", "sparse", "two_level"))
+    refused = (_refused_over_nothing(options, split=False, nodes=tuple(group)) for group in groups)
+    return next((sentence for sentence in refused if sentence is not None), None)
 
 
 def _refused_transport(row: Row) -> str | None:
@@ -190,23 +188,34 @@ def _refused_plan(items: tuple[tuple[str, str], ...]) -> str | None:
         return None
 
     def attempt() -> None:
-        check_overlap(config_of(row), graph_of(row["net"]), parallel_plan(row))
+        check_overlap(_config_of_grid(_only(row, ("grid", "interior-first"))), graph_of(row["net"]), parallel_plan(row))
         if "batch" in row:
             check_batch(value_of(row, "batch"), *value_of(row, "grid"))
-        if "averager" in row and splits_parameters(row):
-            _make_over_nothing({"averager": row["averager"]}, split=True)
+
+    sentence = _sentence(attempt)
+    if sentence is None and "averager" in row and splits_parameters(row):
+        return _refused_over_nothing(_only(row, ("averager",)), split=True)
+    return sentence
+
+
+@cache
+def _config_of_grid(items: tuple[tuple[str, str], ...]) -> Config:
+    return config_of(dict(items))
+
+
+@cache
+def _refused_over_nothing(items: tuple[tuple[str, str], ...], *, split: bool, nodes: tuple[int, ...] | None = None) -> str | None:
+    """The sentence of a strategy for no parameters, on one rank or those on `nodes`: the constructor knows what is legal."""
+
+    def attempt() -> None:
+        config = config_of(dict(items))
+        norms = OPTIMIZERS.create(config.optimizer.name, config.optimizer.options).norms_needed
+        layout, micro_batches = GroupLayout({}, "float64"), config.micro_batches
+        size = len(nodes or (0,))
+        group = PlannedGroup(layout, size, nodes, config.batch, micro_batches, norms_needed=norms, several_groups=split)
+        make_strategy(config.averager.name, config.averager.options, replace(group, shards=config.exact.shards))
 
     return _sentence(attempt)
-
-
-def _make_over_nothing(row: Row, *, split: bool, nodes: Sequence[int] | None = None) -> None:
-    """The strategy for no parameters, on one rank or those on `nodes`: the constructor knows what is legal."""
-    config = config_of(row)
-    norms = OPTIMIZERS.create(config.optimizer.name, config.optimizer.options).norms_needed
-    layout, micro_batches = GroupLayout({}, "float64"), config.micro_batches
-    group = PlannedGroup(layout, len(nodes or (0,)), nodes, config.batch, micro_batches, norms_needed=norms, several_groups=split)
-    group = replace(group, shards=config.exact.shards)
-    make_strategy(config.averager.name, config.averager.options, group)
 
 
 def _sentence(attempt: Callable[[], object]) -> str | None:

@@ -1,10 +1,12 @@
-"""The net under all features: combinations of options, drawn so that every legal pair meets, against one rank in float64.
+"""The net under all features: combinations of options, drawn so that legal pairs meet, against one rank in float64.
 
-HPCTRAIN_COMBINATIONS says how many; `make combinations` runs 2,000 of each of three seeds.
+Level usual runs those of the day's seed that hold most pairs for their cost, 98 % of all legal ones; level all runs each.
+`make combinations` runs 2,000 of each of three seeds.
 """
 
 import itertools
 import os
+from functools import cache
 
 import pytest
 
@@ -13,12 +15,34 @@ from hpctrain.data.batch_threads import BatchThreads, Work
 from hpctrain.data.loader import Loader
 from hpctrain.experiment.run_hashes import RunHashes
 from tests.support import combinations
-from tests.support.combinations import Tally, drawn, run
+from tests.support.combinations import Draw, Row, Tally, drawn, predicted_seconds, run
 from tests.support.dimensions import VALUES, line, parsed
-from tests.support.pairwise import pairs_of
+from tests.support.pairwise import most_pairs, pairs_of, shared_out
+from tests.support.sampling import SEED, amount
 
-COUNT = int(os.environ.get("HPCTRAIN_COMBINATIONS", "100"))
 BLOCKS = 10
+#: processor seconds, predicted: of a combination, and of all
+MOST_SECONDS, MOST_SECONDS_TOGETHER = 5.0, 100.0
+
+#: in combinations like these faults were found
+ALWAYS = (
+    "averager=sharded grid=2x2 plan=model nodes=of-3",
+    "averager=sharded grid=1x3 net=residual wire=bfloat16 wire_parameters=bfloat16",
+    "averager=sparse sparse=third grid=1x3 nodes=of-1 posting=thread messages=adversarial",
+    "averager=lazy lazy=all-layers end=kill checkpoint=sharded-background",
+    "averager=overlap grid=2x2 plan=mixed device=emulated interior-first=yes",
+    "averager=priority slices=tiny grid=1x3 hashes=every-step data=unreadable on_nonfinite=rollback-late checkpoint=single",
+)
+
+
+def _every() -> Draw:
+    return drawn(0, os.environ[SEED], MOST_SECONDS)
+
+
+@cache
+def _blocks() -> list[list[Row]]:
+    rows = most_pairs(_every().rows, predicted_seconds, amount(1, 100) * MOST_SECONDS_TOGETHER)
+    return shared_out([*rows, *(parsed(row.split()) for row in ALWAYS)], predicted_seconds, BLOCKS)
 
 
 @pytest.mark.slow
@@ -26,31 +50,29 @@ BLOCKS = 10
 @pytest.mark.parametrize("block", range(BLOCKS))
 def test_combinations_equal_one_rank(block: int) -> None:
     tally = Tally()
-    for row in drawn(COUNT, 0).rows[block::BLOCKS]:
+    for row in _blocks()[block]:
         tally.add(row)
     again = "python -m tests.support.combinations "
     assert not tally.failures, "\n".join(["", *(again + failure for failure in tally.failures)])
     assert not tally.refused, "refused only where it ran: such a rule is known before a run"
 
 
-def test_every_legal_pair_is_among_them() -> None:
-    every = drawn(COUNT, 0)
-    assert len(every.rows) >= COUNT
+@pytest.mark.slow
+def test_every_legal_pair_is_among_them_and_each_refusal_is_a_sentence() -> None:
+    every = _every()
     met = set().union(*(pairs_of(row) for row in every.rows))
     every_pair = {pair for a, b in itertools.combinations(VALUES, 2) for pair in itertools.product(_values(a), _values(b))}
     assert met | set(every.refused) == every_pair
     assert not met & set(every.refused)
+    assert every.refused
+    assert all(sentence.endswith(".") and sentence != "It takes too long." for sentence in every.refused.values())
+    assert max(map(predicted_seconds, every.rows)) <= MOST_SECONDS
+    run_usually = most_pairs(every.rows, predicted_seconds, MOST_SECONDS_TOGETHER)
+    assert len(set().union(*(pairs_of(row) for row in run_usually))) >= 0.97 * len(met)
 
 
 def _values(name: str) -> list[tuple[str, str]]:
     return [(name, value) for value in VALUES[name]]
-
-
-def test_refusals_are_sentences() -> None:
-    refused = drawn(COUNT, 0).refused
-    assert refused
-    for pair, sentence in refused.items():
-        assert sentence.endswith("."), (pair, sentence)
 
 
 def test_a_line_is_a_combination() -> None:
@@ -107,4 +129,6 @@ def test_a_sample_that_several_threads_leave_out_is_a_failure(monkeypatch: pytes
 
     monkeypatch.setattr(BatchThreads, "run", without_the_last)
     assert run(parsed(["net=narrow", "data=file"])) <= combinations.TOLERANCE
-    assert run(row) > combinations.TOLERANCE
+    tally = Tally()
+    tally.add(row)  # memory that no thread has filled may hold what is not finite
+    assert tally.failures

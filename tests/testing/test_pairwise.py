@@ -1,11 +1,12 @@
 """Draws of combinations meet every legal pair, hold nothing that is refused, and repeat."""
 
+import itertools
 from collections.abc import Mapping
 from itertools import combinations
 
 import pytest
 
-from tests.support.pairwise import draw, pairs_of
+from tests.support.pairwise import draw, most_pairs, pairs_of, shared_out
 
 VALUES = {"a": ("0", "1", "2"), "b": ("0", "1", "2", "3"), "c": ("0", "1"), "d": ("0", "1", "2"), "e": ("0", "1")}
 
@@ -46,3 +47,19 @@ def test_the_same_seed_draws_the_same() -> None:
     assert first == again
     assert first != other
     assert all(tuple(row) == tuple(VALUES) for row in first.rows)
+
+
+def test_rows_are_chosen_by_pairs_for_their_cost_and_shared_out_evenly() -> None:
+    rows = draw(VALUES, _nothing, seed=1, count=60).rows
+
+    def cost(row: Mapping[str, str]) -> float:
+        return 5.0 if row["a"] == "2" else 1.0
+
+    chosen = most_pairs(rows, cost, 60.0)
+    spent = sum(map(cost, chosen))
+    assert spent <= 60
+    assert len(set().union(*map(pairs_of, chosen))) == len(set().union(*map(pairs_of, rows)))
+    assert cost(chosen[0]) == 1
+    blocks = shared_out(chosen, cost, 4)
+    assert sorted(map(str, itertools.chain(*blocks))) == sorted(map(str, chosen))
+    assert max(sum(map(cost, block)) for block in blocks) <= spent / 4 + 5
