@@ -36,12 +36,6 @@ def test_costs_add_up_and_parts_of_a_data_group_cost_less(name: str) -> None:
     assert costs.seconds(AveragedParts(ELEMENTS // 4, 1), split=True).wire < whole.wire
 
 
-def test_overlap_pays_for_each_message() -> None:
-    costs = costs_of(AveragerChoice("overlap"), 1, 8)
-    one, many = (costs.seconds(AveragedParts(ELEMENTS, messages), split=False).wire for messages in (1, 51))
-    assert many - one > 50 * 2e-6
-
-
 def test_the_exchange_is_taken_where_it_moves_less() -> None:
     """8 ranks, K = 512, M = 256: it moves less where B < K M / (M + K / P) = 409.6."""
     parts = AveragedParts(512 * 256 + 256, 2, (LinearSize(512, 256),))

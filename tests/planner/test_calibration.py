@@ -17,11 +17,11 @@ from hpctrain.virtual.run import run_virtual, virtual_engine
 LINK = LinkModel(30e-6, 2e-9)
 
 
-@pytest.fixture(autouse=True)
-def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_REPEATS_SHORT", "_REPEATS_LONG", "_POLLED_REPEATS", "_MOST_PASSES"):
-        monkeypatch.setattr(link_measurement, name, 1)
-    monkeypatch.setattr(link_measurement, "_busy", lambda seconds: None)
+pytestmark = pytest.mark.usefixtures("few_sizes")
+
+
+@pytest.fixture
+def few_sizes(few_messages: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "SIZES", (512, 16 << 10, 256 << 10))
 
 

@@ -51,15 +51,6 @@ def test_long_messages_on_one_level_cost_what_the_one_link_model_says(ranks: int
         assert unhindered_seconds(stages(host, kind, LONG, placement)) == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("n_bytes", [4, 4096, LONG])
-@pytest.mark.parametrize("kind", [OperationKind.REDUCE_SCATTER, OperationKind.ALLGATHER, OperationKind.INPUTS])
-def test_two_ranks_cost_what_the_one_link_model_says_at_any_size(kind: OperationKind, n_bytes: int) -> None:
-    expected = ONE_LINK.allgather_seconds(n_bytes, 2)
-    assert unhindered_seconds(stages(machine(), kind, n_bytes, GroupPlacement(2, 2, 1))) == pytest.approx(expected, rel=1e-12)
-    twice = unhindered_seconds(stages(machine(), OperationKind.ALLREDUCE, max(4096, n_bytes), GroupPlacement(2, 2, 1)))
-    assert twice == pytest.approx(ONE_LINK.allreduce_seconds(max(4096, n_bytes), 2), rel=1e-12)
-
-
 @pytest.mark.parametrize("ranks", [2, 4, 16, 128])
 @pytest.mark.parametrize("n_bytes", [1 << 14, 1 << 22])
 def test_bytes_are_those_that_the_schedule_counts(ranks: int, n_bytes: int) -> None:

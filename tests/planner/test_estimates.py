@@ -18,7 +18,7 @@ from hpctrain.nn.layers.residual import Residual
 from hpctrain.nn.layers.sequential import Sequential
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.planner.averaging_costs import AveragerChoice
-from hpctrain.planner.estimates import Estimate, GridEstimates, memory_factor, unsplit_plan
+from hpctrain.planner.estimates import Estimate, GridEstimates, unsplit_plan
 from hpctrain.planner.job import Job
 from hpctrain.planner.machine import Machine
 from hpctrain.planner.rate_costs import RateCosts
@@ -117,17 +117,6 @@ def test_an_incumbent_prunes_nothing_that_beats_it() -> None:
         assert not grid.best(choice, best.seconds / 2)
 
 
-def test_a_candidates_patterns_are_its_uses() -> None:
-    job, machine = problem("chain", "slow")
-    grid = GridEstimates(job, machine, RateCosts(machine), SearchSpace(), (4, 1))
-    uses = (Parallelism.DOMAIN, Parallelism.BATCH, Parallelism.MODEL, Parallelism.BATCH)
-    plan = grid.of_uses(AVERAGERS[0], uses).candidate.plan
-    by_layer = [plan.use_of(name) for name in ("conv1", "conv2", "fc1", "fc2")]
-    assert by_layer == list(uses)
-    assert plan.use_of("relu1") is Parallelism.DOMAIN
-    assert (plan.rows, plan.cols) == (4, 1)
-
-
 def test_a_fixed_plan_keeps_its_uses_on_every_grid() -> None:
     job, machine = problem("chain", "middle")
     fixed = ParallelPlan(2, 1, Parallelism.DOMAIN, {"fc*": Parallelism.MODEL}, overlapped=frozenset({"conv2"}))
@@ -151,9 +140,3 @@ def test_the_papers_network_is_no_slower_than_in_the_paper() -> None:
     assert min(one.seconds for one in of_grids.values()) <= 11.2e-3
     assert of_grids[32].candidate.plan.use_of("classifier.1") is Parallelism.MODEL
     assert of_grids[32].candidate.plan.use_of("features.6") is Parallelism.BATCH
-
-
-def test_memory_is_that_of_an_arena() -> None:
-    """Of the activations that are kept, a network with large ones takes about as much again for gradients and scratch."""
-    job = job_of("resnet20", (32, 32, 3), 16)
-    assert 0.5 < memory_factor(job, machine_of(), NoCompute(), 2) < 4

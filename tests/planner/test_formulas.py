@@ -72,13 +72,6 @@ def test_crossovers_of_model_and_batch() -> None:
     assert max(formulas.crossover_batch(layer) for layer in ALEXNET if layer.images) == pytest.approx(14, rel=0.03)
 
 
-def test_model_moves_less_than_batch_just_below_the_crossover() -> None:
-    for layer in ALEXNET:
-        crossover = formulas.crossover_batch(layer)
-        for ranks in (2, 512):
-            batch = formulas.batch(layer, ranks).words
-            assert formulas.model(layer, 0.999 * crossover, ranks).words < batch
-            assert formulas.model(layer, 1.001 * crossover, ranks).words > batch
 
 
 def test_one_row_is_batch_and_one_column_is_model() -> None:

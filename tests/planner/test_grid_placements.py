@@ -16,7 +16,7 @@ def counted(groups: list[list[int]], per_node: int) -> GroupPlacement:
 
 
 @pytest.mark.parametrize(
-    ("rows", "cols", "per_node"), [(1, 1, 4), (1, 8, 4), (2, 4, 4), (4, 4, 4), (8, 2, 4), (4, 2, 16), (2, 2, 1)]
+    ("rows", "cols", "per_node"), [(1, 1, 4), (1, 8, 4), (2, 4, 4), (4, 4, 4), (8, 2, 4), (4, 2, 16), (2, 2, 1), (4, 3, 2), (2, 3, 3)]
 )
 def test_placements_are_those_of_the_ranks(rows: int, cols: int, per_node: int) -> None:
     placements = grid_placements(machine_of(ranks_per_node=per_node), rows, cols)

@@ -20,7 +20,7 @@ from hpctrain.parallel.plan_reporter import report_plan
 from hpctrain.parallel.split_group import SplitGroup
 from hpctrain.planner.averaging_costs import AveragedParts
 from hpctrain.planner.job import Job
-from hpctrain.planner.layer_costs import SegmentCosts, parameter_item_bytes, parameter_memory_bytes
+from hpctrain.planner.layer_costs import SegmentCosts
 from hpctrain.planner.machine import Machine
 from hpctrain.planner.move_traffic import is_move
 from hpctrain.planner.rate_costs import RateCosts
@@ -136,10 +136,3 @@ def test_segments_of_a_kind_are_priced_once() -> None:
     first = prices.cost(pieces[0], None, lambda name: B)
     same = [prices.cost(piece, first.output, lambda name: B) for piece in pieces[2:4]]
     assert same[0] is same[1]
-
-
-def test_memory_of_parameters() -> None:
-    job = job_named("plain")
-    assert parameter_item_bytes(job) == 4
-    assert parameter_memory_bytes(AveragedParts(100), 4, 4, 1) == 400 * 2.25
-    assert parameter_memory_bytes(AveragedParts(100), 4, 4, 3) == 400 * 2.75

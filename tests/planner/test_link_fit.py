@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -77,11 +77,6 @@ def test_polls_say_how_much_moves_between_them(
     points = [MessagePoint(512, 1e-6, 1e-6, 0, gap, 0.0, 0.0), point]
     last = link_fit.segments(points)[-1]
     assert (last.unattended_bytes, last.polls) == expected
-
-
-def test_equal_neighbours_are_one_segment() -> None:
-    points: Sequence[MessagePoint] = [MessagePoint(n, 1e-9 * n, 1e-9 * n, 0, 1e-3, 0.0, 0.0) for n in (1000, 2000, 4000)]
-    assert len(link_fit.segments(points)) == 1
 
 
 def test_a_message_of_a_few_chunks_moves_in_its_neighbours_chunks() -> None:

@@ -13,8 +13,11 @@ from hpctrain.virtual.run import run_virtual, virtual_engine
 SIZES = (512, 16 << 10, 512 << 10)
 
 
-@pytest.fixture(autouse=True)
-def few(monkeypatch: pytest.MonkeyPatch) -> None:
+pytestmark = pytest.mark.usefixtures("few_messages")
+
+
+@pytest.fixture
+def few_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Virtual time is exact, so once is enough; computation between polls costs real time."""
     for name in ("_REPEATS_SHORT", "_REPEATS_LONG", "_POLLED_REPEATS", "_MOST_PASSES"):
         monkeypatch.setattr(link_measurement, name, 1)

@@ -42,10 +42,6 @@ def test_a_scaled_machine_differs_in_what_was_asked_for_alone() -> None:
     assert (fast.nodes, fast.memory_bytes, fast.sources) == (MACHINE.nodes, MACHINE.memory_bytes, MACHINE.sources)
 
 
-def test_a_machine_scaled_by_one_is_the_same() -> None:
-    assert MACHINE.scaled() == MACHINE
-
-
 def test_messages_that_are_longer_than_those_that_move_in_chunks_are_passed() -> None:
     eager, chunked = LinkSegment(0, 1e-6, 1e-9), LinkSegment(1 << 16, 1e-6, 1e-9, unattended_bytes=1 << 16, polls=1)
     long = LinkSegment(1 << 22, 1e-6, 1e-9, polls=3)

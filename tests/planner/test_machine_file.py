@@ -31,18 +31,13 @@ def test_an_installed_machine_is_found_by_its_name_and_every_number_has_a_source
     numbers |= {f"concurrency.{kind}" for kind in machine.concurrency}
     assert set(machine.sources) == numbers
     assert all(len(source.split()) >= 2 for source in machine.sources.values())
+    assert machine_file.parse(machine_file.text(machine)) == machine
 
 
 def test_installed_machines_are_named() -> None:
     assert machine_file.names() == NAMES
     with pytest.raises(ConfigError, match=r"There is no machine file 'xc41'; as for installed machines, the nearest is \"xc40\""):
         machine_file.read("xc41")
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_an_installed_machine_comes_back_from_its_text(name: str) -> None:
-    machine = machine_file.read(name)
-    assert machine_file.parse(machine_file.text(machine)) == machine
 
 
 SECONDS = st.floats(0, 1, allow_nan=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -98,13 +97,6 @@ def test_between_two_sizes_of_one_dim_it_is_interpolated(dim: int) -> None:
     wanted[(dim + 1) % 3] = 5
     assert times.seconds(_key(*wanted)) is None
     assert times.seconds(_key(6, family="other")) is None
-
-
-def test_interpolation_meets_its_points_and_rises_between_rising_ones() -> None:
-    points = [(2, 1.0), (4, 1.5), (16, 9.0)]
-    assert [interpolated(points, size) for size, _ in points] == [seconds for _, seconds in points]
-    times = [interpolated(points, size) for size in range(1, 33)]
-    assert all(low is not None and high is not None and low < high for low, high in pairwise(times))
 
 
 def test_outside_the_points_the_rate_holds_up_to_its_reach() -> None:

@@ -15,9 +15,11 @@ from hpctrain.planner.machine import OperatorClass
 from hpctrain.planner.operator_work import class_of, work_of
 
 
+NETWORK = Network(catalogue.build("resnet20", {"width": 4}), (16, 16, 3), NumpyKernelSet())
+
+
 def _plan(batch: int) -> ExecutionPlan:
-    network = Network(catalogue.build("resnet20", {"width": 4}), (16, 16, 3), NumpyKernelSet())
-    return compile_graph(network.graph(batch), network.kernels, training=True)
+    return compile_graph(NETWORK.graph(batch), NETWORK.kernels, training=True)
 
 
 def _all(plan: ExecutionPlan) -> list[tuple[Action, int]]:

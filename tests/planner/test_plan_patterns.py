@@ -41,7 +41,3 @@ def test_a_layer_with_layers_below_it_has_a_rule_of_its_own() -> None:
     default, rules = patterns(uses)
     plan = ParallelPlan(2, 1, default, rules)
     assert {name: plan.use_of(name) for name in uses} == uses
-
-
-def test_no_layers_have_no_rules() -> None:
-    assert patterns({}) == (B, {})

@@ -51,12 +51,6 @@ def test_ranks_inside_of_an_image_are_alike() -> None:
     assert len(classes) < 8
 
 
-def test_micro_batches_of_the_same_samples_are_one_graph() -> None:
-    (alike,) = classes_of(1, 2, B, 8, micro_batches=4)
-    assert len(alike.micro_batches) == 4
-    assert len(set(alike.micro_batches)) == 1
-
-
 def test_keys_name_a_row_only_where_there_are_several() -> None:
     task = Task(nets.narrow, NumpyKernelSet(), Sgd, batch=8, plan=ParallelPlan(2, 2, M))
     strategies = group_strategies(job_of(task), candidate_of(task, "sharded", {}))

@@ -13,6 +13,7 @@ from hpctrain.planner.step_program import step_program
 from hpctrain.planner.tasks import BeginExchange, Compute, EndExchange, Happens, RankClass, StepProgram
 from hpctrain.trace.tracer import HOOKS
 from tests.parallel.test_plan_reporter_random import draw_task
+from tests.support.sampling import amount
 from tests.support.planned import candidate_of, events_of, job_of, machine, observe
 from tests.support.training import Task
 
@@ -35,7 +36,6 @@ ROUNDED: tuple[tuple[str, dict[str, object]], ...] = (
     ("sparse", {"density": 0.1, "compress": "always", "least_elements": 1, "two_level": False}),
 )
 GRIDS = [(1, 2), (1, 3), (2, 1), (2, 2), (3, 1), (3, 2), (4, 1), (4, 2), (6, 1)]
-PER_GRID = 4
 
 
 def draw(rows: int, cols: int, seed: int) -> tuple[Task, str, dict[str, object], int | None]:
@@ -54,7 +54,7 @@ def program_of(task: Task, averager: str, options: dict[str, object], ranks_per_
 @pytest.mark.slow
 @pytest.mark.parametrize(("rows", "cols"), GRIDS)
 def test_ranks_do_what_the_tasks_say_in_their_order(rows: int, cols: int) -> None:
-    for number in range(PER_GRID):
+    for number in range(amount(1, 4)):
         task, averager, options, ranks_per_node = draw(rows, cols, 100 * rows + 10 * cols + 1000 * number)
         where = f"network {number}, {task.plan}, batch {task.batch} in {task.micro_batches}, {averager}"
         program = program_of(task, averager, options, ranks_per_node)
@@ -67,6 +67,7 @@ def test_ranks_do_what_the_tasks_say_in_their_order(rows: int, cols: int) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("averager", "options"), ROUNDED, ids=lambda value: str(value))
 @pytest.mark.parametrize(("rows", "cols", "ranks_per_node"), [(1, 4, 2), (1, 3, None), (2, 2, 2), (2, 3, 2)])
 def test_bytes_of_short_messages_are_those_that_are_counted(
@@ -83,7 +84,7 @@ def test_bytes_of_short_messages_are_those_that_are_counted(
 
 @pytest.mark.parametrize(("rows", "cols"), GRIDS)
 def test_everything_is_announced_once_and_what_begins_ends(rows: int, cols: int) -> None:
-    for number in range(PER_GRID):
+    for number in range(amount(1, 4)):
         program = program_of(*draw(rows, cols, 7000 + 100 * rows + 10 * cols + 1000 * number))
         for ranks in program.classes:
             assert_complete(ranks)

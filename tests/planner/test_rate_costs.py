@@ -22,9 +22,11 @@ RATES = {
 MACHINE = Machine("test", 1, 2, 1.0, 1 << 30, LINK, LINK, 2, RATES)
 
 
+NETWORK = Network(catalogue.build("resnet20", {"width": 4}), (16, 16, 3), NumpyKernelSet())
+
+
 def _plan(batch: int) -> ExecutionPlan:
-    network = Network(catalogue.build("resnet20", {"width": 4}), (16, 16, 3), NumpyKernelSet())
-    return compile_graph(network.graph(batch), network.kernels, training=True)
+    return compile_graph(NETWORK.graph(batch), NETWORK.kernels, training=True)
 
 
 def test_a_call_takes_its_overhead_and_the_longer_of_operations_and_bytes() -> None:

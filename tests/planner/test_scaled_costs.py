@@ -4,7 +4,6 @@ import pytest
 
 from hpctrain.planner.rate_costs import RateCosts
 from hpctrain.planner.scaled_costs import ScaledCosts
-from tests.planner.test_rate_costs import MACHINE, _plan
 
 
 @pytest.mark.parametrize("factor", [0.25, 1.0, 3.0])

@@ -23,7 +23,7 @@ from hpctrain.planner.rate_costs import RateCosts
 from hpctrain.planner.search import SearchResult, search
 from hpctrain.planner.search_space import AVERAGERS, SearchSpace
 from hpctrain.trace.time_table import Row, TimeTable
-from tests.support.nets import narrow, plain
+from tests.support.nets import plain
 from tests.support.planner_jobs import job_of, machine_of
 
 MACHINE = machine_of(alpha_seconds=2e-6, bytes_per_second=1e8, ranks_per_node=2)
@@ -114,17 +114,6 @@ def test_what_is_fixed_stays() -> None:
     result, simulated = searched(by_grid, space)
     assert simulated == [Candidate(replace(plan, rows=2, cols=2), "bucketed", {"bucket_bytes": 512}, 2)]
     assert result.best.candidate == simulated[0]
-
-
-def test_more_ranks_than_samples_share_samples() -> None:
-    result, simulated = searched(by_grid, ranks=16)
-    assert all(candidate.plan.cols <= 8 for candidate in simulated)
-    assert result.best.candidate.ranks == 16
-
-
-def test_ranks_without_work_are_refused() -> None:
-    with pytest.raises(ConfigError, match="the nearest number of ranks that has a grid is 20"):
-        searched(by_grid, ranks=23, job=job_of(narrow(), (5, 5, 3), 4))
 
 
 def test_what_does_not_fit_comes_last_and_says_so() -> None:

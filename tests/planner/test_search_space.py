@@ -20,10 +20,6 @@ def test_no_layer_is_split_into_more_parts_than_it_has() -> None:
     assert [rows for rows, _ in grid_shapes(SearchSpace(), GRAPH, 128, 999)] == [1, 2, 4, 8, 16, 32, 64]
 
 
-def test_a_fixed_grid_stays() -> None:
-    assert grid_shapes(SearchSpace(fixed_grid=(2, 6)), GRAPH, 12, 64) == ((2, 6),)
-
-
 def test_ranks_that_no_grid_serves_are_refused_with_the_nearest_number() -> None:
     graph = job_of(narrow(), (5, 5, 3), 4).graph_of(1)
     with pytest.raises(ConfigError) as caught:
@@ -32,13 +28,6 @@ def test_ranks_that_no_grid_serves_are_refused_with_the_nearest_number() -> None
     assert "the nearest number of ranks that has a grid is 20." in str(caught.value)
     assert "\n" not in str(caught.value)
     assert grid_shapes(SearchSpace(), graph, 20, 4)
-
-
-def test_what_is_fixed_is_the_only_choice() -> None:
-    fixed = SearchSpace(fixed_averager=AveragerChoice("bucketed", {"bucket_bytes": 4096}), fixed_micro_batches=3)
-    assert [choice.name for choice in fixed.averager_choices] == ["bucketed"]
-    assert fixed.micro_batch_choices == (3,)
-    assert SearchSpace().averager_choices == AVERAGERS
 
 
 def test_nothing_is_proposed_that_changes_the_optimisation() -> None:

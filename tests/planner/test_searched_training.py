@@ -54,6 +54,7 @@ def _candidates(net: str, ranks: int, bandwidth: float, latency: float) -> list[
 
 
 @pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("net", "ranks"), [("plain", 2), ("plain", 6), ("plain", 8), ("residual", 3), ("residual", 4), ("narrow", 8)]
 )

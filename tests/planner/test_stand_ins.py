@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hpctrain.parallel.batch_norm import merge_moments
-from hpctrain.planner.stand_ins import StandInGroup, StandInStatistics, stand_in_mergers
+from hpctrain.planner.stand_ins import StandInGroup, StandInStatistics
 
 
 def test_exchanges_are_complete_at_once_and_change_nothing() -> None:
@@ -40,8 +40,3 @@ def test_ranks_without_samples_merge_to_nothing() -> None:
     mean, m2 = np.ones(2), np.ones(2)
     assert StandInStatistics(3).merge(0, mean, m2) == 0
     assert not mean.any()
-
-
-def test_mergers_have_the_ranks_of_their_groups() -> None:
-    mergers = stand_in_mergers(1, 4)
-    assert {name: merger.alone for name, merger in mergers.items()} == {"all": False, "split": True, "data": False}

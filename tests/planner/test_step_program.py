@@ -85,14 +85,6 @@ def test_the_message_and_merges_have_the_bytes_of_the_statistics() -> None:
     assert merges == [8 * (2 * count + 1) for count in channels] + [8 * 2 * count for count in reversed(channels)]
 
 
-def test_layers_that_exchange_say_what_their_products_take() -> None:
-    program = program_of(1, 2, fc_exchange="always")
-    (weight,) = program.classes[0].product_seconds
-    assert weight == "fc.weight"
-    assert program.classes[0].product_seconds[weight] > 0
-    assert program_of(1, 2, fc_exchange="never").classes[0].product_seconds == {}
-
-
 def test_the_time_of_a_pass_does_not_depend_on_the_ranks() -> None:
     def seconds(program: StepProgram) -> float:
         return sum(task.seconds for task in program.classes[0].tasks if isinstance(task, Compute))

@@ -33,13 +33,3 @@ def test_a_rank_whose_neighbour_waits_has_nearly_all_of_the_core() -> None:
 
 def test_charged_work_is_taken_from_others() -> None:
     assert _ends(1, 2, (1.0, 1), charged=0.5) == pytest.approx([1.5])
-
-
-def test_the_end_of_a_wait_gives_back_what_its_begin_took() -> None:
-    loop = EventLoop()
-    cores, ends = Cores(loop, 1, 2), []
-    cores.begin_wait(1)
-    cores.end_wait(1)
-    cores.run(1.0, 1, lambda: ends.append(loop.now))
-    loop.run()
-    assert ends == [1.0]

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import pytest
-
 from hpctrain.planner.collective_costs import Stage
 from hpctrain.planner.simulation.event_loop import EventLoop
 from hpctrain.planner.simulation.lanes import Lane
@@ -86,11 +84,3 @@ def test_a_meeting_is_forgotten_once_all_have_come() -> None:
     assert meetings.of("key", 2) is first
     first.join(rank, Posted("sum", "queue", 0), [], _GROUP)
     assert meetings.of("key", 2) is not first
-
-
-@pytest.mark.parametrize("done", [False, True])
-def test_operations_say_whether_they_are_done(done: bool) -> None:
-    posted = Posted("sum of l0", "gradients", 3)
-    posted.done = done
-    assert posted.is_done() == done
-    assert str(posted) == "sum of l0 (gradients 3)"

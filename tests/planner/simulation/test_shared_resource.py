@@ -8,10 +8,10 @@ from hpctrain.planner.simulation.event_loop import EventLoop
 from hpctrain.planner.simulation.shared_resource import SharedResource
 
 
-def _ends(jobs: list[tuple[float, float, float]], capacity: float = 1.0) -> list[float]:
+def _ends(jobs: list[tuple[float, float, float]], capacity: float = 1.0, saved: float = 0.0) -> list[float]:
     """Ends of jobs of (begin, seconds, weight)."""
     loop = EventLoop()
-    resource = SharedResource(loop, capacity)
+    resource = SharedResource(loop, capacity, saved)
     ends = [0.0] * len(jobs)
 
     def begin(number: int) -> None:
@@ -21,10 +21,6 @@ def _ends(jobs: list[tuple[float, float, float]], capacity: float = 1.0) -> list
         loop.at(seconds, lambda number=number: begin(number))  # type: ignore[misc]
     loop.run()
     return ends
-
-
-def test_one_job_has_all() -> None:
-    assert _ends([(1.0, 2.5, 1.0)]) == [3.5]
 
 
 def test_two_jobs_share_from_where_they_meet() -> None:
@@ -70,39 +66,21 @@ def test_the_remainder_is_what_is_not_done() -> None:
     assert left == pytest.approx([2.0])
 
 
-def _saving_ends(jobs: list[tuple[float, float, float]], saved: float) -> list[float]:
-    """As `_ends`, of jobs of (begin, seconds, weight), on a resource that saves time."""
-    loop = EventLoop()
-    resource, ends = SharedResource(loop, 1.0, saved), [0.0] * len(jobs)
-
-    def begin(number: int) -> None:
-        resource.start(jobs[number][1], jobs[number][2], lambda: ends.__setitem__(number, loop.now))
-
-    for number, (at, _, _) in enumerate(jobs):
-        loop.at(at, lambda number=number: begin(number))  # type: ignore[misc]
-    loop.run()
-    return ends
-
-
 def test_saved_time_is_spent_first_and_comes_back_while_idle() -> None:
     # Of 3 s the first 2 are saved, and pass 64 times as fast: 2 = (64 - 1) t are spent in t.
     spent = 2.0 / 63
     first = 3.0 - 63 * spent
-    assert _saving_ends([(0.0, 3.0, 1.0)], 2.0) == pytest.approx([first])
-    assert _saving_ends([(0.0, 1.0, 1.0)], 2.0) == pytest.approx([1.0 / 64])
+    assert _ends([(0.0, 3.0, 1.0)], saved=2.0) == pytest.approx([first])
+    assert _ends([(0.0, 1.0, 1.0)], saved=2.0) == pytest.approx([1.0 / 64])
     # Half a second after the end of the first job, half a second is saved again.
-    assert _saving_ends([(0.0, 3.0, 1.0), (first + 0.5, 2.0, 1.0)], 2.0)[1] == pytest.approx(first + 0.5 + 2.0 - 0.5, rel=0.02)
+    assert _ends([(0.0, 3.0, 1.0), (first + 0.5, 2.0, 1.0)], saved=2.0)[1] == pytest.approx(first + 0.5 + 2.0 - 0.5, rel=0.02)
     # No more than the most is ever saved.
-    assert _saving_ends([(0.0, 3.0, 1.0), (100.0, 3.0, 1.0)], 2.0)[1] == pytest.approx(100.0 + first)
+    assert _ends([(0.0, 3.0, 1.0), (100.0, 3.0, 1.0)], saved=2.0)[1] == pytest.approx(100.0 + first)
 
 
 @pytest.mark.parametrize("weight", [1.0, 2.0])
 def test_all_jobs_together_spend_what_is_saved_once(weight: float) -> None:
     jobs = [(0.0, 1.0, weight), (0.0, 1.0, weight), (0.1, 1.0, weight)]
     total = 3.0 * weight
-    assert max(_saving_ends(jobs, 1.0)) == pytest.approx(max(_ends_of(jobs)) - 1.0, rel=0.05)
-    assert max(_saving_ends(jobs, 1.0)) >= total - 1.0 - 0.2
-
-
-def _ends_of(jobs: list[tuple[float, float, float]]) -> list[float]:
-    return _saving_ends(jobs, 0.0)
+    assert max(_ends(jobs, saved=1.0)) == pytest.approx(max(_ends(jobs)) - 1.0, rel=0.05)
+    assert max(_ends(jobs, saved=1.0)) >= total - 1.0 - 0.2
