@@ -18,7 +18,7 @@ from hpctrain.cli.planner_tables import (
     size_lines,
 )
 from hpctrain.experiment.simulated_scaling import SimulatedPoint
-from tests.planner.test_rate_costs import MACHINE
+from tests.planner.test_computation_costs import MACHINE
 from tests.support import predictions
 
 

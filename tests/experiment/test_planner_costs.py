@@ -13,7 +13,7 @@ from hpctrain.planner.machine import Machine
 from hpctrain.planner.measured_costs import update_key
 from hpctrain.planner.operator_times import OperatorTimes, cache_file
 from hpctrain.planner.program_timing import processor_model
-from tests.planner.test_rate_costs import MACHINE
+from tests.planner.test_computation_costs import MACHINE
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 ELEMENTS = 1 << 20

@@ -16,7 +16,7 @@ from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.planner.job import Candidate
 from hpctrain.planner.operator_times import OperatorTimes, cache_file
 from hpctrain.planner.program_timing import processor_model
-from tests.planner.test_rate_costs import MACHINE
+from tests.planner.test_computation_costs import MACHINE
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 

@@ -12,7 +12,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.experiment.planner_search import SearchTask, job_of, space_of
 from hpctrain.parallel.parallel_plan import Parallelism
 from hpctrain.planner.averaging_costs import AveragerChoice
-from tests.planner.test_rate_costs import MACHINE
+from tests.planner.test_computation_costs import MACHINE
 from tests.support.emulated import EmulatedDeviceFactory
 
 GRID = Path(__file__).parents[2] / "configs" / "quickstart-grid.yaml"

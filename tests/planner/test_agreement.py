@@ -1,4 +1,4 @@
-"""The closed forms give the numbers of the paper's network, and their words are the means of what `plan show` counts."""
+"""The closed forms, the bytes of steps and predictions agree with what plans of configurations show."""
 
 from pathlib import Path
 from statistics import mean
@@ -10,7 +10,9 @@ from hpctrain.backend.kernels.specs import TensorSpec
 from hpctrain.comm.link import LinkModel
 from hpctrain.config.load import load
 from hpctrain.data.sampler import counts
-from hpctrain.experiment.dry_run import averaging_bytes, group_schedules, prepare
+from hpctrain.experiment.dry_run import averaging_bytes, description, group_schedules, prepare
+from hpctrain.experiment.planned_job import candidate, job
+from hpctrain.experiment.planned_run import PlannedRun
 from hpctrain.models import catalogue
 from hpctrain.nn.network import declared
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
@@ -18,11 +20,23 @@ from hpctrain.parallel.plan_report import LayerReport, PlanReport
 from hpctrain.parallel.plan_reporter import report_plan
 from hpctrain.planner import formulas
 from hpctrain.planner.formulas import WeightedLayer, weighted_layers
+from hpctrain.planner.machine import Machine
+from hpctrain.planner.predict import predict
+from hpctrain.planner.prediction import Prediction
+from hpctrain.planner.rate_costs import RateCosts
+from hpctrain.planner.step_bytes import exchanged_bytes, split_bytes
+from hpctrain.planner.step_program import step_program
+from hpctrain.planner.tasks import Compute
+from tests.support.planned import machine
 
 BATCH, MODEL, DOMAIN = Parallelism
+
 CONFIG = Path(__file__).parents[2] / "configs" / "imagenet-vgg16.yaml"
+
 ALPHA_SECONDS, BETA_SECONDS_PER_WORD = 2e-6, formulas.WORD_BYTES / 6e9
+
 SAMPLES, RANKS = 2048, 512
+
 DEEP = {"vgg11": (64, 62, 3), "alexnet": (227, 227, 3)}  # whose last layers still have some rows
 
 
@@ -32,7 +46,9 @@ def graph_of(name: str, samples: int = 1, width: float = 1.0) -> Graph:
 
 
 ALEXNET = weighted_layers(graph_of("alexnet"))
+
 LINEAR = {layer.name: MODEL for layer in ALEXNET if not layer.images}
+
 IMAGES = {layer.name: DOMAIN for layer in ALEXNET if layer.images}
 
 
@@ -70,8 +86,6 @@ def test_crossovers_of_model_and_batch() -> None:
     linear = [round(formulas.crossover_batch(layer)) for layer in ALEXNET if not layer.images]
     assert linear == [3351, 2731, 891]
     assert max(formulas.crossover_batch(layer) for layer in ALEXNET if layer.images) == pytest.approx(14, rel=0.03)
-
-
 
 
 def test_one_row_is_batch_and_one_column_is_model() -> None:
@@ -137,3 +151,93 @@ def test_seconds_are_those_of_messages_and_words() -> None:
     assert formulas.batch(layer, 6).seconds(1.0, 0.0) == 2 * 3
     assert formulas.batch(layer, 6).seconds(0.0, 1.0) == 2 * 50
     assert formulas.domain(layer, 4, 2, 2).seconds(0.0, 1.0) == 2 * (4 / 2) * 4 * 1 + 2 * 45
+
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+GRIDS = [
+    ("grid.rows=1", 5, 2),
+    ("grid.rows=2", 4, 2),
+    ("grid.rows=2", 6, 4),
+    ("grid.rows=4", 8, 2),
+]
+
+PLANS = ["plan.default=batch", "plan.default=model", "plan.default=domain", "plan={default: domain, '*fc*': model}"]
+
+AVERAGERS = [
+    *("averager=sharded", "averager=bucketed", "averager=blocking", "averager=priority", "averager=overlap"),
+    "averager={name: sharded, wire: float16, wire_parameters: bfloat16}",
+    "averager={name: bucketed, wire: bfloat16}",
+    "averager={name: blocking, wire: float16}",
+    "averager={name: sparse, density: 0.05, compress: always}",
+]
+
+
+def task_of(model: str, ranks: int, *overrides: str) -> PlannedRun:
+    config, _ = load(CONFIGS / "cifar10-resnet20.yaml", [f"model={model}", "batch=21", "backend=numpy", *overrides])
+    return prepare(config, ranks, (32, 32, 3), 10)
+
+
+def assert_equal_bytes(task: PlannedRun, per_node: int) -> None:
+    report, nodes = description(task), machine(per_node)
+    program = step_program(job(task), candidate(task), nodes, RateCosts(nodes))
+    forward, backward = (
+        direction(report.item_bytes) for direction in (report.traffic.bytes_forward, report.traffic.bytes_backward)
+    )
+    assert split_bytes(program) == sum(forward) + sum(backward)
+    averaged = averaging_bytes(task, group_schedules(task, LinkModel(1e-5, 1e-9), per_node))
+    assert exchanged_bytes(program) == sum(forward) + sum(backward) + sum(averaged)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(("grid", "ranks", "per_node"), GRIDS)
+@pytest.mark.parametrize("model", ["resnet20", "{name: vgg11, width: 0.05}"])
+def test_bytes_are_those_that_plan_show_tells(model: str, grid: str, ranks: int, per_node: int, plan: str) -> None:
+    if "fc" in plan and "vgg" in model:
+        plan = plan.replace("*fc*", "classifier.*")
+    assert_equal_bytes(task_of(model, ranks, grid, plan), per_node)
+
+
+@pytest.mark.parametrize("averager", AVERAGERS)
+def test_bytes_of_averagers_are_those_that_plan_show_tells(averager: str) -> None:
+    assert_equal_bytes(task_of("{name: vgg11, width: 0.05}", 4, "grid.rows=2", "plan.default=model", averager), 2)
+
+
+CIFAR = Path(__file__).parents[2] / "configs" / "cifar10-resnet20.yaml"
+
+
+def prediction(nodes: Machine, *overrides: str, ranks: int = 4) -> Prediction:
+    config, _ = load(CIFAR, ["batch=16", "backend=numpy", *overrides])
+    task = prepare(config, ranks, (32, 32, 3), 10)
+    return predict(job(task), candidate(task), nodes, RateCosts(nodes))
+
+
+@pytest.mark.parametrize("averager", ["sharded", "bucketed", "blocking", "priority", "overlap"])
+@pytest.mark.parametrize(
+    "grid", [("grid.rows=1",), ("grid.rows=2", "plan.default=domain"), ("grid.rows=4", "plan.default=model")]
+)
+def test_a_step_takes_at_least_its_compute(averager: str, grid: tuple[str, ...]) -> None:
+    nodes = machine(2)
+    overrides = (*grid, f"averager={averager}")
+    predicted = prediction(nodes, *overrides)
+    config, _ = load(CIFAR, ["batch=16", "backend=numpy", *overrides])
+    task = prepare(config, 4, (32, 32, 3), 10)
+    program = step_program(job(task), candidate(task), nodes, RateCosts(nodes))
+    compute = max(sum(one.seconds for one in ranks.tasks if isinstance(one, Compute)) for ranks in program.classes)
+    assert predicted.step.seconds >= compute * (1 - 1e-9)
+    assert predicted.memory_bytes == max(ranks.memory_bytes for ranks in program.classes) > 0
+    assert predicted.exchanged_bytes == exchanged_bytes(program) > 0
+    assert predicted.measured_share == 0.0
+
+
+def test_slower_links_and_slower_ranks_take_longer() -> None:
+    fast, slow = machine(1), machine(1).scaled(bandwidth=0.01)
+    assert prediction(fast).step.seconds < prediction(slow).step.seconds
+    assert prediction(fast).step.seconds < prediction(machine(1).scaled(compute=0.5)).step.seconds
+
+
+def test_a_rank_alone_exchanges_nothing_and_waits_for_nobody() -> None:
+    alone = prediction(machine(1), ranks=1)
+    assert alone.exchanged_bytes == 0
+    assert alone.step.exposed_seconds == pytest.approx(0.0, abs=1e-6)
