@@ -205,12 +205,6 @@ def triangle(size, resized):
     return weights / weights.sum(axis=1, keepdims=True)
 
 
-def test_the_whole_image_at_its_own_size_is_unchanged():
-    images = images_of(3, (9, 9, 3))
-    out = pixels([("random_resized_crop", {"size": 9, "scale": [1, 1], "ratio": [1, 1]})], images, range(3))
-    assert np.array_equal(out, images)
-
-
 @pytest.mark.parametrize("value", [0, -1.5, "random"])
 def test_erasing_fills_one_rectangle_of_normalised_pixels(value):
     images = images_of(300, (20, 30, 3))
@@ -248,16 +242,6 @@ def test_erasing_is_last_in_the_list():
     with pytest.raises(ConfigError, match=r'"flip" is number 3 of the list, behind "random_erasing", .* at the end'):
         Pipeline([("flip", {}), ("random_erasing", {}), ("flip", {})], 0, MEAN, STD)
     assert len(Pipeline([("flip", {}), ERASING, ERASING], 0, MEAN, STD).normalised) == 2
-
-
-def test_an_empty_batch_gives_an_empty_batch():
-    assert run(ALL, images_of(0), []).shape == (0, 7, 7, 3)
-
-
-def test_output_shape_follows_the_list():
-    pipeline = Pipeline(ALL, 0, MEAN, STD)
-    assert pipeline.output_shape(32, 40, 3) == (7, 7, 3)
-    assert Pipeline(ALL[:1], 0, MEAN, STD).output_shape(32, 40, 3) == (32, 40, 3)
 
 
 def test_images_that_are_too_small_or_of_other_channels_are_refused():

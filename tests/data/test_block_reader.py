@@ -1,6 +1,5 @@
 """Stored bytes of samples, of one size and of several, whatever the disk does."""
 
-import errno
 import os
 
 import numpy as np
@@ -10,6 +9,8 @@ from hpctrain.data import block_reader
 from hpctrain.data.block_reader import BlockReader
 from hpctrain.data.extents import Extents
 from hpctrain.data.unreadable import UnreadableError
+
+pytestmark = pytest.mark.usefixtures("way")
 
 SIZES = [5, 1, 300, 4097, 2, 9000, 77]
 FIRST = 123
@@ -24,12 +25,6 @@ def reader(tmp_path):
     extents = Extents.rising(FIRST, np.cumsum([0, *SIZES]).astype(np.int64))
     block = np.memmap(tmp_path / "block", np.uint8, "r", FIRST, (extents.size_bytes,))
     return BlockReader(tmp_path / "block", block, extents), contents
-
-
-@pytest.fixture(params=["copied by the system", "read from the file"], autouse=True)
-def way(request, monkeypatch):
-    if request.param == "read from the file":
-        monkeypatch.setattr(block_reader, "_copy", lambda *arguments: (block_reader.ctypes.set_errno(errno.EPERM), -1)[1])
 
 
 def fetched(reader, samples):

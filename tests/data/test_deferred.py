@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.data.augmentations import AUGMENTATIONS
-from hpctrain.data.deferred import can_defer, composed, filling, first_deferred, leaves_resize, mirrored_box
+from hpctrain.data.deferred import can_defer, filling, first_deferred, leaves_resize
 from hpctrain.data.pipeline import Pipeline
 
 MEAN, STD = np.array([0.3, 0.5, 0.6]), np.array([0.2, 0.25, 0.3])
@@ -91,19 +91,3 @@ def test_one_rectangle_of_one_number_may_be_left(specs, can):
     assert pipeline.can_defer is can
     assert can_defer(pipeline.normalised) is can
     assert (filling(pipeline.normalised) is not None) == (bool(specs) and specs[0][1]["value"] != "random")
-
-
-def test_windows_in_front_of_windows():
-    """Of images of 4 x 5: shifted up by 1 and left by 2, then mirrored."""
-    shift, flip = AUGMENTATIONS.create("pad_crop", {"padding": 2}), AUGMENTATIONS.create("flip", {"probability": 1.0})
-    u = np.array([[0.65, 0.99]])  # of 5 places number 3 and 4, which are 1 and 2
-    windows, size = composed(1, (4, 5), [(shift, u), (flip, np.zeros((1, 1)))])
-    assert size == (4, 5)
-    (window,) = windows
-    assert (window["top"], window["left"], window["step"]) == (1, 6, -1)
-    assert window["shown"].tolist() == [[0, 3], [2, 5]]
-    assert window["filled"].tolist() == [[0, 0], [0, 0]]
-
-
-def test_the_box_of_a_mirror_image():
-    assert mirrored_box(((1, 3), (0, 4)), 10) == ((1, 3), (6, 10))

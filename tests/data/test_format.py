@@ -4,7 +4,6 @@ import errno
 import fcntl
 import hashlib
 import os
-import threading
 
 import h5py
 import numpy as np
@@ -38,17 +37,6 @@ def test_round_trip_does_not_depend_on_chunks(tmp_path, shape, sizes):
     np.testing.assert_allclose(file.std, (images / 255).std(axis=(0, 1, 2)), rtol=1e-9, atol=1e-12)
     file.verify()
     assert os.listdir(tmp_path / "new") == ["a.h5"]
-
-
-def test_statistics_are_the_same_for_any_chunks(tmp_path):
-    images, labels = random_images(11), np.zeros(11, np.int64)
-    for name, cut in (("a.h5", 3), ("b.h5", 10)):
-        chunks = [(images[:cut], labels[:cut]), (images[cut:], labels[cut:])]
-        data_format.write(tmp_path / name, 11, (7, 9, 3), ["x"], chunks)
-    first, second = ImageFile.open(tmp_path / "a.h5"), ImageFile.open(tmp_path / "b.h5")
-    assert first.mean.tobytes() == second.mean.tobytes()
-    assert first.std.tobytes() == second.std.tobytes()
-    assert first.manifest == second.manifest
 
 
 def test_images_that_are_no_contiguous_array_are_written_as_they_look(tmp_path):
@@ -90,17 +78,6 @@ def test_opens_while_another_holds_the_file_locked(make_file):
         with pytest.raises(OSError, match="lock"):
             h5py.File(file.path, "r", locking=True)
         assert np.array_equal(ImageFile.open(file.path).images, images)
-
-
-def test_threads_may_read_at_once(make_file):
-    file, images, _ = make_file(count=50)
-    right = []
-    threads = [threading.Thread(target=lambda: right.append(np.array_equal(file.images[::-1], images[::-1]))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert right == [True] * 4
 
 
 @pytest.mark.parametrize("label", [-1, 5])

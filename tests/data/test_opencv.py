@@ -69,6 +69,7 @@ def test_it_starts_no_thread() -> None:
 
 
 @pytest.mark.job
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("side", "loaded"), [(32, False), (160, True)])
 def test_small_images_do_without_it(side: int, loaded: bool) -> None:
     program = (

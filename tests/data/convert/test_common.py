@@ -116,8 +116,3 @@ def test_a_terminal_is_not_told_what_to_do():
     said = str(LeftOut("hidden", tuple(f"{number}\x1b[31m\n\u202e\udcff" for number in range(8))))
     assert said == "left out, hidden: 8 (" + ", ".join(rf"{n}\x1b[31m\n\u202e\udcff" for n in range(5)) + ", and 3 more)"
     assert said.isprintable()
-
-
-def test_long_lists_are_cut():
-    assert common.listed("image", ["a"]) == "1 image (a)"
-    assert common.listed("image", list("abcd"), 2) == "4 images (a, b, and 2 more)"

@@ -14,8 +14,7 @@ from PIL import Image
 
 from hpctrain.data.convert import cifar, folder, hdf5, idx, npz
 from hpctrain.errors import DataError
-
-CASES = 120
+from tests.support.sampling import amount
 
 
 def idx_bytes(array):
@@ -125,14 +124,15 @@ def test_damaged_inputs_are_converted_or_refused_with_a_sentence(tmp_path, kind,
     monkeypatch.setattr(os, "fsync", lambda handle: None)
     generator = random.Random(kind)
     refused = 0
-    for case in range(CASES):
+    cases = amount(40, 500)
+    for case in range(cases):
         directory = tmp_path / str(case)
         directory.mkdir()
         (directory / "input").write_bytes(damaged(content, generator))
         sentence = outcome(convert, directory / "input")
         assert not sentence or (sentence.endswith(".") and str(directory) in sentence)
         refused += bool(sentence)
-    assert refused > CASES // 10
+    assert refused > cases // 10
 
 
 def outcome(convert, path):

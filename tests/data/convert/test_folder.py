@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import tarfile
 import tempfile
 import unicodedata
 from itertools import pairwise
@@ -20,6 +19,7 @@ from hpctrain.data.convert.common import ConvertedFile
 from hpctrain.data.format import ImageFile
 from hpctrain.errors import DataError
 from tests.support.folder_trees import Folder, as_another_user
+from tests.support.sampling import amount
 
 
 def make_tree(root, classes=("ant", "bee", "cow"), count=4, size=(7, 9)):
@@ -44,13 +44,6 @@ def test_the_tree_is_read_in_order_of_class_and_name(tmp_path, threads):
     expected = [np.asarray(Image.open(path)) for path in sorted(root.rglob("*.*"))]
     assert np.array_equal(file.images, expected)
     assert sum(done) == 12
-
-
-def test_threads_and_runs_give_the_same_file(tmp_path):
-    tree = folder.scan(make_tree(tmp_path / "tree"))
-    for name, threads in (("a.h5", 1), ("b.h5", 3)):
-        folder.convert(tree, tmp_path / name, size=(5, 5), threads=threads)
-    assert ImageFile.open(tmp_path / "a.h5").manifest == ImageFile.open(tmp_path / "b.h5").manifest
 
 
 def test_deeper_and_hidden_and_other_files(tmp_path):
@@ -115,22 +108,6 @@ def test_missing_and_empty_directories_are_refused(tmp_path):
         folder.scan(tmp_path / "empty")
 
 
-def test_photos_become_images_of_one_size(tmp_path, shared_data):
-    with tarfile.open(shared_data("clothing-232.tar")) as archive:
-        chosen = [m for m in archive.getmembers() if "/validation/" in m.name and m.name.endswith(("1.jpg", "2.jpg"))][:40]
-        for member in chosen:  # Python before 3.11.4 has no filter that makes extractall() safe
-            path, content = tmp_path / member.name, archive.extractfile(member)
-            assert content is not None
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content.read())
-    tree = folder.scan(tmp_path / "clothing-232" / "validation")
-    assert folder.convert(tree, tmp_path / "out.h5", size=(96, 96)) == []
-    file = ImageFile.open(tmp_path / "out.h5")
-    assert file.images.shape == (40, 96, 96, 3)
-    assert ((file.mean > 0.3) & (file.mean < 0.8)).all()
-    assert (file.std > 0.15).all()
-
-
 @pytest.fixture
 def open_place():
     """Return a directory that every user may search, unlike the directories of pytest."""
@@ -155,7 +132,7 @@ def real_place(path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(int(os.environ.get("HPCTRAIN_FOLDERS", "6"))))
+@pytest.mark.parametrize("seed", range(amount(6, 60)))
 def test_all_that_is_in_a_folder_is_converted_or_said_to_be_left_out(open_place, seed):
     """Every entry of a random folder is converted or reported, also for a user who cannot read all of it."""
     made = Folder(open_place, seed)
