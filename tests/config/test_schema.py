@@ -1,13 +1,21 @@
-"""The schema: frozen, every field described, numbers and booleans kept apart, options as immutable plain data."""
+"""The schema: frozen, every field described, options as plain data, faults as sentences; what is dumped loads to the same."""
 
+import json
 import math
+import string
 
 import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from hpctrain.config.faults import known_paths, section_at
+from hpctrain.config.dump import dump, json_schema
+from hpctrain.config.faults import known_paths, section_at, show
+from hpctrain.config.load import parse
 from hpctrain.config.schema import Config, PlanConfig
 from hpctrain.config.section import Named
+from hpctrain.errors import ConfigError
 
 SMALL = {
     "model": "small",
@@ -30,12 +38,6 @@ def changed(path, value):
         inner = inner.setdefault(key, {})
     inner[last] = value
     return data
-
-
-def test_every_field_has_a_description():
-    for path in known_paths():
-        section = section_at(path[:-1])
-        assert section.model_fields[path[-1]].description, path
 
 
 def test_a_configuration_cannot_be_changed():
@@ -75,10 +77,6 @@ def number_paths():
             yield ".".join(path)
 
 
-def test_there_are_number_fields():
-    assert {"batch", "optimizer.lr", "schedule.warmup_epochs", "grid.cols", "deadline_seconds"} <= set(number_paths())
-
-
 @pytest.mark.parametrize("path", [*number_paths(), "threads", "data.threads"])
 @pytest.mark.parametrize("value", [True, False, math.nan, math.inf, "many", [1], -1])
 def test_numbers_refuse_what_is_no_number_of_theirs(path, value):
@@ -90,13 +88,8 @@ def test_numbers_refuse_what_is_no_number_of_theirs(path, value):
     ("path", "lowest"),
     [
         *[("seed", 0), ("batch", 1), ("micro_batches", 1), ("epochs", 0), ("grid.rows", 1), ("grid.cols", 1), ("threads", 1)],
-        *[
-            ("data.prefetch", 0),
-            ("data.threads", 1),
-            ("checkpoint.every_steps", 0),
-            ("checkpoint.keep", 1),
-            ("evaluate.batch", 1),
-        ],
+        *[("data.prefetch", 0), ("data.threads", 1), ("checkpoint.every_steps", 0), ("checkpoint.keep", 1)],
+        ("evaluate.batch", 1),
     ],
 )
 def test_bounds_are_where_they_are_said_to_be(path, lowest):
@@ -167,15 +160,215 @@ def test_a_plan_knows_three_uses(plan):
         Config.model_validate(changed("plan", plan))
 
 
-@pytest.mark.parametrize("tiles", [2, [2], [1, 2, 3], [0, 2], [True, 2], [1.5, 2]])
-def test_tiles_are_two_positive_numbers(tiles):
-    with pytest.raises(ValidationError):
-        Config.model_validate(changed("grid.tiles", tiles))
+def test_sections_can_be_left_to_the_start_of_a_run():
+    config = Config.model_validate({**SMALL, "grid": "auto", "plan": "auto", "averager": "auto"})
+    assert config.automatic == ("grid", "plan", "averager")
+    assert (config.grid.rows, config.plan.patterns) == (1, {})
+    assert Config.model_validate(SMALL).automatic == ()
+    assert Config.model_validate({**SMALL, "plan": "auto"}).automatic == ("plan",)
 
 
-def test_an_action_alone_is_shorthand():
-    plain = {"model": "small", "data": {"train": "a.h5"}, "batch": 1, "epochs": 1, "optimizer": {"name": "sgd", "lr": 1}}
-    for value in ("skip", {"action": "skip"}, {"action": "skip", "most": 10}):
-        section = Config.model_validate({**plain, "schedule": "constant", "on_nonfinite": value}).on_nonfinite
-        assert (section.action, section.most) == ("skip", 10)
-    assert Config.model_validate({**plain, "schedule": "constant"}).on_nonfinite.action == "stop"
+def test_what_is_left_open_is_no_default():
+    for section in ("grid", "plan", "averager"):
+        config = Config.model_validate({**SMALL, section: "auto"})
+        assert config != Config.model_validate(SMALL)
+        assert Config.model_validate(config.model_dump(mode="json")) == config
+        assert config.model_copy(update={"batch": 9}).automatic == (section,)
+        assert (
+            Config.model_validate(
+                {**config.model_dump(mode="json"), section: {"name": "blocking"} if section == "averager" else {}}
+            ).automatic
+            == ()
+        )
+
+
+def test_known_paths_cover_the_schema_once():
+    paths = list(known_paths())
+    assert len(paths) == len(set(paths))
+    assert {("batch",), ("optimizer", "lr"), ("data", "evaluate_augment"), ("metrics", "interval_seconds")} <= set(paths)
+    assert {path[0] for path in paths} == set(Config.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(3, "3"), ("a", "a"), ("3", "'3'"), (None, "null"), (True, "true"), ([1, {"a": 2}], "[1, {a: 2}]"), (1e-5, "1.0e-05")],
+)
+def test_values_are_shown_as_yaml(value, text):
+    assert show(value) == text
+
+
+def test_long_values_and_values_that_are_no_yaml_are_shown_too():
+    assert len(show("x" * 999)) == 60
+    assert show(object).startswith("<class 'object'")
+
+
+VALUES = (
+    "null", "true", "abc", "''", "1.5", "-1", "0", "99999999999999999999999", "1e400", ".nan", ".inf",
+    "[]", "[1]", "[1, 2, 3]", "[a, b]", "[0, 1]", "[1.5, 2]", "[[1], 2]", "[null]",
+    "{}", "{a: 1}", "'1'", "'1e5'", "x/y", "{name: 3}", "{name: ''}", "!!binary aGk=",
+)  # fmt: skip
+
+NO_WORDS_OF_OURS = ("Input", "valid ", "Tuple", "validation", "parse", "required", "unable", "Value error", "dictionary")
+
+
+@pytest.mark.slow
+def test_every_wrong_value_of_every_key_is_told_in_our_words() -> None:
+    keys = [".".join(map(str, path)) for path in known_paths()]
+    told = set()
+    for key in [*keys, "plan.features.*", "optimizer.momentum", "model.width"]:
+        for value in VALUES:
+            try:
+                parse(BASE, "base.yaml", [f"{key}={value}"])
+            except ConfigError as error:
+                lines = str(error).split("\n")
+                assert all(line.startswith('override "') and line.endswith(".") for line in lines), lines
+                assert not any(word in line.split('": ', 1)[1] for line in lines for word in NO_WORDS_OF_OURS), lines
+                told.add(key)
+    assert len(told) == len(keys) + 3
+
+
+BASE = """
+model: small
+data: {train: train.h5}
+batch: 8
+epochs: 1
+optimizer: {name: sgd, lr: 0.1}
+schedule: constant
+"""
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("grid.tiles=[1, 2, 3]", "grid.tiles is [1, 2, 3], but must be a list of 2 items, not 3."),
+        ("grid.tiles=[1]", "grid.tiles is [1], but must be a list of 2 items."),
+        ("grid.tiles=4", "grid.tiles is 4, but must be a list."),
+        ("grid.tiles=[0, 1]", "grid.tiles.0 is 0, but must be at least 1; the nearest legal value is 1."),
+        ("trace=perhaps", "trace is perhaps, but must be true or false."),
+        ("name=null", "name is null, but must be a string."),
+        ("name=''", "name is '', but must have at least 1 character."),
+        ("batch=2.5", "batch is 2.5, but must be an integer."),
+        ("optimizer.lr=fast", "optimizer.lr is fast, but must be a number."),
+        ("optimizer.lr=.inf", "optimizer.lr is .inf, but must be a finite number."),
+        ("batch_norm.momentum=2", "batch_norm.momentum is 2, but must be at most 1; the nearest legal value is 1.0."),
+        ("backend=null", "backend is null, but must be 'auto', 'numpy', 'onednn' or 'cuda'."),
+        (
+            "grid.rows=99999999999999",
+            "grid.rows is 99999999999999, but must be at most 1000000; the nearest legal value is 1000000.",
+        ),
+        ("grid.cols=2000000", "grid.cols is 2000000, but must be at most 1000000; the nearest legal value is 1000000."),
+        (
+            "deadline_seconds=1e300",
+            "deadline_seconds is 1e300, but must be at most 1e+09; the nearest legal value is 1000000000.0.",
+        ),
+        ("loss.name=focal", 'Unknown key "loss.name"; known keys are label_smoothing.'),
+        ("grid.batch=3", 'Unknown key "grid.batch"; the nearest known key is "batch".'),
+        ("backend=onedn", "backend is onedn, but must be 'auto', 'numpy', 'onednn' or 'cuda'; the nearest is 'onednn'."),
+    ],
+)
+def test_rules_are_told_in_full(override: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse(BASE, "base.yaml", [override])
+    assert str(error.value) == f'override "{override}": {sentence}'
+
+
+FINITE = st.floats(allow_nan=False, allow_infinity=False)
+
+# Others are refused: they may move a cursor, or end a line of a script.
+CHARACTERS = st.characters(exclude_categories=("Cc", "Cf", "Cs", "Zl", "Zp"))
+
+KEYS = st.text(CHARACTERS, min_size=1, max_size=6).filter(lambda key: key not in {"name", "lr", "warmup_epochs"})
+
+DUMP_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | FINITE | st.text(CHARACTERS, max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
+    max_leaves=6,
+)
+
+OPTIONS = st.dictionaries(KEYS, DUMP_VALUES, max_size=3)
+
+TEXTS = st.text(CHARACTERS, min_size=1, max_size=8)
+
+POSITIVE = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
+
+COUNTS = st.integers(1, 10**6)
+
+PAIRS = st.tuples(COUNTS, COUNTS).map(list)
+
+
+def named(**fields):
+    return st.builds(lambda options, known: options | known, OPTIONS, st.fixed_dictionaries({"name": TEXTS}, optional=fields))
+
+
+AUGMENT = st.lists(named(), max_size=3)
+
+CONFIGS = st.fixed_dictionaries(
+    {
+        "model": named() | TEXTS,
+        "data": st.fixed_dictionaries(
+            {"train": TEXTS},
+            optional={
+                "test": st.none() | TEXTS,
+                "augment": AUGMENT,
+                "evaluate_augment": AUGMENT,
+                "normalise": st.booleans(),
+                "prefetch": st.integers(0, 9),
+                "threads": st.just("auto") | COUNTS,
+            },
+        ),
+        "batch": COUNTS,
+        "epochs": st.integers(0, 999),
+        "optimizer": st.builds(lambda section, lr: section | {"lr": lr}, named(), POSITIVE),
+        "schedule": named(warmup_epochs=st.floats(0, 1e3)),
+    },
+    optional={
+        "name": st.text(string.ascii_letters + "-_0123456789é~ ", min_size=1, max_size=9),
+        "seed": st.integers(0, 2**63 - 1),
+        "dtype": st.sampled_from(["float32", "float64"]),
+        "threads": st.just("auto") | COUNTS,
+        "grid": st.fixed_dictionaries({}, optional={"rows": COUNTS, "cols": st.none() | COUNTS, "tiles": st.none() | PAIRS}),
+        "plan": st.dictionaries(st.sampled_from(["default", "*", "a.*", "1"]), st.sampled_from(["batch", "model", "domain"])),
+        "averager": named(),
+        "deadline_seconds": st.floats(min_value=0, exclude_min=True, max_value=1e9),
+        "batch_norm": st.fixed_dictionaries({}, optional={"epsilon": POSITIVE}),
+        "output": TEXTS,
+    },
+).map(Config.model_validate)
+
+
+@settings(deadline=None, max_examples=40)
+@given(CONFIGS)
+def test_round_trip(config):
+    text = dump(config)
+    again, source = parse(text)
+    assert again == Config.model_validate(yaml.safe_load(text)) == config
+    assert dump(again) == text
+    # Nothing is left to a default that may change later.
+    for path in known_paths():
+        assert path in source.places, path
+
+
+@pytest.mark.parametrize("text", ["é", " a ", "a: b", "~", "1e3", "0x1", "2026-01-31", "<<", "="])
+def test_awkward_strings_survive(text):
+    config = parse("batch: 1\nepochs: 1\ndata: {train: x}\nmodel: small\nschedule: constant\noptimizer: {name: sgd, lr: 1}")[0]
+    odd = config.model_copy(update={"output": text, "model": {"name": text, text: [text]}})
+    odd = Config.model_validate(odd.model_dump(warnings=False))
+    assert parse(dump(odd))[0] == odd
+
+
+def test_the_schema_describes_every_key_and_is_json():
+    schema = json.loads(json.dumps(json_schema()))
+    assert schema["$schema"].startswith("https://json-schema.org/")
+    assert list(schema["properties"]) == list(Config.model_fields)
+    assert set(schema["required"]) == {"model", "data", "batch", "epochs", "optimizer", "schedule"}
+    assert schema["additionalProperties"] is False
+    assert all("description" in entry or "$ref" in entry for entry in schema["properties"].values())
+    assert all("description" in entry for entry in schema["$defs"].values() if "anyOf" not in entry)
+
+
+@pytest.mark.parametrize("section", ["ModelConfig", "ScheduleConfig", "AveragerConfig", "AugmentConfig"])
+def test_the_schema_allows_a_name_alone(section):
+    short, whole = json_schema()["$defs"][section]["anyOf"]
+    assert short["type"] == "string"
+    assert whole["additionalProperties"] is True
+    assert "name" in whole["properties"]

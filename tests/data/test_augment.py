@@ -1,4 +1,11 @@
-"""Augmentation: pure in (seed, epoch, sample id), independent of batches; each map against its definition."""
+"""Augmentation: pure in (seed, epoch, sample id), independent of batches; each map and operation against its definition."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -7,13 +14,25 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from hpctrain.backend import counter_random
+from hpctrain.data import opencv
 from hpctrain.data.augmentations import AUGMENTATIONS
+from hpctrain.data.augmentations.randaugment import RandAugment
+from hpctrain.data.augmentations.trivial_augment_wide import TrivialAugmentWide
+from hpctrain.data.picture_operations import NAMES, SIGNED, OperationRanges, changed, check_channels
 from hpctrain.data.pipeline import Pipeline
 from hpctrain.errors import ConfigError, DataError, ShapeError
 
 MEAN, STD = np.array([0.3, 0.5, 0.6]), np.array([0.2, 0.25, 0.3])
-ALL = [("pad_crop", {"padding": 3}), ("random_resized_crop", {"size": 8}), ("flip", {}), ("center_crop", {"size": 7})]
-ALL += [("randaugment", {"magnitude": 15}), ("trivial_augment_wide", {"interpolation": "bilinear"})]
+
+ALL = [
+    ("pad_crop", {"padding": 3}),
+    ("random_resized_crop", {"size": 8}),
+    ("flip", {}),
+    ("center_crop", {"size": 7}),
+    ("randaugment", {"magnitude": 15}),
+    ("trivial_augment_wide", {"interpolation": "bilinear"}),
+]
+
 ERASING = ("random_erasing", {"value": "random", "scale": [0.1, 0.5]})
 
 
@@ -205,12 +224,6 @@ def triangle(size, resized):
     return weights / weights.sum(axis=1, keepdims=True)
 
 
-def test_the_whole_image_at_its_own_size_is_unchanged():
-    images = images_of(3, (9, 9, 3))
-    out = pixels([("random_resized_crop", {"size": 9, "scale": [1, 1], "ratio": [1, 1]})], images, range(3))
-    assert np.array_equal(out, images)
-
-
 @pytest.mark.parametrize("value", [0, -1.5, "random"])
 def test_erasing_fills_one_rectangle_of_normalised_pixels(value):
     images = images_of(300, (20, 30, 3))
@@ -248,16 +261,6 @@ def test_erasing_is_last_in_the_list():
     with pytest.raises(ConfigError, match=r'"flip" is number 3 of the list, behind "random_erasing", .* at the end'):
         Pipeline([("flip", {}), ("random_erasing", {}), ("flip", {})], 0, MEAN, STD)
     assert len(Pipeline([("flip", {}), ERASING, ERASING], 0, MEAN, STD).normalised) == 2
-
-
-def test_an_empty_batch_gives_an_empty_batch():
-    assert run(ALL, images_of(0), []).shape == (0, 7, 7, 3)
-
-
-def test_output_shape_follows_the_list():
-    pipeline = Pipeline(ALL, 0, MEAN, STD)
-    assert pipeline.output_shape(32, 40, 3) == (7, 7, 3)
-    assert Pipeline(ALL[:1], 0, MEAN, STD).output_shape(32, 40, 3) == (32, 40, 3)
 
 
 def test_images_that_are_too_small_or_of_other_channels_are_refused():
@@ -309,3 +312,191 @@ def test_wrong_options_are_refused_with_one_sentence(name, options, message):
 def test_a_normalisation_that_is_not_finite_is_refused(mean, std):
     with pytest.raises(DataError, match=r"the normalisation channel 1 has mean .*must be finite"):
         Pipeline([], 0, np.array([0.3, mean]), np.array([0.2, std]))
+
+
+RANGES = OperationRanges(shear=0.3, rotation=30.0, enhancement=0.9, posterized_bits=4, translation=None)
+
+
+def image_of(channels: int, height: int = 29, width: int = 31) -> np.ndarray:
+    """Smooth in part, so that no operation is lost in noise."""
+    rows, columns = np.mgrid[:height, :width]
+    planes = [(7 * rows + 3 * columns * (channel + 1) + (rows * columns) % 31) % 256 for channel in range(channels)]
+    return np.stack(planes, axis=2).astype(np.uint8)
+
+
+def test_pixels_of_all_operations_are_what_they_were() -> None:
+    """By a hash, without PyTorch: a library of pictures that gives others would change trainings without a word."""
+    digest = hashlib.sha256()
+    for channels in (1, 3):
+        image = image_of(channels)
+        for name in NAMES:
+            magnitude = RANGES.magnitude(name, 9, 31, (29, 31))
+            for signed in (magnitude, -magnitude) if name in SIGNED else (magnitude,):
+                result = changed(image, [(name, signed)], "nearest")
+                assert result.shape == image.shape
+                assert result.dtype == np.uint8
+                digest.update(np.ascontiguousarray(result).tobytes())
+    assert digest.hexdigest() == "bd949341128ea1697f189dac323aaa4d0b71822028c10d9cbbc0dbab6aa7e1b6"
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_operations_without_strength_change_nothing(channels: int) -> None:
+    image = image_of(channels)
+    for name in NAMES:
+        if name not in ("autocontrast", "equalize"):
+            magnitude = RANGES.magnitude(name, 0, 31, (29, 31))
+            assert np.array_equal(changed(image, [(name, magnitude)], "bilinear"), image) or name == "solarize"
+    assert np.array_equal(changed(image, [("solarize", 256.0)], "nearest"), image)
+
+
+def test_moves_are_by_whole_pixels_with_black_behind_them() -> None:
+    image = image_of(3)
+    moved = changed(image, [("translate_x", 4.9)], "nearest")
+    assert np.array_equal(moved[:, 4:], image[:, :-4])
+    assert not moved[:, :4].any()
+    moved = changed(image, [("translate_y", -3.0)], "nearest")
+    assert np.array_equal(moved[:-3], image[3:])
+    assert not moved[-3:].any()
+
+
+def test_operations_come_one_after_another() -> None:
+    image = image_of(3)
+    both = changed(image, [("posterize", 3.0), ("rotate", 20.0)], "bilinear")
+    assert np.array_equal(both, changed(changed(image, [("posterize", 3.0)], "bilinear"), [("rotate", 20.0)], "bilinear"))
+
+
+@pytest.mark.parametrize("channels", [2, 4])
+def test_other_channels_are_refused(channels: int) -> None:
+    for augmentation in (RandAugment(), TrivialAugmentWide()):
+        with pytest.raises(ShapeError, match=f"of 1 or 3 channels, and not of {channels}"):
+            augmentation.output_shape(9, 9, channels)
+    check_channels("randaugment", 3)
+
+
+def test_all_operations_and_both_signs_are_drawn_alike() -> None:
+    u = np.random.default_rng(0).random((4000, TrivialAugmentWide.draws))
+    trivial = TrivialAugmentWide()
+    counts = dict.fromkeys(NAMES, 0)
+    magnitudes = []
+    for one in u:
+        name, magnitude = trivial.choice((32, 32), one)
+        counts[name] += 1
+        if name == "rotate":
+            magnitudes.append(magnitude)
+    assert all(abs(count - 4000 / 14) < 5 * np.sqrt(4000 / 14) for count in counts.values())
+    assert len(set(magnitudes)) > 40  # of 31 positions with two signs
+    assert min(magnitudes) == -135.0
+    assert max(magnitudes) == 135.0
+    drawn = RandAugment(operations=3).choices((32, 32), np.random.default_rng(1).random(RandAugment.draws))
+    assert len(drawn) == 3
+
+
+def _image(height: int, width: int, channels: int) -> np.ndarray:
+    return np.random.default_rng(5).integers(0, 256, (height, width, channels), np.uint8)
+
+
+def _targets(shape: tuple[int, ...], dtype: type) -> list[np.ndarray]:
+    """Contiguous, and cut out of something larger."""
+    return [np.zeros(shape, dtype), np.zeros((shape[0] + 2, shape[1] + 3, shape[2]), dtype)[1:-1, 2:-1]]
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 4, 5])
+def test_results_go_where_they_are_wanted(channels: int) -> None:
+    image = _image(9, 7, channels)
+    for out in _targets((9, 7, channels), np.uint8):
+        opencv.mirror(image, out)
+        assert np.array_equal(out, image[:, ::-1])
+    enlarged = []
+    for out in _targets((11, 8, channels), np.uint8):
+        opencv.enlarge(image, out)
+        enlarged.append(out)
+    assert np.array_equal(*enlarged)
+    assert enlarged[0].any()
+    for out in _targets((9, 7, channels), np.uint8):
+        opencv.enlarge(image, out)
+        assert np.array_equal(out, image)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_each_channel_has_a_table(channels: int, dtype: type) -> None:
+    image, table = _image(6, 5, channels), np.random.default_rng(1).random((1, 256, channels)).astype(dtype)
+    for out in _targets((6, 5, channels), dtype):
+        opencv.look_up(image, table, out)
+        assert np.array_equal(out, np.stack([table[0, image[..., c], c] for c in range(channels)], axis=2))
+
+
+def test_the_bits_of_an_enlarged_image_are_always_the_same() -> None:
+    """A run that resumes with another version of OpenCV, or on another processor, sees the same pixels."""
+    out = np.zeros((224, 224, 3), np.uint8)
+    opencv.enlarge(_image(201, 155, 3), out)
+    assert hashlib.sha256(out.tobytes()).hexdigest().startswith("fe0d3b464977b57e")
+
+
+@pytest.mark.job
+def test_it_starts_no_thread() -> None:
+    program = (
+        "import os, numpy as np\nbefore = len(os.listdir('/proc/self/task'))\nfrom hpctrain.data import opencv\n"
+        "opencv.enlarge(np.zeros((900, 900, 3), np.uint8), np.zeros((999, 999, 3), np.uint8))\n"
+        "opencv.mirror(np.zeros((900, 900, 3), np.uint8), np.zeros((900, 900, 3), np.uint8))\n"
+        "print(len(os.listdir('/proc/self/task')) - before)"
+    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "4"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout == "0\n"
+
+
+@pytest.mark.job
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(("side", "loaded"), [(32, False), (160, True)])
+def test_small_images_do_without_it(side: int, loaded: bool) -> None:
+    program = (
+        "import sys, numpy as np\nfrom hpctrain.data.pipeline import Pipeline\n"
+        "pipeline = Pipeline([('pad_crop', {}), ('flip', {'probability': 1.0})], 1, np.full(3, 0.5), np.full(3, 0.2))\n"
+        f"images = np.zeros((2, {side}, {side}, 3), np.uint8)\n"
+        "pipeline(images, np.arange(2), 0, np.zeros(images.shape, np.float32))\n"
+        "print('cv2' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == f"{loaded}\n"
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+@pytest.mark.parametrize(("shape", "size", "expected"), [((9, 9), 6, (6, 6)), ((7, 10), 14, (14, 20)), ((10, 7), 3, (4, 3))])
+def test_resize_is_pillows_of_the_columns_and_then_of_the_rows(shape, size, expected, channels):
+    images = images_of(3, (*shape, channels))
+    out = pixels([("resize", {"size": size})], images, range(3))
+    assert out.shape == (3, *expected, channels)
+    for image, result in zip(images, out, strict=True):
+        for channel in range(channels):
+            narrowed = Image.fromarray(np.ascontiguousarray(image[..., channel])).resize((expected[1], shape[0]), Image.BILINEAR)
+            assert np.array_equal(result[..., channel], np.asarray(narrowed.resize(expected[::-1], Image.BILINEAR)))
+
+
+def test_images_of_the_size_that_is_asked_for_stay_as_they_are():
+    images = images_of(4, (8, 11, 3))
+    assert np.array_equal(pixels([("resize", {"size": 8})], images, range(4)), images)
+
+
+@pytest.mark.parametrize("channels", [3, 4])
+def test_a_resized_pipeline_has_another_size_and_the_same_draws(channels):
+    images = images_of(6, (12, 12, channels))
+    mean, std = np.zeros(channels), np.full(channels, 1 / 255)
+
+    def resized(specs, side):
+        pipeline = Pipeline(specs, 1, mean, std, "float64").resized(side)
+        out = np.empty((6, *pipeline.output_shape(12, 12, channels)))
+        return pipeline(images, np.arange(6), 2, out)
+
+    shift = ("pad_crop", {"padding": 2})
+    erasing = ("random_erasing", {"probability": 1.0})
+    for specs, same in (
+        ([("random_resized_crop", {"size": 9}), shift], [("random_resized_crop", {"size": 5}), shift]),
+        ([("resize", {"size": 9}), ("center_crop", {"size": 8})], [("resize", {"size": 9}), ("center_crop", {"size": 5})]),
+        ([shift, ("flip", {})], [shift, ("flip", {}), ("resize", {"size": 5})]),
+    ):
+        assert np.array_equal(resized(specs, 5), run(same, images, range(6), epoch=2, mean=mean, std=std))
+    whole, small = (run([erasing], images, range(6), mean=mean, std=std), resized([erasing], 6))
+    assert small.shape == (6, 6, 6, channels)
+    assert ((small == 0).any(axis=(1, 2, 3)) == (whole == 0).any(axis=(1, 2, 3))).all()
+    assert np.array_equal(resized([shift, erasing], 12), resized([shift, erasing], 12))

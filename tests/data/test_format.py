@@ -1,17 +1,27 @@
-"""The data format: round trip, exact statistics, and one sentence for every damaged file."""
+"""The data format: round trip, exact statistics, facts and classes of files, and one sentence for every damaged file."""
 
 import errno
 import fcntl
 import hashlib
+import json
 import os
-import threading
+import unicodedata
+from dataclasses import replace
+from fractions import Fraction
 
 import h5py
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
 
 from hpctrain.data import format as data_format
+from hpctrain.data import stored
+from hpctrain.data.classes import difference, in_order_of
+from hpctrain.data.facts import DataFacts, ImageForm
 from hpctrain.data.format import ImageFile, ImageFileWriter
+from hpctrain.data.image_writer import _moments
 from hpctrain.errors import DataError
 
 
@@ -38,17 +48,6 @@ def test_round_trip_does_not_depend_on_chunks(tmp_path, shape, sizes):
     np.testing.assert_allclose(file.std, (images / 255).std(axis=(0, 1, 2)), rtol=1e-9, atol=1e-12)
     file.verify()
     assert os.listdir(tmp_path / "new") == ["a.h5"]
-
-
-def test_statistics_are_the_same_for_any_chunks(tmp_path):
-    images, labels = random_images(11), np.zeros(11, np.int64)
-    for name, cut in (("a.h5", 3), ("b.h5", 10)):
-        chunks = [(images[:cut], labels[:cut]), (images[cut:], labels[cut:])]
-        data_format.write(tmp_path / name, 11, (7, 9, 3), ["x"], chunks)
-    first, second = ImageFile.open(tmp_path / "a.h5"), ImageFile.open(tmp_path / "b.h5")
-    assert first.mean.tobytes() == second.mean.tobytes()
-    assert first.std.tobytes() == second.std.tobytes()
-    assert first.manifest == second.manifest
 
 
 def test_images_that_are_no_contiguous_array_are_written_as_they_look(tmp_path):
@@ -90,17 +89,6 @@ def test_opens_while_another_holds_the_file_locked(make_file):
         with pytest.raises(OSError, match="lock"):
             h5py.File(file.path, "r", locking=True)
         assert np.array_equal(ImageFile.open(file.path).images, images)
-
-
-def test_threads_may_read_at_once(make_file):
-    file, images, _ = make_file(count=50)
-    right = []
-    threads = [threading.Thread(target=lambda: right.append(np.array_equal(file.images[::-1], images[::-1]))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert right == [True] * 4
 
 
 @pytest.mark.parametrize("label", [-1, 5])
@@ -208,7 +196,7 @@ def changed(file, change):
     return file.path
 
 
-def replace(opened, name, values, **options):
+def replace_dataset(opened, name, values, **options):
     digest = opened[name].attrs["sha256"]
     del opened[name]
     opened.create_dataset(name, data=values, **options).attrs["sha256"] = digest
@@ -220,16 +208,16 @@ def replace(opened, name, values, **options):
         (lambda f: f.attrs.modify("version", 99), "version 99"),
         (lambda f: f["labels"].write_direct(np.full(13, 7)), r"label 7, which is outside 0\.\.4"),
         (lambda f: f["labels"].write_direct(np.full(13, -2)), r"label -2, which is outside 0\.\.4"),
-        (lambda f: replace(f, "labels", np.zeros(0, np.int64)), "holds no image"),
-        (lambda f: replace(f, "labels", np.zeros(12, np.int64)), "12 labels"),
-        (lambda f: replace(f, "mean", np.zeros(1)), "1 channels"),
-        (lambda f: replace(f, "images", np.zeros((13, 7, 9, 3), np.uint8), chunks=(1, 7, 9, 3)), "contiguous"),
-        (lambda f: replace(f, "images", np.zeros((13, 7, 9, 3), np.float32)), "uint8"),
-        (lambda f: replace(f, "images", np.zeros((13, 0, 9, 3), np.uint8)), "contiguous uint8 images"),
-        (lambda f: replace(f, "class_names", np.zeros(0, "S3")), "no class"),
-        (lambda f: replace(f, "class_names", np.array([b"\xff"] * 5)), "damaged"),
-        (lambda f: replace(f, "labels", np.zeros((13, 1), np.int64)), r"labels \(N,\) int64"),
-        (lambda f: replace(f, "std", np.ones(2)), r"deviations of \(2,\)"),
+        (lambda f: replace_dataset(f, "labels", np.zeros(0, np.int64)), "holds no image"),
+        (lambda f: replace_dataset(f, "labels", np.zeros(12, np.int64)), "12 labels"),
+        (lambda f: replace_dataset(f, "mean", np.zeros(1)), "1 channels"),
+        (lambda f: replace_dataset(f, "images", np.zeros((13, 7, 9, 3), np.uint8), chunks=(1, 7, 9, 3)), "contiguous"),
+        (lambda f: replace_dataset(f, "images", np.zeros((13, 7, 9, 3), np.float32)), "uint8"),
+        (lambda f: replace_dataset(f, "images", np.zeros((13, 0, 9, 3), np.uint8)), "contiguous uint8 images"),
+        (lambda f: replace_dataset(f, "class_names", np.zeros(0, "S3")), "no class"),
+        (lambda f: replace_dataset(f, "class_names", np.array([b"\xff"] * 5)), "damaged"),
+        (lambda f: replace_dataset(f, "labels", np.zeros((13, 1), np.int64)), r"labels \(N,\) int64"),
+        (lambda f: replace_dataset(f, "std", np.ones(2)), r"deviations of \(2,\)"),
         (lambda f: f.pop("std"), "damaged"),
     ],
 )
@@ -332,3 +320,241 @@ def test_large_images_start_on_a_page(tmp_path):
     with h5py.File(tmp_path / "a.h5", "r") as file:
         assert file["images"].id.get_offset() % 4096 == 0
         assert file.attrs["version"] == 2
+
+
+@pytest.mark.parametrize(
+    ("count", "shape", "classes"), [(1, (1, 1, 1), 1), (13, (7, 9, 3), 5), (70, (32, 32, 3), 1000), (500, (5, 3, 4), 20)]
+)
+def test_version_1_has_the_contents_of_version_2(make_file, as_version_1, count, shape, classes):
+    new, images, labels = make_file(count, shape, classes)
+    old = ImageFile.open(as_version_1(new.path))
+    assert np.array_equal(old.images, images)
+    assert np.array_equal(old.labels, labels)
+    assert old.labels.dtype == np.int64
+    assert old.class_names == new.class_names
+    assert (old.mean.tobytes(), old.std.tobytes()) == (new.mean.tobytes(), new.std.tobytes())
+    assert old.manifest == {name: digest for name, digest in new.manifest.items() if name != "sums"}
+    assert old.sums is None
+    old.verify()
+
+
+def with_change(path, change):
+    with h5py.File(path, "r+") as file:
+        change(file)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda f: f.attrs.modify("version", 3), "has version 3 of the data format, but was rewritten in HDF5's old"),
+        (lambda f: f.attrs.modify("version", 4), "has version 4 of the data format, this hpctrain reads versions 1 to 3"),
+        (lambda f: f.attrs.modify("format", "other"), "not a data file of hpctrain"),
+        (lambda f: f["labels"].write_direct(np.full(13, 7)), r"label 7, which is outside 0\.\.4"),
+        (lambda f: f["labels"].write_direct(np.zeros(13, np.int64)), "labels changed"),
+        (lambda f: f.pop("std"), "damaged"),
+    ],
+)
+def test_wrong_contents_are_refused(make_file, as_version_1, change, message):
+    with pytest.raises(DataError, match=message):
+        ImageFile.open(with_change(as_version_1(make_file()[0].path), change))
+
+
+SHAPE = (2, 3, 1)
+
+
+def made_up(count):
+    random = np.random.default_rng(count)
+    return random.integers(0, 256, (count, *SHAPE), np.uint8), np.arange(count) % 2
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_file_appears_at_the_end_alone_and_only_without_an_error(tmp_path, fails):
+    path = tmp_path / "a.h5"
+    images, labels = made_up(4)
+
+    def run():
+        with ImageFileWriter(path, 4, SHAPE, ["a", "b"]) as writer:
+            for start in (0, 2):
+                writer.append(images[start : start + 2], labels[start : start + 2])
+                assert not path.exists()
+            if fails:
+                raise KeyboardInterrupt
+
+    if fails:
+        with pytest.raises(KeyboardInterrupt):
+            run()
+    else:
+        run()
+        assert np.array_equal(ImageFile.open(path).images, images)
+    assert [entry.name for entry in tmp_path.iterdir()] == ([] if fails else ["a.h5"])
+
+
+def test_two_writers_of_one_path_do_not_meet(tmp_path, monkeypatch):
+    """Two processes that write the same name have temporary files of their own; the last one to end wins."""
+    path = tmp_path / "a.h5"
+    (first_images, first_labels), (images, labels) = made_up(3), made_up(5)
+    with ImageFileWriter(path, 3, SHAPE, ["a", "b"]) as first:
+        first.append(first_images, first_labels)
+        monkeypatch.setattr("os.getpid", lambda: 1)
+        with ImageFileWriter(path, 5, SHAPE, ["a", "b"]) as second:
+            second.append(images, labels)
+        assert len(ImageFile.open(path)) == 5
+    assert np.array_equal(ImageFile.open(path).images, first_images)
+
+
+@given(arrays.arrays(np.int64, (2, 256), elements=st.integers(0, 10**9)))
+def test_moments_are_those_of_exact_fractions(histogram):
+    histogram[:, 7] += 1  # no channel without pixels
+    mean, std = _moments(histogram)
+    for channel, counts in enumerate(histogram.tolist()):
+        n = sum(counts)
+        expected = Fraction(sum(value * count for value, count in enumerate(counts)), n)
+        variance = Fraction(sum(value * value * count for value, count in enumerate(counts)), n) - expected**2
+        assert mean[channel] == pytest.approx(float(expected / 255), rel=1e-15)
+        assert std[channel] ** 2 == pytest.approx(float(variance / 255**2), rel=1e-14)
+
+
+@given(st.floats(allow_nan=True), st.floats(allow_nan=True))
+def test_statistics_that_pass_give_finite_pixels_in_float32(mean, std):
+    try:
+        stored.check_statistics("a file", np.array([mean]), np.array([std]))
+    except DataError:
+        return
+    with np.errstate(over="raise", invalid="raise"):
+        pixels = (np.array([0.0, 1.0]) - mean) / (std or 1.0)
+    assert np.isfinite(pixels.astype(np.float32)).all()
+
+
+@given(st.integers(0, 300), st.integers(0, 4000), st.integers(1, 4000))
+def test_chunks_cover_all_samples_once_in_pieces_of_bounded_size(samples, height, width):
+    pieces = list(stored.chunks((samples, height, width, 3)))
+    assert [index for piece in pieces for index in range(piece.start, piece.stop)] == list(range(samples))
+    largest = max(1, (16 << 20) // max(1, height * width * 3))
+    assert all(piece.stop - piece.start <= largest for piece in pieces)
+
+
+def test_digests_depend_on_the_values_and_not_on_their_place():
+    values = np.arange(24, dtype=np.int64).reshape(4, 6)
+    assert stored.digest_of(values[:, ::2]) == stored.digest_of(values[:, ::2].copy())
+    assert stored.digest_of(values) != stored.digest_of(values + 1)
+    assert stored.names_digest(["a,b"]) != stored.names_digest(["a", "b"])
+
+
+def test_json_keeps_every_bit(make_file):
+    facts = DataFacts.of(make_file()[0])
+    facts = replace(facts, mean=(0.1 + 0.2, 1 / 3, np.nextafter(0.5, 1).item()))
+    assert DataFacts.from_meta(json.loads(json.dumps(facts.to_meta()))) == facts
+
+
+def test_no_image_is_read(make_file):
+    class Untouchable:
+        def __init__(self, shape):
+            self.shape = shape
+
+        def __getattr__(self, name):
+            raise AssertionError(f"{name} of the images was asked for")
+
+    file, images, _ = make_file()
+    file.images, kept = Untouchable(file.images.shape), file.images
+    facts = DataFacts.of(file)
+    file.images = kept
+    assert (facts.samples, facts.shape) == (len(images), images.shape[1:])
+
+
+def test_the_same_content_has_the_same_facts_in_any_file(make_file, tmp_path):
+    file, images, labels = make_file()
+    data_format.write(
+        tmp_path / "again.h5",
+        len(images),
+        images.shape[1:],
+        file.class_names,
+        [(images[:5], labels[:5]), (images[5:], labels[5:])],
+    )
+    assert DataFacts.of(ImageFile.open(tmp_path / "again.h5")) == DataFacts.of(file)
+
+
+@pytest.mark.parametrize("what", ["images", "labels", "class_names"])
+def test_any_other_content_has_other_facts(make_file, tmp_path, what):
+    file, images, labels = make_file()
+    names = list(file.class_names)
+    if what == "images":
+        images = images.copy()
+        images[3, 0, 0, 0] ^= 1
+    elif what == "labels":
+        labels = (labels + (np.arange(len(labels)) == 2)) % len(names)
+    else:
+        names[0] = "another"
+    data_format.write(tmp_path / "other.h5", len(images), images.shape[1:], names, [(images, labels)])
+    here, other = DataFacts.of(file), DataFacts.of(ImageFile.open(tmp_path / "other.h5"))
+    assert getattr(here, what) != getattr(other, what)
+
+
+@pytest.mark.parametrize("fit", [None, "crop", "squash"])
+def test_the_fit_of_pictures_is_kept_and_by_default_that_of_the_converters(make_file, tmp_path, fit):
+    _, images, labels = make_file()
+    path, names = tmp_path / "fitted.h5", [f"class {number}" for number in range(5)]
+    data_format.write(path, len(images), images.shape[1:], names, [(images, labels)], fit)
+    file = ImageFile.open(path)
+    facts = DataFacts.of(in_order_of(file, names[::-1], "another file"))
+    assert (file.fit, facts.fit) == (fit, fit)
+    assert ("fit" in facts.to_meta()) is (fit is not None)  # what says nothing is as before
+    assert DataFacts.from_meta(json.loads(json.dumps(facts.to_meta()))) == facts
+    form = ImageForm.of(facts)
+    assert form == ImageForm.of(file) == ImageForm(images.shape[1:], fit or "crop")
+    assert ImageForm.from_meta(json.loads(json.dumps(form.to_meta()))) == form
+
+
+names = st.lists(st.sampled_from("abcdefg"), min_size=1, max_size=6)
+
+
+@given(names, st.randoms())
+def test_any_order_of_different_names_is_the_same(given_names, random):
+    different = list(dict.fromkeys(given_names))
+    shuffled = random.sample(different, len(different))
+    assert difference(different, shuffled) is None
+
+
+@given(names, names)
+def test_what_differs_is_said(first, second):
+    words = difference(first, second)
+    assert (words is None) == (first == second or (sorted(first) == sorted(second) and len(set(first)) == len(first)))
+    if words is not None and len(first) == len(second):
+        number = next(i for i, pair in enumerate(zip(first, second, strict=True)) if pair[0] != pair[1])
+        assert words.startswith(f"class {number} is '{first[number]}' and '{second[number]}'")
+
+
+def test_names_are_compared_in_the_composed_form(make_file):
+    composed = ["größe", "été", "猫"]
+    decomposed = [unicodedata.normalize("NFD", name) for name in composed]
+    assert decomposed != composed
+    assert difference(composed, decomposed[::-1]) is None
+    assert difference(composed, [*decomposed[:2], "dog"]) == "class 2 is '猫' and 'dog', '猫' is in one of them only"
+    file, _, labels = make_file(classes=3)
+    file.class_names = tuple(decomposed)
+    mapped = in_order_of(file, composed[::-1], "the checkpoint")
+    assert mapped.class_names == tuple(composed[::-1])
+    assert np.array_equal(mapped.labels, 2 - labels)
+
+
+def test_counts_and_the_name_that_is_alone():
+    assert difference(["a", "b"], ["a", "b", "c"]) == "there are 2 and 3 classes, 'c' is in one of them only"
+    assert difference(["a", "a"], ["a"]) == "there are 2 and 1 classes"
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.permutations(range(5)))
+def test_labels_are_mapped_by_name(make_file, order):
+    file, _, labels = make_file()
+    mapped = in_order_of(file, [file.class_names[k] for k in order], "the checkpoint")
+    assert [mapped.class_names[label] for label in mapped.labels] == [file.class_names[label] for label in labels]
+    assert mapped.class_names == tuple(file.class_names[k] for k in order)
+    assert mapped.images is file.images
+    assert np.array_equal(file.labels, labels)
+    mapped.verify()
+
+
+def test_other_classes_are_refused_by_name(make_file):
+    file, _, _ = make_file()
+    with pytest.raises(DataError, match="other classes than the checkpoint: class 4 is 'class 4' and 'dog', 'class 4' is"):
+        in_order_of(file, [*file.class_names[:4], "dog"], "the checkpoint")

@@ -1,18 +1,29 @@
-"""Regions: the pixels of whole images, made of no more than a region of what is stored."""
+"""Regions of whole images, what is left to a kernel set, and threads that share a batch out."""
 
+from __future__ import annotations
+
+import gc
 import itertools
+import threading
+import time
 
+import hypothesis
+import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from hpctrain.boxes import clip, hull, relative, shape_of, size_of
 from hpctrain.data.augmentations import AUGMENTATIONS
+from hpctrain.data.batch_threads import CHUNK_BYTES, BatchThreads, default_threads
+from hpctrain.data.deferred import can_defer, filling, first_deferred, leaves_resize
 from hpctrain.data.pipeline import Pipeline
 
 MEAN, STD = np.array([0.3, 0.5, 0.6, 0.1]), np.array([0.2, 0.25, 0.3, 0.0])
+MEAN3, STD3 = MEAN[:3], STD[:3]
+
 COUNT = 4
+
 ORIGIN = (0, 0), (0, 0)
 
 
@@ -117,7 +128,7 @@ def test_what_augmentations_reach_beyond_a_region():
     shape = (40, 30, 3)
 
     def source(region, *specs):
-        return Pipeline(specs, 0, MEAN[:3], STD[:3]).source(shape, region)
+        return Pipeline(specs, 0, MEAN3, STD3).source(shape, region)
 
     rows = (10, 20), (0, 30)
     assert source(rows) == rows
@@ -131,7 +142,7 @@ def test_what_augmentations_reach_beyond_a_region():
 
 def test_a_resized_crop_reads_the_rows_of_its_window_that_the_filter_reaches():
     images = np.random.default_rng(0).integers(0, 256, (COUNT, 200, 200, 3), np.uint8)
-    pipeline = Pipeline([("random_resized_crop", {"size": 40, "scale": [1, 1], "ratio": [1, 1]})], 0, MEAN[:3], STD[:3])
+    pipeline = Pipeline([("random_resized_crop", {"size": 40, "scale": [1, 1], "ratio": [1, 1]})], 0, MEAN3, STD3)
     read = []
 
     def reader(sample, wanted):
@@ -150,7 +161,7 @@ def test_a_resized_crop_reads_the_rows_of_its_window_that_the_filter_reaches():
 @settings(max_examples=50, deadline=None)
 def test_a_mirrored_pipeline_gives_the_mirror_image_of_each_sample(data, height, width, seed):
     images = np.random.default_rng(seed).integers(0, 256, (COUNT, height, width, 3), np.uint8)
-    pipeline = Pipeline(data.draw(augmentations((height, width), 3)), seed, MEAN[:3], STD[:3], "float32")
+    pipeline = Pipeline(data.draw(augmentations((height, width), 3)), seed, MEAN3, STD3, "float32")
     mirrored = pipeline.mirrored()
     shape = pipeline.output_shape(*images.shape[1:])
     assert mirrored.output_shape(*images.shape[1:]) == shape
@@ -174,12 +185,13 @@ EVERY = [
     "trivial_augment_wide",
     ("random_erasing", {"value": "random"}),
 ]
+
 STEPS = [(step, {}) if isinstance(step, str) else step for step in EVERY]
 
 
 def made(threads, images, region=None, epoch=2, dtype="float32"):
     """Images behind all steps, or a region of them, made by so many threads."""
-    pipeline = Pipeline(STEPS, 7, MEAN[:3], STD[:3], dtype)
+    pipeline = Pipeline(STEPS, 7, MEAN3, STD3, dtype)
     pipeline.share_out(threads)
     ids = np.arange(len(images))[::-1] * 3
     if region is None:
@@ -224,3 +236,152 @@ def test_large_images_are_mirrored_to_the_bits_of_small_ones(monkeypatch):
     mirrored = made(1, images)
     monkeypatch.setattr("hpctrain.data.augmentations.flip.LEAST_FOR_OPENCV", 1 << 60)
     assert np.array_equal(made(1, images), mirrored)
+
+
+MEAN3, STD = np.array([0.3, 0.5, 0.6]), np.array([0.2, 0.25, 0.3])
+
+WINDOWS = [("pad_crop", {"padding": 3}), ("flip", {}), ("center_crop", {"size": 6}), ("pad_crop", {"padding": 20})]
+
+PIXELS = [("random_resized_crop", {"size": 8}), ("randaugment", {"magnitude": 15}), ("resize", {"size": 7})]
+
+ERASING = ("random_erasing", {"value": 0.7, "probability": 0.6, "scale": [0.1, 0.5]})
+
+
+def unfinished(pipeline, images, ids, epoch=1):
+    """The batch with its last steps left, and the images that the pipeline makes."""
+    shape = pipeline.stored_shape(*images.shape[1:])
+    out = images if pipeline.keeps_pixels else np.full((len(images), *shape), 77, np.uint8)
+    expected = np.empty((len(images), *pipeline.output_shape(*images.shape[1:])), pipeline.dtype)
+    return pipeline.unfinished(images, ids, epoch, out), pipeline(images, ids, epoch, expected)
+
+
+@given(
+    st.lists(st.sampled_from(WINDOWS + PIXELS), max_size=5),
+    st.sampled_from([[], [ERASING]]),
+    st.tuples(st.booleans(), st.booleans(), st.booleans()),
+    st.sampled_from(["float32", "float64"]),
+    st.integers(0, 9),
+    st.integers(0, 2**40),
+)
+@settings(max_examples=60, deadline=None)
+def test_images_made_of_an_unfinished_batch_are_the_pipelines(specs, last, options, dtype, count, seed):
+    mirrored, resized, threads = options
+    images = np.random.default_rng(seed).integers(0, 256, (count, 9, 11, 3), np.uint8)
+    pipeline = Pipeline([*specs, *last], seed, MEAN3, STD3, dtype)
+    pipeline = pipeline.resized(6) if resized else pipeline
+    pipeline = pipeline.mirrored() if mirrored else pipeline
+    pipeline.share_out(1 + threads)
+    batch, expected = unfinished(pipeline, images, np.arange(50, 50 + count))
+    assert batch.shape == expected.shape
+    assert batch.dtype == expected.dtype
+    assert np.asarray(batch).tobytes() == expected.tobytes()
+
+
+def test_windows_leave_the_stored_pixels_alone():
+    images = np.random.default_rng(0).integers(0, 256, (5, 9, 11, 3), np.uint8)
+    pipeline = Pipeline(WINDOWS, 3, MEAN3, STD3)
+    assert pipeline.keeps_pixels
+    assert pipeline.stored_shape(9, 11, 3) == (9, 11, 3)
+    batch, _ = unfinished(pipeline, images, np.arange(5))
+    assert batch.pixels is images
+    later = Pipeline([*WINDOWS, PIXELS[1], WINDOWS[1]], 3, MEAN3, STD3)
+    assert not later.keeps_pixels
+    assert later.stored_shape(9, 11, 3) == (6, 6, 3)
+
+
+@pytest.mark.parametrize("resize", [PIXELS[0], PIXELS[2]])
+def test_a_resize_in_front_of_windows_is_left_too(resize):
+    images = np.random.default_rng(0).integers(0, 256, (5, 9, 11, 3), np.uint8)
+    pipeline = Pipeline([resize, *WINDOWS[:2]], 3, MEAN3, STD3)
+    assert pipeline.keeps_pixels
+    batch, expected = unfinished(pipeline, images, np.arange(5))
+    assert batch.pixels is images
+    assert batch.resampling is not None
+    assert np.asarray(batch[[4, 1]]).tobytes() == expected[[4, 1]].tobytes()
+    assert not Pipeline([WINDOWS[0], resize], 3, MEAN3, STD3).keeps_pixels
+
+
+def test_steps_are_left_up_to_the_last_that_makes_pixels_but_for_a_resize():
+    for made, first in ((PIXELS[0], 4), (PIXELS[1], 5), (PIXELS[2], 4)):
+        steps = [AUGMENTATIONS.create(name, options) for name, options in (*WINDOWS, made, WINDOWS[1])]
+        assert [first_deferred(steps[:number]) for number in (0, 2, 5, 6)] == [0, 0, first, first]
+    assert first_deferred([steps[4], steps[4]]) == 1
+    assert [leaves_resize(steps[:number]) for number in (0, 4, 5, 6)] == [False, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("specs", "can"),
+    [
+        ([], True),
+        ([ERASING], True),
+        ([("random_erasing", {"value": "random"})], False),
+        ([ERASING, ERASING], False),
+    ],
+)
+def test_one_rectangle_of_one_number_may_be_left(specs, can):
+    pipeline = Pipeline(specs, 0, MEAN3, STD3)
+    assert pipeline.can_defer is can
+    assert can_defer(pipeline.normalised) is can
+    assert (filling(pipeline.normalised) is not None) == (bool(specs) and specs[0][1]["value"] != "random")
+
+
+@hypothesis.given(st.integers(1, 5), st.integers(0, 70), st.sampled_from([0, 1, CHUNK_BYTES // 7, CHUNK_BYTES, 9 * CHUNK_BYTES]))
+@hypothesis.settings(deadline=None, max_examples=40)
+def test_each_sample_is_made_once(threads: int, samples: int, sample_bytes: int) -> None:
+    made: list[int] = []
+    seen: set[int] = set()
+
+    def work(thread: int, first: int, last: int) -> None:
+        assert 0 <= thread < threads
+        assert first < last
+        seen.add(thread)
+        made.extend(range(first, last))
+
+    shared = BatchThreads(threads)
+    for _ in range(2):
+        made.clear()
+        shared.run(samples, sample_bytes, work)
+        assert sorted(made) == list(range(samples))
+
+
+def test_threads_work_beside_each_other_and_end_with_the_object() -> None:
+    gc.collect()
+    shared, together = BatchThreads(3), threading.Barrier(3, timeout=30)
+    others: set[threading.Thread] = set()
+
+    def work(thread: int, first: int, last: int) -> None:
+        others.add(threading.current_thread())
+        together.wait()
+
+    shared.run(3, CHUNK_BYTES, work)
+    others.remove(threading.current_thread())
+    assert len(others) == 2
+    del shared
+    gc.collect()
+    for thread in others:
+        thread.join(timeout=30)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("broken", [0, 5])
+def test_an_error_is_raised_once_nobody_works_any_more(broken: int) -> None:
+    at_work: list[int] = []
+
+    def work(thread: int, first: int, last: int) -> None:
+        at_work.append(thread)
+        try:
+            time.sleep(0.01)
+            if first <= broken < last:
+                raise OSError("a sample cannot be read")
+        finally:
+            at_work.remove(thread)
+
+    shared = BatchThreads(3)
+    with pytest.raises(OSError, match="a sample cannot be read"):
+        shared.run(9, CHUNK_BYTES, work)
+    assert not at_work
+    shared.run(9, CHUNK_BYTES, lambda thread, first, last: None)
+
+
+def test_most_cores_are_left_to_the_network() -> None:
+    assert [default_threads(cores) for cores in (1, 2, 4, 7, 8, 16, 128)] == [1, 1, 1, 1, 2, 4, 8]

@@ -65,7 +65,7 @@ from hpctrain.storage.run_directory import RunDirectory
 from hpctrain.train.replica import Replica
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
-from tests.planner.test_rate_costs import MACHINE
+from tests.planner.test_computation_costs import MACHINE
 from tests.support import predictions
 from tests.support.averaging import planned
 from tests.support.emulated import EmulatedDeviceFactory

@@ -1,13 +1,21 @@
-"""The uses that are found have the least lower bound of all uses there are, under the memory that ranks have."""
+"""Bounds of steps: segments, their costs, the shortest paths through them, and the estimates that follow."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import math
+import random
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import pytest
 
+from hpctrain.backend.kernels.specs import AddSpec, BatchNormSpec, Conv2dSpec, LinearSpec
+from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.single import SingleCommunicator
+from hpctrain.data.sampler import counts
+from hpctrain.nn.compile.plan import Action
+from hpctrain.nn.compile.steps import make_steps
 from hpctrain.nn.layer import Layer
 from hpctrain.nn.layers.adaptive_average_pool import AdaptiveAveragePool
 from hpctrain.nn.layers.conv2d import Conv2d
@@ -16,14 +24,259 @@ from hpctrain.nn.layers.linear import Linear
 from hpctrain.nn.layers.relu import ReLU
 from hpctrain.nn.layers.residual import Residual
 from hpctrain.nn.layers.sequential import Sequential
+from hpctrain.parallel.layout import Layout
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
-from hpctrain.planner.averaging_costs import AveragerChoice
-from hpctrain.planner.estimates import Estimate, GridEstimates, memory_factor, unsplit_plan
+from hpctrain.parallel.partition_graph import partition_graph
+from hpctrain.parallel.plan_reporter import report_plan
+from hpctrain.parallel.split_group import SplitGroup
+from hpctrain.planner.averaging_costs import AveragedParts, AveragerChoice
+from hpctrain.planner.estimates import Estimate, GridEstimates, unsplit_plan
 from hpctrain.planner.job import Job
+from hpctrain.planner.layer_costs import SegmentCosts
+from hpctrain.planner.lower_bounds import remaining_costs
 from hpctrain.planner.machine import Machine
+from hpctrain.planner.move_traffic import is_move
 from hpctrain.planner.rate_costs import RateCosts
 from hpctrain.planner.search_space import AVERAGERS, SearchSpace, grid_shapes
+from hpctrain.planner.segments import segments
+from hpctrain.planner.shortest_path import Costs, Edge, shortest_paths, unbeaten
+from tests.support.nets import plain, residual
 from tests.support.planner_jobs import NoCompute, job_of, machine_of
+
+
+@pytest.mark.parametrize(
+    ("model", "count"), [("alexnet", 8), ("vgg16", 16), ("resnet18", 10), ("resnet152", 52), ("resnet20", 11)]
+)
+def test_segments_are_layers_with_weights_and_blocks(model: str, count: int) -> None:
+    graph = job_of(model, (96, 96, 3), 1, {"width": 0.1}).graph_of(1)
+    pieces = segments(graph)
+    assert len(pieces) == count
+    assert [piece.start for piece in pieces] == [0, *(piece.stop for piece in pieces[:-1])]
+    assert pieces[-1].stop == len(graph.nodes)
+    for piece in pieces:
+        nodes = piece.nodes(graph)
+        assert any(isinstance(node.spec, Conv2dSpec | LinearSpec) for node in nodes)
+        made = {piece.source, *(node.output for node in nodes)}
+        assert all(tensor in made for node in nodes for tensor in node.inputs)
+        outside = [node for node in graph.nodes if node not in nodes and made & set(node.inputs) - {piece.source}]
+        assert all(set(node.inputs) & made <= {piece.output} for node in outside)
+        sums = sum(isinstance(node.spec, AddSpec) for node in nodes)
+        assert sums <= 1
+
+
+STATES, LAYERS = "ab", 5
+
+
+def network(seed: int, costs: int) -> dict[tuple[int, str], list[Edge[str, str]]]:
+    draw = random.Random(seed)
+    return {
+        (layer, state): [
+            Edge(f"{layer}{state}{number}", tuple(float(draw.randrange(9)) for _ in range(costs)), draw.choice(STATES))
+            for number in range(3)
+        ]
+        for layer in range(LAYERS)
+        for state in STATES
+    }
+
+
+def all_paths(edges: dict[tuple[int, str], list[Edge[str, str]]]) -> dict[tuple[str, ...], Costs]:
+    paths = {}
+    for numbers in itertools.product(range(3), repeat=LAYERS):
+        state, choices, sums = "a", [], None
+        for layer, number in enumerate(numbers):
+            edge = edges[layer, state][number]
+            choices.append(edge.choice)
+            sums = edge.costs if sums is None else tuple(map(sum, zip(sums, edge.costs, strict=True)))
+            state = edge.state
+        assert sums is not None
+        paths[tuple(choices)] = sums
+    return paths
+
+
+@pytest.mark.parametrize("costs", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(5))
+def test_paths_are_those_of_brute_force(seed: int, costs: int) -> None:
+    edges = network(seed, costs)
+    everything = all_paths(edges)
+    best = shortest_paths(LAYERS, "a", lambda layer, state: edges[layer, state], most=10_000)
+    assert {path.costs for path in best} == set(unbeaten(list(everything.values()), lambda one: one))
+    assert [path.costs for path in best] == sorted(path.costs for path in best)
+    for path in best:
+        assert everything[path.choices] == path.costs
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_rule_that_rises_with_all_costs_finds_its_best(seed: int) -> None:
+    edges = network(seed, 2)
+    best = shortest_paths(LAYERS, "a", lambda layer, state: edges[layer, state])
+    everything = all_paths(edges).values()
+    for rule in (max, sum, lambda costs: max(costs[0], costs[1] + costs[0] / 3)):
+        assert min(rule(path.costs) for path in best) == min(map(rule, everything))
+
+
+def test_hopeless_paths_are_left_out() -> None:
+    edges = network(0, 1)
+    best = shortest_paths(LAYERS, "a", lambda layer, state: edges[layer, state], hopeless=lambda layer, costs: costs[0] > 0)
+    assert all(path.costs == (0.0,) for path in best)
+
+
+def test_what_cannot_matter_is_not_compared() -> None:
+    edges = network(1, 2)
+    best = shortest_paths(LAYERS, "a", lambda layer, state: edges[layer, state], compared=lambda layer, costs: costs[:1])
+    assert [path.costs[0] for path in best] == [min(costs[0] for costs in all_paths(edges).values())]
+
+
+def test_no_more_paths_are_kept_than_asked_for() -> None:
+    line = {(layer, "a"): [Edge(k, (float(k), float(9 - k)), "a") for k in range(10)] for layer in range(3)}
+    assert len(shortest_paths(3, "a", lambda layer, state: line[layer, state], most=4)) <= 4
+
+
+def test_unbeaten_items_are_the_first_of_equals() -> None:
+    assert unbeaten([(2.0, 1.0), (1.0, 2.0), (2.0, 2.0), (1.0, 2.0)], lambda one: one) == [(1.0, 2.0), (2.0, 1.0)]
+
+
+def test_a_choice_may_be_none() -> None:
+    (path,) = shortest_paths(2, "a", lambda layer, state: [Edge(None, (1.0,), "a")])
+    assert path.choices == (None, None)
+
+
+def test_bounds_hold_for_every_path() -> None:
+    draw = random.Random(3)
+    edges = {
+        (layer, state): [Edge("", (draw.random(), draw.random()), draw.choice("ab")) for _ in range(3)]
+        for layer in range(6)
+        for state in "ab"
+    }
+    rest = remaining_costs(edges, 6, 2)
+    for _ in range(100):
+        state, begun = draw.choice("ab"), [(0.0, 0.0)]
+        for layer in range(6):
+            edge = draw.choice(edges[layer, state])
+            begun.append((begun[-1][0] + edge.costs[0], begun[-1][1] + edge.costs[1]))
+            state = edge.state
+        for layer, costs in enumerate(begun):
+            for dim, end in enumerate(begun[-1]):
+                assert rest.bound(layer, costs)[dim] <= end + 1e-12
+                assert end - costs[dim] <= rest.most[layer][dim] + 1e-12
+
+
+def test_at_the_end_nothing_remains() -> None:
+    rest = remaining_costs({(0, "a"): [Edge("", (2.0,), "a"), Edge("", (3.0,), "a")]}, 1, 1)
+    assert rest.bound(1, (5.0,)) == (5.0,)
+    assert rest.bound(0, (5.0,)) == (7.0,)
+    assert rest.most == ((3.0,), (0.0,))
+
+
+B, M, D = Parallelism
+
+PLANS: Mapping[str, tuple[str, Mapping[str, Parallelism]]] = {
+    "batch": ("plain", {}),
+    "mixed": ("plain", {"conv*": D, "relu1": D, "pool1": D, "fc1": M, "relu3": M}),
+    "model": ("plain", {"*": M}),
+    "blocks": ("residual", {"*": D, "fc*": M}),
+    "resnet": ("resnet20", {"*": D, "layer2.*": M, "fc": B}),
+}
+
+FREE_LINKS = machine_of(alpha_seconds=0.0, bytes_per_second=math.inf)
+
+
+def job_named(name: str) -> Job:
+    models = {
+        "plain": (plain(dropout=0.5), (9, 7, 3)),
+        "residual": (residual(), (12, 9, 3)),
+        "resnet20": ("resnet20", (16, 16, 3)),
+    }
+    model, shape = models[name]
+    return job_of(model, shape, 7, {"width": 0.25} if isinstance(model, str) else None)
+
+
+def uses_of(job: Job, patterns: Mapping[str, Parallelism]) -> ParallelPlan:
+    """With one use for all of a segment."""
+    plan = ParallelPlan(3, 1, B, patterns)
+    graph = job.graph_of(1)
+    use = {node.name: plan.use_of(piece.nodes(graph)[0].name) for piece in segments(graph) for node in piece.nodes(graph)}
+    return ParallelPlan(3, 1, B, use)
+
+
+def summed(
+    job: Job, machine: Machine, plan: ParallelPlan, costs: RateCosts | NoCompute
+) -> tuple[float, AveragedParts, AveragedParts]:
+    prices = SegmentCosts(job, machine, costs, plan)
+    layout: Layout | None = None
+    seconds, whole, split = 0.0, AveragedParts(), AveragedParts()
+    for piece in segments(prices.graph):
+        cost = prices.cost(piece, layout, plan.use_of)
+        layout, seconds, whole, split = cost.output, seconds + cost.seconds, whole + cost.whole, split + cost.split
+    return seconds, whole, split
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_seconds_are_those_of_the_partitioned_graphs_operators(name: str) -> None:
+    model, patterns = PLANS[name]
+    job = job_named(model)
+    plan, costs = uses_of(job, patterns), RateCosts(FREE_LINKS)
+    graph = partition_graph(job.graph_of(7), plan, counts(7, 3)).local(1, _group())
+    steps = make_steps(job.kernels.fuse(graph, training=True), job.kernels, training=True, input_gradient=False)
+    expected = 0.0
+    for k, step in enumerate(steps.steps):
+        expected += costs.seconds(step, Action.FORWARD)
+        expected += costs.seconds(step, Action.PARAMETERS) if step.has_parameters else 0.0
+        expected += costs.seconds(step, Action.INPUT) if steps.passes_back(k) else 0.0
+        expected += costs.seconds(step, Action.RECOMPUTE) if is_move(step.operator) and step.recomputes_output else 0.0
+    assert summed(job, FREE_LINKS, plan, costs)[0] == pytest.approx(expected)
+
+
+def _group() -> SplitGroup:
+    return SplitGroup(SingleCommunicator("split"), ProgressEngine(rank=0, deadline_seconds=1.0, abort=lambda code: None))
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_parameters_are_those_of_the_first_rank(name: str) -> None:
+    model, patterns = PLANS[name]
+    job = job_named(model)
+    plan = uses_of(job, patterns)
+    shapes = {parameter: spec.shape for parameter, spec in job.specs.items()}
+    report = report_plan(job.graph_of, plan, counts(7, 3), shapes)
+    held = {group.name: group.elements[0] for group in report.groups}
+    _, whole, split = summed(job, FREE_LINKS, plan, NoCompute())
+    assert {"all": whole.elements, "model": split.elements} == {"all": 0, "model": 0, **held}
+
+
+def test_moves_and_merged_statistics_take_time_on_slow_links() -> None:
+    job = job_named("residual")
+    plan = uses_of(job, {"*": D})
+    slow = machine_of(alpha_seconds=1e-3)
+    halos, _, _ = summed(job, slow, plan, NoCompute())
+    norms = sum(isinstance(node.spec, BatchNormSpec) for node in job.graph_of(1).nodes)
+    assert halos > 2 * norms * 1e-3
+    assert summed(job, slow, ParallelPlan(1, 3), NoCompute())[0] == pytest.approx(2 * norms * 2e-3, rel=0.02)
+
+
+def test_gradients_that_travel_hide_behind_those_of_weights() -> None:
+    job = job_named("plain")
+    plan, fast_compute = uses_of(job, {"fc2": M, "fc1": M}), machine_of(alpha_seconds=0.0, bytes_per_second=1e6)
+    alone = summed(job, fast_compute, plan, NoCompute())[0] + summed(job, FREE_LINKS, plan, RateCosts(fast_compute))[0]
+    assert summed(job, fast_compute, plan, RateCosts(fast_compute))[0] < alone
+
+
+def test_micro_batches_take_as_many_passes() -> None:
+    job = job_named("plain")
+    machine = machine_of()
+    whole, parts = (SegmentCosts(job, machine, RateCosts(machine), ParallelPlan(), micro) for micro in (1, 3))
+    assert parts.graph.tensors[0].shape[0] == 3
+    piece = segments(whole.graph)[0]
+    costs = [prices.cost(piece, None, lambda name: B) for prices in (whole, parts)]
+    assert costs[1].seconds > costs[0].seconds
+    assert costs[1].memory_bytes < costs[0].memory_bytes
+
+
+def test_segments_of_a_kind_are_priced_once() -> None:
+    job = job_named("resnet20")
+    prices = SegmentCosts(job, FREE_LINKS, RateCosts(FREE_LINKS), ParallelPlan())
+    pieces = segments(prices.graph)
+    first = prices.cost(pieces[0], None, lambda name: B)
+    same = [prices.cost(piece, first.output, lambda name: B) for piece in pieces[2:4]]
+    assert same[0] is same[1]
 
 
 def chain() -> Layer:
@@ -64,7 +317,9 @@ def blocks() -> Layer:
 
 # One for each rule of what hides.
 PROTOCOLS = tuple(map(AveragerChoice, ("sharded", "bucketed", "blocking")))
+
 NETS = {"chain": chain, "blocks": blocks}
+
 # Links by far faster, about as fast and by far slower than the rest.
 RATES = {"fast": (1e-8, 1e12), "middle": (2e-6, 3e8), "slow": (1e-5, 1e6)}
 
@@ -117,17 +372,6 @@ def test_an_incumbent_prunes_nothing_that_beats_it() -> None:
         assert not grid.best(choice, best.seconds / 2)
 
 
-def test_a_candidates_patterns_are_its_uses() -> None:
-    job, machine = problem("chain", "slow")
-    grid = GridEstimates(job, machine, RateCosts(machine), SearchSpace(), (4, 1))
-    uses = (Parallelism.DOMAIN, Parallelism.BATCH, Parallelism.MODEL, Parallelism.BATCH)
-    plan = grid.of_uses(AVERAGERS[0], uses).candidate.plan
-    by_layer = [plan.use_of(name) for name in ("conv1", "conv2", "fc1", "fc2")]
-    assert by_layer == list(uses)
-    assert plan.use_of("relu1") is Parallelism.DOMAIN
-    assert (plan.rows, plan.cols) == (4, 1)
-
-
 def test_a_fixed_plan_keeps_its_uses_on_every_grid() -> None:
     job, machine = problem("chain", "middle")
     fixed = ParallelPlan(2, 1, Parallelism.DOMAIN, {"fc*": Parallelism.MODEL}, overlapped=frozenset({"conv2"}))
@@ -151,9 +395,3 @@ def test_the_papers_network_is_no_slower_than_in_the_paper() -> None:
     assert min(one.seconds for one in of_grids.values()) <= 11.2e-3
     assert of_grids[32].candidate.plan.use_of("classifier.1") is Parallelism.MODEL
     assert of_grids[32].candidate.plan.use_of("features.6") is Parallelism.BATCH
-
-
-def test_memory_is_that_of_an_arena() -> None:
-    """Of the activations that are kept, a network with large ones takes about as much again for gradients and scratch."""
-    job = job_of("resnet20", (32, 32, 3), 16)
-    assert 0.5 < memory_factor(job, machine_of(), NoCompute(), 2) < 4

@@ -1,32 +1,47 @@
-"""Searches against simulations that are made up: what is simulated, what wins, and what is refused."""
+"""Searches: the grids and candidates that are looked at, what wins and why, and that a run can train it."""
 
 from __future__ import annotations
 
+import random
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache, partial
 
 import pytest
 
+from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.errors import ConfigError
+from hpctrain.experiment.averager import make_strategy
 from hpctrain.nn.layers.adaptive_average_pool import AdaptiveAveragePool
 from hpctrain.nn.layers.conv2d import Conv2d
 from hpctrain.nn.layers.flatten import Flatten
 from hpctrain.nn.layers.linear import Linear
 from hpctrain.nn.layers.sequential import Sequential
+from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.planner.averaging_costs import AveragerChoice
 from hpctrain.planner.compute_costs import ComputeCosts
 from hpctrain.planner.job import Candidate, Job
 from hpctrain.planner.machine import Machine
+from hpctrain.planner.plan_patterns import patterns
 from hpctrain.planner.prediction import Prediction, SimulatedStep, SimulationOptions
 from hpctrain.planner.rate_costs import RateCosts
 from hpctrain.planner.search import SearchResult, search
-from hpctrain.planner.search_space import AVERAGERS, SearchSpace
+from hpctrain.planner.search_reasons import gibibytes, reason, seconds
+from hpctrain.planner.search_space import AVERAGERS, SearchSpace, grid_shapes
+from hpctrain.planner.segments import segments
 from hpctrain.trace.time_table import Row, TimeTable
+from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain.virtual.run import run_virtual, virtual_engine
+from tests.support import nets, planned
 from tests.support.nets import narrow, plain
+from tests.support.one_rank import one_group, train_alone
 from tests.support.planner_jobs import job_of, machine_of
+from tests.support.training import Result, Task, distance, train
 
 MACHINE = machine_of(alpha_seconds=2e-6, bytes_per_second=1e8, ranks_per_node=2)
+
 SecondsOf = Callable[[Candidate], float]
 
 
@@ -116,17 +131,6 @@ def test_what_is_fixed_stays() -> None:
     assert result.best.candidate == simulated[0]
 
 
-def test_more_ranks_than_samples_share_samples() -> None:
-    result, simulated = searched(by_grid, ranks=16)
-    assert all(candidate.plan.cols <= 8 for candidate in simulated)
-    assert result.best.candidate.ranks == 16
-
-
-def test_ranks_without_work_are_refused() -> None:
-    with pytest.raises(ConfigError, match="the nearest number of ranks that has a grid is 20"):
-        searched(by_grid, ranks=23, job=job_of(narrow(), (5, 5, 3), 4))
-
-
 def test_what_does_not_fit_comes_last_and_says_so() -> None:
     result, _ = searched(by_grid, memory_of=lambda one: 1 << 20 if one.plan.rows == 1 else 1 << 40)
     fits = [choice.fits for choice in result.choices]
@@ -181,3 +185,157 @@ def test_the_simulator_agrees_with_the_bounds_that_slow_links_ask_for_split_line
     assert result.best.prediction.memory_bytes < slow.memory_bytes
     pure = next(choice for choice in result.choices if choice.candidate.plan.rows == 1)
     assert pure.prediction.step.seconds > 2 * result.best.prediction.step.seconds
+
+
+GRAPH = job_of("resnet20", (32, 32, 3), 4).graph_of(1)
+
+
+def test_grids_are_all_divisors_that_leave_every_split_group_a_sample() -> None:
+    assert grid_shapes(SearchSpace(), GRAPH, 12, 64) == ((1, 12), (2, 6), (3, 4), (4, 3), (6, 2), (12, 1))
+    assert grid_shapes(SearchSpace(), GRAPH, 12, 4) == ((3, 4), (4, 3), (6, 2), (12, 1))
+
+
+def test_no_layer_is_split_into_more_parts_than_it_has() -> None:
+    assert [rows for rows, _ in grid_shapes(SearchSpace(), GRAPH, 128, 999)] == [1, 2, 4, 8, 16, 32, 64]
+
+
+def test_ranks_that_no_grid_serves_are_refused_with_the_nearest_number() -> None:
+    graph = job_of(narrow(), (5, 5, 3), 4).graph_of(1)
+    with pytest.raises(ConfigError) as caught:
+        grid_shapes(SearchSpace(), graph, 23, 4)
+    assert "batch is 4, fewer samples than the 23 ranks" in str(caught.value)
+    assert "the nearest number of ranks that has a grid is 20." in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert grid_shapes(SearchSpace(), graph, 20, 4)
+
+
+def test_nothing_is_proposed_that_changes_the_optimisation() -> None:
+    assert not {choice.name for choice in AVERAGERS} & {"lazy", "sparse"}
+    assert not {option for choice in AVERAGERS for option in choice.options} & {"wire", "wire_parameters"}
+    named = AveragerChoice("sharded", {"wire": "bfloat16"})
+    assert SearchSpace(fixed_averager=named).averager_choices == (named,)
+
+
+SMALL_MACHINE = machine_of(memory_bytes=8 << 30)
+
+
+def prediction(*rows: Row, memory_bytes: int = 1 << 30, left_over: float = 0.0) -> Prediction:
+    total = Row("total", "total", exposed_seconds=sum(row.exposed_seconds for row in rows))
+    step = sum(row.compute_seconds + row.exposed_seconds for row in rows) + left_over
+    return Prediction(SimulatedStep(step, TimeTable(rows, total, left_over, step, step, 1, 0.0), {}), memory_bytes, 0, 0.0)
+
+
+FC = Row("fc6", "layer", compute_seconds=0.2, exposed_seconds=0.01)
+
+CONV = Row("conv1", "layer", compute_seconds=0.3)
+
+BEST = prediction(CONV, FC)
+
+
+@pytest.mark.parametrize(
+    ("worse", "sentence"),
+    [
+        (prediction(CONV, replace(FC, exposed_seconds=0.031)), "21 ms longer: 21 ms more exposed, most of it in fc6"),
+        (prediction(replace(CONV, compute_seconds=0.9), FC), "0.6 s longer: 0.6 s more computed, most of it in conv1"),
+        (prediction(CONV, FC, left_over=0.2), "0.2 s longer: 0.2 s more computed, most of it in the rest of the step"),
+        (prediction(CONV, FC, Row("sums", "communication", exposed_seconds=0.5)), "0.5 s more exposed, most of it in sums"),
+        (prediction(CONV, replace(FC, exposed_seconds=0.0101)), "takes as long, as far as predictions tell"),
+        (prediction(CONV, replace(FC, compute_seconds=0.19)), "10 ms shorter, which is less than predictions of split layers"),
+        (prediction(CONV, FC, memory_bytes=9 << 30), "does not fit: 9 GiB of 8 GiB"),
+    ],
+    ids=["exposed", "computed", "left over", "communication", "equal", "shorter", "memory"],
+)
+def test_the_reason_is_the_largest_part_of_what_is_longer(worse: Prediction, sentence: str) -> None:
+    assert sentence in reason(BEST, worse, SMALL_MACHINE)
+
+
+def test_numbers_have_three_digits_and_a_unit() -> None:
+    assert [seconds(value) for value in (1.2345, 0.12345, 0.0012345)] == ["1.23 s", "0.123 s", "1.23 ms"]
+    assert gibibytes(9.1 * (1 << 30)) == "9.1 GiB"
+
+
+NETS = {"plain": nets.plain, "residual": nets.residual, "narrow": partial(nets.narrow, classes=5)}
+
+#: bandwidth and latency of the machine, as many times as usual: what is chosen follows from them
+LINKS = ((1e-3, 1.0), (1.0, 1.0), (10.0, 0.01))
+
+
+def _task(net: str) -> Task:
+    return Task(NETS[net], NumpyKernelSet(), partial(Sgd, momentum=0.9), samples=19, batch=8, steps=3)
+
+
+@cache
+def _alone(net: str) -> Result:
+    return train_alone(_task(net), one_group)
+
+
+def _by_name(job: Job, candidate: Candidate, machine: Machine, costs: ComputeCosts, options: SimulationOptions) -> Prediction:
+    """Some time of its own for each candidate: any of them may be the best."""
+    seconds = 1.0 + zlib.crc32(repr(candidate).encode()) / (1 << 32)
+    total = Row("total", "total", compute_seconds=seconds)
+    return Prediction(SimulatedStep(seconds, TimeTable((), total, 0.0, seconds, seconds, 1, 0.0), {}), 1 << 20, 0, 0.0)
+
+
+def _candidates(net: str, ranks: int, bandwidth: float, latency: float) -> list[Candidate]:
+    machine = planned.machine().scaled(bandwidth=bandwidth, latency=latency)
+    space = SearchSpace(fixed_micro_batches=1, simulated=5)
+    result = search(planned.job_of(_task(net)), machine, RateCosts(machine), ranks, space, predicted_by=_by_name)
+    return [choice.candidate for choice in result.choices]
+
+
+@pytest.mark.slow
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("net", "ranks"), [("plain", 2), ("plain", 6), ("plain", 8), ("residual", 3), ("residual", 4), ("narrow", 8)]
+)
+def test_searched_candidates_train_as_one_rank_does(net: str, ranks: int) -> None:
+    candidates = [one for link in LINKS for one in _candidates(net, ranks, *link)]
+    for candidate in {repr(one): one for one in candidates}.values():
+        assert candidate.ranks == ranks
+        task = replace(_task(net), plan=candidate.plan)
+
+        def program(comm: ThreadCommunicator, task: Task = task, candidate: Candidate = candidate) -> Result:
+            return train(task, comm, virtual_engine(comm), partial(make_strategy, candidate.averager, candidate.options))
+
+        for result in run_virtual(ranks, program, seed=ranks):
+            assert distance(result.parameters, _alone(net).parameters) < 1e-10, candidate
+            assert distance(result.statistics, _alone(net).statistics) < 1e-10, candidate
+
+
+def test_other_links_lead_to_other_plans() -> None:
+    plans = {repr(one.plan) for link in LINKS for one in _candidates("plain", 4, *link)}
+    assert len(plans) > 2
+
+
+B, M, D = Parallelism
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("model", ["alexnet", "resnet20"])
+def test_patterns_give_every_layer_its_use(model: str, seed: int) -> None:
+    graph = job_of(model, (96, 96, 3), 1, {"width": 0.1}).graph_of(1)
+    draw = random.Random(seed)
+    uses = {}
+    for piece in segments(graph):
+        use = draw.choice(list(Parallelism))
+        uses.update({node.name: use for node in piece.nodes(graph)})
+    default, rules = patterns(uses)
+    plan = ParallelPlan(2, 1, default, rules)
+    plan.check(list(uses))
+    assert {name: plan.use_of(name) for name in uses} == uses
+    assert len(rules) < len(uses)
+
+
+def test_patterns_are_few() -> None:
+    names = [f"features.{k}" for k in range(9)]
+    assert patterns(dict.fromkeys(names, D)) == (D, {})
+    classifier = [f"classifier.{k}" for k in range(3)]
+    default, rules = patterns({**dict.fromkeys(names, D), "flatten": B, **dict.fromkeys(classifier, M)})
+    assert (default, rules) == (D, {"flatten": B, "classifier.*": M})
+
+
+def test_a_layer_with_layers_below_it_has_a_rule_of_its_own() -> None:
+    uses = {"block": M, "block.a": B, "block.b": B, "other": B}
+    default, rules = patterns(uses)
+    plan = ParallelPlan(2, 1, default, rules)
+    assert {name: plan.use_of(name) for name in uses} == uses

@@ -1,15 +1,141 @@
-"""Runs side by side."""
+"""What a report says of runs: their records, figures and curves, differences and bits side by side, judgements, colours."""
 
 from __future__ import annotations
 
+import base64
+import io
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from hpctrain.errors import CheckpointError, DataError
+from hpctrain.experiment.judgement import JudgedImage, Judgement
+from hpctrain.report import judged_set, theme
 from hpctrain.report.comparison import compared, told
-from hpctrain.report.differences import ComparedSetting
+from hpctrain.report.comparison_text import lines
+from hpctrain.report.curves import MOST_POINTS, TEST, TRAINING, panels, thinned
+from hpctrain.report.differences import ABSENT, ComparedSetting, differences, side_by_side
+from hpctrain.report.judged_set import Cell, result_of
+from hpctrain.report.record import read_runs
+from hpctrain.report.summary import UNKNOWN, summary, texts
+from hpctrain.storage import best_record
+from hpctrain.storage.best_record import BestRecord
 from hpctrain.storage.hash_file import HashFile
 from hpctrain.storage.run_directory import RunDirectory
-from tests.support.written_runs import write_checkpoint, write_run
+from tests.support.written_runs import confusion_of, write_checkpoint, write_run, write_trace
+
+
+def test_all_that_a_run_has_is_read(tmp_path: Path) -> None:
+    run = write_run(tmp_path, config="batch: 8\ndata: {augment: [{name: flip}], sizes: [1, 2]}\ntest: null\n")
+    write_checkpoint(run, 10, w=[1.0])
+    best = write_checkpoint(run, 20, w=[2.0])
+    best_record.write(run.checkpoints, BestRecord(best.name, 20, 2, "top1", 0.5))
+    write_trace(run, ranks=3)
+    (record,) = read_runs([run.path])
+    assert record.name == run.path.name
+    assert record.settings == {"batch": "8", "data.augment.0.name": "flip", "data.sizes": "[1, 2]", "test": "null"}
+    assert record.versions == {"numpy": "2.4", "mpi": "MPICH", "revision": "abc"}
+    assert [(stored.step, bool(stored.best)) for stored in record.checkpoints] == [(10, False), (20, True)]
+    assert record.checkpoints[0].megabytes > 0.0
+    assert len(record.tables) == 4
+    assert record.trace == run.path / "trace.json"
+
+
+def test_a_run_that_has_only_begun_is_one(tmp_path: Path) -> None:
+    run = write_run(tmp_path)
+    for name in ("metrics.jsonl", "versions.json", "git.json"):
+        (run.path / name).unlink()
+    (run.path / "time_table.json").write_text('{"table": ')
+    (record,) = read_runs([run.path])
+    assert (record.state.records, record.versions, record.checkpoints, record.tables, record.trace) == ((), {}, (), (), None)
+
+
+def test_changes_of_the_source_are_told(tmp_path: Path) -> None:
+    run = write_run(tmp_path)
+    (run.path / "git.json").write_text('{"revision": "abc", "dirty": true}')
+    assert read_runs([run.path])[0].versions["revision"] == "abc with changes"
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="is no run directory"):
+        read_runs([tmp_path])
+    run = write_run(tmp_path)
+    with pytest.raises(DataError, match="is given twice"):
+        read_runs([run.path, run.path / ".." / run.path.name])
+    (run.path / "config.yaml").write_text("a: [")
+    with pytest.raises(DataError, match=r"config\.yaml cannot be read"):
+        read_runs([run.path])
+
+
+def test_the_last_and_the_best_evaluation_are_told_apart(tmp_path: Path) -> None:
+    """Accuracies are 1/2, 2/3 and 0 after epochs 1, 2 and 3."""
+    figures = summary(read_runs([write_run(tmp_path).path])[0])
+    assert (figures.epochs, figures.steps, figures.test_loss, figures.top1) == (3, 30, 1.0, 0.0)
+    assert (figures.best_top1, figures.best_epoch) == (pytest.approx(2 / 3), 2)
+    assert (figures.images_per_second, figures.seconds, figures.end) == (100.0, 30.0, "finished")
+
+
+def test_a_step_is_told_beside_its_prediction(tmp_path: Path) -> None:
+    times = {"measured_step_seconds": 0.05, "measured_exposed_seconds": 0.001, "predicted_step_seconds": 0.04567891}
+    run = write_run(tmp_path, events=[{"kind": "steps", "time": 31.0, "step": 30, **times}])
+    written = dict(texts([summary(read_runs([run.path])[0])]))
+    assert [written[name] for name in ("step", "waited in a step", "step, predicted")] == [["50 ms"], ["1 ms"], ["45.68 ms"]]
+
+
+@pytest.mark.parametrize(
+    ("device", "of_gpus"), [({}, []), ({"device_bytes": 7_400_000_000}, [("memory of a GPU", ["7,400 MB"])])]
+)
+def test_peak_memory_is_told_and_that_of_gpus_where_there_are_some(
+    tmp_path: Path, device: dict[str, int], of_gpus: list[tuple[str, list[str]]]
+) -> None:
+    run = write_run(tmp_path, events=[{"kind": "memory", "time": 31.0, "step": 30, "peak_bytes": 612_345_678, **device}])
+    written = texts([summary(read_runs([run.path])[0])])
+    assert dict(written)["peak memory"] == ["612 MB"]
+    assert [(name, values) for name, values in written if name == "memory of a GPU"] == of_gpus
+
+
+def test_waits_for_data_are_those_of_all_epochs(tmp_path: Path) -> None:
+    waits = [{"kind": "data", "epoch": 1, "step": 10, "seconds": 9.0, "waited_seconds": 1.0, "most_waited_seconds": 3.0}]
+    waits += [{"kind": "data", "epoch": 2, "step": 20, "seconds": 7.0, "waited_seconds": 0.0, "most_waited_seconds": 1.0}]
+    figures = summary(read_runs([write_run(tmp_path, events=waits).path])[0])
+    assert (figures.data_share, figures.most_data_share) == (1 / 16, 4 / 16)
+    assert dict(texts([figures]))["waited for data"] == ["6.2% of the time, at most 25.0% on a rank"]
+    without = summary(read_runs([write_run(tmp_path).path])[0])
+    assert dict(texts([without]))["waited for data"] == [UNKNOWN]
+
+
+def test_pauses_between_jobs_are_no_time_of_training(tmp_path: Path) -> None:
+    later = {"kind": "resume", "time": 10_000.0, "step": 30}
+    last = {"kind": "interval", "time": 10_005.0, "epoch": 4, "step": 31}
+    assert summary(read_runs([write_run(tmp_path, events=[later, last]).path])[0]).seconds == 35.0
+
+
+def test_a_run_that_has_only_begun_has_figures(tmp_path: Path) -> None:
+    run = write_run(tmp_path)
+    run.metrics_path.write_text("")
+    figures = summary(read_runs([run.path])[0])
+    assert (figures.epochs, figures.steps, figures.top1, figures.best_top1, figures.seconds) == (0, 0, None, None, 0.0)
+    assert dict(texts([figures]))["test top-1"] == [UNKNOWN]
+
+
+@pytest.mark.parametrize(("hosts", "text"), [((), UNKNOWN), (("a",), "a"), (("a", "b"), "a, b"), (("a", "b", "c"), "3, a first")])
+def test_hosts_are_named_or_counted(tmp_path: Path, hosts: tuple[str, ...], text: str) -> None:
+    figures = replace(summary(read_runs([write_run(tmp_path).path])[0]), hosts=hosts)
+    assert dict(texts([figures]))["hosts"] == [text]
+
+
+def test_texts_have_a_column_for_each_run(tmp_path: Path) -> None:
+    figures = [summary(record) for record in read_runs([write_run(tmp_path).path, write_run(tmp_path, epochs=2).path])]
+    written = dict(texts(figures))
+    assert written["best test top-1"] == ["66.67% (epoch 2)", "66.67% (epoch 2)"]
+    assert written["epochs"] == ["3", "2"]
 
 
 def test_bits_are_compared_at_the_latest_step_that_both_have(tmp_path: Path) -> None:
@@ -137,3 +263,181 @@ def test_it_is_plain_values_for_programs(tmp_path: Path) -> None:
     assert [run["name"] for run in content["runs"]] == list(comparison.names)
     assert content["runs"][0]["best_epoch"] == 2
     assert content["bits"][0]["step"] is None
+
+
+def _printed(comparison_of: list[Path], width: int) -> list[str]:
+    console = Console(width=width, highlight=False, markup=False, emoji=False, force_terminal=False)
+    with console.capture() as captured:
+        for renderable in lines(compared(comparison_of)):
+            console.print(renderable)
+    return captured.get().splitlines()
+
+
+def test_results_and_differences_fit_80_columns(tmp_path: Path) -> None:
+    configs = ["batch: 8\n", f"batch: 16\ndata: {{train: {'directory/' * 12}train.h5}}\n"]
+    printed = _printed([write_run(tmp_path, config=config).path for config in configs], 80)
+    assert max(map(len, printed)) <= 80
+    text = "\n".join(printed)
+    assert "best test top-1   66.67% (epoch 2)  66.67% (epoch 2)" in text
+    assert "Differences of configuration:" in text
+    assert "No differences of versions." in text
+    assert "no bits are" in text
+
+
+def test_all_keys_are_side_by_side_in_the_order_of_their_appearance() -> None:
+    settings = side_by_side([{"a": "1", "b": "2"}, {"b": "3", "c": "4"}])
+    assert settings == (
+        ComparedSetting("a", ("1", ABSENT)),
+        ComparedSetting("b", ("2", "3")),
+        ComparedSetting("c", (ABSENT, "4")),
+    )
+
+
+def test_differences_leave_out_what_is_alike() -> None:
+    assert differences([{"a": "1", "b": "2"}, {"a": "1", "b": "3"}]) == (ComparedSetting("b", ("2", "3")),)
+    assert differences([{"a": "1"}]) == ()
+
+
+def test_training_is_the_mean_of_each_stretch_alone(tmp_path: Path) -> None:
+    """Records have the mean over the epoch so far; here that of each stretch is 2 / its end."""
+    loss = panels(read_runs([write_run(tmp_path, epochs=2, intervals=5).path]))[0]
+    training = next(curve for curve in loss.curves if curve.part == TRAINING)
+    assert training.xs == pytest.approx([0.2 * k for k in range(1, 11)])
+    assert training.ys == pytest.approx([2 / x for x in training.xs])
+    test = next(curve for curve in loss.curves if curve.part == TEST)
+    assert (test.xs, test.ys) == ((1.0, 2.0), (3.0, 1.5))
+
+
+def test_runs_share_panels(tmp_path: Path) -> None:
+    runs = read_runs([write_run(tmp_path, epochs=epochs).path for epochs in (2, 3)])
+    drawn = {panel.key: panel for panel in panels(runs)}
+    assert list(drawn) == ["loss", "top1", "top5", "lr", "images_per_second"]
+    assert {curve.run for curve in drawn["lr"].curves} == {0, 1}
+    assert drawn["top1"].percent
+    assert max(drawn["lr"].curves[1].xs) == 3.0
+
+
+def test_averaged_weights_are_a_curve_of_their_own(tmp_path: Path) -> None:
+    evaluation = {"kind": "evaluation", "time": 1.0, "epoch": 4, "step": 40, "loss": 1.0, "ema_loss": 0.5}
+    loss = panels(read_runs([write_run(tmp_path, events=[evaluation]).path]))[0]
+    assert [(curve.xs, curve.ys) for curve in loss.curves if curve.part == "test, averaged weights"] == [((4.0,), (0.5,))]
+
+
+def test_values_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
+    interval = {"kind": "interval", "time": 1.0, "epoch": 4, "step": 31, "images": 100, "loss": None, "lr": 0.5}
+    loss, *_, lr, _ = panels(read_runs([write_run(tmp_path, events=[interval]).path]))
+    assert max(loss.curves[0].xs) == 3.0
+    assert (max(lr.curves[0].xs), lr.curves[0].ys[-1]) == (3.1, 0.5)
+
+
+def test_steps_that_are_there_twice_count_once(tmp_path: Path) -> None:
+    """The later record is that of the run that went on; a number that is none, from another program, is left out."""
+    twice = {"kind": "evaluation", "time": 1.0, "epoch": 2, "step": 20, "loss": 0.25, "top1": float("nan")}
+    loss, top1, *_ = panels(read_runs([write_run(tmp_path, events=[twice]).path]))
+    curves = {curve.part: curve for curve in loss.curves}
+    assert (curves[TEST].xs, curves[TEST].ys) == ((1.0, 2.0, 3.0), (3.0, 0.25, 1.0))
+    assert next(curve for curve in top1.curves if curve.part == TEST).ys[1] == pytest.approx(2 / 3)
+
+
+def test_metrics_of_older_runs_without_a_start_do(tmp_path: Path) -> None:
+    run = write_run(tmp_path)
+    lines = run.metrics_path.read_text().splitlines(keepends=True)
+    run.metrics_path.write_text("".join(lines[1:]))
+    assert max(panels(read_runs([run.path]))[0].curves[0].xs) == 3.0
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=3000), st.integers(10, 500))
+def test_thinned_curves_keep_their_ends_and_extremes(ys: list[float], most: int) -> None:
+    xs = list(range(len(ys)))
+    kept_xs, kept_ys = thinned(xs, ys, most)
+    assert len(kept_xs) <= max(most, 2)
+    assert list(kept_xs) == sorted(set(kept_xs))
+    assert (kept_xs[0], kept_xs[-1]) == (0, len(ys) - 1)
+    assert (min(kept_ys), max(kept_ys)) == (min(ys), max(ys))
+    assert all(ys[int(x)] == y for x, y in zip(kept_xs, kept_ys, strict=True))
+    assert MOST_POINTS >= 100
+
+
+def _judgement(matrix: list[list[int]], undecided: int = 0, *images: JudgedImage) -> Judgement:
+    """The undecided samples are of the first class."""
+    names = tuple(f"class {k}" for k in range(len(matrix)))
+    return Judgement(Path("checkpoint-00000007.h5"), names, confusion_of(matrix, undecided), (), images)
+
+
+def test_cells_are_coloured_by_their_share_of_the_class() -> None:
+    result = result_of("run", _judgement([[9, 1], [0, 0]]))
+    assert result.confusion[0].cells == (Cell(9, 63, True), Cell(1, 7, False))
+    assert result.confusion[1].cells == (Cell(0, 0, False), Cell(0, 0, True))
+    assert result.words == "checkpoint-00000007.h5: 10 images, top-1 90.00%."
+
+
+def test_many_classes_are_told_by_their_largest_confusions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judged_set, "MOST_CLASSES", 2)
+    result = result_of("run", _judgement([[5, 2, 0], [0, 5, 0], [3, 0, 5]], 5))
+    assert result.confusion == ()
+    assert "top-1 60.00%. The outputs for 5 images are not finite." in result.words
+    assert result.words.endswith(
+        "Most often taken: class 0 for no class 5 times; class 2 for class 0 3 times; class 0 for class 1 2 times."
+    )
+
+
+def test_classes_are_told_with_their_rivals_the_worst_first() -> None:
+    result = result_of("run", _judgement([[9, 1, 0], [3, 1, 2], [0, 0, 0]]))
+    told = [(line.name, line.images, line.top1, line.rival) for line in result.classes]
+    assert told == [
+        ("class 1", "6", "16.67%", "class 0, 3 times"),
+        ("class 0", "10", "90.00%", "class 1, 1 times"),
+        ("class 2", "0", "-", "-"),
+    ]
+
+
+@pytest.mark.parametrize(("side", "form", "limit"), [(32, "png", 2_000), (64, "png", 8_000), (232, "jpeg", 12_000)])
+def test_photographs_are_small_files(side: int, form: str, limit: int) -> None:
+    """Waves with noise, which do not become smaller by luck."""
+    waves = 128 + 100 * np.sin(np.arange(side * side).reshape(side, side, 1) / 97 + np.arange(3))
+    pixels = (waves + np.random.default_rng(0).normal(0, 4, (side, side, 3))).clip(0, 255).astype(np.uint8)
+    groups = result_of("run", _judgement([[0, 1], [0, 0]], 0, JudgedImage(4, pixels, 0, 1, 0.5))).groups
+    data = groups[0].pictures[0].data
+    assert data.startswith(f"data:image/{form};base64,")
+    assert len(data) < limit * 2
+
+
+@pytest.mark.parametrize(("channels", "mode"), [(1, "L"), (3, "RGB")])
+def test_pictures_are_whole_and_small(channels: int, mode: str) -> None:
+    from PIL import Image
+
+    pixels = np.full((400, 200, channels), 77, np.uint8)
+    groups = result_of("run", _judgement([[0, 1], [0, 0]], 0, JudgedImage(4, pixels, 0, 1, 0.987))).groups
+    (picture,) = groups[0].pictures
+    assert (picture.number, picture.label, picture.words) == (4, "class 0", "98.7% class 1")
+    with Image.open(io.BytesIO(base64.b64decode(picture.data.partition(",")[2]))) as image:
+        assert (image.size, image.mode) == ((80, 160), mode)
+        assert image.getextrema() == ((77, 77) if channels == 1 else ((77, 77),) * 3)
+
+
+def _luminance(colour: str) -> float:
+    """Relative luminance, as the Web Content Accessibility Guidelines define it."""
+    channels = [int(colour[k : k + 2], 16) / 255 for k in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("values", [theme.LIGHT, theme.DARK], ids=["light", "dark"])
+def test_letters_and_lines_are_seen_on_the_ground(values: dict[str, str]) -> None:
+    """Letters at a ratio of 7 at least, and lines and bars at 2, most of them at 3."""
+
+    def ratio(name: str) -> float:
+        lighter, darker = sorted((_luminance(values[name]), _luminance(values["paper"])), reverse=True)
+        return (lighter + 0.05) / (darker + 0.05)
+
+    assert ratio("ink") >= 7
+    assert all(ratio(theme.of_run(run)) >= 3 for run in range(theme.RUN_COLOURS))
+    assert all(ratio(name) >= 2 for name in ("forward", "backward", "update", "waiting", "messages"))
+
+
+def test_every_name_has_a_marker_and_both_meanings() -> None:
+    text = " ".join(theme.marker(name) for name in theme.LIGHT)
+    assert re.findall(r"var\(--(\w+)\)", theme.with_variables(text)) == list(theme.LIGHT)
+    assert theme.with_values(text).split() == list(theme.LIGHT.values())
+    assert theme.LIGHT.keys() == theme.DARK.keys()
+    assert theme.with_variables("#123456") == "#123456"

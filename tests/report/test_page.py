@@ -1,24 +1,90 @@
-"""The page: well-formed, and whole without anything else."""
+"""Reports as pages: their parts and figures, well-formed and whole without anything else."""
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra export)")
 
+from hpctrain.errors import ConfigError, DataError
 from hpctrain.experiment.judgement import JudgedImage, Judgement
+from hpctrain.report import figures, trace_figures
 from hpctrain.report.contents import report_page
+from hpctrain.report.curves import AVERAGED, TEST, TRAINING, Curve, Panel
+from hpctrain.report.figures import Drawing, Style, for_page
 from hpctrain.report.judged_set import result_of
 from hpctrain.report.page import html
+from hpctrain.report.panel_figures import panel_drawing
 from hpctrain.report.record import read_runs
-from tests.support.written_runs import confusion_of, write_run, write_trace
+from hpctrain.report.trace_figures import layer_drawing, read_steps, timeline_drawing
+from tests.support.written_runs import confusion_of, write_checkpoint, write_run, write_trace
+
+MEGABYTES = 2.0
+
+
+@pytest.mark.slow
+def test_a_long_traced_run_of_eight_ranks_weighs_less_than_two_megabytes(tmp_path: Path) -> None:
+    run = write_run(tmp_path, epochs=100, intervals=50)
+    write_trace(run, ranks=8, operators=600)
+    write_checkpoint(run, 1000, w=[1.0])
+    page = report_page(read_runs([run.path]))
+    assert [part.key for part in page.parts] == ["summary", "curves", "time", "events", "checkpoints", "settings"]
+    assert len(page.drawings) == 7
+    assert len(html(page).encode()) < MEGABYTES * 1e6
+
+
+def test_several_runs_are_beside_each_other(tmp_path: Path) -> None:
+    skip = {"kind": "skip", "time": 5.0, "step": 7, "layer": "conv1", "held": "gradient"}
+    runs = [
+        write_run(tmp_path, config="batch: 8\nname: a\n", events=[skip]),
+        write_run(tmp_path, config="batch: 16\nname: a\n", epochs=1),
+    ]
+    page = report_page(read_runs([run.path for run in runs]))
+    parts = {part.key: part for part in page.parts}
+    assert page.names == tuple(run.path.name for run in runs)
+    (summary,) = parts["summary"].tables
+    assert summary.headings[1:] == page.names
+    (events,) = parts["events"].tables
+    assert [line.cells[1:] for line in events.lines if "skipped" in line.cells[2]] == [
+        (page.names[0], "step 7 skipped: gradient of conv1 not finite")
+    ]
+    titles = [table.title for table in parts["settings"].tables]
+    assert titles == ["Differences of configuration", "All of configuration", "All of versions"]
+    assert [line.cells for line in parts["settings"].tables[0].lines] == [("batch", "8", "16")]
+    assert [line.differs for line in parts["settings"].tables[1].lines] == [True, False]
+
+
+def test_what_is_lacking_is_said(tmp_path: Path) -> None:
+    first, second = write_run(tmp_path), write_run(tmp_path)
+    first.metrics_path.write_text("")
+    parts = {part.key: part for part in report_page(read_runs([first.path, second.path])).parts}
+    assert "trace=true" in parts["time"].sentences[0]
+    assert parts["settings"].sentences == ("All runs have the same.",)
+    assert "checkpoints" not in parts
+    alone = {part.key: part for part in report_page(read_runs([first.path])).parts}
+    assert "curves" not in alone
+    assert alone["events"].sentences
+
+
+def test_a_trace_that_cannot_be_read_is_said_and_the_rest_is_shown(tmp_path: Path) -> None:
+    run = write_run(tmp_path)
+    write_trace(run)
+    (run.path / "trace.json").write_text("{")
+    (time,) = (part for part in report_page(read_runs([run.path])).parts if part.key == "time")
+    assert len(time.drawings) == 1
+    assert "no trace that can be read" in time.sentences[0]
+
 
 VOID = {"meta", "link", "img", "br", "input"}
+
 EVIL = '</script><script>alert("x")</script>'
 
 
@@ -86,3 +152,142 @@ def test_texts_of_users_are_no_elements(text: str) -> None:
     assert EVIL not in text
     assert "alert(" in text
     assert "dog &amp; cat" in text
+
+
+def _draw(figure: Any, style: Style) -> dict[str, Any]:
+    axes = figure.add_subplot()
+    (line,) = axes.plot([0, 10], [5, 7], color=style.colour("run1"))
+    line.set_gid("run1-test")
+    axes.set_xlabel("<epoch> & more")
+    return {"curves": []}
+
+
+DRAWING = Drawing("loss", "Loss", 'Of "a" & b < c', _draw)
+
+
+def test_a_page_gets_an_svg_whose_names_are_its_own() -> None:
+    page = figures.for_page(DRAWING)
+    root = ElementTree.fromstring(page.svg)
+    names = [element.get("id") for element in root.iter() if element.get("id")]
+    assert len(names) == len(set(names))
+    assert all(name.startswith("loss-") for name in names if name)
+    references = {element.get("clip-path") for element in root.iter()} - {None}
+    assert all(reference is not None and reference.removeprefix("url(#").rstrip(")") in names for reference in references)
+    assert [element.get("class") for element in root.iter() if element.get("id") == "loss-run1-test"] == ["run1"]
+    assert root.get("aria-label") == DRAWING.words
+    assert (root.get("width"), root.get("height")) == (None, None)
+    assert root.get("viewBox")
+    assert "var(--run1)" in page.svg
+    assert "#0f" not in page.svg
+    assert "&lt;epoch&gt; &amp; more" in page.svg
+
+
+def test_the_place_of_the_axes_is_told_in_units_of_the_svg() -> None:
+    """The line's ends, where its path has them."""
+    page = figures.for_page(DRAWING)
+    assert page.values is not None
+    left, top, right, bottom = page.values["box"]
+    (low, high), (least, most) = page.values["xlim"], page.values["ylim"]
+    root = ElementTree.fromstring(page.svg)
+    group = next(element for element in root.iter() if element.get("id") == "loss-run1-test")
+    path = next(element for element in group.iter() if element.tag.endswith("path")).get("d", "").split()
+    for k, (x, y) in enumerate(((0, 5), (10, 7))):
+        assert float(path[3 * k + 1]) == pytest.approx(left + (x - low) / (high - low) * (right - left), abs=0.05)
+        assert float(path[3 * k + 2]) == pytest.approx(bottom - (y - least) / (most - least) * (bottom - top), abs=0.05)
+
+
+def test_a_figure_is_the_same_each_time() -> None:
+    assert figures.for_page(DRAWING) == figures.for_page(DRAWING)
+
+
+def test_a_picture_is_on_white(tmp_path: Path) -> None:
+    from PIL import Image
+
+    figures.write_png(DRAWING, tmp_path / "loss.png")
+    with Image.open(tmp_path / "loss.png") as picture:
+        assert picture.size == (960, 500)
+        assert picture.convert("RGB").getpixel((0, 0)) == (255, 255, 255)
+
+
+def test_without_matplotlib_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r'pip install "hpctrain\[export\]"'):
+        figures.check_matplotlib()
+
+
+CURVES = (
+    Curve(0, TRAINING, (0.5, 1.0), (0.25, 0.5)),
+    Curve(1, TEST, (1.0,), (0.75,)),
+    Curve(1, AVERAGED, tuple(float(x) for x in range(60)), (0.5,) * 60),
+)
+
+
+def test_words_tell_the_ends_of_all_curves() -> None:
+    words = panel_drawing(Panel("top1", "Top-1 accuracy", CURVES, percent=True), ("a", "b")).words
+    assert "a, training: 50.00% at epoch 1;" in words
+    assert "b, test: 75.00% at epoch 1;" in words
+
+
+def test_each_curve_is_a_part_of_its_run_and_of_the_values() -> None:
+    page = for_page(panel_drawing(Panel("loss", "Loss", CURVES), ("a", "b")))
+    for name in ("run0-training", "run1-test", "run1-test-averaged-weights"):
+        assert f'id="loss-{name}"' in page.svg
+    assert page.values is not None
+    assert [(curve["run"], curve["part"], len(curve["xs"])) for curve in page.values["curves"]] == [
+        (0, TRAINING, 2),
+        (1, TEST, 1),
+        (1, AVERAGED, 60),
+    ]
+    assert not page.values["percent"]
+    assert ">test, averaged weights<" in page.svg
+
+
+def test_runs_are_named_where_no_buttons_are(tmp_path: Path) -> None:
+    """Pictures have a legend below the axes, which pages do not need."""
+    from hpctrain.report import figures
+
+    drawing = panel_drawing(Panel("loss", "Loss", CURVES), ("first run", "second run"))
+    assert "first run<" not in for_page(drawing).svg
+    with figures._drawn(drawing, figures.Style(lambda name: "#000000", alone=True)) as (figure, _):
+        named = [text.get_text() for legend in figure.legends for text in legend.get_texts()]
+    assert named[-2:] == ["first run", "second run"]
+
+
+def test_one_kind_of_lines_needs_no_legend() -> None:
+    assert ">training<" not in for_page(panel_drawing(Panel("lr", "Learning rate", CURVES[:1]), ("a",))).svg
+
+
+def test_layers_that_took_most_are_shown(tmp_path: Path) -> None:
+    run = write_run(tmp_path)
+    write_trace(run, operators=23)
+    drawing = layer_drawing(read_runs([run.path])[0].tables[0], "0", "quick")
+    assert "and 3 more that are not shown. Waits for messages are 10.0% of a step." in drawing.words
+    assert for_page(drawing).svg.count("conv<") == 20
+
+
+def test_the_last_step_has_two_lanes_for_each_rank(tmp_path: Path) -> None:
+    run = write_run(tmp_path)
+    write_trace(run, ranks=18)
+    drawing = timeline_drawing(read_steps(run.path / "trace.json"), "0", "quick")
+    assert drawing.words.endswith("waits for messages between 1 and 1 ms. The first 16 of 18 ranks.")
+    svg = for_page(drawing).svg
+    assert (svg.count(">rank 15<"), svg.count(">rank 16<")) == (1, 0)
+    for kind in ("forward", "backward", "waiting", "messages"):
+        assert f"var(--{kind})" in svg
+
+
+def test_pieces_that_nobody_sees_are_joined() -> None:
+    many = [(k * 1e-6, (k + 0.5) * 1e-6) for k in range(1000)]
+    assert trace_figures._coarse(many, 1e-4) == [(0.0, pytest.approx(999.5e-6))]
+    assert trace_figures._coarse([(0.0, 1e-6), (0.5, 0.6)], 1e-2) == [(0.5, 0.6)]
+
+
+def test_a_trace_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "trace.json"
+    for text in ("{", '{"traceEvents": [{"ph": "X"}]}', '{"traceEvents": [3]}'):
+        path.write_text(text)
+        with pytest.raises(DataError, match=r"trace\.json is no trace that can be read"):
+            read_steps(path)
+    monkeypatch.setattr(trace_figures, "LARGEST_TRACE_BYTES", 3)
+    with pytest.raises(DataError, match="trace fewer steps"):
+        read_steps(path)

@@ -1,29 +1,61 @@
-"""Laws of simulated steps: closed forms of small cases, sums that must hold, and what never gets worse."""
+"""Simulated steps: closed forms, sums that must hold, what never gets worse, and averagers on virtual time."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, OperationKind
+from hpctrain.averaging.dependencies import EventKind, LocalEventKey
+from hpctrain.averaging.reduce_scatter_strategy import ReduceScatterStrategy
+from hpctrain.averaging.strategies.blocking import Blocking
+from hpctrain.averaging.strategies.bucketed import Bucketed
+from hpctrain.averaging.strategies.priority import Priority
+from hpctrain.averaging.strategies.sharded import Sharded
+from hpctrain.averaging.strategy import PlannedGroup, Strategy
+from hpctrain.comm.link import LinkModel
 from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.errors import ConfigError, DeadlockError
+from hpctrain.nn.parameter import GroupLayout, ParameterSpec
 from hpctrain.planner.collective_costs import stages, unhindered_seconds
 from hpctrain.planner.machine import Machine
+from hpctrain.planner.measured_times import times_of
 from hpctrain.planner.prediction import SimulatedStep, SimulationOptions
 from hpctrain.planner.simulation.simulate import simulate
-from hpctrain.planner.tasks import BeginExchange, Compute, EndExchange, Exchange, StepProgram, Task
+from hpctrain.planner.tasks import (
+    BeginExchange,
+    Compute,
+    EndBackward,
+    EndExchange,
+    Exchange,
+    Happens,
+    Merge,
+    NeedsParameters,
+    StepMessage,
+    StepProgram,
+    Task,
+)
 from hpctrain.trace.time_table import tabulate
 from hpctrain.trace.tracer import Category
-from tests.support.simulated import ITEM_BYTES, allreduces, link, machine, placement, program, sharded, tasks
+from tests.averaging.test_modelled_time import COMPUTE_SECONDS, FORWARD, _step_seconds
+from tests.averaging.test_modelled_time import SIZES as LAYER_SIZES
+from tests.support.simulated import GROUP, ITEM_BYTES, allreduces, link, machine, placement, program, sharded, tasks
 
 SIZES, SECONDS = (1000, 2000, 4000), (0.1, 0.2, 0.3)
+
 COMPUTE = 3 * sum(SECONDS)
+
 MACHINE = machine(link(1e-3, 1e-5))
+
 SCHEDULES = {"blocking": None, "allreduces": allreduces(SIZES, 2), "sharded": sharded(SIZES, 2), "window": sharded(SIZES, 2, 1)}
+
 every_schedule = pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+
 every_mode = pytest.mark.parametrize("mode", ProgressMode)
 
 
@@ -37,8 +69,6 @@ def _step(schedule: CollectiveSchedule | None, on: Machine = MACHINE, **options:
 
 
 # -- closed forms ----------------------------------------------------------------------------------------------------------------
-
-
 @every_schedule
 def test_one_rank_takes_the_sum_of_its_tasks(schedule: CollectiveSchedule | None) -> None:
     alone = None if schedule is None else replace(schedule, ranks=1)
@@ -77,14 +107,6 @@ def test_operations_in_flight_together_share_the_wire_and_overlap_their_latencie
     assert simulate(serial, latency_bound).seconds == pytest.approx(2 * _allreduce(1000, latency_bound))
 
 
-def test_an_allreduce_hides_under_the_backward_that_follows() -> None:
-    step = _step(allreduces(SIZES, 2))
-    # Only the first layer's sum is exposed: half of the layer's backward is left when it is posted.
-    exposed = max(0.0, _allreduce(SIZES[0]) - SECONDS[0])
-    assert step.exposed_seconds <= exposed + _allreduce(SIZES[0]) / 2 + 1e-9
-    assert step.seconds < _step(None).seconds
-
-
 def test_two_ranks_on_one_core_take_twice_as_long() -> None:
     free = machine(ranks_per_node=2, cores_per_rank=0.5)
     step = program([(2, tasks(SECONDS))], SIZES, sharded(SIZES, 2), ranks_per_node=2)
@@ -102,8 +124,6 @@ def test_ranks_of_a_node_share_its_card() -> None:
 
 
 # -- sums ------------------------------------------------------------------------------------------------------------------------
-
-
 @every_schedule
 @every_mode
 def test_compute_messages_exposed_and_the_rest_are_the_step(schedule: CollectiveSchedule | None, mode: ProgressMode) -> None:
@@ -133,8 +153,6 @@ def test_the_table_is_a_mean_over_ranks() -> None:
 
 
 # -- what never gets worse -------------------------------------------------------------------------------------------------------
-
-
 @every_mode
 @pytest.mark.parametrize("schedule", [None, allreduces(SIZES, 2, 1)], ids=["blocking", "one by one"])
 def test_better_machines_never_make_a_chain_slower(schedule: CollectiveSchedule | None, mode: ProgressMode) -> None:
@@ -172,8 +190,6 @@ def test_a_step_is_no_shorter_than_compute_and_no_longer_than_everything_in_turn
 
 
 # -- folding, noise and errors ---------------------------------------------------------------------------------------------------
-
-
 def _halves(split: int) -> StepProgram:
     # Odd numbers: where two things happen at one instant, roundings would decide which one a poll sees.
     def body(seconds: float) -> tuple[Task, ...]:
@@ -217,11 +233,6 @@ def test_jitter_follows_from_its_seed() -> None:
     assert seconds(3) == seconds(3) != seconds(4)
 
 
-@every_schedule
-def test_the_same_program_gives_the_same_step(schedule: CollectiveSchedule | None) -> None:
-    assert _step(schedule).seconds == _step(schedule).seconds
-
-
 def test_random_schedules_end() -> None:
     draw = random.Random(11)
     for _ in range(20):
@@ -253,3 +264,151 @@ def test_ranks_that_wait_without_end_are_named() -> None:
 def test_options_that_cannot_be_are_refused(options: SimulationOptions, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         simulate(program([(2, tasks(SECONDS))]), MACHINE, options)
+
+
+def _work(seconds: float, name: str = "work", *, polls: bool = True) -> Compute:
+    return Compute(name, Category.WORK, seconds, polls)
+
+
+def _posted(step: SimulatedStep, track: str) -> list[str]:
+    """Names of a queue's operations in the order of their numbers."""
+    (events,) = step.events.values()
+    operations = events.of(Category.COMMUNICATION)
+    mine = [k for k, index in enumerate(operations.track.tolist()) if operations.tracks[index] == track]
+    mine.sort(key=lambda k: (operations.start_ns[k], operations.number[k]))
+    assert (operations.number[mine][1:] > operations.number[mine][:-1]).all()
+    return [operations.names[operations.name[k]] for k in mine]
+
+
+def test_the_order_of_postings_is_the_schedules() -> None:
+    schedule = sharded(SIZES, 2, window=1)
+    step = simulate(program([(2, tasks(SECONDS))], SIZES, schedule), MACHINE)
+    for stream in ("gradients", "parameters"):
+        expected = [schedule.text(operation) for operation in schedule.operations if operation.stream == stream]
+        posted = _posted(step, f"all {stream}")
+        assert set(posted) == set(expected)
+        begin = expected.index(posted[0])
+        assert posted == [expected[(begin + k) % len(expected)] for k in range(len(posted))]
+
+
+def test_exchanges_hide_under_what_lies_between() -> None:
+    exchange = Exchange("halo", 1000, 1000, 1)
+    seconds = unhindered_seconds(stages(MACHINE, "exchange", 1000, placement(2), None, 1))
+    assert seconds > 0.01
+
+    def step(between: float) -> float:
+        body: tuple[Task, ...] = (BeginExchange(0, exchange), _work(between), EndExchange(0), _work(0.5))
+        return simulate(program([(1, body), (1, body)], split=2), MACHINE).seconds
+
+    assert step(0.0) == pytest.approx(seconds + 0.5)
+    assert step(0.005) == pytest.approx(seconds + 0.5)
+    assert step(1.0) == pytest.approx(1.5)
+
+
+def test_an_exchange_ends_once_both_have_come() -> None:
+    def body(before: float) -> tuple[Task, ...]:
+        return _work(before), BeginExchange(0, Exchange("halo", 0, 0, 1)), EndExchange(0), _work(0.5)
+
+    step = simulate(program([(1, body(0.2)), (1, body(1.2))], split=2), MACHINE)
+    assert step.seconds == pytest.approx(1.7)
+    assert step.exposed_seconds == pytest.approx(0.5)  # one of two ranks waits for a second
+
+
+def test_merged_statistics_are_waited_for() -> None:
+    seconds = unhindered_seconds(stages(MACHINE, "merge", 2 * 64, placement(2)))
+    step = simulate(program([(2, (_work(1.0), Merge("moments of bn", "all", 64)))]), MACHINE)
+    assert step.seconds == pytest.approx(1.0 + seconds)
+    assert step.table.rows[0].name == "moments of bn"
+    assert step.exposed_seconds == pytest.approx(seconds)
+
+
+def test_the_steps_message_is_waited_for_one_step_later() -> None:
+    seconds = unhindered_seconds(stages(MACHINE, "message", 1000, placement(2)))
+    assert simulate(program([(2, (_work(1.0), StepMessage(1000)))]), MACHINE).seconds == pytest.approx(1.0)
+    assert simulate(program([(2, (_work(0.0), StepMessage(1000)))]), MACHINE).seconds == pytest.approx(seconds)
+
+
+def test_late_updates_are_of_whole_slices() -> None:
+    step = simulate(program([(2, tasks(SECONDS))], SIZES, allreduces(SIZES, 2), update_seconds=1e-6), machine())
+    assert step.seconds == pytest.approx(1.8 + sum(SIZES) * 1e-6)
+    sharded_step = simulate(program([(2, tasks(SECONDS))], SIZES, sharded(SIZES, 2), update_seconds=1e-6), machine())
+    assert sharded_step.seconds == pytest.approx(1.8 + sum(SIZES) / 2 * 1e-6)
+
+
+def test_polls_between_operators_are_left_out_without_progress() -> None:
+    """Of three messages, 1,000 bytes each move between two polls: 30 ms of the wire."""
+    body = (BeginExchange(0, Exchange("halo", 10_000, 10_000, 3)), _work(0.2), _work(0.2), EndExchange(0))
+    slow = machine(link(0.0, 1e-5, unattended_bytes=1_000))
+
+    def seconds(mode: ProgressMode) -> float:
+        return simulate(program([(1, body)] * 4, split=4), slow, SimulationOptions(progress=mode)).seconds
+
+    assert seconds(ProgressMode.NONE) == pytest.approx(0.4 + 0.07)
+    assert seconds(ProgressMode.TEST) == pytest.approx(0.4 + 0.04)
+    assert seconds(ProgressMode.THREAD) == pytest.approx(0.4)
+
+
+def test_operators_are_recorded_by_phase() -> None:
+    step = simulate(program([(1, tasks(SECONDS))], SIZES, sharded(SIZES, 1)), machine())
+    for row, seconds in zip(step.table.rows, SECONDS, strict=False):
+        assert (row.forward_seconds, row.parameters_seconds, row.input_seconds) == pytest.approx((seconds,) * 3)
+
+
+def test_a_posting_thread_starts_what_comes_after_a_message_while_an_operator_computes() -> None:
+    """One slice: its sum takes 0.1 s, its gather 0.1 s; the program looks again after a long operator only."""
+    schedule = sharded((10_000,), 2)
+    gradient = LocalEventKey(EventKind.GRADIENT, "l0.weight")
+    read = LocalEventKey(EventKind.LAST_READ, "l0.weight")
+    body = (NeedsParameters("all", ("l0.weight",)), Happens("all", gradient), Happens("all", read), _work(1.0), EndBackward())
+    slow = machine(link(0.0, 0.1 / (10_000 * ITEM_BYTES / 2)))
+
+    def seconds(mode: ProgressMode) -> float:
+        return simulate(program([(2, body)], (10_000,), schedule), slow, SimulationOptions(progress=mode)).seconds
+
+    assert seconds(ProgressMode.TEST) == pytest.approx(1.1)
+    assert seconds(ProgressMode.POSTING) == pytest.approx(1.0)
+
+
+RANKS, ALPHA = 2, 1e-4
+
+CASES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
+    "blocking": (Blocking, {}),
+    "bucketed": (Bucketed, {"bucket_bytes": 8000}),
+    "sharded": (Sharded, {"fc_exchange": "never", "bucket_bytes": 2000}),
+    "priority": (Priority, {"fc_exchange": "never", "slice_parameters": 1000, "window": 12}),
+}
+
+
+def _tasks() -> Iterator[Task]:
+    def halves(layer: int, category: Category) -> Iterator[Task]:
+        yield from (Compute(f"l{layer}", category, FORWARD[layer] / 2) for _ in range(2))
+
+    for layer in range(len(LAYER_SIZES)):
+        yield NeedsParameters(GROUP, (f"l{layer}.weight",))
+        yield from halves(layer, Category.FORWARD)
+    for layer in reversed(range(len(LAYER_SIZES))):
+        yield from halves(layer, Category.PARAMETERS)
+        yield Happens(GROUP, LocalEventKey(EventKind.GRADIENT, f"l{layer}.weight"))
+        yield from halves(layer, Category.INPUT)
+        yield Happens(GROUP, LocalEventKey(EventKind.LAST_READ, f"l{layer}.weight"))
+    yield EndBackward()
+
+
+def _simulated(kind: type[Strategy], wire_share: float, options: dict[str, Any]) -> float:
+    """The same step as `_step_seconds` runs."""
+    specs = {f"l{k}.weight": ParameterSpec((size,), lambda random, shape: np.zeros(shape)) for k, size in enumerate(LAYER_SIZES)}
+    layout, steps = GroupLayout(specs, "float32"), tuple(_tasks())
+    beta = wire_share * COMPUTE_SECONDS / (2 * (RANKS - 1) / RANKS * 4 * sum(LAYER_SIZES))
+    strategy = kind(PlannedGroup(layout, RANKS, nominal_batch=4 * RANKS), kind.Options(**options))
+    schedule = strategy.plan(LinkModel(ALPHA, beta))
+    if schedule is not None and isinstance(strategy, ReduceScatterStrategy):
+        schedule = strategy.replan(schedule, times_of(steps, GROUP, layout), LinkModel(ALPHA, beta))
+    return simulate(program([(RANKS, steps)], LAYER_SIZES, schedule), machine(link(ALPHA, beta))).seconds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wire_share", [0.3, 1.0, 3.0])
+@pytest.mark.parametrize("case", CASES)
+def test_averagers_on_virtual_time_take_as_long(case: str, wire_share: float) -> None:
+    kind, options = CASES[case]
+    assert _simulated(kind, wire_share, options) == pytest.approx(_step_seconds(kind, wire_share, RANKS, **options), rel=3e-3)

@@ -1,0 +1,566 @@
+"""Image folders and what converters share: order, class names, files that are left out, and what an interruption leaves."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import unicodedata
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from PIL import Image
+
+from hpctrain.cli.data import data
+from hpctrain.data import unfinished
+from hpctrain.data.convert import common, folder, packing
+from hpctrain.data.convert.common import ConvertedFile, LeftOut
+from hpctrain.data.convert.packing import DecodedPicture, PictureForm, pack
+from hpctrain.data.format import ImageFile
+from hpctrain.data.unfinished import BLOCK_OFFSET, UnfinishedFile
+from hpctrain.errors import DataError
+from tests.support.folder_trees import Folder, as_another_user
+from tests.support.sampling import amount
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_parallel_results_keep_their_order_and_a_bounded_window(threads):
+    lock, state = threading.Lock(), {"ahead": 0, "taken": 0, "started": 0}
+
+    def work(item):
+        with lock:
+            state["started"] += 1
+            state["ahead"] = max(state["ahead"], state["started"] - state["taken"])
+        return item * item
+
+    results = []
+    for result in common.in_order(work, range(100), threads):
+        results.append(result)
+        with lock:
+            state["taken"] += 1
+    assert results == [i * i for i in range(100)]
+    assert state["ahead"] <= 4 * threads + 1
+
+
+def test_an_error_in_a_worker_ends_the_whole():
+    started = []
+
+    def work(item):
+        started.append(item)
+        if item == 3:
+            raise DataError("bad item")
+        return item
+
+    with pytest.raises(DataError, match="bad item"):
+        list(common.in_order(work, range(1000), 2))
+    assert len(started) < 30
+
+
+def test_slices_hold_every_sample_in_order():
+    images = np.zeros((13, 1024, 1024, 3), np.uint8)
+    images[:, 0, 0, 0] = np.arange(13)
+    done = []
+    chunks = list(common.slices(images, np.arange(13), done.append))
+    assert len(chunks) > 1
+    assert np.concatenate([images[:, 0, 0, 0] for images, _ in chunks]).tolist() == list(range(13))
+    assert np.concatenate([labels for _, labels in chunks]).tolist() == list(range(13))
+    assert sum(done) == 13
+
+
+def test_class_names_are_one_a_line(tmp_path):
+    (tmp_path / "names").write_text("first\n\n second one \n")
+    assert common.read_names(tmp_path / "names") == ["first", "second one"]
+    for content, message in (("a\nb\na\n", "holds a twice"), ("\n", "is empty")):
+        (tmp_path / "names").write_text(content)
+        with pytest.raises(DataError, match=message):
+            common.read_names(tmp_path / "names")
+    with pytest.raises(DataError, match="no file of class names"):
+        common.read_names(tmp_path / "none")
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_names_are_read_as_editors_of_any_system_write_them(tmp_path, encoding, end):
+    names = ["größe", "猫", "кот"]
+    for form in ("NFC", "NFD"):
+        (tmp_path / "names").write_bytes(unicodedata.normalize(form, end.join(names)).encode(encoding))
+        assert common.read_names(tmp_path / "names") == names
+    (tmp_path / "names").write_text(end.join([names[0], unicodedata.normalize("NFD", names[0])]))
+    with pytest.raises(DataError, match="twice"):
+        common.read_names(tmp_path / "names")
+
+
+def test_names_are_read_from_regular_files_of_a_bounded_size(tmp_path):
+    with (tmp_path / "names").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(DataError, match=r"names cannot be read: it has 1,099,511,627,776 bytes"):
+        common.read_names(tmp_path / "names")
+    with pytest.raises(DataError, match="is no regular file"):
+        common.read_names(Path("/dev/zero"))
+
+
+@pytest.mark.parametrize(
+    ("labels", "sentence"),
+    [
+        (
+            range(1, 27),
+            "have 26 values from 1 to 26, but none is 0; name all 27 classes in --class-names, or number the labels from 0 to 25",
+        ),
+        ([0, 1, 3], "have 3 values from 0 to 3, but none is 2; name all 4"),
+        ([0, 1, 2, 255], "have 4 values from 0 to 255, but none is 3; name all 256"),
+        ([1 << 40], "largest label is 1099511627776"),
+    ],
+)
+def test_labels_that_do_not_say_how_many_classes_there_are_need_names(labels, sentence):
+    with pytest.raises(DataError, match=sentence):
+        common.numbered_names(np.array(labels), "a file")
+
+
+def test_labels_without_a_gap_are_named_by_number():
+    assert common.numbered_names(np.array([2, 0, 1, 0]), "a file") == ["0", "1", "2"]
+    assert common.numbered_names(np.array([1, 0]), "a file", 2) == ["0", "1"]
+    with pytest.raises(DataError, match="none is 2"):
+        common.numbered_names(np.array([1, 0]), "a file", 3)
+
+
+def test_a_terminal_is_not_told_what_to_do():
+    said = str(LeftOut("hidden", tuple(f"{number}\x1b[31m\n\u202e\udcff" for number in range(8))))
+    assert said == "left out, hidden: 8 (" + ", ".join(rf"{n}\x1b[31m\n\u202e\udcff" for n in range(5)) + ", and 3 more)"
+    assert said.isprintable()
+
+
+def make_tree(root, classes=("ant", "bee", "cow"), count=4, size=(7, 9)):
+    rng = np.random.default_rng(0)
+    for name in classes:
+        (root / name).mkdir(parents=True)
+        for i in range(count):
+            image = Image.fromarray(rng.integers(0, 256, (size[1], size[0], 3), np.uint8))
+            image.save(root / name / f"{i}.{'png' if i % 2 else 'JPG'}", "PNG" if i % 2 else "JPEG")
+    return root
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_the_tree_is_read_in_order_of_class_and_name(tmp_path, threads):
+    root = make_tree(tmp_path / "tree")
+    done = []
+    tree = folder.scan(root)
+    assert folder.convert(tree, tmp_path / "out.h5", size=(9, 7), threads=threads, advance=done.append) == []
+    file = ImageFile.open(tmp_path / "out.h5")
+    assert file.class_names == ("ant", "bee", "cow")
+    assert file.labels.tolist() == [0] * 4 + [1] * 4 + [2] * 4
+    expected = [np.asarray(Image.open(path)) for path in sorted(root.rglob("*.*"))]
+    assert np.array_equal(file.images, expected)
+    assert sum(done) == 12
+
+
+def test_deeper_and_hidden_and_other_files(tmp_path):
+    root = make_tree(tmp_path / "tree", classes=("ant",), count=1)
+    (root / "ant" / "deep").mkdir()
+    Image.new("L", (4, 4)).save(root / "ant" / "deep" / "x.jpeg")
+    Image.new("L", (4, 4)).save(root / "ant" / "._hidden.png")
+    (root / "ant" / "notes.txt").write_text("no image")
+    (root / ".cache").mkdir()
+    (root / "LICENSE").write_text("no class")
+    tree = folder.scan(root)
+    assert tree.class_names == ("ant",)
+    assert [path.name for path, _ in tree.files] == ["0.JPG", "x.jpeg"]
+
+
+def test_class_names_make_splits_agree(tmp_path):
+    root = make_tree(tmp_path / "tree", classes=("bee",), count=2)
+    tree = folder.scan(root, ["ant", "bee", "cow"])
+    assert tree.class_names == ("ant", "bee", "cow")
+    assert [label for _, label in tree.files] == [1, 1]
+    with pytest.raises(DataError, match="directories bee are not among the class names ant, cow"):
+        folder.scan(root, ["ant", "cow"])
+
+
+def broken_tree(root, broken=2):
+    make_tree(root)
+    for i in range(broken):
+        path = root / "bee" / f"{i}.{'png' if i % 2 else 'JPG'}"
+        path.write_bytes(path.read_bytes()[: 60 * i])
+    return folder.scan(root)
+
+
+def test_unreadable_files_are_all_listed_and_nothing_is_written(tmp_path):
+    with pytest.raises(DataError, match=r"2 images \(.*bee/0\.JPG, .*bee/1\.png\) cannot be decoded.*--skip-unreadable"):
+        folder.convert(broken_tree(tmp_path / "tree"), tmp_path / "out.h5", size=(5, 5))
+    assert os.listdir(tmp_path) == ["tree"]
+
+
+def test_unreadable_files_are_skipped_on_request(tmp_path):
+    skipped = folder.convert(broken_tree(tmp_path / "tree"), tmp_path / "out.h5", size=(5, 5), skip_unreadable=True)
+    assert [os.path.basename(path) for path in skipped] == ["0.JPG", "1.png"]
+    file = ImageFile.open(tmp_path / "out.h5")
+    assert file.labels.tolist() == [0] * 4 + [1] * 2 + [2] * 4
+    file.verify()
+    assert sorted(os.listdir(tmp_path)) == ["out.h5", "tree"]
+
+
+def test_a_tree_of_nothing_but_unreadable_files_is_refused(tmp_path):
+    (tmp_path / "tree" / "ant").mkdir(parents=True)
+    (tmp_path / "tree" / "ant" / "a.png").write_bytes(b"nothing")
+    for skip in (False, True):
+        with pytest.raises(DataError, match=r"None of 1 image .* can be decoded"):
+            folder.convert(folder.scan(tmp_path / "tree"), tmp_path / "out.h5", size=(5, 5), skip_unreadable=skip)
+    assert os.listdir(tmp_path) == ["tree"]
+
+
+def test_missing_and_empty_directories_are_refused(tmp_path):
+    with pytest.raises(DataError, match="no directory"):
+        folder.scan(tmp_path / "none")
+    (tmp_path / "empty" / "ant").mkdir(parents=True)
+    with pytest.raises(DataError, match="holds no image"):
+        folder.scan(tmp_path / "empty")
+
+
+@pytest.fixture
+def open_place():
+    """Return a directory that every user may search, unlike the directories of pytest."""
+    place = Path(tempfile.mkdtemp())
+    place.chmod(0o755)
+    (place / "out").mkdir()
+    (place / "out").chmod(0o777)
+    yield place
+    for path in place.rglob("*"):
+        if path.is_dir() and not path.is_symlink():
+            path.chmod(0o755)
+    shutil.rmtree(place)
+
+
+def convert_as_another_user(*words):
+    with as_another_user():
+        return CliRunner().invoke(data, ["convert", "folder", *map(str, words)], catch_exceptions=False)
+
+
+def real_place(path):
+    return str(Path(path).parent.resolve() / Path(path).name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(amount(6, 60)))
+def test_all_that_is_in_a_folder_is_converted_or_said_to_be_left_out(open_place, seed):
+    """Every entry of a random folder is converted or reported, also for a user who cannot read all of it."""
+    made = Folder(open_place, seed)
+    pictures, others = made.entries()
+    words = (made.path, open_place / "out" / "a.h5", "--size", 8, "--json", "--threads", 2)
+    named = seed % 2 == 0
+    if named:
+        (open_place / "names").write_text("\n".join([*sorted(pictures), "none"]), "utf-8")
+        words = (*words, "--class-names", open_place / "names")
+    bad = {place for place in others if Path(place).name.startswith("bad-")}
+    empty = "empty" in pictures and not named
+    whole = convert_as_another_user(*words)
+    if bad or empty:
+        assert whole.exit_code == 2
+        assert any(name in whole.stderr for name in [Path(place).name for place in bad] + ["empty"] * empty)
+        assert not (open_place / "out" / "a.h5").exists()
+    else:
+        assert whole.exit_code == 0, whole.output
+    rest = convert_as_another_user(*words, "--skip-unreadable", "--overwrite")
+    if empty:
+        assert (rest.exit_code, "would be classes: empty;" in rest.stderr) == (2, True)
+        return
+    assert rest.exit_code == (2 if bad else 0), rest.output
+    said = json.loads(rest.stdout)
+    assert {one["name"]: one["images"] for one in said["classes"]} == pictures | ({"none": 0} if named else {})
+    assert said["images"] == sum(pictures.values()) == len(ImageFile.open(said["file"]))
+    links = "a link to a directory above, or to one that was searched already"
+    places = [real_place(place) for one in said["left_out"] for place in one["places"] if one["reason"] != links]
+    assert set(places) == others
+    assert all(one["count"] == len(one["places"]) for one in said["left_out"])
+
+
+def test_directories_of_one_name_in_unicode_are_one_class(tmp_path):
+    """macOS decomposes file names, and lists of class names are composed; both name the same class."""
+    composed, decomposed = (unicodedata.normalize(form, "größe") for form in ("NFC", "NFD"))
+    root = make_tree(tmp_path / "tree", classes=(decomposed, "ant"), count=1)
+    assert folder.scan(root).class_names == ("ant", composed)
+    for names in ([composed, "ant"], [decomposed, "ant"]):
+        assert [label for _, label in folder.scan(root, names).files] == [0, 1]
+    make_tree(root, classes=(composed,), count=1)
+    with pytest.raises(DataError, match="have the same name in Unicode"):
+        folder.scan(root)
+
+
+def test_a_class_without_an_image_must_be_named(tmp_path):
+    root = make_tree(tmp_path / "tree", count=1)
+    (root / "stray").mkdir()
+    (root / "stray" / "notes.txt").write_text("")
+    with pytest.raises(DataError, match="hold no image that can be read, and would be classes: stray; remove them"):
+        folder.scan(root)
+    tree = folder.scan(root, ["ant", "bee", "cow", "stray"])
+    folder.convert(tree, tmp_path / "out.h5", size=(5, 5))
+    said = str(ConvertedFile.of(tmp_path / "out.h5", folder.left_out(tree, [])))
+    assert said.splitlines()[0].endswith("3 images of 4 classes, 0 (stray) to 1 (ant) per class")
+    assert "classes without an image: 1 (stray)" in said
+    assert f"left out, not a picture by the name: 1 ({root / 'stray' / 'notes.txt'})" in said
+    (root / "ant" / "0.JPG").write_bytes(b"")
+    shutil.rmtree(root / "stray")
+    with pytest.raises(DataError, match="No image can be decoded of these classes: ant"):
+        folder.convert(folder.scan(root), tmp_path / "b.h5", size=(5, 5), skip_unreadable=True)
+    assert not (tmp_path / "b.h5").exists()
+
+
+def test_a_directory_in_two_classes_is_told(tmp_path, caplog):
+    root = make_tree(tmp_path / "tree", classes=("ant", "bee"), count=1)
+    (root / "dog").symlink_to(root / "ant")
+    assert [label for _, label in folder.scan(root).files] == [0, 1, 2]
+    assert "dog is in the classes ant and dog" in caplog.text
+
+
+def test_two_links_to_a_directory_do_not_multiply_its_pictures(tmp_path):
+    """Thirty directories, each with two links to the next, have a billion paths."""
+    root = make_tree(tmp_path / "tree", classes=("ant",), count=1)
+    store = [tmp_path / f"{number}" for number in range(30)]
+    for here in store:
+        here.mkdir()
+    for here, beyond in pairwise([root / "ant", *store]):
+        (here / "a").symlink_to(beyond)
+        (here / "b").symlink_to(beyond)
+    Image.new("L", (4, 4)).save(store[-1] / "x.png")
+    tree = folder.scan(root)
+    assert len(tree.files) == 2
+    assert sum(len(one.places) for one in tree.left_out) == 30
+
+
+SHAPE = (3, 4, 3)
+
+
+def pictures(count=10, broken=()):
+    random = np.random.default_rng(0)
+    made = [
+        DecodedPicture(random.integers(0, 256, SHAPE, np.uint8), number % 3, random.bytes(number + 1)) for number in range(count)
+    ]
+    return [f"file {number}" if number in broken else picture for number, picture in enumerate(made)]
+
+
+@pytest.fixture(params=[False, True], ids=["pixels", "files"])
+def form(request):
+    return PictureForm(SHAPE[:2], "crop", 3, request.param)
+
+
+def write(form, path, given, skip=False, source="x"):
+    told = []
+    with form.writer(path, len(given), SHAPE, list("abc"), source) as writer:
+        begin = writer.done
+        found = pack(writer, given[begin:], told.append, skip=skip)
+        skipped = writer.skipped
+        if not skip and found:
+            raise DataError("unreadable")
+    assert sum(told) == len(given) - begin
+    return begin, found, skipped
+
+
+def contents(path):
+    file = ImageFile.open(path)
+    return [file.pixels.stored(number) for number in range(len(file))], file.labels.tolist()
+
+
+@pytest.mark.parametrize("chunk", [1, 100, 1 << 20])
+def test_everything_is_stored_in_order(form, tmp_path, monkeypatch, chunk):
+    monkeypatch.setattr(packing, "_CHUNK_BYTES", chunk)
+    write(form, tmp_path / "a.h5", pictures())
+    stored, labels = contents(tmp_path / "a.h5")
+    assert stored == [picture.content if form.keep_files else picture.pixels.tobytes() for picture in pictures()]
+    assert labels == [number % 3 for number in range(10)]
+
+
+@pytest.mark.parametrize("broken", [(0,), (3, 4), (9,), tuple(range(9))])
+@pytest.mark.parametrize("items", [1, 4, 100])
+def test_pictures_that_cannot_be_decoded_are_left_out(form, tmp_path, monkeypatch, broken, items):
+    monkeypatch.setattr(packing, "_CHUNK_ITEMS", items)
+    _, found, skipped = write(form, tmp_path / "a.h5", pictures(broken=broken), skip=True)
+    assert found == skipped == [f"file {number}" for number in broken]
+    kept = [number for number in range(10) if number not in broken]
+    assert contents(tmp_path / "a.h5")[1] == [number % 3 for number in kept]
+    with pytest.raises(DataError, match="unreadable"):
+        write(form, tmp_path / "b.h5", pictures(broken=broken))
+    assert [path.name for path in tmp_path.iterdir()] == ["a.h5"]
+
+
+@pytest.mark.parametrize("at", range(1, 10))
+def test_an_interrupted_one_goes_on_and_ends_in_the_same_bytes(form, tmp_path, monkeypatch, at):
+    monkeypatch.setattr(packing, "_CHUNK_ITEMS", 2)
+    given = pictures(broken=(1, 6))
+    write(form, tmp_path / "whole.h5", given, skip=True)
+
+    def interrupted():
+        yield from given[:at]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), form.writer(tmp_path / "a.h5", 10, SHAPE, list("abc"), "x") as writer:
+        pack(writer, interrupted(), lambda count: None, skip=True)
+    begin, _, skipped = write(form, tmp_path / "a.h5", given, skip=True)
+    assert begin == at // 2 * 2
+    assert skipped == ["file 1", "file 6"]
+    assert (tmp_path / "a.h5").read_bytes() == (tmp_path / "whole.h5").read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.h5", "whole.h5"]
+
+
+def test_sources_have_names_of_their_own():
+    forms = [
+        PictureForm((3, 4), "crop", 3),
+        PictureForm((4, 3), "crop", 3),
+        PictureForm(None, "crop", 3),
+        PictureForm((3, 4), "squash", 3),
+        PictureForm((3, 4), "crop", 1),
+    ]
+    forms += [PictureForm((3, 4), "crop", 3, True)]
+    names = {
+        form.source(items, classes, skips) for form in forms for items in ([1], [2]) for classes in ("a", "b") for skips in (0, 1)
+    }
+    assert len(names) == len(forms) * 8
+    assert forms[0].source(["é\udcff"], ["a"]) == forms[0].source(["é\udcff"], ["a"])
+
+
+def test_a_file_that_cannot_be_read_is_a_sentence(tmp_path):
+    with pytest.raises(DataError, match=r"The image cannot be read: No such file or directory\."):
+        PictureForm(None, "crop", 3).picture(tmp_path / "none.jpg", 0)
+
+
+CHUNKS = [(b"first chunk", {"n": 1}), (b"second" * 100, {"n": 2}), (b"x", {"n": 3, "skipped": ["é"]})]
+
+
+def kept(path, source="x"):
+    """What is kept of a beginning; it is left as it is then."""
+    file = UnfinishedFile(path, source)
+    result = [(block.tobytes(), record) for record, block in file.kept()]
+    size = file.size
+    file.close()
+    assert size == sum(len(block) for block, _ in result)
+    return result
+
+
+@pytest.fixture
+def path(tmp_path):
+    """Of a file, whose beginning has all of `CHUNKS`."""
+    file = UnfinishedFile(tmp_path / "a.h5", "x")
+    assert list(file.kept()) == []
+    for block, record in CHUNKS:
+        file.append(memoryview(block), record)
+    file.close()
+    return tmp_path / "a.h5"
+
+
+def test_all_of_it_is_kept_and_goes_on(path):
+    file = UnfinishedFile(path, "x")
+    assert [record for record, _ in file.kept()] == [record for _, record in CHUNKS]
+    file.append(memoryview(b"more"), {"n": 4})
+    assert file.read(0, 11) == b"first chunk"
+    assert file.read(file.size - 4, 4) == b"more"
+    file.close()
+    assert kept(path) == [*CHUNKS, (b"more", {"n": 4})]
+
+
+@pytest.mark.parametrize("which", ["partial", "partial.journal"])
+def test_a_file_that_ends_anywhere_or_has_a_changed_byte_keeps_whole_chunks(path, which):
+    """Of every prefix, and with every byte changed: a prefix of the chunks, as they were written."""
+    both = {suffix: path.with_name(f"a.h5.{suffix}").read_bytes() for suffix in ("partial", "partial.journal")}
+    seen = set()
+    last = len(both[which]) - 1
+    for place in [*range(0 if which != "partial" else BLOCK_OFFSET, last, 7), last]:
+        for damaged in (both[which][:place], both[which][:place] + bytes([both[which][place] ^ 4]) + both[which][place + 1 :]):
+            for suffix, content in both.items():
+                path.with_name(f"a.h5.{suffix}").write_bytes(damaged if suffix == which else content)
+            result = kept(path)
+            assert result == CHUNKS[: len(result)]
+            seen.add(len(result))
+            assert kept(path) == result, "what was cut off stays so"
+    assert seen == {0, 1, 2}
+
+
+def test_a_file_of_somebody_else_stays(tmp_path):
+    path, partial = tmp_path / "a.h5", tmp_path / "a.h5.partial"
+    partial.write_bytes(b"half a download")
+    with pytest.raises(DataError, match="exists already without the journal of a conversion"):
+        UnfinishedFile(path, "source")
+    assert partial.read_bytes() == b"half a download"
+
+
+def test_another_source_begins_again(path, caplog):
+    assert kept(path, "y") == []
+    assert kept(path, "x") == []
+    assert path.with_name("a.h5.partial").stat().st_size == BLOCK_OFFSET
+
+
+def test_what_is_not_kept_leaves_nothing(path, tmp_path):
+    file = UnfinishedFile(tmp_path / "b.h5")
+    assert list(file.kept()) == []
+    file.append(memoryview(b"bytes"), {})
+    assert file.read(0, 5) == b"bytes"
+    file.discard()
+    file.discard()
+    UnfinishedFile(path, "x").discard()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_end_leaves_the_file_alone(path, tmp_path):
+    file = UnfinishedFile(path, "x")
+    list(file.kept())
+    file.publish()
+    file.discard()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.h5"]
+
+
+def test_one_process_at_a_time(path):
+    first = UnfinishedFile(path, "x")
+    with pytest.raises(DataError, match=r"Another process writes .*a\.h5\.partial at this moment; wait for it"):
+        UnfinishedFile(path, "x")
+    first.close()
+    kept(path)
+
+
+def test_a_file_system_without_locks_will_do(path, monkeypatch):
+    def refused(*arguments):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(unfinished.fcntl, "flock", refused)
+    assert kept(path) == CHUNKS
+
+
+@pytest.mark.job
+@pytest.mark.slow
+def test_a_conversion_that_is_killed_again_and_again_ends_in_the_same_bytes(tmp_path):
+    """kill -9 at several moments; the last one is let go to its end."""
+    code = """
+import os, signal, sys
+import numpy as np
+from pathlib import Path
+from hpctrain.data.image_writer import ImageFileWriter
+path, kill_at = Path(sys.argv[1]), int(sys.argv[2])
+images = np.random.default_rng(0).integers(0, 256, (40, 16, 16, 3), np.uint8)
+calls = 0
+write = os.pwrite
+def counted(*arguments):
+    global calls
+    calls += 1
+    if calls == kill_at:
+        write(arguments[0], bytes(arguments[1])[:5], *arguments[2:])
+        os.kill(os.getpid(), signal.SIGKILL)
+    return write(*arguments)
+os.pwrite = counted
+with ImageFileWriter(path, 40, (16, 16, 3), ["a"], None, "x") as writer:
+    print(writer.done)
+    for begin in range(writer.done, 40, 4):
+        writer.append(images[begin : begin + 4], np.zeros(4, np.int64))
+"""
+
+    def run(name, kill_at=0):
+        arguments = [sys.executable, "-c", code, str(tmp_path / name), str(kill_at)]
+        done = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
+        assert done.returncode == (-9 if kill_at else 0), done.stderr
+        return int(done.stdout or -1)
+
+    assert run("whole.h5") == 0
+    for kill_at in (1, 2, 6, 9, 12, 16):
+        run("a.h5", kill_at)
+    assert run("a.h5") > 4
+    assert (tmp_path / "a.h5").read_bytes() == (tmp_path / "whole.h5").read_bytes()
+    assert sorted(os.listdir(tmp_path)) == ["a.h5", "whole.h5"]

@@ -1,0 +1,441 @@
+"""Instants, shared resources, lanes and messages, and how far they move while a rank looks or waits."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from hpctrain.planner.collective_costs import Stage
+from hpctrain.planner.simulation.attention import Attention
+from hpctrain.planner.simulation.cores import Cores
+from hpctrain.planner.simulation.event_loop import EventLoop
+from hpctrain.planner.simulation.lanes import Lane
+from hpctrain.planner.simulation.shared_resource import SharedResource
+from hpctrain.planner.simulation.transfers import StageTransfer
+
+
+def test_order_is_of_instants_then_of_asking() -> None:
+    loop, seen = EventLoop(), []
+    for name, seconds in (("c", 2.0), ("a", 1.0), ("d", 2.0), ("b", 1.0)):
+        loop.at(seconds, lambda name=name: seen.append((name, loop.now)))  # type: ignore[misc]
+    assert not loop.run()  # nothing is left
+    assert seen == [("a", 1.0), ("b", 1.0), ("c", 2.0), ("d", 2.0)]
+
+
+def test_what_is_asked_for_soon_follows_what_is_due_now() -> None:
+    loop, seen = EventLoop(), []
+    loop.at(1.0, lambda: loop.soon(lambda: seen.append("soon")))
+    loop.at(1.0, lambda: seen.append("due"))
+    loop.run()
+    assert seen == ["due", "soon"]
+
+
+def test_it_stops_when_asked_to() -> None:
+    loop, seen = EventLoop(), []
+    loop.at(1.0, loop.stop)
+    loop.at(2.0, lambda: seen.append("later"))
+    assert loop.run()
+    assert seen == []
+    assert loop.now == 1.0
+
+
+def _ends(jobs: list[tuple[float, float, float]], capacity: float = 1.0, saved: float = 0.0) -> list[float]:
+    """Ends of jobs of (begin, seconds, weight)."""
+    loop = EventLoop()
+    resource = SharedResource(loop, capacity, saved)
+    ends = [0.0] * len(jobs)
+
+    def begin(number: int) -> None:
+        resource.start(jobs[number][1], jobs[number][2], lambda: ends.__setitem__(number, loop.now))
+
+    for number, (seconds, _, _) in enumerate(jobs):
+        loop.at(seconds, lambda number=number: begin(number))  # type: ignore[misc]
+    loop.run()
+    return ends
+
+
+def test_two_jobs_share_from_where_they_meet() -> None:
+    # The first has done 1 of 2 when the second comes; both have half the rate until the first ends.
+    assert _ends([(0.0, 2.0, 1.0), (1.0, 2.0, 1.0)]) == pytest.approx([3.0, 4.0])
+
+
+def test_capacity_is_room_for_as_many() -> None:
+    assert _ends([(0.0, 1.0, 1.0)] * 4, capacity=4) == pytest.approx([1.0] * 4)
+    assert _ends([(0.0, 1.0, 1.0)] * 4, capacity=2) == pytest.approx([2.0] * 4)
+
+
+def test_a_weight_counts_as_so_many_jobs() -> None:
+    assert _ends([(0.0, 1.0, 3.0)]) == pytest.approx([3.0])
+    assert _ends([(0.0, 1.0, 3.0), (0.0, 2.0, 1.0)])[1] == pytest.approx(_ends([(0.0, 1.0, 1.0)] * 3 + [(0.0, 2.0, 1.0)])[3])
+
+
+def test_a_busy_resource_loses_no_time() -> None:
+    draw = random.Random(5)
+    jobs = [(draw.uniform(0, 3), draw.uniform(0.5, 2), 1.0) for _ in range(40)]
+    assert max(_ends(jobs)) == pytest.approx(min(begin for begin, _, _ in jobs) + sum(seconds for _, seconds, _ in jobs))
+
+
+def test_a_load_slows_and_a_stopped_job_gives_back_its_rate() -> None:
+    loop = EventLoop()
+    resource, ends, left = SharedResource(loop, 1.0), list[float](), list[float]()
+    resource.start(2.0, 1.0, lambda: ends.append(loop.now))
+    other = resource.start(2.0, 1.0, lambda: ends.append(-1.0))
+    loop.at(1.0, lambda: left.append(resource.stop(other)))  # both have done 0.5
+    loop.at(1.5, lambda: resource.load(1.0))  # half the rate from here on, with 1.0 to go
+    loop.run()
+    assert left == pytest.approx([1.5])
+    assert ends == pytest.approx([3.5])
+
+
+def test_the_remainder_is_what_is_not_done() -> None:
+    loop = EventLoop()
+    resource, left = SharedResource(loop, 1.0), []
+    job = resource.start(3.0, 1.0, None)
+    resource.start(3.0, 1.0, None)
+    loop.at(2.0, lambda: left.append(resource.remaining(job)))
+    loop.run()
+    assert left == pytest.approx([2.0])
+
+
+def test_saved_time_is_spent_first_and_comes_back_while_idle() -> None:
+    # Of 3 s the first 2 are saved, and pass 64 times as fast: 2 = (64 - 1) t are spent in t.
+    spent = 2.0 / 63
+    first = 3.0 - 63 * spent
+    assert _ends([(0.0, 3.0, 1.0)], saved=2.0) == pytest.approx([first])
+    assert _ends([(0.0, 1.0, 1.0)], saved=2.0) == pytest.approx([1.0 / 64])
+    # Half a second after the end of the first job, half a second is saved again.
+    assert _ends([(0.0, 3.0, 1.0), (first + 0.5, 2.0, 1.0)], saved=2.0)[1] == pytest.approx(first + 0.5 + 2.0 - 0.5, rel=0.02)
+    # No more than the most is ever saved.
+    assert _ends([(0.0, 3.0, 1.0), (100.0, 3.0, 1.0)], saved=2.0)[1] == pytest.approx(100.0 + first)
+
+
+@pytest.mark.parametrize("weight", [1.0, 2.0])
+def test_all_jobs_together_spend_what_is_saved_once(weight: float) -> None:
+    jobs = [(0.0, 1.0, weight), (0.0, 1.0, weight), (0.1, 1.0, weight)]
+    total = 3.0 * weight
+    assert max(_ends(jobs, saved=1.0)) == pytest.approx(max(_ends(jobs)) - 1.0, rel=0.05)
+    assert max(_ends(jobs, saved=1.0)) >= total - 1.0 - 0.2
+
+
+def _work_ends(count: float, ranks: int, *works: tuple[float, float], waiting: float = 0.0, charged: float = 0.0) -> list[float]:
+    loop = EventLoop()
+    cores, ends = Cores(loop, count, ranks), [0.0] * len(works)
+    cores.begin_wait(waiting)
+    cores.charge(charged, 1)
+    for number, (seconds, weight) in enumerate(works):
+        cores.run(seconds, weight, lambda number=number: ends.__setitem__(number, loop.now))  # type: ignore[misc]
+    loop.run()
+    return ends
+
+
+def test_ranks_with_cores_of_their_own_disturb_nobody() -> None:
+    assert _work_ends(4, 4, (1.0, 4), (2.0, 4), waiting=4, charged=1.0) == [1.0, 2.0]
+
+
+def test_two_ranks_on_one_core_take_twice_as_long() -> None:
+    assert _work_ends(1, 2, (1.0, 1), (1.0, 1)) == pytest.approx([2.0, 2.0])
+    assert _work_ends(1, 2, (1.0, 2)) == pytest.approx([2.0])
+
+
+def test_a_rank_whose_neighbour_waits_has_nearly_all_of_the_core() -> None:
+    (end,) = _work_ends(1, 2, (1.0, 1), waiting=1)
+    assert 1.0 < end < 1.1
+
+
+def test_charged_work_is_taken_from_others() -> None:
+    assert _work_ends(1, 2, (1.0, 1), charged=0.5) == pytest.approx([1.5])
+
+
+class _Message:
+    """Moves in pieces, as soon as it is its turn. ends: of pieces, or of what was granted of them."""
+
+    def __init__(self, loop: EventLoop, lane: Lane, *pieces: float, yields: bool = False) -> None:
+        self.weight, self.yields, self.committed_seconds = 1.0, yields, 0.5
+        self.ends: list[float] = []
+        self._loop, self._lane, self._pieces = loop, lane, list(pieces)
+
+    def send(self) -> None:
+        if self._pieces:
+            self._lane.grant(self._pieces[0])
+        else:
+            self._lane.leave()
+
+    def interrupt(self) -> None:
+        self._progress(self._lane.withdraw())
+
+    def moved(self, seconds: float) -> bool:
+        self._progress(seconds)
+        self.ends.append(self._loop.now)
+        return not self._pieces
+
+    def _progress(self, seconds: float) -> None:
+        self._pieces[0] -= seconds
+        assert self._pieces[0] >= 0
+        if self._pieces[0] == 0:
+            del self._pieces[0]
+
+
+def test_first_come_first_sent() -> None:
+    loop = EventLoop()
+    lane = Lane(SharedResource(loop, 1.0))
+    first, second = _Message(loop, lane, 1.0, 2.0), _Message(loop, lane, 0.5)
+    lane.enter(first)
+    lane.enter(second)
+    assert lane.sends(first)
+    assert not lane.sends(second)
+    loop.run()
+    assert (first.ends, second.ends) == ([1.0, 3.0], [3.5])
+
+
+def test_lanes_share_what_they_send_through() -> None:
+    loop = EventLoop()
+    card = SharedResource(loop, 1.0)
+    lanes = Lane(card), Lane(card)
+    messages = [_Message(loop, lane, 1.0) for lane in lanes]
+    for lane, message in zip(lanes, messages, strict=True):
+        lane.enter(message)
+    loop.run()
+    assert [message.ends for message in messages] == [[2.0], [2.0]]
+
+
+def test_the_transport_takes_so_much_between_looks_of_all_messages_together() -> None:
+    loop = EventLoop()
+    lane = Lane(SharedResource(loop, 1.0))
+    for message in (_Message(loop, lane, 1.0), _Message(loop, lane, 2.0)):
+        lane.enter(message)
+    allowed: list[float] = []
+    loop.at(2.0, lambda: allowed.append(lane.allowed(5.0)))  # the second is under way: it counts once it has moved
+    loop.at(2.5, lane.look)
+    loop.at(4.0, lambda: allowed.append(lane.allowed(5.0)))
+    loop.run()
+    assert allowed == pytest.approx([4.0, 4.5])
+
+
+def test_a_grant_can_be_withdrawn() -> None:
+    loop = EventLoop()
+    lane = Lane(SharedResource(loop, 1.0))
+    message = _Message(loop, lane, 3.0)
+    lane.enter(message)
+    moved: list[float] = []
+    loop.at(1.25, lambda: moved.append(lane.withdraw()))
+    loop.at(2.0, lambda: moved.append(lane.withdraw()))  # nothing is granted any more
+    loop.run()
+    assert moved == [1.25, 0.0]
+    assert message.ends == []
+    assert lane.allowed(1.0) == pytest.approx(-0.25)
+
+
+def test_shorter_messages_pass_a_long_one_behind_what_is_on_its_way() -> None:
+    loop = EventLoop()
+    lane = Lane(SharedResource(loop, 1.0))
+    long, *short = _Message(loop, lane, 10.0, yields=True), _Message(loop, lane, 1.0), _Message(loop, lane, 2.0)
+    lane.enter(long)
+    loop.at(2.0, lambda: lane.enter(short[0]))
+    loop.at(2.25, lambda: lane.enter(short[1]))
+    loop.run()
+    assert long.ends == [2.5, 13.0]  # half a second of it is on its way when the first one comes
+    assert [message.ends for message in short] == [[3.5], [5.5]]
+
+
+def test_a_long_message_passes_nothing_and_one_that_has_almost_moved_is_not_passed() -> None:
+    loop = EventLoop()
+    lane = Lane(SharedResource(loop, 1.0))
+    first, second = _Message(loop, lane, 1.0, yields=True), _Message(loop, lane, 1.0, yields=True)
+    short = _Message(loop, lane, 1.0)
+    for message in (first, second):
+        lane.enter(message)
+    loop.at(0.75, lambda: lane.enter(short))
+    loop.run()
+    assert (first.ends, short.ends, second.ends) == ([1.0], [2.0], [3.0])
+
+
+class _Looker:
+    """Looks at given instants, and waits from one on."""
+
+    def __init__(self, loop: EventLoop, lane: Lane, looks: list[float], waits_from: float | None) -> None:
+        self.attends = False
+        self.transfer: StageTransfer | None = None
+        self._lane = lane
+        for seconds in looks:
+            loop.at(seconds, self._look)
+        if waits_from is not None:
+            loop.at(waits_from, self._wait)
+
+    def owes(self, seconds: float) -> None:
+        """Messages take no time of a core here."""
+        assert seconds == 0
+
+    def blocked(self, transfer: StageTransfer) -> None:
+        """It goes on at the next look."""
+
+    def _look(self) -> None:
+        self._lane.look()
+        assert self.transfer is not None
+        self.transfer.look()
+
+    def _wait(self) -> None:
+        self.attends = True
+        assert self.transfer is not None
+        self.transfer.attend()
+
+
+def _end(
+    seconds: float,
+    *,
+    latency: float = 0.0,
+    rounds: int = 1,
+    unattended: float | None = None,
+    polls: int = 0,
+    looks: tuple[float, ...] = (),
+    waits_from: float | None = None,
+) -> float | None:
+    """The end of a stage that takes so many seconds of the wire; None: never."""
+    loop, ends = EventLoop(), []
+    lane = Lane(SharedResource(loop, 1.0))
+    looker = _Looker(loop, lane, list(looks), waits_from)
+    stage = Stage(True, latency, seconds, 1.0, 0.0, rounds, unattended_bytes=unattended, polls=polls)
+    looker.transfer = StageTransfer(loop, looker, stage, lane, 1.0, lambda: ends.append(loop.now))
+    looker.transfer.begin()
+    loop.run()
+    return ends[0] if ends else None
+
+
+def test_a_message_that_the_transport_takes_moves_by_itself() -> None:
+    assert _end(2.0, latency=0.5) == 2.5
+
+
+def test_a_wait_that_begins_as_the_last_byte_arrives_finds_all_of_it_moved() -> None:
+    assert _end(2.0, waits_from=2.0) == 2.0
+
+
+def test_nothing_moves_beyond_what_goes_unattended() -> None:
+    assert _end(2.0, unattended=1.5) is None
+    assert _end(2.0, unattended=1.5, looks=(5.0,)) == 5.5
+    assert _end(2.0, unattended=1.5, looks=(1.0,)) == pytest.approx(2.0)  # the look came while it moved
+    assert _end(2.0, unattended=0.5, looks=(1.0, 2.0, 3.0)) == pytest.approx(3.5)
+
+
+def test_each_round_begins_at_a_look() -> None:
+    assert _end(3.0, rounds=3, latency=0.3) is None
+    assert _end(3.0, rounds=3, latency=0.3, looks=(2.0, 10.0)) == pytest.approx(11.1)
+
+
+def test_a_handshake_takes_polls() -> None:
+    assert _end(3.0, polls=2, looks=(1.0,)) is None
+    assert _end(3.0, polls=2, latency=0.5, looks=(1.0, 2.0)) == pytest.approx(5.5)
+    assert _end(4.0, rounds=2, polls=1, looks=(1.0, 4.0, 5.0)) == pytest.approx(7.0)
+    assert _end(3.0, polls=2, looks=(1.0,), waits_from=7.0) == pytest.approx(10.0)
+    assert _end(3.0, polls=2, waits_from=0.0) == pytest.approx(3.0)
+
+
+def test_a_wait_lets_everything_move() -> None:
+    assert _end(3.0, rounds=3, latency=0.3, waits_from=0.0) == pytest.approx(3.3)
+    assert _end(3.0, rounds=3, latency=0.3, waits_from=5.0) == pytest.approx(5.0 + 2.2)
+    assert _end(2.0, unattended=0.5, waits_from=4.0) == pytest.approx(5.5)
+    assert _end(2.0, unattended=1.0, waits_from=0.5) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 7])
+@pytest.mark.parametrize("unattended", [0.1, 1.0, None])
+def test_more_looks_never_make_it_later(rounds: int, unattended: float | None) -> None:
+    few = _end(2.0, rounds=rounds, unattended=unattended, looks=tuple(float(k) for k in range(1, 60)))
+    many = _end(2.0, rounds=rounds, unattended=unattended, looks=tuple(k / 4 for k in range(1, 240)))
+    waiting = _end(2.0, rounds=rounds, unattended=unattended, waits_from=0.0)
+    assert few is not None
+    assert many is not None
+    assert waiting is not None
+    assert waiting <= many + 1e-9
+    assert many <= few + 1e-9
+
+
+def test_an_ended_wait_leaves_a_round_under_way() -> None:
+    loop, ends = EventLoop(), []
+    lane = Lane(SharedResource(loop, 1.0))
+    looker = _Looker(loop, lane, [9.0], None)
+    looker.attends = True
+    transfer = StageTransfer(loop, looker, Stage(True, 0.0, 4.0, 1.0, 0.0, 4), lane, 1.0, lambda: ends.append(loop.now))
+    looker.transfer = transfer
+    transfer.begin()
+
+    def leave() -> None:
+        looker.attends = False
+        transfer.leave()
+
+    loop.at(2.5, leave)  # in the third of four rounds of a second, which ends at 3; the fourth begins at the next look
+    loop.run()
+    assert ends == pytest.approx([10.0])
+
+
+def test_a_wait_that_begins_at_the_last_byte_ends_the_round() -> None:
+    assert _end(2.0, unattended=5.0, waits_from=2.0) == pytest.approx(2.0)
+    assert _end(2.0, rounds=2, unattended=5.0, waits_from=1.0) == pytest.approx(2.0)
+
+
+def _run(*acts: tuple[float, str], rounds: int = 1, unattended: float | None = None) -> tuple[list[float], int]:
+    """Ends of a transfer of 4 s under acts of an attention at instants, and how often it was held up."""
+    loop, ends, held_up = EventLoop(), list[float](), list[float]()
+    attention, lane = Attention(lambda: held_up.append(loop.now)), Lane(SharedResource(loop, 1.0))
+    stage = Stage(True, 0.0, 4.0, 1.0, 0.0, rounds, unattended_bytes=unattended)
+    transfer = StageTransfer(loop, attention, stage, lane, 1.0, lambda: ends.append(loop.now))
+    attention.add(transfer, lane)
+    assert attention.needed == (rounds > 1 or unattended is not None)
+    transfer.begin()
+    for seconds, act in acts:
+        loop.at(seconds, getattr(attention, act))
+    loop.run()
+    attention.remove(transfer)
+    assert not attention.needed
+    return ends, len(held_up)
+
+
+def test_without_restrictions_polls_do_not_matter() -> None:
+    assert _run() == ([4.0], 0)
+
+
+def test_a_poll_lets_a_round_begin() -> None:
+    assert _run(rounds=2) == ([], 1)
+    assert _run((3.0, "look"), rounds=2) == ([5.0], 1)
+
+
+def test_a_poll_counts_for_what_moves_after_it() -> None:
+    assert _run((1.0, "look"), (2.0, "look"), unattended=2.0) == ([4.0], 0)
+    assert _run((1.0, "look"), unattended=2.0) == ([], 1)
+
+
+def test_a_wait_lets_all_move_until_it_ends() -> None:
+    assert _run((3.0, "begin_wait"), rounds=4) == ([6.0], 1)
+    assert _run((3.0, "begin_wait"), (4.5, "end_wait"), (9.0, "look"), rounds=4) == ([10.0], 2)
+
+
+def test_further_tests_of_a_poll_let_a_little_more_move() -> None:
+    loop, ends = EventLoop(), list[float]()
+    attention, lane = Attention(lambda: None), Lane(SharedResource(loop, 1.0))
+    stage = Stage(True, 0.0, 4.0, 1.0, 0.0, 1, unattended_bytes=0.5)
+    transfer = StageTransfer(loop, attention, stage, lane, 1.0, lambda: ends.append(loop.now))
+    attention.add(transfer, lane)
+    transfer.begin()  # moves 0.5
+    loop.at(2.0, lambda: attention.look(3))  # three operations are tested: 0.5 for the first, and 2 * 0.78 * 0.5 more
+    loop.at(10.0, lambda: attention.look(4))  # 1.67 more
+    loop.at(20.0, attention.look)  # one: 0.5 more
+    loop.at(30.0, attention.look)  # the last 0.05
+    loop.run()
+    assert ends == [pytest.approx(30.05)]
+
+
+def test_messages_that_move_while_nobody_waits_are_paid_later() -> None:
+    loop = EventLoop()
+    attention, lane = Attention(lambda: None), Lane(SharedResource(loop, 1.0))
+    stage = Stage(True, 0.0, 4.0, 1.0, 1.0, 1, unattended_bytes=10)
+    transfer = StageTransfer(loop, attention, stage, lane, 1.0, lambda: None)
+    attention.add(transfer, lane)
+    transfer.begin()
+    owed: list[float] = []
+    loop.at(1.0, attention.begin_wait)
+    loop.at(1.0, lambda: owed.append(attention.pay()))
+    loop.at(3.0, attention.end_wait)
+    loop.at(5.0, lambda: owed.append(attention.pay()))
+    loop.run()
+    assert owed == [0.25, 0.25]  # of the first and of the last second
+    assert transfer.cpu_left == 0.5  # of those that were attended to
+    assert attention.pay() == 0

@@ -1,0 +1,512 @@
+"""What computation costs: work of operators, their keys and kept times, and costs by rates, by measurement and by samples."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.kernels.specs import DropoutSpec, ReluSpec, TensorSpec
+from hpctrain.models import catalogue
+from hpctrain.nn.compile.compiler import compile_graph
+from hpctrain.nn.compile.plan import Action, ExecutionPlan, PlannedStep, StepMemory
+from hpctrain.nn.network import Network
+from hpctrain.nn.program import macs
+from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
+from hpctrain.parallel.partition_graph import partition_graph
+from hpctrain.planner.factor_products import FactorProduct
+from hpctrain.planner.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
+from hpctrain.planner.measured_costs import MeasuredCosts, input_key, others_key, product_key, update_key
+from hpctrain.planner.operator_key import OperatorKey, operator_key
+from hpctrain.planner.operator_times import REACH, OperatorTimes, Setting, cache_file, interpolated
+from hpctrain.planner.operator_work import class_of, work_of
+from hpctrain.planner.rate_costs import RateCosts
+from hpctrain.planner.sampled_costs import SampledCosts, SampledTimes, sampled_rates
+from hpctrain.planner.scaled_costs import ScaledCosts
+from hpctrain.planner.stand_ins import StandInGroup
+from hpctrain.trace.tracer import Category, Tracer
+from tests.support import nets
+
+NETWORK = Network(catalogue.build("resnet20", {"width": 4}), (16, 16, 3), NumpyKernelSet())
+
+
+def _plan(batch: int) -> ExecutionPlan:
+    return compile_graph(NETWORK.graph(batch), NETWORK.kernels, training=True)
+
+
+def _all(plan: ExecutionPlan) -> list[tuple[Action, int]]:
+    return [*plan.forward, *plan.backward]
+
+
+def test_forward_operations_are_those_of_the_program() -> None:
+    plan = _plan(3)
+    products = (OperatorClass.CONVOLUTION, OperatorClass.PRODUCT)
+    works = [work_of(plan.steps[k], action, plan.memory[k]) for action, k in plan.forward]
+    assert sum(work.flops for work in works) // 2 == pytest.approx(macs(plan), rel=1e-3)
+    share = sum(work.flops for work in works if work.kind in products) / sum(work.flops for work in works)
+    assert share > 0.9
+
+
+def test_gradients_of_a_product_take_its_operations_twice_but_once_where_it_reads_images() -> None:
+    plan = _plan(2)
+    for k, step in enumerate(plan.steps):
+        if class_of(step.operator.spec) is OperatorClass.MEMORY:
+            continue
+        forward, weights, inputs = (
+            work_of(step, action, plan.memory[k]).flops for action in (Action.FORWARD, Action.PARAMETERS, Action.INPUT)
+        )
+        assert weights == forward
+        assert inputs == (0 if step.inputs == (0,) else forward)
+
+
+def test_operations_of_every_action_grow_with_the_samples() -> None:
+    once, thrice = _plan(1), _plan(3)
+    for action, k in _all(once):
+        one, three = work_of(once.steps[k], action, once.memory[k]), work_of(thrice.steps[k], action, thrice.memory[k])
+        assert three.flops == 3 * one.flops
+        assert one.bytes <= three.bytes <= 3 * one.bytes
+
+
+def test_an_addition_to_a_gradient_reads_it_too() -> None:
+    plan = _plan(2)
+    adding = [(k, i) for k, memory in enumerate(plan.memory) for i, adds in enumerate(memory.accumulate) if adds]
+    assert adding
+    for k, _ in adding:
+        step = plan.steps[k]
+        assert work_of(step, Action.INPUT, plan.memory[k]).bytes > work_of(step, Action.INPUT).bytes
+
+
+def test_what_does_nothing_has_no_work() -> None:
+    plan = _plan(2)
+    for k, step in enumerate(plan.steps):
+        assert work_of(step, Action.BEGIN, plan.memory[k]).is_nothing
+        assert work_of(step, Action.FREE, plan.memory[k]).is_nothing
+        assert step.is_view == work_of(step, Action.FORWARD, plan.memory[k]).is_nothing
+
+
+def test_a_relu_reads_and_writes_once() -> None:
+    x = TensorSpec((2, 4, 4, 3))
+    operator = NumpyKernelSet().make(ReluSpec(), (x,), training=True)
+    plan = _plan(1)
+    node = next(step.node for step in plan.steps if isinstance(step.operator.spec, ReluSpec))
+    step = type(plan.steps[0])("relu", operator, (0,), 1, node)
+    assert work_of(step, Action.FORWARD).bytes == 2 * x.bytes
+
+
+LINK = Link((LinkSegment(0, 1e-6, 1e-9),))
+
+RATES = {
+    OperatorClass.CONVOLUTION: OperatorRate(1e10, 1e10, 1e-5),
+    OperatorClass.PRODUCT: OperatorRate(5e9, 1e10, 2e-5),
+    OperatorClass.MEMORY: OperatorRate(1e9, 5e9, 3e-6),
+}
+
+MACHINE = Machine("test", 1, 2, 1.0, 1 << 30, LINK, LINK, 2, RATES)
+
+
+def test_a_call_takes_its_overhead_and_the_longer_of_operations_and_bytes() -> None:
+    plan, costs = _plan(2), RateCosts(MACHINE)
+    kinds = set()
+    for action, k in (*plan.forward, *plan.backward):
+        step, memory = plan.steps[k], plan.memory[k]
+        work = work_of(step, action, memory)
+        kinds.add(work.kind)
+        if work.is_nothing:
+            assert costs.seconds(step, action, memory) == 0.0
+            continue
+        rate = RATES[work.kind]
+        by_flops, by_bytes = work.flops / rate.flops_per_second, work.bytes / rate.bytes_per_second
+        assert costs.seconds(step, action, memory) == pytest.approx(rate.call_seconds + max(by_flops, by_bytes))
+    assert kinds == set(OperatorClass)
+
+
+def test_a_machine_of_twice_the_compute_takes_half_the_time() -> None:
+    plan, slow, fast = _plan(2), RateCosts(MACHINE), RateCosts(MACHINE.scaled(compute=2.0))
+    for action, k in (*plan.forward, *plan.backward):
+        step = plan.steps[k]
+        assert fast.seconds(step, action) == pytest.approx(slow.seconds(step, action) / 2)
+    assert fast.update_seconds(1000) == pytest.approx(slow.update_seconds(1000) / 2)
+    assert fast.step_seconds(1000, 7) == pytest.approx(slow.step_seconds(1000, 7) / 2)
+
+
+def test_updates_are_bound_by_bytes_and_cost_nothing_where_there_is_nothing() -> None:
+    costs = RateCosts(MACHINE)
+    assert costs.update_seconds(0) == 0.0
+    assert costs.update_seconds(2000) == pytest.approx(2 * costs.update_seconds(1000))
+    assert RateCosts(MACHINE, "float64").update_seconds(1000) == pytest.approx(2 * costs.update_seconds(1000))
+    assert costs.step_seconds(1 << 20, 0) > costs.step_seconds(0, 0) > 0.0
+
+
+def test_rates_are_no_measurement() -> None:
+    costs = RateCosts(MACHINE)
+    plan = _plan(1)
+    costs.seconds(plan.steps[0], Action.FORWARD)
+    assert costs.measured_share() == 0.0
+
+
+@pytest.mark.parametrize("factor", [0.25, 1.0, 3.0])
+def test_rates_of_a_scaled_machine_are_scaled_rates(factor: float) -> None:
+    plan, scaled, direct = _plan(2), ScaledCosts(RateCosts(MACHINE), factor), RateCosts(MACHINE.scaled(compute=factor))
+    for action, k in (*plan.forward, *plan.backward):
+        step, memory = plan.steps[k], plan.memory[k]
+        assert scaled.seconds(step, action, memory) == pytest.approx(direct.seconds(step, action, memory))
+    assert scaled.update_seconds(1000) == pytest.approx(direct.update_seconds(1000))
+    assert scaled.step_seconds(1000, 7) == pytest.approx(direct.step_seconds(1000, 7))
+    assert scaled.measured_share() == 0.0
+
+
+def _keys(plan: ExecutionPlan) -> list[OperatorKey]:
+    return [operator_key(plan.steps[k], action, plan.memory[k]) for action, k in (*plan.forward, *plan.backward)]
+
+
+def test_equal_blocks_of_a_network_share_keys() -> None:
+    keys = _keys(_plan(2))
+    assert len(set(keys)) < 0.7 * len(keys)
+
+
+def test_batches_differ_in_their_extents_alone() -> None:
+    for two, five in zip(_keys(_plan(2)), _keys(_plan(5)), strict=True):
+        assert two.family == five.family
+        assert (two.extents[0], five.extents[0]) == (2, 5)
+        assert two.extents[1:] == five.extents[1:]
+
+
+@pytest.mark.parametrize("use", list(Parallelism))
+def test_no_key_names_a_layer_or_an_address(use: Parallelism) -> None:
+    plan = ParallelPlan(2, 1, default=use)
+    partitioned = partition_graph(NETWORK.graph(4), plan, (2, 2))
+    texts = []
+    for _ in range(2):  # made anew: objects lie elsewhere
+        local = compile_graph(partitioned.local(0, StandInGroup(0, 2)), NETWORK.kernels, training=True)
+        texts.append([str(key) for key in _keys(local)])
+    assert texts[0] == texts[1]
+    names = {node.name for node in NETWORK.graph(1).nodes if "." in node.name}
+    assert not any(name in text for name in names for text in texts[0])
+
+
+def test_what_a_gradient_does_with_its_memory_is_part_of_the_key() -> None:
+    plan = _plan(2)
+    k = next(k for k, memory in enumerate(plan.memory) if any(memory.accumulate))
+    step, memory = plan.steps[k], plan.memory[k]
+    writing = replace(memory, accumulate=(False,) * len(memory.accumulate))
+    unasked = replace(memory, input_grads=(None,) * len(memory.input_grads))
+    families = {operator_key(step, Action.INPUT, one).family for one in (memory, writing, unasked)}
+    assert len(families) == 3
+    assert operator_key(step, Action.FORWARD, memory) != operator_key(step, Action.INPUT, memory)
+
+
+def test_masks_of_different_layers_take_the_same_time() -> None:
+    kernels, x = NumpyKernelSet(), TensorSpec((2, 8))
+    step = next(step for step in _plan(1).steps if step.node is not None)
+    keys = set()
+    for layer, seed, rate in (("a", 0, 0.5), ("b", 1, 0.5), ("a", 0, 0.25)):
+        operator = kernels.make(DropoutSpec(rate, layer, seed), (x,), training=True)
+        keys.add(operator_key(replace(step, operator=operator), Action.FORWARD))
+    assert len(keys) == 2
+
+
+SETTING = Setting("processor", "numpy 2", 1, 2)
+
+
+def _key(n: int, h: int = 4, w: int = 4, family: str = "conv", details: str = "") -> OperatorKey:
+    return OperatorKey(family, (n, h, w), details)
+
+
+def test_measured_times_come_back_from_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "made" / "times.json"
+    times = OperatorTimes(SETTING, path)
+    times.put(_key(2), 0.5)
+    times.put(_key(2, details="padded"), 0.25)
+    times.save()
+    again = OperatorTimes(SETTING, path)
+    assert (len(again), again.seconds(_key(2)), again.seconds(_key(2, details="padded"))) == (2, 0.5, 0.25)
+    assert again.measured(_key(2))
+    assert again.measured(_key(2, details="other"))
+    assert again.seconds(_key(2, details="other")) in (0.5, 0.25)
+    assert not again.measured(_key(3))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"processor": "q"}, {"kernels": "numpy 3"}, {"threads": 2}, {"concurrency": 1}],
+    ids=lambda change: next(iter(change)),
+)
+def test_times_hold_in_their_setting_alone_and_settings_share_a_file(tmp_path: Path, change: dict[str, Any]) -> None:
+    path, other = tmp_path / "times.json", replace(SETTING, **change)
+    for setting, seconds in ((SETTING, 1.0), (other, 2.0)):
+        assert len(OperatorTimes(setting, path)) == 0
+        times = OperatorTimes(setting, path)
+        times.put(_key(1), seconds)
+        times.save()
+    assert [OperatorTimes(setting, path).seconds(_key(1)) for setting in (SETTING, other)] == [1.0, 2.0]
+
+
+def test_saving_keeps_what_others_have_written_meanwhile(tmp_path: Path) -> None:
+    path = tmp_path / "times.json"
+    first, second = OperatorTimes(SETTING, path), OperatorTimes(SETTING, path)
+    first.put(_key(1), 1.0)
+    second.put(_key(2), 2.0)
+    first.save()
+    second.save()
+    assert len(OperatorTimes(SETTING, path)) == 2
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 99, "times": {}}', '{"format": 1, "times": []}'])
+def test_a_file_of_others_is_left_out_with_a_note(tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "times.json"
+    path.write_text(content)
+    times = OperatorTimes(SETTING, path)
+    assert len(times) == 0
+    times.put(_key(1), 1.0)
+    times.save()
+    assert OperatorTimes(SETTING, path).seconds(_key(1)) == 1.0
+
+
+def test_damaged_entries_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "times.json"
+    entries = [
+        ["conv", [1, 4, 4], "", 1.0],
+        ["conv", [2, 4], "", 1.0],
+        ["conv", [3, 4, 4], "", -1.0],
+        7,
+        ["conv", [4, 4, 4], "", "x"],
+    ]
+    path.write_text(json.dumps({"format": 1, "times": {str(SETTING): entries}}))
+    times = OperatorTimes(SETTING, path)
+    assert len(times) == 1
+    assert times.seconds(_key(1)) == 1.0
+
+
+@pytest.mark.parametrize("dim", range(3))
+def test_between_two_sizes_of_one_dim_it_is_interpolated(dim: int) -> None:
+    times = OperatorTimes(SETTING)
+    for size in (4, 8):
+        extents = [4, 4, 4]
+        extents[dim] = size
+        times.put(_key(*extents), 1.0 + size)
+    wanted = [4, 4, 4]
+    wanted[dim] = 6
+    assert times.seconds(_key(*wanted)) == pytest.approx(7.0)
+    wanted[(dim + 1) % 3] = 5
+    assert times.seconds(_key(*wanted)) is None
+    assert times.seconds(_key(6, family="other")) is None
+
+
+def test_outside_the_points_the_rate_holds_up_to_its_reach() -> None:
+    assert interpolated([(8, 2.0)], 16) == pytest.approx(4.0)
+    assert interpolated([(8, 2.0)], 4) == pytest.approx(1.0)
+    assert interpolated([(8, 2.0)], int(8 * REACH) + 1) is None
+    assert interpolated([(8, 2.0)], 3) is None
+    assert interpolated([], 3) is None
+    assert interpolated([(8, 2.0)], 0) is None
+
+
+def test_beyond_two_points_a_call_keeps_its_own_cost() -> None:
+    points = [(4, 1.4), (8, 1.8)]  # 1 s a call and 0.1 s a sample
+    assert interpolated(points, 16) == pytest.approx(2.6)
+    assert interpolated(points, 2) == pytest.approx(1.2)
+    assert interpolated([(4, 2.0), (8, 1.0)], 16) == pytest.approx(1.0)  # noise: no less than the last
+
+
+def test_the_file_lies_in_the_cache_directory_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cache_file({"XDG_CACHE_HOME": str(tmp_path)}).parent == tmp_path / "hpctrain"
+    assert cache_file({}).is_relative_to(Path.home() / ".cache")
+    assert cache_file({"XDG_CACHE_HOME": "not/absolute"}) == cache_file({})
+    monkeypatch.setattr("hpctrain.paths.pwd.getpwuid", lambda uid: {}[uid])
+    assert cache_file({}) is None
+
+
+def test_of_two_measurements_the_less_counts() -> None:
+    first, second, third = (_key(n) for n in (8, 16, 32))
+    times, others = OperatorTimes(SETTING), OperatorTimes(SETTING)
+    for key, seconds in ((first, 2.0), (second, 1.0)):
+        times.put(key, seconds)
+    for key, seconds in ((first, 1.5), (second, 3.0), (third, 4.0)):
+        others.put(key, seconds)
+    times.take_less(others)
+    assert [times.seconds(key) for key in (first, second, third)] == [1.5, 1.0, 4.0]
+
+
+EQUAL_RATES = {kind: OperatorRate(1e10, 1e10, 1e-5) for kind in OperatorClass}
+
+BY_RATE = RateCosts(Machine("test", 1, 2, 1.0, 1 << 30, LINK, LINK, 2, EQUAL_RATES))
+
+
+def _measured(*batches: int) -> OperatorTimes:
+    """All operators at these batches: 2 s a call and 1 s a sample."""
+    times = OperatorTimes(Setting("processor", "numpy"))
+    for batch in batches:
+        plan = _plan(batch)
+        for action, k in (*plan.forward, *plan.backward):
+            times.put(operator_key(plan.steps[k], action, plan.memory[k]), 2.0 + batch)
+    return times
+
+
+@pytest.mark.parametrize("batch", [2, 3, 8])
+def test_measured_and_interpolated_times_are_used(batch: int) -> None:
+    costs, plan = MeasuredCosts(_measured(2, 8), BY_RATE), _plan(batch)
+    for action, k in (*plan.forward, *plan.backward):
+        expected = 0.0 if action in (Action.FREE, Action.BEGIN) else 2.0 + batch
+        assert costs.seconds(plan.steps[k], action, plan.memory[k]) == pytest.approx(expected)
+    assert costs.measured_share() == 1.0
+
+
+def test_far_from_measured_sizes_rates_hold_and_the_share_says_so() -> None:
+    costs, plan = MeasuredCosts(_measured(1), BY_RATE), _plan(8)
+    for action, k in (*plan.forward, *plan.backward):
+        step, memory = plan.steps[k], plan.memory[k]
+        assert costs.seconds(step, action, memory) == BY_RATE.seconds(step, action, memory)
+    assert costs.measured_share() == 0.0
+    plan = _plan(1)
+    costs.seconds(plan.steps[0], Action.FORWARD, plan.memory[0])
+    assert 0.0 < costs.measured_share() < 1.0
+
+
+def test_the_rest_of_a_step_scales_from_the_nearest_measurement() -> None:
+    times = OperatorTimes(Setting("processor", "numpy"))
+    costs = MeasuredCosts(times, BY_RATE)
+    assert costs.update_seconds(1000) == BY_RATE.update_seconds(1000)
+    assert costs.step_seconds(1000, 5) == BY_RATE.step_seconds(1000, 5)
+    times.put(update_key(1000), 1.0)
+    times.put(input_key(100), 0.5)
+    times.put(others_key(10), 3.0)
+    assert costs.update_seconds(1000) == 1.0
+    assert costs.update_seconds(10) == pytest.approx(0.01)
+    assert costs.update_seconds(0) == 0.0
+    assert costs.step_seconds(100, 10) == pytest.approx(3.5)
+    assert costs.step_seconds(0, 12) == pytest.approx(3.0)
+
+
+def test_products_of_other_depths_follow_from_measured_ones() -> None:
+    times = OperatorTimes(Setting("processor", "numpy"))
+    costs = MeasuredCosts(times, BY_RATE)
+    few, some, many = (FactorProduct(samples, 50, 20) for samples in (4, 6, 8))
+    assert costs.product_seconds(few) == BY_RATE.product_seconds(few) < BY_RATE.product_seconds(FactorProduct(4000, 50, 20))
+    times.put(product_key(few), 1.0)
+    times.put(product_key(many), 2.0)
+    assert [costs.product_seconds(product) for product in (few, some, many)] == [1.0, 1.5, 2.0]
+
+
+_PHASES = (Action.FORWARD, Action.PARAMETERS, Action.INPUT)
+
+
+class _ByBatch:
+    """A second for each sample and action; three for one that makes an output again."""
+
+    def seconds(self, step: PlannedStep, action: Action, memory: StepMemory | None = None) -> float:
+        weights = {Action.BEGIN: 0.0, Action.FREE: 0.0, Action.RECOMPUTE: 3.0}
+        return weights.get(action, 1.0) * step.operator.inputs[0].shape[0]
+
+    def product_seconds(self, product: FactorProduct) -> float:
+        return float(product.samples)
+
+    def update_seconds(self, elements: int) -> float:
+        return 0.5 * elements
+
+    def step_seconds(self, input_bytes: int, operators: int) -> float:
+        return 7.0
+
+    def measured_share(self) -> float:
+        return 0.0
+
+
+def _residual_plan(batch: int, *, synchronised: bool = False) -> ExecutionPlan:
+    network = Network(nets.residual(synchronised=synchronised), (9, 7, 3), NumpyKernelSet())
+    return compile_graph(network.graph(batch), network.kernels, training=True)
+
+
+def _times(plan: ExecutionPlan) -> SampledTimes:
+    """A time of its own for every phase of every operator."""
+    phases = [(action, plan.steps[k].name) for action, k in (*plan.forward, *plan.backward) if action in _PHASES]
+    return SampledTimes({phase: 0.1 + number for number, phase in enumerate(dict.fromkeys(phases))}, {"loss": 2.0, "sums": 1.0})
+
+
+def _sum(plan: ExecutionPlan, costs: SampledCosts) -> float:
+    return sum(costs.seconds(plan.steps[k], action, plan.memory[k]) for action, k in (*plan.forward, *plan.backward))
+
+
+def test_the_costs_of_the_sampled_plan_add_up_to_its_samples() -> None:
+    plan = _residual_plan(2)
+    plan = replace(plan, backward=(plan.backward[0], (Action.RECOMPUTE, 0), *plan.backward[1:]))
+    times = _times(plan)
+    costs = SampledCosts(plan, times, _ByBatch())
+    assert _sum(plan, costs) == pytest.approx(sum(times.operators.values()))
+    assert costs.step_seconds(100, 10) == 3.0
+    assert costs.measured_share() == pytest.approx(1.0)
+
+
+def test_a_rank_with_another_size_costs_in_proportion() -> None:
+    plan, larger = _residual_plan(2), _residual_plan(6)
+    costs = SampledCosts(plan, _times(plan), _ByBatch())
+    assert _sum(larger, costs) == pytest.approx(3 * _sum(plan, costs))
+
+
+def test_what_waits_for_others_costs_as_usual_for_the_sampled() -> None:
+    plan = _residual_plan(2, synchronised=True)
+    costs = SampledCosts(plan, SampledTimes(dict.fromkeys(_times(plan).operators, 4.0), {}), _ByBatch())
+    merged = [k for k, step in enumerate(plan.steps) if step.node is not None and getattr(step.node.spec, "synchronised", False)]
+    assert merged
+    before = costs.measured_share()
+    assert before == 0.0
+    for k in merged:
+        assert 0.0 < costs.seconds(plan.steps[k], Action.FORWARD) <= 4.0
+    assert costs.measured_share() == 0.0
+    assert costs.step_seconds(100, 10) == 7.0  # nothing beside operators was sampled
+    assert costs.update_seconds(10) == 5.0
+    assert costs.measured_share() == 0.0
+
+
+def test_times_are_medians_by_phase_and_name() -> None:
+    trace = Tracer(100)
+    for length in (1, 9, 2):
+        trace.add(Category.FORWARD, "conv", 10, 10 + length)
+        trace.add(Category.INPUT, "conv", 20, 20 + 2 * length)
+    trace.add(Category.WORK, "loss", 0, 5)
+    trace.add(Category.AVERAGING, "posting and progress", 0, 1000)
+    times = SampledTimes.of(trace.events())
+    assert times.operators == {(Action.FORWARD, "conv"): pytest.approx(2e-9), (Action.INPUT, "conv"): pytest.approx(4e-9)}
+    assert times.others == {"loss": pytest.approx(5e-9)}
+    assert all(isinstance(seconds, float) and np.isfinite(seconds) for seconds in times.operators.values())
+
+
+def test_work_between_steps_is_none_of_a_step() -> None:
+    tracer = Tracer(16)
+    for number, begin in enumerate((0, 100, 200)):
+        tracer.add(Category.WORK, "loss", begin + 10, begin + 15)
+        tracer.add(Category.STEP, "step", begin, begin + 50, "", number)
+        tracer.add(Category.WORK, "checkpoint", begin + 60, begin + 90)
+    tracer.add(Category.WORK, "before", -20, -10)
+    assert SampledTimes.of(tracer.events()).others == {"loss": pytest.approx(5e-9)}
+
+
+def test_rates_are_work_over_time_of_each_class() -> None:
+    plan = _residual_plan(2)
+    works = {
+        (action, plan.steps[k].name): work_of(plan.steps[k], action, plan.memory[k])
+        for action, k in (*plan.forward, *plan.backward)
+        if action in _PHASES
+    }
+    seconds = {OperatorClass.CONVOLUTION: 1e-9, OperatorClass.PRODUCT: 2e-9, OperatorClass.MEMORY: 4e-9}
+    by_class = {
+        phase: seconds[work.kind] * (work.flops if work.kind is not OperatorClass.MEMORY else work.bytes)
+        for phase, work in works.items()
+    }
+    rates = sampled_rates(plan, SampledTimes(by_class, {}))
+    assert rates[OperatorClass.CONVOLUTION].flops_per_second == pytest.approx(1e9)
+    assert rates[OperatorClass.PRODUCT].flops_per_second == pytest.approx(5e8)
+    assert rates[OperatorClass.MEMORY].bytes_per_second == pytest.approx(2.5e8)
+
+
+def test_a_class_without_operators_has_the_rate_of_all_others() -> None:
+    plan = _residual_plan(2)
+    times = _times(plan)
+    kinds = {plan.steps[k].name: work_of(plan.steps[k], Action.FORWARD, plan.memory[k]).kind for k in range(len(plan.steps))}
+    convolutions = {phase: value for phase, value in times.operators.items() if kinds[phase[1]] is OperatorClass.CONVOLUTION}
+    rates = sampled_rates(plan, SampledTimes(convolutions, {}))
+    assert rates[OperatorClass.PRODUCT] == rates[OperatorClass.CONVOLUTION]
+    assert all(rate.bytes_per_second > 0 for rate in sampled_rates(plan, SampledTimes({}, {})).values())

@@ -1,0 +1,457 @@
+"""Machines as data and as files, and how links, cards and rates become one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from hpctrain.comm.link import LinkModel
+from hpctrain.errors import ConfigError
+from hpctrain.planner import calibration, link_fit, link_measurement, machine, machine_file, machine_schema
+from hpctrain.planner.calibration import RankFacts, calibrate
+from hpctrain.planner.link_measurement import SIZES, LinkProbe, MessagePoint
+from hpctrain.planner.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
+from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain.virtual.run import run_virtual, virtual_engine
+
+LINK = Link((LinkSegment(0, 2e-6, 4e-9), LinkSegment(8192, 10e-6, 1e-9)), operation_seconds=3e-6, byte_seconds=1e-10)
+
+MACHINE = Machine(
+    "test",
+    4,
+    8,
+    1.0,
+    1 << 30,
+    LINK,
+    LINK,
+    8,
+    {OperatorClass.CONVOLUTION: OperatorRate(2e10, 8e9, 5e-6)},
+    sources={"all": "made up"},
+)
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "expected"), [(0, 2e-6), (8191, 2e-6 + 8191 * 4e-9), (8192, 10e-6 + 8192e-9), (1e6, 1.01e-3)]
+)
+def test_a_message_costs_what_the_segment_of_its_size_says(n_bytes: float, expected: float) -> None:
+    assert LINK.message_seconds(n_bytes) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(("ranks", "nodes"), [(1, 1), (8, 1), (9, 2), (32, 4), (33, 5)])
+def test_ranks_fill_nodes(ranks: int, nodes: int) -> None:
+    assert MACHINE.nodes_of(ranks) == nodes
+
+
+def test_a_scaled_machine_differs_in_what_was_asked_for_alone() -> None:
+    fast = MACHINE.scaled(bandwidth=2, latency=0.5, compute=4)
+    assert [segment.alpha_seconds for segment in fast.between.segments] == [1e-6, 5e-6]
+    assert [segment.beta_seconds_per_byte for segment in fast.within.segments] == [2e-9, 0.5e-9]
+    rate = fast.rates[OperatorClass.CONVOLUTION]
+    assert (rate.flops_per_second, rate.bytes_per_second) == (8e10, 3.2e10)
+    assert rate.call_seconds == pytest.approx(1.25e-6)
+    assert fast.between.operation_seconds == 3e-6
+    assert (fast.nodes, fast.memory_bytes, fast.sources) == (MACHINE.nodes, MACHINE.memory_bytes, MACHINE.sources)
+
+
+def test_messages_that_are_longer_than_those_that_move_in_chunks_are_passed() -> None:
+    eager, chunked = LinkSegment(0, 1e-6, 1e-9), LinkSegment(1 << 16, 1e-6, 1e-9, unattended_bytes=1 << 16, polls=1)
+    long = LinkSegment(1 << 22, 1e-6, 1e-9, polls=3)
+    link = Link((eager, chunked, long))
+    assert [link.is_passed(one) for one in link.segments] == [False, False, True]
+    assert not Link((eager, long)).is_passed(long)  # none of them moves in chunks
+
+
+TOP = Path(__file__).parents[2]
+
+NAMES = sorted(path.stem for path in (TOP / "configs" / "machines").glob("*.yaml"))
+
+TEXT = (TOP / "configs" / "machines" / "xc40.yaml").read_text()
+
+NODES = "nodes: {value: 1630, source: compute nodes of Cori Phase I as NERSC published them}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_installed_machine_is_found_by_its_name_and_every_number_has_a_source(name: str) -> None:
+    machine = machine_file.read(name)
+    assert machine == machine_file.read(TOP / "configs" / "machines" / f"{name}.yaml")
+    assert machine.name == name
+    assert set(machine.rates) == set(OperatorClass)
+    numbers = {"nodes", "ranks_per_node", "cores_per_rank", "memory_bytes", "ranks_per_card"}
+    numbers |= {f"{link}.{key}" for link in ("within", "between") for key in vars(machine.within)}
+    numbers |= {f"rates.{kind}.{key}" for kind, rate in machine.rates.items() for key in vars(rate)}
+    numbers |= {f"concurrency.{kind}" for kind in machine.concurrency}
+    assert set(machine.sources) == numbers
+    assert all(len(source.split()) >= 2 for source in machine.sources.values())
+    assert machine_file.parse(machine_file.text(machine)) == machine
+
+
+def test_installed_machines_are_named() -> None:
+    assert machine_file.names() == NAMES
+    with pytest.raises(ConfigError, match=r"There is no machine file 'xc41'; as for installed machines, the nearest is \"xc40\""):
+        machine_file.read("xc41")
+
+
+SECONDS = st.floats(0, 1, allow_nan=False)
+
+COUNTS = st.integers(1, 2**40)
+
+SOURCES = st.sampled_from(["measured", "not measured; guessed", "a: b # c", "yes"])
+
+
+@st.composite
+def links(draw: st.DrawFn) -> Link:
+    begins = sorted(draw(st.sets(st.integers(1, 2**30), max_size=3)))
+    unattended = st.none() | st.integers(0, 2**40)
+    segments = tuple(
+        LinkSegment(begin, draw(SECONDS), draw(SECONDS), draw(unattended), draw(st.integers(0, 9))) for begin in (0, *begins)
+    )
+    return Link(segments, draw(SECONDS), draw(SECONDS), draw(SECONDS), draw(st.integers(0, 2**30)))
+
+
+@st.composite
+def machines(draw: st.DrawFn) -> Machine:
+    rates = {kind: OperatorRate(draw(st.floats(1, 1e15)), draw(st.floats(1, 1e15)), draw(SECONDS)) for kind in OperatorClass}
+    ranks = draw(st.integers(1, 200))
+    machine = Machine(
+        draw(st.sampled_from(["a", "null", "12"])),
+        draw(COUNTS),
+        ranks,
+        draw(st.floats(0.01, 100)),
+        draw(COUNTS),
+        draw(links()),
+        draw(links()),
+        draw(st.integers(1, ranks)),
+        rates,
+        draw(st.just({}) | st.just({OperatorClass.CONVOLUTION: 1.25})),
+        draw(st.sampled_from(["", "words: and more"])),
+    )
+    keys = machine_file.parse(machine_file.text(machine)).sources  # of a machine without sources: each says so
+    assert set(keys.values()) == {"not said"}
+    return replace(machine, sources={key: draw(SOURCES) for key in keys})
+
+
+@settings(max_examples=25, deadline=None)
+@given(machine=machines())
+def test_any_machine_comes_back_from_its_text_with_its_sources(machine: Machine) -> None:
+    assert machine_file.parse(machine_file.text(machine)) == machine
+
+
+def test_a_machine_is_written_to_a_file(tmp_path: Path) -> None:
+    machine = machine_file.read("xc40")
+    machine_file.write(tmp_path / "copy.yaml", machine)
+    assert machine_file.read(tmp_path / "copy.yaml") == machine
+    assert [path.name for path in tmp_path.iterdir()] == ["copy.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        (NODES, "", 'The key "nodes" is missing: Number of nodes'),
+        (
+            NODES,
+            "nodes: {value: -3, source: mine}",
+            "m.yaml:4: nodes is -3, but must be at least 1; the nearest legal value is 1.",
+        ),
+        (NODES, "nodes: {value: many, source: mine}", "m.yaml:4: nodes is many, but must be an integer."),
+        (NODES, "nodes: {value: 1.5, source: mine}", "m.yaml:4: nodes is 1.5, but must be an integer."),
+        (NODES, "nodes: 3", "m.yaml:4: nodes does not say where it is from; write {value: ..., source: ...}"),
+        (NODES, "nodes: {value: 3, source: ''}", "m.yaml:4: nodes does not say where it is from"),
+        (NODES, "node: {value: 3, source: mine}", 'Unknown key "node"; the nearest is "nodes"'),
+        (
+            "alpha_seconds: 0.6e-6",
+            "alpha_seconds: -1.0",
+            "m.yaml:13: within.segments.0.alpha_seconds is -1.0, but must be at least 0",
+        ),
+        ("alpha_seconds: 0.6e-6, ", "", 'The key "within.segments.0.alpha_seconds" is missing: Time of a message'),
+        ("alpha_seconds: 0.6e-6", "alpha_seconds: .inf", "within.segments.0.alpha_seconds is .inf, but must be a finite number."),
+        ("from_bytes: 0,", "from_bytes: 1,", "must begin with a segment from 0 bytes on; the nearest legal from_bytes is 0."),
+        ("from_bytes: 8192,", "from_bytes: 0,", "must rise in from_bytes from each segment to the next."),
+        (
+            "flops_per_second: 40.0e9",
+            "flops_per_second: 0",
+            "rates.convolution.flops_per_second is 0, but must be greater than 0.",
+        ),
+        ("flops_per_second: 40.0e9", "flops_per_second: true", "is true, but must be a number."),
+        ("ranks_per_card: {value: 32", "ranks_per_card: {value: 64", "must be at most ranks_per_node, 32; the nearest legal"),
+        ("  convolution:", "  convolutoin:", 'Unknown key "rates.convolutoin"; the nearest is "convolution"'),
+        ("rates:", "within: 3\nrates:", 'The key "within" is given twice'),
+    ],
+)
+def test_a_fault_is_one_sentence_with_its_place(old: str, new: str, sentence: str) -> None:
+    assert old in TEXT
+    with pytest.raises(ConfigError) as fault:
+        machine_file.parse(TEXT.replace(old, new, 1), "m.yaml")
+    (line,) = str(fault.value).splitlines()
+    assert sentence in line
+    assert line.startswith("m.yaml:")
+    assert line.endswith(".")
+
+
+@pytest.mark.parametrize("text", ["", "3", "- a", "[]"])
+def test_what_is_no_mapping_is_no_machine(text: str) -> None:
+    with pytest.raises(ConfigError, match="A machine file must be a mapping of keys such as name, nodes, within"):
+        machine_file.parse(text, "m.yaml")
+
+
+def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+        machine_file.read(tmp_path)
+    (tmp_path / "bytes.yaml").write_bytes(b"name: \xff")
+    with pytest.raises(ConfigError, match="The byte at 6 is not UTF-8"):
+        machine_file.read(tmp_path / "bytes.yaml")
+
+
+def test_a_number_takes_the_source_of_the_nearest_section() -> None:
+    line = next(line for line in TEXT.splitlines() if "operation_seconds" in line)
+    machine = machine_file.parse(TEXT.replace(line, "  operation_seconds: 1e-6", 1))
+    assert machine.within.operation_seconds == 1e-6
+    assert machine.sources["within.operation_seconds"] == machine.sources["within.segments"]
+    assert machine_file.source_of(replace(machine, sources={"within": "w"}), "within.segments") == "w"
+
+
+@pytest.mark.parametrize(
+    ("schema", "kind"),
+    [
+        (machine_schema.SegmentFields, machine.LinkSegment),
+        (machine_schema.LinkFields, machine.Link),
+        (machine_schema.RateFields, machine.OperatorRate),
+        (machine_schema.MachineFields, machine.Machine),
+    ],
+)
+def test_a_section_has_the_fields_of_what_it_gives(schema: type[BaseModel], kind: type) -> None:
+    assert set(schema.model_fields) == {field.name for field in fields(kind)} - {"sources"}
+    assert all(str(field.description).endswith(".") for field in schema.model_fields.values())
+
+
+@pytest.mark.parametrize("schema", [machine_schema.RatesFields, machine_schema.ConcurrencyFields])
+def test_every_class_of_operators_has_a_rate_and_a_factor(schema: type[BaseModel]) -> None:
+    assert set(schema.model_fields) == set(machine.OperatorClass)
+
+
+def _points(
+    seconds: Callable[[int], float], following: Callable[[int], float] | None = None, polls: float = 0
+) -> list[MessagePoint]:
+    after = following or seconds
+    return [MessagePoint(n, seconds(n), after(n), polls, 1e-3, 1e-5 + 2e-10 * n, 1e-5 + 5e-10 * n) for n in SIZES]
+
+
+def test_a_straight_line_is_found_again() -> None:
+    found = link_fit.link(_points(lambda n: 5e-6 + 2e-9 * n))
+    for n_bytes in (1, 100, 5000, 10**6, 10**8):
+        assert found.message_seconds(n_bytes) == pytest.approx(5e-6 + 2e-9 * n_bytes, rel=1e-6)
+    assert found.burst_bytes == 0
+    assert found.operation_seconds == pytest.approx(1e-5, rel=0.02)
+    assert found.byte_seconds == pytest.approx(1e-10, rel=0.01)  # sent and received
+    assert found.sum_seconds == pytest.approx(3e-10)
+
+
+def test_two_protocols_are_two_lines_and_no_jump_is_lost() -> None:
+    def seconds(n: int) -> float:
+        return 1e-6 + 4e-9 * n if n < 64 << 10 else 50e-6 + 3.5e-9 * n
+
+    found = link_fit.link(_points(seconds))
+    for n_bytes in SIZES:
+        assert found.message_seconds(n_bytes) == pytest.approx(seconds(n_bytes), rel=1e-6)
+
+
+def test_a_disturbed_point_does_not_make_larger_messages_quicker() -> None:
+    points = _points(lambda n: 1.0 if n == 4096 else 5e-6 + 2e-9 * n)
+    found = link_fit.link(points)
+    times = [found.message_seconds(n) for n in SIZES]
+    assert times == sorted(times)
+    assert times[-1] == pytest.approx(5e-6 + 2e-9 * SIZES[-1])
+    assert times[1] < 1e-4
+
+
+@pytest.mark.parametrize("burst_bytes", [300_000, 500_000])
+@pytest.mark.parametrize("beta", [16e-9, 8e-9, 4e-9])
+def test_what_passes_after_a_pause_is_found_again(burst_bytes: int, beta: float) -> None:
+    def seconds(n: int) -> float:
+        return 20e-6 + beta * max(0, n - burst_bytes)
+
+    points = _points(seconds, lambda n: seconds(2 * n) - seconds(n))
+    found = link_fit.link(points)
+    assert found.burst_bytes == pytest.approx(burst_bytes, rel=0.03)
+    assert [segment.beta_seconds_per_byte for segment in found.segments] == pytest.approx([beta] * len(found.segments), rel=0.01)
+    assert max(segment.alpha_seconds for segment in found.segments) < 3e-4
+
+
+@pytest.mark.parametrize(
+    ("polls", "seconds", "gap", "expected"),
+    [
+        (0, 1e-3, 1e-3, (None, 0)),  # not measured
+        (33, 17e-3, 35e-3, (65536, 1)),  # one chunk between two polls
+        (1, 1e-3, 2e-3, (None, 0)),  # at the first poll all is there
+        (3, 1e-3, 2e-3, (None, 2)),
+        (8, 70e-3, 10e-3, (None, 0)),  # as many polls as the message takes anyway
+        (11, 70e-3, 10e-3, (None, 3)),
+    ],
+)
+def test_polls_say_how_much_moves_between_them(
+    polls: float, seconds: float, gap: float, expected: tuple[int | None, int]
+) -> None:
+    point = MessagePoint(2 << 20, seconds, seconds, polls, gap, 0.0, 0.0)
+    points = [MessagePoint(512, 1e-6, 1e-6, 0, gap, 0.0, 0.0), point]
+    last = link_fit.segments(points)[-1]
+    assert (last.unattended_bytes, last.polls) == expected
+
+
+def test_a_message_of_a_few_chunks_moves_in_its_neighbours_chunks() -> None:
+    points = [
+        MessagePoint(4096, 1e-5, 1e-5, 0, 1e-3, 0.0, 0.0),
+        MessagePoint(128 << 10, 1e-3, 1e-3, 3, 2e-3, 0.0, 0.0),
+        MessagePoint(512 << 10, 4e-3, 4e-3, 9, 8e-3, 0.0, 0.0),
+        MessagePoint(2 << 20, 16e-3, 16e-3, 33, 32e-3, 0.0, 0.0),
+    ]
+    found = link_fit.segments(points)
+    assert [(one.from_bytes, one.unattended_bytes, one.polls) for one in found][:2] == [(0, None, 0), (128 << 10, 64 << 10, 1)]
+
+
+def test_a_disturbed_second_message_makes_no_burst() -> None:
+    found = link_fit.link(_points(lambda n: 2e-5 + 8e-9 * n, lambda n: 3 * 8e-9 * n))
+    assert found.burst_bytes == 0
+    assert found.message_seconds(50_000_000) == pytest.approx(8e-9 * 50_000_000, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("slower", "slower_next", "within"),
+    [(1.0, 1.07, 0.015), (1.07, 0.93, 0.015), (1.07, 1.0, 0.045)],  # one of both measurements of a size is disturbed, or both are
+)
+def test_the_rate_of_large_messages_is_not_that_of_one_disturbed_message(
+    slower: float, slower_next: float, within: float
+) -> None:
+    def seconds(n: int) -> float:
+        return 20e-6 + 8e-9 * max(0, n - 500_000)
+
+    points = _points(seconds, lambda n: seconds(2 * n) - seconds(n))
+    points[-1] = replace(points[-1], seconds=slower * points[-1].seconds, next_seconds=slower_next * points[-1].next_seconds)
+    fitted = link_fit.link(points)
+    assert fitted.burst_bytes == pytest.approx(500_000, rel=0.15)  # of 4 MB, of which 1.5 % are 60,000 bytes
+    assert fitted.segments[-1].beta_seconds_per_byte == pytest.approx(8e-9, rel=within)
+
+
+MESSAGES = (512, 16 << 10, 512 << 10)
+
+
+@pytest.fixture
+def few_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Virtual time is exact, so once is enough; computation between polls costs real time."""
+    for name in ("_REPEATS_SHORT", "_REPEATS_LONG", "_POLLED_REPEATS", "_MOST_PASSES"):
+        monkeypatch.setattr(link_measurement, name, 1)
+    monkeypatch.setattr(link_measurement, "_busy", lambda seconds: None)
+
+
+@pytest.mark.usefixtures("few_messages")
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_modelled_link_is_found_again_and_all_ranks_know_it(ranks: int) -> None:
+    link = LinkModel(50e-6, 8e-9)
+
+    def program(comm: ThreadCommunicator) -> list[MessagePoint]:
+        pair = comm.split(0 if comm.rank < 2 else None, comm.rank, "pair")
+        return LinkProbe(comm, pair, virtual_engine(comm)).measure(MESSAGES)
+
+    results = run_virtual(ranks, program, link=link)
+    assert all(points == results[0] for points in results)
+    assert [point.n_bytes for point in results[0]] == list(MESSAGES)
+    for point in results[0]:
+        assert point.seconds == pytest.approx(50e-6 + 8e-9 * point.n_bytes, rel=0.01)
+        assert point.polls == 0 or point.n_bytes >= 16 << 10
+    assert link_fit.link(results[0]).message_seconds(100_000) == pytest.approx(50e-6 + 8e-9 * 100_000, rel=0.01)
+
+
+@pytest.mark.usefixtures("few_messages")
+def test_a_slow_link_is_left_at_the_size_that_takes_too_long() -> None:
+    def program(comm: ThreadCommunicator) -> list[MessagePoint]:
+        return LinkProbe(comm, comm.split(0, comm.rank, "pair"), virtual_engine(comm)).measure((512, 1024, 2 << 20, 4 << 20))
+
+    points = run_virtual(2, program, link=LinkModel(1e-3, 1e-6))[0]
+    assert [point.n_bytes for point in points] == [512, 1024, 2 << 20]
+
+
+@pytest.mark.usefixtures("few_messages")
+@pytest.mark.parametrize("ranks", [4, 5])
+def test_pairs_that_measure_at_once_begin_together(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    begins: list[tuple[int, float]] = []
+
+    def program(comm: ThreadCommunicator) -> list[MessagePoint]:
+        late = comm.rank // 2  # the second pair comes to everything later
+        engine = virtual_engine(comm)
+        pair = comm.split(comm.rank // 2 if comm.rank < 4 else None, comm.rank, "pair")
+        together = comm.split(0 if comm.rank < 4 else None, comm.rank, "together")
+        probe = LinkProbe(comm, pair, engine, together)
+        if pair is not None:
+            meet = probe._meet
+
+            def met() -> None:
+                if late:
+                    engine.wait_handle(pair.ibarrier(), "delay")
+                meet()
+                begins.append((comm.rank, engine.now()))
+
+            monkeypatch.setattr(probe, "_meet", met)
+        return probe.measure(MESSAGES, polls=False)
+
+    results = run_virtual(ranks, program, link=LinkModel(50e-6, 8e-9))
+    assert all(points == results[0] for points in results)
+    of_rank = [[now for rank, now in begins if rank == one] for one in range(4)]
+    assert of_rank[0]
+    assert all(times == pytest.approx(of_rank[0]) for times in of_rank)
+
+
+CALIBRATION_LINK = LinkModel(30e-6, 2e-9)
+
+
+@pytest.fixture
+def few_sizes(few_messages: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "SIZES", (512, 16 << 10, 256 << 10))
+
+
+def _rates(rank: int) -> Callable[[Callable[[], None]], Mapping[OperatorClass, OperatorRate]]:
+    def measure(before: Callable[[], None]) -> Mapping[OperatorClass, OperatorRate]:
+        before()
+        return {kind: OperatorRate(1e10 + rank, 1e9 + rank, 1e-6 * (1 + rank)) for kind in OperatorClass}
+
+    return measure
+
+
+def _machine(ranks: int, per_node: int) -> Machine:
+    def program(comm: ThreadCommunicator) -> Machine:
+        facts = RankFacts(frozenset({comm.rank % per_node // 2}), 8 << 30, "a processor")
+        return calibrate(comm, virtual_engine(comm), facts, _rates(comm.rank), name="virtual", when="2026-01-01")
+
+    machines = run_virtual(ranks, program, link=CALIBRATION_LINK, ranks_per_node=per_node)
+    assert all(machine == machines[0] for machine in machines)
+    return machines[0]
+
+
+@pytest.mark.usefixtures("few_sizes")
+@pytest.mark.parametrize(("ranks", "per_node"), [(1, 1), (2, 2), (2, 1), (4, 2), (3, 2)])
+def test_what_is_there_is_measured_and_the_rest_says_so(ranks: int, per_node: int) -> None:
+    machine = _machine(ranks, per_node)
+    nodes = -(-ranks // per_node)
+    assert (machine.nodes, machine.ranks_per_node) == (nodes, per_node)
+    assert machine.cores_per_rank == -(-per_node // 2) / per_node
+    assert machine.memory_bytes == (8 << 30) // per_node
+    measured = "measured on 2026-01-01, a processor"
+    for link, there in ((machine.within, per_node > 1), (machine.between, nodes > 1)):
+        source = machine.sources["within.segments" if link is machine.within else "between.segments"]
+        assert source.startswith(measured if there else "not measured: one ")
+        if there:
+            assert link.message_seconds(1 << 20) == pytest.approx(30e-6 + 2e-9 * (1 << 20), rel=0.02)
+    rate = machine.rates[OperatorClass.CONVOLUTION]
+    assert (rate.flops_per_second, rate.call_seconds) == (1e10, 1e-6 * ranks)  # of the slowest rank
+    assert machine_file.parse(machine_file.text(machine)) == machine
+
+
+@pytest.mark.usefixtures("few_sizes")
+@pytest.mark.parametrize(("slowed", "ranks", "sharing"), [(1.0, 4, 1), (2.1, 4, 2), (3.6, 4, 4), (9.0, 4, 4), (2.4, 6, 2)])
+def test_ranks_share_as_many_cards_as_their_slowdown_says(slowed: float, ranks: int, sharing: int) -> None:
+    alone = [MessagePoint(1 << 20, 1.0, 1.0, 0, 1.0, 0.0, 0.0)]
+    at_once = [MessagePoint(1 << 20, slowed, slowed, 0, 1.0, 0.0, 0.0)]
+    assert calibration._sharing(alone, at_once, ranks) == sharing

@@ -1,0 +1,321 @@
+"""Programs of single ranks are timed as a step runs them, with stand-ins for other ranks; times as a run's clock takes them."""
+
+from __future__ import annotations
+
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpctrain.averaging.dependencies import EventKind, LocalEventKey
+from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
+from hpctrain.models import catalogue
+from hpctrain.nn.compile.compiler import compile_graph
+from hpctrain.nn.compile.plan import Action
+from hpctrain.nn.network import Network
+from hpctrain.nn.parameter import GroupLayout, ParameterSpec
+from hpctrain.parallel.batch_norm import merge_moments
+from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
+from hpctrain.parallel.partition_graph import partition_graph
+from hpctrain.planner import rate_measurement
+from hpctrain.planner.factor_products import FactorProduct, products_of, time_product
+from hpctrain.planner.job import Candidate, Job
+from hpctrain.planner.machine import OperatorClass
+from hpctrain.planner.measured_costs import product_key
+from hpctrain.planner.measured_times import link_model, times_of
+from hpctrain.planner.operator_times import OperatorTimes
+from hpctrain.planner.operator_work import OperatorWork
+from hpctrain.planner.program_timing import ensure_measured, keys_of, rank_programs, setting_here
+from hpctrain.planner.rate_measurement import RateTask, measure, rates
+from hpctrain.planner.stand_ins import StandInGroup, StandInStatistics, stand_in_mergers
+from hpctrain.planner.tasks import Compute, EndBackward, EndExchange, GroupPlacement, Happens, NeedsParameters, Task
+from hpctrain.planner.timed_program import TimedProgram, clock_of, typical
+from hpctrain.trace.tracer import Category
+from tests.support.planned import machine
+
+NETWORK = Network(catalogue.build("resnet20", {"width": 4}), (16, 16, 3), NumpyKernelSet())
+
+
+def _timed(use: Parallelism | None) -> TimedProgram:
+    ticks = count()
+    graph, shards, rows = NETWORK.graph(4), {}, 1
+    if use is not None:
+        overlapped = frozenset({"layer1.0.conv1"}) if use is Parallelism.DOMAIN else frozenset()
+        partitioned = partition_graph(graph, ParallelPlan(2, 1, default=use, overlapped=overlapped), (2, 2))
+        graph, shards, rows = partitioned.local(1, StandInGroup(1, 2)), partitioned.shards_of(1), 2
+    return TimedProgram(
+        graph,
+        NETWORK.kernels,
+        NETWORK.parameter_specs,
+        shards=shards,
+        mergers=stand_in_mergers(rows, 1),
+        clock=lambda: float(next(ticks)),
+    )
+
+
+@pytest.mark.parametrize("use", [None, *Parallelism], ids=str)
+def test_all_laps_of_a_step_are_in_its_sum(use: Parallelism | None) -> None:
+    timed = _timed(use)
+    plan = timed.plan
+    times = timed.measure(1, wholes=True)
+    actions = [*plan.forward, *plan.backward]
+    assert times.sum == len(actions) + 5  # input, loss, look, sums, update: each lap is one tick of the clock
+    early = [(action, k) for action, k in actions if action is Action.BEGIN]
+    assert bool(early) == (use in (Parallelism.DOMAIN, Parallelism.MODEL))
+    assert times.actions.keys() == {phase for phase in actions if phase[0] is not Action.BEGIN}
+    assert sum(times.actions.values()) == len(actions)
+    assert times.step > 0.0
+
+
+def test_steps_leave_everything_finite_and_the_weights_as_they_are() -> None:
+    timed = _timed(Parallelism.DOMAIN)
+    before = timed._group.data.copy()
+    timed.measure(2)
+    assert np.isfinite(timed._group.grad).all()
+    np.testing.assert_array_equal(before, timed._group.data)
+
+
+@pytest.mark.parametrize("use", Parallelism, ids=str)
+def test_dropout_has_an_id_for_every_sample_of_the_split_group(use: Parallelism) -> None:
+    network = Network(catalogue.build("vgg11", {"width": 0.0625}), (32, 32, 3), NumpyKernelSet())
+    partitioned = partition_graph(network.graph(4), ParallelPlan(2, 1, default=use), (2, 2))
+    timed = TimedProgram(
+        partitioned.local(1, StandInGroup(1, 2)),
+        network.kernels,
+        network.parameter_specs,
+        shards=partitioned.shards_of(1),
+        mergers=stand_in_mergers(2, 1),
+    )
+    timed.measure(1)
+    assert np.isfinite(timed._group.grad).all()
+
+
+def test_parameters_are_as_the_dtype_of_activations_has_them() -> None:
+    timed = TimedProgram(
+        Network(NETWORK.model, (16, 16, 3), NETWORK.kernels, dtype="float64").graph(2),
+        NETWORK.kernels,
+        NETWORK.parameter_specs,
+        shards={},
+        mergers=stand_in_mergers(1, 1),
+        dtype="float64",
+    )
+    assert timed.measure(1).sum > 0.0
+    assert timed._group.data.dtype == np.float64
+
+
+def test_others_are_waited_for_before_every_step() -> None:
+    calls = []
+    _timed(None).measure(3, lambda: calls.append(1), wholes=True)
+    assert len(calls) == 10
+
+
+def test_one_thread_is_timed_by_its_work() -> None:
+    assert clock_of(1) is not clock_of(2)
+    assert clock_of(1, on_host=False) is clock_of(2)
+
+
+def test_typical_laps_add_up_to_the_least_disturbed_step() -> None:
+    laps = np.tile(np.arange(1.0, 10.0), (5, 1))
+    for number, lap in enumerate(laps):
+        lap[number] += 9.0 + number  # every step is disturbed somewhere, no lap in most of them
+    steps = typical(laps)
+    assert steps.sum() == pytest.approx(45.0 + 9.0)
+    np.testing.assert_allclose(steps / steps[0], np.arange(1.0, 10.0))
+    np.testing.assert_array_equal(typical(np.ones((3, 4))), np.ones(4))
+    np.testing.assert_array_equal(typical(np.zeros((3, 4))), np.zeros(4))
+
+
+SMALL_NETWORK = Network(catalogue.build("small", {"channels_in": 3}), (16, 16, 3), NumpyKernelSet())
+
+WITHOUT_LIMIT = {"budget_seconds": 1e9, "memory_bytes": 1 << 40}
+
+
+def _job(batch: int = 6) -> Job:
+    def no_strategy(*_: object) -> None:
+        raise AssertionError("times need no averager")
+
+    return Job(
+        "small",
+        SMALL_NETWORK.graph,
+        SMALL_NETWORK.parameter_specs,
+        SMALL_NETWORK.kernels,
+        "float32",
+        (16, 16, 3),
+        batch,
+        False,
+        no_strategy,
+    )  # type: ignore[arg-type]
+
+
+def _candidate(rows: int, cols: int, use: Parallelism = Parallelism.BATCH, micro_batches: int = 1) -> Candidate:
+    return Candidate(ParallelPlan(rows, cols, default=use), micro_batches=micro_batches)
+
+
+def _times() -> OperatorTimes:
+    return OperatorTimes(setting_here(SMALL_NETWORK.kernels, 1, 1))
+
+
+@pytest.mark.parametrize("use", list(Parallelism), ids=str)
+def test_all_that_a_candidate_computes_is_known_afterwards(use: Parallelism) -> None:
+    times, candidate = _times(), _candidate(2, 1, use)
+    coverage = ensure_measured(_job(), [candidate], times, **WITHOUT_LIMIT)
+    assert coverage.programs >= 1
+    assert coverage.left == 0
+    for program in rank_programs(_job(), candidate):
+        plan = compile_graph(program.graph, SMALL_NETWORK.kernels, training=True)
+        assert all(times.measured(key) for key in keys_of(plan).values())
+        assert products_of(plan, 6)
+        assert all(times.measured(product_key(product)) for product in products_of(plan, 6))
+    assert ensure_measured(_job(), [candidate], times, **WITHOUT_LIMIT).programs == 0
+
+
+def test_nothing_is_measured_without_time_or_memory_and_all_ranks_decide_alike() -> None:
+    times, asked = _times(), []
+    nothing = ensure_measured(_job(), [_candidate(1, 1)], times, budget_seconds=1e9, memory_bytes=1)
+    assert (nothing.programs, nothing.left, len(times)) == (0, 1, 0)
+
+    def refuse(go_on: bool) -> bool:
+        asked.append(go_on)
+        return False
+
+    refused = ensure_measured(_job(), [_candidate(1, 1), _candidate(1, 2)], times, agree=refuse, **WITHOUT_LIMIT)
+    assert (refused.programs, refused.left, asked) == (0, 2, [True, True])
+
+
+def test_programs_are_those_of_all_shares_of_the_batch() -> None:
+    batches = [program.graph.tensors[0].shape[0] for program in rank_programs(_job(7), _candidate(1, 3))]
+    assert batches == [3, 2]
+    batches = [program.graph.tensors[0].shape[0] for program in rank_programs(_job(8), _candidate(1, 2, micro_batches=3))]
+    assert batches == [2]
+
+
+def test_the_setting_names_the_processor_and_what_computes(tmp_path: Path) -> None:
+    setting = setting_here(SMALL_NETWORK.kernels, 1, 2)
+    assert "numpy" in setting.kernels
+    assert setting.processor
+    assert (setting.threads, setting.concurrency) == (1, 2)
+
+
+def test_exchanges_are_complete_at_once_and_change_nothing() -> None:
+    group = StandInGroup(1, 4)
+    assert (group.rank, group.size) == (1, 4)
+    send, recv = np.arange(4.0), np.full(4, 7.0)
+    ticket = group.alltoall(send, recv, [2, 0, 2, 0], [1, 0, 1, 2], "move")
+    assert ticket.done
+    group.wait(ticket)
+    assert (recv == 7.0).all()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_merged_moments_are_those_of_equal_ranks(ranks: int) -> None:
+    random = np.random.default_rng(0)
+    mean, m2 = random.standard_normal(3), random.random(3)
+    expected = merge_moments(np.full(ranks, 6.0), np.tile(mean, (ranks, 1)), np.tile(m2, (ranks, 1)))
+    merger = StandInStatistics(ranks)
+    assert merger.alone == (ranks == 1)
+    total = merger.merge(6, mean, m2)
+    assert total == expected[0] == 6 * ranks
+    np.testing.assert_allclose(mean, expected[1])
+    np.testing.assert_allclose(m2, expected[2])
+    values = random.standard_normal(5)
+    sums = ranks * values
+    merger.sum(values)
+    np.testing.assert_allclose(values, sums)
+
+
+def test_ranks_without_samples_merge_to_nothing() -> None:
+    mean, m2 = np.ones(2), np.ones(2)
+    assert StandInStatistics(3).merge(0, mean, m2) == 0
+    assert not mean.any()
+
+
+def test_every_linear_layer_has_a_product_of_its_weights_size() -> None:
+    network = Network(catalogue.build("vgg11", {"width": 0.0625}), (32, 32, 3), NumpyKernelSet())
+    plan = compile_graph(network.graph(2), network.kernels, training=True)
+    products = products_of(plan, 8)
+    weights = [spec.shape for name, spec in network.parameter_specs.items() if len(spec.shape) == 2]
+    assert [(product.inputs, product.outputs) for product in products] == weights
+    assert {product.samples for product in products} == {8}
+
+
+def test_operations_are_those_of_a_product_and_bytes_those_of_its_arrays() -> None:
+    product = FactorProduct(3, 5, 7)
+    assert product.flops == 2 * 3 * 5 * 7
+    assert product.bytes(4) == 4 * (3 * 5 + 3 * 7 + 5 * 7)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_time_is_of_one_product_after_all_were_waited_for(dtype: str) -> None:
+    ticks, calls = count(), []
+    seconds = time_product(FactorProduct(2, 3, 4), dtype, 5, lambda: float(next(ticks)), lambda: calls.append(1))
+    assert (seconds, len(calls), next(ticks)) == (1.0, 7, 14)
+
+
+CALL = 1e-5
+
+
+def test_rates_are_work_over_time_beside_calls() -> None:
+    timings = [
+        (OperatorWork(OperatorClass.CONVOLUTION, 4_000_000, 10), CALL + 1e-3),
+        (OperatorWork(OperatorClass.CONVOLUTION, 8_000_000, 10), CALL + 1e-3),
+        (OperatorWork(OperatorClass.PRODUCT, 3_000_000, 10), CALL + 1e-3),
+        (OperatorWork(OperatorClass.MEMORY, 0, 5_000_000), CALL + 1e-3),
+        (OperatorWork(OperatorClass.MEMORY, 0, 10), CALL / 2),  # shorter than a call: no time
+    ]
+    found = rates(timings, CALL)
+    assert found[OperatorClass.CONVOLUTION].flops_per_second == pytest.approx(6e9)
+    assert found[OperatorClass.PRODUCT].flops_per_second == pytest.approx(3e9)
+    assert [rate.bytes_per_second for rate in found.values()] == pytest.approx([5_000_010 / 1e-3] * 3)
+    assert {rate.call_seconds for rate in found.values()} == {CALL}
+
+
+def test_a_kernel_set_has_a_rate_of_every_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = RateTask(lambda: catalogue.build("resnet_small", {"depth": 20, "width": 0.25}), 1, 8)
+    monkeypatch.setattr(rate_measurement, "_LARGE", (small,))
+    monkeypatch.setattr(rate_measurement, "_STEPS", 1)
+    met = []
+    found = measure(NumpyKernelSet(), 1, lambda: met.append(1))
+    assert set(found) == set(OperatorClass)
+    assert all(rate.flops_per_second > 0 and rate.bytes_per_second > 0 and rate.call_seconds > 0 for rate in found.values())
+    assert len(met) == 2 * 3  # two tasks, each with two warm-up steps
+
+
+def spec(size: int) -> ParameterSpec:
+    return ParameterSpec((size,), lambda random, shape: random.standard_normal(shape))
+
+
+def test_waits_do_not_count_and_what_is_not_announced_ends_with_backward() -> None:
+    def compute(seconds: float) -> Compute:
+        return Compute("layer", Category.FORWARD, seconds)
+
+    def happens(kind: EventKind, name: str) -> Happens:
+        return Happens("all", LocalEventKey(kind, name))
+
+    tasks: tuple[Task, ...] = (
+        NeedsParameters("all", ("a", "empty")),
+        compute(1.0),
+        EndExchange(0),
+        NeedsParameters("all", ("b",)),
+        NeedsParameters("model", ("c",)),
+        compute(2.0),
+        NeedsParameters("all", ("b",)),  # a second micro-batch
+        happens(EventKind.GRADIENT, "b"),
+        compute(4.0),
+        happens(EventKind.LAST_READ, "b"),
+        EndBackward(),
+        compute(8.0),
+    )
+    layout = GroupLayout({"a": spec(3), "b": spec(2), "empty": spec(0)}, "float64")
+    times = times_of(tasks, "all", layout)
+    assert times.needed == {"a": 0.0, "b": 1.0}
+    assert times.ready == {"b": 3.0, "a": 7.0}
+    assert times.free == {"b": 7.0, "a": 7.0}
+    assert times.end_seconds == 7.0
+
+
+def test_two_ranks_measure_their_link() -> None:
+    link = link_model(machine(1), GroupPlacement(2, 2, 1), None)
+    assert link.beta_seconds_per_byte == pytest.approx(1e-9, rel=0.05)
+    assert link.alpha_seconds == pytest.approx(1e-5 - 512e-9, rel=0.01)  # posting takes longer than the message
+    assert link_model(machine(1), GroupPlacement(1, 1, 1), None).alpha_seconds == 0.0
