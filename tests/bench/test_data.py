@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hpctrain.bench import data
-from hpctrain.bench.data import AUGMENT, NORMALISE, READ, WHOLE, DataRates, StageRate, measure
+from hpctrain.bench.data import AUGMENT, NORMALISE, READ, WHOLE, DataRates, StageRate
 from hpctrain.config.load import parse
 from hpctrain.config.schema import Config
 from hpctrain.data import format as data_format
@@ -38,7 +38,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_stages_are_timed_for_each_number_of_threads(tmp_path: Path, batch: int) -> None:
     images = np.random.default_rng(0).integers(0, 256, (11, 9, 9, 3), np.uint8)
     data_format.write(tmp_path / "train.h5", 11, (9, 9, 3), ["a", "b"], [(images, np.arange(11) % 2)])
-    rates = measure(_config(tmp_path / "train.h5", batch=batch), (1, 3), 1)
+    rates = data.measure(_config(tmp_path / "train.h5", batch=batch), (1, 3), 1)
     assert (rates.images, rates.shape, rates.decodes) == (min(batch, 11), (9, 9, 3), False)
     assert (rates.names, rates.threads) == ((READ, AUGMENT, NORMALISE, WHOLE), (1, 3))
     of = {(each.stage, each.threads) for each in rates.stages}
@@ -50,7 +50,7 @@ def test_stages_are_timed_for_each_number_of_threads(tmp_path: Path, batch: int)
 
 @pytest.mark.usefixtures("quick")
 def test_made_up_images_without_augmentation_have_no_such_stage() -> None:
-    rates = measure(_config("synthetic", augment=""), (1,), 1, times_step=False)
+    rates = data.measure(_config("synthetic", augment=""), (1,), 1, times_step=False)
     assert rates.names == (READ, NORMALISE, WHOLE)
     assert rates.needed is None
 

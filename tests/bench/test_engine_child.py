@@ -8,21 +8,6 @@ import pytest
 
 from hpctrain.bench.interleaved import Rounds, Turn, interleave, ours, with_threads
 
-_CHILD = """
-import json, sys
-name, seconds, dies, log = sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-print(json.dumps({"version": name}), flush=True)
-for turn, line in enumerate(sys.stdin):
-    if turn == dies:
-        sys.exit("out of luck")
-    steps = json.loads(line)["steps"]
-    open(log, "a").write(f"{name}{steps} ")
-    print(json.dumps(dict(wall_seconds=seconds * steps, cpu_seconds=seconds, finite=True, loss=1.0,
-        cpu_before_seconds=0.5 * turn, cpu_after_seconds=0.5 * turn + 0.25, peak_bytes=turn)), flush=True)
-"""
-
-_NEVER = 1000
-
 
 @pytest.mark.job
 def test_our_engine_steps_in_a_process() -> None:

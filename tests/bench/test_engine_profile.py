@@ -2,22 +2,7 @@
 
 from __future__ import annotations
 
-from hpctrain.bench.engine_profile import parse
-
-_CHILD = """
-import json, sys
-name, seconds, dies, log = sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-print(json.dumps({"version": name}), flush=True)
-for turn, line in enumerate(sys.stdin):
-    if turn == dies:
-        sys.exit("out of luck")
-    steps = json.loads(line)["steps"]
-    open(log, "a").write(f"{name}{steps} ")
-    print(json.dumps(dict(wall_seconds=seconds * steps, cpu_seconds=seconds, finite=True, loss=1.0,
-        cpu_before_seconds=0.5 * turn, cpu_after_seconds=0.5 * turn + 0.25, peak_bytes=turn)), flush=True)
-"""
-
-_NEVER = 1000
+from hpctrain.bench import engine_profile
 
 
 def test_lines_of_onednn_are_read() -> None:
@@ -28,7 +13,7 @@ def test_lines_of_onednn_are_read() -> None:
         "onednn_verbose,exec,cpu,reorder,jit:blk,undef,src_f32 dst_f32,attr-scratchpad:user,,32x16x3x3,0.25",
         "something else",
     ]
-    conv, copy = parse(lines)
+    conv, copy = engine_profile.parse(lines)
     assert (conv.kind, conv.implementation, conv.propagation) == ("convolution", "jit:avx2", "forward_training")
     assert (conv.problem, conv.seconds) == ("mb2_ic16oc32_ih14oh14", 0.0005)
     assert (copy.kind, copy.problem, copy.seconds) == ("reorder", "32x16x3x3", 0.00025)

@@ -7,10 +7,8 @@ from itertools import count
 import numpy as np
 import pytest
 
-from hpctrain.bench.engine_step import EngineStep, Laps, LayerTime, gemm_peak, stand_ins, time_layers, workload
+from hpctrain.bench.engine_step import EngineStep, Laps, gemm_peak, stand_ins, time_layers, workload
 from hpctrain.errors import ConfigError
-from hpctrain.models import catalogue
-from hpctrain.testing.models import parameter_count
 
 
 def _step() -> EngineStep:
@@ -22,11 +20,6 @@ def test_steps_train_on_the_same_batches_in_turn() -> None:
     assert losses[0].tobytes() == losses[1].tobytes()
     first, later = losses[0][:3], losses[0][9:]
     assert (later < first).all(), "each of the three batches is learnt"
-
-
-def test_parameters_are_those_of_the_model() -> None:
-    step = _step()
-    assert step.parameters == parameter_count(catalogue.build("small", step.task.options))
 
 
 def test_laps_lose_no_time_between_operators() -> None:
@@ -57,11 +50,6 @@ def test_layers_that_bring_their_operators_are_computed_in_numpy_on_the_host_onl
     pads = ["layer2.0.downsample.pad", "layer3.0.downsample.pad"]
     assert others == {"its layer brings its own": pads}
     assert stand_ins(program, on_host=False) == (own + len(pads), {})
-
-
-def test_a_rate_needs_a_time() -> None:
-    assert LayerTime("a", "conv", 0.5, 0.25, 0.25, 10**9, 3 * 10**9).gflops_per_second == 3.0
-    assert LayerTime("a", "conv", 0.0, 0.0, 0.0, 1, 3).gflops_per_second == 0.0
 
 
 def test_the_peak_of_products_is_the_best_of_all() -> None:

@@ -25,15 +25,12 @@ def test_weak_efficiency_compares_times_and_strong_efficiency_times_of_all_ranks
 def test_ranks_that_share_cores_have_no_efficiency() -> None:
     points = with_efficiency([_point(1, 0.1), _point(2, 0.1), _point(4, 0.3, oversubscribed=True)], "weak")
     assert [each.efficiency for each in points] == [1.0, 1.0, None]
+    alone = with_efficiency([_point(4, 0.1, oversubscribed=True), _point(8, 0.1)], "weak")
+    assert [each.efficiency for each in alone] == [None, None]
     text = scaling.lines(points, "weak")
     assert "oversubscribed" in text[3]
     assert "%" not in text[3]
     assert "share cores" in text[-1]
-
-
-def test_nothing_is_compared_with_ranks_that_share_cores() -> None:
-    points = with_efficiency([_point(4, 0.1, oversubscribed=True), _point(8, 0.1)], "weak")
-    assert [each.efficiency for each in points] == [None, None]
 
 
 def test_the_report_is_json_with_the_machine(tmp_path: Path) -> None:
