@@ -134,6 +134,7 @@ def _step(network: Network, *, input_gradient: bool) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.slow
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("input_gradient", [False, True])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_nobody_reads_what_is_not_in_use(kernels: KernelSet, name: str, input_gradient: bool) -> None:
@@ -249,6 +250,7 @@ def _large_step(network: Network, program: Program) -> Iterator[np.ndarray]:
 
 
 @pytest.mark.slow
+@pytest.mark.sample(1)
 def test_scratch_is_an_operators_own_only_while_it_runs(network: Network) -> None:
     """Filled with values that are no numbers before and after each use, it changes no bit of what anybody else reads."""
     program = network.program(SAMPLES, training=True)
@@ -264,6 +266,7 @@ def test_scratch_is_an_operators_own_only_while_it_runs(network: Network) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.sample(1)
 def test_large_scratch_lies_where_activations_are_not(network: Network) -> None:
     planned = _planned(network)
     without = lower_bound([buffer.block for buffer in planned.buffers if buffer.owner[0] != "scratch"])

@@ -27,6 +27,7 @@ from hpctrain.nn.compile.steps import make_steps
 from hpctrain.nn.compile.symbolic_memory import InvalidPlanError, SymbolicMemory, activation, gradient
 from hpctrain.nn.compile.validate import ENVIRONMENT_VARIABLE, validate
 from tests.support.jobs import clean_environment
+from tests.support.sampling import amount
 from tests.support.wrong_plans import FAULTS, GRAPHS, Fault, steps_of
 
 
@@ -316,7 +317,7 @@ def test_regions_overlap_where_they_share_a_byte(a: Region, b: Region) -> None:
 
 KERNELS: dict[str, Callable[[], KernelSet]] = {"numpy": NumpyKernelSet, "onednn": OnednnKernelSet}
 
-SEEDS = range(5)
+SEEDS = range(amount(2, 5))
 
 #: Of all wrong plans, the share that must be found.
 WANTED = 0.95
@@ -347,6 +348,7 @@ def _is_found(fault: Fault, kernels: KernelSet, seed: int) -> bool:
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_wrong_plan_is_found(fault: Fault) -> None:
     kernels = _kernels(fault.kernels)
