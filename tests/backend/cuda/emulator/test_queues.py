@@ -146,16 +146,6 @@ def test_what_is_downloaded_is_of_no_use_before_it_is_there() -> None:
     assert early >= len(SEEDS) // 2
 
 
-def test_a_download_does_not_spoil_what_is_still_read() -> None:
-    for seed in SEEDS:
-        device = EmulatedDevice(seed)
-        stream, pinned, source, target = device.stream("copies"), device.pinned(4), device.allocate(4), device.allocate(4)
-        pinned[:] = 5
-        device.upload(stream, target, pinned)
-        device.download(stream, pinned, source)
-        stream.synchronize()
-        assert (on_host(target) == 5).all()
-        assert (pinned == 0).all()
 
 
 def test_a_wait_is_for_the_record_at_the_time_of_the_call() -> None:
@@ -227,12 +217,6 @@ def test_work_that_nobody_waits_for_is_named() -> None:
     assert late >= len(SEEDS) // 2
 
 
-def test_memory_lives_until_the_work_on_it_is_done() -> None:
-    for seed in SEEDS:
-        device = EmulatedDevice(seed)
-        stream, target = device.stream("compute"), device.allocate(4)
-        device.copy(stream, target, device.allocate(4))
-        stream.synchronize()
 
 
 def _scheduler(queues: int, seed: int) -> WorkScheduler:
@@ -294,14 +278,6 @@ def test_a_deadlock_names_both_waits() -> None:
                 run(scheduler)
 
 
-def test_memory_of_the_host_is_pending_until_its_work_is_done() -> None:
-    scheduler = _scheduler(1, 0)
-    memory = np.zeros(10)
-    scheduler.append(scheduler.queues[0], Work("upload", reads=(memory[:4],)))
-    assert scheduler.is_pending(memory[3:5])
-    assert not scheduler.is_pending(memory[4:])
-    scheduler.run_all()
-    assert not scheduler.is_pending(memory)
 
 
 def test_failed_work_is_over_and_streams_and_events_are_of_one_device() -> None:
@@ -505,26 +481,8 @@ def test_messages_together(ranks: int, emulated_device: EmulatedDeviceFactory) -
     _on_ranks(ranks, program, emulated_device)
 
 
-def test_nothing_together_is_nothing(emulated_device: EmulatedDeviceFactory) -> None:
-    def program(rank: _Rank) -> None:
-        with rank.links.together():
-            pass
-        assert rank.device.counters.enqueued["links"] == 0
-
-    _on_ranks(2, program, emulated_device, seeds=1)
 
 
-def test_work_behind_it_waits(emulated_device: EmulatedDeviceFactory) -> None:
-    """Of its own stream: a copy of what was summed."""
-
-    def program(rank: _Rank) -> None:
-        array, copy = rank.array([1.0]), rank.array([0.0])
-        rank.links.sum_to_all(array)
-        rank.device.copy(rank.stream, copy, array)
-        rank.stream.synchronize()
-        assert rank.values(copy) == [3.0]
-
-    _on_ranks(3, program, emulated_device)
 
 
 @pytest.mark.parametrize(

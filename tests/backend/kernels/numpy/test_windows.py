@@ -7,61 +7,8 @@ from hypothesis import strategies as st
 
 from hpctrain.backend.kernels.numpy.columns import Columns
 from hpctrain.backend.kernels.numpy.memory import allocate, carve, total_bytes
-from hpctrain.backend.kernels.numpy.planes import PlaneBlock, Planes
 from hpctrain.backend.kernels.numpy.reduce import column_sums
-from hpctrain.backend.kernels.numpy.rows import RowBlocks
-from hpctrain.backend.kernels.numpy.taps import OutputBlock, blocks, span, split, tap_range, taps
 from hpctrain.backend.kernels.specs import Window
-
-SMALL, UP_TO_9 = st.integers(1, 4), st.integers(0, 9)
-
-
-@given(st.integers(0, 3), st.integers(1, 9), UP_TO_9, SMALL, st.integers(-2, 4), SMALL, UP_TO_9, UP_TO_9)
-def test_reach(tap: int, size: int, outputs: int, stride: int, padding: int, dilation: int, low: int, high: int) -> None:
-    found = tap_range(tap, size, outputs, stride, padding, dilation)
-    expected = {o: o * stride - padding + tap * dilation for o in range(outputs)}
-    expected = {o: i for o, i in expected.items() if 0 <= i < size}
-    pairs = dict(zip(range(found.first, found.stop), range(size)[found.inputs], strict=True))
-    assert pairs == expected
-    assert found.empty == (not expected)
-    part = found.within(low, max(low, min(high, outputs)))
-    inside = {o - low: i for o, i in expected.items() if low <= o < high}
-    assert dict(zip(range(part.first, part.stop), range(size)[part.inputs], strict=True)) == inside
-
-
-@given(st.integers(-5, 12), st.integers(1, 9), st.integers(1, 9))
-def test_span(first: int, size: int, image: int) -> None:
-    found = span(first, size, image)
-    inside = [i for i in range(first, first + size) if 0 <= i < image]
-    assert list(range(image))[found.start : found.stop] == inside
-    assert list(range(first, first + size))[found.before : found.after] == inside
-    assert found.padded == (len(inside) < size)
-
-
-@given(st.integers(0, 40), st.integers(0, 12))
-def test_split(size: int, limit: int) -> None:
-    parts = list(split(size, limit))
-    assert [i for low, high in parts for i in range(low, high)] == list(range(size))
-    lengths = [high - low for low, high in parts]
-    assert all(0 < length <= max(1, limit) for length in lengths)
-    assert not lengths or max(lengths) - min(lengths) <= 1
-
-
-@given(st.integers(0, 5), st.integers(0, 6), st.integers(0, 6), st.integers(0, 50))
-def test_blocks_cover_all_pixels_in_order(images: int, ho: int, wo: int, limit: int) -> None:
-    pixels = []
-    for block in blocks(images, (ho, wo), limit):
-        part = [(n, o, p) for n in range(block.n0, block.n1) for o in range(block.o0, block.o1) for p in range(wo)]
-        assert len(part) <= max(limit, wo)
-        assert block.n1 - block.n0 == 1 or (block.o0, block.o1) == (0, ho)
-        pixels += part
-    assert pixels == [(n, o, p) for n in range(images) for o in range(ho) for p in range(wo)]
-
-
-def test_taps_that_never_meet_the_image_are_left_out() -> None:
-    window = Window((3, 1), (1, 1), (4, 0, 0, 0), (2, 1))
-    assert [tap.number for tap in taps(window, (2, 3), (2, 3))] == [2]
-
 
 UP_TO_3 = st.integers(1, 3)
 
@@ -115,51 +62,6 @@ def test_a_plain_1x1_convolution_copies_nothing(groups: int) -> None:
     np.testing.assert_array_equal(chunk.matrix, image.reshape(70, groups, -1).transpose(1, 0, 2))
 
 
-@st.composite
-def cases(draw: st.DrawFn) -> tuple[np.ndarray, Window, tuple[int, int], list[OutputBlock], list[PlaneBlock]]:
-    pairs = st.tuples(SMALL, SMALL)
-    window = Window(draw(pairs), draw(pairs), draw(st.tuples(*[st.integers(0, 2)] * 4)), draw(pairs))
-    shape = (draw(st.integers(1, 3)), draw(st.integers(1, 9)), draw(st.integers(1, 9)), draw(st.integers(1, 3)))
-    outputs = draw(st.tuples(st.integers(1, 5), st.integers(1, 5)))
-    parts = list(blocks(shape[0], outputs, draw(st.integers(1, 60))))
-    image = np.random.default_rng(0).standard_normal(shape)
-    planes = Planes(shape, "float64", window, outputs, parts)
-    buffer = np.full(int(np.prod(planes.scratch[0])) * 8 + 64, 0xFF, np.uint8)
-    return image, window, outputs, parts, planes.bind(image, *carve(buffer, [planes.scratch]))
-
-
-@settings(max_examples=150, deadline=None)
-@given(cases())
-def test_taps_read_what_the_window_reads(case) -> None:
-    image, window, outputs, parts, bound = case
-    for block, planes in zip(parts, bound, strict=True):
-        planes.load(-7.0)
-        expected = np.full((len(planes.taps), block.n1 - block.n0, block.o1 - block.o0, outputs[1], image.shape[3]), -7.0)
-        for t, o, p in np.ndindex(len(planes.taps), block.o1 - block.o0, outputs[1]):
-            r, s = divmod(t, window.kernel[1])
-            i = (o + block.o0) * window.stride[0] - window.padding[0] + r * window.dilation[0]
-            j = p * window.stride[1] - window.padding[2] + s * window.dilation[1]
-            if 0 <= i < image.shape[1] and 0 <= j < image.shape[2]:
-                expected[t, :, o, p] = image[block.images, i, j]
-        np.testing.assert_array_equal(np.stack(planes.taps), expected)
-
-
-@settings(max_examples=150, deadline=None)
-@given(cases())
-def test_adding_to_the_image_is_the_adjoint_of_loading(case) -> None:
-    image, _, _, _, bound = case
-    random, start = np.random.default_rng(1), image.copy()
-    for planes in bound:
-        np.copyto(image, start)
-        planes.load(0.0)
-        loaded = planes.all.copy()
-        cotangent = random.standard_normal(planes.all.shape)
-        image.fill(0)
-        np.copyto(planes.all, cotangent)
-        planes.add_to_image()
-        assert np.vdot(image, start) == pytest.approx(np.vdot(cotangent, loaded))
-
-
 @pytest.mark.parametrize("size", [0, 1, 4097, 5 << 20])
 def test_buffers_are_zeroed_aligned_and_writable(size: int) -> None:
     buffer = allocate(size)
@@ -186,23 +88,6 @@ def test_carved_arrays_are_aligned_and_apart() -> None:
 def test_nothing_is_carved_from_no_buffer() -> None:
     (array,) = carve(None, [((0, 3), "float32")])
     assert array.shape == (0, 3)
-
-
-@settings(deadline=None)
-@given(st.integers(0, 3000), st.integers(1, 40), st.sampled_from([64, 1000, 1 << 16]))
-def test_blocks_cover_the_tensor_and_channels_stay_in_place(rows: int, channels: int, elements: int) -> None:
-    x = np.random.default_rng(0).standard_normal((rows, channels))
-    blocks = RowBlocks(x.shape, elements=elements)
-    views = blocks.views(x)
-    np.testing.assert_array_equal(np.concatenate([view.reshape(-1) for view in views] or [x.reshape(-1)]), x.reshape(-1))
-    assert all(np.shares_memory(view, x) and view.size <= blocks.largest for view in views)
-    tiled, sums = blocks.tile(np.arange(channels), "float64"), blocks.sums()
-    for view in views:
-        np.testing.assert_array_equal(
-            np.broadcast_to(tiled[: view.shape[1]], view.shape).reshape(-1, channels)[-1], np.arange(channels)
-        )
-        sums[: view.shape[1]] += view.sum(axis=0)
-    np.testing.assert_allclose(blocks.fold(sums), x.sum(axis=0), atol=1e-10)
 
 
 def test_float32_does_not_lose_small_terms() -> None:
