@@ -33,6 +33,7 @@ IDS = np.array([4, 0, 17, 3, 9, 2])
 
 
 @pytest.mark.slow
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_step_equals_torch(name: str) -> None:
     width = 0.25 if name == "vgg16" else 1.0

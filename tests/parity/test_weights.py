@@ -44,6 +44,7 @@ def theirs() -> Any:
     return torchvision_models
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TORCHVISION)
 def test_names_shapes_and_order_are_torchvisions(theirs: Any, name: str) -> None:
     entries = declared_state(catalogue.build(name, {"classes": CLASSES}))

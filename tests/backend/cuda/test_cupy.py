@@ -60,10 +60,6 @@ def test_the_device_is_the_one_of_the_index(load: Load) -> None:
         module.CupyDevice(4)
 
 
-
-
-
-
 def test_a_library_of_cuda_that_is_missing_is_told_in_one_line(load: Load) -> None:
     module, fake = load()
     fake.without_nvrtc = True
@@ -150,8 +146,6 @@ def test_kernels_get_arguments_of_the_very_types(load: Load, emulated_device: Em
         kernel(stream, (1,), (32,), x, x, 4)
 
 
-
-
 def test_capture_records_and_launches_do(load: Load) -> None:
     module, fake = load()
     device = module.CupyDevice()
@@ -208,42 +202,6 @@ def test_sums_over_nothing_are_zero(load: Load) -> None:
     assert "gemmEx" not in fake.cublas.calls
 
 
-class _Plans:
-    """Stands for CudnnPlans."""
-
-    def __init__(self, handle: int, *, candidates: int) -> None:
-        assert candidates == 1
-        self.handle, self.workspace_bytes = handle, 512
-        self.keys: list[ConvolutionKey] = []
-        self.runs: list[tuple[int, ...]] = []
-
-    def plan(self, key: ConvolutionKey) -> _Plans:
-        self.keys.append(key)
-        return self
-
-    def run(self, *arguments: int) -> None:
-        self.runs.append(arguments)
-
-
-def test_convolutions_are_planned_once_and_run_on_addresses(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, _ = load()
-    monkeypatch.setattr(module, "new_handle", lambda: 5)
-    monkeypatch.setattr(module, "CudnnPlans", _Plans)
-    device = module.CupyDevice()
-    key = ConvolutionKey("forward", (1, 4, 4, 2), (3, 3, 3, 2), (1, 4, 4, 3), (1, 1), (1,) * 4, (1, 1), 1, "float32", "tf32")
-    convolution = device.convolution(key)
-    assert device.convolution(key) is convolution
-    assert convolution.workspace_bytes == 512
-    stream, x, w, y, space, bias = device.stream("compute"), *(device.allocate(16) for _ in range(5))
-    convolution.run(stream, x, w, y, space, bias)
-    convolution.run(stream, x, w, y, None)
-    plans = device._plans
-    assert plans.handle == 5
-    assert plans.keys == [key]
-    pointers = (stream.raw.ptr, x.pointer, w.pointer, y.pointer)
-    assert plans.runs == [(*pointers, space.pointer, bias.pointer), (*pointers, 0, 0)]
-
-
 def test_plans_are_timed_on_the_gpu_and_the_choice_can_be_told(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     module, fake = load()
     names = ["slow", "fast", "second", "not asked"]
@@ -292,8 +250,6 @@ def test_streams_and_events_of_another_device_are_refused(load: Load, emulated_d
     stream = device.stream("compute")
     with pytest.raises(AssertionError, match="no event of a GPU"):
         stream.record(other.event())
-
-
 
 
 @pytest.mark.slow
@@ -389,8 +345,6 @@ def test_a_function_of_the_real_cupy_takes_a_stream() -> None:
     function = cupy.cuda.function.Function.__new__(cupy.cuda.function.Function)
     with pytest.raises(AttributeError, match="has no attribute 'ptr'"):  # it has come as far as asking the stream
         function((1,), (1,), (), stream=object())
-
-
 
 
 class _Peers:

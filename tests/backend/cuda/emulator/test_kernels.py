@@ -117,10 +117,6 @@ def test_what_is_written_beside_an_array_is_found_by_the_next_wait(
         run.run("filled", run.array(100), np.int64(first), np.int64(end))
 
 
-
-
-
-
 @pytest.mark.parametrize(("kernel", "dtype"), [("aligned_loads", "float32"), ("aligned_loads_of_halves", "bfloat16")])
 def test_loads_of_packs_are_aligned(bench: Callable[[int], Bench], kernel: str, dtype: str) -> None:
     run = bench(0)

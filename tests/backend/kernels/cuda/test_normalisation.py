@@ -266,8 +266,6 @@ def test_statistics_of_several_ranks_are_merged(
     assert_same(results(bench, dy, None), expected, dtype)
 
 
-
-
 TASK = Task(nets.residual, NumpyKernelSet(), Sgd, steps=4)
 
 

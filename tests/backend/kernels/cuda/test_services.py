@@ -250,8 +250,6 @@ def test_one_element_that_is_not_finite_shows_in_its_array_alone(
         assert table.finite().result().all()
 
 
-
-
 def test_arrays_of_two_dtypes_are_refused(cuda_kernels: CudaKernelsFactory) -> None:
     kernels = cuda_kernels()
     arrays = [kernels.arithmetic.zeros(3, dtype) for dtype in ("float32", "bfloat16")]
@@ -485,8 +483,6 @@ def test_a_fetch_gives_what_was_there(cuda_kernels: CudaKernelsFactory, seed: in
         np.testing.assert_array_equal(first.result(), np.full((2, 3), step, np.float32))
 
 
-
-
 def _array(runtime: CudaRuntime, size: int, dtype: str) -> DeviceArray:
     return runtime.device.allocate(size * item_bytes(dtype)).view(dtype)
 
@@ -508,14 +504,10 @@ def test_arrays_larger_than_the_buffers_come_back(cuda_kernels: CudaKernelsFacto
     np.testing.assert_array_equal(arrived, values)
 
 
-
-
 def test_numbers_are_not_cut_off_to_integers(cuda_kernels: CudaKernelsFactory) -> None:
     runtime = cuda_kernels().runtime
     with pytest.raises(TypeError, match="same_kind"):
         Staging(runtime, 64, count=1).upload(_array(runtime, 4, "int32"), np.full(4, 0.5))
-
-
 
 
 def test_more_buffers_are_made_for_what_is_reserved_and_never_more_than_may_be(cuda_kernels: CudaKernelsFactory) -> None:

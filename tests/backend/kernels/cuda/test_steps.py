@@ -283,8 +283,6 @@ def test_the_bits_are_the_numpy_sets(cuda_kernels: CudaKernelsFactory, case: str
         np.testing.assert_array_equal(added.backward(dy, [start]).inputs[0], _rounded(start + dx, dtype))
 
 
-
-
 def test_evaluation_is_the_identity_with_the_same_arguments(cuda_kernels: CudaKernelsFactory) -> None:
     random = np.random.default_rng(0)
     x, dy = random.standard_normal((2, 3, 9))

@@ -273,8 +273,6 @@ def test_resized_images_have_the_bits_of_the_host(
             np.testing.assert_array_equal(_made(kernels, part, dtype), expected)
 
 
-
-
 @pytest.mark.parametrize("resizes", [True, False])
 def test_pinned_memory_is_that_of_two_batches(emulated_device: EmulatedDeviceFactory, *, resizes: bool) -> None:
     device = emulated_device()

@@ -55,13 +55,9 @@ class Doubling:
         return 0
 
 
-
-
 def test_an_unknown_operation_is_refused_by_name(cuda_kernels: CudaKernelsFactory) -> None:
     with pytest.raises(BackendError, match="no operator for Doubling"):
         cuda_kernels().make(Doubling(), (TensorSpec((2, 3)),), training=True)
-
-
 
 
 @pytest.mark.parametrize(
@@ -71,8 +67,6 @@ def test_a_shadow_is_kept_where_activations_are_rounder_than_parameters(
     cuda_kernels: CudaKernelsFactory, precision: Precision, shadow: str | None
 ) -> None:
     assert cuda_kernels(precision).shadow_dtype == shadow
-
-
 
 
 def test_begin_brings_the_steps_numbers(cuda_kernels: CudaKernelsFactory) -> None:

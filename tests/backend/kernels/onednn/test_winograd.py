@@ -220,18 +220,10 @@ class _NoScratch:
     scratchpad_bytes = 0
 
 
-
-
-
-
 @given(tiling=tilings, budget=budgets)
 def test_chunks_stay_within_the_budget(tiling: Tiling, budget: int) -> None:
     chunks = chunks_within(tiling, budget)
     assert tile_bytes(tiling, chunks) <= max(budget, one_row_bytes(tiling)) + 4 * 64 * 6  # of parts aligned to 64 bytes
-
-
-
-
 
 
 @pytest.mark.parametrize("pixels", [224, 768, 2048])
