@@ -92,35 +92,6 @@ def test_pixels_are_summed_and_values_spread_over_them(shape: tuple[int, ...]) -
 @settings(deadline=None)
 @given(
     st.integers(1, 9),
-    st.sampled_from([0.0, 0.9]),
-    st.booleans(),
-    st.sampled_from([1.0, 0.25]),
-    st.sampled_from([0.0, 0.01]),
-    st.integers(0, 3),
-)
-def test_a_descent_is_its_equations_in_whatever_chunks(chunk, factor, nesterov, scale, decay, offset) -> None:
-    w, g, start, stop = values(20, "float64", 3), values(20, "float64", 4), 3, 17
-    m = values(20, "float64", 5)
-    expected_w, expected_m = w.copy(), m.copy()
-    gradient = scale * g + decay * w
-    step = gradient
-    if factor:
-        state = slice(start + offset, stop + offset)
-        expected_m[state] = factor * m[state] + gradient[start:stop]
-        step = np.zeros(20)
-        step[start:stop] = gradient[start:stop] + factor * expected_m[state] if nesterov else expected_m[state]
-    expected_w[start:stop] -= 0.1 * step[start:stop]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_arithmetic, "CHUNK", chunk)
-        descent = ARITHMETIC.descent(w, g, m, factor=factor, nesterov=nesterov)
-        descent.update([UpdateRun(start, stop, scale, decay, offset)], 0.1)
-    np.testing.assert_allclose(w, expected_w, rtol=1e-13, atol=1e-15)
-    np.testing.assert_allclose(m, expected_m, rtol=1e-13, atol=1e-15)
-
-
-@settings(deadline=None)
-@given(
-    st.integers(1, 9),
     st.booleans(),
     st.sampled_from([1.0, 0.25]),
     st.sampled_from([0.0, 0.01]),

@@ -1,8 +1,10 @@
-"""The networks of the PyTorch peer are those of the catalogue."""
+"""The peer in PyTorch: its networks are those of the catalogue, and it steps in a process of its own when it is asked to."""
 
 from __future__ import annotations
 
 import math
+import os
+import sys
 
 import pytest
 
@@ -11,7 +13,9 @@ pytest.importorskip("torch", reason="PyTorch is not installed (make parity insta
 import torch
 
 from hpctrain.bench import torch_models
+from hpctrain.bench.interleaved import Rounds, Turn, interleave, peer, with_threads
 from hpctrain.models import catalogue
+from hpctrain.testing.models import parameter_count
 
 pytestmark = pytest.mark.torch
 
@@ -35,3 +39,12 @@ def test_a_network_has_the_parameters_of_ours(name: str, width: float) -> None:
 def test_a_name_without_a_counterpart_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} has no counterpart here"):
         torch_models.build(name)
+
+
+@pytest.mark.job
+def test_the_peer_steps_in_a_process() -> None:
+    settings = {"model": "small", "batch": 3, "pixels": 28, "threads": 1, "last": True, "fused": True, "compiled": False}
+    series = interleave({"peer": (peer(sys.executable, settings), with_threads(os.environ, 1))}, Rounds(2, 3))["peer"]
+    assert [type(turn) for turn in series.turns] == [Turn, Turn]
+    assert all(turn.finite and turn.wall_seconds > 0 < turn.peak_bytes for turn in series.turns)
+    assert series.facts["parameters"] == parameter_count(catalogue.build("small", {}))

@@ -1,6 +1,5 @@
 """One rank's copy of a model: first values, parameters for every split, running statistics, programs over one arena."""
 
-import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -251,10 +250,6 @@ def test_shards_put_together_are_the_whole(dim: int, ranks: int) -> None:
     assert np.array_equal(np.concatenate(parts, axis=dim), whole)
 
 
-def test_the_last_dim_of_a_vector_is_its_only_one() -> None:
-    assert np.arange(7)[Shard(0, (2, 5)).index].tolist() == [2, 3, 4]
-
-
 def test_a_rank_alone_computes_everything() -> None:
     builder = GraphBuilder(TensorSpec((2, 3), "float32"))
     graph: Graph = builder.build(builder.emit("relu", ReluSpec(), (0,)))
@@ -352,19 +347,6 @@ def test_double_precision_starts_at_the_same_values() -> None:
         assert single.dtype == np.float32
         assert double.dtype == np.float64
         np.testing.assert_array_equal(double, single.astype(np.float64))
-
-
-def test_distributions() -> None:
-    shape = (200, 200)
-    for drawn, deviation in (
-        (initialise.normal(0.01), 0.01),
-        (initialise.kaiming_normal(50), 0.2),
-        (initialise.uniform(0.3), 0.3 / math.sqrt(3)),
-    ):
-        values = drawn(initialise.generator(0, "w"), shape)
-        assert values.dtype == np.float32
-        assert values.std() == pytest.approx(deviation, rel=0.02)
-        assert abs(values.mean()) < 4 * deviation / math.sqrt(values.size)
 
 
 def test_inserting_a_layer_leaves_other_layers_as_they_were() -> None:

@@ -22,6 +22,7 @@ from hpctrain.optim.optimizers.adamw import Adamw
 from hpctrain.optim.optimizers.lamb import Lamb
 from hpctrain.optim.optimizers.lars import Lars
 from hpctrain.optim.optimizers.sgd import Sgd
+from tests.support.sampling import amount
 
 SHAPES = {"conv.weight": (7, 3, 3, 5), "norm.weight": (7,), "norm.bias": (7,), "fc.weight": (9, 25), "fc.bias": (25,)}
 RATES = [0.01 / (1 + step % 7) for step in range(50)]
@@ -154,6 +155,7 @@ def test_lamb_equals_the_papers(dtype: str, tolerance: float) -> None:
         assert_near(run(optimizer, group, grads, RATES[:20]), expected, dtype, tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.parametrize("clip", [None, 0.7])
 @pytest.mark.parametrize(
@@ -189,8 +191,9 @@ def test_fifty_updates_equal_torchs(ours: Any, options: dict[str, Any], theirs: 
     np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MAKERS)
-@settings(max_examples=20)
+@settings(max_examples=amount(10, 30))
 @given(data=st.data(), dtype=st.sampled_from(["float32", "float64"]))
 def test_any_partition_into_owners_gives_the_same_bits(name: str, data: st.DataObject, dtype: str) -> None:
     """Owners of cuts anywhere, in any order; SGD and LARS also in parts of parameters, with the norms of whole layers."""

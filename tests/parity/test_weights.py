@@ -20,7 +20,6 @@ from hpctrain.cli.main import cli
 from hpctrain.errors import CheckpointError
 from hpctrain.models import catalogue, interchange
 from hpctrain.models.state_dict import declared_state, with_counters
-from hpctrain.nn.frozen import layer_of
 from hpctrain.nn.network import Network
 from hpctrain.storage import weights_file
 from hpctrain.storage.weights_file import WeightsFile
@@ -45,6 +44,7 @@ def theirs() -> Any:
     return torchvision_models
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TORCHVISION)
 def test_names_shapes_and_order_are_torchvisions(theirs: Any, name: str) -> None:
     entries = declared_state(catalogue.build(name, {"classes": CLASSES}))
@@ -130,43 +130,3 @@ def test_other_files_of_pytorch_are_refused_and_run_nothing(
     (tmp_path / "w.pt").write_bytes(b"no pickle")
     with pytest.raises(CheckpointError, match="cannot be read as tensors alone"):
         weights_file.read(tmp_path / "w.pt")
-
-
-def test_frozen_layers_train_as_in_torch() -> None:
-    """Parameters without gradients, batch norms in evaluation mode, the rest in training: one step of both."""
-    from tests.support.torch_parity import make_batch, torch_module
-
-    frozen = ("conv1", "bn1", "layer1.*", "layer3.*")
-    network = Network(
-        catalogue.build("resnet20", {"classes": CLASSES}), (17, 17, 3), NumpyKernelSet(), dtype="float64", seed=6, frozen=frozen
-    )
-    for name, view in network.statistics.views.items():
-        view[...] = 0.5 + np.random.default_rng(len(name)).random(view.shape)
-    module = torch_module("resnet20", 1.0, interchange.export(network), "float64")
-    module.train()
-    for name, child in module.named_modules():
-        if name in network.frozen:
-            child.eval()
-            for parameter in child.parameters(recurse=False):
-                parameter.requires_grad_(False)
-    batch = make_batch(4, 17, CLASSES, seed=1)
-    logits = module(torch.from_numpy(np.ascontiguousarray(batch.x.transpose(0, 3, 1, 2)).astype(np.float64)))
-    torch.nn.functional.cross_entropy(logits, torch.from_numpy(batch.labels)).backward()
-    program = network.program(4, training=True)
-    program.set_input(batch.x)
-    ours = program.forward(StepContext(sample_ids=np.arange(4), global_count=4)).copy()
-    np.testing.assert_allclose(ours, logits.detach().numpy(), rtol=1e-9, atol=1e-11)
-    program.loss(batch.labels, 4).result()
-    program.backward()
-    network.statistics.blend(network.statistics.weighted(4, 4), 4)
-    trained = {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
-    assert trained.keys() == set(network.trained)
-    for name, gradient in trained.items():
-        parameter = network.parameters[name]
-        own = parameter.spec.interchange.export(parameter.grad)
-        scale = float(gradient.abs().max())
-        np.testing.assert_allclose(own, gradient.numpy(), rtol=1e-7, atol=1e-9 * scale, err_msg=name)
-    for name, buffer in module.named_buffers():
-        if "running" in name:
-            np.testing.assert_allclose(network.statistics.views[name], buffer.numpy(), rtol=1e-9, err_msg=name)
-    assert {layer_of(name) for name in network.parameters} > network.frozen

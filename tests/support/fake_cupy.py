@@ -1,7 +1,7 @@
 """A package `cupy` whose GPU is this host: memory is the host's, kernels are built by g++, streams do everything at once.
 
 It has the part of CuPy that `hpctrain.backend.cuda.cupy_device` uses, refuses what CuPy would take wrongly, and keeps a record of
-calls. So the same operators run through `CupyDevice` as through a GPU. `tests/backend/cuda/test_cupy_device.py` compares the
+calls. So the same operators run through `CupyDevice` as through a GPU. `tests/backend/cuda/test_cupy.py` compares the
 signatures with the real package where it is installed.
 """
 

@@ -17,9 +17,8 @@ import numpy as np
 import pytest
 
 from hpctrain.backend.backend import Backend
-from hpctrain.backend.cuda import cudnn_graphs, sources
+from hpctrain.backend.cuda import cudnn_graphs
 from hpctrain.backend.cuda.device import ConvolutionKey, Device, Precision, TimedPlans
-from hpctrain.backend.cuda.device_array import DeviceArray
 from hpctrain.backend.cuda.emulator.convolution import NumpyConvolution
 from hpctrain.backend.cuda.emulator.rounding import read, write
 from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
@@ -59,19 +58,6 @@ def test_the_device_is_the_one_of_the_index(load: Load) -> None:
     assert module.gpu_count() == 4
     with pytest.raises(BackendError, match=r"GPU 4 cannot be used: cudaErrorInvalidDevice"):
         module.CupyDevice(4)
-
-
-def test_older_gpus_have_no_bfloat16(load: Load) -> None:
-    module, _ = load(capability=(7, 5))
-    assert module.CupyDevice().dtypes == ("float32",)
-
-
-def test_the_reason_why_no_gpu_is_seen(load: Load) -> None:
-    module, _ = load(gpus=-1)
-    with pytest.raises(BackendError, match="driver version is insufficient"):
-        module.gpu_count()
-    module, _ = load(gpus=0)
-    assert module.gpu_count() == 0
 
 
 def test_a_library_of_cuda_that_is_missing_is_told_in_one_line(load: Load) -> None:
@@ -160,12 +146,6 @@ def test_kernels_get_arguments_of_the_very_types(load: Load, emulated_device: Em
         kernel(stream, (1,), (32,), x, x, 4)
 
 
-def test_nothing_is_a_null_pointer(load: Load) -> None:
-    module, _ = load()
-    values = [module._by_value("kernel", 0, argument) for argument in (None, DeviceArray(640, (4,), "float32", None))]
-    assert [(type(value), int(value)) for value in values] == [(np.uint64, 0), (np.uint64, 640)]
-
-
 def test_capture_records_and_launches_do(load: Load) -> None:
     module, fake = load()
     device = module.CupyDevice()
@@ -222,42 +202,6 @@ def test_sums_over_nothing_are_zero(load: Load) -> None:
     assert "gemmEx" not in fake.cublas.calls
 
 
-class _Plans:
-    """Stands for CudnnPlans."""
-
-    def __init__(self, handle: int, *, candidates: int) -> None:
-        assert candidates == 1
-        self.handle, self.workspace_bytes = handle, 512
-        self.keys: list[ConvolutionKey] = []
-        self.runs: list[tuple[int, ...]] = []
-
-    def plan(self, key: ConvolutionKey) -> _Plans:
-        self.keys.append(key)
-        return self
-
-    def run(self, *arguments: int) -> None:
-        self.runs.append(arguments)
-
-
-def test_convolutions_are_planned_once_and_run_on_addresses(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, _ = load()
-    monkeypatch.setattr(module, "new_handle", lambda: 5)
-    monkeypatch.setattr(module, "CudnnPlans", _Plans)
-    device = module.CupyDevice()
-    key = ConvolutionKey("forward", (1, 4, 4, 2), (3, 3, 3, 2), (1, 4, 4, 3), (1, 1), (1,) * 4, (1, 1), 1, "float32", "tf32")
-    convolution = device.convolution(key)
-    assert device.convolution(key) is convolution
-    assert convolution.workspace_bytes == 512
-    stream, x, w, y, space, bias = device.stream("compute"), *(device.allocate(16) for _ in range(5))
-    convolution.run(stream, x, w, y, space, bias)
-    convolution.run(stream, x, w, y, None)
-    plans = device._plans
-    assert plans.handle == 5
-    assert plans.keys == [key]
-    pointers = (stream.raw.ptr, x.pointer, w.pointer, y.pointer)
-    assert plans.runs == [(*pointers, space.pointer, bias.pointer), (*pointers, 0, 0)]
-
-
 def test_plans_are_timed_on_the_gpu_and_the_choice_can_be_told(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     module, fake = load()
     names = ["slow", "fast", "second", "not asked"]
@@ -306,21 +250,6 @@ def test_streams_and_events_of_another_device_are_refused(load: Load, emulated_d
     stream = device.stream("compute")
     with pytest.raises(AssertionError, match="no event of a GPU"):
         stream.record(other.event())
-
-
-def test_a_kernel_set_computes_on_it(load: Load, emulated_device: EmulatedDeviceFactory) -> None:
-    """Arithmetic of the whole set on memory that only this device knows."""
-    module, fake = load()
-    device = module.CupyDevice()
-    kernels = CudaKernelSet(CudaRuntime(device, device.stream("compute")))
-    values = np.random.default_rng(0).standard_normal(1003).astype(np.float32)
-    a, b = kernels.arithmetic.zeros(1003, "float32"), kernels.arithmetic.zeros(1003, "float32")
-    kernels.arithmetic.from_host(a, values)
-    kernels.arithmetic.copy(b, a)
-    kernels.arithmetic.add(b, a)
-    np.testing.assert_array_equal(kernels.arithmetic.to_host(b), values + values)
-    np.testing.assert_allclose(kernels.arithmetic.square_sums([a]), [np.square(values, dtype=np.float64).sum()], rtol=1e-12)
-    assert "launch" in fake.names()
 
 
 @pytest.mark.slow
@@ -416,24 +345,6 @@ def test_a_function_of_the_real_cupy_takes_a_stream() -> None:
     function = cupy.cuda.function.Function.__new__(cupy.cuda.function.Function)
     with pytest.raises(AttributeError, match="has no attribute 'ptr'"):  # it has come as far as asking the stream
         function((1,), (1,), (), stream=object())
-
-
-@real
-@pytest.mark.slow
-@pytest.mark.job
-@pytest.mark.parametrize("name", sources.names())
-def test_nvrtc_compiles_the_source(name: str) -> None:
-    """For one architecture with bfloat16 and one without; nvcc compiles for more, and counts registers."""
-    try:
-        from cupy_backends.cuda.libs import nvrtc
-
-        nvrtc.getVersion()
-    except (ImportError, RuntimeError) as error:
-        pytest.skip(f"NVRTC is not installed: {error}")
-    program = nvrtc.createProgram(sources.text(name), f"{name}.cu", [], [])
-    for architecture in ("75", "90"):
-        nvrtc.compileProgram(program, ["-std=c++17", f"-arch=sm_{architecture}"])
-    nvrtc.destroyProgram(program)
 
 
 class _Peers:

@@ -145,6 +145,7 @@ def skip_without_nvcc(architecture: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.job
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_kernel_fits_a_gpu(architecture: str, tmp_path: Path) -> None:
@@ -207,6 +208,7 @@ def test_planted_faults_are_seen(fault: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", sources.names())
 def test_the_runtime_compiler_takes_the_text(name: str) -> None:
     """It has no standard headers and reads no files, on a GPU's machine as here."""

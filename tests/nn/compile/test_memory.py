@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -16,12 +16,8 @@ from hpctrain.backend.kernels.onednn.kernel_set import OnednnKernelSet, availabl
 from hpctrain.backend.kernels.specs import Spec, TensorSpec
 from hpctrain.models import catalogue
 from hpctrain.nn.compile.compiler import compile_graph
-from hpctrain.nn.compile.liveness import Timeline
-from hpctrain.nn.compile.order import backward_actions, forward_actions
 from hpctrain.nn.compile.packing import Block, lower_bound, meetings, pack
-from hpctrain.nn.compile.plan import Action, ExecutionPlan, Region
-from hpctrain.nn.compile.recomputation import recomputed_tensors
-from hpctrain.nn.compile.steps import Steps, make_steps
+from hpctrain.nn.compile.plan import ExecutionPlan
 from hpctrain.nn.layer import Layer
 from hpctrain.nn.network import Network
 from hpctrain.nn.program import Program
@@ -134,6 +130,7 @@ def _step(network: Network, *, input_gradient: bool) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.slow
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("input_gradient", [False, True])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_nobody_reads_what_is_not_in_use(kernels: KernelSet, name: str, input_gradient: bool) -> None:
@@ -165,40 +162,6 @@ def test_a_lifetime_cut_short_is_found() -> None:
     with poisoned():
         found = _step(forgetful, input_gradient=False)
     assert not np.array_equal(found["gradients"], expected["gradients"])
-
-
-def _steps_and_times(network: Network) -> tuple[Steps, Timeline]:
-    steps = make_steps(network.graph(3), network.kernels, training=True, input_gradient=False)
-    return steps, Timeline(steps, forward_actions(steps), backward_actions(steps, recomputed_tensors(steps)))
-
-
-def test_times_count_actions() -> None:
-    steps, line = _steps_and_times(Network(nets.residual(), (9, 7, 3), NumpyKernelSet()))
-    n = len(steps.steps)
-    assert [line.forward(k)[-1] for k in range(n)] == list(range(n))
-    assert line.loss == n
-    inputs = [time for k in range(n) for time in line.backward(k, (Action.INPUT,))]
-    assert inputs == sorted(inputs, reverse=True)
-    assert line.end > max(inputs) > line.loss
-
-
-def test_every_use_lies_in_its_buffers_life() -> None:
-    network = Network(nets.residual(), (9, 7, 3), NumpyKernelSet())
-    plan, (_, line) = compile_graph(network.graph(3), network.kernels, training=True), _steps_and_times(network)
-    for k, step in enumerate(plan.steps):
-        computes = line.backward(k, (Action.PARAMETERS, Action.INPUT))
-        for region, needed in zip(plan.memory[k].inputs, step.operator.needs_inputs, strict=True):
-            assert _live(plan, region, "activation", [*line.forward(k), *(computes if needed else ())])
-        gradient = plan.memory[k].output_grad
-        assert gradient is None or _live(plan, gradient, "gradient", computes)
-
-
-def _live(plan: ExecutionPlan, region: Region, kind: str, times: Sequence[int]) -> bool:
-    """At each of these times some buffer of that kind is in use there."""
-    spans = [
-        span for buffer in plan.buffers if buffer.owner[0] == kind and buffer.region == region for span in buffer.block.spans
-    ]
-    return all(any(first <= time <= last for first, last in spans) for time in times)
 
 
 _RUNS = ("forward", "backward_parameters", "backward_input")
@@ -249,6 +212,7 @@ def _large_step(network: Network, program: Program) -> Iterator[np.ndarray]:
 
 
 @pytest.mark.slow
+@pytest.mark.sample(1)
 def test_scratch_is_an_operators_own_only_while_it_runs(network: Network) -> None:
     """Filled with values that are no numbers before and after each use, it changes no bit of what anybody else reads."""
     program = network.program(SAMPLES, training=True)
@@ -264,6 +228,7 @@ def test_scratch_is_an_operators_own_only_while_it_runs(network: Network) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.sample(1)
 def test_large_scratch_lies_where_activations_are_not(network: Network) -> None:
     planned = _planned(network)
     without = lower_bound([buffer.block for buffer in planned.buffers if buffer.owner[0] != "scratch"])

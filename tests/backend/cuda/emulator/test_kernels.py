@@ -134,21 +134,6 @@ def test_of_many_arrays_what_is_written_beside_one_is_found_by_a_later_wait_or_a
         deque(run.run("filled", array, np.int64(0), np.int64(100)) for array in arrays[1:])
 
 
-def test_memory_that_was_freed_is_out_of_reach(bench: Callable[[int], Bench]) -> None:
-    run = bench(3)
-    x = run.array(100)
-    address = np.uint64(x.pointer)
-    run.run("filled", address, np.int64(0), np.int64(100))
-    del x
-    with pytest.raises(EmulatedDeviceError, match=r"it is byte \d+ of a freed array of 400 bytes"):
-        run.run("filled", address, np.int64(0), np.int64(100))
-
-
-def test_none_is_no_place(bench: Callable[[int], Bench]) -> None:
-    with pytest.raises(EmulatedDeviceError, match=r"touches memory at .* that is not the kernel's"):
-        bench(0).run("filled", None, np.int64(0), np.int64(100))
-
-
 @pytest.mark.parametrize(("kernel", "dtype"), [("aligned_loads", "float32"), ("aligned_loads_of_halves", "bfloat16")])
 def test_loads_of_packs_are_aligned(bench: Callable[[int], Bench], kernel: str, dtype: str) -> None:
     run = bench(0)

@@ -111,28 +111,6 @@ def _right(seed: int, ignored_wait: int) -> bool:
     return np.array_equal(result, WANTED)
 
 
-def test_a_reuse_of_pinned_memory_that_is_too_early_is_found() -> None:
-    """The host writes the next values before the copy of these has run."""
-
-    def copied(seed: int, *, waits: bool) -> np.ndarray:
-        device = EmulatedDevice(seed)
-        stream, event, pinned = device.stream("copies"), device.event(), device.pinned(4)
-        places = [device.allocate(4) for _ in range(3)]
-        for value, place in enumerate(places):
-            if waits:
-                event.synchronize()
-            pinned[:] = value
-            device.upload(stream, place, pinned)
-            stream.record(event)
-        stream.synchronize()
-        return np.array([on_host(place) for place in places])
-
-    wanted = np.repeat(np.arange(3), 4).reshape(3, 4)
-    for seed in SEEDS:
-        np.testing.assert_array_equal(copied(seed, waits=True), wanted)
-    assert sum(not np.array_equal(copied(seed, waits=False), wanted) for seed in SEEDS) >= len(SEEDS) * 3 // 4
-
-
 def test_what_is_downloaded_is_of_no_use_before_it_is_there() -> None:
     early = 0
     for seed in SEEDS:
@@ -144,18 +122,6 @@ def test_what_is_downloaded_is_of_no_use_before_it_is_there() -> None:
         stream.synchronize()
         assert (pinned == 0).all()
     assert early >= len(SEEDS) // 2
-
-
-def test_a_download_does_not_spoil_what_is_still_read() -> None:
-    for seed in SEEDS:
-        device = EmulatedDevice(seed)
-        stream, pinned, source, target = device.stream("copies"), device.pinned(4), device.allocate(4), device.allocate(4)
-        pinned[:] = 5
-        device.upload(stream, target, pinned)
-        device.download(stream, pinned, source)
-        stream.synchronize()
-        assert (on_host(target) == 5).all()
-        assert (pinned == 0).all()
 
 
 def test_a_wait_is_for_the_record_at_the_time_of_the_call() -> None:
@@ -195,25 +161,6 @@ def test_an_event_is_done_some_time_for_who_asks_often_enough() -> None:
         device.finish()
 
 
-def test_whoever_enqueues_more_lets_no_time_pass() -> None:
-    """An event between much work is late for long, where the host goes on with other work each time that it has asked."""
-    latest = 0
-    for seed in SEEDS:
-        device = EmulatedDevice(seed)
-        stream, event, a, b = device.stream("copies"), device.event(), device.allocate(4), device.allocate(4)
-        for _ in range(10):
-            device.copy(stream, a, b)
-        stream.record(event)
-        asked = 0
-        while not event.done:
-            asked += 1
-            device.copy(stream, a, b)
-        latest = max(latest, asked)
-        stream.synchronize()
-        device.finish()
-    assert latest > 50
-
-
 def test_work_that_nobody_waits_for_is_named() -> None:
     late = 0
     for seed in SEEDS:
@@ -225,14 +172,6 @@ def test_work_that_nobody_waits_for_is_named() -> None:
         except EmulatedDeviceError as error:
             late += str(error) == "Nobody has waited for work on copies: copy."
     assert late >= len(SEEDS) // 2
-
-
-def test_memory_lives_until_the_work_on_it_is_done() -> None:
-    for seed in SEEDS:
-        device = EmulatedDevice(seed)
-        stream, target = device.stream("compute"), device.allocate(4)
-        device.copy(stream, target, device.allocate(4))
-        stream.synchronize()
 
 
 def _scheduler(queues: int, seed: int) -> WorkScheduler:
@@ -292,16 +231,6 @@ def test_a_deadlock_names_both_waits() -> None:
             scheduler.append(second, Work("a wait for event 2", after=Mark(first, 1)))
             with pytest.raises(EmulatedDeviceError, match=r"queue 0 in a wait for event 1, queue 1 in a wait for event 2"):
                 run(scheduler)
-
-
-def test_memory_of_the_host_is_pending_until_its_work_is_done() -> None:
-    scheduler = _scheduler(1, 0)
-    memory = np.zeros(10)
-    scheduler.append(scheduler.queues[0], Work("upload", reads=(memory[:4],)))
-    assert scheduler.is_pending(memory[3:5])
-    assert not scheduler.is_pending(memory[4:])
-    scheduler.run_all()
-    assert not scheduler.is_pending(memory)
 
 
 def test_failed_work_is_over_and_streams_and_events_are_of_one_device() -> None:
@@ -503,28 +432,6 @@ def test_messages_together(ranks: int, emulated_device: EmulatedDeviceFactory) -
         assert [rank.values(array) for array in received] == [[before], [before + 0.5]]
 
     _on_ranks(ranks, program, emulated_device)
-
-
-def test_nothing_together_is_nothing(emulated_device: EmulatedDeviceFactory) -> None:
-    def program(rank: _Rank) -> None:
-        with rank.links.together():
-            pass
-        assert rank.device.counters.enqueued["links"] == 0
-
-    _on_ranks(2, program, emulated_device, seeds=1)
-
-
-def test_work_behind_it_waits(emulated_device: EmulatedDeviceFactory) -> None:
-    """Of its own stream: a copy of what was summed."""
-
-    def program(rank: _Rank) -> None:
-        array, copy = rank.array([1.0]), rank.array([0.0])
-        rank.links.sum_to_all(array)
-        rank.device.copy(rank.stream, copy, array)
-        rank.stream.synchronize()
-        assert rank.values(copy) == [3.0]
-
-    _on_ranks(3, program, emulated_device)
 
 
 @pytest.mark.parametrize(

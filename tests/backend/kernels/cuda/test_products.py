@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -11,12 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hpctrain.backend.cuda.device import ConvolutionKey
-from hpctrain.backend.cuda.device_array import DeviceArray
-from hpctrain.backend.cuda.emulator.memory import on_host
-from hpctrain.backend.cuda.emulator.rounding import read, write
+from hpctrain.backend.cuda.emulator.rounding import read
 from hpctrain.backend.cuda.half import bfloat16_bits, bfloat16_values
-from hpctrain.backend.kernels.abilities import Accumulating, SufficientFactors
-from hpctrain.backend.kernels.base import Buffers, LossSums, StepContext
+from hpctrain.backend.kernels.abilities import SufficientFactors
+from hpctrain.backend.kernels.base import Buffers, LossSums, Operator
 from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
 from hpctrain.backend.kernels.fused_specs import WithRelu
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
@@ -24,7 +21,8 @@ from hpctrain.backend.kernels.specs import Conv2dSpec, LinearSpec, SoftmaxCrossE
 from hpctrain.errors import DataError
 from hpctrain.testing.operators import OperatorBench, default_parameters
 from tests.support.emulated import CudaKernelsFactory
-from tests.support.rounded import assert_rounded, assert_same_bits, device_bench, dyadic, emulated_kernels
+from tests.support.kernel_pairs import run
+from tests.support.rounded import assert_rounded, device_bench, dyadic, emulated_kernels
 
 #: of float64 NumPy, relative to the largest element: bfloat16 rounds once, the weight's gradient from float32 sums
 ERRORS = {"float64": 1e-10, "float32": 1e-5, "tf32": 1e-5, "bfloat16": 2.0**-8}
@@ -46,74 +44,17 @@ CASES = [
 NO_PIXELS = [(0, 7, 9, 4), (3, 0, 9, 4), (3, 7, 0, 4)]
 
 
-@dataclass
-class ConvolutionBench:
-    """A convolution of the cuda set with all its buffers, whose scratch and results hold NaN before each call."""
+def convolved(
+    kernels: CudaKernelSet, spec: Conv2dSpec | WithRelu, x: np.ndarray, parameters: dict[str, np.ndarray], dy: np.ndarray
+) -> dict[str, np.ndarray]:
+    """y, and the gradients of all."""
+    bench = device_bench(kernels, spec, x, parameters)
+    y, gradients = bench.forward(), bench.backward(dy)
+    return {"y": y, **gradients.parameters, "x": gradients.inputs[0]}
 
-    kernels: CudaKernelSet
-    spec: Conv2dSpec | WithRelu
-    x: np.ndarray
-    parameters: dict[str, np.ndarray]
-    training: bool = True
-    input_gradient: bool = True
-    offset: int = 0  # of parameters and their gradients, in elements
-    input_first: bool = False  # backward begins with the input's gradient
 
-    def __post_init__(self) -> None:
-        runtime = self.kernels.runtime
-        x = TensorSpec(self.x.shape, runtime.dtype)
-        self.operator = self.kernels.make(self.spec, (x,), training=self.training, input_gradient=self.input_gradient)
-        self.x_array = self.array(x.shape, runtime.dtype, self.x)
-        self.y, self.dy = (self.array(self.operator.output.shape, runtime.dtype) for _ in range(2))
-        self.dx = self.array(x.shape, runtime.dtype) if self.input_gradient else None
-        parameters = {role: self.parameter(value, runtime.parameter_dtype) for role, value in self.parameters.items()}
-        shadows = {role: self.parameter(value, "bfloat16") for role, value in self.parameters.items()}
-        nothing = {role: np.full_like(value, np.nan) for role, value in self.parameters.items()}
-        self.gradients = {role: self.parameter(value, runtime.parameter_dtype) for role, value in nothing.items()}
-        self.scratch = self.kernels.allocate(self.operator.scratch_bytes)
-        self.operator.bind(
-            Buffers(
-                inputs=(self.x_array,),
-                output=self.y,
-                input_grads=(self.dx,) if self.training else (),
-                output_grad=self.dy if self.training else None,
-                parameters=parameters,
-                gradients=self.gradients if self.training else {},
-                shadows=shadows if runtime.dtype == "bfloat16" else {},
-                scratch=self.scratch,
-            )
-        )
-
-    def array(self, shape: tuple[int, ...], dtype: str, values: np.ndarray | None = None) -> DeviceArray:
-        size = int(np.prod(shape)) * {"float64": 8, "float32": 4, "bfloat16": 2}[dtype]
-        array = self.kernels.allocate(size).view(dtype).reshape(shape)
-        write(array, np.full(shape, np.nan) if values is None else values)
-        return array
-
-    def parameter(self, values: np.ndarray, dtype: str) -> DeviceArray:
-        array = self.array((self.offset + values.size,), dtype)[self.offset :].reshape(values.shape)
-        write(array, values)
-        return array
-
-    def poison(self) -> None:
-        on_host(self.scratch)[...] = 0xFF
-
-    def run(self, dy: np.ndarray) -> dict[str, np.ndarray]:
-        """y, and the gradients of all."""
-        self.poison()
-        self.operator.forward(StepContext())
-        results = {"y": read(self.y).copy()}
-        if self.training:
-            write(self.dy, dy)
-            halves = [self.operator.backward_parameters, self.operator.backward_input]
-            for k, half in enumerate(reversed(halves) if self.input_first else halves):
-                self.poison()
-                if k or not self.operator.needs_output:  # read in the first half alone
-                    write(self.y, np.full(self.y.shape, np.nan))
-                half()
-            results |= {role: read(gradient).copy() for role, gradient in self.gradients.items()}
-            results |= {} if self.dx is None else {"x": read(self.dx).copy()}
-        return results
+def made(kernels: CudaKernelSet, spec: Conv2dSpec | WithRelu, shape: tuple[int, ...], **options: bool) -> Operator:
+    return kernels.make(spec, (TensorSpec(shape, kernels.runtime.dtype),), **{"training": True, **options})
 
 
 def dyadic_values(*shape: int, seed: int = 0) -> np.ndarray:
@@ -144,7 +85,7 @@ def test_convolutions_equal_the_numpy_set(cuda_kernels, precision, spec, shape) 
     x, parameters, dy = case(spec, shape)
     expected = reference(spec, x, parameters, dy)
     for seed in (0, 1, 7):
-        results = ConvolutionBench(cuda_kernels(precision, seed), spec, x, parameters).run(dy)
+        results = convolved(cuda_kernels(precision, seed), spec, x, parameters, dy)
         assert results.keys() == expected.keys()
         for name, values in expected.items():
             error = np.abs(results[name] - values).max() / np.abs(values).max()
@@ -164,11 +105,11 @@ def cases(draw: st.DrawFn) -> tuple[Conv2dSpec | WithRelu, tuple[int, ...]]:
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-@given(cases(), st.integers(0, 3), st.sampled_from(["float64", "bfloat16"]))
-def test_any_geometry_equals_the_numpy_set(cuda_kernels, case_: tuple, offset: int, precision: str) -> None:
+@given(cases(), st.sampled_from(["float64", "bfloat16"]))
+def test_any_geometry_equals_the_numpy_set(cuda_kernels, case_: tuple, precision: str) -> None:
     x, parameters, dy = case(*case_)
     expected = reference(case_[0], x, parameters, dy)
-    results = ConvolutionBench(cuda_kernels(precision, 3), case_[0], x, parameters, offset=offset).run(dy)
+    results = convolved(cuda_kernels(precision, 3), case_[0], x, parameters, dy)
     for name, values in expected.items():
         largest = np.abs(values).max(initial=1e-30)
         assert np.abs(results[name] - values).max(initial=0.0) <= ERRORS[precision] * largest, name
@@ -177,11 +118,10 @@ def test_any_geometry_equals_the_numpy_set(cuda_kernels, case_: tuple, offset: i
 @pytest.mark.parametrize(("spec", "shape"), CASES[-3:])
 def test_a_relu_is_undone_once_whichever_half_of_backward_comes_first(cuda_kernels, spec, shape) -> None:
     x, parameters, dy = case(spec, shape)
-    results = [
-        ConvolutionBench(cuda_kernels("bfloat16"), spec, x, parameters, input_first=first).run(dy) for first in (False, True)
-    ]
-    for name, values in results[0].items():
-        np.testing.assert_array_equal(results[1][name], values, name)
+    common = {"parameters": parameters, "output_grad": dy, "dtype": "bfloat16"}
+    first, other = (run(cuda_kernels("bfloat16"), spec, [x], input_first=first, **common).arrays() for first in (False, True))
+    for name, values in first.items():
+        np.testing.assert_array_equal(other[name], values, name)
 
 
 def test_a_gradient_that_is_not_a_number_is_seen_behind_a_relu(cuda_kernels) -> None:
@@ -190,18 +130,7 @@ def test_a_gradient_that_is_not_a_number_is_seen_behind_a_relu(cuda_kernels) -> 
     y = reference(spec, x, parameters, dy)["y"]
     dy[np.unravel_index(np.argmin(y), y.shape)] = np.nan  # where the ReLU passes nothing on
     assert y.min() == 0
-    assert np.isnan(ConvolutionBench(cuda_kernels("float32"), spec, x, parameters).run(dy)["bias"]).any()
-
-
-@pytest.mark.parametrize("precision", ["float64", "float32", "bfloat16"])
-@pytest.mark.parametrize("offset", [1, 2, 7])
-def test_parameters_may_begin_anywhere_in_their_group(cuda_kernels, precision, offset) -> None:
-    """The emulated device refuses what no plan could read; results do not depend on it."""
-    spec, shape = CASES[0]
-    x, parameters, dy = case(spec, shape)
-    expected, results = (ConvolutionBench(cuda_kernels(precision), spec, x, parameters, offset=at).run(dy) for at in (0, offset))
-    for name, values in expected.items():
-        np.testing.assert_array_equal(results[name], values, name)
+    assert np.isnan(convolved(cuda_kernels("float32"), spec, x, parameters, dy)["bias"]).any()
 
 
 @pytest.mark.parametrize("precision", ["float64", "bfloat16"])
@@ -211,7 +140,7 @@ def test_without_pixels_nothing_is_planned_and_gradients_are_zero(cuda_kernels, 
     kernels = cuda_kernels(precision)
     asked = record_plans(kernels)
     x, parameters, dy = case(spec, shape)
-    results = ConvolutionBench(kernels, spec, x, parameters).run(dy)
+    results = convolved(kernels, spec, x, parameters, dy)
     assert asked == []
     assert results["y"].size == results["x"].size == 0
     assert not results["weight"].any()
@@ -223,8 +152,7 @@ def test_the_plan_that_adds_a_bias_computes_the_relu_too(cuda_kernels, bias) -> 
     spec, shape = WithRelu(Conv2dSpec(4, 6, Window((3, 3), (1, 1), SAME), bias=bias)), (2, 5, 5, 4)
     kernels = cuda_kernels("float32")
     asked = record_plans(kernels)
-    x, parameters, _ = case(spec, shape)
-    ConvolutionBench(kernels, spec, x, parameters, training=False).run(np.zeros(0))
+    made(kernels, spec, shape, training=False)
     assert [key.fused for key in asked] == ["bias_relu" if bias else ""]
 
 
@@ -239,10 +167,9 @@ def test_the_plan_that_adds_a_bias_computes_the_relu_too(cuda_kernels, bias) -> 
 def test_plans_only_what_will_be_asked_for(cuda_kernels, options, kinds) -> None:
     """And each with the whole geometry, a fused bias only where it is added."""
     spec, shape = CASES[0]
-    x, parameters, dy = case(spec, shape)
     kernels = cuda_kernels("bfloat16")
     asked = record_plans(kernels)
-    ConvolutionBench(kernels, spec, x, parameters, **options).run(dy)
+    made(kernels, spec, shape, **options)
     assert Counter(key.kind for key in asked) == Counter(kinds)
     for key in asked:
         fused = "bias" if key.kind == "forward" else ""
@@ -262,17 +189,8 @@ def test_scratch_holds_the_largest_workspace_of_the_three_directions(cuda_kernel
         return convolution
 
     monkeypatch.setattr(kernels.runtime.device, "convolution", with_workspace)
-    x, parameters, dy = case(spec, shape)
-    bench = ConvolutionBench(kernels, spec, x, parameters)
     weight_bytes = 4 * int(np.prod(spec.weight_shape))
-    assert bench.operator.scratch_bytes == sum(-(-size // 256) * 256 for size in (70000, weight_bytes))
-    bench.run(dy)
-
-
-def test_leaves_the_addition_of_gradients_to_the_plan(cuda_kernels) -> None:
-    """Its plans write: scratch for a sum would be as large as x in every convolution, whether it adds or not."""
-    operator = cuda_kernels("float32").make(CASES[1][0], (TensorSpec(CASES[1][1]),), training=True)
-    assert not isinstance(operator, Accumulating)
+    assert made(kernels, spec, shape).scratch_bytes == sum(-(-size // 256) * 256 for size in (70000, weight_bytes))
 
 
 def test_a_weight_without_its_shadow_is_refused_at_bind(cuda_kernels) -> None:
@@ -338,35 +256,12 @@ def test_more_rows_than_blocks(emulated_device, monkeypatch: pytest.MonkeyPatch,
     compare_linear(LinearSpec(2, 300), 70, precision, seed=2)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("bias", [False, True])
-def test_without_samples_gradients_of_parameters_are_zero(emulated_device, precision: str, bias: bool) -> None:
-    spec = LinearSpec(7, 5, bias)
-    bench = device_bench(emulated_kernels(precision), spec, np.zeros((0, 7)), linear_values(spec))
-    assert bench.forward().shape == (0, 5)
-    gradients = bench.backward(np.zeros((0, 5)))
-    assert gradients.inputs[0].shape == (0, 7)
-    assert [gradient.any() for gradient in gradients.parameters.values()] == [False] * (1 + bias)
-
-
 def test_bfloat16_rounds_the_sum_with_the_bias_once(emulated_device) -> None:
     """1 + 2^-8 lies midway between two bfloat16 numbers: a bias of 2^-16 decides, unless the product was rounded before."""
     spec = LinearSpec(2, 8)
     parameters = {"weight": np.array([[1.0] * 8, [2.0**-8] * 8]), "bias": np.full(8, 2.0**-16)}
     bench = device_bench(emulated_kernels("bfloat16"), spec, np.ones((3, 2)), parameters, training=False)
     np.testing.assert_array_equal(bench.forward(), np.full((3, 8), 1 + 2.0**-7))
-
-
-def test_all_orders_of_a_linear_layer_give_the_same_bits(emulated_device) -> None:
-    random = np.random.default_rng(0)
-    spec = LinearSpec(5, 24)
-    x, dy = random.standard_normal((90, 5)), random.standard_normal((90, 24))
-    results = []
-    for seed in (0, 1, 2):
-        bench = device_bench(emulated_kernels("bfloat16", seed), spec, x, linear_values(spec))
-        y, gradients = bench.forward(), bench.backward(dy)
-        results.append([y, *gradients.inputs, *gradients.parameters.values()])
-    assert_same_bits(results)
 
 
 def test_a_linear_gradient_that_nobody_wants_is_not_computed(emulated_device) -> None:

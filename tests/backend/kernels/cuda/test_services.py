@@ -27,7 +27,7 @@ from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
 from hpctrain.backend.kernels.cuda.operator import carve, total_bytes
 from hpctrain.backend.kernels.cuda.pixel_sums import spread_pixels, sum_pixels
 from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
-from hpctrain.backend.kernels.cuda.staging import Staging, host_dtype
+from hpctrain.backend.kernels.cuda.staging import Staging
 from hpctrain.backend.kernels.cuda.sums import TILE, ArrayTable
 from hpctrain.boxes import Box, shape_of
 from tests.support.emulated import CudaKernelsFactory
@@ -248,18 +248,6 @@ def test_one_element_that_is_not_finite_shows_in_its_array_alone(
         np.testing.assert_array_equal(table.finite().result(), expected)
         kernels.arithmetic.fill(arrays[i], 3e38)
         assert table.finite().result().all()
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_blocks_that_look_at_several_tiles(cuda_kernels: CudaKernelsFactory, seed: int) -> None:
-    kernels = cuda_kernels(seed=seed)
-    values = np.random.default_rng(0).standard_normal((40, 1024)).astype(np.float32)
-    flat = kernels.arithmetic.zeros(values.size, "float32")
-    kernels.arithmetic.from_host(flat, values.reshape(-1))
-    table = _table(kernels, [flat[1024 * i : 1024 * (i + 1)] for i in range(40)])
-    np.testing.assert_allclose(table.square_sums().result(), np.square(values, dtype=np.float64).sum(1), rtol=1e-14)
-    kernels.arithmetic.fill(flat[20000:20001], np.inf)
-    np.testing.assert_array_equal(table.finite().result(), np.arange(40) != 20000 // 1024)
 
 
 def test_arrays_of_two_dtypes_are_refused(cuda_kernels: CudaKernelsFactory) -> None:
@@ -495,15 +483,6 @@ def test_a_fetch_gives_what_was_there(cuda_kernels: CudaKernelsFactory, seed: in
         np.testing.assert_array_equal(first.result(), np.full((2, 3), step, np.float32))
 
 
-def test_bfloat16_arrives_as_float32(cuda_kernels: CudaKernelsFactory) -> None:
-    kernels = cuda_kernels()
-    array = kernels.arithmetic.zeros(5, "bfloat16")
-    kernels.arithmetic.fill(array, 1.5)
-    values = FetchBuffers(kernels.runtime, array.nbytes).fetch(array).result()
-    assert values.dtype == np.float32
-    np.testing.assert_array_equal(values, np.full(5, 1.5))
-
-
 def _array(runtime: CudaRuntime, size: int, dtype: str) -> DeviceArray:
     return runtime.device.allocate(size * item_bytes(dtype)).view(dtype)
 
@@ -525,30 +504,10 @@ def test_arrays_larger_than_the_buffers_come_back(cuda_kernels: CudaKernelsFacto
     np.testing.assert_array_equal(arrived, values)
 
 
-def test_values_are_rounded_to_the_targets_dtype(cuda_kernels: CudaKernelsFactory) -> None:
-    runtime = cuda_kernels().runtime
-    staging = Staging(runtime, 64, count=3)
-    source = np.random.default_rng(0).standard_normal(100)
-    single, half = _array(runtime, 100, "float32"), _array(runtime, 100, "bfloat16")
-    staging.upload(single, source)
-    staging.upload(half, source)
-    np.testing.assert_array_equal(staging.download(single), source.astype(np.float32))
-    np.testing.assert_array_equal(staging.download(half), bfloat16_values(bfloat16_bits(source)))
-    assert host_dtype(half) == np.uint16
-
-
 def test_numbers_are_not_cut_off_to_integers(cuda_kernels: CudaKernelsFactory) -> None:
     runtime = cuda_kernels().runtime
     with pytest.raises(TypeError, match="same_kind"):
         Staging(runtime, 64, count=1).upload(_array(runtime, 4, "int32"), np.full(4, 0.5))
-
-
-def test_without_elements(cuda_kernels: CudaKernelsFactory) -> None:
-    runtime = cuda_kernels().runtime
-    staging = Staging(runtime, 64, count=2)
-    empty = _array(runtime, 0, "float32").reshape(0, 3)
-    staging.upload(empty, np.zeros((0, 3)))
-    assert staging.download(empty).shape == (0, 3)
 
 
 def test_more_buffers_are_made_for_what_is_reserved_and_never_more_than_may_be(cuda_kernels: CudaKernelsFactory) -> None:

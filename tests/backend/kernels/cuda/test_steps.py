@@ -283,20 +283,6 @@ def test_the_bits_are_the_numpy_sets(cuda_kernels: CudaKernelsFactory, case: str
         np.testing.assert_array_equal(added.backward(dy, [start]).inputs[0], _rounded(start + dx, dtype))
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.data())
-def test_any_part_draws_its_part_of_the_mask(cuda_kernels: CudaKernelsFactory, data: st.DataObject) -> None:
-    unsplit = data.draw(st.tuples(*[st.sampled_from([1, 3, 4, 8, 9])] * data.draw(st.integers(1, 3))))
-    corners = [sorted(data.draw(st.tuples(st.integers(0, size), st.integers(0, size)))) for size in unsplit]
-    context = StepContext(step=3, sample_ids=IDS)
-    dtype = data.draw(st.sampled_from(DTYPES))
-    whole = _bench(cuda_kernels(seed=2), DropoutSpec(0.5, "a"), np.ones((3, *unsplit)), dtype).forward(context)
-    shape = (3, *(stop - start for start, stop in corners))
-    spec = DropoutSpec(0.5, "a", unsplit_shape=unsplit, origin=tuple(start for start, _ in corners))
-    y = _bench(cuda_kernels(seed=3), spec, np.ones(shape), dtype).forward(context)
-    np.testing.assert_array_equal(y, whole[:, *(slice(*corner) for corner in corners)])
-
-
 def test_evaluation_is_the_identity_with_the_same_arguments(cuda_kernels: CudaKernelsFactory) -> None:
     random = np.random.default_rng(0)
     x, dy = random.standard_normal((2, 3, 9))

@@ -18,7 +18,6 @@ from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
 from hpctrain.backend.pixel_batch import WINDOW, PixelBatch
 from hpctrain.backend.resampling import Resampling
 from hpctrain.comm.single import SingleCommunicator
-from hpctrain.data.pipeline import Pipeline
 from hpctrain.testing.transfers import empty, put, take
 from tests.support.emulated import CudaKernelsFactory, EmulatedDeviceFactory
 
@@ -272,23 +271,6 @@ def test_resized_images_have_the_bits_of_the_host(
             if dtype == "bfloat16":
                 expected = bfloat16_values(bfloat16_bits(expected))
             np.testing.assert_array_equal(_made(kernels, part, dtype), expected)
-
-
-@pytest.mark.parametrize(
-    "steps", [[("random_resized_crop", {"size": 24}), ("flip", {})], [("resize", {"size": 20}), ("center_crop", {"size": 17})]]
-)
-@pytest.mark.parametrize("shape", [(40, 31, 3), (18, 26, 1), (29, 64, 3)])
-def test_pillow_and_opencv_make_the_same_input(
-    cuda_kernels: CudaKernelsFactory, steps: list[tuple[str, dict[str, int]]], shape: tuple[int, int, int]
-) -> None:
-    """What the pipeline makes on the host, by these libraries, is what the kernel makes of the stored pixels."""
-    kernels, images = cuda_kernels(), np.random.default_rng(7).integers(0, 256, (16, *shape), np.uint8)
-    pipeline = Pipeline(steps, 3, np.full(shape[2], 0.4), np.full(shape[2], 0.2), "float64")
-    for epoch in range(2):
-        expected = np.empty((16, *pipeline.output_shape(*shape)))
-        pipeline(images, np.arange(16), epoch, expected)
-        batch = pipeline.unfinished(images, np.arange(16), epoch, images)
-        np.testing.assert_array_equal(_made(kernels, batch, "float64"), expected)
 
 
 @pytest.mark.parametrize("resizes", [True, False])

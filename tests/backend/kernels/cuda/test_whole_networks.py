@@ -9,20 +9,15 @@ import numpy as np
 import pytest
 
 from hpctrain.averaging.strategies.blocking import Blocking
-from hpctrain.backend.cuda.device import ALIGNMENT_BYTES, ConvolutionKey, Precision
+from hpctrain.backend.cuda.device import ConvolutionKey, Precision
 from hpctrain.backend.cuda.half import bfloat16_bits, bfloat16_values
 from hpctrain.backend.kernels.abilities import AnyArrays
 from hpctrain.backend.kernels.base import Buffers, KernelSet, LossOperator, LossSums, Operator, StepContext
-from hpctrain.backend.kernels.cuda.arithmetic import CudaArithmetic
-from hpctrain.backend.kernels.cuda.dropout import CudaDropout
-from hpctrain.backend.kernels.cuda.elementwise import CudaRelu
-from hpctrain.backend.kernels.cuda.flatten import CudaView
 from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
-from hpctrain.backend.kernels.cuda.loss import CudaSoftmaxCrossEntropy
 from hpctrain.backend.kernels.graph import GraphBuilder
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.kernels.numpy.loss import SoftmaxCrossEntropy
-from hpctrain.backend.kernels.specs import DropoutSpec, FlattenSpec, ReluSpec, SoftmaxCrossEntropySpec, Spec, TensorSpec
+from hpctrain.backend.kernels.specs import DropoutSpec, FlattenSpec, SoftmaxCrossEntropySpec, Spec, TensorSpec
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator
 from hpctrain.errors import BackendError
@@ -60,27 +55,9 @@ class Doubling:
         return 0
 
 
-@pytest.mark.parametrize(
-    ("spec", "kind"),
-    [(ReluSpec(), CudaRelu), (DropoutSpec(0.5, "a"), CudaDropout), (FlattenSpec(), CudaView)],
-    ids=lambda x: type(x).__name__,
-)
-def test_operators_are_the_sets_own(cuda_kernels: CudaKernelsFactory, spec: Spec, kind: type) -> None:
-    operator = cuda_kernels().make(spec, (TensorSpec((2, 3, 4, 5)),), training=True)
-    assert isinstance(operator, kind)
-    assert operator.spec == spec
-
-
 def test_an_unknown_operation_is_refused_by_name(cuda_kernels: CudaKernelsFactory) -> None:
     with pytest.raises(BackendError, match="no operator for Doubling"):
         cuda_kernels().make(Doubling(), (TensorSpec((2, 3)),), training=True)
-
-
-def test_the_loss_and_the_arithmetic(cuda_kernels: CudaKernelsFactory) -> None:
-    kernels: KernelSet = cuda_kernels()
-    assert isinstance(kernels.make_loss(SoftmaxCrossEntropySpec()), CudaSoftmaxCrossEntropy)
-    assert isinstance(kernels.arithmetic, CudaArithmetic)
-    assert not kernels.arithmetic.on_host
 
 
 @pytest.mark.parametrize(
@@ -90,14 +67,6 @@ def test_a_shadow_is_kept_where_activations_are_rounder_than_parameters(
     cuda_kernels: CudaKernelsFactory, precision: Precision, shadow: str | None
 ) -> None:
     assert cuda_kernels(precision).shadow_dtype == shadow
-
-
-def test_memory_is_zeroed_and_aligned(cuda_kernels: CudaKernelsFactory) -> None:
-    kernels = cuda_kernels()
-    memory = kernels.allocate(1000)
-    assert (memory.dtype, memory.shape, memory.pointer % kernels.alignment_bytes) == ("uint8", (1000,), 0)
-    assert kernels.alignment_bytes == ALIGNMENT_BYTES
-    assert not kernels.arithmetic.to_host(memory).any()
 
 
 def test_begin_brings_the_steps_numbers(cuda_kernels: CudaKernelsFactory) -> None:

@@ -284,20 +284,6 @@ def test_nan_is_wrong_and_shows_in_the_loss(classes: int) -> None:
     assert (sums.top1, sums.top5, sums.count) == (1, 1, 2)
 
 
-@pytest.mark.parametrize(("label", "nearest"), [(-1, 0), (9, 8), (250, 8)])
-def test_labels_out_of_range_are_refused(label: int, nearest: int) -> None:
-    logits, labels = sample()
-    labels[3] = label
-    with pytest.raises(DataError, match=rf"Label {label} is outside .* 0 to 8; the nearest legal label is {nearest}"):
-        run(logits, labels)
-
-
-@pytest.mark.parametrize("dtype", [np.uint8, np.int32, np.int64])
-def test_labels_of_any_integer_type(dtype: type) -> None:
-    logits, labels = sample()
-    assert run(logits, labels.astype(dtype))[0] == run(logits, labels)[0]
-
-
 def test_without_samples() -> None:
     sums, d_logits = run(np.zeros((0, 9), np.float32), np.zeros(0, np.int64), global_count=0)
     assert sums == LossSums(0.0, 0, 0, 0)

@@ -219,6 +219,8 @@ print(digest.hexdigest())
 """
 
 
+@pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.job
 @pytest.mark.parametrize("threads", [1, 2])
 def test_bitwise_the_same_in_every_process(onednn: KernelSet, threads: int) -> None:
@@ -250,6 +252,7 @@ print(sum(after - before.get(task, 0.0) > 0.01 for task, after in seconds().item
 """
 
 
+@pytest.mark.slow
 @pytest.mark.job
 def test_one_pool_of_threads_works() -> None:
     """Products of NumPy's BLAS in a second pool doubled a step with two threads: both pools spin on the same cores."""

@@ -221,52 +221,9 @@ class _NoScratch:
 
 
 @given(tiling=tilings, budget=budgets)
-def test_every_output_row_belongs_to_one_chunk(tiling: Tiling, budget: int) -> None:
-    height = tiling.output_size[0]
-    seen = np.zeros((tiling.batch, height), int)
-    tiles = 0
-    for chunk in chunks_within(tiling, budget):
-        form = chunk.form
-        assert chunk.write_row % 2 == 0
-        assert form.rows == -(-form.written // 2)
-        seen[chunk.image : chunk.image + form.images, chunk.write_row : chunk.write_row + form.written] += 1
-        assert chunk.write_row + form.written <= height
-        assert chunk.image + form.images <= tiling.batch
-        tiles += form.tiles
-    assert (seen == 1).all()
-    assert tiles == tiling.batch * tiling.tiles[0] * tiling.tiles[1]
-
-
-@given(tiling=tilings, budget=budgets)
-def test_rows_read_are_those_of_the_padded_image(tiling: Tiling, budget: int) -> None:
-    top, bottom, _, _ = tiling.padding
-    height = tiling.size[0]
-    padded = np.concatenate([np.zeros(top), 1 + np.arange(height), np.zeros(bottom + 1)])  # one more: a tile over the edge
-    for chunk in chunks_within(tiling, budget):
-        form = chunk.form
-        found = np.zeros(form.padded[0])
-        found[form.above : form.above + form.read] = 1 + np.arange(height)[chunk.read_row : chunk.read_row + form.read]
-        np.testing.assert_array_equal(found, padded[chunk.write_row : chunk.write_row + form.padded[0]])
-
-
-@given(tiling=tilings, budget=budgets)
 def test_chunks_stay_within_the_budget(tiling: Tiling, budget: int) -> None:
     chunks = chunks_within(tiling, budget)
     assert tile_bytes(tiling, chunks) <= max(budget, one_row_bytes(tiling)) + 4 * 64 * 6  # of parts aligned to 64 bytes
-
-
-@given(tiling=tilings, budget=budgets)
-def test_chunks_are_alike(tiling: Tiling, budget: int) -> None:
-    """Sizes differ by one at most, and however many chunks there are, few forms of kernels are needed."""
-    chunks = chunks_within(tiling, budget)
-    for counts in ({chunk.form.images for chunk in chunks}, {chunk.form.rows for chunk in chunks}):
-        assert max(counts) - min(counts) <= 1
-    assert len({chunk.form for chunk in chunks}) <= 6
-
-
-@given(tiling=tilings)
-def test_a_small_batch_is_one_chunk(tiling: Tiling) -> None:
-    assert len(chunks_within(tiling, 1 << 40)) == 1
 
 
 @pytest.mark.parametrize("pixels", [224, 768, 2048])

@@ -1,9 +1,10 @@
-"""Bytes, FLOP and launches of a step on a GPU: against sums over the layers, and against what compiled plans add up."""
+"""Bytes, FLOP and launches of a step on a GPU, and the convolutions that it is asked for, with their plans."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,11 +12,14 @@ from typing import Any, cast
 
 import pytest
 
+from benchmarks import gpu_floor, gpu_plans
+from benchmarks.gpu.convolutions import AskedDevice, convolutions, random_convolutions
+from benchmarks.gpu.convolutions import graph_of as asked_graph
 from benchmarks.gpu.costs import Sizes, costs, needed_gradients
 from benchmarks.gpu.devices import DEVICES, Assumptions
-from benchmarks.gpu.floor import Clock, Step, as_dict, graph_of, prediction, step_of, tables
+from benchmarks.gpu.floor import Clock, Step, as_dict, graph_of, prediction, step_of
 from benchmarks.gpu.training_run import Task, TrainingRun
-from benchmarks.gpu_floor import main
+from hpctrain.backend.cuda import cudnn_graphs
 from hpctrain.backend.cuda.device import ConvolutionKey, Device, Precision
 from hpctrain.backend.cuda.emulator.device import EmulatedDevice
 from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
@@ -25,6 +29,7 @@ from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.kernels.specs import Conv2dSpec, TensorSpec
 from hpctrain.models import catalogue
 from hpctrain.nn.compile.compiler import compile_graph
+from tests.support.fake_cudnn import FakeCudnn, FakePlan, Note
 
 H100 = Clock(DEVICES["h100"], "bfloat16")
 
@@ -124,13 +129,6 @@ def test_graphs_are_fused_as_the_cuda_set_fuses_them() -> None:
         assert kernels.fuse(graph_of_plain(model), training=True) == graph_of(model, 2)
 
 
-def test_work_grows_with_the_batch_and_launches_do_not() -> None:
-    one, two = (step_of("resnet18", batch, "bfloat16") for batch in (8, 16))
-    assert one.total("launches") == two.total("launches")
-    assert two.total("flops") == 2 * one.total("flops")
-    assert one.total("bytes") < two.total("bytes") < 2 * one.total("bytes")  # weights are read once a step
-
-
 @pytest.mark.parametrize("model", ["resnet50", "vgg16"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_predictions_are_above_floors(model: str, device: str) -> None:
@@ -139,13 +137,6 @@ def test_predictions_are_above_floors(model: str, device: str) -> None:
     assert figures["bytes_alone_seconds"] < figures["serial_seconds"] < figures["with_graph_seconds"]
     assert figures["launch_by_launch_seconds"] >= figures["host_launches_seconds"]
     assert figures["with_graph_images_per_second"] == pytest.approx(64 / figures["with_graph_seconds"])
-
-
-def test_a_perfect_device_without_launches_is_at_its_floor() -> None:
-    perfect = Assumptions(copy_share=1.0, device_launch_seconds=0.0, host_launch_seconds=1e-15, graph_launch_seconds=0.0)
-    figures = prediction(step_of("resnet18", 8, "bfloat16"), Clock(DEVICES["h100"], "bfloat16", perfect))
-    assert figures["with_graph_seconds"] == pytest.approx(figures["serial_seconds"])
-    assert figures["launch_by_launch_seconds"] == pytest.approx(figures["serial_seconds"])
 
 
 def test_weight_gradients_are_cast_beside_bfloat16_only() -> None:
@@ -166,12 +157,6 @@ def test_every_operation_of_the_catalogue_is_counted() -> None:
     assert bounded == {("resnet20", "PadChannelsSpec (lower bound)")}
 
 
-@pytest.mark.parametrize("model", ["resnet50", "vgg16"])
-def test_tables_fit_a_terminal(model: str) -> None:
-    lines = tables(step_of(model, 256, "bfloat16"), H100).splitlines()
-    assert max(map(len, lines)) <= 80
-
-
 def test_tables_and_json_add_up() -> None:
     step = step_of("resnet50", 256, "bfloat16")
     content = as_dict(step, [H100])
@@ -184,7 +169,7 @@ def test_tables_and_json_add_up() -> None:
 
 def test_the_command_writes_all_batches_and_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "floor.json"
-    assert main(["resnet20", "--batch", "4", "2", "--device", "a100", "--out", str(path)]) == 0
+    assert gpu_floor.main(["resnet20", "--batch", "4", "2", "--device", "a100", "--out", str(path)]) == 0
     steps = json.loads(path.read_text())["steps"]
     assert [step["batch"] for step in steps] == [4, 2]
     assert {device["name"] for device in steps[0]["devices"]} == {device.name for device in DEVICES.values()}
@@ -194,5 +179,89 @@ def test_the_command_writes_all_batches_and_devices(tmp_path: Path, capsys: pyte
 
 def test_an_empty_batch_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["resnet20", "--batch", "0"])
+        gpu_floor.main(["resnet20", "--batch", "0"])
     assert "must be at least 1" in capsys.readouterr().err
+
+
+def test_every_convolution_of_the_graph_is_asked_for_in_three_directions_but_the_images_get_no_gradient() -> None:
+    keys = convolutions("resnet20", 2, "bfloat16")
+    graph = asked_graph("resnet20", 2, "bfloat16")
+    specs = {
+        (graph.tensors[node.inputs[0]].shape, node.spec.weight_shape, node.spec.window)
+        for node in graph.nodes
+        if isinstance(node.spec, Conv2dSpec)
+    }
+    kinds = Counter(key.kind for key in keys)
+    assert kinds == {"forward": len(specs), "weight": len(specs), "input": len(specs) - 1}
+    assert {key.x for key in keys if key.kind == "input"} == {shape for shape, *_ in specs if shape[3] != 3}
+    assert {(key.dtype, key.precision) for key in keys} == {("bfloat16", "bfloat16")}
+
+
+def test_a_convolution_that_was_only_asked_for_cannot_be_run() -> None:
+    device = AskedDevice()
+    (key, *_) = convolutions("small", 1, "float32")
+    with pytest.raises(NotImplementedError, match="only asked for"):
+        device.convolution(key).run()
+    assert list(device.keys) == [key]
+
+
+def test_random_geometries_are_many_and_the_same_each_time() -> None:
+    keys = random_convolutions(40, "bfloat16")
+    assert keys == random_convolutions(40, "bfloat16") != random_convolutions(40, "bfloat16", seed=1)
+    assert Counter(key.kind for key in keys) == {"forward": 40, "input": 40, "weight": 40}
+    forward = [key for key in keys if key.kind == "forward"]
+    assert {key.fused for key in forward} == {"", "bias", "bias_relu"}
+    assert any(key.groups > 1 for key in forward)
+    assert any(key.padding[0] != key.padding[1] for key in forward)
+    assert any(key.dilation != (1, 1) for key in forward)
+    assert any(key.x[3] % 8 for key in forward)
+
+
+@pytest.fixture
+def cudnn(monkeypatch) -> FakeCudnn:
+    module = FakeCudnn(plans=[FakePlan("eng7_k1=2", 4096)])
+    monkeypatch.setattr(cudnn_graphs, "library", lambda: module)
+    monkeypatch.setattr(gpu_plans, "library", lambda: module)
+    return module
+
+
+def test_plans_every_convolution_on_every_device_in_every_precision(cudnn, tmp_path: Path, capsys) -> None:
+    out = tmp_path / "plans.json"
+    assert gpu_plans.main(["--models", "small", "resnet20", "--batch", "2", "5", "--out", str(out)]) == 0
+    content = json.loads(out.read_text())
+    asked = {
+        precision: {key for model in ("small", "resnet20") for batch in (2, 5) for key in convolutions(model, batch, precision)}
+        for precision in ("float32", "tf32", "bfloat16")
+    }
+    expected = [(device, precision, len(keys)) for precision, keys in asked.items() for device in ("a100", "h100")]
+    assert [(row["device"], row["precision"], row["convolutions"]) for row in content["rows"]] == expected
+    assert all(row["without_plan"] == 0 and row["largest_workspace_bytes"] == 4096 for row in content["rows"])
+    engines = content["engine_and_workspace_bytes"]
+    assert engines.keys() == {cudnn_graphs.describe(key) for keys in asked.values() for key in keys}
+    assert all(entry == {"a100": ["eng7", 4096], "h100": ["eng7", 4096]} for entry in engines.values())
+    assert len(cudnn.graphs) == 2 * len(engines)
+    assert len(capsys.readouterr().out.splitlines()) == 7
+
+
+def test_a_convolution_without_a_plan_is_said_and_is_a_failure(cudnn, tmp_path: Path, capsys) -> None:
+    cudnn.plans = [FakePlan("eng7", notes=frozenset({Note.TENSOR_CORE}))]
+    out = tmp_path / "plans.json"
+    chosen = ["--models", "small", "--batch", "1", "--devices", "h100", "--precisions", "tf32", "float32", "--out", str(out)]
+    assert gpu_plans.main(chosen) == 1
+    count = len(convolutions("small", 1, "float32"))
+    content = json.loads(out.read_text())
+    assert [row["without_plan"] for row in content["rows"]] == [0, count]
+    assert len(content["without_plan"]) == count
+    assert all(sentence in capsys.readouterr().out for sentence in content["without_plan"][:1])
+    assert content["without_plan"][0].startswith("h100: cuDNN 9.19.0 has no deterministic plan for forward")
+
+
+def test_devices_say_the_same_things_and_by_default_all_are_planned_for() -> None:
+    devices = {path.stem: json.loads(path.read_text()) for path in gpu_plans.PROPERTIES.glob("*.json")}
+    assert set(gpu_plans.parse([]).devices) == devices.keys() >= {"h100", "a100"}
+    first = devices["h100"]
+    assert len(first) == 26
+    for properties in devices.values():
+        assert properties.keys() == first.keys()
+        assert all(type(properties[name]) is type(value) for name, value in first.items())
+    assert [devices[name]["deviceVer"] for name in ("h100", "a100")] == [900, 800]

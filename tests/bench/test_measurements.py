@@ -1,0 +1,319 @@
+"""What the benches measure: steps of the engine, layers, data, devices, processes in turn, and scaling."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
+from hpctrain.bench import data, engine_profile, scaling
+from hpctrain.bench.data import AUGMENT, NORMALISE, READ, WHOLE, DataRates, StageRate
+from hpctrain.bench.device_peak import device_gemm_peak, device_of
+from hpctrain.bench.engine import Measurement, layer_table, measure
+from hpctrain.bench.engine_step import EngineStep, Laps, gemm_peak, stand_ins, time_layers, workload
+from hpctrain.bench.interleaved import Rounds, SteppingError, Turn, interleave, ours, with_threads
+from hpctrain.bench.scaling import Point, ScalingStudy, with_efficiency
+from hpctrain.config.load import parse
+from hpctrain.config.schema import Config
+from hpctrain.data import format as data_format
+from hpctrain.errors import ConfigError, LaunchError
+from tests.support.emulated import CudaKernelsFactory
+
+
+def _step() -> EngineStep:
+    return EngineStep(workload("small", 4, 9, {"channels": [3, 5], "hidden": 6, "grid": 2}), "numpy")
+
+
+def test_steps_train_on_the_same_batches_in_turn() -> None:
+    losses = [np.array([step.run() for _ in range(12)]) for step in (_step(), _step())]
+    assert losses[0].tobytes() == losses[1].tobytes()
+    first, later = losses[0][:3], losses[0][9:]
+    assert (later < first).all(), "each of the three batches is learnt"
+
+
+def test_laps_lose_no_time_between_operators() -> None:
+    ticks = count()
+    laps = Laps(lambda: float(next(ticks)))
+    laps.start()
+    for name, phase in (("a", "forward"), ("b", "forward"), ("b", "input"), ("a", "input")):
+        laps.operator_done(name, phase)
+    assert laps.seconds == {("a", "forward"): [1.0], ("b", "forward"): [1.0], ("b", "input"): [1.0], ("a", "input"): [1.0]}
+
+
+def test_layers_are_timed_in_forward_order_with_their_floating_point_operations() -> None:
+    ticks = count()
+    step = _step()
+    times = time_layers(step, 3, lambda: float(next(ticks)))
+    assert [layer.name for layer in times[-2:]] == ["loss", "update"]
+    convolutions = [layer for layer in times if layer.name.endswith(".conv")]
+    assert [layer.name for layer in convolutions] == ["stage1.conv", "stage2.conv"]
+    first, second = convolutions
+    assert first.flops == 2 * first.forward_flops, "nobody needs the gradient of the images"
+    assert second.flops == 3 * second.forward_flops
+    assert all(layer.forward_seconds == 1.0 for layer in convolutions)
+
+
+def test_layers_that_bring_their_operators_are_computed_in_numpy_on_the_host_only() -> None:
+    program = EngineStep(workload("resnet20", 1, 8, {"width": 0.125}), "numpy").program
+    own, others = stand_ins(program)
+    pads = ["layer2.0.downsample.pad", "layer3.0.downsample.pad"]
+    assert others == {"its layer brings its own": pads}
+    assert stand_ins(program, on_host=False) == (own + len(pads), {})
+
+
+def test_the_peak_of_products_is_the_best_of_all() -> None:
+    instants = iter([0.0, 2.0, 2.0, 3.0, 3.0, 7.0])
+    assert gemm_peak(10, 2, lambda: next(instants)) == pytest.approx(2 * 10**3 / 1.0 / 1e9)
+
+
+@pytest.mark.parametrize(("batch", "pixels"), [(0, 28), (1, 0), (-1, None)])
+def test_an_empty_workload_is_refused(batch: int, pixels: int | None) -> None:
+    with pytest.raises(ConfigError, match="both must be at least 1"):
+        workload("small", batch, pixels)
+
+
+@pytest.fixture(scope="module")
+def measured_engine() -> Measurement:
+    return measure(workload("resnet20", 1, 8, {"width": 0.125}), "numpy", 1, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("columns", [80, 130])
+@pytest.mark.parametrize("slower", [1.0, 60.0, 4e3, 1e5])
+def test_names_and_figures_of_operators_are_whole_in_a_narrow_terminal(
+    measured_engine: Measurement, columns: int, slower: float
+) -> None:
+    measured = measured_engine
+    names = ("forward_seconds", "parameters_seconds", "input_seconds")
+    layers = [replace(layer, **{name: slower * getattr(layer, name) for name in names}) for layer in measured.layers]
+    measured = replace(measured, layers=layers)
+    text = io.StringIO()
+    Console(file=text, width=columns).print(layer_table(measured))
+    lines = text.getvalue().splitlines()
+    assert max(map(len, lines)) <= columns
+    assert "\N{HORIZONTAL ELLIPSIS}" not in text.getvalue()
+    shares = [line.split()[-1] for line in lines if line.rstrip().endswith("%")]
+    assert len(shares) == len(measured.layers)
+    if columns == 130:
+        assert all(layer.name in text.getvalue() for layer in measured.layers)
+    else:
+        assert all(layer.name[:20] in text.getvalue() for layer in measured.layers)
+
+
+def test_lines_of_onednn_are_read() -> None:
+    lines = [
+        "onednn_verbose,info,oneDNN v3.2.0",
+        "onednn_verbose,exec,cpu,convolution,jit:avx2,forward_training,src_f32::blocked:aBcd8b::f0 wei_f32,attr-scratchpad:user,"
+        "alg:convolution_direct,mb2_ic16oc32_ih14oh14,0.5",
+        "onednn_verbose,exec,cpu,reorder,jit:blk,undef,src_f32 dst_f32,attr-scratchpad:user,,32x16x3x3,0.25",
+        "something else",
+    ]
+    conv, copy = engine_profile.parse(lines)
+    assert (conv.kind, conv.implementation, conv.propagation) == ("convolution", "jit:avx2", "forward_training")
+    assert (conv.problem, conv.seconds) == ("mb2_ic16oc32_ih14oh14", 0.0005)
+    assert (copy.kind, copy.problem, copy.seconds) == ("reorder", "32x16x3x3", 0.00025)
+
+
+@pytest.mark.job
+def test_our_engine_steps_in_a_process() -> None:
+    settings = {"model": "small", "batch": 3, "pixels": 29, "options": {}, "backend": "numpy"}
+    one = interleave({"ours": (ours(settings), with_threads(os.environ, 1))}, Rounds(2, 3))["ours"]
+    assert [type(turn) for turn in one.turns] == [Turn, Turn]
+    assert all(turn.finite and turn.wall_seconds > 0 < turn.peak_bytes for turn in one.turns)
+    assert one.facts["parameters"] == 206_922 + 48
+
+
+# a stand-in that says its seconds instead of taking them, and writes each turn down
+_CHILD = """
+import json, sys
+name, seconds, dies, log = sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+print(json.dumps({"version": name}), flush=True)
+for turn, line in enumerate(sys.stdin):
+    if turn == dies:
+        sys.exit("out of luck")
+    steps = json.loads(line)["steps"]
+    open(log, "a").write(f"{name}{steps} ")
+    print(json.dumps(dict(wall_seconds=seconds * steps, cpu_seconds=seconds, finite=True, loss=1.0,
+        cpu_before_seconds=0.5 * turn, cpu_after_seconds=0.5 * turn + 0.25, peak_bytes=turn)), flush=True)
+"""
+
+_NEVER = 1000
+
+
+def _command(log: Path, name: str, seconds: float, dies: int = _NEVER) -> tuple[Sequence[str], dict[str, str]]:
+    return [sys.executable, "-c", _CHILD, name, str(seconds), str(dies), str(log)], dict(os.environ)
+
+
+@pytest.mark.job
+def test_turns_rotate_and_are_of_single_steps(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    commands = {name: _command(log, name, seconds) for name, seconds in (("a", 1.0), ("b", 2.0), ("c", 3.0))}
+    series = interleave(commands, Rounds(4, 5, warm_up=3))
+    assert log.read_text() == "a1 a2 b1 b2 c1 c2 a5 b5 c5 b5 c5 a5 c5 a5 b5 a5 b5 c5 "
+    assert series["b"].seconds("wall") == [2.0] * 4
+    assert series["b"].seconds("cpu") == [0.4] * 4
+    assert series["c"].peak_bytes == 5
+    assert series["a"].idle_cpu_seconds == pytest.approx(0.25 * 5)
+    assert series["a"].facts == {"version": "a"}
+
+
+@pytest.mark.job
+def test_only_the_hopeless_of_the_screened_stop(tmp_path: Path) -> None:
+    speeds = {"ours": 9.0, "best": 1.0, "near": 1.2, "far": 1.3}
+    commands = {name: _command(tmp_path / "log", name, seconds) for name, seconds in speeds.items()}
+    series = interleave(commands, Rounds(5, 1), ["best", "near", "far"])
+    assert {name: len(one.turns) for name, one in series.items()} == {"ours": 5, "best": 5, "near": 5, "far": 3}
+    assert [name for name, one in series.items() if one.dropped] == ["far"]
+
+
+@pytest.mark.job
+@pytest.mark.parametrize("dies", [0, 3])
+def test_a_screened_failure_is_noted_another_raised(tmp_path: Path, dies: int) -> None:
+    commands = {"good": _command(tmp_path / "log", "good", 1.0), "bad": _command(tmp_path / "log", "bad", 1.0, dies)}
+    series = interleave(commands, Rounds(4, 1), ["good", "bad"])
+    assert len(series["good"].turns) == 4
+    assert len(series["bad"].turns) == max(0, dies - 2)
+    assert "out of luck" in str(series["bad"].failure)
+    with pytest.raises(SteppingError, match=r"'bad' ended with code 1.*out of luck"):
+        interleave(commands, Rounds(4, 1), ["good"])
+
+
+CONFIG = """
+model: {{name: small, channels: [4, 6], hidden: 9}}
+data: {{train: {train}, augment: [{augment}]}}
+batch: {batch}
+epochs: 1
+optimizer: {{name: sgd, lr: 0.05}}
+schedule: constant
+backend: numpy
+"""
+
+
+def _config(train: object, augment: str = "flip", batch: int = 4) -> Config:
+    return parse(CONFIG.format(train=train, augment=augment, batch=batch))[0]
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "_LEAST_SECONDS", 1e-4)
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("batch", [4, 11, 99])
+def test_stages_are_timed_for_each_number_of_threads(tmp_path: Path, batch: int) -> None:
+    images = np.random.default_rng(0).integers(0, 256, (11, 9, 9, 3), np.uint8)
+    data_format.write(tmp_path / "train.h5", 11, (9, 9, 3), ["a", "b"], [(images, np.arange(11) % 2)])
+    rates = data.measure(_config(tmp_path / "train.h5", batch=batch), (1, 3), 1)
+    assert (rates.images, rates.shape, rates.decodes) == (min(batch, 11), (9, 9, 3), False)
+    assert (rates.names, rates.threads) == ((READ, AUGMENT, NORMALISE, WHOLE), (1, 3))
+    of = {(each.stage, each.threads) for each in rates.stages}
+    assert of == {(READ, 1), *((stage, count) for stage in (AUGMENT, NORMALISE, WHOLE) for count in (1, 3))}
+    assert all(each.images_per_second > 0 and each.cpu_seconds >= 0 for each in rates.stages)
+    assert rates.rate(READ, 3) == rates.rate(READ, 1)
+    assert rates.needed is not None
+
+
+@pytest.mark.usefixtures("quick")
+def test_made_up_images_without_augmentation_have_no_such_stage() -> None:
+    rates = data.measure(_config("synthetic", augment=""), (1,), 1, times_step=False)
+    assert rates.names == (READ, NORMALISE, WHOLE)
+    assert rates.needed is None
+
+
+def _rates(whole: float, needed: float | None, *, read: float = 9000.0) -> DataRates:
+    stages = {(READ, 1): read, (AUGMENT, 1): 1000.0, (AUGMENT, 2): 1900.0, (NORMALISE, 1): 5000.0, (NORMALISE, 2): 9900.0}
+    stages |= {(WHOLE, 1): whole, (WHOLE, 2): 2 * whole}
+    found = tuple(StageRate(stage, count, rate, 0.0) for (stage, count), rate in stages.items())
+    return DataRates(4, (9, 9, 3), False, found, "resnet20", needed, 1)
+
+
+def test_what_takes_longest_limits_where_steps_need_more_than_is_made() -> None:
+    limited = _rates(910.0, 2400.0)
+    assert limited.sentence(1) == "augment limits: 1 thread makes 910 images/s, a resnet20 step with 1 thread needs 2,400"
+    assert limited.sentence(2) == "augment limits: 2 threads make 1,820 images/s, a resnet20 step with 1 thread needs 2,400"
+    enough = "data do not limit: 2 threads make 1,820 images/s, a resnet20 step with 1 thread needs 400 (augment takes longest)"
+    assert _rates(910.0, 400.0).sentence(2) == enough
+    assert _rates(910.0, None).sentence(1) == "augment takes longest: 1 thread makes 910 images/s"
+    assert _rates(910.0, None, read=950.0).sentence(1) == "read takes longest: 1 thread makes 910 images/s"
+
+
+def test_the_device_is_that_of_the_kernel_set(cuda_kernels: CudaKernelsFactory) -> None:
+    kernels = cuda_kernels("float32")
+    assert device_of(kernels) is kernels.runtime.device
+    assert device_of(NumpyKernelSet()) is None
+
+
+def test_the_rate_is_that_of_ten_products_without_the_first(cuda_kernels: CudaKernelsFactory) -> None:
+    kernels = cuda_kernels("bfloat16")
+    device, calls = kernels.runtime.device, []
+    gemm = device.gemm
+
+    def counted(*arguments, **options) -> None:
+        calls.append(options["precision"])
+        gemm(*arguments, **options)
+
+    device.gemm = counted  # type: ignore[method-assign]
+    assert device_gemm_peak(kernels) > 0
+    assert calls == ["bfloat16"] * 10
+
+
+def _point(ranks: int, seconds: float, oversubscribed: bool = False) -> Point:
+    return Point(ranks, 1, 32 * ranks, seconds, 0.8 * seconds, 0.3 * seconds, 0.1 * seconds, 0.9 * seconds, oversubscribed, {})
+
+
+def test_weak_efficiency_compares_times_and_strong_efficiency_times_of_all_ranks() -> None:
+    points = [_point(2, 0.10), _point(4, 0.08), _point(8, 0.05)]
+    assert [each.efficiency for each in with_efficiency(points, "weak")] == pytest.approx([1.0, 1.25, 2.0])
+    assert [each.efficiency for each in with_efficiency(points, "strong")] == pytest.approx([1.0, 0.625, 0.5])
+
+
+def test_ranks_that_share_cores_have_no_efficiency() -> None:
+    points = with_efficiency([_point(1, 0.1), _point(2, 0.1), _point(4, 0.3, oversubscribed=True)], "weak")
+    assert [each.efficiency for each in points] == [1.0, 1.0, None]
+    alone = with_efficiency([_point(4, 0.1, oversubscribed=True), _point(8, 0.1)], "weak")
+    assert [each.efficiency for each in alone] == [None, None]
+    text = scaling.lines(points, "weak")
+    assert "oversubscribed" in text[3]
+    assert "%" not in text[3]
+    assert "share cores" in text[-1]
+
+
+def test_the_report_is_json_with_the_machine(tmp_path: Path) -> None:
+    points = with_efficiency([_point(1, 0.1)], "strong")
+    scaling.write(tmp_path / "s.json", ScalingStudy(Path("x.yaml"), mode="strong"), points)
+    content = json.loads((tmp_path / "s.json").read_text())
+    assert content["points"][0]["efficiency"] == 1.0
+    assert content["points"][0]["images_per_second"] == pytest.approx(320)
+    assert content["machine"]["cores"] >= 1
+
+
+@pytest.mark.job  # where fonts have not been listed before, Matplotlib asks fc-list
+def test_the_plot_is_an_image(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    points = with_efficiency([_point(1, 0.1), _point(2, 0.2, oversubscribed=True)], "weak")
+    path = scaling.plot(tmp_path / "s.png", points, "weak")
+    assert path is not None
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.job
+@pytest.mark.parametrize(
+    ("launcher", "words"),
+    [("srun -n 4", "where the number goes"), ("no-such-launcher {ranks}", "cannot be started"), ("false {ranks}", "exit code 1")],
+)
+def test_a_launcher_that_does_not_do_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str, words: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    quickstart = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+    with pytest.raises(LaunchError, match=words):
+        scaling.run(ScalingStudy(quickstart, launcher=launcher), [2], say=lambda text: None)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,490 @@
+"""Stages of the check on a GPU, on the CPU: what they compare, run, time and leave when they pass, fail, cannot run or die."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks import gpu_check
+from benchmarks.gpu import links, peer, pixels, plans
+from benchmarks.gpu.arithmetic_cases import arithmetic_results
+from benchmarks.gpu.build import kernel_names, make_convolutions
+from benchmarks.gpu.cases import Case, cases, exact
+from benchmarks.gpu.convolutions import AskedDevice, convolutions
+from benchmarks.gpu.facts import event_seconds, host_seconds
+from benchmarks.gpu.kernels import TOLERANCES, compare_all, differences, kernel_set, loss_results, results
+from benchmarks.gpu.pixels import add_rate, check_bits, pixel_batch
+from benchmarks.gpu.ranks import compare
+from benchmarks.gpu.roundings import SOURCE, count_differences, rounding_kernel
+from benchmarks.gpu.sanitizer import watch
+from benchmarks.gpu.settings import NotBuiltYetError, Settings, SkippedError
+from benchmarks.gpu.speed import figures_of
+from benchmarks.gpu.speed import floor as speed_floor
+from benchmarks.gpu.stage_report import FAILED, NOT_BUILT, PASSED, SKIPPED, StageReport
+from benchmarks.gpu.stages import STAGES, Stage, publish, run_all, run_apart, run_here, table
+from benchmarks.gpu.training import check_precision, cpu_curve, digest
+from benchmarks.gpu.training_run import Task, TrainingRun
+from hpctrain.backend.cuda import sources
+from hpctrain.backend.cuda.choose import DEVICE_VARIABLE
+from hpctrain.backend.cuda.cudnn_graphs import describe
+from hpctrain.backend.cuda.device import ConvolutionKey, DeviceConvolution, Precision
+from hpctrain.backend.cuda.emulator.device import EmulatedDevice
+from hpctrain.backend.kernels.abilities import InputView
+from hpctrain.backend.kernels.base import Operator, StepContext
+from hpctrain.backend.kernels.cuda.messages import CudaMessages
+from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.kernels.specs import PoolSpec, TensorSpec
+from hpctrain.backend.pixel_batch import PixelBatch
+from hpctrain.comm import device_probe
+from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.single import Complete
+from hpctrain.errors import BackendError
+from hpctrain.testing.operators import OperatorBench
+from tests.support.emulated import CudaKernelsFactory, EmulatedDeviceFactory
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings("emulated", tmp_path)
+
+
+def ending(monkeypatch: pytest.MonkeyPatch, settings: Settings, error: Exception | None, *checks: bool) -> dict:
+    """The JSON of a stage that checks so and then raises."""
+
+    def stage(_: Settings, report: StageReport) -> None:
+        for number, passed in enumerate(checks):
+            report.check(f"rule {number}", passed)
+        report.note("measured 7")
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(Stage, "function", lambda _: stage)
+    run_here(Stage("facts", 1), settings)
+    return json.loads((settings.out / "facts.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("error", "checks", "status"),
+    [
+        (None, (True, True), PASSED),
+        (None, (True, False), FAILED),
+        (None, (), FAILED),
+        (SkippedError("no compiler"), (), SKIPPED),
+        (SkippedError("no compiler"), (False,), FAILED),
+        (NotBuiltYetError("no loss"), (True,), NOT_BUILT),
+    ],
+)
+def test_the_status_follows_from_checks_and_errors(
+    monkeypatch: pytest.MonkeyPatch, settings: Settings, error: Exception | None, checks: tuple[bool, ...], status: str
+) -> None:
+    content = ending(monkeypatch, settings, error, *checks)
+    assert content["status"] == status
+    assert content["summary"].endswith("measured 7")
+    assert str(error or "") in content["summary"]
+
+
+def test_an_error_fails_the_stage_and_goes_on_to_the_log(monkeypatch: pytest.MonkeyPatch, settings: Settings) -> None:
+    with pytest.raises(ZeroDivisionError):
+        ending(monkeypatch, settings, ZeroDivisionError("of nothing"), True)
+    content = json.loads((settings.out / "facts.json").read_text())
+    assert (content["status"], content["summary"]) == (FAILED, "ZeroDivisionError: of nothing; measured 7")
+
+
+def test_the_package_of_a_stage_takes_the_device_of_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(DEVICE_VARIABLE, "emulated:7")
+    assert Settings("emulated", tmp_path).environment()[DEVICE_VARIABLE] == "emulated:2"
+    assert DEVICE_VARIABLE not in Settings("cuda", tmp_path).environment()
+
+
+def test_tables_fit_a_terminal_and_name_every_stage() -> None:
+    row = {"status": NOT_BUILT, "seconds": 123.4, "summary": "word " * 60, "checks": [{"passed": True}] * 1234}
+    text = table([{**row, "stage": stage.name} for stage in STAGES])
+    assert max(map(len, text.splitlines())) <= 80
+    assert all(f"\n{stage.name} " in text for stage in STAGES)
+
+
+@pytest.mark.job
+@pytest.mark.slow
+def test_the_command_runs_stages_apart_and_publishes_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = tmp_path / "results"
+    arguments = ["--device", "emulated", "--only", "facts", "--out", str(tmp_path / "out"), "--publish", str(results)]
+    assert gpu_check.main(arguments) == 0
+    (content,) = json.loads((results / "gpu-check.json").read_text())
+    assert (content["stage"], content["status"], content["device"]) == ("facts", PASSED, "emulated")
+    assert "facts.log" in (results / "gpu-check.log").read_text()
+    assert "facts     passed" in capsys.readouterr().out
+
+
+@pytest.mark.job
+@pytest.mark.slow
+def test_a_stage_that_dies_or_takes_too_long_has_failed(settings: Settings) -> None:
+    died = run_apart(Stage("no_such_stage", 60), settings, 60)
+    assert died["status"] == FAILED
+    assert "ended with code 2" in died["summary"]
+    late = run_apart(Stage("facts", 60), settings, 0.02)
+    assert late["status"] == FAILED
+    assert "stopped after its limit" in late["summary"]
+
+
+@pytest.mark.job
+def test_stages_for_which_no_time_is_left_are_skipped(settings: Settings) -> None:
+    seen: list[int] = []
+    run_all(STAGES[:2], settings, 1.0, lambda contents: seen.append(len(contents)))
+    assert seen == [1, 2]
+    contents = [json.loads((settings.out / f"{stage.name}.json").read_text()) for stage in STAGES[:2]]
+    assert [content["status"] for content in contents] == [SKIPPED] * 2
+    publish(settings.out / "results", settings.out, contents)
+    assert json.loads((settings.out / "results" / "gpu-check.json").read_text()) == contents
+
+
+TASK = Task("small", 6, 28, batches=2, rate=0.05, learnable=True)
+
+
+@pytest.fixture
+def report(tmp_path: Path) -> StageReport:
+    return StageReport(tmp_path / "stage.json", "stage", "emulated")
+
+
+def outcomes(report: StageReport) -> list[bool]:
+    return [check["passed"] for check in report.content["checks"]]
+
+
+def test_the_task_is_learnt_and_repeats_bit_by_bit() -> None:
+    first, second = (TrainingRun(TASK, NumpyKernelSet(), "float64") for _ in range(2))
+    losses = [first.step() for _ in range(6)]
+    assert losses[-1] < 0.9 * losses[0]
+    assert [second.step() for _ in range(6)] == losses
+    assert digest(first.values()) == digest(second.values())
+    second.step()
+    assert digest(first.values()) != digest(second.values())
+
+
+@pytest.mark.slow
+def test_a_curve_is_checked_with_its_repeats_and_memory(emulated_device: EmulatedDeviceFactory, report: StageReport) -> None:
+    task = Task("small", 2, 28, batches=1, rate=0.01, learnable=True)
+    curve = cpu_curve(task, "float64", 4)
+    check_precision(emulated_device(2), "float64", task, curve, report)
+    assert outcomes(report) == [True] * 6
+    check_precision(emulated_device(2), "float64", task, [*curve[:-1], curve[-1] + 1e-6], report)
+    names = [check["name"] for check in report.content["checks"] if not check["passed"]]
+    assert names == ["first losses in float64", "all losses in float64"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA H200", "H200"), ("NVIDIA A100-SXM4-80GB", "A100"), ("emulated", "H100")],
+)
+def test_the_floor_is_that_of_the_gpu_by_its_name(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EmulatedDevice, "name", name)
+    device = EmulatedDevice()
+    assert figures_of(device).name.startswith(kind)
+    figures = speed_floor(device, Task("resnet20", 8, 32), "bfloat16", 1.0)
+    assert figures["over_floor"] == pytest.approx(1.0 / float(figures["floor_seconds"]))
+
+
+def test_trainings_are_compared_epoch_by_epoch(report: StageReport) -> None:
+    compare("same", [0.5, 0.25], [0.5, 0.25 * (1 + 1e-6)], report)
+    compare("other", [0.5, 0.25], [0.5, 0.26], report)
+    compare("failed", [], [], report)
+    compare("shorter", [0.5], [0.5, 0.25], report)
+    assert outcomes(report) == [True, False, False, False]
+
+
+def test_times_are_medians_behind_a_warm_up() -> None:
+    """Times of the device come from its events, in milliseconds; those of the host end when everything is enqueued."""
+    milliseconds, synchronised = iter([900.0, 3.0, 1.0, 2.0]), []
+    stream = SimpleNamespace(synchronize=lambda: synchronised.append(1))
+    event = SimpleNamespace(record=lambda _: None, synchronize=lambda: None)
+    cuda = SimpleNamespace(
+        get_current_stream=lambda: stream, Event=lambda: event, get_elapsed_time=lambda begin, end: next(milliseconds)
+    )
+    calls: list[int] = []
+    assert event_seconds(SimpleNamespace(cuda=cuda), lambda: calls.append(1), repeats=3) == 2e-3
+    assert len(calls) == 4
+    assert 0.0 < host_seconds(SimpleNamespace(cuda=cuda), lambda: calls.append(1), repeats=3) < 1.0
+    assert len(calls) == 8
+    assert len(synchronised) == 5  # before each turn, and at the end
+
+
+@pytest.mark.job
+@pytest.mark.slow
+def test_the_shell_runs_where_nothing_is_carried(tmp_path: Path) -> None:
+    top = Path(__file__).parents[3]
+    paths = {"PYTHON": sys.executable, "WHEELS": str(tmp_path), "OUT": str(tmp_path / "results"), "TMPDIR": str(tmp_path)}
+    command = ["bash", str(top / "benchmarks" / "gpu_check.sh"), "--device", "emulated", "--only", "facts"]
+    done = subprocess.run(command, env={**os.environ, **paths}, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (content,) = json.loads((tmp_path / "results" / "gpu-check.json").read_text())
+    assert content["status"] == "passed"
+    assert not list(tmp_path.glob("tmp.*")), "the temporary folder is left behind"
+
+
+@pytest.mark.job
+def test_programs_that_fail_under_a_sanitizer_are_failed_checks(report: StageReport) -> None:
+    watch("good", [sys.executable, "-c", "print('7 cases')"], report)
+    watch("bad", [sys.executable, "-c", "import sys; print('ERROR SUMMARY: 3 errors'); sys.exit(86)"], report)
+    assert outcomes(report) == [True, False]
+    assert report.content["summary"] == "good: 7 cases, bad: ERROR SUMMARY: 3 errors"
+
+
+@pytest.mark.job
+def test_what_a_peer_does_not_tell_is_a_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    monkeypatch.setattr(peer, "_PROGRAM", program)
+    program.write_text("""print('{"model": "m", "batch": 8, "images_per_second": 3.0}'); raise SystemExit("no memory")""")
+    rows = peer.time_peer("m", (8, 4), compiled=False)
+    assert rows[0]["images_per_second"] == 3.0
+    assert (rows[1]["batch"], rows[1]["failure"]) == (4, "no memory")
+    program.write_text("print('PyTorch is away'); raise SystemExit(77)")
+    with pytest.raises(SkippedError, match="PyTorch is away"):
+        peer.time_peer("m", (8,), compiled=True)
+
+
+CASES = cases(small=True)
+
+FAST = [case for case in CASES if "pool" in case.name or case.name.split()[0] == "relu"]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_an_operators_run_is_that_of_the_projects_own_bench(case: Case) -> None:
+    kernels = NumpyKernelSet()
+    actual = results(kernels, "float64", case)
+    bench = OperatorBench(kernels, case.spec, case.inputs(), parameters=dict(case.parameters()))
+    n = case.shapes[0][0]
+    output = bench.forward(StepContext(training=True, step=3, sample_ids=np.arange(n), global_count=n))
+    np.testing.assert_array_equal(actual.pop("output"), output)
+    if isinstance(bench.operator, InputView):
+        return
+    gradients = bench.backward(exact(np.random.default_rng(9).standard_normal(output.shape)))
+    expected = {f"d input {number}": gradient for number, gradient in enumerate(gradients.inputs)}
+    expected |= {f"d {role}": gradient for role, gradient in gradients.parameters.items()} | bench.statistics
+    assert actual.keys() == expected.keys()
+    for name, values in expected.items():
+        assert values is not None
+        np.testing.assert_array_equal(actual[name], values, name)
+
+
+def test_differences_are_relative_to_the_largest_element_and_infinite_where_there_is_no_number() -> None:
+    values = np.array([1.0, -4.0])
+    distances = differences(
+        {"a": np.array([1.0, -4.4]), "b": np.array([np.nan, 1.0]), "c": values[:1]}, dict.fromkeys("abc", values)
+    )
+    assert distances["a"] == pytest.approx(0.1)
+    assert (distances["b"], distances["c"]) == (np.inf, np.inf)
+
+
+@pytest.mark.parametrize("precision", ["float64", "float32", "bfloat16"])
+def test_the_emulated_device_passes(cuda_kernels: CudaKernelsFactory, tmp_path: Path, precision: str) -> None:
+    report, missing = StageReport(tmp_path / "kernels.json", "kernels", "emulated"), set[str]()
+    compare_all(cuda_kernels(precision, 2), None, precision, FAST, report, missing)
+    assert not missing
+    assert len(report.content["checks"]) == len(FAST)
+    assert all(check["passed"] for check in report.content["checks"])
+    errors = {row["case"]: row["worst"] for row in report.content[f"errors {precision}"]}
+    assert max(errors.values()) <= TOLERANCES[precision]
+
+
+def test_a_wrong_kernel_and_one_that_raises_are_failed_checks(
+    cuda_kernels: CudaKernelsFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report, kernels = StageReport(tmp_path / "kernels.json", "kernels", "emulated"), cuda_kernels("float64", 2)
+    pools = [case for case in FAST if isinstance(case.spec, PoolSpec)][:2]
+    make = kernels.make
+
+    def wrong(spec: PoolSpec, inputs: tuple[TensorSpec, ...], **options: bool) -> Operator:
+        if spec.kind == "average":
+            raise ValueError("no such kernel")
+        return make(PoolSpec("average", spec.window), inputs, **options)  # in the place of the maximum
+
+    monkeypatch.setattr(kernels, "make", wrong)
+    compare_all(kernels, None, "float64", pools, report, set())
+    assert [check["passed"] for check in report.content["checks"]] == [False, False]
+    assert report.content["checks"][1]["text"] == "ValueError: no such kernel"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_arithmetic_and_loss_on_numpy_are_the_references(dtype: str) -> None:
+    values = arithmetic_results(NumpyKernelSet(), dtype)
+    np.testing.assert_array_equal(values["finite"], [1.0, 0.0])
+    np.testing.assert_array_equal(values["fill"], np.full(values["fill"].size, 0.375))
+    np.testing.assert_array_equal(values["sum"], values["fetch"])
+    np.testing.assert_allclose(values["sum"] - values["copy"], values["from host"], atol=1e-6)
+    logits, labels = np.random.default_rng(0).standard_normal((5, 7)), np.arange(5)
+    sums = loss_results(NumpyKernelSet(), dtype, logits, labels, 0.0)
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    expected = (np.log(np.exp(shifted).sum(axis=1)) - shifted[np.arange(5), labels]).sum()
+    assert sums["sums"][0] == pytest.approx(expected, rel=1e-6)
+    assert sums["sums"][3] == 5
+
+
+@pytest.mark.job
+def test_a_wrong_rounding_is_found() -> None:
+    """Half away from zero in the place of half to even: every second tie differs, one of 2^17 patterns."""
+    device = EmulatedDevice()
+    text = sources.text(SOURCE.stem, SOURCE.parent)
+    assert count_differences(device, rounding_kernel(device), 0x3F7FF000, 1 << 18, 2) == (0, -1)
+    away = text.replace("uint16_t((uint64_t(u) + 0x7fff + (u >> 16 & 1)) >> 16)", "uint16_t((uint64_t(u) + 0x8000) >> 16)")
+    assert away != text
+    kernel = device.kernel("away", "compare_roundings", text=away)
+    count, pattern = count_differences(device, kernel, 0x3F7FF000, 1 << 18, 2)
+    assert count == 2
+    assert pattern & 0x1FFFF == 0x8000
+
+
+@pytest.fixture
+def links_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StageReport:
+    monkeypatch.setattr(device_probe, "trial", lambda: "unaware: no driver")
+    return StageReport(tmp_path / "stage.json", "links", "emulated")
+
+
+@pytest.mark.usefixtures("emulated_device")
+def test_all_operations_are_checked(links_report: StageReport, tmp_path: Path) -> None:
+    links.run(Settings("emulated", tmp_path), links_report)
+    names = [check["name"] for check in links_report.content["checks"]]
+    kinds = ("allreduce", "reduce-scatter", "allgather", "allgather in place", "broadcast", "all-to-all")
+    assert names == ["this rank has a GPU of its own", *(f"NCCL with one rank: {kind}" for kind in kinds)]
+    assert all(check["passed"] for check in links_report.content["checks"])
+    assert links_report.content["mpi"] == "unaware: no driver"
+
+
+def test_an_operation_that_brings_nothing_fails(links_report: StageReport, cuda_kernels: CudaKernelsFactory) -> None:
+    def abort(code: int) -> None:
+        raise SystemExit(code)
+
+    engine = ProgressEngine(rank=0, deadline_seconds=20.0, abort=abort)
+    links.check("nothing", lambda send, recv: Complete(), cuda_kernels("float32"), engine, links_report)
+    (check,) = links_report.content["checks"]
+    assert (check["passed"], check["text"]) == (False, "0.0 to 0.0 of 10.0")
+
+
+@pytest.mark.usefixtures("emulated_device")
+def test_a_machine_without_nccl_says_so(links_report: StageReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(messages: Any) -> str:
+        return "CuPy finds no NCCL"
+
+    monkeypatch.setattr(CudaMessages, "group_fault", missing)
+    with pytest.raises(SkippedError, match="CuPy finds no NCCL"):
+        links.run(Settings("emulated", tmp_path), links_report)
+
+
+SIZES = pixels.Sizes(9, 7, 4, 2)
+
+
+@pytest.fixture
+def pixels_report(tmp_path: Path) -> StageReport:
+    return StageReport(tmp_path / "stage.json", "pixels", "emulated")
+
+
+@pytest.mark.parametrize("precision", ["float64", "float32", "bfloat16"])
+def test_bits_are_compared_and_a_rate_is_told(
+    emulated_device: EmulatedDeviceFactory, pixels_report: StageReport, precision: Precision
+) -> None:
+    kernels = kernel_set(emulated_device(2), precision)
+    check_bits(kernels, SIZES, pixels_report)
+    add_rate(kernels, SIZES, pixels_report)
+    assert [check["passed"] for check in pixels_report.content["checks"]] == [True] * 6
+    for left in ("windows", "resized windows"):
+        assert pixels_report.content[f"images per second of {left} {precision}"] > 0
+
+
+def test_one_wrong_element_is_seen(
+    emulated_device: EmulatedDeviceFactory, pixels_report: StageReport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = PixelBatch.__array__
+
+    def wrong(batch: PixelBatch, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
+        images = made(batch, dtype, copy)
+        images[0, 0, 0, 0] += 1
+        return images
+
+    monkeypatch.setattr(PixelBatch, "__array__", wrong)
+    check_bits(kernel_set(emulated_device(2), "float32"), SIZES, pixels_report)
+    assert [check["text"] for check in pixels_report.content["checks"]] == [f"1 of {4 * 7 * 7 * 3} elements differ"] * 6
+
+
+def test_windows_show_what_they_should() -> None:
+    """Every second image is mirrored, and no window leaves its image."""
+    batch = pixel_batch(pixels._SMALL_SIZES, 3, "float64")
+    plain = np.asarray(PixelBatch(batch.pixels, batch.windows, batch.size, np.ones(3), np.zeros(3), 0.5))
+    for number, (image, window) in enumerate(zip(batch.pixels, batch.windows, strict=True)):
+        top, left = int(window["top"]), int(window["left"]) - (0 if number % 2 else batch.size[1] - 1)
+        shown = image[top : top + batch.size[0], left : left + batch.size[1]].astype(float)
+        shown = shown if number % 2 else shown[:, ::-1]
+        (above, below), (before, behind) = window["filled"].tolist()
+        shown[above:below, before:behind] = 0.5
+        np.testing.assert_array_equal(plain[number], shown)
+
+
+class TimedDevice(AskedDevice):
+    """Has two plans for every convolution but those of the weight, the second of which is the faster one."""
+
+    def time_plans(self) -> None:
+        """Nothing: the times are known."""
+
+    def plan_seconds(self) -> dict[str, dict[str, float]]:
+        return {describe(key): {"eng1": 3.0, "eng2": 2.0} for key in self.keys if key.kind != "weight"}
+
+    def plan_choices(self) -> dict[str, str]:
+        return {describe(key): "eng1" if key.kind == "weight" else "eng2" for key in self.keys}
+
+
+def test_times_of_all_convolutions_with_a_choice_add_up() -> None:
+    keys = convolutions("resnet20", 2, "tf32")
+    count = sum(key.kind != "weight" for key in keys)
+    row = plans.times(TimedDevice(), "resnet20", 2, "tf32")
+    assert (row["convolutions"], row["with_a_choice"]) == (len(keys), count)
+    assert (row["first_seconds"], row["fastest_seconds"]) == (3.0 * count, 2.0 * count)
+    assert set(row["plans"]) == {describe(key) for key in keys if key.kind != "weight"}
+
+
+def test_the_emulated_device_has_nothing_to_time(tmp_path) -> None:
+    with pytest.raises(SkippedError, match="one plan"):
+        plans.run(Settings("emulated", tmp_path), StageReport(tmp_path / "plans.json", "plans", "emulated"))
+
+
+@pytest.mark.job
+@pytest.mark.parametrize("source", sources.names())
+def test_every_name_is_a_kernel_and_float64_is_for_the_cpu(source: str) -> None:
+    names, on_gpu = kernel_names(source, on_cpu=True), kernel_names(source, on_cpu=False)
+    device = EmulatedDevice()
+    for name in names:
+        device.kernel(source, name)
+    assert on_gpu
+    assert set(on_gpu) < set(names) or not any("f64" in name for name in names)
+    assert not any("f64" in name for name in on_gpu)
+
+
+@pytest.mark.parametrize("model", ["vgg16", "resnet20"])
+def test_every_convolution_asks_for_its_plans(model: str) -> None:
+    """Three for each shape; the images' gradient is not asked for."""
+    recorder = make_convolutions(EmulatedDevice(), model, 2, "bfloat16")
+    assert not recorder.failures
+    assert {key.kind for key in recorder.plans} == {"forward", "weight", "input"}
+    shapes = {(key.x, key.w) for key in recorder.plans}
+    first = [key for key in recorder.plans if key.x[3] == 3]
+    assert sorted(key.kind for key in first) == ["forward", "weight"]
+    assert len(recorder.plans) == 3 * len(shapes) - 1
+
+
+def test_a_plan_that_is_missing_is_told_and_the_others_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = EmulatedDevice()
+    plan = device.convolution
+
+    def without_weight_gradients(key: ConvolutionKey) -> DeviceConvolution:
+        if key.kind == "weight":
+            raise BackendError("no plan")
+        return plan(key)
+
+    monkeypatch.setattr(device, "convolution", without_weight_gradients)
+    recorder = make_convolutions(device, "small", 2, "float32")
+    assert set(recorder.failures.values()) == {"BackendError: no plan"}
+    assert {key.kind for key in recorder.failures} == {"weight"}
+    assert {key.kind for key in recorder.plans} == {"forward", "input"}
