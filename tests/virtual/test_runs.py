@@ -1,5 +1,10 @@
-"""The clock of virtual ranks follows the link model exactly."""
+"""Runs on virtual ranks: their time on a modelled link, their results, their ends, and where a program stands."""
 
+from __future__ import annotations
+
+import inspect
+import re
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -7,10 +12,15 @@ import pytest
 
 from hpctrain.comm.base import Handle
 from hpctrain.comm.link import LinkModel
+from hpctrain.errors import CommunicationTimeoutError, DeadlockError
+from hpctrain.virtual import rank, run
 from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain.virtual.rank import SourceLine, source_line
 from hpctrain.virtual.run import run_virtual, virtual_engine, wait
+from tests.support.source_lines import line
 
 LINK = LinkModel(alpha_seconds=1e-5, beta_seconds_per_byte=1e-9)
+
 RANKS = (1, 2, 3, 5, 7, 8)
 
 
@@ -160,3 +170,108 @@ def test_without_a_link_time_stands_still_but_for_compute() -> None:
         return comm.now()
 
     assert run_virtual(3, program, seed=4) == [0.0, 2.0, 4.0]
+
+
+SEEDS = (None, 0, 1, 2, 3)
+
+seeded = pytest.mark.parametrize("seed", SEEDS)
+
+
+@seeded
+def test_operations_that_nobody_matched_are_reported_at_the_end(seed: int | None) -> None:
+    def program(comm: ThreadCommunicator) -> None:
+        part = comm.split(0, comm.rank, "part")
+        assert part is not None
+        if comm.rank == 1:
+            part.iallreduce(np.zeros(3))
+            comm.isend(np.zeros(2), 0, 4)
+
+    with pytest.raises(DeadlockError, match="never matched") as caught:
+        run_virtual(3, program, seed=seed)
+    assert "rank 1: iallreduce 0 on part (3 float64)" in str(caught.value)
+    assert "rank 1: isend on world (2 float64 to rank 0, tag 4)" in str(caught.value)
+
+
+@seeded
+def test_the_first_failure_ends_all_ranks(seed: int | None) -> None:
+    ended = []
+
+    def program(comm: ThreadCommunicator) -> None:
+        try:
+            if comm.rank == 2:
+                wait(comm.ibarrier())
+                raise KeyError("broken")
+            wait(comm.ibarrier(), comm.iallreduce(np.zeros(1)))
+        finally:
+            ended.append(comm.rank)
+
+    with pytest.raises(KeyError, match="broken") as caught:
+        run_virtual(5, program, seed=seed)
+    assert caught.value.__notes__ == ["raised on virtual rank 2 of 5", f"5 virtual ranks, seed {seed}"]
+    assert sorted(ended) == list(range(5))
+
+
+def test_abort_is_the_exit_of_the_job() -> None:
+    def program(comm: ThreadCommunicator) -> None:
+        try:
+            if comm.rank == 1:
+                raise ValueError("the reason")
+            wait(comm.ibarrier())
+        except ValueError:
+            comm.abort(124)
+
+    with pytest.raises(SystemExit) as caught:
+        run_virtual(3, program)
+    assert caught.value.code == 124
+    assert str(caught.value.__cause__) == "the reason"
+    assert "raised on virtual rank 1 of 3" in caught.value.__notes__
+
+
+def test_a_run_that_is_not_over_in_time_says_where_each_rank_is() -> None:
+    lines = {}
+
+    def program(comm: ThreadCommunicator) -> None:
+        if comm.rank == 1:
+            wait(comm.ibarrier())
+        for _ in range(20):
+            lines[0] = line(1)
+            time.sleep(0.02)
+
+    with pytest.raises(CommunicationTimeoutError, match=r"2 virtual ranks were not over after 0\.1 s") as caught:
+        run_virtual(2, program, deadline_seconds=0.1)
+    assert not isinstance(caught.value, DeadlockError)
+    assert re.search(rf"  rank 0 is at \S*{lines[0]}", str(caught.value))
+
+
+@pytest.mark.parametrize("seed", [None, 0, 7])
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_results_come_in_rank_order(ranks: int, seed: int | None) -> None:
+    assert run_virtual(ranks, lambda comm: (comm.rank, comm.size), seed=seed) == [(rank, ranks) for rank in range(ranks)]
+
+
+def test_stragglers_need_a_link() -> None:
+    with pytest.raises(ValueError, match="Stragglers need a link"):
+        run_virtual(3, lambda comm: None, stragglers={1: 3.0})
+
+
+def test_a_line_is_the_one_of_the_caller_outside_of_the_communication() -> None:
+    assert str(source_line()).endswith(line())
+    stood_at: list[str] = []
+
+    class Handle:
+        def test(self) -> bool:
+            frame = inspect.currentframe()
+            assert frame is not None
+            assert frame.f_back is not None
+            assert frame.f_back.f_code.co_filename == run.__file__
+            stood_at.append(str(source_line(frame.f_back)))
+            return True
+
+    run.wait(Handle())  # type: ignore[arg-type]
+    assert stood_at[0].endswith(line(-1))
+
+
+def test_a_line_is_short_where_the_file_lies_below_the_working_directory() -> None:
+    here = SourceLine(rank.__file__, 7)
+    assert str(here).endswith("rank.py:7")
+    assert str(SourceLine("/elsewhere/program.py", 3)) == "/elsewhere/program.py:3"

@@ -1,24 +1,40 @@
-"""Sums in 16-bit messages: sums of rounded parts in rank order, the same bits everywhere, in exactly so many bytes."""
+"""Sums in 16-bit messages, by parts and in the order of a tree: their bits and bytes; stages, turns and spare buffers."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
-from itertools import accumulate, pairwise
+from functools import partial
+from itertools import accumulate, pairwise, permutations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from hpctrain.backend.arithmetic import Arithmetic
 from hpctrain.boxes import even, even_intervals
 from hpctrain.comm.base import Communicator, GradientSums, Handle
-from hpctrain.comm.single import SingleCommunicator
+from hpctrain.comm.device_mpi import over_mpi
+from hpctrain.comm.single import Complete, SingleCommunicator
 from hpctrain.comm.sixteen_bit import Caster, MessageBuffers, SixteenBitSums, sums_over
+from hpctrain.comm.spare_buffers import SpareBuffers
+from hpctrain.comm.stages import Finished, Staged, Stages
+from hpctrain.comm.tree_sums import Terms, TreeSums, tree_sums_over
+from hpctrain.comm.turns import Turns
 from hpctrain.comm.two_level import in_levels, levels
+from hpctrain.summation_tree import ShardsOfRank, TreeAddition
+from hpctrain.testing.transfers import put
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.counters import Counters, CountingCommunicator
 from hpctrain.virtual.run import run_virtual, wait
 from tests.support.bfloat16 import UNIT, PlainBfloat16, rounded
+from tests.support.device_operations import DeviceRank
+from tests.support.device_views import ViewingCommunicator
+from tests.support.emulated import EmulatedDeviceFactory
 
 PLAIN: Caster = PlainBfloat16
+
 _Flying = tuple[Handle, Callable[[], None]]
 
 
@@ -116,6 +132,7 @@ def _norms(comm: Communicator, sums: GradientSums, seed: int) -> _Flying:
     return comm.iallreduce(buffer), lambda: np.testing.assert_array_equal(buffer, expected)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_many_operations_at_once_whatever_is_complete_first(ranks: int) -> None:
@@ -294,3 +311,300 @@ def test_messages_lie_one_after_the_other_and_empty_parts_have_none() -> None:
     assert parts.elements == ((0, 3), (3, 3), (3, 5))
     assert parts.bytes == ((0, 6), (6, 6), (6, 10))
     assert (parts.sizes, parts.total_bytes) == ([6, 0, 4], 10)
+
+
+#: shards, and numbers of ranks: with one term each, and with several
+CASES = [(8, 2), (8, 4), (8, 8), (6, 2), (6, 3), (6, 6), (12, 2), (12, 3), (12, 4), (24, 8), (5, 5)]
+
+
+def _shard_values(shards: int, size: int, dtype: str = "float32") -> np.ndarray:
+    random = np.random.default_rng((shards, size))
+    return (random.standard_normal((shards, size)) * 10.0 ** random.integers(-6, 4, (shards, size))).astype(dtype)
+
+
+def _added(values: np.ndarray, steps: tuple[TreeAddition, ...]) -> np.ndarray:
+    values = values.copy()
+    for step in steps:
+        values[step.left] += values[step.right]
+    return values
+
+
+def _terms(values: np.ndarray, share: ShardsOfRank) -> Terms:
+    """The terms that are left on a rank."""
+    own = _added(values[share.rank * share.count : (share.rank + 1) * share.count], share.additions)
+    terms = tuple(own[place].copy() for place in share.sums)
+    return terms if len(terms) > 1 else terms[0]
+
+
+def _alone(values: np.ndarray) -> np.ndarray:
+    whole: np.ndarray = _added(values, ShardsOfRank(0, 1, len(values)).additions)[0]
+    return whole
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(("shards", "ranks"), CASES)
+def test_a_reduce_scatter_has_the_bits_of_one_rank(shards: int, ranks: int, dtype: str) -> None:
+    counts = [7, 0, 4, 1, 9, 2, 30, 5][:ranks]
+    values = _shard_values(shards, sum(counts), dtype)
+    expected = _alone(values)
+
+    def program(comm: ThreadCommunicator) -> np.ndarray:
+        share = ShardsOfRank(comm.rank, ranks, shards)
+        sums = TreeSums(comm, share)
+        received = np.full(counts[comm.rank], np.nan, dtype)
+        mine = _terms(values, share)
+        handle = sums.ireduce_scatter(mine, received, counts)
+        if isinstance(mine, tuple):
+            for term in mine:  # they have been packed
+                term[...] = np.nan
+        wait(handle)
+        return received
+
+    bounds = pairwise(accumulate(counts, initial=0))
+    for (start, stop), received in zip(bounds, run_virtual(ranks, program, seed=shards), strict=True):
+        assert received.tobytes() == expected[start:stop].tobytes()
+
+
+@pytest.mark.parametrize("size", [0, 1, 5, 64])
+@pytest.mark.parametrize(("shards", "ranks"), CASES)
+def test_allreduces_have_the_bits_of_one_rank_whatever_is_complete_first(shards: int, ranks: int, size: int) -> None:
+    values = [_shard_values(shards, size), _shard_values(shards, size + 3)]
+
+    def program(comm: ThreadCommunicator) -> list[np.ndarray]:
+        share = ShardsOfRank(comm.rank, ranks, shards)
+        sums = tree_sums_over(comm, share, allreduces=True)
+        assert sums is not None
+        terms = [_terms(one, share) for one in values]
+        flying: list[Handle] = [sums.iallreduce(one) for one in terms]
+        while flying:  # the last one first
+            flying = [handle for handle in flying[::-1] if not handle.test()][::-1]
+        return [one[-1] if isinstance(one, tuple) else one for one in terms]
+
+    for results in run_virtual(ranks, program, seed=size):
+        for result, one in zip(results, values, strict=True):
+            assert result.tobytes() == _alone(one).tobytes()
+
+
+def test_the_sums_of_a_transport_have_other_bits() -> None:
+    """The law above can fail."""
+    values = _shard_values(8, 50)
+    sums = []
+    for ranks in (2, 4):
+
+        def program(comm: ThreadCommunicator) -> np.ndarray:
+            count = 8 // comm.size
+            buffer = values[comm.rank * count : (comm.rank + 1) * count].sum(axis=0)
+            wait(comm.iallreduce(buffer))
+            return buffer
+
+        sums.append(run_virtual(ranks, program)[0])
+    assert sums[0].tobytes() != sums[1].tobytes()
+
+
+@pytest.mark.parametrize(("shards", "ranks", "terms"), [(8, 2, 1), (8, 4, 1), (12, 3, 1), (6, 2, 2)])
+def test_a_rank_sends_its_terms_and_nothing_else(shards: int, ranks: int, terms: int) -> None:
+    """With one term the bytes are those of a ring: (P - 1) / P of the array for a reduce-scatter, twice that for an allreduce."""
+    size = 24 * ranks
+    values = _shard_values(shards, size)
+
+    def program(comm: ThreadCommunicator) -> tuple[int, int]:
+        counters = Counters()
+        share = ShardsOfRank(comm.rank, ranks, shards)
+        sums = tree_sums_over(CountingCommunicator(comm, counters), share, allreduces=True)
+        assert sums is not None
+        mine = _terms(values, share)
+        wait(sums.ireduce_scatter(mine, np.empty(24, np.float32), even(size, ranks)))
+        reduced = counters.total().exchanged_bytes
+        wait(sums.iallreduce(mine))
+        return reduced, counters.total().exchanged_bytes - reduced
+
+    of_ring = 4 * 24 * (ranks - 1)
+    for reduced, allreduced in run_virtual(ranks, program):
+        assert reduced == terms * of_ring
+        assert allreduced == (terms + 1) * of_ring
+
+
+def test_buffers_are_made_once() -> None:
+    def program(comm: ThreadCommunicator) -> tuple[int, int]:
+        share = ShardsOfRank(comm.rank, 2, 6)
+        sums = tree_sums_over(comm, share, allreduces=True)
+        assert sums is not None
+        mine = _terms(_shard_values(6, 10), share)
+        numbers = []
+        for _ in range(3):
+            wait(sums.iallreduce(mine), sums.ireduce_scatter(mine, np.empty(5, np.float32), (5, 5)))
+            numbers.append(len(sums._spare))
+        return numbers[0], numbers[-1]
+
+    for first, last in run_virtual(2, program):
+        assert first == last > 0
+
+
+def test_one_rank_needs_no_sums() -> None:
+    assert tree_sums_over(SingleCommunicator(), ShardsOfRank(0, 1, 8), allreduces=True) is None
+
+
+def _reach_mpi(comm: Communicator, arithmetic: Arithmetic) -> Communicator:
+    return over_mpi(ViewingCommunicator(comm), arithmetic)
+
+
+def _numbers(rank: int, size: int) -> np.ndarray:
+    """Numbers whose sum depends on its order."""
+    return np.random.default_rng(rank).standard_normal(size) * 10.0 ** np.random.default_rng(100 + rank).integers(-8, 8, size)
+
+
+@pytest.mark.parametrize(("ranks", "size"), [(2, 7), (3, 8), (4, 2), (3, 0)])
+def test_parts_are_added_in_the_order_of_ranks(ranks: int, size: int, emulated_device: EmulatedDeviceFactory) -> None:
+    """To the last bit, whatever arrives first; some ranks own nothing."""
+    total = np.zeros(size)
+    for other in range(ranks):
+        total = total + _numbers(other, size) if other else _numbers(0, size)
+
+    def program(comm: ThreadCommunicator) -> None:
+        rank = DeviceRank(comm, emulated_device(comm.rank), _reach_mpi)
+        counts = even(size, ranks)
+        begin = sum(counts[: comm.rank])
+        received = rank.on_device(np.zeros(counts[comm.rank]))
+        whole, halves = (rank.on_device(_numbers(comm.rank, size)) for _ in range(2))
+        for _ in range(2):
+            put(rank.kernels, whole, _numbers(comm.rank, size))
+            wait(rank.comm.iallreduce(whole), rank.comm.ireduce_scatter(halves, received, counts))
+            np.testing.assert_array_equal(rank.on_host(whole), total)
+            np.testing.assert_array_equal(rank.on_host(received), total[begin : begin + counts[comm.rank]])
+
+    for seed in range(5):
+        run_virtual(ranks, program, seed=seed)
+
+
+def test_second_stages_keep_the_order_of_the_first(emulated_device: EmulatedDeviceFactory) -> None:
+    """Allreduces that are tested in another order on each rank."""
+
+    def program(comm: ThreadCommunicator) -> None:
+        rank = DeviceRank(comm, emulated_device(comm.rank), _reach_mpi)
+        buffers = [rank.on_device(np.full(4 + n, comm.rank + 1.0)) for n in range(4)]
+        handles = [rank.comm.iallreduce(buffer) for buffer in buffers]
+        order = list(reversed(handles)) if comm.rank else handles
+        while [handle for handle in order if not handle.test()]:  # as an engine's wait drives all
+            pass
+        for buffer in buffers:
+            np.testing.assert_array_equal(rank.on_host(buffer), np.full(buffer.size, 6.0))
+
+    for seed in range(10):
+        run_virtual(3, program, seed=seed)
+
+
+class _Step:
+    """A handle that is complete when told so."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.complete, self.tests = name, False, 0
+
+    def test(self) -> bool:
+        self.tests += 1
+        return self.complete
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@pytest.mark.parametrize("order", list(permutations(range(3))))
+def test_second_stages_begin_in_posting_order(order: tuple[int, ...]) -> None:
+    stages, begun, finished = Stages(), [], []
+    firsts, seconds = [_Step(f"first {i}") for i in range(3)], [_Step(f"second {i}") for i in range(3)]
+
+    def staged(i: int) -> Staged:
+        def begin() -> _Step:
+            begun.append(i)
+            return seconds[i]
+
+        return stages.add(firsts[i], begin, lambda: finished.append(i))
+
+    handles = [staged(i) for i in range(3)]
+    for position in order:
+        firsts[position].complete = True
+        assert not handles[position].test()
+        missing = [i for i in range(3) if not firsts[i].complete]
+        assert begun == list(range(min(missing, default=3)))
+    for second in reversed(seconds):
+        second.complete = True
+    assert all(handle.test() and handle.test() for handle in reversed(handles))
+    assert finished == [2, 1, 0]
+
+
+def test_what_follows_an_operation_is_done_once_and_in_the_test_that_finds_it_complete() -> None:
+    calls: list[int] = []
+    operation = _Step("all-to-all of 3 elements")
+    handle = Finished(operation, lambda: calls.append(operation.tests))
+    assert str(handle) == "all-to-all of 3 elements"
+    assert not handle.test()
+    assert calls == []
+    operation.complete = True
+    assert handle.test()
+    assert handle.test()
+    assert calls == [2]
+    assert operation.tests == 2
+
+
+def test_an_operation_says_at_which_stage_it_is() -> None:
+    stages = Stages()
+    firsts, second = [_Step("all-to-all"), _Step("all-to-all")], _Step("allgather")
+    before, after = (stages.add(first, lambda: second) for first in firsts)
+    assert str(after) == "all-to-all, the first of two stages"
+    firsts[1].complete = True
+    assert not after.test()
+    assert str(after) == "first of two stages complete"
+    firsts[0].complete = True
+    assert not before.test()
+    assert str(after) == "allgather, the second of two stages"
+
+
+@given(st.integers(1, 12), st.randoms(use_true_random=False))
+def test_operations_begin_in_the_order_of_their_places(count: int, source: random.Random) -> None:
+    begun: list[int] = []
+
+    def start(number: int) -> Handle:
+        begun.append(number)
+        return Complete()
+
+    turns = Turns()
+    places = [turns.take() for _ in range(count)]
+    for number in source.sample(range(count), count):
+        places[number].when_ready(partial(start, number))
+        assert begun == list(range(len(begun)))
+        source.choice(places).test()
+    assert begun == list(range(count))
+    assert all(place.test() for place in places)
+
+
+def test_texts() -> None:
+    turns = Turns()
+    first, second = turns.take(), turns.take()
+    second.when_ready(Complete)
+    assert not second.test()
+    assert str(second) == "waiting for its turn behind operations within the node"
+    first.when_ready(Complete)
+    assert second.test()
+    assert str(second) == "of one process"
+
+
+def test_buffers_are_used_again_and_by_one_at_a_time() -> None:
+    spare, like = SpareBuffers(), np.ones(3, np.float32)
+    first, second = spare.take(5, like), spare.take(5, like)
+    assert not np.shares_memory(first, second)
+    spare.give_back(first, second)
+    assert len(spare) == 2
+    again = {id(spare.take(5, like)), id(spare.take(5, like))}
+    assert again == {id(first), id(second)}
+    assert len(spare) == 0
+
+
+def test_sizes_and_dtypes_have_their_own() -> None:
+    spare = SpareBuffers()
+    buffer = spare.take(4, np.ones(1, np.float32))
+    assert (buffer.shape, buffer.dtype) == ((4,), np.float32)
+    spare.give_back(buffer)
+    for size, dtype in ((4, np.float64), (3, np.float32), (0, np.uint8)):
+        other = spare.take(size, np.ones((2, 2), dtype))
+        assert (other.shape, other.dtype) == ((size,), dtype)
+        assert not np.shares_memory(other, buffer)
+    assert spare.take(4, np.zeros(9, np.float32)) is buffer

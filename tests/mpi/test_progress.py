@@ -1,6 +1,9 @@
-"""A traced training on several ranks: one file, one clock, a table that adds up."""
+"""Progress modes and posting threads over MPI give the same bits; and traces of several ranks have one clock."""
+
+from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Generator
 from functools import partial
@@ -10,22 +13,116 @@ import numpy as np
 import pytest
 
 from hpctrain.averaging.strategies.blocking import Blocking
+from hpctrain.averaging.strategies.bucketed import Bucketed
+from hpctrain.averaging.strategies.lazy import Lazy
+from hpctrain.averaging.strategies.overlap import Overlap
+from hpctrain.averaging.strategies.priority import Priority
+from hpctrain.averaging.strategies.sharded import Sharded
+from hpctrain.averaging.strategies.sparse import Sparse
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.kernels.onednn.kernel_set import OnednnKernelSet
+from hpctrain.comm import mpi, progress_mode
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.clock import measure_offset
 from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.data.loader import Batch
 from hpctrain.experiment.trace_report import TABLE_FILE, TRACE_FILE, TraceReport
+from hpctrain.optim.optimizers.lars import Lars
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.trace.tracer import Tracer
 from hpctrain.train.tracing import traced_steps
 from tests.support import nets
-from tests.support.training import Task, batches, replica_of
+from tests.support.training import Task, batches, replica_of, train
+
+
+@pytest.mark.mpi_differs
+@pytest.mark.parallel([1, 2, 3])
+def test_all_ways_are_measured_and_all_ranks_agree(world: Communicator, progress: ProgressEngine) -> None:
+    assert mpi.threads_may_call()
+    measured = progress_mode.measure(world, progress, tuple(ProgressMode), operator_seconds=1e-3, most_bytes=100_000)
+    assert measured is not None
+    everyone = world.allgather_object(measured)
+    assert all(each == measured for each in everyone)
+    assert measured.by_round.keys() == set(ProgressMode)
+    assert progress_mode.choose(measured) in ProgressMode
+    progress.stop_thread()
+
+
+@pytest.mark.mpi_differs
+@pytest.mark.parametrize("mode", [ProgressMode.NONE, ProgressMode.THREAD, ProgressMode.POSTING])
+@pytest.mark.parallel([1, 2, 3])
+def test_training_does_not_depend_on_the_mode(world: Communicator, progress: ProgressEngine, mode: ProgressMode) -> None:
+    task = Task(partial(nets.residual), NumpyKernelSet(), Sgd, steps=8)
+    usual = train(task, world, progress, Blocking)
+    progress_mode.apply(progress, mode)
+    other = train(task, world, progress, Blocking)
+    progress_mode.apply(progress, ProgressMode.TEST)
+    for name, values in usual.parameters.items():
+        assert np.array_equal(values, other.parameters[name]), name
+
+
+@pytest.mark.mpi_differs
+@pytest.mark.parallel([2, 3])
+def test_many_messages_under_the_thread_arrive_whole(world: Communicator, progress: ProgressEngine) -> None:
+    progress_mode.apply(progress, ProgressMode.THREAD)
+    queue = progress.queue(world)
+    left = np.ones((200, 200))
+    for repeat in range(30):
+        buffers = [np.full(1000 + 37 * k, world.rank + k + repeat, np.float32) for k in range(10)]
+        with progress.computing():
+            tickets = [queue.post(partial(world.iallreduce, buffer), f"buffer {k}") for k, buffer in enumerate(buffers)]
+            for _ in range(5):
+                left @ left
+                progress.operator_done()
+        progress.wait(tickets)
+        for k, buffer in enumerate(buffers):
+            assert np.all(buffer == sum(range(world.size)) + world.size * (k + repeat))
+    progress.stop_thread()
+
+
+CASES = {
+    "sharded": (Sharded, Sgd, {}),
+    "sharded, inputs and errors": (Sharded, Sgd, {"fc_exchange": "always"}),
+    "sharded, lars": (Sharded, Lars, {}),
+    "sharded, clipped": (Sharded, partial(Sgd, clip_norm=0.1), {}),
+    "priority": (Priority, Sgd, {"slice_parameters": 200, "window": 2, "replan": False}),
+    "overlap": (Overlap, Sgd, {}),
+    "bucketed": (Bucketed, Sgd, {"bucket_bytes": 400}),
+    "lazy": (Lazy, Sgd, {}),
+    "sharded, in 16 bits": (Sharded, Sgd, {"wire": "bfloat16", "wire_parameters": "bfloat16"}),
+    "bucketed, in 16 bits": (Bucketed, Sgd, {"bucket_bytes": 400, "wire": "float16"}),
+    "sparse": (Sparse, Sgd, {"density": 0.2, "compress": "always", "least_elements": 40, "two_level": False}),
+}
+
+
+@pytest.mark.mpi_differs
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parallel([2, 3, 4])
+def test_the_bits_are_those_of_posting_by_the_program(world: Communicator, progress: ProgressEngine, case: str) -> None:
+    strategy, optimizer, options = CASES[case]
+    task = Task(partial(nets.residual), OnednnKernelSet(), optimizer, dtype="float32", steps=12)
+    usual = train(task, world, progress, strategy, nominal_batch=task.batch, **options)
+    switches = sys.getswitchinterval()
+    progress_mode.apply(progress, ProgressMode.POSTING)
+    sys.setswitchinterval(1e-5)
+    try:
+        other = train(task, world, progress, strategy, nominal_batch=task.batch, **options)
+    finally:
+        sys.setswitchinterval(switches)
+        progress_mode.apply(progress, ProgressMode.TEST)
+    for name, values in usual.parameters.items():
+        assert np.array_equal(values, other.parameters[name]), name
+    assert [total.loss for total in usual.totals] == [total.loss for total in other.totals]
+
 
 LATE_SECONDS = 0.05
+
 STEPS = 5
 
 
+@pytest.mark.mpi_differs
 @pytest.mark.parallel([1, 2, 3])
 def test_clocks_of_one_machine_are_the_same_clock(world: Communicator, progress: ProgressEngine) -> None:
     found = measure_offset(world, progress.wait_handle)  # perf_counter is the machine's: its true offset is 0
@@ -87,6 +184,7 @@ def test_one_file_and_one_table_of_all_ranks(world: Communicator, tmp_path: Path
     assert any(f" {world.size - 1} by " in line for line in said)
 
 
+@pytest.mark.mpi_differs
 @pytest.mark.parallel([1, 2, 3])
 def test_a_receive_never_completes_before_the_send_was_posted(world: Communicator, tmp_path: Path) -> None:
     """On one clock, no rank knows of the sum before the last one has posted its part, to within the clocks' error."""
