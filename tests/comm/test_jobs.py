@@ -20,20 +20,19 @@ from tests.support.jobs import Outcome, run_job
 
 Job = Callable[..., Outcome]
 
-_SOON_SECONDS = 25  # starting MPI on a busy machine takes seconds; a hang would take the deadline, far longer
-
-_LONG_DEADLINE = 300
+#: a job that hangs is ended by its test, which fails; no start of MPI on a busy machine takes as long
+_HANGS_SECONDS, _LONG_DEADLINE = 150, 300
 
 _WORLD = f"""
 from hpctrain.comm import mpi
 from hpctrain.comm.progress import ProgressEngine
-import numpy as np
+import numpy as np, sys, time
 world = mpi.world({_LONG_DEADLINE})
 """
 
 
-def _run(job: Job, ranks: int, program: str, **options: object) -> Outcome:
-    return job(ranks, ["-c", _WORLD + textwrap.dedent(program)], **options)
+def _run(job: Job, ranks: int, program: str) -> Outcome:
+    return job(ranks, ["-c", _WORLD + textwrap.dedent(program)], timeout_seconds=_HANGS_SECONDS)
 
 
 def test_a_job_that_ends_well_gives_zero(job: Job) -> None:
@@ -42,52 +41,23 @@ def test_a_job_that_ends_well_gives_zero(job: Job) -> None:
     assert outcome.stdout.count("sum 3") == 3
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("failing", [0, 1])
-def test_one_rank_that_raises_ends_the_job(job: Job, failing: int) -> None:
-    outcome = _run(
-        job,
-        2,
-        f"""
-        if world.rank == {failing}:
-            raise ZeroDivisionError("no such luck")
-        world.allgather_object(None)
-        """,
-    )
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(
+    ("ranks", "end"),
+    [
+        (2, "if world.rank == 0: raise ZeroDivisionError('no such luck')"),
+        (2, "if world.rank == 1: raise ZeroDivisionError('no such luck')"),
+        (2, "if world.rank == 1: sys.exit(3)"),
+        (3, "part = world.split(world.rank % 2, 0, 'part')\nif world.rank == 1: part.abort(7)"),
+    ],
+    ids=["the root raises", "another raises", "exits", "aborts"],
+)
+def test_one_rank_that_ends_badly_ends_the_job(job: Job, ranks: int, end: str) -> None:
+    outcome = _run(job, ranks, f"{end}\nworld.allgather_object(None)")
     assert outcome.code != 0
-    assert outcome.seconds < _SOON_SECONDS
-    assert outcome.output.count("ZeroDivisionError: no such luck") == 1
-    assert outcome.output.count("Traceback") == 1
-
-
-def test_one_rank_that_exits_ends_the_job(job: Job) -> None:
-    outcome = _run(
-        job,
-        2,
-        """
-        import sys
-        if world.rank == 1:
-            sys.exit(3)
-        world.allgather_object(None)
-        """,
-    )
-    assert outcome.code != 0
-    assert outcome.seconds < _SOON_SECONDS
-
-
-def test_abort_ends_the_job_from_any_communicator(job: Job) -> None:
-    outcome = _run(
-        job,
-        3,
-        """
-        part = world.split(world.rank % 2, 0, "part")
-        if world.rank == 1:
-            part.abort(7)
-        world.allgather_object(None)
-        """,
-    )
-    assert outcome.code != 0
-    assert outcome.seconds < _SOON_SECONDS
+    if "raise" in end:
+        assert outcome.output.count("ZeroDivisionError: no such luck") == 1
+        assert outcome.output.count("Traceback") == 1
 
 
 def test_a_missed_deadline_names_rank_operation_parameter_and_stacks(job: Job) -> None:
@@ -102,8 +72,7 @@ def test_a_missed_deadline_names_rank_operation_parameter_and_stacks(job: Job) -
         done = queue.post(lambda: world.iallreduce(np.ones(3)), "features.0.weight")
         engine.wait(done)
         if world.rank == 0:
-            import time
-            time.sleep(60)  # never comes to the next one
+            time.sleep(600)  # never comes to the next one
 
         def step_of_the_victim():
             lost = queue.post(lambda: world.iallreduce(np.ones(225, np.float32)), "features.3.weight")
@@ -114,12 +83,8 @@ def test_a_missed_deadline_names_rank_operation_parameter_and_stacks(job: Job) -
         """,
     )
     assert outcome.code != 0
-    assert outcome.seconds < _SOON_SECONDS
-    text = outcome.stderr
-    assert (
-        f"{place(1, 2)}no completion within the deadline of 1.5 s: classifier.bias: queue world, sequence number 2, not started"
-        in text
-    )
+    text, lost = outcome.stderr, "classifier.bias: queue world, sequence number 2, not started"
+    assert f"{place(1, 2)}no completion within the deadline of 1.5 s: {lost}" in text
     assert "features.3.weight: queue world, sequence number 1, operation allreduce of 225 float32 elements, in flight" in text
     assert "step_of_the_victim" in text
     assert "features.0.weight" not in text
@@ -131,16 +96,13 @@ def test_object_operations_have_the_deadline_too(job: Job) -> None:
     world = mpi.world(5)
     if world.rank == 0:
         import time
-        time.sleep(60)
+        time.sleep(600)
     world.split(0, 0, "column")
     """
-    outcome = job(2, ["-c", textwrap.dedent(program)])
+    outcome = job(2, ["-c", textwrap.dedent(program)], timeout_seconds=_HANGS_SECONDS)
     assert outcome.code != 0
-    assert outcome.seconds < _SOON_SECONDS
-    assert (
-        f"{place(1, 2)}no completion within the deadline of 5 s: split into column (communicator world of ranks 0-1)"
-        in outcome.stderr
-    )
+    lost = "split into column (communicator world of ranks 0-1)"
+    assert f"{place(1, 2)}no completion within the deadline of 5 s: {lost}" in outcome.stderr
 
 
 def test_ranks_that_are_jobs_of_their_own_are_refused(job: Job) -> None:
@@ -171,7 +133,7 @@ def _pytest(job: Job, ranks: int, tests: str, folder: Path) -> Outcome:
     (folder / "test_inner.py").write_text("import pytest, time\n" + textwrap.dedent(tests))
     (folder / "pytest.ini").write_text(f"[pytest]\npythonpath = {_TOP}\n")
     arguments = ["-m", "pytest", "-p", "no:cacheprovider", "--color=no", "-m", f"parallel[{ranks}]", "test_inner.py"]
-    return job(ranks, arguments, cwd=folder)
+    return job(ranks, arguments, cwd=folder, timeout_seconds=_HANGS_SECONDS)
 
 
 @pytest.mark.sample(1)
@@ -212,7 +174,6 @@ def test_a_failure_while_others_wait_ends_the_suite(job: Job, tmp_path: Path) ->
         tmp_path,
     )
     assert outcome.code != 0
-    assert outcome.seconds < _SOON_SECONDS
     assert "AssertionError: before the barrier" in outcome.output
 
 
@@ -233,7 +194,6 @@ def test_a_fixture_that_fails_on_one_rank_fails_the_test_on_all(job: Job, tmp_pa
         tmp_path,
     )
     assert outcome.code != 0
-    assert outcome.seconds < _SOON_SECONDS
     assert "1 error" in outcome.stdout, outcome.output
     assert "no fixture here" in outcome.output
 
@@ -259,7 +219,6 @@ def test_a_phase_that_hangs_ends_the_process_with_its_stacks(hang: str, code: in
     """
     outcome = run_job(0, ["-c", textwrap.dedent(program)])
     assert outcome.code == code
-    assert outcome.seconds < 30
     assert "in the_culprit" in outcome.stderr
     if code == 124:
         assert f"{place(4)}The start of MPI did not end within the deadline of 0.3 s" in outcome.stderr
