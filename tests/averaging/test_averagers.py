@@ -340,15 +340,6 @@ def test_resume_is_bitwise_whatever_is_measured(monkeypatch: pytest.MonkeyPatch,
         assert ours.tobytes() == theirs.tobytes()
 
 
-@pytest.mark.parametrize("strategy", ["bucketed", "sharded", "lazy"])
-def test_another_measurement_alone_would_have_changed_slices(monkeypatch: pytest.MonkeyPatch, strategy: str) -> None:
-    _measure(monkeypatch, FAST)
-    first = _first(strategy, 2, range(3))[0]
-    _measure(monkeypatch, SLOW)
-    second = _second(strategy, 2, range(3, 12), first, stored=False)[0]
-    assert len(CollectiveSchedule.from_json(second[2]).slices) < len(CollectiveSchedule.from_json(first[2]).slices)
-
-
 @pytest.mark.parametrize("stop", [3, 7])
 def test_an_order_not_yet_measured_is_measured_after_the_resume(monkeypatch: pytest.MonkeyPatch, stop: int) -> None:
     measured: list[str] = []
@@ -396,16 +387,6 @@ def test_what_is_measured_changes_no_bit_by_default(monkeypatch: pytest.MonkeyPa
             assert all(own[name].tobytes() == other[name].tobytes() for name in own)
     if strategy in ("sharded", "priority"):
         assert all(schedule.timed for schedule in schedules)
-
-
-def test_times_do_change_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slice_sizes, "RULE_LINK", LinkModel(1e-7, 1e-7))
-    orders = set()
-    for seed in range(6):
-        _measure(monkeypatch, LinkModel(1e-7, 1e-8))
-        _measure_times(monkeypatch, 10 * seed)
-        orders.add(CollectiveSchedule.from_json(_first("sharded", 2, range(7), "rule")[0][2]).operations)
-    assert len(orders) > 1
 
 
 @pytest.mark.parametrize("strategy", STORED_STRATEGIES)

@@ -84,21 +84,6 @@ def test_the_stem_of_a_residual_network_on_odd_images_over_three_ranks() -> None
         _check(3, _all_uses(model, (225, 225, 3), 3, (1, 3), samples=1), 1e-11)
 
 
-def test_the_first_layers_of_alexnet() -> None:
-    """11x11/4 padding 2, 3x3/2 pooling without padding, 5x5 padding 2 in two groups."""
-    layers: dict[str, Layer] = {
-        "double": Double(),
-        "conv1": Conv2d(3, 4, 11, 4, padding=2),
-        "relu1": ReLU(),
-        "pool1": MaxPool(3, 2),
-        "conv2": Conv2d(4, 6, 5, padding=2, groups=2),
-        "relu2": ReLU(),
-        "pool2": MaxPool(3, 2),
-    }
-    for ranks, tiles in ((2, (1, 2)), (3, None), (4, (2, 2))):
-        _check(ranks, _all_uses(Sequential(layers), (119, 119, 3), ranks, tiles, samples=1))
-
-
 class Blur(ArrayLayer):
     """y[o] = gain * sum of x over k rows and 1 column, padding p of zeros: a layer that says no more than its window."""
 

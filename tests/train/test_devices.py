@@ -29,7 +29,6 @@ from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.pixel_batch import PixelBatch
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator
-from hpctrain.comm.transports import Transport
 from hpctrain.data import format as data_format
 from hpctrain.data.format import ImageFile
 from hpctrain.data.loader import Loader
@@ -48,7 +47,7 @@ from hpctrain.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
 from tests.support.device_views import ViewingCommunicator
 from tests.support.emulated import EmulatedDeviceFactory
-from tests.support.training import Result, Task, assert_same_training, batches, replica_of, train
+from tests.support.training import Result, Task, batches, replica_of, train
 
 
 @dataclass(frozen=True)
@@ -72,11 +71,6 @@ WAYS = {
     "lazy": _Way(Lazy, {"max_interval": 1}),
     "sparse": _Way(Sparse, {"density": 1.0, "compress": "always", "least_elements": 4}, per_node=1),
 }
-
-
-def _fits(way: str, ranks: int) -> bool:
-    """Two levels need two nodes of two ranks each."""
-    return WAYS[way].per_node != 2 or ranks == 4
 
 
 MODELS: list[Callable[[], Layer]] = [partial(nets.plain, dropout=0.3), nets.residual]
@@ -106,30 +100,6 @@ def _trained(task: Task, way: _Way, ranks: int, kernels: Callable[[int], KernelS
         return train(of_rank, ranks, virtual_engine(comm), way.strategy, nominal_batch=task.batch, **way.options)
 
     return run_virtual(ranks, program, seed=seed, ranks_per_node=way.per_node)
-
-
-def _alone(task: Task) -> Result:
-    return _trained(task, WAYS["blocking"], 1, lambda rank: NumpyKernelSet())[0]
-
-
-@pytest.mark.sample(5)
-@pytest.mark.slow
-@pytest.mark.parametrize("transport", ["staged", "mpi", "nccl"])
-@pytest.mark.parametrize(("way", "ranks"), [(name, ranks) for name in WAYS for ranks in (2, 3, 4) if _fits(name, ranks)])
-def test_a_training_is_that_of_one_rank_of_numpy(
-    way: str, ranks: int, transport: Transport, emulated_device: EmulatedDeviceFactory
-) -> None:
-    seed = 10 * list(WAYS).index(way) + ranks
-    task = _task(seed, transport=transport)
-    devices = [emulated_device(seed + rank) for rank in range(ranks)]
-    results = _trained(task, WAYS[way], ranks, lambda rank: _kernels(devices[rank], graphs=bool(seed % 4)), seed=seed)
-    expected = _alone(task)
-    for result in results:
-        assert_same_training(result, expected)
-        for name, values in results[0].parameters.items():
-            np.testing.assert_array_equal(result.parameters[name], values)
-    for device in devices:
-        device.finish()
 
 
 @pytest.mark.slow

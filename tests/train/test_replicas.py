@@ -181,7 +181,6 @@ OWN_LOOP_TASK = Task(nets.plain, NumpyKernelSet(), partial(Sgd, momentum=0.9), s
 
 QUIET = FlightNotes(None)
 
-CHECKED = CheckCadence(1, least_part_bytes=1)
 
 RANKS = (1, 2, 3)
 
@@ -219,21 +218,6 @@ def test_settling_hears_of_a_request_of_the_last_step(ranks: int) -> None:
         return before, replica.loop.stop_requested
 
     assert run_virtual(ranks, program) == [(False, True)] * ranks
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("strategy", [Blocking, Sharded])
-def test_checks_and_notes_change_no_bit(ranks: int, strategy: type) -> None:
-    def program(comm: ThreadCommunicator, task: Task) -> dict[str, bytes]:
-        result = train(task, comm, virtual_engine(comm), strategy)
-        return {name: values.tobytes() for name, values in result.parameters.items()}
-
-    without, checked, skipping = (
-        run_virtual(ranks, partial(program, task=task), seed=5)
-        for task in (OWN_LOOP_TASK, replace(OWN_LOOP_TASK, checks=CHECKED), replace(OWN_LOOP_TASK, checks=CHECKED, skips=True))
-    )
-    assert without == checked == skipping
 
 
 def _poisoned(comm: ThreadCommunicator, bad_steps: set[int], loop: OwnLoop) -> Replica:
@@ -483,26 +467,6 @@ def test_a_world_of_one_rank_takes_arrays_that_its_transport_does_not() -> None:
 def _cuda(emulated_device: EmulatedDeviceFactory, precision: Precision) -> CudaKernelSet:
     device = emulated_device(0)
     return CudaKernelSet(CudaRuntime(device, device.stream("compute"), precision, graphs=False))
-
-
-@pytest.mark.parametrize(
-    ("strategy", "optimizer", "model"),
-    [
-        ("exchanging", "sgd", nets.plain),
-        ("sharded", "lars", padded),
-    ],
-)
-def test_a_device_trains_like_the_host(
-    emulated_device: EmulatedDeviceFactory, strategy: str, optimizer: str, model: Callable[[], Layer]
-) -> None:
-    results = []
-    for kernels in (_cuda(emulated_device, "float64"), NumpyKernelSet()):
-        task = _task(kernels, optimizer, model=model, steps=3)
-        results.append(_everything(*_trained(task, strategy), task))
-    assert results[0].keys() == results[1].keys()
-    for name, expected in results[1].items():
-        scale = float(np.abs(expected).max(initial=1e-9))
-        np.testing.assert_allclose(results[0][name], expected, rtol=0.0, atol=1e-12 * scale, err_msg=name)
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-5), ("tf32", 1e-5), ("bfloat16", 1e-2)])

@@ -131,19 +131,6 @@ def test_alltoall_transposes_the_parts(ranks: int, seed: int | None) -> None:
 
 @everywhere
 @seeded
-def test_broadcast_from_every_root(ranks: int, seed: int | None) -> None:
-    def program(comm: ThreadCommunicator) -> list[np.ndarray]:
-        buffers = [values((comm.rank, root), 9) for root in range(ranks)]
-        wait(*[comm.ibroadcast(buffer, root) for root, buffer in enumerate(buffers)])
-        return buffers
-
-    for buffers in run_virtual(ranks, program, seed=seed):
-        for root, buffer in enumerate(buffers):
-            np.testing.assert_array_equal(buffer, values((root, root), 9))
-
-
-@everywhere
-@seeded
 def test_nobody_leaves_a_barrier_before_all_have_come(ranks: int, seed: int | None) -> None:
     came = [0] * ranks
 
@@ -283,35 +270,6 @@ def test_it_is_a_communicator_and_its_handles_are_handles() -> None:
 def test_unusable_arguments_are_refused_with_a_sentence(call: Callable[..., Handle], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         run_virtual(2, lambda comm: wait(call(comm, np.zeros(8))))
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("seed", [None, 5])
-def test_64_ranks(seed: int | None) -> None:
-    """An 8 x 8 grid: split groups, data groups, neighbours and the world at once."""
-
-    def program(comm: ThreadCommunicator) -> None:
-        split = comm.split(comm.rank // 8, comm.rank, "split")
-        data = comm.split(comm.rank % 8, comm.rank, "data")
-        assert split is not None
-        assert data is not None
-        for _ in range(3):
-            x, y, halo = np.array([float(comm.rank)]), np.arange(64.0), np.zeros(2)
-            mine, everyone = np.zeros(8), np.zeros(64)
-            everyone[comm.rank] = comm.rank
-            wait(
-                comm.iallgather(None, everyone, [1] * 64),
-                split.iallreduce(x),
-                data.ireduce_scatter(y, mine, [8] * 8),
-                comm.isend(np.full(2, float(comm.rank)), (comm.rank + 1) % 64, 0),
-                comm.irecv(halo, (comm.rank - 1) % 64, 0),
-            )
-            assert x[0] == sum(range(comm.rank // 8 * 8, comm.rank // 8 * 8 + 8))
-            np.testing.assert_array_equal(mine, 8 * np.arange(64.0)[comm.rank // 8 * 8 :][:8])
-            np.testing.assert_array_equal(everyone, np.arange(64))
-            assert halo[0] == (comm.rank - 1) % 64
-
-    run_virtual(64, program, seed=seed)
 
 
 LINE = SourceLine("program.py", 1)
