@@ -59,7 +59,6 @@ from tests.train.test_checksums import STRATEGIES as STATE_STRATEGIES
 from tests.train.test_checksums import made, task_on
 
 LINK = LinkModel(1e-4, 1e-3)
-
 OPTIONS: dict[type[Strategy], dict[str, int]] = {Sharded: {"bucket_bytes": 40}, Priority: {"slice_parameters": 8}}
 
 
@@ -247,7 +246,6 @@ def test_very_large_slices_travel_in_parts_unless_each_parameter_is_to_be_a_mess
 
 
 STORED_SIZES = (5000, 9001, 3, 12000, 8000)
-
 FAST, SLOW = LinkModel(1e-6, 1e-8), LinkModel(1e-3, 1e-8)  # slices of 16 KiB, and one of everything
 
 STORED_STRATEGIES: dict[str, tuple[type[Strategy], dict[str, object]]] = {
@@ -567,9 +565,7 @@ def test_a_swap_brings_the_average_a_second_one_the_weights_and_a_copy_ends_the_
 
 
 UNDO_COPY_TASK = Task(nets.plain, NumpyKernelSet(), partial(Sgd, momentum=0.9), steps=6)
-
 _SPARSE = {**STRATEGIES["sparse, all of it"][1], "density": 0.1}
-
 _CORRECTED = {"momentum_correction": 0.9, "warmup_density": 1.0, "warmup_steps": 4}
 
 CASES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {

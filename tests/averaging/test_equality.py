@@ -222,7 +222,6 @@ def test_micro_batches_equal_one_large_batch(strategy: str) -> None:
 
 
 IN_LEVELS = [*(name for name in STRATEGIES if name.startswith(("sharded", "priority"))), *OF_NODES]
-
 PLACEMENTS = [(0, 1, 0, 1), (2, 1, 0, 0, 1, 2)]
 
 

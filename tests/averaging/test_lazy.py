@@ -26,7 +26,6 @@ from hpctrain.virtual.run import run_virtual, virtual_engine
 from tests.support.averaging import INPUTS, LR, OPTIMIZERS, OUTPUTS, SAMPLES, Watched, averaged, make_group, one_step, run_steps
 
 STEPS = 20
-
 Values = dict[str, np.ndarray]
 
 

@@ -47,7 +47,6 @@ PLACES = {
 }
 
 OPTIONS: dict[str, Any] = {"density": 0.2, "compress": "always", "least_elements": 4, "bucket_bytes": 100}
-
 PAIR_BYTES = 12  # float64 and int32
 
 
@@ -211,9 +210,7 @@ def test_no_step_makes_a_compressor(warm_up: dict[str, Any], monkeypatch: pytest
 
 
 SPARSE_AVERAGER_PLACES = {"3 of 1": (0, 1, 2), "2 of 2": (0, 1, 0, 1), "3 of 2": (2, 1, 0, 0, 1, 2), "one rank": (0,)}
-
 RESIDUAL, VELOCITY = "sparse_gradient", "sparse_momentum"
-
 States = Mapping[str, Mapping[str, np.ndarray]]
 
 

@@ -123,7 +123,6 @@ def test_ranks_that_are_jobs_of_their_own_are_refused(job: Job) -> None:
 
 
 _TOP = Path(__file__).parents[2]
-
 _CONFTEST = (_TOP / "tests" / "conftest.py").read_text()
 
 

@@ -34,7 +34,6 @@ from tests.support.device_views import ViewingCommunicator
 from tests.support.emulated import EmulatedDeviceFactory
 
 PLAIN: Caster = PlainBfloat16
-
 _Flying = tuple[Handle, Callable[[], None]]
 
 

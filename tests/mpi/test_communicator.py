@@ -41,7 +41,6 @@ from tests.support.emulated import EmulatedDeviceFactory
 from tests.support.training import Task, distance, train
 
 RANKS = [1, 2, 3, 4]
-
 DTYPES = ["float32", "float64", "int32", "int64", "uint8", "uint16"]
 
 

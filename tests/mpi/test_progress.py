@@ -118,7 +118,6 @@ def test_the_bits_are_those_of_posting_by_the_program(world: Communicator, progr
 
 
 LATE_SECONDS = 0.05
-
 STEPS = 5
 
 

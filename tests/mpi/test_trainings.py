@@ -38,7 +38,6 @@ from tests.support.grid_matrix import NETS, TOLERANCE, alone, compare, on_ranks,
 from tests.support.training import Result, Task, batches, distance, replica_of, train
 
 RANKS = [1, 2, 3, 4]
-
 STEPS = 20
 
 
@@ -257,7 +256,6 @@ SEVERAL = [2, 3, 4]
 
 #: so that the whole takes seconds: a deep plain network with dropout, and a residual one, on small images
 PIXELS = {"vgg16": 33, "resnet20": 17}
-
 PLANS = {"vgg16": ("batch", "tiles", "mixed"), "resnet20": ("domain", "model", "mixed")}
 
 

@@ -159,9 +159,7 @@ def test_nobody_reads_what_is_not_in_use(net: str, grid: tuple[int, int], kind: 
 
 #: of each strategy on each grid
 SEEDS = amount(1, 5)
-
 SPLIT_GRIDS = [(2, 2), (3, 2)]
-
 _D, _M, _B = Parallelism.DOMAIN, Parallelism.MODEL, Parallelism.BATCH
 
 SPLIT_NETS = {

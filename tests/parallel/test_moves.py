@@ -97,7 +97,6 @@ def test_gathers_and_halos_in_closed_form() -> None:
 
 
 RANKS = [2, 3, 4, 6]
-
 _DTYPE = "float64"
 
 
@@ -628,9 +627,7 @@ def test_resnet50_by_domain(counts: Words) -> None:
 
 
 _BATCHES = (7, 7, 3)  # 17 samples
-
 _NARROW = {"width": 0.0625}
-
 _PLAIN = {"features.*": Parallelism.DOMAIN, "classifier.*": Parallelism.MODEL}
 
 _COUNTED = {

@@ -85,7 +85,6 @@ def plans(name: str, rows: int, cols: int) -> dict[str, ParallelPlan]:
 
 
 KINDS = {(3, 1): ("batch", "model", "domain", "mixed", "overlapped"), (2, 2): ("mixed", "domain"), (4, 1): ("tiles",)}
-
 CASES = [(name, *grid, kind) for name in MODELS for grid, kinds in KINDS.items() for kind in kinds]
 
 
@@ -227,9 +226,7 @@ def test_a_pattern_that_no_layer_has_is_refused() -> None:
 
 
 RANKS = 3
-
 WORDS = st.tuples(*[st.integers(0, 10**12)] * RANKS)
-
 TRAFFIC = st.builds(Traffic, WORDS, WORDS, WORDS, WORDS)
 
 

@@ -156,7 +156,6 @@ def test_layouts_agree_where_all_ranks_hold_the_same() -> None:
 
 
 IMAGES, VECTORS = (4, 9, 6, 8), (4, 10)
-
 _WINDOW = Window((3, 3), (2, 2), (1, 1, 1, 1))
 
 SPECS: dict[str, tuple[Spec, tuple[int, ...]]] = {
@@ -177,7 +176,6 @@ SPECS: dict[str, tuple[Spec, tuple[int, ...]]] = {
 
 #: what DOMAIN and MODEL split; the rest falls back to samples
 ROWS = {"conv", "grouped", "max pool", "average pool", "batch norm", "relu", "add", "dropout"}
-
 CHANNELS = {*SPECS} - {"flatten"}
 
 

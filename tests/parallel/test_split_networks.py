@@ -208,9 +208,7 @@ def test_batch_norm_of_images_that_are_split(synchronised: bool) -> None:
 
 
 LAYERS_PER_TEST, TESTS = 60, 9
-
 RANKS = tuple(itertools.combinations((2, 3, 4, 6, 8), 2))
-
 TOLERANCE = 1e-12
 
 
@@ -365,7 +363,6 @@ def test_random_networks_equal_one_rank(part: int) -> None:
 
 
 SHAPE = (9, 7, 3)
-
 _D, _M = Parallelism.DOMAIN, Parallelism.MODEL
 
 

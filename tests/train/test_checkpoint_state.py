@@ -39,7 +39,6 @@ from tests.support import nets
 from tests.support.training import Task, batches, replica_of
 
 _B, _M = Parallelism.BATCH, Parallelism.MODEL
-
 POSITION = Position(2, 6, 17, RunningSums(1.5, 4, 5, 6))
 
 MIXED = {
@@ -377,9 +376,7 @@ def test_a_position_in_which_nothing_happened_is_written_as_it_always_was() -> N
 
 
 RESIDUAL, WEIGHT = "sparse_gradient", "fc1.weight"
-
 KEY = optimizer_key(RESIDUAL, WEIGHT)  # (72, 11): over 3 ranks 288, 288 and 216 elements
-
 TASK = Task(nets.plain, NumpyKernelSet(), partial(Sgd, momentum=0.5), batch=9, steps=3)
 
 #: a grid whose data groups keep back unlike much, with ranks of a node and a least size of what is not sent whole
@@ -496,9 +493,7 @@ def test_zeros_behind_the_last_holder_are_of_nobody() -> None:
 
 
 SPLIT = {"conv1": Parallelism.DOMAIN, "conv2": Parallelism.MODEL, "fc*": Parallelism.MODEL}
-
 OWNED_PARTS_GRIDS = [(1, 1), (1, 2), (1, 3), (1, 4), (1, 6), (2, 2), (4, 1)]
-
 SHARDED = partial(Sharded, options=ShardedOptions(fc_exchange="never"))
 
 

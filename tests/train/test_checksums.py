@@ -56,9 +56,7 @@ STRATEGIES: dict[str, StrategyFactory] = {
 
 #: strategies that keep nothing but what one rank keeps, so that one checkpoint fits them all
 PLAIN = ("blocking", "bucketed", "overlap", "sharded", "priority")
-
 KEPT_BACK = ("lazy_gradient", "sparse_gradient", "sparse_momentum")
-
 GRIDS = [(1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (3, 2), (7, 1), (13, 1)]
 
 

@@ -208,11 +208,8 @@ def test_parameters_in_16_bits_are_refused(emulated_device: EmulatedDeviceFactor
 
 
 TOLERANCE = 1e-10
-
 STEPS = 5
-
 ON_DEVICE_MODELS: list[Callable[[], Layer]] = [partial(nets.plain, dropout=0.3), partial(nets.residual, synchronised=False)]
-
 STRATEGIES: list[StrategyFactory] = [Blocking, Bucketed, Sharded, Priority, Lazy]
 
 ON_DEVICE_OPTIMIZERS: list[Callable[[], Optimizer]] = [

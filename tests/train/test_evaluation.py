@@ -165,7 +165,6 @@ def test_no_sample_is_an_empty_matrix() -> None:
 
 
 PREDICTOR_TASK = Task(nets.residual, NumpyKernelSet(), partial(Sgd))
-
 TOP = 3
 
 
@@ -273,7 +272,6 @@ def test_the_mean_over_mirror_images_is_that_of_torch() -> None:
 
 
 RULE = EmaRule(0.8)
-
 WEIGHT_AVERAGE_TASK = Task(nets.residual, NumpyKernelSet(), partial(Sgd, momentum=0.9), samples=19, batch=8, steps=4, ema=RULE)
 
 

@@ -106,52 +106,37 @@ def _on_one(name: str, shards: int) -> tuple[str, list[float]]:
     return _on_ranks(name, shards, 1, "blocking")
 
 
-@pytest.mark.sample(4)
+#: any strategy and size of messages, any number of ranks, states of optimisers, norms, and kernels
+CASES = [
+    *(("plain", *of_ranks, strategy) for of_ranks in ((8, 4), (6, 2)) for strategy in STRATEGIES),
+    *(
+        (name, *case)
+        for name in ("residual", "residual adamw")
+        for case in (
+            (8, 2, "sharded 64"), (8, 8, "bucketed"), (6, 3, "sharded"), (6, 6, "bucketed 3000"), (12, 3, "bucketed 64"),
+            (12, 4, "sharded 3000"), (24, 6, "sharded"), (24, 8, "bucketed"), (24, 12, "bucketed 3000"), (24, 24, "sharded"),
+        )
+    ),
+    *(
+        (name, *case)
+        for name in ("wide lars", "wide lars clipping", "wide lamb", "wide clipping")
+        for case in (
+            (6, 2, "sharded"), (6, 3, "sharded 3000"), (8, 4, "priority"), (8, 2, "bucketed 3000"), (8, 8, "sharded 64"),
+            (8, 4, "overlap"),
+        )
+    ),
+    *(
+        (f"{name} onednn", *case)
+        for name in ("plain", "residual")
+        for case in ((8, 2, "sharded"), (8, 4, "bucketed 64"), (6, 3, "sharded 3000"), (12, 4, "bucketed"))
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.sample(12)
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(("shards", "ranks"), [(8, 4), (6, 2)])
-def test_any_strategy_has_the_bits_of_one_rank(strategy: str, shards: int, ranks: int) -> None:
-    assert _on_ranks("plain", shards, ranks, strategy) == _on_one("plain", shards)
-
-
-@pytest.mark.sample(4)
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("shards", "ranks", "strategy"),
-    [
-        (8, 2, "sharded 64"),
-        (8, 8, "bucketed"),
-        (6, 3, "sharded"),
-        (6, 6, "bucketed 3000"),
-        (12, 3, "bucketed 64"),
-        (12, 4, "sharded 3000"),
-        (24, 6, "sharded"),
-        (24, 8, "bucketed"),
-        (24, 3, "sharded"),
-        (24, 12, "bucketed 3000"),
-        (24, 24, "sharded"),
-    ],
-)
-@pytest.mark.parametrize("name", ["residual", "residual adamw"])
-def test_any_number_of_ranks_has_the_bits_of_one(name: str, shards: int, ranks: int, strategy: str) -> None:
-    assert _on_ranks(name, shards, ranks, strategy) == _on_one(name, shards)
-
-
-@pytest.mark.sample(3)
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("shards", "ranks", "strategy"),
-    [
-        (6, 2, "sharded"),
-        (6, 3, "sharded 3000"),
-        (8, 4, "priority"),
-        (8, 2, "bucketed 3000"),
-        (8, 8, "sharded 64"),
-        (8, 4, "overlap"),
-    ],
-)
-@pytest.mark.parametrize("name", ["wide lars", "wide lars clipping", "wide lamb", "wide clipping"])
-def test_norms_have_the_bits_of_one_rank(name: str, shards: int, ranks: int, strategy: str) -> None:
+@pytest.mark.parametrize(("name", "shards", "ranks", "strategy"), CASES)
+def test_any_training_has_the_bits_of_one_rank(name: str, shards: int, ranks: int, strategy: str) -> None:
     assert _on_ranks(name, shards, ranks, strategy) == _on_one(name, shards)
 
 

@@ -59,7 +59,6 @@ from tests.support.late_kernels import LateKernelSet
 from tests.support.training import Task, batches, distance, made_up, replica_of, train
 
 TASK = Task(nets.residual, NumpyKernelSet(), partial(Sgd, momentum=0.9), steps=7)
-
 GRIDS = [ParallelPlan(), ParallelPlan(1, 3), ParallelPlan(2, 1, Parallelism.DOMAIN), ParallelPlan(2, 2, Parallelism.MODEL)]
 
 
@@ -178,7 +177,6 @@ def test_each_group_has_an_averager_whose_slices_hold_all_its_parameters(strateg
 
 
 OWN_LOOP_TASK = Task(nets.plain, NumpyKernelSet(), partial(Sgd, momentum=0.9), steps=7)
-
 QUIET = FlightNotes(None)
 
 

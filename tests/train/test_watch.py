@@ -55,17 +55,11 @@ ALL_STRATEGIES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
 
 #: random damages
 DAMAGES = 200
-
 EVERY_STEP, IN_TURN, SLOWLY = CheckCadence(1, 1), CheckCadence(1, 3, 1), CheckCadence(2, 3, 1)
-
 TASK = Task(nets.plain, NumpyKernelSet(), partial(Sgd, momentum=0.9), steps=8, checks=EVERY_STEP)
-
 GRIDS = [ParallelPlan(), ParallelPlan(1, 2), ParallelPlan(1, 4), ParallelPlan(2, 1, Parallelism.DOMAIN)]
-
 SPLIT = ParallelPlan(2, 2, Parallelism.MODEL)
-
 FLIPPED_STEP = 3
-
 Flip = Callable[[Replica], None]
 
 

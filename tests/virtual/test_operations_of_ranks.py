@@ -15,13 +15,9 @@ from hpctrain.virtual.rank import SourceLine
 from hpctrain.virtual.run import run_virtual, wait
 
 RANKS = (1, 2, 3, 5, 7, 8)
-
 DTYPES = ("float32", "float64", "int32", "int64", "uint8", "uint16")
-
 SEEDS = (None, 0, 1, 2)
-
 everywhere = pytest.mark.parametrize("ranks", RANKS)
-
 seeded = pytest.mark.parametrize("seed", SEEDS)
 
 
@@ -273,7 +269,6 @@ def test_unusable_arguments_are_refused_with_a_sentence(call: Callable[..., Hand
 
 
 LINE = SourceLine("program.py", 1)
-
 choices = pytest.mark.parametrize("moments", [Moments(*flags) for flags in product((False, True), repeat=3)])
 
 

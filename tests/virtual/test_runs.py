@@ -20,7 +20,6 @@ from hpctrain.virtual.run import run_virtual, virtual_engine, wait
 from tests.support.source_lines import line
 
 LINK = LinkModel(alpha_seconds=1e-5, beta_seconds_per_byte=1e-9)
-
 RANKS = (1, 2, 3, 5, 7, 8)
 
 
@@ -173,7 +172,6 @@ def test_without_a_link_time_stands_still_but_for_compute() -> None:
 
 
 SEEDS = (None, 0, 1, 2, 3)
-
 seeded = pytest.mark.parametrize("seed", SEEDS)
 
 

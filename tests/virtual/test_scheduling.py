@@ -21,7 +21,6 @@ from hpctrain.virtual.wait_graph import find_cycle
 from tests.support.source_lines import line
 
 SEEDS = (None, 0, 1, 2, 3)
-
 seeded = pytest.mark.parametrize("seed", SEEDS)
 
 

@@ -41,7 +41,6 @@ from tests.averaging.test_modelled_time import _Free
 from tests.support.averaging import averaged, make_group, one_step, planned
 
 PARAMETERS = "parameters e81c09d87a9c6ae0; 2 nodes of 2"
-
 BY_RULE = "slice_parameters None, replan True, window None"
 
 
@@ -430,7 +429,6 @@ def test_the_window_is_given_or_follows_from_the_link() -> None:
 
 
 STEPS = 9
-
 OPERATOR_SECONDS = 0.05
 
 
@@ -512,7 +510,6 @@ def _wire_seconds(elements: int, beta: float, ranks: int) -> float:
 
 
 LATE_ELEMENTS = 40_000
-
 BUSY = (1000, 1000, 1000, LATE_ELEMENTS // 2, LATE_ELEMENTS // 2)
 
 
