@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -20,7 +20,6 @@ from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.averaging.strategies.priority import Priority
 from hpctrain.averaging.strategies.sharded import Sharded
 from hpctrain.averaging.strategy import PlannedGroup, Strategy
-from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.grid import GridAxis, ProcessGrid
 from hpctrain.comm.link import LinkModel
@@ -28,12 +27,11 @@ from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator
 from hpctrain.comm.two_level import TwoLevel
 from hpctrain.errors import DivergedError
-from hpctrain.optim.optimizers.lars import Lars
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.counters import Counters, CountingCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
-from tests.support import combinations, nets
+from tests.support import combinations
 from tests.support.averaging import (
     INPUTS,
     OF_NODES,
@@ -50,7 +48,6 @@ from tests.support.averaging import (
 )
 from tests.support.dimensions import parsed
 from tests.support.interleaved_thread import InterleavedThread
-from tests.support.training import Result, Task, distance, train
 
 STEPS = 9  # each number of samples three times
 
@@ -184,41 +181,6 @@ def test_split_traffic_beside_it_changes_nothing(strategy: str, grid: tuple[int,
     for seed in (None, 1, 2):
         for data in run_virtual(rows * cols, program, seed=seed):
             assert np.linalg.norm(data - alone) <= 1e-10 * np.linalg.norm(alone)
-
-
-MICRO = Task(
-    partial(nets.plain, dropout=0.3),
-    NumpyKernelSet(),
-    partial(Lars, momentum=0.9, weight_decay=1e-2, trust_coefficient=0.1, clip_norm=0.5),
-)
-
-
-def _network_alone(task: Task) -> Result:
-    comm = SingleCommunicator()
-    return train(task, comm, ProgressEngine(rank=0, deadline_seconds=30, abort=comm.abort), Blocking)
-
-
-def _together(task: Task, strategy: str, ranks: int) -> list[Result]:
-    kind, options = (Blocking, {}) if strategy == "blocking" else STRATEGIES[strategy]
-    return run_virtual(ranks, lambda comm: _train(task, comm, kind, options))
-
-
-def _train(task: Task, comm: ThreadCommunicator, kind: type, options: dict[str, object]) -> Result:
-    return train(task, comm, virtual_engine(comm), kind, **options)
-
-
-@cache
-def _one_large_batch() -> Result:
-    return _network_alone(MICRO)
-
-
-@pytest.mark.sample(4)
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["blocking", *(name for name in STRATEGIES if "exchange" not in name)])
-def test_micro_batches_equal_one_large_batch(strategy: str) -> None:
-    """37 samples in batches of 8 on 3 ranks, in 3 passes each: the last batch of an epoch leaves passes without a sample."""
-    for result in _together(replace(MICRO, micro_batches=3), strategy, 3):
-        assert distance(result.parameters, _one_large_batch().parameters) < 1e-10
 
 
 IN_LEVELS = [*(name for name in STRATEGIES if name.startswith(("sharded", "priority"))), *OF_NODES]

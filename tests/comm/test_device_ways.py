@@ -193,79 +193,6 @@ def _reach(comm: Communicator, arithmetic: Arithmetic) -> Communicator:
     return over_mpi(ViewingCommunicator(comm), arithmetic)
 
 
-class _Mark:
-    """Work that is done when the test says so."""
-
-    def __init__(self) -> None:
-        self.done = False
-
-
-class _Arithmetic(Arithmetic):
-    """A device of which only marks matter."""
-
-    def __init__(self) -> None:
-        self.marks: list[_Mark] = []
-
-    def messages(self) -> Any:
-        return self
-
-    def mark(self) -> _Mark:
-        self.marks.append(_Mark())
-        return self.marks[-1]
-
-
-class _Elsewhere:
-    """An array that is not on the host."""
-
-    dtype = "float64"
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-
-class _Inner:
-    """A communicator that remembers what is posted on it."""
-
-    rank, size, name, world_ranks = 0, 1, "world", (0,)
-
-    def __init__(self) -> None:
-        self.posted: list[int] = []
-
-    def ibroadcast(self, buffer: Any, root: int) -> Handle:
-        self.posted.append(buffer.size)
-        return Complete()
-
-
-def _scene() -> tuple[_Inner, _Arithmetic, DeviceMpiCommunicator]:
-    inner: Any = _Inner()
-    _Arithmetic.__abstractmethods__ = frozenset()
-    arithmetic = _Arithmetic()
-    return inner, arithmetic, DeviceMpiCommunicator(inner, arithmetic)
-
-
-@given(st.lists(st.booleans(), min_size=1, max_size=12), st.randoms(use_true_random=False))
-def test_operations_are_posted_in_the_order_in_which_they_were_started(on_host: list[bool], source: random.Random) -> None:
-    """Whichever device's work is done first, whichever is tested first, and wherever an array lies."""
-    inner, arithmetic, comm = _scene()
-    handles = [comm.ibroadcast(np.zeros(n + 1) if here else _Elsewhere(n + 1), 0) for n, here in enumerate(on_host)]
-    while not all(list(map(StagedOperation.test, source.sample(handles, len(handles))))):
-        assert inner.posted == list(range(1, len(inner.posted) + 1))
-        source.choice([mark for mark in arithmetic.marks if not mark.done]).done = True
-    assert inner.posted == list(range(1, len(on_host) + 1))
-
-
-def test_texts_name_the_phase() -> None:
-    _, arithmetic, comm = _scene()
-    first, second = comm.ibroadcast(_Elsewhere(3), 0), comm.ibroadcast(np.zeros(4), 0)
-    assert str(first) == "broadcast of 3 elements, waiting for the device"
-    assert str(second) == "broadcast of 4 elements, waiting for its turn behind operations that wait for the device"
-    arithmetic.marks[0].done = True
-    assert isinstance(comm, Communicator)
-    assert first.test()
-    assert str(first) == "broadcast of 3 elements, complete"
-    assert str(second) == "of one process"
-
-
 def test_every_place_that_waits_matters(emulated_device: EmulatedDeviceFactory) -> None:
     """One of two ranks goes on before its kernels are done."""
     made: list[EmulatedDevice] = []
@@ -364,7 +291,7 @@ class _Mirrors:
     def arrive(self, transit: Transit, array: Any, intervals: Sequence[tuple[int, int]]) -> None: ...
 
 
-class _ArrayElsewhere:
+class _Elsewhere:
     """An array that is not on the host."""
 
     dtype, nbytes = "float64", 8
@@ -372,10 +299,10 @@ class _ArrayElsewhere:
     def __init__(self, size: int) -> None:
         self.size = size
 
-    def reshape(self, *_: int) -> _ArrayElsewhere:
+    def reshape(self, *_: int) -> _Elsewhere:
         return self
 
-    def __getitem__(self, part: slice) -> _ArrayElsewhere:
+    def __getitem__(self, part: slice) -> _Elsewhere:
         return self
 
 
@@ -392,26 +319,26 @@ class _Remembering:
         return Complete()
 
 
-def _staged_scene() -> tuple[_Remembering, _Mirrors, StagedCommunicator]:
+def _scene() -> tuple[_Remembering, _Mirrors, StagedCommunicator]:
     inner: Any = _Remembering()
     mirrors = _Mirrors()
     return inner, mirrors, StagedCommunicator(inner, mirrors)
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=12), st.randoms(use_true_random=False))
-def test_staged_operations_are_posted_in_the_order_in_which_they_were_started(on_host: list[bool], source: random.Random) -> None:
+def test_operations_are_posted_in_the_order_in_which_they_were_started(on_host: list[bool], source: random.Random) -> None:
     """Whichever is ready first, whichever is tested first, and whether an array lies on the host or elsewhere."""
-    inner, mirrors, comm = _staged_scene()
-    handles = [comm.iallreduce(np.zeros(n + 1) if here else _ArrayElsewhere(n + 1)) for n, here in enumerate(on_host)]
+    inner, mirrors, comm = _scene()
+    handles = [comm.iallreduce(np.zeros(n + 1) if here else _Elsewhere(n + 1)) for n, here in enumerate(on_host)]
     while not all(list(map(StagedOperation.test, source.sample(handles, len(handles))))):
         assert inner.posted == list(range(1, len(inner.posted) + 1))
         source.choice([transit for transit in mirrors.transits if not transit.done]).done = True
     assert inner.posted == list(range(1, len(on_host) + 1))
 
 
-def test_texts_of_staged_operations_name_the_phase() -> None:
-    _, mirrors, comm = _staged_scene()
-    first, second = comm.iallreduce(_ArrayElsewhere(3)), comm.iallreduce(np.zeros(4))
+def test_texts_name_the_phase() -> None:
+    _, mirrors, comm = _scene()
+    first, second = comm.iallreduce(_Elsewhere(3)), comm.iallreduce(np.zeros(4))
     assert str(first) == "allreduce of 3 elements, waiting for the device"
     assert str(second) == "allreduce of 4 elements, waiting for its turn behind operations that wait for the device"
     mirrors.transits[0].done = True

@@ -431,31 +431,6 @@ def test_only_what_is_surely_better_is_chosen(times: dict[str, tuple[float, ...]
     assert choose(_hiding(**times)) is mode
 
 
-def _simulated(random: np.random.Generator, true: dict[str, float], rounds: int, *, noise: float) -> OverlapMeasurement:
-    """Rounds beside other work: slow phases that all modes of a round share, and bursts that hit one measurement."""
-    phase = random.lognormal(0, 2 * noise, rounds)
-    times = {
-        name: tuple(phase * seconds * random.lognormal(0, noise, rounds) * np.where(random.random(rounds) < noise, 3.0, 1.0))
-        for name, seconds in true.items()
-    }
-    return _hiding(**times)
-
-
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("rounds", [3, 7, 11, 15, 25])
-@pytest.mark.parametrize("none", [1.0, 0.95, 2.0])
-def test_a_repeated_measurement_chooses_alike_where_no_way_is_clearly_better(rounds: int, none: float) -> None:
-    random = np.random.default_rng(rounds)
-    chosen = [choose(_simulated(random, {"test": 1.0, "none": none, "thread": 1.02}, rounds, noise=0.15)) for _ in range(500)]
-    assert chosen.count(TEST) >= 495
-
-
-def test_a_repeated_measurement_chooses_alike_where_a_way_is_clearly_better_on_a_quiet_machine() -> None:
-    random = np.random.default_rng(0)
-    chosen = [choose(_simulated(random, {"test": 1.0, "none": 1.4, "thread": 0.6}, 15, noise=0.02)) for _ in range(500)]
-    assert chosen.count(THREAD) >= 495
-
-
 @pytest.mark.parametrize("mode", ProgressMode)
 def test_a_mode_says_what_it_does_in_words(mode: ProgressMode) -> None:
     assert "move" in mode.in_words

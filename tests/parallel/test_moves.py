@@ -85,17 +85,6 @@ def test_pieces_lie_behind_each_other_and_add_up(ranks: int) -> None:
         assert sum(moved(source, target)) == sum(moved_back(source, target))
 
 
-def test_gathers_and_halos_in_closed_form() -> None:
-    shape, ranks = (6, 10, 7, 5), 3
-    parts = even_intervals(5, ranks)
-    for own, words in zip(parts, moved(layout.channels(shape, parts), layout.everything(shape, ranks)), strict=True):
-        assert words == (ranks - 1) * 6 * 10 * 7 * (own[1] - own[0])
-    tiles = layout.tiles(shape, (ranks, 1))  # rows 0-4, 4-7, 7-10
-    read = [(0, 5), (3, 8), (6, 10)]  # 3x3
-    halo = layout.needed(shape, [(box[0], rows, *box[2:]) for box, rows in zip(tiles.boxes, read, strict=True)])
-    assert moved(tiles, halo) == moved_back(tiles, halo) == (6 * 7 * 5, 2 * 6 * 7 * 5, 6 * 7 * 5)
-
-
 RANKS = [2, 3, 4, 6]
 _DTYPE = "float64"
 

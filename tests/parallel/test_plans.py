@@ -447,22 +447,6 @@ def test_what_is_read_is_what_the_taps_touch(
         assert not part.ceil or ceil_mode
 
 
-def test_even_kernels_reach_further_to_one_side() -> None:
-    part = receptive_field(10, (5, 10), extent=4, stride=1, padding=(2, 1))
-    assert (part.start, part.stop, part.before, part.after) == (3, 10, 0, 1)
-
-
-def test_halo_rows_of_an_inner_boundary() -> None:
-    """k - s rows in all: 7 for 11x11/4, 5 for 7x7/2, 1 for 3x3/2."""
-    for kernel, stride, padding, size in ((11, 4, 2, 224), (7, 2, 3, 224), (3, 2, 1, 112), (3, 1, 1, 56), (1, 1, 0, 14)):
-        outputs = (size + 2 * padding - kernel) // stride + 1
-        upper, lower = (
-            receptive_field(size, part, extent=kernel, stride=stride, padding=(padding, padding))
-            for part in even_intervals(outputs, 2)
-        )
-        assert upper.stop - lower.start == kernel - stride
-
-
 def test_both_dims_and_the_padding_that_is_left() -> None:
     window = Window((3, 3), (1, 1), (1, 1, 1, 1))
     vertical, horizontal = window_receptive_field(window, (8, 6), ((0, 4), (3, 6)))
@@ -590,13 +574,6 @@ def test_random_convolutions_are_cut_into_what_they_are() -> None:
                 x = TensorSpec(shape_of(part.reads.boxes[rank]), "float64")
                 assert part.specs[rank].output(x).shape == shape_of(part.writes.boxes[rank])
     assert found > 60
-
-
-def test_a_halo_of_one_row_leaves_all_others_to_the_interior() -> None:
-    split, _, _ = _interior_of(_convolution(3, 1, 1), (1, 12, 5, 2), (3, 1))
-    assert isinstance(split, InteriorSplit)
-    assert [box[1] for box in split.interior.writes.boxes] == [(0, 3), (5, 7), (9, 12)]
-    assert [box[1] for box in split.top.reads.boxes] == [(0, 0), (3, 6), (7, 10)]
 
 
 @pytest.mark.parametrize(

@@ -495,16 +495,3 @@ def test_steps_send_pixels_and_allocate_nothing(file: ImageFile, emulated_device
     page = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
     for function in set().union(*pixels.waits[2:]):
         assert f"`{'.'.join(function.split('.')[-2:])}`" in page
-
-
-@pytest.mark.slow
-def test_bits_do_not_depend_on_graphs(file: ImageFile, emulated_device: EmulatedDeviceFactory) -> None:
-    def kernels(*, graphs: bool) -> CudaKernelSet:
-        captured = _stored_pixels_kernels(emulated_device(2))
-        return captured if graphs else CudaKernelSet(replace(captured.runtime, graphs=False))
-
-    with_graphs, without = (
-        _stored_pixels_train(file, "windows", kernels(graphs=graphs), "float64", leaves_pixels=True) for graphs in (True, False)
-    )
-    for name, values in without.values.items():
-        np.testing.assert_array_equal(with_graphs.values[name], values, err_msg=name)

@@ -241,12 +241,6 @@ def test_a_run_that_is_not_over_in_time_says_where_each_rank_is() -> None:
     assert re.search(rf"  rank 0 is at \S*{lines[0]}", str(caught.value))
 
 
-@pytest.mark.parametrize("seed", [None, 0, 7])
-@pytest.mark.parametrize("ranks", [1, 2, 5])
-def test_results_come_in_rank_order(ranks: int, seed: int | None) -> None:
-    assert run_virtual(ranks, lambda comm: (comm.rank, comm.size), seed=seed) == [(rank, ranks) for rank in range(ranks)]
-
-
 def test_stragglers_need_a_link() -> None:
     with pytest.raises(ValueError, match="Stragglers need a link"):
         run_virtual(3, lambda comm: None, stragglers={1: 3.0})

@@ -157,14 +157,6 @@ def test_it_is_the_optimiser_on_the_sum_of_gradients(make: Callable[[], Optimize
         np.testing.assert_allclose(result, expected, rtol=1e-11, atol=1e-13)
 
 
-def test_one_process_needs_no_communication() -> None:
-    comm = SingleCommunicator()
-    engine = ProgressEngine(rank=0, deadline_seconds=5, abort=comm.abort)
-    result = _blocking_trained(averaged(Blocking, _group("float32"), Sgd(), comm, engine), 0)
-    np.testing.assert_array_equal(result, _expected(Sgd, 1, "float32"))
-    assert engine.waited_seconds == 0.0
-
-
 def test_every_rank_owns_and_keeps_everything() -> None:
     comm = SingleCommunicator()
     group = _group("float32")
