@@ -564,7 +564,7 @@ def test_a_swap_brings_the_average_a_second_one_the_weights_and_a_copy_ends_the_
             assert average.tobytes() == by_rank[0][name][1].tobytes()
 
 
-UNDO_COPY_TASK = Task(nets.plain, NumpyKernelSet(), partial(Sgd, momentum=0.9), steps=6)
+UNDONE = Task(nets.plain, NumpyKernelSet(), partial(Sgd, momentum=0.9), steps=6)
 _SPARSE = {**STRATEGIES["sparse, all of it"][1], "density": 0.1}
 _CORRECTED = {"momentum_correction": 0.9, "warmup_density": 1.0, "warmup_steps": 4}
 
@@ -583,7 +583,7 @@ def _train(
 ) -> CheckpointContent:
     """Some steps, of which one is made and undone, and then made again; or not."""
     kind, options = CASES[case]
-    task = replace(UNDO_COPY_TASK, optimizer=partial(Sgd, momentum=0.0)) if "sparse" in case else UNDO_COPY_TASK
+    task = replace(UNDONE, optimizer=partial(Sgd, momentum=0.0)) if "sparse" in case else UNDONE
     replica = replica_of(task, comm, virtual_engine(comm), kind, **options)
     if content is not None:
         replica.load(content)

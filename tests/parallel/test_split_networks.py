@@ -366,9 +366,7 @@ SHAPE = (9, 7, 3)
 _D, _M = Parallelism.DOMAIN, Parallelism.MODEL
 
 
-def _rank_graph_network(
-    comm: ThreadCommunicator, model: Layer, plan: ParallelPlan
-) -> tuple[Network, GridGroups, GridDistribution]:
+def _network_on(comm: ThreadCommunicator, model: Layer, plan: ParallelPlan) -> tuple[Network, GridGroups, GridDistribution]:
     engine = virtual_engine(comm)
     groups = GridGroups(ProcessGrid(comm, plan.rows, plan.cols))
     group = groups.split_group(engine)
@@ -386,7 +384,7 @@ def test_parts_of_parameters_are_those_of_the_whole_network(rows: int) -> None:
     plan = ParallelPlan(rows, 1, Parallelism.BATCH, {"conv1": _M, "conv2": _M, "fc1": _M})
 
     def program(comm: ThreadCommunicator) -> tuple[dict[str, np.ndarray], dict[str, int | None], set[str], set[str]]:
-        network, _, _ = _rank_graph_network(comm, nets.plain(), plan)
+        network, _, _ = _network_on(comm, nets.plain(), plan)
         dims = {name: None if shard is None else shard.dim for name, shard in network.shards.items()}
         values = {name: parameter.data.copy() for name, parameter in network.parameters.items()}
         return values, dims, set(network.groups["all"].parameters), set(network.groups["model"].parameters)
@@ -412,7 +410,7 @@ def test_memory_of_a_program_is_the_arena_and_its_messages(rows: int, use: Paral
     plan = ParallelPlan(rows, 1, use, overlapped=names)
 
     def program(comm: ThreadCommunicator) -> int:
-        network, _, distribution = _rank_graph_network(comm, nets.residual(), plan)
+        network, _, distribution = _network_on(comm, nets.residual(), plan)
         needed = network.arena_bytes(2, training=True)
         assert distribution.group.buffer_bytes == 0
         made = network.program((2,) * rows, training=True)
@@ -427,7 +425,7 @@ def test_memory_of_a_program_is_the_arena_and_its_messages(rows: int, use: Paral
 
 def test_optimiser_state_and_gradients_are_a_share() -> None:
     plan = ParallelPlan(3, 1, _M)
-    sizes = run_virtual(3, lambda comm: _rank_graph_network(comm, nets.plain(), plan)[0].groups["model"].size)
+    sizes = run_virtual(3, lambda comm: _network_on(comm, nets.plain(), plan)[0].groups["model"].size)
     whole = Network(nets.plain(), SHAPE, NumpyKernelSet(), dtype="float64").groups["all"].size
     assert sum(sizes) == whole
     assert max(sizes) < 0.4 * whole
@@ -438,7 +436,7 @@ def test_every_statistic_is_spoken_for_once_per_sample(use: Parallelism) -> None
     counts = (2, 0, 3)
 
     def program(comm: ThreadCommunicator) -> np.ndarray:
-        network, _, _ = _rank_graph_network(comm, nets.residual(), ParallelPlan(3, 1, use))
+        network, _, _ = _network_on(comm, nets.residual(), ParallelPlan(3, 1, use))
         network.statistics.batch[...] = 1.0
         return network.statistics.weighted(counts[comm.rank], sum(counts))
 
@@ -450,7 +448,7 @@ def test_what_must_be_read_is_what_the_program_takes(use: Parallelism) -> None:
     plan = ParallelPlan(2, 2, use)
 
     def program(comm: ThreadCommunicator) -> None:
-        network, groups, distribution = _rank_graph_network(comm, nets.residual(), plan)
+        network, groups, distribution = _network_on(comm, nets.residual(), plan)
         boxes = distribution.tiles_by_counts(network.graph)
         for counts in ((2, 1), (0, 1), (0, 0)):
             box = boxes(counts)[groups.split_rank]
@@ -483,7 +481,7 @@ def test_evaluation_equals_one_rank(net: str, use: Parallelism, rows: int) -> No
     logits = expected.forward(StepContext(training=False)).copy()
 
     def program(comm: ThreadCommunicator) -> np.ndarray:
-        network, _, distribution = _rank_graph_network(comm, make(), ParallelPlan(rows, 1, use))
+        network, _, distribution = _network_on(comm, make(), ParallelPlan(rows, 1, use))
         fill(network)
         training = network.program(counts, training=True)
         training.x[...] = 1.0
