@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -20,8 +20,6 @@ from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.averaging.strategies.priority import Priority
 from hpctrain.averaging.strategies.sharded import Sharded
 from hpctrain.averaging.strategy import PlannedGroup, Strategy
-from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
-from hpctrain.backend.kernels.onednn.kernel_set import OnednnKernelSet
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.grid import GridAxis, ProcessGrid
 from hpctrain.comm.link import LinkModel
@@ -29,12 +27,11 @@ from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator
 from hpctrain.comm.two_level import TwoLevel
 from hpctrain.errors import DivergedError
-from hpctrain.optim.optimizers.lars import Lars
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.counters import Counters, CountingCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
-from tests.support import combinations, nets
+from tests.support import combinations
 from tests.support.averaging import (
     INPUTS,
     OF_NODES,
@@ -48,11 +45,9 @@ from tests.support.averaging import (
     planned,
     run_steps,
     shares,
-    watched,
 )
 from tests.support.dimensions import parsed
 from tests.support.interleaved_thread import InterleavedThread
-from tests.support.training import Result, Task, distance, train
 
 STEPS = 9  # each number of samples three times
 
@@ -188,104 +183,7 @@ def test_split_traffic_beside_it_changes_nothing(strategy: str, grid: tuple[int,
             assert np.linalg.norm(data - alone) <= 1e-10 * np.linalg.norm(alone)
 
 
-NETWORKS = {"plain": partial(nets.plain, dropout=0.3), "residual": nets.residual}
-
-WHOLE: dict[str, tuple[type[Strategy], dict[str, object]]] = {
-    "sharded": (Sharded, {"bucket_bytes": 1500, "nominal_batch": 8}),
-    "priority": (Priority, {"slice_parameters": 100, "window": 1, "fc_exchange": "always"}),
-}
-
-
-@pytest.mark.sample(2)
-@pytest.mark.slow
-@pytest.mark.parametrize("net", NETWORKS)
-@pytest.mark.parametrize("strategy", WHOLE)
-def test_real_networks_too(strategy: str, net: str) -> None:
-    kind, options = WHOLE[strategy]
-    optimizer = partial(Lars, momentum=0.9, weight_decay=1e-2, trust_coefficient=0.1, clip_norm=2.0)
-    task = Task(NETWORKS[net], NumpyKernelSet(), optimizer)
-    comm = SingleCommunicator()
-    expected = train(task, comm, _engine_of_one(comm), Blocking)
-
-    def program(comm: ThreadCommunicator) -> Result:
-        return train(task, comm, virtual_engine(comm), watched(kind), **options)
-
-    for result in run_virtual(3, program, seed=1):
-        assert distance(result.parameters, expected.parameters) < 1e-10
-
-
-def _engine_of_one(comm: SingleCommunicator) -> ProgressEngine:
-    return ProgressEngine(rank=0, deadline_seconds=30, abort=comm.abort)
-
-
-MICRO = Task(
-    partial(nets.plain, dropout=0.3),
-    NumpyKernelSet(),
-    partial(Lars, momentum=0.9, weight_decay=1e-2, trust_coefficient=0.1, clip_norm=0.5),
-)
-
-FLOAT32 = Task(nets.plain, NumpyKernelSet(), partial(Sgd, momentum=0.9, nesterov=True, weight_decay=1e-2))
-
-
-def _network_alone(task: Task) -> Result:
-    comm = SingleCommunicator()
-    return train(task, comm, ProgressEngine(rank=0, deadline_seconds=30, abort=comm.abort), Blocking)
-
-
-def _together(task: Task, strategy: str, ranks: int) -> list[Result]:
-    kind, options = (Blocking, {}) if strategy == "blocking" else STRATEGIES[strategy]
-    return run_virtual(ranks, lambda comm: _train(task, comm, kind, options))
-
-
-def _train(task: Task, comm: ThreadCommunicator, kind: type, options: dict[str, object]) -> Result:
-    return train(task, comm, virtual_engine(comm), kind, **options)
-
-
-@cache
-def _one_large_batch() -> Result:
-    return _network_alone(MICRO)
-
-
-@pytest.mark.sample(4)
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["blocking", *(name for name in STRATEGIES if "exchange" not in name)])
-def test_micro_batches_equal_one_large_batch(strategy: str) -> None:
-    """37 samples in batches of 8 on 3 ranks, in 3 passes each: the last batch of an epoch leaves passes without a sample."""
-    for result in _together(replace(MICRO, micro_batches=3), strategy, 3):
-        assert distance(result.parameters, _one_large_batch().parameters) < 1e-10
-
-
-def _median_distance(ours: Result, exact: Result) -> float:
-    """Over the tensors: relative L2 distance."""
-    return float(
-        np.median([distance({name: ours.parameters[name]}, {name: exact.parameters[name]}) for name in exact.parameters])
-    )
-
-
-@cache
-def _exact_and_blocking(seed: int) -> tuple[Result, float]:
-    exact = _network_alone(replace(FLOAT32, seed=seed))
-    blocking = _together(_float32(seed), "blocking", 3)[0]
-    return exact, _median_distance(blocking, exact)
-
-
-def _float32(seed: int) -> Task:
-    return replace(FLOAT32, seed=seed, dtype="float32", kernels=OnednnKernelSet())
-
-
-@pytest.mark.sample(3)
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [3, 4, 5])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_float32_on_onednn_is_as_near_to_float64_as_blocking(strategy: str, seed: int) -> None:
-    exact, blocking = _exact_and_blocking(seed)
-    assert 0 < blocking < 1e-4
-    for result in _together(_float32(seed), strategy, 3):
-        assert _median_distance(result, exact) <= 2 * blocking + 1e-6
-
-
 IN_LEVELS = [*(name for name in STRATEGIES if name.startswith(("sharded", "priority"))), *OF_NODES]
-
 PLACEMENTS = [(0, 1, 0, 1), (2, 1, 0, 0, 1, 2)]
 
 

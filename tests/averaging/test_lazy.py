@@ -26,7 +26,6 @@ from hpctrain.virtual.run import run_virtual, virtual_engine
 from tests.support.averaging import INPUTS, LR, OPTIMIZERS, OUTPUTS, SAMPLES, Watched, averaged, make_group, one_step, run_steps
 
 STEPS = 20
-
 Values = dict[str, np.ndarray]
 
 
@@ -205,42 +204,6 @@ def _restored(averager: LazyAverager, saved: Saved) -> LazyAverager:
         averager.load_state(parameter, of_holders)
     averager.load_counters(counters)
     return averager
-
-
-def _same(ours: Saved, theirs: Saved) -> None:
-    assert ours[2] == theirs[2]
-    assert ours[0].tobytes() == theirs[0].tobytes()
-    for name, state in theirs[1].items():
-        assert ours[1][name].keys() == state.keys()
-        for key, values in state.items():
-            assert ours[1][name][key].tobytes() == values.tobytes(), (name, key)
-
-
-@pytest.mark.sample(1)
-@pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "optimizer"), [(1, "momentum"), (3, "lars, clipping")])
-def test_a_resume_at_any_step_is_bitwise(ranks: int, optimizer: str) -> None:
-    """Between averagings and behind a comparison, too. Nothing depends on whether a checkpoint was taken."""
-    options = {"layers": 2, "bucket_bytes": 50, "check_every": 1, "max_interval": 4, "fc_exchange": "never"}
-
-    def program(comm: ThreadCommunicator) -> None:
-        def new() -> LazyAverager:
-            return _lazy(comm, OPTIMIZERS[optimizer](), **options)
-
-        through, stopping = new(), new()
-        run_steps(through, 12)
-        end, kept_back = _saved(through), 0
-        for step in range(12):
-            saved = _saved(stopping)
-            kept_back += bool(np.any(saved[1]["a.weight"]["lazy_gradient"]))
-            again = _restored(new(), saved)
-            run_steps(again, 12 - step, step)
-            _same(_saved(again), end)
-            one_step(stopping, step)
-        _same(_saved(stopping), end)
-        assert kept_back > 3
-
-    run_virtual(ranks, program, seed=1, deadline_seconds=240)
 
 
 @pytest.mark.slow

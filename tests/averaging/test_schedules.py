@@ -155,7 +155,7 @@ def test_a_stored_schedule_names_compression_only_where_there_is_some() -> None:
 SUMS = (OperationKind.REDUCE_SCATTER, OperationKind.SPARSE, OperationKind.INPUTS, OperationKind.ERRORS)
 
 
-def _dependencies_schedule(strategy: str, norms: NormsNeeded) -> CollectiveSchedule:
+def _planned_schedule(strategy: str, norms: NormsNeeded) -> CollectiveSchedule:
     kind, options = STRATEGIES[strategy]
     schedule = planned(kind, make_group(), 3, norms_needed=norms, **options).plan(None)
     assert schedule is not None
@@ -166,14 +166,14 @@ def _dependencies_schedule(strategy: str, norms: NormsNeeded) -> CollectiveSched
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_an_operation_comes_after_earlier_ones_only(strategy: str, norms: NormsNeeded) -> None:
     """So the order of posting can always be kept: no operation holds up one that it waits for."""
-    needs = dependencies(_dependencies_schedule(strategy, norms))
+    needs = dependencies(_planned_schedule(strategy, norms))
     assert all(other < position for position, each in enumerate(needs) for other in each.operations)
 
 
 @pytest.mark.parametrize("norms", NormsNeeded)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_sums_need_their_gradients_and_gathers_need_sums_and_free_data(strategy: str, norms: NormsNeeded) -> None:
-    schedule = _dependencies_schedule(strategy, norms)
+    schedule = _planned_schedule(strategy, norms)
     sums = {k: set() for k in range(len(schedule.slices))}
     for position, operation in enumerate(schedule.operations):
         if operation.kind in SUMS:
@@ -202,7 +202,7 @@ def test_sums_need_their_gradients_and_gathers_need_sums_and_free_data(strategy:
 
 
 def test_every_parameter_is_let_go_before_it_is_written() -> None:
-    group, schedule = make_group(), _dependencies_schedule("sharded, exchange", NormsNeeded.GLOBAL)
+    group, schedule = make_group(), _planned_schedule("sharded, exchange", NormsNeeded.GLOBAL)
     events = {event for each in dependencies(schedule) for event in each.events}
     names = {name for name, parameter in group.parameters.items() if parameter.size}
     assert {event.parameter for event in events if event.kind is EventKind.LAST_READ} == names
@@ -450,7 +450,7 @@ def test_vgg16_moves_less_where_linear_layers_exchange_inputs_and_errors(ranks: 
         assert round(expected / ranks / 1e6, 2) == 154.84
 
 
-def _agreement_schedule(strategy: str) -> CollectiveSchedule:
+def _global_schedule(strategy: str) -> CollectiveSchedule:
     kind, options = STRATEGIES[strategy]
     schedule = planned(kind, make_group(), 4, norms_needed=NormsNeeded.GLOBAL, **options).plan(None)
     assert schedule is not None
@@ -458,7 +458,7 @@ def _agreement_schedule(strategy: str) -> CollectiveSchedule:
 
 
 def test_another_order_on_one_rank_is_named_on_every_rank() -> None:
-    schedule = _agreement_schedule("sharded")
+    schedule = _global_schedule("sharded")
     operations = list(schedule.operations)
     operations[1], operations[2] = operations[2], operations[1]
     wrong = replace(schedule, operations=tuple(operations))
@@ -475,7 +475,7 @@ def test_another_order_on_one_rank_is_named_on_every_rank() -> None:
 
 
 def test_other_options_and_other_slices_on_one_rank_are_named_too() -> None:
-    schedule = _agreement_schedule("bucketed")
+    schedule = _global_schedule("bucketed")
     moved = list(schedule.slices)
     moved[-1] = replace(moved[-1], order=99)
     for wrong, words in (

@@ -271,7 +271,6 @@ OWNERS_OF_ROUNDED: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
 }
 
 State = dict[str, dict[str, np.ndarray]]
-
 Stored = tuple[np.ndarray, State]
 
 

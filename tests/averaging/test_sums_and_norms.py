@@ -461,7 +461,6 @@ OPERATIONS = {
 }
 
 ITEM_BYTES = 8
-
 PAIR_BYTES = ITEM_BYTES + 4  # with its position
 
 

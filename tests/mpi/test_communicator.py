@@ -1,10 +1,44 @@
-"""Every operation of the MPI communicator equals its definition, written with NumPy over what all ranks hold."""
+"""Every operation of the MPI communicator, also of devices and in 16 bits, equals its definition over what all ranks hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 
+from hpctrain.averaging.rounding import caster
+from hpctrain.averaging.strategies.blocking import Blocking
+from hpctrain.averaging.strategies.bucketed import Bucketed
+from hpctrain.averaging.strategies.sharded import Sharded
+from hpctrain.averaging.strategy import Strategy
+from hpctrain.backend.cuda.emulator.device import EmulatedDevice
+from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
+from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
+from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.comm.base import Communicator, Handle
+from hpctrain.comm.grid import GridAxis, ProcessGrid
 from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
+from hpctrain.comm.single import SingleCommunicator
+from hpctrain.comm.sixteen_bit import Wire, sums_over
+from hpctrain.comm.transports import Transport, reaching
+from hpctrain.comm.two_level import in_levels, levels
+from hpctrain.errors import DataError, ShapeError
+from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.parallel.batch_norm import RankStatistics
+from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain.virtual.counters import Count, Counters, CountingCommunicator
+from hpctrain.virtual.run import run_virtual, virtual_engine
+from tests.support import nets
+from tests.support.averaging import OPTIMIZERS, Watched, averaged, make_group, run_steps
+from tests.support.bfloat16 import rounded
+from tests.support.device_operations import OPERATIONS, DeviceRank
+from tests.support.emulated import EmulatedDeviceFactory
+from tests.support.training import Task, distance, train
 
 RANKS = [1, 2, 3, 4]
 DTYPES = ["float32", "float64", "int32", "int64", "uint8", "uint16"]
@@ -37,6 +71,7 @@ def test_allreduce_sums_in_place(world: Communicator, progress: ProgressEngine, 
     np.testing.assert_array_equal(buffer, expected)
 
 
+@pytest.mark.mpi_differs
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("empty", [0, 1])
 @pytest.mark.parallel(RANKS)
@@ -49,6 +84,7 @@ def test_reduce_scatter_gives_each_rank_its_part(world: Communicator, progress: 
     np.testing.assert_array_equal(recv, total[begin : begin + recv.size])
 
 
+@pytest.mark.mpi_differs
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parallel(RANKS)
@@ -77,6 +113,7 @@ def test_all_to_all_transposes(world: Communicator, progress: ProgressEngine, dt
     np.testing.assert_array_equal(recv, np.concatenate(expected))
 
 
+@pytest.mark.mpi_differs
 @pytest.mark.parallel(RANKS)
 def test_all_to_all_in_one_memory_where_some_send_or_receive_nothing(world: Communicator, progress: ProgressEngine) -> None:
     ranks = range(world.size)
@@ -100,6 +137,7 @@ def test_broadcast_from_every_root(world: Communicator, progress: ProgressEngine
         np.testing.assert_array_equal(buffer, _values(root, 9, dtype))
 
 
+@pytest.mark.mpi_differs
 @pytest.mark.parallel(RANKS)
 def test_messages_match_by_tag(world: Communicator, progress: ProgressEngine) -> None:
     left, right = (world.rank - 1) % world.size, (world.rank + 1) % world.size
@@ -132,6 +170,7 @@ def test_strided_buffers_are_refused(world: Communicator) -> None:
         world.isend(strided, 0, 0)
 
 
+@pytest.mark.mpi_differs
 @pytest.mark.parallel(RANKS)
 def test_float_sums_repeat_and_agree_bit_by_bit(world: Communicator, progress: ProgressEngine) -> None:
     """Rounding depends on the order of a sum: whichever rank comes late, the order stays."""
@@ -150,6 +189,7 @@ def test_float_sums_repeat_and_agree_bit_by_bit(world: Communicator, progress: P
     assert len(set(world.allgather_object(sums.pop()))) == 1
 
 
+@pytest.mark.mpi_differs
 @pytest.mark.parallel(RANKS)
 def test_objects(world: Communicator) -> None:
     value = {"rank": world.rank, "long": "x" * 1000 * world.rank, "none": None}
@@ -160,6 +200,7 @@ def test_objects(world: Communicator) -> None:
         assert world.broadcast_object(("from", world.rank), root) == ("from", root)
 
 
+@pytest.mark.mpi_differs
 @pytest.mark.parallel(RANKS)
 def test_split_groups_by_color_and_orders_by_key(world: Communicator, progress: ProgressEngine) -> None:
     part = world.split(world.rank % 2, -world.rank, "parity")
@@ -169,12 +210,14 @@ def test_split_groups_by_color_and_orders_by_key(world: Communicator, progress: 
     assert part.allgather_object(world.rank) == members
 
 
+@pytest.mark.mpi_differs
 @pytest.mark.parallel(RANKS)
 def test_split_without_color_gives_nothing(world: Communicator) -> None:
     part = world.split(0 if world.rank == 0 else None, 0, "first")
     assert (part is None) == (world.rank != 0)
 
 
+@pytest.mark.mpi_differs
 @pytest.mark.parallel(RANKS)
 def test_one_node_holds_all_ranks_of_this_machine(world: Communicator) -> None:
     node = world.split_shared_memory("node")
@@ -185,3 +228,207 @@ def test_one_node_holds_all_ranks_of_this_machine(world: Communicator) -> None:
 def test_it_is_a_communicator(world: Communicator) -> None:
     assert isinstance(world, Communicator)
     assert isinstance(world.ibarrier(), Handle)
+
+
+@pytest.mark.parallel([1, 2, 3, 4])
+def test_counts_of_a_step(world: Communicator, progress: ProgressEngine) -> None:
+    ranks, rank, counters = world.size, world.rank, Counters()
+    comm = CountingCommunicator(world, counters)
+    data = comm.split(0, rank, "data")
+    assert data is not None
+    counts = [2 * r + 1 for r in range(ranks)]
+    n, start = sum(counts), rank**2
+    send, mine, everyone, total = np.arange(n, dtype=np.float64), np.zeros(counts[rank]), np.zeros(n), np.ones(n)
+    progress.wait_handle(data.ireduce_scatter(send, mine, counts), "reduce-scatter")
+    np.testing.assert_array_equal(mine, ranks * send[start : start + counts[rank]])
+    progress.wait_handle(data.iallgather(mine, everyone, counts), "allgather")
+    np.testing.assert_array_equal(everyone, ranks * send)
+    progress.wait_handle(comm.iallreduce(total), "allreduce")
+    np.testing.assert_array_equal(total, np.full(n, ranks))
+    others = Count(1, 8 * n, 8 * (n - counts[rank]))
+    assert counters["data", "ireduce_scatter"] == counters["data", "iallgather"] == others
+    assert counters["world", "iallreduce"] == Count(1, 8 * n, 16 * (n - (n // ranks + (rank < n % ranks))))
+
+
+@pytest.mark.mpi_differs
+@pytest.mark.parallel([1, 2, 3, 4])
+def test_one_ranks_error_is_everyones(world: Communicator) -> None:
+    for failing in range(world.size):
+
+        def work(failing: int = failing) -> int:
+            if world.rank == failing:
+                raise DataError(f"file {failing} is missing")
+            return world.rank
+
+        with pytest.raises(DataError, match=f"^file {failing} is missing") as caught:
+            raise_on_all_ranks(world, work)
+        assert (f"(on rank {failing} of {world.size})" in str(caught.value)) == (world.size > 1)
+    assert raise_on_all_ranks(world, lambda: world.rank) == world.rank
+
+
+def _sum(progress: ProgressEngine, comm: Communicator, value: float) -> float:
+    buffer = np.array([value])
+    progress.wait(progress.queue(comm).post(lambda: comm.iallreduce(buffer), "test"))
+    return float(buffer[0])
+
+
+@pytest.mark.mpi_differs
+@pytest.mark.parallel([1, 2, 3, 4])
+def test_every_rank_is_in_a_split_group_and_a_data_group(world: Communicator, progress: ProgressEngine) -> None:
+    for rows in (n for n in range(1, world.size + 1) if world.size % n == 0):
+        cols = world.size // rows
+        grid = ProcessGrid(world, rows, cols)
+        assert world.rank == grid.col * rows + grid.row  # one node: split group after split group
+        split, data = grid.along(GridAxis.SPLIT), grid.along(GridAxis.DATA)
+        assert (split.size, split.rank, data.size, data.rank) == (rows, grid.row, cols, grid.col)
+        sums = _sum(progress, split, 10.0**grid.row), _sum(progress, data, 10.0**grid.col)
+        assert sums[0] == sum(10.0**r for r in range(rows))
+        assert sums[1] == sum(10.0**c for c in range(cols))
+
+
+@pytest.mark.parallel([2, 3, 4])
+def test_a_wrong_grid_is_refused_on_every_rank(world: Communicator) -> None:
+    with pytest.raises(ShapeError, match=f"nearest legal grid is 1 x {world.size}"):
+        ProcessGrid(world, 1, world.size + 1)
+
+
+@pytest.mark.parallel([1, 2, 3, 4])
+def test_uneven_shares(world: Communicator, progress: ProgressEngine) -> None:
+    own = world.split(0, world.rank, "statistics")
+    assert own is not None
+    merger = RankStatistics(own, progress)
+    counts = [5 * rank for rank in range(world.size)]  # rank 0 has none
+    parts = [1e4 + np.random.default_rng(rank).standard_normal((count, 9)) for rank, count in enumerate(counts)]
+    mine = parts[world.rank]
+    mean = mine.mean(axis=0) if len(mine) else np.full(9, np.nan)
+    m2 = ((mine - mean) ** 2).sum(axis=0)
+    assert merger.merge(len(mine), mean, m2) == sum(counts)
+    assert len(set(world.allgather_object((mean.tobytes(), m2.tobytes())))) == 1
+    everything = np.concatenate(parts)
+    if len(everything):
+        np.testing.assert_allclose(mean, everything.mean(axis=0), rtol=1e-13)
+        np.testing.assert_allclose(m2, len(everything) * everything.var(axis=0), rtol=1e-10)
+    values = np.array([world.rank, 1.0])
+    merger.sum(values)
+    np.testing.assert_array_equal(values, [world.size * (world.size - 1) / 2, world.size])
+
+
+ROUNDING: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
+    "blocking": (Blocking, {}),
+    "bucketed": (Bucketed, {"bucket_bytes": 100}),
+    "sharded": (Sharded, {"bucket_bytes": 100, "nominal_batch": 9, "replan": False, "wire_parameters": "float16"}),
+}
+
+
+def _normal_values(rank: int, size: int) -> np.ndarray:
+    return (np.random.default_rng(rank).standard_normal(size) * 3).astype(np.float32)
+
+
+@pytest.mark.mpi_differs
+@pytest.mark.parametrize("counts", [[5, 0, 3, 4], [0, 0, 0, 0], [0, 1, 0, 0], [70_000, 70_001, 69_999, 70_000]])
+@pytest.mark.parallel([2, 3, 4])
+def test_sums_are_those_of_rounded_parts(world: Communicator, progress: ProgressEngine, counts: list[int]) -> None:
+    """Parts without elements included, whose messages have neither bytes nor an address of their own."""
+    counts = counts[: world.size]
+    size = sum(counts)
+    total = rounded(_normal_values(0, size))
+    for rank in range(1, world.size):
+        total = total + rounded(_normal_values(rank, size))
+    start, stop = list(pairwise(accumulate(counts, initial=0)))[world.rank]
+    sums = sums_over(world, caster("bfloat16"), allreduces=True)
+    for _ in range(3):  # with the same buffers
+        received, whole = np.full(stop - start, np.nan, np.float32), _normal_values(world.rank, size)
+        handles = [sums.ireduce_scatter(whole, received, counts), sums.iallreduce(whole)]
+        norms = np.array([1.0 + 2.0**-40])
+        handles.append(world.iallreduce(norms))
+        for handle in handles:
+            progress.wait_handle(handle, "sums")
+        assert received.tobytes() == total[start:stop].tobytes()
+        assert whole.tobytes() == rounded(total).tobytes()
+        assert norms[0] == world.size * (1.0 + 2.0**-40)
+
+
+@pytest.mark.parallel(4)
+def test_in_two_levels(world: Communicator, progress: ProgressEngine) -> None:
+    nodes, size = (0, 0, 1, 1), 24
+    made = in_levels(world, levels(nodes), "gradients")
+    sums = sums_over(made, caster("bfloat16"), allreduces=True)
+    of_nodes = [_normal_values(first, size) + _normal_values(first + 1, size) for first in (0, 2)]
+    expected = rounded(of_nodes[0]) + rounded(of_nodes[1])
+    for _ in range(3):  # with the same buffers
+        received, whole = np.empty(size // 4, np.float32), _normal_values(world.rank, size)
+        handles = sums.ireduce_scatter(_normal_values(world.rank, size), received, [size // 4] * 4), sums.iallreduce(whole)
+        for handle in handles:
+            progress.wait_handle(handle, "sums")
+        assert whole.tobytes() == rounded(expected).tobytes()
+    assert received.tobytes() == expected[made.rank * received.size :][: received.size].tobytes()
+
+
+@pytest.mark.mpi_differs
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("threaded", [False, True], ids=["alone", "progress thread"])
+@pytest.mark.parametrize("wire", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ROUNDING)
+@pytest.mark.parallel([2, 3, 4])
+def test_strategies_end_with_the_bits_of_virtual_ranks(
+    world: Communicator, progress: ProgressEngine, name: str, wire: Wire, threaded: bool
+) -> None:
+    kind, options = ROUNDING[name]
+    nodes = (0, 0, 1, 1) if name != "blocking" and world.size == 4 else None
+
+    def trained(comm: Communicator, engine: ProgressEngine) -> np.ndarray:
+        averager = averaged(kind, make_group(), OPTIMIZERS["momentum"](), comm, engine, nodes=nodes, wire=wire, **options)
+        return run_steps(Watched(averager), 6)
+
+    def program(comm: ThreadCommunicator) -> np.ndarray:
+        return trained(comm, virtual_engine(comm))
+
+    expected = run_virtual(world.size, program)[0]
+    if threaded:
+        progress.start_thread()
+    try:
+        found = trained(world, progress)
+    finally:
+        progress.stop_thread()
+    assert found.tobytes() == expected.tobytes()  # two ranks of a node add two numbers, in any order
+    texts = world.allgather_object(found.tobytes())
+    assert len(set(texts)) == 1
+
+
+WAYS: tuple[Transport, ...] = ("staged", "mpi", "nccl")
+
+
+@pytest.mark.mpi_differs
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parallel([2, 3, 4])
+def test_operations_bring_what_they_bring_on_the_host(
+    world: Communicator, way: Transport, emulated_device: EmulatedDeviceFactory
+) -> None:
+    rank = DeviceRank(world, emulated_device(world.rank), lambda comm, arithmetic: reaching(way, comm, arithmetic))
+    for operation in OPERATIONS:
+        for _ in range(3):
+            array, expected = operation(rank)
+            found = array if isinstance(array, np.ndarray) else rank.on_host(array)
+            np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("strategy", [Sharded, Bucketed])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parallel([2, 3])
+def test_a_training_is_that_of_one_rank_of_numpy(
+    world: Communicator,
+    progress: ProgressEngine,
+    way: Transport,
+    strategy: Callable[..., Any],
+    emulated_device: EmulatedDeviceFactory,
+) -> None:
+    task = Task(nets.residual, NumpyKernelSet(), lambda: Sgd(momentum=0.9, weight_decay=1e-3), steps=5, transport=way)
+    device: EmulatedDevice = emulated_device(world.rank)
+    kernels = CudaKernelSet(CudaRuntime(device, device.stream("compute"), "float64"))
+    result = train(replace(task, kernels=kernels), world, progress, strategy, nominal_batch=task.batch, bucket_bytes=2000)
+    alone = SingleCommunicator()
+    engine = ProgressEngine(rank=0, deadline_seconds=60.0, abort=alone.abort)
+    expected = train(task, alone, engine, strategy, nominal_batch=task.batch, bucket_bytes=2000)
+    assert distance(result.parameters, expected.parameters) <= 1e-10
+    device.finish()

@@ -1,28 +1,27 @@
-"""Whole networks on grids of virtual ranks equal one rank: a fixed sample of `make grid-matrix`, and what it leaves out."""
+"""Whole networks on grids of virtual ranks equal one rank: a sample of `make grid-matrix`, beside every averaging strategy."""
+
+from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 
+import numpy as np
 import pytest
 
 from hpctrain.averaging.strategies.blocking import Blocking
+from hpctrain.backend.kernels.base import KernelSet
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.kernels.onednn.kernel_set import OnednnKernelSet, available
+from hpctrain.optim.optimizers.lars import Lars
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
 from tests.support import grid_float32, nets
-from tests.support.grid_matrix import (
-    GRIDS,
-    NETS,
-    PLANS,
-    TOLERANCE,
-    alone,
-    cell,
-    compare,
-    on_virtual_ranks,
-    plan_of,
-)
+from tests.support.averaging import STRATEGIES
+from tests.support.grid_matrix import GRIDS, NETS, PLANS, TOLERANCE, alone, cell, compare, on_virtual_ranks, plan_of
+from tests.support.poison import overwritten_share, poisoned
+from tests.support.sampling import amount
 from tests.support.training import Result, Task, distance, train
 
 SAMPLE = [
@@ -37,6 +36,7 @@ SAMPLE = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(("net", "grid", "kind"), SAMPLE, ids=str)
 def test_five_steps_of_a_whole_network(net: str, grid: tuple[int, int], kind: str) -> None:
@@ -54,6 +54,7 @@ def test_the_matrix_has_every_grid_net_and_plan() -> None:
         assert all((plan.rows, plan.cols) == (rows, cols) for plan in made)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("grid", "kind"), [((3, 1), "domain"), ((2, 2), "model"), ((4, 1), "tiles")], ids=str)
 def test_float32_is_as_near_to_float64_as_one_rank(grid: tuple[int, int], kind: str) -> None:
@@ -67,6 +68,7 @@ def test_float32_is_as_near_to_float64_as_one_rank(grid: tuple[int, int], kind: 
             assert found[field].near, (name, field, found[field])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "micro_batches", "grid"), [("domain", 3, (2, 2)), ("model", 2, (3, 1)), ("mixed", 3, (2, 2))], ids=str
@@ -81,6 +83,7 @@ def test_micro_batches(kind: str, micro_batches: int, grid: tuple[int, int]) -> 
         assert compare(result, expected).largest <= TOLERANCE
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["batch", "domain", "model", "mixed"])
 def test_a_batch_smaller_than_the_ranks(kind: str) -> None:
@@ -98,6 +101,7 @@ def _residual(rows: int, cols: int, use: str, *, synchronised: bool) -> Task:
     return Task(model, NumpyKernelSet(), partial(Sgd, momentum=0.9), samples=12, batch=12, steps=4, plan=plan)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("use", ["domain", "model"])
 @pytest.mark.parametrize("rows", [2, 3])
@@ -118,3 +122,105 @@ def test_batch_norm_that_is_not_synchronised_is_that_of_the_rank_under_batch() -
 
 def _train(task: Task, comm: ThreadCommunicator) -> Result:
     return train(task, comm, virtual_engine(comm), Blocking)
+
+
+@pytest.mark.sample(3)
+@pytest.mark.slow
+@pytest.mark.parametrize("kernels", [NumpyKernelSet, OnednnKernelSet])
+@pytest.mark.parametrize(
+    ("net", "grid", "kind"),
+    [
+        ("vgg16", (3, 1), "domain"),
+        ("vgg16", (2, 2), "overlapped"),
+        ("vgg16_bn", (2, 1), "mixed"),
+        ("resnet18", (2, 1), "domain"),
+        ("resnet18", (4, 1), "tiles"),
+        ("resnet20", (3, 1), "mixed"),
+        ("resnet50", (2, 1), "model"),
+    ],
+    ids=str,
+)
+def test_nobody_reads_what_is_not_in_use(net: str, grid: tuple[int, int], kind: str, kernels: type[KernelSet]) -> None:
+    if kernels is OnednnKernelSet and available() is not None:
+        pytest.skip(str(available()))
+    plan: ParallelPlan | None = plan_of(NETS[net], "domain" if kind == "overlapped" else kind, *grid)
+    assert plan is not None
+    if kind == "overlapped":
+        plan = replace(plan, overlapped=frozenset(f"features.{k}" for k in range(40)))
+    task = replace(NETS[net].task(plan, kernels(), "float32"), steps=2)
+    expected = on_virtual_ranks(task)
+    with poisoned() as poisoners:
+        found = on_virtual_ranks(task)
+    assert overwritten_share(poisoners) > 1
+    for ours, theirs in zip(found, expected, strict=True):
+        for name, values in theirs.parameters.items():
+            np.testing.assert_array_equal(ours.parameters[name], values, err_msg=name)
+
+
+#: of each strategy on each grid
+SEEDS = amount(1, 5)
+SPLIT_GRIDS = [(2, 2), (3, 2)]
+_D, _M, _B = Parallelism.DOMAIN, Parallelism.MODEL, Parallelism.BATCH
+
+SPLIT_NETS = {
+    "plain": (partial(nets.plain, dropout=0.3), {"conv2": _M, "relu2": _M, "fc1": _M, "relu3": _B, "fc2": _M}),
+    "residual": (nets.residual, {"layer2.*": _M, "fc": _M}),
+}
+
+
+def _task(net: str) -> Task:
+    """9 x 7 images; five samples a step, then four: on six ranks some have none."""
+    optimizer = partial(Sgd, momentum=0.9, nesterov=True, weight_decay=1e-2)
+    return Task(SPLIT_NETS[net][0], NumpyKernelSet(), optimizer, samples=9, batch=5, steps=4)
+
+
+@lru_cache
+def _expected(net: str) -> Result:
+    return alone(_task(net))
+
+
+@pytest.mark.sample(3)
+@pytest.mark.slow
+@pytest.mark.parametrize("grid", SPLIT_GRIDS, ids=str)
+@pytest.mark.parametrize("strategy", ["blocking", *STRATEGIES])
+def test_every_strategy_beside_model_and_domain(strategy: str, grid: tuple[int, int]) -> None:
+    kind, options = (Blocking, {}) if strategy == "blocking" else STRATEGIES[strategy]
+    rows, cols = grid
+    for seed in range(SEEDS):
+        net = tuple(SPLIT_NETS)[seed % 2] if SEEDS > 1 else ("plain" if rows == 2 else "residual")
+        layers = frozenset({"conv1", "layer1.conv1", "layer1.conv2"} if seed % 3 == 0 else ())
+        task = replace(_task(net), plan=ParallelPlan(rows, cols, _D, SPLIT_NETS[net][1], overlapped=layers))
+
+        def program(comm: ThreadCommunicator, task: Task = task) -> Result:
+            return train(task, comm, virtual_engine(comm), kind, **options)
+
+        for result in run_virtual(rows * cols, program, seed=1000 * rows + seed, deadline_seconds=120):
+            assert distance(result.parameters, _expected(net).parameters) < 1e-10, f"{net}, seed {seed}"
+            if result.statistics:
+                assert distance(result.statistics, _expected(net).statistics) < 1e-10, f"{net}, seed {seed}"
+
+
+OPTIMIZERS = {
+    "lars, clipping": partial(Lars, momentum=0.9, weight_decay=1e-2, trust_coefficient=0.1, clip_norm=0.5),
+    "clipping": partial(Sgd, momentum=0.9, nesterov=True, clip_norm=0.3),
+}
+
+
+@pytest.mark.sample(3)
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["blocking", *STRATEGIES])
+def test_a_rank_without_a_part_of_a_split_layer_holds_up_nobody(strategy: str) -> None:
+    """Fewer features than rows: the first layer is empty on a rank, or all are; it still counts in norms and messages."""
+    kind, options = (Blocking, {}) if strategy == "blocking" else STRATEGIES[strategy]
+    for classes, optimizer in zip((2, 5), OPTIMIZERS.values(), strict=True):
+        model = partial(nets.narrow, classes)
+        task = Task(model, NumpyKernelSet(), optimizer, classes=classes, samples=9, batch=5, steps=3)
+        expected = alone(task)
+        for rows, cols, seed in ((3, 1, None), (3, 2, 1)):
+            split = replace(task, plan=ParallelPlan(rows, cols, _M))
+
+            def program(comm: ThreadCommunicator, task: Task = split) -> Result:
+                return train(task, comm, virtual_engine(comm), kind, **options)
+
+            for result in run_virtual(rows * cols, program, seed=seed):
+                assert distance(result.parameters, expected.parameters) < 1e-10, (classes, rows, cols)

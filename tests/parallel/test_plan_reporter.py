@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.backend.kernels.graph import Graph, GraphBuilder
@@ -19,8 +21,9 @@ from hpctrain.models import catalogue
 from hpctrain.nn.network import Network, declared
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.parallel.groups import GridGroups
+from hpctrain.parallel.layout import LayoutKind
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
-from hpctrain.parallel.plan_report import LayerReport, PlanReport
+from hpctrain.parallel.plan_report import LayerReport, PlanReport, RedistributionReport, Traffic, nothing
 from hpctrain.parallel.plan_reporter import report_plan
 from hpctrain.parallel.rank_graph import GridDistribution
 from hpctrain.parallel.split_group import SplitGroup
@@ -30,16 +33,19 @@ from hpctrain.virtual.run import run_virtual, virtual_engine
 from tests.support.training import Task, train
 
 B, M, D = Parallelism.BATCH, Parallelism.MODEL, Parallelism.DOMAIN
+
 MODELS: Mapping[str, tuple[str, Mapping[str, object], int]] = {
     "vgg": ("vgg11", {"width": 0.0625, "classes": 5}, 35),
     "resnet": ("resnet18", {"width": 0.125, "classes": 5, "synchronised": True}, 33),
     "local": ("resnet20", {"classes": 5, "width": 0.25}, 21),
 }
+
 MIXED = {
     "vgg": {"features.*": D, "classifier.*": M},
     "resnet": {"layer2.*": B, "layer3.*": M, "fc": M},
     "local": {"layer2.*": M, "layer3.*": B},
 }
+
 OVERLAPPED = {"vgg": ("features.3",), "resnet": ("layer1.0.conv1", "layer1.1.conv2"), "local": ("layer1.0.conv1",)}
 
 
@@ -82,6 +88,7 @@ KINDS = {(3, 1): ("batch", "model", "domain", "mixed", "overlapped"), (2, 2): ("
 CASES = [(name, *grid, kind) for name in MODELS for grid, kinds in KINDS.items() for kind in kinds]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "rows", "cols", "kind"), CASES)
 def test_words_of_every_layer_and_rank_are_those_of_a_step(
@@ -141,6 +148,7 @@ def by_entry(found: PlanReport) -> dict[tuple[int, str, str], int]:
     return {key: size for key, size in total.items() if size}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["domain", "model", "mixed"])
 @pytest.mark.parametrize("name", ["vgg", "resnet"])
@@ -215,3 +223,37 @@ def test_more_ranks_than_rows_and_split_groups_without_samples_are_reported() ->
 def test_a_pattern_that_no_layer_has_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"'nothing.*'; there are"):
         description_of(task_of("vgg", ParallelPlan(2, 1, B, {"nothing.*": D})))
+
+
+RANKS = 3
+WORDS = st.tuples(*[st.integers(0, 10**12)] * RANKS)
+TRAFFIC = st.builds(Traffic, WORDS, WORDS, WORDS, WORDS)
+
+
+@given(TRAFFIC, TRAFFIC, TRAFFIC)
+def test_traffic_adds_up_like_numbers(a: Traffic, b: Traffic, c: Traffic) -> None:
+    assert a + b == b + a
+    assert (a + b) + c == a + (b + c)
+    assert a + nothing(RANKS) == a
+
+
+@given(TRAFFIC, TRAFFIC, st.sampled_from([4, 8]))
+def test_bytes_are_those_of_the_words(a: Traffic, b: Traffic, item_bytes: int) -> None:
+    assert a.bytes_forward(item_bytes) == tuple(
+        item_bytes * words + 8 * statistics for words, statistics in zip(a.forward, a.statistics_forward, strict=True)
+    )
+    both = (a + b).bytes_backward(item_bytes)
+    assert both == tuple(x + y for x, y in zip(a.bytes_backward(item_bytes), b.bytes_backward(item_bytes), strict=True))
+
+
+@given(TRAFFIC, TRAFFIC, WORDS)
+def test_totals_are_of_all_entries(of_layer: Traffic, of_move: Traffic, parameters: tuple[int, ...]) -> None:
+    layer = LayerReport(
+        "conv", "conv2d 3x3", Parallelism.DOMAIN, LayoutKind.TILES, (1, 3, 3, 1), (), (), of_layer, parameters, (0,) * RANKS
+    )
+    move = RedistributionReport("fc.move", "fc", "rows", "samples", of_move, (0,) * RANKS)
+    report = PlanReport(ParallelPlan(RANKS), (1, 0, 0), "float32", 4, (layer, move, layer), (), None)
+    assert report.layers == (layer, layer)
+    assert report.redistributions == (move,)
+    assert report.traffic == of_layer + of_move + of_layer
+    assert report.parameters == tuple(2 * size for size in parameters)

@@ -39,7 +39,6 @@ from tests.support import nets
 from tests.support.training import Task, batches, replica_of
 
 _B, _M = Parallelism.BATCH, Parallelism.MODEL
-
 POSITION = Position(2, 6, 17, RunningSums(1.5, 4, 5, 6))
 
 MIXED = {
@@ -377,13 +376,11 @@ def test_a_position_in_which_nothing_happened_is_written_as_it_always_was() -> N
 
 
 RESIDUAL, WEIGHT = "sparse_gradient", "fc1.weight"
-
 KEY = optimizer_key(RESIDUAL, WEIGHT)  # (72, 11): over 3 ranks 288, 288 and 216 elements
-
 TASK = Task(nets.plain, NumpyKernelSet(), partial(Sgd, momentum=0.5), batch=9, steps=3)
 
 #: a grid whose data groups keep back unlike much, with ranks of a node and a least size of what is not sent whole
-FULL_STATES_GRIDS = {
+UNLIKE_GRIDS = {
     "the last part is sent whole": ((3, 2), 1, 250),
     "the last group has fewer nodes": ((2, 4), 5, 250),  # 3 + 1 ranks, of which each is a holder, beside 2 + 2
 }
@@ -446,7 +443,7 @@ def _course(comm: ThreadCommunicator, grid: tuple[int, int], least_elements: int
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("grid", "per_node", "least_elements"), FULL_STATES_GRIDS.values(), ids=FULL_STATES_GRIDS)
+@pytest.mark.parametrize(("grid", "per_node", "least_elements"), UNLIKE_GRIDS.values(), ids=UNLIKE_GRIDS)
 def test_groups_that_keep_back_unlike_much_write_whole_tensors_and_go_on_with_the_same_bits(
     grid: tuple[int, int], per_node: int, least_elements: int, tmp_path: Path
 ) -> None:
@@ -458,17 +455,11 @@ def test_groups_that_keep_back_unlike_much_write_whole_tensors_and_go_on_with_th
     content = courses[0].taken
     assert content.tensors[KEY].shape == (max(holders), 72, 11)
     assert content.tensors[KEY].any()
-    _assert_same(read(path), content)
+    assert_same(read(path), content)
     for of_rank in courses:
-        _assert_same(of_rank.taken, content)
-        _assert_same(of_rank.loaded, content)
-        _assert_same(of_rank.end_of_loaded, of_rank.end)
-
-
-def _assert_same(left: CheckpointContent, right: CheckpointContent) -> None:
-    assert left.tensors.keys() == right.tensors.keys()
-    for key in right.tensors:
-        assert np.array_equal(left.tensors[key], right.tensors[key]), key
+        assert_same(of_rank.taken, content)
+        assert_same(of_rank.loaded, content)
+        assert_same(of_rank.end_of_loaded, of_rank.end)
 
 
 def test_what_one_part_alone_has_left_of_an_earlier_run_is_written_again() -> None:
@@ -496,9 +487,7 @@ def test_zeros_behind_the_last_holder_are_of_nobody() -> None:
 
 
 SPLIT = {"conv1": Parallelism.DOMAIN, "conv2": Parallelism.MODEL, "fc*": Parallelism.MODEL}
-
-OWNED_PARTS_GRIDS = [(1, 1), (1, 2), (1, 3), (1, 4), (1, 6), (2, 2), (4, 1)]
-
+SHARD_GRIDS = [(1, 1), (1, 2), (1, 3), (1, 4), (1, 6), (2, 2), (4, 1)]
 SHARDED = partial(Sharded, options=ShardedOptions(fc_exchange="never"))
 
 
@@ -543,12 +532,12 @@ def assert_same(left: CheckpointContent, right: CheckpointContent) -> None:
 @pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("strategy", "readers"), [(Blocking, OWNED_PARTS_GRIDS), (SHARDED, [(1, 3), (2, 2)])], ids=["blocking", "sharded"]
+    ("strategy", "readers"), [(Blocking, SHARD_GRIDS), (SHARDED, [(1, 3), (2, 2)])], ids=["blocking", "sharded"]
 )
 def test_any_ranks_read_what_any_others_wrote(tmp_path: Path, strategy: StrategyFactory, readers: list[tuple[int, int]]) -> None:
     """In a single file, too, and from one to the other."""
     content = alone(nets.plain())
-    for number, grid in enumerate(OWNED_PARTS_GRIDS):
+    for number, grid in enumerate(SHARD_GRIDS):
         path, single = checkpoint_path(tmp_path, number, sharded=True), checkpoint_path(tmp_path, number)
         run_virtual(grid[0] * grid[1], partial(save, content=content, grid=grid, path=path, strategy=strategy), seed=number)
         stored = read(path)
@@ -592,14 +581,14 @@ def test_a_part_opens_the_shards_that_have_it_only(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("small_parts_are_shared")
 def test_what_ranks_keep_back_is_each_ones_own(tmp_path: Path) -> None:
     strategy = partial(Lazy, options=LazyOptions(layers=2, bucket_bytes=512))
-    kept = run_virtual(3, partial(_owned_parts_lazy, path=checkpoint_path(tmp_path, 7, sharded=True), strategy=strategy))
+    kept = run_virtual(3, partial(_lazy_on_three_ranks, path=checkpoint_path(tmp_path, 7, sharded=True), strategy=strategy))
     assert_same(kept[1], kept[0])
     assert_same(read(checkpoint_path(tmp_path, 7, sharded=True)), kept[0])
     pending = [key for key in kept[0].tensors if "lazy_gradient" in key]
     assert any(len(np.unique(kept[0].tensors[key])) > 1 for key in pending)
 
 
-def _owned_parts_lazy(comm: ThreadCommunicator, path: Path, strategy: StrategyFactory) -> CheckpointContent:
+def _lazy_on_three_ranks(comm: ThreadCommunicator, path: Path, strategy: StrategyFactory) -> CheckpointContent:
     trained = replica(comm, nets.plain(), plan_of(1, 3), strategy)
     for averager in trained.averagers.values():
         for gradients in averager.held_gradients().values():

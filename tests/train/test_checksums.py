@@ -56,9 +56,7 @@ STRATEGIES: dict[str, StrategyFactory] = {
 
 #: strategies that keep nothing but what one rank keeps, so that one checkpoint fits them all
 PLAIN = ("blocking", "bucketed", "overlap", "sharded", "priority")
-
 KEPT_BACK = ("lazy_gradient", "sparse_gradient", "sparse_momentum")
-
 GRIDS = [(1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (3, 2), (7, 1), (13, 1)]
 
 
@@ -230,14 +228,14 @@ def slow_sum(values: np.ndarray) -> int:
     return total & _MASK
 
 
-def element_hash_made(shape: tuple[int, ...], dtype: str) -> np.ndarray:
+def random_array(shape: tuple[int, ...], dtype: str) -> np.ndarray:
     return np.random.default_rng(5).standard_normal(shape).astype(dtype)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("shape", [(), (1,), (7, 9), (3, 3, 3, 5), (0, 4)])
 def test_it_is_the_sum_of_its_definition(shape: tuple[int, ...], dtype: str) -> None:
-    values = element_hash_made(shape, dtype)
+    values = random_array(shape, dtype)
     assert hash_of(values) == digest(slow_sum(values), shape, dtype)
 
 
@@ -247,7 +245,7 @@ def test_it_is_the_sum_of_its_definition(shape: tuple[int, ...], dtype: str) -> 
 def test_no_cut_changes_it(dtype: str, dim: int, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Split in any dim, and the flat part of each holder cut again by its owners, in chunks of odd length."""
     monkeypatch.setattr(element_hash, "CHUNK", 13)
-    values = element_hash_made((7, 5, 9), dtype)
+    values = random_array((7, 5, 9), dtype)
     hasher, total = ElementHash(), 0
     for interval in even_intervals(values.shape[dim], parts):
         box = replace_dim(whole(values.shape), dim, interval)

@@ -29,7 +29,6 @@ from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.pixel_batch import PixelBatch
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator
-from hpctrain.comm.transports import Transport
 from hpctrain.data import format as data_format
 from hpctrain.data.format import ImageFile
 from hpctrain.data.loader import Loader
@@ -48,7 +47,7 @@ from hpctrain.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
 from tests.support.device_views import ViewingCommunicator
 from tests.support.emulated import EmulatedDeviceFactory
-from tests.support.training import Result, Task, assert_same_training, batches, replica_of, train
+from tests.support.training import Result, Task, batches, replica_of, train
 
 
 @dataclass(frozen=True)
@@ -74,11 +73,6 @@ WAYS = {
 }
 
 
-def _fits(way: str, ranks: int) -> bool:
-    """Two levels need two nodes of two ranks each."""
-    return WAYS[way].per_node != 2 or ranks == 4
-
-
 MODELS: list[Callable[[], Layer]] = [partial(nets.plain, dropout=0.3), nets.residual]
 
 OPTIMIZERS: list[Callable[[], Optimizer]] = [
@@ -95,8 +89,8 @@ def _task(seed: int, **changes: Any) -> Task:
     return replace(Task(MODELS[seed % 2], NumpyKernelSet(), OPTIMIZERS[seed % 5], steps=5, micro_batches=1), **changes)
 
 
-def _kernels(device: EmulatedDevice, *, graphs: bool = True) -> KernelSet:
-    return CudaKernelSet(CudaRuntime(device, device.stream("compute"), "float64", graphs=graphs))
+def _kernels(device: EmulatedDevice, precision: Precision = "float64", *, graphs: bool = True) -> CudaKernelSet:
+    return CudaKernelSet(CudaRuntime(device, device.stream("compute"), precision, graphs=graphs))
 
 
 def _trained(task: Task, way: _Way, ranks: int, kernels: Callable[[int], KernelSet], *, seed: int | None = None) -> list[Result]:
@@ -106,30 +100,6 @@ def _trained(task: Task, way: _Way, ranks: int, kernels: Callable[[int], KernelS
         return train(of_rank, ranks, virtual_engine(comm), way.strategy, nominal_batch=task.batch, **way.options)
 
     return run_virtual(ranks, program, seed=seed, ranks_per_node=way.per_node)
-
-
-def _alone(task: Task) -> Result:
-    return _trained(task, WAYS["blocking"], 1, lambda rank: NumpyKernelSet())[0]
-
-
-@pytest.mark.sample(5)
-@pytest.mark.slow
-@pytest.mark.parametrize("transport", ["staged", "mpi", "nccl"])
-@pytest.mark.parametrize(("way", "ranks"), [(name, ranks) for name in WAYS for ranks in (2, 3, 4) if _fits(name, ranks)])
-def test_a_training_is_that_of_one_rank_of_numpy(
-    way: str, ranks: int, transport: Transport, emulated_device: EmulatedDeviceFactory
-) -> None:
-    seed = 10 * list(WAYS).index(way) + ranks
-    task = _task(seed, transport=transport)
-    devices = [emulated_device(seed + rank) for rank in range(ranks)]
-    results = _trained(task, WAYS[way], ranks, lambda rank: _kernels(devices[rank], graphs=bool(seed % 4)), seed=seed)
-    expected = _alone(task)
-    for result in results:
-        assert_same_training(result, expected)
-        for name, values in results[0].parameters.items():
-            np.testing.assert_array_equal(result.parameters[name], values)
-    for device in devices:
-        device.finish()
 
 
 @pytest.mark.slow
@@ -238,14 +208,11 @@ def test_parameters_in_16_bits_are_refused(emulated_device: EmulatedDeviceFactor
 
 
 TOLERANCE = 1e-10
-
 STEPS = 5
-
-ON_DEVICE_MODELS: list[Callable[[], Layer]] = [partial(nets.plain, dropout=0.3), partial(nets.residual, synchronised=False)]
-
+ALONE_MODELS: list[Callable[[], Layer]] = [partial(nets.plain, dropout=0.3), partial(nets.residual, synchronised=False)]
 STRATEGIES: list[StrategyFactory] = [Blocking, Bucketed, Sharded, Priority, Lazy]
 
-ON_DEVICE_OPTIMIZERS: list[Callable[[], Optimizer]] = [
+ALONE_OPTIMIZERS: list[Callable[[], Optimizer]] = [
     partial(Sgd, momentum=0.9, weight_decay=1e-3),
     partial(Sgd, momentum=0.8, nesterov=True),
     partial(Sgd, momentum=0.0, clip_norm=0.5),
@@ -253,20 +220,16 @@ ON_DEVICE_OPTIMIZERS: list[Callable[[], Optimizer]] = [
 ]
 
 
-def _on_device_task(seed: int) -> Task:
+def _task_alone(seed: int) -> Task:
     """All pairs of a model, a strategy and an optimiser within 40 seeds; one to three micro-batches."""
     return Task(
-        ON_DEVICE_MODELS[seed % 2],
+        ALONE_MODELS[seed % 2],
         NumpyKernelSet(),
-        ON_DEVICE_OPTIMIZERS[seed // 2 % 4],
+        ALONE_OPTIMIZERS[seed // 2 % 4],
         steps=STEPS,
         micro_batches=1 + seed % 3,
         smoothing=0.1,
     )
-
-
-def _on_device_kernels(device: EmulatedDevice, *, graphs: bool = True) -> CudaKernelSet:
-    return CudaKernelSet(CudaRuntime(device, device.stream("compute"), "float64", graphs=graphs))
 
 
 def _replica(task: Task, kernels: KernelSet, strategy: StrategyFactory) -> Replica:
@@ -313,23 +276,19 @@ def _assert_close(result: dict[str, np.ndarray], expected: dict[str, np.ndarray]
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
 def test_a_training_is_that_of_numpy(emulated_device: EmulatedDeviceFactory, seed: int) -> None:
-    task, strategy = _on_device_task(seed), STRATEGIES[seed // 2 % 5]
+    task, strategy = _task_alone(seed), STRATEGIES[seed // 2 % 5]
     device = emulated_device(seed)
-    _assert_close(
-        _train(task, _on_device_kernels(device, graphs=bool(seed % 4)), strategy), _train(task, NumpyKernelSet(), strategy)
-    )
+    _assert_close(_train(task, _kernels(device, graphs=bool(seed % 4)), strategy), _train(task, NumpyKernelSet(), strategy))
     device.finish()
 
 
 @pytest.mark.sample(1)
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ON_DEVICE_MODELS)
+@pytest.mark.parametrize("model", ALONE_MODELS)
 def test_bits_do_not_depend_on_streams_or_graphs(emulated_device: EmulatedDeviceFactory, model: Callable[[], Layer]) -> None:
-    task = replace(_on_device_task(0), model=model)
+    task = replace(_task_alone(0), model=model)
     results = [
-        _train(task, _on_device_kernels(emulated_device(seed), graphs=graphs), Sharded)
-        for seed in (0, 7)
-        for graphs in (False, True)
+        _train(task, _kernels(emulated_device(seed), graphs=graphs), Sharded) for seed in (0, 7) for graphs in (False, True)
     ]
     for other in results[1:]:
         for name, values in results[0].items():
@@ -338,12 +297,12 @@ def test_bits_do_not_depend_on_streams_or_graphs(emulated_device: EmulatedDevice
 
 @pytest.mark.sample(2)
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ON_DEVICE_OPTIMIZERS)
-@pytest.mark.parametrize("model", ON_DEVICE_MODELS)
+@pytest.mark.parametrize("optimizer", ALONE_OPTIMIZERS)
+@pytest.mark.parametrize("model", ALONE_MODELS)
 def test_steps_of_one_rank_allocate_nothing_and_wait_where_it_is_said(
     emulated_device: EmulatedDeviceFactory, model: Callable[[], Layer], optimizer: Callable[[], Optimizer]
 ) -> None:
-    task = replace(_on_device_task(0), model=model, optimizer=optimizer, samples=40, batch=8, steps=9)
+    task = replace(_task_alone(0), model=model, optimizer=optimizer, samples=40, batch=8, steps=9)
     device = emulated_device(3)
     waits: list[set[str]] = []
 
@@ -353,7 +312,7 @@ def test_steps_of_one_rank_allocate_nothing_and_wait_where_it_is_said(
         waits.append({function for _, function in device.counters.synchronisations})
         device.counters.synchronisations.clear()
 
-    _train(task, _on_device_kernels(device), Sharded, after_step=after_step)
+    _train(task, _kernels(device), Sharded, after_step=after_step)
     assert device.counters.late_allocations == []
     page = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
     for function in set().union(*waits[2:]):
@@ -367,9 +326,9 @@ def test_every_place_of_one_rank_that_waits_matters(emulated_device: EmulatedDev
     Some waits are implied by another one just before: of several copies that are on their way, all but the last. So it is asked
     of each place in the code, not of each wait.
     """
-    task = replace(_on_device_task(0), steps=4)
+    task = replace(_task_alone(0), steps=4)
     device = emulated_device(1)
-    expected = _train(task, _on_device_kernels(device), Sharded)
+    expected = _train(task, _kernels(device), Sharded)
     places: dict[str, list[int]] = {}
     for number, wait in enumerate(device.waits):
         places.setdefault(wait.rpartition(" at ")[2], []).append(number)
@@ -381,7 +340,7 @@ def test_every_place_of_one_rank_that_waits_matters(emulated_device: EmulatedDev
 
 def _fails(task: Task, device: EmulatedDevice, expected: dict[str, np.ndarray]) -> bool:
     try:
-        result = _train(task, _on_device_kernels(device), Sharded)
+        result = _train(task, _kernels(device), Sharded)
         device.finish()
     except (EmulatedDeviceError, DivergedError, ValueError):  # the device, the step's own look, a count that is NaN
         return True
@@ -395,10 +354,10 @@ class _InNumpy(Sgd):
 
 
 def test_an_optimiser_in_numpy_is_refused_where_the_arrays_are_elsewhere(emulated_device: EmulatedDeviceFactory) -> None:
-    task = replace(_on_device_task(0), optimizer=_InNumpy)
+    task = replace(_task_alone(0), optimizer=_InNumpy)
     _replica(task, NumpyKernelSet(), Sharded)
     with pytest.raises(BackendError, match=r"^The optimizer _InNumpy computes with NumPy, .* backend cuda; let it .*\.$"):
-        _replica(task, _on_device_kernels(emulated_device()), Sharded)
+        _replica(task, _kernels(emulated_device()), Sharded)
 
 
 SHAPE, SAMPLES, BATCH = (9, 7, 3), 21, 8
@@ -431,11 +390,7 @@ def file(tmp_path: Path) -> ImageFile:
     return ImageFile.open(path)
 
 
-def _stored_pixels_kernels(device: EmulatedDevice, precision: Precision = "float64") -> CudaKernelSet:
-    return CudaKernelSet(CudaRuntime(device, device.stream("compute"), precision))
-
-
-def _stored_pixels_train(
+def _train_on_images(
     file: ImageFile, specs: str, kernels: KernelSet, dtype: str, *, leaves_pixels: bool, epochs: int = 2
 ) -> _Training:
     """Batches of 8, 8 and 5 samples in two micro-batches each; behind the first epoch memory is sealed."""
@@ -485,14 +440,14 @@ def test_a_training_on_pixels_is_that_on_images(
     file: ImageFile, emulated_device: EmulatedDeviceFactory, specs: str, dtype: Precision
 ) -> None:
     images, pixels, others = (
-        _stored_pixels_train(file, specs, _stored_pixels_kernels(emulated_device(seed), dtype), dtype, leaves_pixels=leaves)
+        _train_on_images(file, specs, _kernels(emulated_device(seed), dtype), dtype, leaves_pixels=leaves)
         for seed, leaves in ((0, False), (0, True), (4, True))
     )
     for name, values in images.values.items():
         np.testing.assert_array_equal(pixels.values[name], values, err_msg=name)
         np.testing.assert_array_equal(others.values[name], values, err_msg=name)
     if dtype == "float64":
-        reference = _stored_pixels_train(file, specs, NumpyKernelSet(), dtype, leaves_pixels=False)
+        reference = _train_on_images(file, specs, NumpyKernelSet(), dtype, leaves_pixels=False)
         for name, values in reference.values.items():
             np.testing.assert_allclose(pixels.values[name], values, rtol=1e-10, atol=1e-10, err_msg=name)
 
@@ -500,8 +455,7 @@ def test_a_training_on_pixels_is_that_on_images(
 @pytest.mark.slow
 def test_kernels_of_the_host_take_pixels_for_images(file: ImageFile) -> None:
     images, pixels = (
-        _stored_pixels_train(file, "windows", NumpyKernelSet(), "float64", leaves_pixels=leaves, epochs=1)
-        for leaves in (False, True)
+        _train_on_images(file, "windows", NumpyKernelSet(), "float64", leaves_pixels=leaves, epochs=1) for leaves in (False, True)
     )
     for name, values in images.values.items():
         np.testing.assert_array_equal(pixels.values[name], values, err_msg=name)
@@ -511,9 +465,7 @@ def test_kernels_of_the_host_take_pixels_for_images(file: ImageFile) -> None:
 def test_steps_send_pixels_and_allocate_nothing(file: ImageFile, emulated_device: EmulatedDeviceFactory) -> None:
     """Beside them only what was sent with images as well, and some numbers for each image and micro-batch."""
     images, pixels = (
-        _stored_pixels_train(
-            file, "windows", _stored_pixels_kernels(emulated_device(1), "float32"), "float32", leaves_pixels=leaves
-        )
+        _train_on_images(file, "windows", _kernels(emulated_device(1), "float32"), "float32", leaves_pixels=leaves)
         for leaves in (False, True)
     )
     assert [4 * size for size in pixels.pixels] == images.pixels
@@ -528,16 +480,3 @@ def test_steps_send_pixels_and_allocate_nothing(file: ImageFile, emulated_device
     page = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
     for function in set().union(*pixels.waits[2:]):
         assert f"`{'.'.join(function.split('.')[-2:])}`" in page
-
-
-@pytest.mark.slow
-def test_bits_do_not_depend_on_graphs(file: ImageFile, emulated_device: EmulatedDeviceFactory) -> None:
-    def kernels(*, graphs: bool) -> CudaKernelSet:
-        captured = _stored_pixels_kernels(emulated_device(2))
-        return captured if graphs else CudaKernelSet(replace(captured.runtime, graphs=False))
-
-    with_graphs, without = (
-        _stored_pixels_train(file, "windows", kernels(graphs=graphs), "float64", leaves_pixels=True) for graphs in (True, False)
-    )
-    for name, values in without.values.items():
-        np.testing.assert_array_equal(with_graphs.values[name], values, err_msg=name)

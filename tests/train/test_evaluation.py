@@ -164,8 +164,7 @@ def test_no_sample_is_an_empty_matrix() -> None:
     assert [score.samples for score in _summed(counts).scores()] == [0, 0, 0]
 
 
-PREDICTOR_TASK = Task(nets.residual, NumpyKernelSet(), partial(Sgd))
-
+PREDICTED = Task(nets.residual, NumpyKernelSet(), partial(Sgd))
 TOP = 3
 
 
@@ -176,13 +175,13 @@ TOP = 3
     ids=str,
 )
 def test_any_grid_predicts_what_one_rank_does(plan: ParallelPlan, batch: int, flip: bool) -> None:
-    images, labels, _ = made_up(PREDICTOR_TASK)
+    images, labels, _ = made_up(PREDICTED)
     images[7] = np.nan
     mirrors = np.ascontiguousarray(images[:, :, ::-1])
 
     def run(comm: ThreadCommunicator) -> list[TopClasses]:
         engine = virtual_engine(comm)
-        replica = replica_of(replace(PREDICTOR_TASK, plan=plan), comm, engine, Blocking)
+        replica = replica_of(replace(PREDICTED, plan=plan), comm, engine, Blocking)
         sampler = Sampler(len(images), batch, shuffle=False)
         loader, mirrored = (ArrayLoader(array, labels, sampler, **replica.place) for array in (images, mirrors))
         with np.errstate(invalid="ignore"):
@@ -190,11 +189,11 @@ def test_any_grid_predicts_what_one_rank_does(plan: ParallelPlan, batch: int, fl
             return list(found)
 
     network = Network(
-        PREDICTOR_TASK.model(),
-        PREDICTOR_TASK.image_shape,
-        PREDICTOR_TASK.kernels,
-        dtype=PREDICTOR_TASK.dtype,
-        seed=PREDICTOR_TASK.seed,
+        PREDICTED.model(),
+        PREDICTED.image_shape,
+        PREDICTED.kernels,
+        dtype=PREDICTED.dtype,
+        seed=PREDICTED.seed,
     )
     with np.errstate(invalid="ignore"):
         chances = [np.exp(log_softmax(_scores(array, network))) for array in ((images, mirrors) if flip else (images,))]
@@ -212,10 +211,10 @@ def test_any_grid_predicts_what_one_rank_does(plan: ParallelPlan, batch: int, fl
 
 
 def test_of_equal_classes_the_first_comes_first() -> None:
-    network = Network(PREDICTOR_TASK.model(), PREDICTOR_TASK.image_shape, PREDICTOR_TASK.kernels, dtype=PREDICTOR_TASK.dtype)
+    network = Network(PREDICTED.model(), PREDICTED.image_shape, PREDICTED.kernels, dtype=PREDICTED.dtype)
     for group in network.groups.values():
         group.data[...] = 0
-    images, labels, _ = made_up(PREDICTOR_TASK)
+    images, labels, _ = made_up(PREDICTED)
     loader = ArrayLoader(images, labels, Sampler(len(images), 50, shuffle=False))
     ((found,),) = run_virtual(1, lambda comm: list(predict(network, loader, comm, virtual_engine(comm), 5)))
     assert (found.labels == np.arange(5)).all()
@@ -273,25 +272,24 @@ def test_the_mean_over_mirror_images_is_that_of_torch() -> None:
 
 
 RULE = EmaRule(0.8)
-
-WEIGHT_AVERAGE_TASK = Task(nets.residual, NumpyKernelSet(), partial(Sgd, momentum=0.9), samples=19, batch=8, steps=4, ema=RULE)
+AVERAGED = Task(nets.residual, NumpyKernelSet(), partial(Sgd, momentum=0.9), samples=19, batch=8, steps=4, ema=RULE)
 
 
 def _loader(replica: Replica, ranks: int) -> ArrayLoader:
-    images, labels, _ = made_up(WEIGHT_AVERAGE_TASK)
-    sampler = Sampler(WEIGHT_AVERAGE_TASK.samples, WEIGHT_AVERAGE_TASK.batch, seed=0, shuffle=False)
+    images, labels, _ = made_up(AVERAGED)
+    sampler = Sampler(AVERAGED.samples, AVERAGED.batch, seed=0, shuffle=False)
     return ArrayLoader(images, labels, sampler, rank=replica.groups.position, ranks=ranks, split_size=1, tiles=replica.tiles)
 
 
 def _trained(
-    comm: ThreadCommunicator, progress: ProgressEngine, strategy: StrategyFactory, task: Task = WEIGHT_AVERAGE_TASK
+    comm: ThreadCommunicator, progress: ProgressEngine, strategy: StrategyFactory, task: Task = AVERAGED
 ) -> tuple[CheckpointContent, dict[str, float]]:
     replica = replica_of(task, comm, progress, strategy)
     for batch in batches(task, comm.rank, comm.size, replica.tiles):
-        replica.step(batch, WEIGHT_AVERAGE_TASK.lr)
+        replica.step(batch, AVERAGED.lr)
     sums = replica.evaluate(_loader(replica, comm.size))
     assert isinstance(sums, EvaluationSums)
-    return replica.state(Position(global_step=WEIGHT_AVERAGE_TASK.steps), {}, copied=True), sums.means()
+    return replica.state(Position(global_step=AVERAGED.steps), {}, copied=True), sums.means()
 
 
 @pytest.fixture(scope="module")
@@ -315,7 +313,7 @@ def test_an_evaluation_is_one_of_the_weights_and_one_of_their_average(
     content, means = trained
 
     def evaluated(comm: ThreadCommunicator, *, averaged: bool) -> dict[str, float]:
-        replica = replica_of(Task(**{**vars(WEIGHT_AVERAGE_TASK), "ema": None}), comm, _engine(comm), Blocking)
+        replica = replica_of(Task(**{**vars(AVERAGED), "ema": None}), comm, _engine(comm), Blocking)
         replica.load_weights(content, averaged=averaged)
         return replica.evaluate(_loader(replica, comm.size)).means()
 
@@ -328,7 +326,7 @@ def test_an_evaluation_is_one_of_the_weights_and_one_of_their_average(
 def test_a_run_that_begins_to_average_begins_with_its_weights(trained: tuple[CheckpointContent, dict[str, float]]) -> None:
     content, _ = trained
     without = {name: values for name, values in content.tensors.items() if "ema" not in name and "averaged" not in name}
-    replica = _alone(WEIGHT_AVERAGE_TASK)
+    replica = _alone(AVERAGED)
     replica.load(CheckpointContent(without, content.meta))
     state = replica.state(Position(), {})
     for name, parameter in replica.network.parameters.items():
@@ -339,7 +337,7 @@ def test_a_run_that_begins_to_average_begins_with_its_weights(trained: tuple[Che
 
 def test_a_run_may_drop_its_average(trained: tuple[CheckpointContent, dict[str, float]]) -> None:
     content, _ = trained
-    replica = _alone(Task(**{**vars(WEIGHT_AVERAGE_TASK), "ema": None}))
+    replica = _alone(Task(**{**vars(AVERAGED), "ema": None}))
     replica.load(content)
     state = replica.state(Position(), {})
     assert not [name for name in state.tensors if "ema" in name or "averaged" in name]
@@ -351,7 +349,7 @@ def test_averages_that_are_not_there_are_not_evaluated(trained: tuple[Checkpoint
     content, _ = trained
     without = {name: values for name, values in content.tensors.items() if "ema" not in name}
     with pytest.raises(CheckpointError, match="has no average of weights"):
-        _alone(WEIGHT_AVERAGE_TASK).load_weights(CheckpointContent(without, content.meta), averaged=True)
+        _alone(AVERAGED).load_weights(CheckpointContent(without, content.meta), averaged=True)
 
 
 FROZEN = ("conv1", "bn1", "layer1.*", "fc")
@@ -360,7 +358,7 @@ FROZEN = ("conv1", "bn1", "layer1.*", "fc")
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_what_is_frozen_has_no_average_and_is_its_own(ranks: int) -> None:
     """Checkpoints of both layouts say so, and who freezes nothing reads them alike."""
-    task = replace(WEIGHT_AVERAGE_TASK, frozen=FROZEN)
+    task = replace(AVERAGED, frozen=FROZEN)
 
     def program(comm: ThreadCommunicator) -> tuple[CheckpointContent, dict[str, float], set[str]]:
         content, means = _trained(comm, _engine(comm), Sharded, task)
@@ -381,7 +379,7 @@ def test_what_is_frozen_has_no_average_and_is_its_own(ranks: int) -> None:
     averages = {key for key in content.tensors if "ema/" in key or "averaged" in key}
     wanted = {f"optimizer/ema/{name}" for name in network.trained} | {f"averaged_statistics/{name}" for name in statistics}
     assert averages == wanted
-    reader = _alone(replace(WEIGHT_AVERAGE_TASK, ema=None))
+    reader = _alone(replace(AVERAGED, ema=None))
     reader.load_weights(content, averaged=True)
     for name, parameter in reader.network.parameters.items():
         assert np.array_equal(parameter.data, content.tensors.get(f"optimizer/ema/{name}", content.tensors[f"parameters/{name}"]))
@@ -390,7 +388,7 @@ def test_what_is_frozen_has_no_average_and_is_its_own(ranks: int) -> None:
 
 
 def _evaluated_with_averages(comm: ThreadCommunicator, content: CheckpointContent) -> dict[str, float]:
-    replica = replica_of(replace(WEIGHT_AVERAGE_TASK, ema=None), comm, _engine(comm), Blocking)
+    replica = replica_of(replace(AVERAGED, ema=None), comm, _engine(comm), Blocking)
     replica.load_weights(content, averaged=True)
     return replica.evaluate(_loader(replica, comm.size)).means()
 
@@ -403,7 +401,7 @@ def test_an_average_begins_with_weights_that_are_loaded_before_the_first_step(
     content, means = trained
 
     def program(comm: ThreadCommunicator) -> None:
-        replica = replica_of(WEIGHT_AVERAGE_TASK, comm, _engine(comm), Sharded)
+        replica = replica_of(AVERAGED, comm, _engine(comm), Sharded)
         for _ in range(2):
             replica.load_weights(content)
             found = replica.evaluate(_loader(replica, comm.size)).means()
@@ -411,8 +409,8 @@ def test_an_average_begins_with_weights_that_are_loaded_before_the_first_step(
         state = replica.state(Position(), {}, copied=True).tensors
         for name in replica.network.parameters:
             assert np.array_equal(state[f"optimizer/ema/{name}"], content.tensors[f"parameters/{name}"])
-        for batch in batches(WEIGHT_AVERAGE_TASK, comm.rank, comm.size, replica.tiles):
-            replica.step(batch, WEIGHT_AVERAGE_TASK.lr)
+        for batch in batches(AVERAGED, comm.rank, comm.size, replica.tiles):
+            replica.step(batch, AVERAGED.lr)
         replica.settle()
         replica.drain()
         before = replica.state(Position(), {}, copied=True).tensors

@@ -12,9 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpctrain.averaging import agreement
-from hpctrain.averaging.base import AveragerSetup
-from hpctrain.averaging.shard_gradients import ShardGradients
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.averaging.strategies.bucketed import Bucketed
 from hpctrain.averaging.strategies.overlap import Overlap
@@ -25,17 +22,12 @@ from hpctrain.backend.kernels.onednn.kernel_set import OnednnKernelSet
 from hpctrain.data.arrays import ArrayLoader
 from hpctrain.data.sampler import Sampler
 from hpctrain.errors import ConfigError
-from hpctrain.nn.parameter import Parameter
-from hpctrain.optim.base import Norms
 from hpctrain.optim.optimizers.adamw import Adamw
 from hpctrain.optim.optimizers.lamb import Lamb
 from hpctrain.optim.optimizers.lars import Lars
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.storage.checkpoint import CheckpointContent
-from hpctrain.summation_tree import ShardsOfRank, TreeAddition
-from hpctrain.train import step_reduction
-from hpctrain.train.exact_shards import ranks_fault
 from hpctrain.train.snapshot import Position
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.counters import Counters, CountingCommunicator
@@ -114,62 +106,37 @@ def _on_one(name: str, shards: int) -> tuple[str, list[float]]:
     return _on_ranks(name, shards, 1, "blocking")
 
 
-@pytest.mark.sample(4)
+#: any strategy and size of messages, any number of ranks, states of optimisers, norms, and kernels
+CASES = [
+    *(("plain", *of_ranks, strategy) for of_ranks in ((8, 4), (6, 2)) for strategy in STRATEGIES),
+    *(
+        (name, *case)
+        for name in ("residual", "residual adamw")
+        for case in (
+            (8, 2, "sharded 64"), (8, 8, "bucketed"), (6, 3, "sharded"), (6, 6, "bucketed 3000"), (12, 3, "bucketed 64"),
+            (12, 4, "sharded 3000"), (24, 6, "sharded"), (24, 8, "bucketed"), (24, 12, "bucketed 3000"), (24, 24, "sharded"),
+        )
+    ),
+    *(
+        (name, *case)
+        for name in ("wide lars", "wide lars clipping", "wide lamb", "wide clipping")
+        for case in (
+            (6, 2, "sharded"), (6, 3, "sharded 3000"), (8, 4, "priority"), (8, 2, "bucketed 3000"), (8, 8, "sharded 64"),
+            (8, 4, "overlap"),
+        )
+    ),
+    *(
+        (f"{name} onednn", *case)
+        for name in ("plain", "residual")
+        for case in ((8, 2, "sharded"), (8, 4, "bucketed 64"), (6, 3, "sharded 3000"), (12, 4, "bucketed"))
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.sample(12)
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(("shards", "ranks"), [(8, 4), (6, 2)])
-def test_any_strategy_has_the_bits_of_one_rank(strategy: str, shards: int, ranks: int) -> None:
-    assert _on_ranks("plain", shards, ranks, strategy) == _on_one("plain", shards)
-
-
-@pytest.mark.sample(4)
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("shards", "ranks", "strategy"),
-    [
-        (8, 2, "sharded 64"),
-        (8, 8, "bucketed"),
-        (6, 3, "sharded"),
-        (6, 6, "bucketed 3000"),
-        (12, 3, "bucketed 64"),
-        (12, 4, "sharded 3000"),
-        (24, 6, "sharded"),
-        (24, 8, "bucketed"),
-        (24, 3, "sharded"),
-        (24, 12, "bucketed 3000"),
-        (24, 24, "sharded"),
-    ],
-)
-@pytest.mark.parametrize("name", ["residual", "residual adamw"])
-def test_any_number_of_ranks_has_the_bits_of_one(name: str, shards: int, ranks: int, strategy: str) -> None:
-    assert _on_ranks(name, shards, ranks, strategy) == _on_one(name, shards)
-
-
-@pytest.mark.sample(2)
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("shards", "ranks", "strategy"), [(8, 2, "sharded"), (8, 4, "bucketed 64"), (6, 3, "sharded 3000"), (12, 4, "bucketed")]
-)
-@pytest.mark.parametrize("name", ["plain onednn", "residual onednn"])
-def test_kernels_of_onednn_have_the_bits_of_one_rank(name: str, shards: int, ranks: int, strategy: str) -> None:
-    assert _on_ranks(name, shards, ranks, strategy) == _on_one(name, shards)
-
-
-@pytest.mark.sample(3)
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("shards", "ranks", "strategy"),
-    [
-        (6, 2, "sharded"),
-        (6, 3, "sharded 3000"),
-        (8, 4, "priority"),
-        (8, 2, "bucketed 3000"),
-        (8, 8, "sharded 64"),
-        (8, 4, "overlap"),
-    ],
-)
-@pytest.mark.parametrize("name", ["wide lars", "wide lars clipping", "wide lamb", "wide clipping"])
-def test_norms_have_the_bits_of_one_rank(name: str, shards: int, ranks: int, strategy: str) -> None:
+@pytest.mark.parametrize(("name", "shards", "ranks", "strategy"), CASES)
+def test_any_training_has_the_bits_of_one_rank(name: str, shards: int, ranks: int, strategy: str) -> None:
     assert _on_ranks(name, shards, ranks, strategy) == _on_one(name, shards)
 
 
@@ -183,65 +150,6 @@ def test_a_training_goes_on_with_the_same_bits_on_other_ranks(first: int, then: 
     rest = range(stop, task.steps)
     for ended, losses in run_virtual(then, lambda comm: _steps(task, comm, "bucketed 64", rest, content)):
         assert (_sha256(dict(ended.tensors)), losses) == (_on_one("residual", 8)[0], _on_one("residual", 8)[1][stop:])
-
-
-def _plain_within_a_rank(patch: pytest.MonkeyPatch) -> None:
-    def of(gradients: ShardGradients, parameter: Parameter) -> tuple[np.ndarray, np.ndarray]:
-        segment = gradients._group.segment(parameter.name)
-        return gradients._sum[segment.start : segment.stop], parameter.grad.reshape(-1)
-
-    def start(gradients: ShardGradients) -> None:
-        gradients._sum = np.zeros_like(gradients._group.grad)
-
-    def add(gradients: ShardGradients, parameter: Parameter, place: int) -> None:
-        total, grad = of(gradients, parameter)
-        total += grad
-
-    def complete(gradients: ShardGradients, parameter: Parameter) -> None:
-        total, grad = of(gradients, parameter)
-        grad += total
-
-    for replacement in (start, add, complete):
-        patch.setattr(ShardGradients, replacement.__name__, replacement)
-
-
-def _plain_between_ranks(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(agreement, "tree_sums_over", lambda *arguments, **options: None)
-
-
-def _plain_norms(patch: pytest.MonkeyPatch) -> None:
-    def own_norms(setup: AveragerSetup, parts: Any) -> Norms:
-        return Norms(setup.group)
-
-    patch.setattr(AveragerSetup, "own_norms", own_norms)
-
-
-def _plain_statistics(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(step_reduction, "tree_sums_over", lambda *arguments, **options: None)
-    one_by_one = property(lambda share: tuple(TreeAddition(0, right, right) for right in range(1, share.count)))
-    original, own = step_reduction.StepReduction.__init__, ShardsOfRank.additions
-    assert own is not None
-
-    def plain(reduction: step_reduction.StepReduction, *arguments: Any, **options: Any) -> None:
-        original(reduction, *arguments, **options)
-        if arguments[3] is not None:
-            reduction._additions = one_by_one.__get__(arguments[3])
-
-    patch.setattr(step_reduction.StepReduction, "__init__", plain)
-
-
-@pytest.mark.parametrize("breakage", [_plain_within_a_rank, _plain_between_ranks, _plain_statistics])
-def test_plain_sums_have_other_bits(breakage: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of the orders matters: of gradients within a rank, of those between ranks, and of statistics and losses."""
-    expected = _on_one("residual", 8)
-    breakage(monkeypatch)
-    assert _on_ranks("residual", 8, 2 if breakage is _plain_within_a_rank else 4, "bucketed") != expected
-
-
-def test_plain_sums_of_squares_have_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = _on_one("wide lars", 8)
-    _plain_norms(monkeypatch)
-    assert _on_ranks("wide lars", 8, 4, "sharded") != expected
 
 
 @pytest.mark.sample(2)
@@ -340,7 +248,3 @@ def test_a_loader_that_was_not_told_of_shards_is_refused() -> None:
 
     with pytest.raises(ConfigError, match=r"A step has 5, 5 samples on the ranks, but 8 shards of 10 samples are 6, 4; make the"):
         run_virtual(2, program)
-
-
-def test_any_divisor_is_a_number_of_ranks() -> None:
-    assert [ranks for ranks in range(1, 13) if ranks_fault(12, ranks) is None] == [1, 2, 3, 4, 6, 12]

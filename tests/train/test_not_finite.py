@@ -39,7 +39,6 @@ from tests.support.averaging import STRATEGIES
 from tests.support.training import Task, made_up, replica_of
 
 POISONED_STEP = 3
-
 STEPS = 7
 
 ALL: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
@@ -69,11 +68,8 @@ class Poison:
 
 
 WEIGHT = [Poison("weight", "conv2.weight", value, everywhere=True) for value in (np.nan, np.inf)]
-
 GRADIENT = [Poison("gradient", "conv2.weight", value) for value in (np.nan, -np.inf)]
-
 IMAGE = [Poison("image", None, value) for value in (np.nan, np.inf)]
-
 LAYER = {"weight": "conv2", "gradient": "conv2", "image": "conv1"}
 
 
@@ -179,7 +175,6 @@ def kernels(request: pytest.FixtureRequest) -> KernelSet:
 
 # Strategies see gradients, whatever kernels made them: oneDNN's meet two of them, with every poison.
 THOROUGH = ("bucketed", "sharded, auto")
-
 KERNELS_AND_STRATEGIES = [*(("numpy", strategy) for strategy in ALL), *(("onednn", strategy) for strategy in THOROUGH)]
 
 
@@ -254,9 +249,7 @@ def test_one_number_that_is_not_finite_is_seen(numbers: list[float], bad: float,
     assert not all_finite(values)
 
 
-STEP_GUARD_STEPS = 9
-
-STEP_GUARD_ALL: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
+SKIPPING: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
     "blocking": (Blocking, {}),
     **STRATEGIES,
     "sparse": (Sparse, {**STRATEGIES["sparse, all of it"][1], "density": 0.1}),
@@ -268,8 +261,7 @@ STEP_GUARD_ALL: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
     ),
 }
 
-TASK = Task(nets.plain, NumpyKernelSet(), partial(Sgd, momentum=0.9), samples=37, batch=8, steps=STEP_GUARD_STEPS)
-
+TASK = Task(nets.plain, NumpyKernelSet(), partial(Sgd, momentum=0.9), samples=37, batch=8, steps=10)
 PLACES = ("image", "gradient", "infinite gradient", "loss")
 
 
@@ -317,20 +309,8 @@ class _Nan(LossHandle):
         return replace(self._inner.result(), loss=np.nan)
 
 
-class _step_guard_Loader(ArrayLoader):
-    """A task's batches, each of which `before` may change."""
-
-    def __init__(self, task: Task, replica: Replica, before: Callable[[int, Batch], Batch]) -> None:
-        super().__init__(*made_up(task), **replica.place)
-        self._before = before
-
-    def epoch(self, epoch: int, first: int = 0) -> Generator[Batch, None, None]:
-        for batch in super().epoch(epoch, first):
-            yield self._before(epoch * len(self) + batch.step, batch)
-
-
-def _step_guard_train(comm: ThreadCommunicator, case: Case) -> Kept:
-    kind, options = STEP_GUARD_ALL[case.strategy]
+def _train_case(comm: ThreadCommunicator, case: Case) -> Kept:
+    kind, options = SKIPPING[case.strategy]
     task = replace(case.task, skips=not case.left_out)
     if "momentum_correction" in options:
         task = replace(task, optimizer=partial(Sgd, momentum=0.0))
@@ -365,7 +345,7 @@ def _step_guard_train(comm: ThreadCommunicator, case: Case) -> Kept:
 
     trainer = Trainer(
         replica=replica,
-        loader=_step_guard_Loader(task, replica, before),
+        loader=_Loader(task, replica, before),
         test_loader=None,
         schedule=Constant(base_lr=task.lr, epochs=2, steps_per_epoch=5),
         cadence=Cadence(epochs=2, checkpoint_epochs=1, steps=case.steps, most_skips=case.most),
@@ -388,8 +368,8 @@ def _left_out(replica: Replica, update: Callable[[Batch, float], None], steps: t
         update(batch, lr)
 
 
-def _step_guard_runs(ranks: int, case: Case) -> list[Kept]:
-    return run_virtual(ranks, lambda comm: _step_guard_train(comm, case), deadline_seconds=300)
+def _run_case(ranks: int, case: Case) -> list[Kept]:
+    return run_virtual(ranks, lambda comm: _train_case(comm, case), deadline_seconds=300)
 
 
 def _assert_same(a: CheckpointContent | None, b: CheckpointContent | None) -> None:
@@ -402,7 +382,7 @@ def _assert_same(a: CheckpointContent | None, b: CheckpointContent | None) -> No
 
 
 def _skips(ranks: int, case: Case) -> None:
-    found, expected = _step_guard_runs(ranks, case), _step_guard_runs(ranks, replace(case, left_out=True))
+    found, expected = _run_case(ranks, case), _run_case(ranks, replace(case, left_out=True))
     for one, other in zip(found, expected, strict=True):
         assert not one.error, one.error
         _assert_same(one.content, other.content)
@@ -420,11 +400,11 @@ EVERY_SIZE = ("overlap", "sharded, auto", "sparse", "lazy")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "ranks"),
-    [(strategy, ranks) for strategy in STEP_GUARD_ALL for ranks in ((1, 2, 3, 4) if strategy in EVERY_SIZE else (1, 3))],
+    [(strategy, ranks) for strategy in SKIPPING for ranks in ((1, 2, 3, 4) if strategy in EVERY_SIZE else (1, 3))],
 )
 def test_a_step_that_is_not_finite_is_left_out(strategy: str, ranks: int) -> None:
     """The first of all, two in a row over an epoch's end, and one of the end."""
-    place = PLACES[(list(STEP_GUARD_ALL).index(strategy) + ranks) % len(PLACES)]
+    place = PLACES[(list(SKIPPING).index(strategy) + ranks) % len(PLACES)]
     _skips(ranks, Case(TASK, strategy, (0, 4, 5, 8), place))
 
 
@@ -469,13 +449,11 @@ def test_running_statistics_stay(synchronised: bool) -> None:
 def test_a_resume_behind_a_skipped_step_is_bitwise(strategy: str) -> None:
     """Right behind one, in the middle of several."""
     case = Case(TASK, strategy, (2, 3, 7), "gradient")
-    whole = _step_guard_runs(2, case)
-    first = _step_guard_runs(2, replace(case, steps=3))
+    whole = _run_case(2, case)
+    first = _run_case(2, replace(case, steps=3))
     assert first[0].content is not None
     assert first[0].content.meta["position"]["skipped_in_a_row"] == 1  # type: ignore[index]
-    again = run_virtual(
-        2, lambda comm: _step_guard_train(comm, replace(case, content=first[comm.rank].content)), deadline_seconds=300
-    )
+    again = run_virtual(2, lambda comm: _train_case(comm, replace(case, content=first[comm.rank].content)), deadline_seconds=300)
     for one, other in zip(again, whole, strict=True):
         _assert_same(one.content, other.content)
         assert one.content is not None
@@ -484,7 +462,7 @@ def test_a_resume_behind_a_skipped_step_is_bitwise(strategy: str) -> None:
 
 
 def test_a_skip_is_reported_with_the_first_layer_and_the_ranks() -> None:
-    for kept in _step_guard_runs(3, Case(TASK, "blocking", (2,), "image")):
+    for kept in _run_case(3, Case(TASK, "blocking", (2,), "image")):
         (record,) = kept.of_kind("skip")
         where = {"layer": "conv1", "held": "gradients", "ranks": [0, 1, 2], "sources": [2]}
         assert record == {"kind": "skip", "epoch": 1, "step": 3, **where}
@@ -497,22 +475,22 @@ def test_a_skip_is_reported_with_the_first_layer_and_the_ranks() -> None:
 def test_an_update_that_overflows_is_a_matter_of_parameters() -> None:
     """Gradients are large, and finite."""
     task = replace(TASK, lr=1e150, optimizer=partial(Sgd, momentum=0.0))
-    for kept in _step_guard_runs(2, Case(task, "blocking", (0,), "large image", most=1)):
+    for kept in _run_case(2, Case(task, "blocking", (0,), "large image", most=1)):
         assert kept.of_kind("skip")[0]["held"] == "parameters"
         assert " whose parameters are not finite after step 1" in kept.said[0]
 
 
 def test_a_loss_alone_has_no_layer() -> None:
-    for kept in _step_guard_runs(3, Case(TASK, "blocking", (2,), "loss")):
+    for kept in _run_case(3, Case(TASK, "blocking", (2,), "loss")):
         (record,) = kept.of_kind("skip")
         assert (record["layer"], record["held"], record["ranks"]) == (None, "loss", [2])
         assert kept.said[0] == "step 3 skipped: the loss of step 3 is not finite (on rank 2 of 3)"
 
 
 def test_training_ends_with_one_step_more_in_a_row_than_may() -> None:
-    enough = _step_guard_runs(2, Case(TASK, "sharded", (1, 2, 4, 5), "gradient", most=2))
+    enough = _run_case(2, Case(TASK, "sharded", (1, 2, 4, 5), "gradient", most=2))
     assert not enough[0].error
-    runs = _step_guard_runs(2, Case(TASK, "sharded", (1, 3, 4, 5, 6), "gradient", most=2))
+    runs = _run_case(2, Case(TASK, "sharded", (1, 3, 4, 5, 6), "gradient", most=2))
     (error,) = {run.error for run in runs}
     assert error.startswith(
         "3 steps, one after another, are not finite and were skipped, the last one step 6, as layer conv2 is the first"

@@ -276,7 +276,6 @@ def test_time_left_follows_from_what_this_run_has_done() -> None:
 
 
 FACT = st.tuples(st.integers(0, 9), st.text("abc ", min_size=1, max_size=9))
-
 FACTS = st.lists(FACT, max_size=6, unique_by=lambda fact: fact[0])
 
 

@@ -22,9 +22,7 @@ from hpctrain.backend.kernels.base import KernelSet, StepContext
 from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
 from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
-from hpctrain.data.arrays import ArrayLoader
 from hpctrain.data.loader import Batch
-from hpctrain.data.sampler import Sampler
 from hpctrain.errors import DivergedError
 from hpctrain.nn.layer import Layer
 from hpctrain.nn.program import Program
@@ -36,18 +34,11 @@ from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.partition_graph import PartitionedGraph
 from hpctrain.parallel.redistribute import RedistributeOperator
 from hpctrain.parallel.transfer import moved, moved_back
-from hpctrain.storage.checkpoint import CheckpointContent
-from hpctrain.train.metrics import RunningSums
-from hpctrain.train.replica import Replica
-from hpctrain.train.snapshot import Position
-from hpctrain.train.weight_watch import CheckCadence
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
 from tests.support.emulated import EmulatedDeviceFactory
-from tests.support.training import Result, Task, assert_same_training, batches, made_up, replica_of, result_of, train
-
-TOLERANCE = 1e-10
+from tests.support.training import Result, Task, assert_same_training, batches, replica_of, train
 
 _MIXED = {
     "plain": {"conv1": Parallelism.DOMAIN, "conv2": Parallelism.MODEL, "fc1": Parallelism.MODEL, "fc2": Parallelism.BATCH},
@@ -117,26 +108,6 @@ def alone(task: Task) -> Result:
     return trained(replace(task, plan=ParallelPlan()), (Blocking, {}), lambda rank: NumpyKernelSet())[0]
 
 
-@pytest.mark.sample(4)
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["model", "domain", "mixed", "tiles", "early"])
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("grid", [(2, 1), (1, 2), (2, 2), (3, 1)], ids=lambda grid: "x".join(map(str, grid)))
-def test_a_training_is_that_of_one_rank_of_numpy(
-    grid: tuple[int, int], model: str, kind: str, emulated_device: EmulatedDeviceFactory
-) -> None:
-    rows, cols = grid
-    seed = 7 * rows + 3 * cols + 11 * list(MODELS).index(model) + len(kind)
-    task = task_of(model, kind if rows > 1 else "batch", rows, cols, optimizer=OPTIMIZERS[seed % 4])
-    devices = [emulated_device(seed + rank) for rank in range(rows * cols)]
-    results = trained(task, STRATEGIES[seed % 5], lambda rank: kernels_on(devices[rank]), seed=seed)
-    expected = alone(task)
-    for result in results:
-        assert_same_training(result, expected)
-    for device in devices:
-        device.finish()
-
-
 @pytest.mark.sample(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
@@ -162,21 +133,6 @@ def test_two_groups_of_parameters_do_not_wait_for_each_other_beside_nccl(
     """
     task = task_of(model, kind, 2, 2, transport="nccl", optimizer=OPTIMIZERS[seed % 4])
     results = trained(task, PRESSING[seed], lambda rank: kernels_on(emulated_device(100 * seed + rank)), seed=seed)
-    expected = alone(task)
-    for result in results:
-        assert_same_training(result, expected)
-
-
-@pytest.mark.sample(2)
-@pytest.mark.slow
-@pytest.mark.parametrize(("grid", "kind", "batch"), [((3, 1), "domain", 2), ((2, 2), "model", 3), ((3, 1), "early", 8)])
-def test_ranks_and_parts_without_anything(
-    grid: tuple[int, int], kind: str, batch: int, emulated_device: EmulatedDeviceFactory
-) -> None:
-    """Fewer samples than ranks; and images of two rows, of which a third rank has none."""
-    shape = (9, 7, 3) if batch < 8 else (2, 7, 3)
-    task = task_of("narrow", kind, *grid, batch=batch, samples=2 * batch + 1, image_shape=shape)
-    results = trained(task, STRATEGIES[0], lambda rank: kernels_on(emulated_device(rank)), seed=batch)
     expected = alone(task)
     for result in results:
         assert_same_training(result, expected)
@@ -314,48 +270,3 @@ def test_steps_allocate_nothing_and_wait_where_it_is_said(kind: str, emulated_de
         return device.counters.late_allocations
 
     assert run_virtual(2, program) == [[], []]
-
-
-@pytest.mark.sample(1)
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["model", "mixed"])
-def test_checkpoints_and_evaluations_are_those_of_whole_layers(kind: str, emulated_device: EmulatedDeviceFactory) -> None:
-    """A training goes on to the last bit on the same grid; its content is whole, and another grid evaluates it alike."""
-    task = task_of("residual", kind, 2, 1, steps=6, checks=CheckCadence(1, 1))
-    images, labels, _ = made_up(task)
-
-    def evaluated(replica: Replica) -> RunningSums:
-        order = Sampler(len(images), task.batch, shuffle=False)
-        return replica.evaluate(ArrayLoader(images, labels, order, **replica.place))
-
-    def program(comm: ThreadCommunicator) -> tuple[Result, Result, CheckpointContent, RunningSums]:
-        parts = []
-        for interrupted in (False, True):
-            device = emulated_device(comm.rank + 10 * interrupted)
-            of_rank = replace(task, kernels=kernels_on(device))
-            replica = replica_of(of_rank, comm, virtual_engine(comm), Sharded, nominal_batch=8)
-            for step, batch in enumerate(batches(task, comm.rank, comm.size, replica.tiles)):
-                replica.step(batch, task.lr)
-                if step == 2 and interrupted:
-                    replica.settle()
-                    replica.require_alike()
-                    content = replica.state(Position(), {})
-                    replica = replica_of(of_rank, comm, virtual_engine(comm), Sharded, nominal_batch=8)
-                    replica.load(content)
-            replica.settle()
-            replica.require_alike()
-            parts.append(result_of(replica))
-        return (*parts, replica.state(Position(), {}), evaluated(replica))  # type: ignore[return-value]
-
-    for whole, resumed, content, sums in run_virtual(2, program, seed=3):
-        for name, values in (whole.parameters | whole.statistics).items():
-            np.testing.assert_array_equal((resumed.parameters | resumed.statistics)[name], values, err_msg=name)
-
-        def on_one(comm: ThreadCommunicator, content: CheckpointContent = content) -> RunningSums:
-            replica = replica_of(replace(task, plan=ParallelPlan()), comm, virtual_engine(comm), Sharded, nominal_batch=8)
-            replica.load(content)
-            return evaluated(replica)
-
-        (expected,) = run_virtual(1, on_one)
-        assert (sums.count, sums.top1) == (expected.count, expected.top1)
-        assert abs(sums.loss - expected.loss) <= TOLERANCE * expected.loss

@@ -207,7 +207,7 @@ def test_an_error_in_a_step_closes_the_batches() -> None:
     assert time.closed
 
 
-class _step_times_Time:
+class _TimeWithWaits:
     """A clock, and an engine whose waits pass with it."""
 
     def __init__(self) -> None:
@@ -228,7 +228,7 @@ class _step_times_Time:
 
 
 def _after(steps: Sequence[tuple[float, float]]) -> MeasuredStep | None:
-    time = _step_times_Time()
+    time = _TimeWithWaits()
     times = StepTimes(time.engine, time.clock)
     times.begin()
     for seconds, waited in steps:
@@ -254,7 +254,7 @@ def test_each_median_is_one_of_the_steps_or_lies_between_two(steps: list[tuple[i
 
 
 def test_what_happens_between_stretches_and_in_a_step_with_more_to_do_is_no_step() -> None:
-    time = _step_times_Time()
+    time = _TimeWithWaits()
     times = StepTimes(time.engine, time.clock)
     for _ in range(3):
         time.passes(50.0, 50.0)  # an evaluation
@@ -274,7 +274,7 @@ def test_the_latest_steps_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_time_of_posting_and_progress_is_told_beside_the_waits() -> None:
-    time = _step_times_Time()
+    time = _TimeWithWaits()
     times = StepTimes(time.engine, time.clock)
     times.begin()
     for number in range(9):
@@ -523,7 +523,7 @@ def test_five_whole_steps_are_recorded_and_no_bit_changes(threads: int) -> None:
         assert np.all(events.stop_ns >= events.start_ns)
 
 
-TRACING_TASK = Task(nets.residual, NumpyKernelSet(), Sgd, steps=3)
+TRACED = Task(nets.residual, NumpyKernelSet(), Sgd, steps=3)
 
 
 def _traced(comm: ThreadCommunicator, task: Task) -> tuple[Result, Events]:
@@ -536,24 +536,24 @@ def _traced(comm: ThreadCommunicator, task: Task) -> tuple[Result, Events]:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_tracing_changes_nothing_and_records_every_operator(ranks: int) -> None:
-    found = run_virtual(ranks, lambda comm: _traced(comm, TRACING_TASK))
-    plain = run_virtual(ranks, lambda comm: train(TRACING_TASK, comm, virtual_engine(comm), Blocking))
+    found = run_virtual(ranks, lambda comm: _traced(comm, TRACED))
+    plain = run_virtual(ranks, lambda comm: train(TRACED, comm, virtual_engine(comm), Blocking))
     for (traced, events), other in zip(found, plain, strict=True):
         assert distance(traced.parameters, other.parameters) == 0.0
         names = {events.names[index] for index in events.of(Category.FORWARD).name}
         forward = len(events.of(Category.FORWARD))
-        assert forward == TRACING_TASK.steps * len(names)
+        assert forward == TRACED.steps * len(names)
         assert 0 < len(events.of(Category.INPUT)) < forward
-        assert len(events.of(Category.COMMUNICATION)) >= 2 * TRACING_TASK.steps  # gradients, message; statistics beside them
+        assert len(events.of(Category.COMMUNICATION)) >= 2 * TRACED.steps  # gradients, message; statistics beside them
 
 
 def test_records_of_a_step_have_no_gaps_and_nest() -> None:
-    (_, events), *_ = run_virtual(2, lambda comm: _traced(comm, TRACING_TASK), seed=1)
+    (_, events), *_ = run_virtual(2, lambda comm: _traced(comm, TRACED), seed=1)
     program = events.select(~np.isin(events.category, BESIDE))
     assert np.all(program.start_ns <= program.stop_ns)
     outer = program.of(Category.FORWARD, Category.PARAMETERS, Category.INPUT, Category.AVERAGING, Category.WORK)
     whole = intervals.union(outer.start_ns, outer.stop_ns)
-    assert len(whole[0]) == TRACING_TASK.steps  # one run of touching records a step
+    assert len(whole[0]) == TRACED.steps  # one run of touching records a step
     assert int((outer.stop_ns - outer.start_ns).sum()) == intervals.length(whole)  # and none overlaps another
     inner = program.of(Category.WAIT, Category.UPDATE)
     inside = inner.select(inner.start_ns < whole[1][-1])
@@ -563,7 +563,7 @@ def test_records_of_a_step_have_no_gaps_and_nest() -> None:
 
 
 def test_operations_are_numbered_alike_on_all_ranks() -> None:
-    found = run_virtual(3, lambda comm: _traced(comm, TRACING_TASK)[1], seed=4)
+    found = run_virtual(3, lambda comm: _traced(comm, TRACED)[1], seed=4)
 
     def keys(events: Events) -> set[tuple[str, int, str]]:
         operations = events.of(Category.COMMUNICATION)

@@ -41,7 +41,6 @@ from tests.averaging.test_modelled_time import _Free
 from tests.support.averaging import averaged, make_group, one_step, planned
 
 PARAMETERS = "parameters e81c09d87a9c6ae0; 2 nodes of 2"
-
 BY_RULE = "slice_parameters None, replan True, window None"
 
 
@@ -156,14 +155,6 @@ def test_it_is_the_optimiser_on_the_sum_of_gradients(make: Callable[[], Optimize
     expected = _expected(make, ranks, "float64")
     for result in run_virtual(ranks, rank_program, seed=ranks):
         np.testing.assert_allclose(result, expected, rtol=1e-11, atol=1e-13)
-
-
-def test_one_process_needs_no_communication() -> None:
-    comm = SingleCommunicator()
-    engine = ProgressEngine(rank=0, deadline_seconds=5, abort=comm.abort)
-    result = _blocking_trained(averaged(Blocking, _group("float32"), Sgd(), comm, engine), 0)
-    np.testing.assert_array_equal(result, _expected(Sgd, 1, "float32"))
-    assert engine.waited_seconds == 0.0
 
 
 def test_every_rank_owns_and_keeps_everything() -> None:
@@ -430,7 +421,6 @@ def test_the_window_is_given_or_follows_from_the_link() -> None:
 
 
 STEPS = 9
-
 OPERATOR_SECONDS = 0.05
 
 
@@ -512,7 +502,6 @@ def _wire_seconds(elements: int, beta: float, ranks: int) -> float:
 
 
 LATE_ELEMENTS = 40_000
-
 BUSY = (1000, 1000, 1000, LATE_ELEMENTS // 2, LATE_ELEMENTS // 2)
 
 

@@ -1,0 +1,598 @@
+"""The engine's laws and its parts: order of posting, dependencies, windows, waits, polls, and the account of messages."""
+
+from __future__ import annotations
+
+import random
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpctrain.comm.message_account import MessageAccount
+from hpctrain.comm.poll_policy import MORE_RANKS_THAN_CORES, SLEEPS_AT_ONCE, FurtherPolls, WaitPolicy
+from hpctrain.comm.posting_queue import PostingQueue, Ticket
+from hpctrain.comm.progress import TIMEOUT_EXIT_CODE, ProgressEngine
+from hpctrain.comm.single import Complete, SingleCommunicator
+from hpctrain.errors import CommunicationTimeoutError
+from hpctrain.flight.recorder import FlightRecorder
+from hpctrain.speaker import place
+from hpctrain.trace.tracer import Category, Tracer
+
+
+class Countdown:
+    """Complete at its n-th test."""
+
+    def __init__(self, tests: int) -> None:
+        self.left = tests
+
+    def test(self) -> bool:
+        self.left -= 1
+        return self.left <= 0
+
+    def __str__(self) -> str:
+        return "a fake allreduce"
+
+
+class Switch:
+    """Complete once told so."""
+
+    def __init__(self) -> None:
+        self.on = False
+
+    def test(self) -> bool:
+        return self.on
+
+    def __str__(self) -> str:
+        return "a switch"
+
+
+def _engine(**options: object) -> ProgressEngine:
+    settings_: dict = {"rank": 5, "deadline_seconds": 30.0, "abort": lambda code: None} | options
+    return ProgressEngine(**settings_)
+
+
+def _never() -> bool:
+    raise AssertionError("must not start")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.randoms(use_true_random=False), st.integers(1, 4), st.one_of(st.none(), st.integers(1, 3)))
+def test_any_program_runs_in_posting_order_after_its_dependencies(chance: random.Random, queues: int, window: int | None) -> None:
+    engine = _engine()
+    made = [engine.queue(SingleCommunicator(f"q{i}"), window) for i in range(queues)]
+    started: dict[str, list[int]] = {queue.name: [] for queue in made}
+    flying = {queue.name: 0 for queue in made}
+    tickets: list[Ticket] = []
+
+    class Watched(Countdown):
+        def __init__(self, tests: int, name: str) -> None:
+            super().__init__(tests)
+            self.name = name
+            flying[name] += 1
+            assert window is None or flying[name] <= window
+
+        def test(self) -> bool:
+            complete = super().test()
+            flying[self.name] -= complete
+            return complete
+
+    for number in range(chance.randrange(1, 30)):
+        queue = chance.choice(made)
+        after = chance.sample(tickets, chance.randrange(min(3, len(tickets) + 1)))
+
+        def start(number: int = number, name: str = queue.name, after: list[Ticket] = after) -> Watched:
+            assert all(ticket.done for ticket in after)
+            started[name].append(number)
+            return Watched(chance.randrange(1, 6), name)
+
+        tickets.append(queue.post(start, f"operation {number}", after))
+        if chance.random() < 0.3:
+            engine.poll()
+    engine.wait(chance.sample(tickets, len(tickets)))
+    assert all(ticket.done for ticket in tickets)
+    assert sum(len(numbers) for numbers in started.values()) == len(tickets)
+    assert all(numbers == sorted(numbers) for numbers in started.values())
+    assert all(queue.idle for queue in made)
+
+
+def test_a_wait_drives_all_queues() -> None:
+    """What is waited for here comes after something on a queue that nobody waits for."""
+    engine = _engine()
+    split, data = engine.queue(SingleCommunicator("split")), engine.queue(SingleCommunicator("data"))
+    slow = split.post(lambda: Countdown(50), "slow")
+    engine.wait(data.post(lambda: Countdown(2), "target", after=[slow]))
+    assert slow.done
+
+
+def test_waiting_for_a_handle_outside_drives_the_queues() -> None:
+    engine = _engine()
+    ticket = engine.queue(SingleCommunicator()).post(lambda: Countdown(3), "inside")
+    engine.wait_handle(Countdown(50), "outside")
+    assert ticket.done
+
+
+def test_drain_empties_every_queue() -> None:
+    engine = _engine()
+    queues = [engine.queue(SingleCommunicator(name)) for name in "ab"]
+    last = [queues[0].post(lambda: Countdown(9), "x")]
+    for turn in range(6):
+        last.append(queues[turn % 2].post(lambda: Countdown(4), f"{turn}", after=last[-1:]))
+    engine.drain()
+    assert all(ticket.done for ticket in last)
+
+
+def test_a_start_may_post_and_what_it_posts_comes_after_it() -> None:
+    engine = _engine()
+    queue, other = engine.queue(SingleCommunicator("one")), engine.queue(SingleCommunicator("two"))
+    begun: list[str] = []
+
+    def start() -> Countdown:
+        queue.post(lambda: begun.append("inner") or Countdown(1), "inner")
+        other.post(lambda: begun.append("elsewhere") or Countdown(1), "elsewhere")
+        begun.append("outer")
+        return Countdown(1)
+
+    queue.post(start, "outer")
+    engine.drain()
+    assert begun.index("outer") < begun.index("inner")
+    assert sorted(begun) == ["elsewhere", "inner", "outer"]
+
+
+def test_a_start_must_not_wait() -> None:
+    engine = _engine()
+    queue = engine.queue(SingleCommunicator())
+
+    def start() -> Countdown:
+        engine.wait_handle(Countdown(5), "inside a start")
+        return Countdown(1)
+
+    with pytest.raises(AssertionError, match="must not wait"):
+        queue.post(start, "outer")
+
+
+def test_sequence_numbers_count_per_queue_for_ever() -> None:
+    engine = _engine()
+    split, data = SingleCommunicator("split"), SingleCommunicator("data")
+    assert engine.queue(split) is engine.queue(split)
+    for expected in range(5):
+        ticket = engine.queue(split).post(lambda: Countdown(1), "x")
+        assert (ticket.sequence, ticket.queue_name) == (expected, "split")
+    assert engine.queue(data).post(lambda: Countdown(1), "x").sequence == 0
+
+
+def test_nothing_is_kept_of_what_is_complete() -> None:
+    engine = _engine()
+    queue = engine.queue(SingleCommunicator())
+    first = last = queue.post(lambda: Countdown(3), "first")
+    for _ in range(100):
+        last = queue.post(lambda: Countdown(3), "next", after=[last])
+    engine.wait(last)
+    assert queue.unfinished() == ()
+    assert first.handle is None
+    assert first._after == last._after == ()
+
+
+class Clock:
+    """Time that passes only where somebody sleeps or looks."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.slept = 0
+
+    def __call__(self) -> float:
+        self.now += 1e-5
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        assert 0 < seconds <= 100e-6
+        self.now += seconds
+        self.slept += 1
+
+
+def _timed_out(tmp_path: Path, wait_for_handle: bool) -> tuple[str, list[int], Clock]:
+    codes: list[int] = []
+    clock = Clock()
+    with (tmp_path / "report").open("w+") as stream:
+        engine = _engine(deadline_seconds=2.0, abort=codes.append, clock=clock, sleep=clock.sleep, stream=stream)
+        split, data = engine.queue(SingleCommunicator("split")), engine.queue(SingleCommunicator("data"))
+        engine.wait(split.post(lambda: Countdown(3), "done long ago"))
+        lost = split.post(Switch, "conv1.weight")
+        target = data.post(_never, "fc.weight", after=[lost])  # type: ignore[arg-type]
+        data.post(_never, "fc.bias")  # type: ignore[arg-type]
+        wait = (lambda: engine.wait_handle(Switch(), "a halo")) if wait_for_handle else (lambda: engine.wait(target))
+        with pytest.raises(CommunicationTimeoutError, match="deadline of 2 s"):
+            wait()
+        stream.seek(0)
+        return stream.read(), codes, clock
+
+
+def test_past_the_deadline_everything_is_told_and_the_job_ends(tmp_path: Path) -> None:
+    report, codes, clock = _timed_out(tmp_path, wait_for_handle=False)
+    assert codes == [TIMEOUT_EXIT_CODE]
+    assert 2.0 < clock.now < 2.2
+    lines = report.splitlines()
+    assert lines[:5] == [
+        f"{place(5)}no completion within the deadline of 2 s: fc.weight: queue data, sequence number 0, not started, "
+        "comes after conv1.weight (split 1)",
+        f"{place(5)}unfinished on this rank:",
+        f"{place(5)}  conv1.weight: queue split, sequence number 1, operation a switch, in flight",
+        f"{place(5)}  fc.weight: queue data, sequence number 0, not started, comes after conv1.weight (split 1)",
+        f"{place(5)}  fc.bias: queue data, sequence number 1, not started, behind the queue's head",
+    ]
+    assert "in _timed_out" in report
+    assert "done long ago" not in report
+
+
+def test_a_job_that_was_suspended_has_not_waited() -> None:
+    """An hour in which nobody could look, as under a scheduler that stops all processes and continues them."""
+    clock, codes = Clock(), []
+
+    class Suspended(Countdown):
+        def test(self) -> bool:
+            clock.now += 3600.0 if self.left == 2 else 0.0
+            return super().test()
+
+    engine = _engine(deadline_seconds=2.0, abort=codes.append, clock=clock, sleep=clock.sleep)
+    engine.wait_handle(Suspended(4), "long")
+    assert codes == []
+    assert engine.waited_seconds > 3600.0
+
+
+def test_a_handle_outside_the_queues_has_the_deadline_too(tmp_path: Path) -> None:
+    report, codes, _ = _timed_out(tmp_path, wait_for_handle=True)
+    assert codes == [TIMEOUT_EXIT_CODE]
+    assert "a halo: outside the queues, operation a switch" in report
+    assert "conv1.weight" in report
+
+
+def test_a_long_wait_sleeps_and_is_counted() -> None:
+    clock = Clock()
+    engine = _engine(clock=clock, sleep=clock.sleep)
+    engine.wait_handle(Countdown(300), "long")
+    assert clock.slept > 100
+    assert clock.now / 2 < engine.waited_seconds <= clock.now
+    before = engine.waited_seconds
+    engine.wait_handle(Countdown(1), "complete")
+    assert engine.waited_seconds == before
+
+
+class _Gate:
+    """Complete once it is open."""
+
+    def __init__(self) -> None:
+        self.open = False
+
+    def test(self) -> bool:
+        return self.open
+
+    def __str__(self) -> str:
+        return "a switch"
+
+
+def test_tickets_start_in_order_and_say_where_they_stand() -> None:
+    queue, switch, begun = PostingQueue("row"), _Gate(), list[str]()
+    first = queue.post(lambda: switch, "first")
+    second = queue.post(lambda: begun.append("second") or Complete(), "second", [first])
+    third = queue.post(lambda: begun.append("third") or Complete(), "third")
+    assert str(first) == "first: queue row, sequence number 0, operation a switch, in flight"
+    assert str(second) == "second: queue row, sequence number 1, not started, comes after first (row 0)"
+    assert str(third) == "third: queue row, sequence number 2, not started, behind the queue's head"
+    assert queue.unfinished() == (first, second, third)
+    switch.open = True
+    queue.collect()
+    queue.start_heads()
+    assert begun == ["second", "third"]
+    assert queue.idle
+    assert str(third) == "third: queue row, sequence number 2, complete"
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_a_window_holds_back_what_is_too_many(window: int) -> None:
+    queue, switches = PostingQueue("row", window), [_Gate() for _ in range(5)]
+    started: list[_Gate] = []
+    tickets: list[Ticket] = []
+    for switch in switches:
+        tickets.append(queue.post(lambda switch=switch: started.append(switch) or switch, "one"))  # type: ignore[misc]
+    for done in range(5):
+        assert started == switches[: done + window]
+        switches[done].open = True
+        queue.collect()
+        queue.start_heads()
+        assert tickets[done].done
+    assert queue.idle
+
+
+def test_letting_messages_move_completes_nothing() -> None:
+    queue, switch = PostingQueue("row"), _Gate()
+    ticket = queue.post(lambda: switch, "one")
+    switch.open = True
+    queue.progress_once()
+    assert not ticket.done
+    queue.collect()
+    assert ticket.done
+
+
+class _Later(_Gate):
+    """Posts something once it is told to."""
+
+    operation = ""
+
+
+class _Heard(FlightRecorder):
+    """Keeps what it is told of starts and ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[str] = []
+
+    def started(self, number: int, operation: str) -> None:
+        super().started(number, operation)
+        self.told.append(f"started: {operation}")
+
+    def done(self, number: int) -> None:
+        super().done(number)
+        self.told.append("done")
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_flight_record_hears_of_an_operation_once_it_is_with_the_transport(at_once: bool) -> None:
+    """Of one that waits for its device first it would have no size, and ranks could not be compared by it."""
+    flight, later = _Heard(), _Later()
+    queue = PostingQueue("row", flight=flight)
+    queue.post(_Gate, "first")
+    queue.post(lambda: later, "second")
+    assert flight.told == ["started: a switch"]
+    queue.collect()
+    assert flight.told == ["started: a switch"]
+    later.operation = "allreduce of 3 float32 elements"
+    if not at_once:
+        queue.collect()
+    later.open = True
+    queue.collect()
+    queue.collect()
+    assert flight.told == ["started: a switch", "started: allreduce of 3 float32 elements", "done"]
+
+
+def _polls(policy: FurtherPolls, operators: list[int], poll: int) -> list[int]:
+    """How many polls follow each operator, where all polls take equally long."""
+    now, counts = 0, list[int]()
+    for operator in operators:
+        now += operator
+        policy.begin(now)
+        counts.append(1)
+        now += poll
+        while policy.another(now):
+            counts[-1] += 1
+            now += poll
+        policy.end(now)
+    return counts
+
+
+@given(st.lists(st.integers(1, 100_000), min_size=2, max_size=20), st.integers(1, 500), st.sampled_from([0.0, 0.01, 0.1, 1.0]))
+def test_polls_take_no_more_than_their_share_beside_the_first(operators: list[int], poll: int, share: float) -> None:
+    counts = _polls(FurtherPolls(share), operators, poll)
+    for operator, count in zip(operators[1:], counts[1:], strict=True):
+        most = max(1, int(share * operator / poll * (1 + 1e-12)))
+        assert abs(count - most) <= 1
+        assert count == 1 or count * poll <= share * operator * (1 + 1e-9)
+
+
+class _TestsTakeTime:
+    """Complete at the n-th test; each takes 20 us of the clock."""
+
+    def __init__(self, tests: int) -> None:
+        self.left, self.now = tests, 0.0
+
+    def clock(self) -> float:
+        return self.now
+
+    def test(self) -> bool:
+        self.now += 20e-6
+        self.left -= 1
+        return self.left <= 0
+
+
+def test_the_engine_looks_again_while_something_is_in_flight_and_time_is_left() -> None:
+    handle = _TestsTakeTime(40)
+    engine = ProgressEngine(rank=0, deadline_seconds=1.0, abort=lambda code: None, clock=handle.clock)
+    engine.further_polls = FurtherPolls(0.01)
+    ticket = engine.queue(SingleCommunicator()).post(lambda: handle, "slow")
+    engine.operator_done()
+    before = handle.left
+    handle.now += 10e-3
+    engine.operator_done()
+    assert before - handle.left == pytest.approx(5, abs=1)
+    handle.now += 1.0
+    engine.operator_done()
+    assert ticket.done
+    assert handle.left == 0  # nothing is in flight any more
+
+
+def test_without_that_rule_an_operator_is_followed_by_one_poll() -> None:
+    handle = _TestsTakeTime(40)
+    engine = ProgressEngine(rank=0, deadline_seconds=1.0, abort=lambda code: None, clock=handle.clock)
+    engine.queue(SingleCommunicator()).post(lambda: handle, "slow")
+    for _ in range(3):
+        before = handle.left
+        handle.now += 1.0
+        engine.operator_done()
+        assert before - handle.left == 1
+
+
+@given(st.floats(0, 1e4))
+def test_ranks_that_outnumber_cores_sleep_for_a_share_of_their_wait(waited_seconds: float) -> None:
+    """So a wait is longer by that share at most, and takes next to nothing of the cores where it is long."""
+    sleep = MORE_RANKS_THAN_CORES.next_sleep(waited_seconds)
+    usual = WaitPolicy().next_sleep(waited_seconds)
+    assert usual == WaitPolicy().sleep_seconds
+    assert usual <= sleep <= max(usual, min(0.02 * waited_seconds, MORE_RANKS_THAN_CORES.longest_seconds))
+    assert MORE_RANKS_THAN_CORES.next_sleep(1e3) == MORE_RANKS_THAN_CORES.longest_seconds
+
+
+@pytest.mark.parametrize(("policy", "offers"), [(WaitPolicy(), 5), (SLEEPS_AT_ONCE, 0)])
+def test_ranks_that_share_a_core_sleep_at_once(policy: WaitPolicy, offers: int) -> None:
+    handle, done = _TestsTakeTime(6), list[str]()
+    engine = ProgressEngine(
+        rank=0,
+        deadline_seconds=1.0,
+        abort=lambda code: None,
+        clock=handle.clock,
+        sleep=lambda seconds: done.append("sleep"),
+        offer_core=lambda: done.append("offer"),
+    )
+    engine.wait_policy = policy
+    engine.wait(engine.queue(SingleCommunicator()).post(lambda: handle, "slow"))
+    assert done.count("offer") == max(0, offers - 1)
+    assert len(done) == 4
+
+
+class _Clock:
+    """Nanoseconds that pass where the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0
+
+    def __call__(self) -> int:
+        return self.now
+
+
+class _After:
+    """Complete at the n-th test; a test takes 10 ns."""
+
+    def __init__(self, tests: int, clock: _Clock) -> None:
+        self.left, self.clock = tests, clock
+
+    def test(self) -> bool:
+        self.clock.now += 10
+        self.left -= 1
+        return self.left <= 0
+
+
+def _traced_engine(clock: _Clock) -> tuple[ProgressEngine, Tracer]:
+    tracer = Tracer(100, clock_ns=clock)
+    return ProgressEngine(rank=0, deadline_seconds=1e9, abort=lambda code: None, trace=tracer), tracer
+
+
+def _nanoseconds(engine: ProgressEngine) -> int:
+    return round(engine.account.seconds * 1e9)
+
+
+def test_the_outermost_call_counts_and_an_update_inside_does_not() -> None:
+    clock = _Clock()
+    engine, tracer = _traced_engine(clock)
+    queue, account = engine.queue(SingleCommunicator()), engine.account
+
+    def start() -> _After:
+        clock.now += 100  # what is prepared
+        account.updated(clock.now, clock.now + 1000)
+        clock.now += 1000
+        queue.post(lambda: _After(1, clock), "inner")
+        return _After(2, clock)
+
+    queue.post(start, "outer")
+    assert _nanoseconds(engine) == 100 + 10 + 10  # both are tested as they are posted
+    engine.poll()
+    assert _nanoseconds(engine) == 100 + 10 + 10 + 10
+    engine.poll()  # nothing is in flight any more
+    assert _nanoseconds(engine) == 130
+    stretches = tracer.events().of(Category.MESSAGES)
+    assert (stretches.stop_ns - stretches.start_ns).tolist() == [1120, 10]
+
+
+def test_an_update_outside_of_the_engine_is_nobodys_time_for_messages() -> None:
+    clock = _Clock()
+    account = MessageAccount(clock_ns=clock)
+    account.updated(0, 500)
+    account.begin()
+    clock.now += 7
+    account.end()
+    assert account.seconds == pytest.approx(7e-9)
+
+
+def test_a_wait_is_a_wait() -> None:
+    clock = _Clock()
+    engine, tracer = _traced_engine(clock)
+    ticket = engine.queue(SingleCommunicator()).post(lambda: _After(5, clock), "slow")
+    posted = _nanoseconds(engine)
+    engine.wait(ticket)
+    assert ticket.done
+    assert _nanoseconds(engine) == posted == 10
+    assert len(tracer.events().of(Category.WAIT)) == 1
+
+
+def test_an_error_in_a_start_leaves_the_account_whole() -> None:
+    clock = _Clock()
+    engine, _ = _traced_engine(clock)
+
+    def fail() -> _After:
+        clock.now += 3
+        raise OSError("the wire is cut")
+
+    for times in (1, 2):
+        with pytest.raises(OSError, match="wire"):
+            engine.queue(SingleCommunicator()).post(fail, "failing")
+        assert _nanoseconds(engine) == 3 * times
+
+
+def test_a_second_thread_has_its_own_sum() -> None:
+    clock = _Clock()
+    account = MessageAccount(clock_ns=clock)
+
+    def beside() -> None:
+        account.second_thread(threading.get_ident())
+        account.begin()
+        clock.now += 40
+        account.updated(clock.now - 30, clock.now)
+        account.end()
+
+    account.begin()
+    clock.now += 5
+    thread = threading.Thread(target=beside)
+    thread.start()
+    thread.join()
+    account.end()
+    assert (account.seconds, account.beside_seconds) == (pytest.approx(45e-9), pytest.approx(10e-9))
+
+
+def test_a_posting_that_waits_for_the_next_look_is_recorded_as_late_at_most_since_the_last_one() -> None:
+    clock = _Clock()
+    engine, tracer = _traced_engine(clock)
+    queue = engine.queue(SingleCommunicator())
+    first = queue.post(lambda: _After(3, clock), "first")
+    queue.post(lambda: _After(1, clock), "second", [first])
+    clock.now += 100_000
+    engine.poll()  # seen to be under way still
+    last_look = clock.now
+    clock.now += 50_000  # an operator, in which it completes
+    engine.poll()
+    delays = tracer.events().of(Category.DELAY)
+    (index,) = delays.name.tolist()
+    assert delays.names[index] == "second"
+    assert (delays.start_ns.tolist(), delays.stop_ns.tolist()) == ([last_look - 10], [last_look + 50_000 + 10])
+
+
+def test_what_is_posted_in_its_turn_is_not_late() -> None:
+    clock = _Clock()
+    engine, tracer = _traced_engine(clock)
+    queue = engine.queue(SingleCommunicator())
+    for _ in range(3):
+        clock.now += 100_000
+        engine.wait(queue.post(lambda: _After(2, clock), "prompt"))
+    assert len(tracer.events().of(Category.DELAY)) == 0
+
+
+def test_a_full_window_is_no_turn() -> None:
+    clock = _Clock()
+    engine, tracer = _traced_engine(clock)
+    queue = engine.queue(SingleCommunicator(), window=1)
+    queue.post(lambda: _After(3, clock), "first")
+    queue.post(lambda: _After(1, clock), "second")
+    clock.now += 100_000
+    engine.poll()
+    last_look = clock.now
+    clock.now += 20_000
+    engine.poll()
+    delays = tracer.events().of(Category.DELAY)
+    assert delays.start_ns.tolist() == [last_look - 10]

@@ -1,0 +1,641 @@
+"""Groups of ranks: two levels, grids, one process, objects, errors that all raise alike, links and clocks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpctrain.comm import objects
+from hpctrain.comm.base import Communicator, Handle
+from hpctrain.comm.clock import ClockMap, Offset, measure_offset
+from hpctrain.comm.grid import GridAxis, ProcessGrid, check_grid, coordinates
+from hpctrain.comm.link import LinkModel, calibrate, measure_operation_seconds
+from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
+from hpctrain.comm.single import SingleCommunicator
+from hpctrain.comm.two_level import Levels, TwoLevel, across_nodes, in_levels, levels, node_numbers, within_node
+from hpctrain.errors import CommunicationTimeoutError, DataError, HpctrainError, RankLostError, ShapeError
+from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain.virtual.counters import Counters, CountingCommunicator
+from hpctrain.virtual.run import run_virtual, virtual_engine, wait
+from tests.support.jobs import run_job
+
+PLACEMENTS = [
+    (0, 0, 1, 1),
+    (0, 1, 0, 1),
+    (1, 0, 0, 1),
+    (0, 0, 0, 1, 1, 1),
+    (0, 0, 1, 1, 2, 2),
+    (2, 1, 0, 0, 1, 2),
+    (0, 0, 0, 0, 1, 1, 1, 1),
+    (3, 3, 2, 2, 1, 1, 0, 0),
+]
+
+
+@pytest.mark.parametrize("nodes", [(0,), (0, 0, 0), (0, 1, 2), (0, 0, 1), (0, 0, 1, 1, 1)])
+def test_one_level_is_left_as_it_is(nodes: tuple[int, ...]) -> None:
+    assert levels(nodes) is None
+
+    def program(comm: ThreadCommunicator) -> tuple[bool, int]:
+        made = in_levels(comm, levels(nodes), "gradients")
+        return isinstance(made, TwoLevel), made.rank
+
+    assert run_virtual(len(nodes), program) == [(False, rank) for rank in range(len(nodes))]
+
+
+def test_ranks_of_one_place_are_neighbours() -> None:
+    assert levels((0, 0, 0, 1, 1, 1)) == Levels((0, 3, 1, 4, 2, 5), nodes=2, per_node=3)
+    assert levels(("b", "a", "a", "b")) == Levels((0, 1, 3, 2), nodes=2, per_node=2)
+
+
+@pytest.mark.parametrize(("ranks", "per_node"), [(4, 2), (6, 3), (5, 2), (3, 4)])
+def test_nodes_are_counted_by_their_lowest_rank(ranks: int, per_node: int) -> None:
+    found = run_virtual(ranks, lambda comm: node_numbers(comm, comm.split_shared_memory("node")), ranks_per_node=per_node)
+    assert found == [tuple(rank // per_node for rank in range(ranks))] * ranks
+
+
+def _uneven_counts(random: np.random.Generator, ranks: int) -> list[int]:
+    """Parts of many sizes, none too."""
+    return [int(count) for count in random.integers(0, 9, ranks) * random.integers(0, 2, ranks)]
+
+
+def _sums(comm: Communicator, counts: list[int], seed: int) -> tuple[Handle, np.ndarray, np.ndarray]:
+    """A reduce-scatter of integers in float64; its handle, what arrives, and what should."""
+    whole = [np.random.default_rng((seed, rank)).integers(-99, 99, sum(counts)).astype(np.float64) for rank in range(comm.size)]
+    received = np.full(counts[comm.rank], np.nan)
+    begin = sum(counts[: comm.rank])
+    handle = comm.ireduce_scatter(whole[comm.rank].copy(), received, counts)
+    return handle, received, np.sum(whole, axis=0)[begin : begin + counts[comm.rank]]
+
+
+def _gather(comm: Communicator, counts: list[int], seed: int, in_place: bool) -> tuple[Handle, np.ndarray, np.ndarray]:
+    whole = np.random.default_rng(seed).standard_normal(sum(counts))
+    begin = sum(counts[: comm.rank])
+    mine = whole[begin : begin + counts[comm.rank]].copy()
+    received = np.full(sum(counts), np.nan)
+    if in_place:
+        received[begin : begin + mine.size] = mine
+    return comm.iallgather(None if in_place else mine, received, counts), received, whole
+
+
+@pytest.mark.sample(3)
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", PLACEMENTS)
+def test_many_operations_at_once_give_what_one_level_gives(nodes: tuple[int, ...]) -> None:
+    def program(comm: ThreadCommunicator) -> None:
+        made = in_levels(comm, levels(nodes), "gradients")
+        random = np.random.default_rng(len(nodes))
+        flying = []
+        for number in range(12):
+            counts = _uneven_counts(random, made.size)
+            flying.append(_sums(made, counts, number) if number % 3 else _gather(made, counts, number, number % 2 == 0))
+        order = np.random.default_rng(comm.rank).permutation(len(flying))  # ranks wait in orders of their own
+        left = [flying[position] for position in order]
+        while left:
+            left = [each for each in left if not each[0].test()]
+        for handle, received, expected in flying:
+            assert handle.test()
+            np.testing.assert_array_equal(received, expected)
+
+    for seed in (None, *range(25)):
+        run_virtual(len(nodes), program, seed=seed)
+
+
+def test_everything_else_is_done_by_the_ranks_in_their_new_order() -> None:
+    nodes = (0, 0, 1, 1)
+
+    def program(comm: ThreadCommunicator) -> None:
+        made = in_levels(comm, levels(nodes), "gradients")
+        assert made.allgather_object(comm.rank) == [0, 2, 1, 3]
+        assert made.broadcast_object(comm.rank, root=1) == 2
+        total, sent, told = np.array([float(comm.rank)]), np.full(4, comm.rank, np.int64), np.array([comm.rank])
+        received = np.zeros(4, np.int64)
+        message, heard = np.array([made.rank]), np.array([-1])
+        wait(
+            made.iallreduce(total),
+            made.ialltoall(sent, received, [1] * 4, [1] * 4),
+            made.ibroadcast(told, root=3),
+            made.ibarrier(),
+            made.isend(message, (made.rank + 1) % 4, tag=5),
+            made.irecv(heard, (made.rank - 1) % 4, tag=5),
+        )
+        assert (total[0], list(received), told[0], heard[0]) == (6.0, [0, 2, 1, 3], 3, (made.rank - 1) % 4)
+        part = made.split(made.rank // 2, -made.rank, "part")
+        assert part is not None
+        assert (part.size, part.rank) == (2, 1 - made.rank % 2)
+        assert made.split_shared_memory("node").size == 4
+
+    run_virtual(4, program)
+
+
+def test_a_node_sends_and_receives_as_if_it_were_one_rank() -> None:
+    """Beside what stays on it: (N - 1) / N of the whole, shared by its ranks."""
+    nodes, elements = (0, 0, 0, 1, 1, 1, 2, 2, 2), 36
+
+    def program(comm: ThreadCommunicator) -> tuple[int, int]:
+        counters = Counters()
+        made = in_levels(CountingCommunicator(comm, counters), levels(nodes), "gradients")
+        counts = [elements // made.size] * made.size
+        for handle, _, _ in (_sums(made, counts, 0), _gather(made, counts, 0, True)):
+            wait(handle)
+        across, within = (counters.total(f"gradients {where} nodes").exchanged_bytes for where in ("across", "within"))
+        return across, within
+
+    for across, within in run_virtual(len(nodes), program):
+        assert across == 2 * 8 * elements // 3 * 2 // 3  # 2 operations of float64; a third of the whole; (N - 1) / N of it
+        assert within == 2 * 8 * elements * 2 // 3
+
+
+def test_a_handle_says_at_which_stage_it_is() -> None:
+    def program(comm: ThreadCommunicator) -> None:
+        made = in_levels(comm, levels((0, 0, 1, 1)), "gradients")
+        if comm.rank == 3:
+            virtual_engine(comm).wait_handle(comm.ibarrier(), "the others")
+        handle, _, _ = _sums(made, [1] * 4, 0)
+        if comm.rank != 3:
+            assert not handle.test()
+            stage = "the second of two stages" if comm.rank < 2 else "the first of two stages"
+            for _ in range(5):
+                handle.test()
+            assert str(handle).endswith(stage)
+            wait(comm.ibarrier())
+        wait(handle)
+
+    run_virtual(4, program)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", [(0, 0, 1, 1), (0, 1, 2, 0, 1, 2)])
+def test_equal_sums_on_their_way_have_buffers_of_their_own_and_later_ones_use_them_again(nodes: tuple[int, ...]) -> None:
+    at_once = 4
+
+    def program(comm: ThreadCommunicator) -> int:
+        made = in_levels(comm, levels(nodes), "gradients")
+        assert isinstance(made, TwoLevel)
+        left = []
+        for number in range(30):
+            left.append(_sums(made, [3] * made.size, number))
+            while len(left) == at_once:
+                for handle, received, expected in left:
+                    if handle.test():
+                        np.testing.assert_array_equal(received, expected)
+                left = [each for each in left if not each[0].test()]
+        wait(*(handle for handle, _, _ in left))
+        for _, received, expected in left:
+            np.testing.assert_array_equal(received, expected)
+        return len(made._spare)
+
+    for seed in (None, *range(8)):
+        for kept in run_virtual(len(nodes), program, seed=seed):
+            assert 1 <= kept <= at_once, seed
+
+
+def test_buffers_of_one_size_and_two_types_are_not_mixed_up() -> None:
+    def program(comm: ThreadCommunicator) -> None:
+        made = in_levels(comm, levels((0, 1, 0, 1)), "gradients")
+        for dtype in (np.float64, np.float32, np.int64, np.float64):
+            whole, received = np.full(8, comm.rank + 0.5).astype(dtype), np.zeros(2, dtype)
+            wait(made.ireduce_scatter(whole, received, [2] * 4))
+            np.testing.assert_array_equal(received, np.full(2, 6 if dtype is np.int64 else 8, dtype))
+
+    run_virtual(4, program)
+
+
+@pytest.mark.parametrize("nodes", [(0, 1, 0, 1), (2, 1, 0, 0, 1, 2), (0, 0, 0, 1, 1, 1)], ids=str)
+def test_ranks_of_a_node_and_of_a_number_find_each_other(nodes: tuple[int, ...]) -> None:
+    """Across nodes in their order of first rank; without levels every rank is a node."""
+    two = levels(nodes)
+    assert two is not None
+
+    def program(comm: ThreadCommunicator) -> None:
+        flat = in_levels(comm, two, "x")
+        inside = within_node(flat, two, "x").allgather_object((nodes[comm.rank], comm.rank))
+        assert inside == [(nodes[comm.rank], rank) for rank, node in enumerate(nodes) if node == nodes[comm.rank]]
+        number = inside.index((nodes[comm.rank], comm.rank))
+        across = across_nodes(comm, two, "x")
+        first = dict.fromkeys(nodes)
+        assert across.allgather_object(nodes[comm.rank]) == list(first)
+        assert set(across.allgather_object(number)) == {number}
+        alone = across_nodes(comm, None, "x")
+        assert (alone.rank, alone.size) == (comm.rank, comm.size)
+
+    run_virtual(len(nodes), program)
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.randoms(use_true_random=False))
+def test_every_place_is_taken_once(rows: int, cols: int, chance) -> None:
+    node_of = tuple(chance.randrange(4) for _ in range(rows * cols))
+    places = coordinates(node_of, rows)
+    assert sorted(places) == [(r, c) for r in range(rows) for c in range(cols)]
+
+
+@given(st.integers(1, 6), st.integers(1, 5), st.integers(1, 4), st.booleans())
+def test_a_split_group_lies_inside_a_node_where_ranks_divide(rows: int, groups_per_node: int, nodes: int, cyclic: bool) -> None:
+    ranks = rows * groups_per_node * nodes
+    node_of = tuple(rank % nodes if cyclic else rank // (rows * groups_per_node) for rank in range(ranks))
+    places = coordinates(node_of, rows)
+    for c in range(groups_per_node * nodes):
+        assert len({node_of[rank] for rank in range(ranks) if places[rank][1] == c}) == 1
+    assert places[0] == (0, 0)
+    if not cyclic:
+        assert places == [(rank % rows, rank // rows) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols", "size", "nearest"),
+    [(2, 2, 3, "1 x 3"), (4, 4, 6, "3 x 2"), (1, 4, 5, "1 x 5"), (0, 7, 7, "1 x 7"), (-2, -2, 4, "1 x 4"), (5, 1, 8, "4 x 2")],
+)
+def test_a_grid_that_does_not_fit_is_refused_with_the_nearest(rows: int, cols: int, size: int, nearest: str) -> None:
+    with pytest.raises(ShapeError, match=f"{rows} x {cols} .*{size} ranks.* nearest legal grid is {nearest}"):
+        check_grid(rows, cols, size)
+
+
+@given(st.integers(1, 40), st.integers(1, 40))
+def test_grids_that_multiply_are_legal(rows: int, cols: int) -> None:
+    check_grid(rows, cols, rows * cols)
+
+
+def test_one_process_is_a_grid() -> None:
+    grid = ProcessGrid(SingleCommunicator(), 1, 1)
+    assert (grid.row, grid.col, grid.node_of) == (0, 0, (0,))
+    assert [grid.along(axis).name for axis in GridAxis] == ["split", "data"]
+    assert [grid.along(axis).size for axis in GridAxis] == [1, 1]
+    with pytest.raises(ShapeError):
+        ProcessGrid(SingleCommunicator(), 1, 2)
+
+
+X = np.arange(7, dtype=np.float32)
+
+
+def test_it_is_a_communicator() -> None:
+    comm = SingleCommunicator("row")
+    assert isinstance(comm, Communicator)
+    assert isinstance(comm.ibarrier(), Handle)
+    assert (comm.rank, comm.size, comm.name) == (0, 1, "row")
+
+
+def test_sums_and_broadcasts_leave_the_buffer() -> None:
+    comm, buffer = SingleCommunicator(), X.copy()
+    assert comm.iallreduce(buffer).test()
+    assert comm.ibroadcast(buffer, 0).test()
+    assert comm.ibarrier().test()
+    np.testing.assert_array_equal(buffer, X)
+
+
+@pytest.mark.parametrize("size", [0, 7])
+def test_what_is_sent_is_received(size: int) -> None:
+    comm, send = SingleCommunicator(), X[:size].copy()
+    for post in (
+        lambda recv: comm.ireduce_scatter(send, recv, [size]),
+        lambda recv: comm.iallgather(send, recv, [size]),
+        lambda recv: comm.ialltoall(send, recv, [size], [size]),
+    ):
+        recv = np.full(size, -1, np.float32)
+        assert post(recv).test()
+        np.testing.assert_array_equal(recv, send)
+
+
+def test_a_gather_in_place_leaves_what_is_there() -> None:
+    recv = X.copy()
+    assert SingleCommunicator().iallgather(None, recv, [7]).test()
+    np.testing.assert_array_equal(recv, X)
+
+
+@pytest.mark.parametrize("receive_first", [False, True])
+def test_messages_to_oneself_match_by_tag_in_order(receive_first: bool) -> None:
+    comm = SingleCommunicator()
+    got = {(tag, turn): np.zeros(3, np.float32) for tag in (1, 2) for turn in (0, 1)}
+
+    def send() -> None:
+        for tag in (2, 1):
+            for turn in (0, 1):
+                message = np.full(3, 10 * tag + turn, np.float32)
+                assert comm.isend(message, 0, tag).test()
+                message[...] = -1  # complete: the sender may write it
+
+    def receive() -> list[Handle]:
+        return [comm.irecv(buffer, 0, tag) for (tag, _), buffer in got.items()]
+
+    if receive_first:
+        handles = receive()
+        assert not any(handle.test() for handle in handles)
+        send()
+    else:
+        send()
+        handles = receive()
+    assert all(handle.test() for handle in handles)
+    for (tag, turn), buffer in got.items():
+        np.testing.assert_array_equal(buffer, np.full(3, 10 * tag + turn))
+
+
+def test_wrong_sizes_types_and_strides_are_refused() -> None:
+    comm = SingleCommunicator()
+    with pytest.raises(AssertionError):
+        comm.iallgather(X, np.zeros(6, np.float32), [7])
+    with pytest.raises(AssertionError):
+        comm.ireduce_scatter(X, np.zeros(7), [7])
+    with pytest.raises(AssertionError, match="contiguous"):
+        comm.iallreduce(np.zeros((3, 3))[:, 0])
+    comm.isend(X, 0, 0)
+    with pytest.raises(AssertionError, match="differ"):
+        comm.irecv(np.zeros(6, np.float32), 0, 0)
+
+
+def test_splits_and_objects() -> None:
+    comm = SingleCommunicator()
+    assert comm.split(None, 0, "nobody") is None
+    part = comm.split(3, 0, "part")
+    assert part is not None
+    assert (part.name, part.size) == ("part", 1)
+    assert comm.split_shared_memory("node").size == 1
+    value = {"a": 1}
+    assert comm.allgather_object(value) == [value]
+    assert comm.broadcast_object(value) is value
+
+
+@pytest.mark.job
+def test_abort_ends_the_process() -> None:
+    program = "from hpctrain.comm.single import SingleCommunicator as S; print('said', end=''); S().abort(9); print('never')"
+    outcome = run_job(0, ["-c", program])
+    assert (outcome.code, outcome.stdout) == (9, "said")
+
+
+class Waits:
+    """Waits through an engine, and keeps what each wait was for."""
+
+    def __init__(self, comm: ThreadCommunicator) -> None:
+        self._engine = virtual_engine(comm)
+        self.purposes: list[str] = []
+
+    def __call__(self, handle: Handle, purpose: str) -> None:
+        self.purposes.append(purpose)
+        self._engine.wait_handle(handle, purpose)
+
+
+def value_of(rank: int) -> Any:
+    """Values of unlike types and sizes; None on some ranks."""
+    chance = random.Random(rank)
+    return [None, {"rank": rank}, [chance.random() for _ in range(chance.randint(0, 500))], "ü" * rank][rank % 4]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+@pytest.mark.parametrize("seed", [None, 3])
+def test_every_rank_has_all_values_in_rank_order(ranks: int, seed: int | None) -> None:
+    def program(comm: ThreadCommunicator) -> list[Any]:
+        return objects.allgather_object(comm, value_of(comm.rank), Waits(comm))
+
+    for gathered in run_virtual(ranks, program, seed=seed):
+        assert gathered == [value_of(rank) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize(("ranks", "root"), [(1, 0), (3, 0), (3, 2)])
+def test_the_root_s_value_is_everywhere_and_the_root_keeps_its_own_object(ranks: int, root: int) -> None:
+    def program(comm: ThreadCommunicator) -> Any:
+        value = {"sizes": [1, 2, 3], "from": comm.rank}
+        received = objects.broadcast_object(comm, value, root, Waits(comm))
+        assert (received is value) == (comm.rank == root)
+        return received
+
+    assert run_virtual(ranks, program) == [{"sizes": [1, 2, 3], "from": root}] * ranks
+
+
+def test_every_wait_says_what_it_is_for() -> None:
+    def program(comm: ThreadCommunicator) -> list[str]:
+        waits = Waits(comm)
+        objects.allgather_object(comm, comm.rank, waits)
+        objects.broadcast_object(comm, comm.rank, 0, waits)
+        return waits.purposes
+
+    expected = ["sizes of gathered objects", "gathered objects", "size of a broadcast object", "broadcast object"]
+    assert run_virtual(2, program) == [expected] * 2
+
+
+def test_one_process_gets_its_value_back() -> None:
+    def wait(handle: Handle, purpose: str) -> None:
+        assert handle.test(), purpose
+
+    assert objects.allgather_object(SingleCommunicator(), {"a": 1}, wait) == [{"a": 1}]
+
+
+def test_gathered_values_are_copies() -> None:
+    """A rank may change what it gets without changing another rank's."""
+
+    def program(comm: ThreadCommunicator) -> bool:
+        value = [comm.rank]
+        gathered = objects.allgather_object(comm, value, Waits(comm))
+        gathered[comm.rank].append(9)
+        return value == [comm.rank]
+
+    assert all(run_virtual(2, program))
+
+
+class Scripted(SingleCommunicator):
+    """Rank `rank` among ranks whose outcomes are known beforehand."""
+
+    def __init__(self, rank: int, outcomes: list) -> None:
+        super().__init__()
+        self.rank, self.size, self._outcomes = rank, len(outcomes), outcomes
+        self.world_ranks = tuple(10 + each for each in range(len(outcomes)))
+
+    def allgather_object(self, value: object) -> list:
+        assert value == self._outcomes[self.rank]
+        return self._outcomes
+
+
+def _work(outcome: tuple | None) -> str:
+    if outcome is not None:
+        raise outcome[0](outcome[1], ranks=outcome[2])
+    return "result"
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "kind", "message"),
+    [
+        ([(DataError, "a", ()), (DataError, "a", ())], DataError, "a"),
+        ([None, (DataError, "bad", ()), None], DataError, "bad (on rank 1 of 3)"),
+        ([None, (ShapeError, "s", ()), (DataError, "d", ())], ShapeError, "s (on ranks 1 and 2 of 3)"),
+        ([(DataError, "x", ())] * 3 + [None], DataError, "x (on ranks 0, 1 and 2 of 4)"),
+        ([(DataError, "x", ())] * 12 + [None], DataError, "x (on 12 of 13 ranks, the first is 0)"),
+    ],
+)
+def test_every_rank_raises_the_lowest_ranks_error(outcomes: list, kind: type, message: str) -> None:
+    for rank, outcome in enumerate(outcomes):
+        with pytest.raises(kind) as caught:
+            raise_on_all_ranks(Scripted(rank, outcomes), lambda outcome=outcome: _work(outcome))
+        assert type(caught.value) is kind
+        assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "ranks"),
+    [
+        ([(DataError, "a", ())] * 2, ()),
+        ([None, (DataError, "bad", ()), (DataError, "bad", ())], (11, 12)),
+        ([None, (DataError, "bad", (3, 4))], (3, 4)),
+        ([(DataError, "bad", (3,))] * 2, (3,)),
+    ],
+)
+def test_the_error_knows_the_ranks_of_the_world(outcomes: list, ranks: tuple[int, ...]) -> None:
+    for rank, outcome in enumerate(outcomes):
+        with pytest.raises(DataError) as caught:
+            raise_on_all_ranks(Scripted(rank, outcomes), lambda outcome=outcome: _work(outcome))
+        assert tuple(caught.value.ranks) == ranks
+        assert caught.value.said_by == 10  # the first of these ranks, which all know to have the error
+
+
+def _kinds(kind: type[HpctrainError]) -> list[type[HpctrainError]]:
+    return [kind, *(below for child in kind.__subclasses__() for below in _kinds(child))]
+
+
+@pytest.mark.parametrize("kind", _kinds(HpctrainError))
+def test_every_kind_of_error_is_made_from_its_sentence_and_its_ranks(kind: type[HpctrainError]) -> None:
+    """Other ranks raise it from these."""
+    error = kind("a sentence", ranks=[2])
+    assert (str(error), error.ranks) == ("a sentence", (2,))
+
+
+def test_without_errors_everyone_has_its_result() -> None:
+    assert raise_on_all_ranks(Scripted(1, [None, None]), lambda: "result") == "result"
+    assert raise_on_all_ranks(SingleCommunicator(), lambda: 3) == 3
+
+
+def test_one_process_raises_its_own_error() -> None:
+    error = DataError("mine")
+
+    def work() -> None:
+        raise error
+
+    with pytest.raises(DataError) as caught:
+        raise_on_all_ranks(SingleCommunicator(), work)
+    assert caught.value is error
+
+
+@pytest.mark.parametrize("kind", [ZeroDivisionError, CommunicationTimeoutError, RankLostError])
+def test_bugs_and_lost_ranks_are_not_agreed_on(kind: type[Exception]) -> None:
+    def work() -> None:
+        raise kind("at once")
+
+    comm = Scripted(0, [None, None])
+    comm.allgather_object = lambda value: pytest.fail("must not communicate")  # type: ignore[method-assign]
+    with pytest.raises(kind, match="at once"):
+        raise_on_all_ranks(comm, work)
+
+
+LINK = LinkModel(alpha_seconds=2e-6, beta_seconds_per_byte=1 / 6e9)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8, 64])
+@pytest.mark.parametrize("n_bytes", [0, 4, 12345])
+def test_an_allreduce_is_a_reduce_scatter_and_an_allgather(ranks: int, n_bytes: int) -> None:
+    halves = LINK.reduce_scatter_seconds(n_bytes, ranks) + LINK.allgather_seconds(n_bytes, ranks)
+    assert LINK.allreduce_seconds(n_bytes, ranks) == halves
+    expected = 2 * (ranks - 1) * 2e-6 + 2 * (ranks - 1) / ranks * n_bytes / 6e9
+    assert halves == pytest.approx(expected, rel=1e-12)
+
+
+def test_one_rank_costs_nothing() -> None:
+    assert LINK.allreduce_seconds(10**9, 1) == LINK.alltoall_seconds(10**9, 1) == LINK.broadcast_seconds(10**9, 1) == 0
+    assert LINK.barrier_seconds(1) == 0
+
+
+@pytest.mark.parametrize(("ranks", "rounds"), [(2, 1), (3, 2), (4, 2), (5, 3), (8, 3), (9, 4)])
+def test_trees_take_the_logarithm_of_rounds(ranks: int, rounds: int) -> None:
+    assert LINK.barrier_seconds(ranks) == rounds * 2e-6
+    assert LINK.broadcast_seconds(6000, ranks) == pytest.approx(rounds * (2e-6 + 1e-6))
+
+
+@pytest.mark.parametrize("numbers", [(-1e-9, 1.0), (1.0, -1e-9), (1.0, 1.0, -1e-9)])
+def test_negative_costs_are_refused(numbers: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match="must not be negative"):
+        LinkModel(*numbers)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_what_an_operation_takes_of_a_core_is_what_many_at_a_time_do(ranks: int) -> None:
+    """Over a modelled link that serves one after the other: a message, as if it were the core's. All ranks get the same."""
+
+    def program(comm: ThreadCommunicator) -> float:
+        return measure_operation_seconds(comm, virtual_engine(comm))
+
+    link = LinkModel(alpha_seconds=1e-3, beta_seconds_per_byte=0.0)
+    results = run_virtual(ranks, program, link=link)
+    assert results == pytest.approx([link.allgather_seconds(4 * ranks, ranks)] * ranks, rel=0.05)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_operations_are_measured_under_adversarial_scheduling(seed: int) -> None:
+    results = run_virtual(3, lambda comm: measure_operation_seconds(comm, virtual_engine(comm)), seed=seed)
+    assert len(set(results)) == 1
+    assert results[0] >= 0.0
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 7])
+@pytest.mark.parametrize("link", [LinkModel(50e-6, 8e-9), LinkModel(2e-6, 1e-10), LinkModel(0.0, 1e-9)])
+def test_a_modelled_link_is_found_again_on_every_rank(ranks: int, link: LinkModel) -> None:
+    def program(comm: ThreadCommunicator) -> LinkModel:
+        return calibrate(comm, virtual_engine(comm))
+
+    results = run_virtual(ranks, program, link=link)
+    assert len(set(results)) == 1
+    assert results[0].alpha_seconds == pytest.approx(link.alpha_seconds, rel=1e-6, abs=1e-12)
+    assert results[0].beta_seconds_per_byte == pytest.approx(link.beta_seconds_per_byte, rel=1e-6)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_link_that_takes_no_time_has_no_cost(ranks: int) -> None:
+    assert set(run_virtual(ranks, lambda comm: calibrate(comm, virtual_engine(comm)))) == {LinkModel(0.0, 0.0)}
+
+
+class Time:
+    """True time, which every look at any clock advances: by how much is chance."""
+
+    def __init__(self, seed: int) -> None:
+        self._chance = random.Random(seed)
+        self.now = 0.0
+
+    def clock_ns(self, shift_ns: int, rate: float) -> Callable[[], int]:
+        def read() -> int:
+            self.now += self._chance.expovariate(1 / 5000)
+            return round(self.now * rate) + shift_ns
+
+        return read
+
+
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+@pytest.mark.parametrize("seed", range(6))
+def test_an_offset_is_true_to_within_its_bound(ranks: int, seed: int) -> None:
+    time = Time(seed)
+    shifts = [0, 10**12, -(10**9), 17, -3]
+
+    def measure(comm: ThreadCommunicator) -> Offset:
+        wait = virtual_engine(comm).wait_handle
+        return measure_offset(comm, wait, clock_ns=time.clock_ns(shifts[comm.rank], 1.0), rounds=7)
+
+    found = run_virtual(ranks, measure, seed=seed)
+    assert (found[0].offset_ns, found[0].error_ns) == (0, 0)
+    for rank in range(1, ranks):
+        assert 0 < found[rank].error_ns < 10**6
+        assert abs(found[rank].offset_ns - shifts[rank]) <= found[rank].error_ns
+
+
+def test_a_drifting_clock_follows_the_line() -> None:
+    begin, end = Offset(1000, 500, 3), Offset(1_001_000, 1500, 8)
+    clock = ClockMap(begin, end)
+    assert clock.error_ns == 8
+    assert clock.to_root(np.array([1000, 501_000, 1_001_000])).tolist() == [500, 500_000, 999_500]
+
+
+def test_one_measurement_alone_is_a_shift() -> None:
+    once = Offset(1000, 400, 1)
+    assert ClockMap(once, once).to_root(np.array([5, 10**15])).tolist() == [-395, 10**15 - 400]
+
+
+def test_one_process_has_its_own_clock() -> None:
+    assert measure_offset(SingleCommunicator(), lambda handle, what: None).offset_ns == 0

@@ -1,0 +1,669 @@
+"""Moves between ranks: transfers, operators against their adjoints, groups, and the words that leave each rank."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import pytest
+
+from hpctrain.averaging.strategies.blocking import Blocking
+from hpctrain.backend.kernels.abilities import RecomputedOutput
+from hpctrain.backend.kernels.base import Array, Buffers, KernelSet, Operator, StepContext
+from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
+from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
+from hpctrain.backend.kernels.graph import Graph, GraphBuilder
+from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.kernels.specs import ReluSpec, TensorSpec
+from hpctrain.boxes import even_intervals, relative, shape_of, slices, whole
+from hpctrain.comm.grid import ProcessGrid
+from hpctrain.comm.single import SingleCommunicator
+from hpctrain.data.loader import cut
+from hpctrain.data.sampler import counts as shares
+from hpctrain.models import catalogue
+from hpctrain.nn.layer import Layer
+from hpctrain.nn.layers.adaptive_average_pool import AdaptiveAveragePool
+from hpctrain.nn.layers.conv2d import Conv2d
+from hpctrain.nn.layers.flatten import Flatten
+from hpctrain.nn.layers.linear import Linear
+from hpctrain.nn.layers.max_pool import MaxPool
+from hpctrain.nn.layers.relu import ReLU
+from hpctrain.nn.layers.sequential import Sequential
+from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.parallel import layout
+from hpctrain.parallel.groups import GridGroups
+from hpctrain.parallel.layout import Layout
+from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
+from hpctrain.parallel.partition_graph import PartitionedGraph, partition_graph
+from hpctrain.parallel.redistribute import NothingSpec, PartialMeanSpec, RedistributeSpec, ReduceScatterSpec
+from hpctrain.parallel.split_group import SplitGroup
+from hpctrain.parallel.transfer import moved, moved_back, transfer
+from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain.virtual.counters import Counters, CountingCommunicator
+from hpctrain.virtual.run import run_virtual, virtual_engine
+from tests.support.emulated import EmulatedDeviceFactory
+from tests.support.layouts import random_moves
+from tests.support.training import Task, train
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
+def test_pieces_put_together_are_the_target(ranks: int) -> None:
+    for source, target in random_moves(ranks, ranks, 60):
+        x = np.random.default_rng(0).standard_normal(source.shape)
+        transfers = [transfer(source, target, rank) for rank in range(ranks)]
+        for rank, mine in enumerate(transfers):
+            y = cut(x, target.boxes[rank])
+            found, seen = np.zeros_like(y), np.zeros(y.shape, int)
+            if mine.local is not None:
+                found[slices(mine.local[1])] = x[relative(source.boxes[rank], whole(x.shape))][slices(mine.local[0])]
+                seen[slices(mine.local[1])] += 1
+            for piece in mine.receives:
+                (theirs,) = [each for each in transfers[piece.peer].sends if each.peer == rank]
+                assert theirs.shape == piece.shape
+                found[slices(piece.box)] = x[relative(source.boxes[piece.peer], whole(x.shape))][slices(theirs.box)]
+                seen[slices(piece.box)] += 1
+            np.testing.assert_array_equal(found, y)
+            assert seen.max(initial=0) <= 1
+            assert mine.gaps == bool((seen == 0).any())
+            kept = np.zeros([stop - start for start, stop in source.boxes[rank]], int)
+            if mine.local is not None:
+                kept[slices(mine.local[0])] = 1
+            assert mine.spare == bool((kept == 0).any())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
+def test_pieces_lie_behind_each_other_and_add_up(ranks: int) -> None:
+    for source, target in random_moves(50 + ranks, ranks, 60):
+        transfers = [transfer(source, target, rank) for rank in range(ranks)]
+        for pieces in (pieces for each in transfers for pieces in (each.sends, each.receives)):
+            assert [piece.start for piece in pieces] == [0, *(piece.stop for piece in pieces)][: len(pieces)]
+            assert all(piece.stop - piece.start == np.prod(piece.shape) > 0 for piece in pieces)
+            assert [piece.peer for piece in pieces] == sorted({piece.peer for piece in pieces})
+        assert moved(source, target) == tuple(each.send_size for each in transfers)
+        assert moved_back(source, target) == tuple(each.receive_size for each in transfers)
+        assert sum(moved(source, target)) == sum(moved_back(source, target))
+
+
+RANKS = [2, 3, 4, 6]
+_DTYPE = "float64"
+
+
+@dataclass
+class Pass:
+    """One rank's forward and backward: all four tensors, and what the input's gradient held before."""
+
+    x: np.ndarray
+    y: np.ndarray
+    dy: np.ndarray
+    dx: np.ndarray
+    before: np.ndarray
+    recomputed: np.ndarray
+
+
+def _bound(
+    spec: RedistributeSpec | ReduceScatterSpec | PartialMeanSpec | NothingSpec, x: np.ndarray, seed: int, accumulate: bool
+) -> Operator:
+    """The operator on memory of its own, full of NaN where it has to write."""
+    random = np.random.default_rng(seed)
+    inputs = (TensorSpec(x.shape, _DTYPE),)
+    operator = spec.operator(inputs, training=True)
+    shape = operator.output.shape
+    operator.bind(
+        Buffers(
+            inputs=(x,),
+            output=np.full(shape, np.nan),
+            input_grads=(random.standard_normal(x.shape) if accumulate else np.full(x.shape, np.nan),),
+            output_grad=random.standard_normal(shape),
+            accumulate=(accumulate,),
+            saved=np.full(operator.saved_bytes, 0xFF, np.uint8) if operator.saved_bytes else None,
+        )
+    )
+    return operator
+
+
+def _pass(operator: Operator, *, early: bool = False) -> Pass:
+    buffers = operator.buffers
+    before = buffers.input_grads[0].copy()
+    if early:
+        operator.begin_forward()
+    operator.forward(StepContext())
+    y = buffers.output.copy()
+    if isinstance(operator, RecomputedOutput) and operator.recomputes_output:
+        buffers.output[...] = np.nan
+        operator.recompute_output()
+    if early:
+        operator.begin_backward()
+    dy = buffers.output_grad.copy()
+    operator.backward_input()
+    np.testing.assert_array_equal(dy, buffers.output_grad)
+    return Pass(buffers.inputs[0], y, dy, buffers.input_grads[0], before, buffers.output)
+
+
+def _product(pairs: list[tuple[np.ndarray, np.ndarray]]) -> float:
+    return float(sum((a * b).sum() for a, b in pairs))
+
+
+def _check_adjoint(passes: list[Pass], accumulate: bool) -> None:
+    forward = _product([(each.y, each.dy) for each in passes])
+    backward = _product([(each.x, each.dx - each.before if accumulate else each.dx) for each in passes])
+    assert forward == pytest.approx(backward, rel=1e-11, abs=1e-11)
+
+
+@pytest.mark.sample(5)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_moves(ranks: int, early: bool, seed: int | None) -> None:
+    moves = random_moves(ranks, ranks, 40)
+    tensors = [np.random.default_rng(number).standard_normal(source.shape) for number, (source, _) in enumerate(moves)]
+
+    def program(comm: ThreadCommunicator) -> list[Pass]:
+        group = SplitGroup(comm, virtual_engine(comm))
+        found = []
+        for number, ((source, target), x) in enumerate(zip(moves, tensors, strict=True)):
+            mine = x[relative(source.boxes[comm.rank], whole(x.shape))].copy()
+            spec = RedistributeSpec(source, target, comm.rank, "move", group, early=early)
+            found.append(_pass(_bound(spec, mine, 1000 * number + comm.rank, number % 2 == 1), early=early))
+        return found
+
+    results = run_virtual(ranks, program, seed=seed)
+    for number, ((_, target), x) in enumerate(zip(moves, tensors, strict=True)):
+        passes = [result[number] for result in results]
+        for rank, each in enumerate(passes):
+            np.testing.assert_array_equal(each.y, cut(x, target.boxes[rank]))
+            np.testing.assert_array_equal(each.y, each.recomputed)
+        _check_adjoint(passes, accumulate=number % 2 == 1)
+
+
+def test_several_early_moves_travel_at_one_time() -> None:
+    """Each has message buffers of its own: the second may be sent before the first is received."""
+    shape, ranks = (2, 9, 3, 2), 3
+    tiles = layout.tiles(shape, (ranks, 1))
+    targets = [layout.needed(shape, [(box[0], rows, *box[2:]) for box in tiles.boxes]) for rows in ((0, 4), (2, 9), (8, 9))]
+    x = np.random.default_rng(0).standard_normal(shape)
+
+    def program(comm: ThreadCommunicator) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        group = SplitGroup(comm, virtual_engine(comm))
+        mine = x[relative(tiles.boxes[comm.rank], whole(shape))].copy()
+        specs = [RedistributeSpec(tiles, target, comm.rank, "halo", group, early=True) for target in targets]
+        operators = [_bound(spec, mine, number, False) for number, spec in enumerate(specs)]
+        for operator in operators:
+            operator.begin_forward()
+        for operator in reversed(operators):
+            operator.forward(StepContext())
+        for operator in operators:
+            operator.begin_backward()
+        for operator in reversed(operators):
+            operator.backward_input()
+        return [(each.buffers.output, each.buffers.output_grad, each.buffers.input_grads[0]) for each in operators]
+
+    for seed in (None, 1, 2, 3):
+        results = run_virtual(ranks, program, seed=seed)
+        for number, target in enumerate(targets):
+            expected = np.zeros(shape)
+            for rank, box in enumerate(target.boxes):
+                y, dy, _ = results[rank][number]
+                np.testing.assert_array_equal(y, cut(x, box))
+                expected[relative(box, whole(shape))] += dy
+            for rank, box in enumerate(tiles.boxes):
+                np.testing.assert_allclose(results[rank][number][2], expected[relative(box, whole(shape))], rtol=1e-13)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_sums_of_partial_tensors(ranks: int) -> None:
+    targets = [source for source, _ in random_moves(100 + ranks, ranks, 40)]
+
+    def partial(number: int, rank: int) -> np.ndarray:
+        return np.random.default_rng([number, rank]).standard_normal(targets[number].shape)
+
+    def program(comm: ThreadCommunicator) -> list[Pass]:
+        group = SplitGroup(comm, virtual_engine(comm))
+        found = []
+        for number, target in enumerate(targets):
+            spec = ReduceScatterSpec(target, layout.everything(target.shape, ranks), comm.rank, "sum", group)
+            found.append(_pass(_bound(spec, partial(number, comm.rank), number + 7 * comm.rank, False)))
+        return found
+
+    results = run_virtual(ranks, program)
+    for number, target in enumerate(targets):
+        total = np.sum([partial(number, rank) for rank in range(ranks)], axis=0)
+        passes = [result[number] for result in results]
+        for rank, each in enumerate(passes):
+            np.testing.assert_allclose(each.y, total[relative(target.boxes[rank], whole(total.shape))], rtol=1e-12, atol=1e-12)
+        _check_adjoint(passes, accumulate=False)
+
+
+@pytest.mark.parametrize("shape", [(3, 4, 5, 2), (3, 0, 5, 2), (0, 4, 5, 2)])
+def test_partial_means(shape: tuple[int, ...]) -> None:
+    x = np.random.default_rng(0).standard_normal(shape)
+    found = _pass(_bound(PartialMeanSpec(elements=40), x, 3, False))
+    np.testing.assert_allclose(found.y, x.sum(axis=(1, 2), keepdims=True) / 40)
+    _check_adjoint([found], accumulate=False)
+
+
+def test_nothing_has_no_output_and_passes_back_zeros() -> None:
+    found = _pass(_bound(NothingSpec(ReluSpec(), (3, 4, 5, 0)), np.ones((3, 4, 5, 2)), 0, False))
+    assert found.y.size == 0
+    assert not found.dx.any()
+
+
+def _words_of(target: Layout) -> list[int]:
+    return [int(np.prod(shape_of(box))) for box in target.boxes]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_little_is_rebuilt_and_much_is_kept(ranks: int) -> None:
+    """A halo is put around the tile again in backward; what was gathered is kept."""
+    shape = (2, 8 * ranks, 4, 3)
+    tiles = layout.tiles(shape, (ranks, 1))
+    rows = [(max(0, box[1][0] - 1), min(shape[1], box[1][1] + 1)) for box in tiles.boxes]
+    halo = layout.needed(shape, [(box[0], own, *box[2:]) for box, own in zip(tiles.boxes, rows, strict=True)])
+
+    def program(comm: ThreadCommunicator) -> tuple[bool, int, bool]:
+        group = SplitGroup(comm, virtual_engine(comm))
+        x = TensorSpec(shape_of(tiles.boxes[comm.rank]), _DTYPE)
+        around = RedistributeSpec(tiles, halo, comm.rank, "halo", group).operator((x,), training=True)
+        gather = RedistributeSpec(tiles, layout.everything(shape, ranks), comm.rank, "gather", group).operator(
+            (x,), training=True
+        )
+        return around.recomputes_output, around.saved_bytes, gather.recomputes_output
+
+    for rank, (rebuilds, saved, keeps) in enumerate(run_virtual(ranks, program)):
+        assert (rebuilds, keeps) == (True, False)
+        assert saved == 8 * (_words_of(halo)[rank] - _words_of(tiles)[rank])
+
+
+def _tall(ranks: int) -> list[tuple[Layout, Layout]]:
+    """Images of 225 rows with the halo of a window of 7, and of 7 rows whose channels, 225, are gathered."""
+    tall, wide = (1, 225, 3, 2), (2, 7, 1, 225)
+    rows = layout.tiles(tall, (ranks, 1))
+    halo = [(box[0], (box[1][0] - 3, box[1][1] + 3), *box[2:]) for box in rows.boxes]
+    return [
+        (rows, layout.needed(tall, halo)),
+        (layout.channels(wide, even_intervals(225, ranks)), layout.everything(wide, ranks)),
+    ]
+
+
+def _whole_numbers(seed: Sequence[int], shape: Sequence[int]) -> np.ndarray:
+    """Numbers of which a few add up exactly in any dtype."""
+    return np.random.default_rng(seed).integers(-9, 9, shape).astype(np.float64)
+
+
+def _results(spec: RedistributeSpec | ReduceScatterSpec, kernels: KernelSet, dtype: str, number: int) -> list[np.ndarray]:
+    """The output, as it is recomputed, and the input's gradient: of whole numbers, in arrays of a kernel set."""
+    arithmetic, rank, accumulate = kernels.arithmetic, spec.rank, number % 2 == 1
+
+    def put(values: np.ndarray) -> Array:
+        array = arithmetic.zeros(values.size, dtype).reshape(values.shape)
+        arithmetic.from_host(array, values)
+        return array
+
+    shape = spec.target.shape if isinstance(spec, ReduceScatterSpec) else shape_of(spec.source.boxes[rank])
+    operator = spec.operator((TensorSpec(shape, dtype),), training=True)
+    operator.use(arithmetic)
+    grads = put(_whole_numbers([number, rank, 1], shape)), put(_whole_numbers([number, rank, 2], operator.output.shape))
+    saved = arithmetic.zeros(operator.saved_bytes, "uint8") if operator.saved_bytes else None
+    x, y = put(_whole_numbers([number, rank, 0], shape)), put(np.full(operator.output.shape, np.nan))
+    accumulates = (accumulate and isinstance(spec, RedistributeSpec),)
+    operator.bind(Buffers((x,), y, grads[:1], grads[1], accumulates, saved=saved))
+    operator.forward(StepContext())
+    found = [np.array(arithmetic.to_host(y))]
+    if isinstance(operator, RecomputedOutput) and operator.recomputes_output:
+        arithmetic.fill(y, np.nan)
+        operator.recompute_output()
+        np.testing.assert_array_equal(found[0], arithmetic.to_host(y))
+    operator.backward_input()
+    return [*found, np.array(arithmetic.to_host(grads[0]))]
+
+
+@pytest.mark.sample(2)
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_moves_and_sums_on_devices_are_those_of_the_host(ranks: int, dtype: str, emulated_device: EmulatedDeviceFactory) -> None:
+    moves = [*random_moves(200 + ranks, ranks, 25), *_tall(ranks)]
+
+    def program(comm: ThreadCommunicator) -> None:
+        others = comm.split(0, comm.rank, "host")
+        assert others is not None
+        device = emulated_device(10 * ranks + comm.rank)
+        on_device = CudaKernelSet(CudaRuntime(device, device.stream("compute"), dtype))
+        engine = virtual_engine(comm)
+        group, host_group = SplitGroup(comm, engine, on_device.arithmetic), SplitGroup(others, engine)
+        for number, (source, target) in enumerate(moves):
+            everything = layout.everything(source.shape, ranks)
+            for kind, reader, purpose in ((RedistributeSpec, target, "move"), (ReduceScatterSpec, everything, "sum")):
+                found = _results(kind(source, reader, comm.rank, purpose, group), on_device, dtype, number)
+                expected = _results(kind(source, reader, comm.rank, purpose, host_group), NumpyKernelSet(), "float64", number)
+                for one, other in zip(found, expected, strict=True):
+                    np.testing.assert_array_equal(one, other)
+        assert on_device.arithmetic.mirrors().pinned_bytes == group.buffer_bytes
+        device.finish()
+
+    for seed in range(3):
+        run_virtual(ranks, program, seed=seed)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_an_exchange_is_a_transposition(ranks: int) -> None:
+    """Piece r of rank q's message is piece q of what rank r has received, whatever the pieces' sizes; some are empty."""
+    sizes = np.random.default_rng(ranks).integers(0, 4, (ranks, ranks))
+
+    def program(comm: ThreadCommunicator) -> bool:
+        group = SplitGroup(comm, virtual_engine(comm))
+        assert (group.rank, group.size) == (comm.rank, comm.size)
+        send_counts, recv_counts = sizes[comm.rank].tolist(), sizes[:, comm.rank].tolist()
+        send = np.repeat(10.0 * comm.rank + np.arange(ranks), send_counts)
+        recv = np.full(sum(recv_counts), -1.0)
+        group.wait(group.alltoall(send, recv, send_counts, recv_counts, "pieces"))
+        return np.array_equal(recv, np.repeat(10.0 * np.arange(ranks) + comm.rank, recv_counts))
+
+    assert all(run_virtual(ranks, program, seed=1))
+
+
+def test_the_buffer_grows_and_older_users_keep_theirs() -> None:
+    def program(comm: ThreadCommunicator) -> None:
+        group = SplitGroup(comm, virtual_engine(comm))
+        small = group.reserve(8)
+        assert np.shares_memory(group.reserve(5), small)
+        small[...] = 7
+        large = group.reserve(100)
+        assert (large.size, group.buffer_bytes) == (100, 100)
+        assert not np.shares_memory(large, small)
+        assert small.tolist() == [7] * 8
+        assert np.shares_memory(group.reserve(8), large)
+
+    run_virtual(1, program)
+
+
+def test_waits_for_exchanges_alone_are_counted() -> None:
+    def program(comm: ThreadCommunicator) -> None:
+        engine = virtual_engine(comm)
+        group = SplitGroup(comm, engine)
+        others = comm.split(0, comm.rank, "others")
+        assert others is not None
+        engine.wait_handle(others.ibarrier(), "others")
+        assert group.waited_seconds == 0
+        x = np.zeros(2)
+        group.wait(group.alltoall(x, np.zeros(2), [1, 1], [1, 1], "pieces"))
+        assert 0 <= group.waited_seconds <= engine.waited_seconds
+
+    run_virtual(2, program)
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(1, 3), (2, 1), (2, 2), (3, 2), (2, 3)])
+@pytest.mark.parametrize("ranks_per_node", [None, 2])
+def test_every_position_is_in_a_split_group_and_a_data_group(rows: int, cols: int, ranks_per_node: int | None) -> None:
+    ranks = rows * cols
+
+    def program(comm: ThreadCommunicator) -> tuple[int, dict[str, list[int]]]:
+        groups = GridGroups(ProcessGrid(comm, rows, cols))
+        found = {name: group.allgather_object(groups.position) for name, group in groups.gradients.items()}
+        found["messages"] = groups.messages.allgather_object(groups.position)
+        group = groups.split_group(virtual_engine(comm))
+        assert (group is None) == (rows == 1)
+        assert group is None or (group.rank, group.size) == (groups.split_rank, rows)
+        assert set(groups.mergers(virtual_engine(comm))) == ({"all"} if rows == 1 else {"all", "split", "data"})
+        return groups.position, found
+
+    results = run_virtual(ranks, program, ranks_per_node=ranks_per_node)
+    assert sorted(position for position, _ in results) == list(range(ranks))
+    for position, found in results:
+        split_rank, data_rank = position % rows, position // rows
+        assert found["all"] == found["messages"] == list(range(ranks))
+        if rows > 1:
+            assert found["model"] == [split_rank + rows * rank for rank in range(cols)]
+            assert found["model"].index(position) == data_rank
+        else:
+            assert "model" not in found
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_groups_of_one_rank_take_arrays_that_transports_do_not(rows: int, cols: int) -> None:
+    def program(comm: ThreadCommunicator) -> None:
+        groups = GridGroups(ProcessGrid(comm, rows, cols))
+        local = groups.local_where_alone()
+        for ours, before in ((local.norms, groups.norms), (local.messages, groups.messages)):
+            assert (ours is before) == (rows * cols > 1)
+        for name, ours in local.gradients.items():
+            assert (ours.size, ours.name) == (groups.gradients[name].size, groups.gradients[name].name)
+            assert isinstance(ours, SingleCommunicator) == (ours.size == 1)
+        assert local.counts_of("model", (1,) * comm.size) == groups.counts_of("model", (1,) * comm.size)
+
+    run_virtual(rows * cols, program)
+
+
+def test_counts_of_split_groups() -> None:
+    counts = (3, 2, 2, 2, 1, 0)
+
+    def program(comm: ThreadCommunicator) -> tuple[tuple[int, ...], list[int], list[int]]:
+        groups = GridGroups(ProcessGrid(comm, 3, 2))
+        return groups.split_counts(counts), list(groups.counts_of("all", counts)), list(groups.counts_of("model", counts))
+
+    for rank, (shared, every, model) in enumerate(run_virtual(6, program)):
+        assert shared == ((3, 2, 2) if rank < 3 else (2, 1, 0))
+        assert every == list(counts)
+        assert model == [7, 3]
+
+
+@pytest.mark.parametrize(("rows", "cols", "per_node"), [(1, 4, 2), (2, 2, 2), (2, 4, 4), (2, 3, 3)])
+def test_nodes_are_those_of_the_ranks_that_average(rows: int, cols: int, per_node: int) -> None:
+    """Also where the launcher has dealt out ranks to nodes in turn, so that positions are not ranks."""
+
+    def program(comm: ThreadCommunicator) -> None:
+        world = comm.split(0, comm.rank % per_node, "world")
+        assert world is not None
+        groups = GridGroups(ProcessGrid(world, rows, cols))
+        for name, group in groups.gradients.items():
+            assert list(groups.nodes[name]) == group.allgather_object(comm.rank // per_node)
+
+    run_virtual(rows * cols, program, ranks_per_node=per_node)
+
+
+Words = tuple[int, ...]
+
+
+def alexnet(width: int = 1) -> Layer:
+    """Krizhevsky et al. 2012 in one column, channels and features divided by `width`."""
+    channels = [n // width for n in (96, 256, 384, 384, 256)]
+    features: list[Layer] = [Conv2d(3, channels[0], 11, 4, padding=2), ReLU(), MaxPool(3, 2)]
+    features += [Conv2d(channels[0], channels[1], 5, padding=2), ReLU(), MaxPool(3, 2)]
+    for before, after in itertools.pairwise(channels[1:]):
+        features += [Conv2d(before, after, 3, padding=1), ReLU()]
+    features += [MaxPool(3, 2)]
+    hidden = 4096 // width
+    classifier = [Linear(36 * channels[-1], hidden), ReLU(), Linear(hidden, hidden), ReLU(), Linear(hidden, 1000 // width)]
+    return Sequential(
+        {
+            "features": Sequential(features),
+            "avgpool": AdaptiveAveragePool((6, 6)),
+            "flatten": Flatten(),
+            "classifier": Sequential(classifier),
+        }
+    )
+
+
+def _graph_of_images(model: Layer, pixels: int, samples: int) -> Graph:
+    builder = GraphBuilder(TensorSpec((samples, pixels, pixels, 3), "float64"))
+    return builder.build(model.lower(builder, 0, ""))
+
+
+def words_by_boxes(graph: PartitionedGraph) -> tuple[dict[str, Words], dict[str, Words]]:
+    """What each rank hands over in each move, forward and backward. A sum is the adjoint of a move."""
+    forward: dict[str, Words] = {}
+    backward: dict[str, Words] = {}
+    trained = {0: False}
+    for step in graph.steps:
+        has_parameters = step.node is not None and bool(step.node.parameters)
+        trained[step.output] = has_parameters or any(trained[tensor] for tensor in step.inputs)
+        if step.move is None:
+            continue
+        there, back = moved(*step.move), moved_back(*step.move)
+        name = step.name if step.name not in forward else f"{step.name} again"
+        forward[name] = back if step.summed else there
+        backward[name] = (there if step.summed else back) if trained[step.inputs[0]] else (0,) * len(there)
+    return forward, backward
+
+
+def _halo(size: int, window: tuple[int, int, int], ranks: int) -> tuple[Words, Words]:
+    """Rows that each rank sends forward, and backward, for (kernel, stride, padding): row by row."""
+    kernel, stride, padding = window
+    outputs = (size + 2 * padding - kernel) // stride + 1
+    owned = [set(range(*part)) for part in even_intervals(size, ranks)]
+    read = [
+        {row for row in range(a * stride - padding, (b - 1) * stride - padding + kernel) if 0 <= row < size and a < b}
+        for a, b in even_intervals(outputs, ranks)
+    ]
+    sent = tuple(sum(len(owned[r] & read[q]) for q in range(ranks) if q != r) for r in range(ranks))
+    got = tuple(len(read[r] - owned[r]) for r in range(ranks))
+    return sent, got
+
+
+def _times(words: Sequence[int], factor: int) -> Words:
+    return tuple(factor * each for each in words)
+
+
+def _expect_halos(
+    found: tuple[dict[str, Words], dict[str, Words]],
+    layers: Sequence[tuple[str, int, int, tuple[int, int, int]]],
+    samples: int,
+    ranks: int,
+) -> None:
+    """Layers as (name, input's height = width, input's channels, window): every halo is rows x width x channels x samples."""
+    forward, backward = (dict(each) for each in found)
+    for name, size, channels, window in layers:
+        there, back = _halo(size, window, ranks)
+        words = size * channels * samples
+        nothing = (0,) * ranks
+        assert forward.pop(f"{name}.halo", nothing) == _times(there, words), name
+        assert backward.pop(f"{name}.halo", nothing) == _times(back, words), name
+    assert not [name for name in forward if name.endswith("halo")]
+
+
+SPLITS = [(4, 4), (5, 3), (3, 3, 2), (0, 5, 1), (2, 1, 1, 2), (1, 0, 0, 0, 0, 0, 1, 0)]
+
+
+@pytest.mark.parametrize("counts", SPLITS, ids=str)
+def test_alexnet_by_domain_and_model(counts: Words) -> None:
+    samples, ranks = sum(counts), len(counts)
+    plan = ParallelPlan(ranks, 1, Parallelism.BATCH, {"features.*": Parallelism.DOMAIN, "classifier.*": Parallelism.MODEL})
+    found = forward, backward = words_by_boxes(partition_graph(_graph_of_images(alexnet(), 224, samples), plan, counts))
+    layers = [
+        ("features.2", 55, 96, (3, 2, 0)), ("features.3", 27, 96, (5, 1, 2)), ("features.5", 27, 256, (3, 2, 0)),
+        ("features.6", 13, 256, (3, 1, 1)), ("features.8", 13, 384, (3, 1, 1)), ("features.10", 13, 384, (3, 1, 1)),
+        ("features.12", 13, 256, (3, 2, 0)),
+    ]  # fmt: skip
+    _expect_halos(found, layers, samples, ranks)
+    # The images are read with the halo of the first layer, so nothing travels for 11x11/4.
+    assert "features.0.halo" not in forward
+    rows = [stop - start for start, stop in even_intervals(6, ranks)]
+    to_samples = tuple(6 * 256 * own * (samples - count) for own, count in zip(rows, counts, strict=True))
+    assert forward["avgpool.move"] == to_samples
+    assert backward["avgpool.move"] == tuple(6 * 256 * (6 - own) * count for own, count in zip(rows, counts, strict=True))
+    # What a linear layer reads: everybody's own part to all others; back: a reduce-scatter, all but one's own part.
+    assert forward["classifier.0.move"] == tuple((ranks - 1) * 9216 * count for count in counts)
+    assert backward["classifier.0.move"] == tuple(9216 * (samples - count) for count in counts)
+    for name in ("classifier.2.move", "classifier.4.move"):
+        own_features = [stop - start for start, stop in even_intervals(4096, ranks)]
+        assert forward[name] == tuple((ranks - 1) * samples * own for own in own_features)
+        assert backward[name] == tuple(samples * (4096 - own) for own in own_features)
+        assert sum(backward[name]) == (ranks - 1) * samples * 4096
+    own_classes = [stop - start for start, stop in even_intervals(1000, ranks)]
+    logits = tuple(own * (samples - count) for own, count in zip(own_classes, counts, strict=True))
+    assert forward["output.move"] == logits
+
+
+@pytest.mark.parametrize("counts", SPLITS[:4], ids=str)
+def test_vgg16_by_model(counts: Words) -> None:
+    """Every layer gathers its input, after pooling, and scatters its gradient: half of the allreduce of Gholami et al. 2018."""
+    samples, ranks = sum(counts), len(counts)
+    graph = _graph_of_images(catalogue.build("vgg16", {}), 224, samples)
+    forward, backward = words_by_boxes(partition_graph(graph, ParallelPlan(ranks, 1, Parallelism.MODEL), counts))
+    convolutions = [(2, 224, 64), (5, 112, 64), (7, 112, 128), (10, 56, 128), (12, 56, 256), (14, 56, 256), (17, 28, 256),
+                    (19, 28, 512), (21, 28, 512), (24, 14, 512), (26, 14, 512), (28, 14, 512)]  # fmt: skip
+    for number, size, channels in convolutions:
+        name, image = f"features.{number}.move", size * size * samples
+        own = [stop - start for start, stop in even_intervals(channels, ranks)]
+        assert forward.pop(name) == tuple((ranks - 1) * image * part for part in own)
+        back = backward.pop(name)
+        assert back == tuple(image * (channels - part) for part in own)
+        assert sum(back) == (ranks - 1) * image * channels  # an allreduce: twice as much
+    assert not [name for name in forward if name.startswith("features")]
+
+
+@pytest.mark.parametrize("counts", SPLITS[:4], ids=str)
+def test_resnet50_by_domain(counts: Words) -> None:
+    samples, ranks = sum(counts), len(counts)
+    graph = _graph_of_images(catalogue.build("resnet50", {}), 225, samples)
+    found = words_by_boxes(partition_graph(graph, ParallelPlan(ranks, 1, Parallelism.DOMAIN), counts))
+    layers: list[tuple[str, int, int, tuple[int, int, int]]] = [("maxpool", 113, 64, (3, 2, 1))]
+    size, channels = 57, 64
+    for stage, (blocks, inside) in enumerate(((3, 64), (4, 128), (6, 256), (3, 512)), start=1):
+        for block in range(blocks):
+            stride = 2 if stage > 1 and block == 0 else 1
+            layers.append((f"layer{stage}.{block}.conv2", size, inside, (3, stride, 1)))
+            if block == 0:
+                layers.append((f"layer{stage}.{block}.downsample.0", size, channels, (1, stride, 0)))
+            size, channels = (size - 1) // stride + 1, 4 * inside
+    _expect_halos(found, layers, samples, ranks)
+    forward, backward = found
+    assert forward["avgpool.sum"] == tuple(2048 * (samples - count) for count in counts)
+    assert backward["avgpool.sum"] == tuple(2048 * (ranks - 1) * count for count in counts)
+    # Both branches of a block keep one layout: nothing else travels.
+    assert {name.rsplit(".", 1)[1] for name in forward} == {"halo", "sum"}
+
+
+_BATCHES = (7, 7, 3)  # 17 samples
+_NARROW = {"width": 0.0625}
+_PLAIN = {"features.*": Parallelism.DOMAIN, "classifier.*": Parallelism.MODEL}
+
+_COUNTED = {
+    "alexnet": (partial(alexnet, 16), 95, _PLAIN),
+    "vgg16": (partial(catalogue.build, "vgg16", _NARROW), 35, _PLAIN),
+    "resnet50": (
+        partial(catalogue.build, "resnet50", _NARROW),
+        41,
+        {"layer2.*": Parallelism.MODEL, "layer3.*": Parallelism.BATCH},
+    ),
+}
+
+
+@pytest.mark.sample(3)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "grid", "overlapped"),
+    [  # every two of network, grid and overlap meet
+        ("alexnet", (2, 1), True), ("alexnet", (3, 1), False), ("alexnet", (2, 2), True),
+        ("vgg16", (2, 1), False), ("vgg16", (3, 1), True), ("vgg16", (2, 2), False),
+        ("resnet50", (2, 1), True), ("resnet50", (3, 1), False), ("resnet50", (2, 2), True),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_counted_is_what_the_boxes_say(name: str, grid: tuple[int, int], overlapped: bool) -> None:
+    model, pixels, use = _COUNTED[name]
+    rows, cols = grid
+    early = frozenset(full for full, _ in model().walk()) if overlapped else frozenset()
+    plan = ParallelPlan(rows, cols, Parallelism.DOMAIN, use, overlapped=early)
+    task = Task(model, NumpyKernelSet(), Sgd, (pixels, pixels, 3), samples=17, batch=7, steps=3, plan=plan)
+
+    def program(comm: ThreadCommunicator) -> tuple[int, int]:
+        counters = Counters()
+        train(task, CountingCommunicator(comm, counters), virtual_engine(comm), Blocking)
+        found = counters["split", "ialltoall"]
+        assert found == counters.total("split")
+        return found.payload_bytes, found.exchanged_bytes
+
+    counted = run_virtual(rows * cols, program)
+    expected = [0] * (rows * cols)
+    for samples in _BATCHES:
+        every = shares(samples, rows * cols)
+        for col in range(cols):
+            column = every[col * rows : (col + 1) * rows]
+            graph = _graph_of_images(model(), pixels, sum(column))
+            for words in (each for part in words_by_boxes(partition_graph(graph, plan, column)) for each in part.values()):
+                for row in range(rows):
+                    expected[col * rows + row] += 8 * words[row]
+    assert counted == [(each, each) for each in expected]
+    assert min(expected) > 0
