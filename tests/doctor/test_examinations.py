@@ -121,7 +121,6 @@ def test_all_is_well_without_a_key() -> None:
 
 
 PLACE = OwnPlace(Launcher("Open MPI mpiexec", 2, 0, 2, 0), None, Path("runs"))
-
 MPICH = LibraryFacts(library="MPICH Version: 5.0.2")
 
 
@@ -130,7 +129,6 @@ def _sum(view_of_job: JobView, facts: Sequence[Any]) -> list[DoctorFinding]:
 
 
 ALONE = Check("alone", "itself", (), lambda place: 10, _sum)
-
 JOINED = Check("joined", "all", (), lambda place: place.world.rank, _sum, joined=True)
 
 

@@ -51,7 +51,6 @@ from tests.support.heard import Heard
 from tests.support.late_kernels import LateKernelSet
 
 MEASURED = MeasuredStep(0.5, 0.25, 20)
-
 PREDICTED = PredictedStep(0.4, 0.2, 1.0, "two nodes", "abc")
 
 
@@ -103,7 +102,6 @@ def test_a_machine_that_is_gone_is_no_failure_of_the_run() -> None:
 
 
 STEP_ACCOUNT_MEASURED = MeasuredStep(0.4614, 0.04712, 40, 0.00172)
-
 STEP_ACCOUNT_PREDICTED = PredictedStep(0.4522, 0.0411, 0.9, "two nodes", "abc")
 
 
@@ -327,11 +325,8 @@ def test_each_origin_that_gave_samples_is_told_within_80_columns() -> None:
 
 
 Make = Callable[..., tuple[ImageFile, Any, Any]]
-
 MEMORY = "data images.h5: {} stay in memory of each node (1.5 GB)"
-
 LOCAL = "data images.h5: {} stay in a local copy on each node (2 GB)"
-
 AGAIN = ", the others are read again in each epoch"
 
 
@@ -473,7 +468,6 @@ def test_beside_a_device_one_thread_does_everything() -> None:
 
 
 START = {"kind": "start", "time": 1000.0, "epochs": 2, "samples": 100, "done_samples": 0, "last_sample": 200}
-
 INTERVAL = {"kind": "interval", "time": 1010.0, "epoch": 1, "step": 5, "images": 50, "loss": 2.0, "top1": 0.5, "lr": 0.1}
 
 

@@ -270,19 +270,14 @@ def test_a_plan_without_a_job_says_what_is_missing(folder: Path, search: _Search
 
 
 AUTOMATIC_CHOICE_CONFIG = Path(__file__).parents[2] / "configs" / "imagenet-vgg16.yaml"
-
 OPEN = ("model={name: vgg11, width: 0.05}", "batch=14", "backend=numpy", "grid=auto", "plan=auto", "averager=auto")
-
 SECTIONS = {
     "grid": {"rows": 2, "cols": 2, "tiles": None, "overlap": ["features.0"]},
     "plan": {"default": "batch", "features.*": "domain", "classifier.*": "model"},
     "averager": {"name": "sharded", "fc_exchange": "never"},
 }
-
 LINK = Link((LinkSegment(0, 1e-6, 1e-9),))
-
 RATE = OperatorRate(1e10, 1e10, 1e-6)
-
 MACHINE = Machine("two nodes", 2, 2, 1.0, 1 << 30, LINK, LINK, 2, dict.fromkeys(OperatorClass, RATE))
 
 

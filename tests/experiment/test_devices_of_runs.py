@@ -169,7 +169,6 @@ NAMES = (
     "a flipped bit of a parameter",
     "a flipped bit of the optimizer's state, which its owner holds",
 )
-
 _START_SECONDS = 40.0  # on a loaded machine
 
 

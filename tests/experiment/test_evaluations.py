@@ -312,7 +312,6 @@ CONFIG: dict[str, Any] = {
     "optimizer": {"name": "sgd", "lr": 0.1},
     "schedule": "constant",
 }
-
 DATA = {
     "samples": 8,
     "shape": [9, 8, 1],
@@ -322,7 +321,6 @@ DATA = {
     "mean": [0.5],
     "std": [0.25],
 }
-
 SUMS = {"loss": 0.0, "top1": 0, "top5": 0, "count": 0}
 
 

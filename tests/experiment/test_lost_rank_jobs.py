@@ -23,7 +23,6 @@ pytestmark = [pytest.mark.job, pytest.mark.slow]
 Job = Callable[..., Outcome]
 #: ranks, how they end, and where: module, attribute, the number of the call
 Deaths = Sequence[tuple[Sequence[int], str, str, str, int]]
-
 FAULT_TOLERANT = ("--with-ft", "ulfm")
 CONFIG = """
 {{name: tiny, backend: numpy, progress: test, model: {{name: small, channels: [4, 6], hidden: 9, dropout: 0.2}},

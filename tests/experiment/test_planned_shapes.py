@@ -42,7 +42,6 @@ from hpctrain.train.micro_batches import micro_batches_of
 from tests.support import nets
 
 CONFIG = Path(__file__).parents[2] / "configs" / "imagenet-vgg16.yaml"
-
 DOMAIN = ("model={name: vgg11, width: 0.05}", "plan.default=domain", "grid.rows=2")
 
 
@@ -311,7 +310,6 @@ epochs: 90
 optimizer: {{name: sgd, lr: 0.1, momentum: 0.9}}
 schedule: {{name: cosine, warmup_epochs: 5}}
 """
-
 #: keys that a trial may change; all others are the recipe's
 CHANGED = {
     "name",

@@ -71,9 +71,7 @@ from tests.support.averaging import planned
 from tests.support.emulated import EmulatedDeviceFactory
 
 CONFIG = Path(__file__).parents[2] / "configs" / "imagenet-vgg16.yaml"
-
 SMALL = ("model={name: vgg11, width: 0.05}", "batch=14", "plan.features.*=domain", "plan.classifier.*=model", "backend=numpy")
-
 # Sizes of slices follow from the measured link unless they are given.
 STRATEGIES = (
     "averager={name: sharded, bucket_bytes: 4096}",
@@ -149,8 +147,6 @@ def test_bytes_of_all_ranks_are_those_of_an_allreduce_where_nothing_is_split() -
 
 
 CIFAR = Path(__file__).parents[2] / "configs" / "cifar10-resnet20.yaml"
-
-
 CIFAR = Path(__file__).parents[2] / "configs" / "cifar10-resnet20.yaml"
 
 
@@ -196,11 +192,8 @@ def test_a_job_knows_the_state_of_its_optimiser_and_of_its_average(overrides: tu
 
 
 LINK = Link((LinkSegment(0, 1e-5, 1e-8),))
-
 SLOW = Machine("slow", 4, 1, 1.0, 1 << 34, LINK, LINK, 1, dict.fromkeys(OperatorClass, OperatorRate(1e10, 1e10, 1e-6)))
-
 CONFIGS = Path(__file__).parents[2] / "configs"
-
 CANDIDATES = [
     Candidate(ParallelPlan(1, 4)),
     Candidate(ParallelPlan(2, 2, "domain", {"classifier.*": "model"}), "bucketed", {"bucket_bytes": 1 << 20}, 2),
@@ -242,7 +235,6 @@ def test_a_shell_takes_the_command_line() -> None:
 
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
-
 ELEMENTS = 1 << 20
 
 
@@ -329,7 +321,6 @@ def test_both_ranks_of_a_node_measure_and_one_keeps_the_times(tmp_path: Path, mo
 
 
 GRID = Path(__file__).parents[2] / "configs" / "quickstart-grid.yaml"
-
 IMAGE = (28, 28, 1)
 
 
@@ -557,20 +548,14 @@ def test_schedules_of_a_run_directory(tmp_path: Path) -> None:
 
 
 AVERAGER_SMALL = ("model={name: vgg11, width: 0.05}", "batch=14", "backend=numpy", "grid.rows=2", "grid.cols=1")
-
 SPLIT = ("plan.classifier.*=model",)
-
 WHOLE = ("plan.features.*=domain",)
-
 NORMS = {"lars": "optimizer={name: lars, lr: 0.1}", "clipping": "optimizer={name: sgd, lr: 0.1, clip_norm: 1.0}"}
-
 NO_NORMS = "optimizer={name: sgd, lr: 0.1}"
-
 SENTENCE = (
     "The averager plain adds up no norms (its class does not set adds_norms), which optimizer.clip_norm and lars need; leave "
     "clip_norm out and use sgd, or use another averager."
 )
-
 #: a strategy of somebody's own that has never heard of norms
 PLAIN = """
 from hpctrain.averaging.base import GradientAverager

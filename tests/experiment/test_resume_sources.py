@@ -286,7 +286,6 @@ plan: {{default: model}}
 averager: {{name: priority}}
 deadline_seconds: 17
 """
-
 OLD, NEW = "first-20260101-120000", "second-20260301-120000"
 
 

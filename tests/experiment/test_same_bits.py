@@ -37,16 +37,13 @@ from tests.support.jobs import Outcome
 from tests.support.virtual_runs import _rank, train_virtual
 
 pytestmark = pytest.mark.slow
-
 SAMPLES, BATCH, SEED = 75, 16, 7
-
 CONFIG = """
 {{name: tiny, seed: {seed}, backend: numpy, progress: test, model: {{name: small, channels: [4, 6], hidden: 9, dropout: 0.2}},
  data: {{train: {folder}/train.h5, test: {folder}/test.h5}}, batch: {batch}, epochs: 2,
  optimizer: {{name: sgd, lr: 0.05, momentum: 0.9}}, schedule: {{name: cosine}}, checkpoint: {{every_steps: 2, keep: 99}},
  metrics: {{interval_seconds: 1.0e-9}}, deadline_seconds: 60, output: {folder}/runs}}
 """
-
 #: by step, the samples of each rank as they were taken last
 Seen = dict[tuple[int, int], dict[int, list[int]]]
 
@@ -240,10 +237,8 @@ RUN_HASHES_CONFIG = """
  schedule: constant, ema: {{decay: 0.5}}, checkpoint: {{every_steps: 3, keep: 99}}, hashes: {{every_steps: 2}},
  deadline_seconds: 60, output: {folder}/runs}}
 """
-
 #: steps with hashes of an undisturbed run
 STEPS = [0, 2, 4, 6, 8, 10]
-
 RANKS = 2
 
 

@@ -48,7 +48,6 @@ CONFIG = """
  batch: 15, epochs: 2, optimizer: {name: sgd, lr: 0.05, momentum: 0.9}, schedule: constant, deadline_seconds: 60,
  checkpoint: {every_steps: 2}}
 """
-
 #: the program, in which writes in the background do something else; NUMBER counts those of the process
 PROGRAM = """
 import os, runpy, signal, threading, time
@@ -178,10 +177,8 @@ def test_a_disk_that_hangs_does_not_end_the_training_and_is_told_at_its_end(fold
 
 
 RANKS = (1, 2, 3, 6)
-
 #: a single file that all ranks wait for is what the others are compared with
 WAITED, BACKGROUND = ("single", "false"), (("single", "true"), ("sharded", "true"))
-
 SPLIT = ("plan.stage*=domain", "plan.classifier.*=model", "plan.classifier.dropout2=batch")
 
 
@@ -299,12 +296,9 @@ def test_real_ranks_go_on_with_the_same_bits(
 
 
 ZONES = ("UTC", "Europe/Berlin", "America/New_York", "Pacific/Kiritimati", "Asia/Kolkata", "America/St_Johns")
-
 KEEP = 2
-
 #: around the hour that comes twice in Berlin when summer time ends
 DOUBLE_HOUR = 1761438600.0
-
 YEAR = 365 * 86400.0
 
 
@@ -416,7 +410,6 @@ def test_the_order_is_that_of_the_history(tmp_path: Path, seed: int) -> None:
 
 
 CHECKPOINT = "checkpoint-00000004.h5"
-
 #: what other tools, or the user, may keep under names that runs have, too
 FOREIGN = {
     "config.yaml": "# three days of comments\nname: tiny\nmodel: small\n",
@@ -583,9 +576,7 @@ def test_a_new_run_removes_what_killed_runs_of_its_name_have_left(tmp_path: Path
 
 
 TASK = Task(nets.plain, NumpyKernelSet(), partial(Sgd, momentum=0.9), steps=6)
-
 LOOP_CHECKPOINTS_RANKS = (1, 2, 3)
-
 NAMES = ("net.h5", "net.shards")
 
 

@@ -62,18 +62,24 @@ from tests.support.write_fixtures import write_data_version_1
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
 
-def _sentences(overrides: list[list[str]], **leads: Any) -> list[str]:
-    """The sentence that each rank raises; "" where it raises nothing. overrides: by rank."""
+def raised(ranks: int, work: Callable[[ThreadCommunicator], object]) -> list[str]:
+    """The sentence that each virtual rank raises, "" for a rank that raises none."""
 
     def program(comm: ThreadCommunicator) -> str:
-        config, _ = load(CONFIG, overrides[comm.rank])
         try:
-            check_same_start(comm, config, leads_node=leads.get("leads_node", True))
-        except ConfigError as error:
+            work(comm)
+        except HpctrainError as error:
             return str(error)
         return ""
 
-    return run_virtual(len(overrides), program)
+    return run_virtual(ranks, program, deadline_seconds=60)
+
+
+def _sentences(overrides: list[list[str]], leads_node: bool = True) -> list[str]:
+    """What ranks raise that start with these overrides."""
+    return raised(
+        len(overrides), lambda comm: check_same_start(comm, load(CONFIG, overrides[comm.rank])[0], leads_node=leads_node)
+    )
 
 
 @pytest.mark.parametrize("leads_node", [True, False])
@@ -118,14 +124,7 @@ def test_other_packages_and_files_are_named(monkeypatch: pytest.MonkeyPatch, kin
 
 
 def _program_sentences(arguments: list[dict[str, Any]], programs: list[Path | None]) -> list[str]:
-    def program(comm: ThreadCommunicator) -> str:
-        try:
-            check_same_program(comm, arguments[comm.rank], programs[comm.rank])
-        except ConfigError as error:
-            return str(error)
-        return ""
-
-    return run_virtual(len(programs), program)
+    return raised(len(programs), lambda comm: check_same_program(comm, arguments[comm.rank], programs[comm.rank]))
 
 
 def test_programs_are_compared_by_arguments_and_text(tmp_path: Path) -> None:
@@ -173,19 +172,15 @@ def test_parts_that_no_training_loads_are_not_read() -> None:
 def test_modules_of_gpus_are_compared_between_the_nodes_that_have_some(differ: bool) -> None:
     """Rank 1 is on a node without a GPU, and says nothing of them."""
 
-    def program(comm: Communicator) -> str:
-        files = {"backend/cuda/x.py": comm.rank if differ else 0}
-        mend, of_gpus = "install the same version of it on all nodes", None if comm.rank == 1 else files
-        try:
-            for facts in ({"nn/x.py": 0}, of_gpus):
-                compare(comm, Subject("other files of hpctrain", mend, facts, lambda key, *_: f"{key} differs"))
-        except ConfigError as error:
-            return str(error)
-        return ""
+    def work(comm: Communicator) -> None:
+        of_gpus = None if comm.rank == 1 else {"backend/cuda/x.py": comm.rank if differ else 0}
+        for facts in ({"nn/x.py": 0}, of_gpus):
+            mend = "install the same version of it on all nodes"
+            compare(comm, Subject("other files of hpctrain", mend, facts, lambda key, *_: f"{key} differs"))
 
     sentence = "Rank 2 has other files of hpctrain than rank 0: backend/cuda/x.py differs; "
     sentence += "install the same version of it on all nodes."
-    assert run_virtual(3, program) == [sentence if differ else ""] * 3
+    assert raised(3, work) == [sentence if differ else ""] * 3
 
 
 COUNT, SHAPE, NAMES = 20, (7, 6, 1), ["a", "b", "c"]
@@ -286,7 +281,6 @@ SECTIONS: dict[str, tuple[str, Callable[[Session, Path], object]]] = {
     "loader": ("", lambda session, path: job_of(session).loader(None, path)),  # type: ignore[arg-type]
     "like": ("", lambda session, path: job_of(session).loader(None, path.parent / "train.h5", like=path)),  # type: ignore[arg-type]
 }
-
 _SHOWN = {"loader": "data file", "like": "file of `like`"}
 
 
@@ -666,15 +660,11 @@ runpy.run_module("hpctrain", run_name="__main__", alter_sys=True)
 def sentences(monkeypatch: pytest.MonkeyPatch, kind: str, of_ranks: list[dict[str, str]]) -> list[str]:
     """Return what each rank raises if its code has these digests."""
 
-    def program(comm: ThreadCommunicator) -> str:
+    def work(comm: ThreadCommunicator) -> None:
         monkeypatch.setattr(user_code, kind, lambda: of_ranks[comm.rank])  # virtual ranks take turns, one goes on at a time
-        try:
-            check_alike(comm)
-        except ConfigError as error:
-            return str(error)
-        return ""
+        check_alike(comm)
 
-    return run_virtual(len(of_ranks), program)
+    return raised(len(of_ranks), work)
 
 
 def test_all_ranks_must_have_the_same_code(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -214,7 +214,6 @@ averager: {{name: sharded, bucket_bytes: 700}}
 schedule: {{name: constant}}
 batch_norm: {{statistics: synchronised}}
 """
-
 STEPS = 8  # operations are ordered by measured times after the fifth
 
 
@@ -533,14 +532,12 @@ def fill(run, self, *rest):
     return run(self, *rest)
 once(TrainingStep, "run", fill, in_step_2)
 """
-
 _EMPTY = """
 def empty(run, self, *rest):
     os.unlink("runs/filler")
     return run(self, *rest)
 once(TrainingStep, "run", empty, lambda self, batch, step, lr: step == 3)
 """
-
 _OVERRIDES = ("checkpoint.every_epochs=0", "metrics.interval_seconds=0.0001", "trace=true", "deadline_seconds=100")
 
 

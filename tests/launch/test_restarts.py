@@ -14,7 +14,6 @@ from hpctrain.launch.supervisor import Attempt, Rules, Supervisor, Traces, summa
 from hpctrain.launch.train_command import TrainCommand
 
 _WORDS = ["srun", "-n", "2", "python", "-m", "mpi4py", "-m", "hpctrain", "train", "a.yaml"]
-
 _NOTHING = Traces()
 
 

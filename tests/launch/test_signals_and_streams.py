@@ -28,7 +28,6 @@ from tests.support.jobs import Outcome, clean_environment, run_job
 from tests.support.signal_storm import prepare
 
 pytestmark = pytest.mark.job
-
 _WITHOUT_MEANING = (Signals.SIGALRM, Signals.SIGPROF, Signals.SIGCHLD)
 _START = """
 import os, signal, sys, time

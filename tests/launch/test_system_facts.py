@@ -217,7 +217,6 @@ def test_one_that_the_system_hides_is_never_gone(monkeypatch: pytest.MonkeyPatch
 
 
 _V1 = "9:name=systemd:/\n4:cpu,memory:/batch/job7\n"
-
 _V2 = "0::/batch/job7\n"
 
 

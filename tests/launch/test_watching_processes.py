@@ -18,7 +18,6 @@ from tests.support.jobs import Outcome, clean_environment, run_job
 from tests.support.signal_storm import prepare
 
 pytestmark = pytest.mark.job
-
 _START = """
 import os, signal, sys, threading, time
 from hpctrain.launch import supervised_command
@@ -36,7 +35,6 @@ def later(*requests):
 def run(program):
     return runner.run([sys.executable, "-u", "-c", program])
 """
-
 # Prints the requests that it gets; ends with 85 at the third, or after ten seconds.
 _LISTENS = '''"""
 import signal, sys, time
@@ -137,7 +135,6 @@ def test_a_killed_supervisor_ends_its_command_in_good_order() -> None:
 
 
 Job = Callable[..., Outcome]
-
 _KEPT = """
 import os, signal, sys, time
 from hpctrain.launch.signals import hold

@@ -27,7 +27,6 @@ from tests.support.slurm_cluster import NODES, SlurmCluster, missing, slurm_clus
 from tests.support.slurm_user import SlurmJob, SlurmUser
 
 pytestmark = [pytest.mark.job, pytest.mark.slow]
-
 EPOCHS, STEPS = 3, 5
 STEPS_RECORDED = "metrics.interval_seconds=0.000001"
 PROFILE = """

@@ -236,7 +236,6 @@ def test_a_tensor_larger_than_its_file_is_not_read(tmp_path):
 
 
 _DTYPES = st.sampled_from(["<f4", "<f8", "<i8"]).map(np.dtype)
-
 _SHAPES = arrays.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5)
 
 
@@ -419,7 +418,6 @@ def test_tensors_that_differ_come_in_order(tmp_path: Path) -> None:
 
 
 Record = dict[str, Any]
-
 STEPS_PER_EPOCH = 5
 
 

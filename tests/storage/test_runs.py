@@ -271,12 +271,9 @@ def test_no_git_and_no_repository(tmp_path, monkeypatch):
 
 
 HERE = process_mark.own()
-
 #: its number is this process's, which has another start: the number has come again
 DEAD = replace(HERE, begun="1")
-
 ELSEWHERE = ProcessMark(7, "5", "other-12345678")
-
 JOB = SchedulerJob("Slurm", "41", "c", "41", 1)
 
 

@@ -256,7 +256,6 @@ def test_a_pipe_in_the_place_of_a_manifest_is_one_sentence(tmp_path: Path) -> No
 
 
 BOX = ((2, 4), (0, 3))
-
 PARTS = {"parameters/w": Part((4, 3), BOX, np.arange(6, dtype="<f4").reshape(2, 3))}
 
 
@@ -327,7 +326,6 @@ def test_a_directory_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None
 
 
 WHOLE = np.arange(35, dtype="<f8").reshape(5, 7)
-
 BOXES: tuple[Box, ...] = (((0, 2), (0, 7)), ((2, 5), (0, 3)), ((2, 5), (3, 7)))
 
 
@@ -383,7 +381,6 @@ def test_shares_are_disjoint_and_as_even_as_the_largest_thing_allows(sizes: list
 
 
 Writer = Callable[[Path, int], Path]
-
 #: writer, file of the checkpoint, bits that flip, early ends
 CASES: dict[str, tuple[Writer, str | None, int, int]] = {
     "single": (write_single, None, 300, 60),

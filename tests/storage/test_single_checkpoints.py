@@ -388,11 +388,8 @@ def test_refuse_others():
 
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
-
 DTYPES = st.sampled_from(["<f4", "<f8", "<f2", "<i8", "<u1", "|b1"])
-
 SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
-
 META = {"global_step": 7, "ranks": 3, "position": {"sums": {"loss": 0.1 + 0.2}}, "config": "name: é\n" * 5000, "data": None}
 
 

@@ -68,7 +68,6 @@ def test_batch_norms_of_a_single_value_are_told(batch: int, key: str) -> None:
 
 
 OWN = LauncherFacts("/venv/bin/mpiexec")
-
 NONE = LauncherFacts("")
 
 
@@ -130,7 +129,6 @@ def test_a_launcher_of_another_mpi_is_known_by_names(name: str, library: str, wr
 
 
 GB = 10**9
-
 TWO_PASSES = configuration("batch=64", "micro_batches=2")
 
 
@@ -182,7 +180,6 @@ def test_where_there_is_no_plan_nothing_is_said(overrides: list[str], reason: st
 
 
 FACTS = LibraryFacts((("/venv/bin/mpiexec", "MPICH"),), "/venv/bin/mpiexec", "MPICH Version: 5.0.2")
-
 OTHER = (("/usr/bin/mpiexec", "Open MPI"), ("/venv/bin/mpiexec", "MPICH"))
 
 

@@ -315,7 +315,6 @@ def test_a_directory_that_cannot_be_written_is_not_taken_for_one_without_locks(t
 
 
 FAST = KernelFacts("onednn")
-
 SLOW = KernelFacts("numpy", "The oneDNN library cannot be loaded (no file); install onednn-cpu-gomp or set X.")
 
 
