@@ -1,7 +1,5 @@
 """Examinations: checks and their findings, the course of a rank and of a job, and the report."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import pkgutil

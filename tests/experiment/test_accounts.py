@@ -1,7 +1,5 @@
 """What a run says of itself: steps, waits for data, memory, reads, cores, progress; its events and state; what ended it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

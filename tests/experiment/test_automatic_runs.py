@@ -1,7 +1,5 @@
 """What a configuration leaves open: searched by rank 0, the same on all ranks, kept by runs that go on; machines and times."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Configurations before a run: names and options, what may change at a resume, and values that do not go together."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

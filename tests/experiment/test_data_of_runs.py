@@ -1,7 +1,5 @@
 """The data of a run: levels of memory and local copies, loaders, and samples that cannot be read."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

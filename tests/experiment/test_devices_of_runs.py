@@ -1,7 +1,5 @@
 """Runs on devices: the way of messages, and faults of jobs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

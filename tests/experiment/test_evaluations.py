@@ -1,7 +1,5 @@
 """Evaluations, judgements and predictions agree on any grid; weights of a checkpoint and those that a training starts from."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace

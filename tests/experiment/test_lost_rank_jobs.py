@@ -1,7 +1,5 @@
 """Runs that lose ranks where Open MPI goes on without them: they end as those that were stopped and resumed on the ranks left."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Callable, Sequence

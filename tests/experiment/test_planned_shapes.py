@@ -1,7 +1,5 @@
 """Grids, image sizes and batch norms of a configuration, and trials of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Planned runs: schedules without ranks, jobs and candidates of planners, costs and memory."""
 
-from __future__ import annotations
-
 import builtins
 import json
 import re

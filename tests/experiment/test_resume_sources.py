@@ -1,7 +1,5 @@
 """From what a run goes on: checkpoints that ranks verify together, stored runs, and the best checkpoint."""
 
-from __future__ import annotations
-
 import logging
 import os
 import random

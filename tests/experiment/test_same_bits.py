@@ -1,7 +1,5 @@
 """Runs with the same bits: rollbacks, hashes of each step, one order of sums."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import threading

@@ -1,7 +1,5 @@
 """Checkpoints of whole runs: background writes, faulty disks, any ranks to any others, own loops, and any order of clocks."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -257,18 +255,6 @@ def test_any_ranks_go_on_from_what_any_others_wrote_in_the_background(
     for way in ways:
         way.train(readers, resume=str(way.path(2)), steps=2)
         assert_same(read(way.path(4)), read(ways[0].path(4)), f"{writers} to {readers} ranks, {way.layout}")
-
-
-@pytest.mark.slow
-def test_from_grid_to_grid_to_a_line_of_ranks(checkpoint_ranks_folder: Path, overlap: Overlap) -> None:
-    """2 x 2, then 4 x 1, then 1 x 3; layers are split on the first two."""
-    ways = [Way(checkpoint_ranks_folder, *how, "chain") for how in (WAITED, *BACKGROUND)]
-    grids = ((4, ("grid.rows=2", *SPLIT)), (4, ("grid.rows=4", *SPLIT)), (3, ()))
-    for number, (ranks, overrides) in enumerate(grids):
-        for way in ways:
-            way.train(ranks, *overrides, resume="auto" if number else None, steps=2)
-            assert_same(read(way.path(2 * number + 2)), read(ways[0].path(2 * number + 2)), f"{overrides} of {way}")
-    assert any(overlap.writes)
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """All ranks start alike, with the same inputs and code, or none does."""
 
-from __future__ import annotations
-
 import importlib
 import io
 import re

@@ -1,7 +1,5 @@
 """Jobs of programs, nodes of several ranks, limits of time, flight records, and disks without room."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

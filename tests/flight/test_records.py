@@ -1,7 +1,5 @@
 """Flight records: what is recorded when, the file, its start and end, the heartbeat, and lines of the program."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

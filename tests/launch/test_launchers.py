@@ -1,7 +1,5 @@
 """Launchers and threads of ranks by their environment, and the training in a command line."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The rules of starting again, and the pulse by which a rank and its keeper count how long the other has stood still."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

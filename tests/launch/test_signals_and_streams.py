@@ -1,7 +1,5 @@
 """Signals, standard streams, last words, and shared memory that dead ranks have left."""
 
-from __future__ import annotations
-
 import io
 import mmap
 import os

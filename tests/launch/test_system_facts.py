@@ -1,7 +1,5 @@
 """What the system says of a process and its job: memory, processor time, age, marks, schedulers; and exit codes."""
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 import os

@@ -1,7 +1,5 @@
 """Processes that watch others: no rank leaves a run without a word, and no supervised command leaves a process."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

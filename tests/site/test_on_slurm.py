@@ -3,8 +3,6 @@
 The cluster is brought up for this module (`tests.support.slurm_cluster`); where that cannot be done, the reason is told.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import shutil

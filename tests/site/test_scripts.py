@@ -1,7 +1,5 @@
 """Scripts of jobs: every word reaches the training as it was; written and handed over."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

@@ -1,7 +1,5 @@
 """Files that are whole or what they were, in whatever way they are written, and what interrupted writers leave."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib

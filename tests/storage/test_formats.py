@@ -1,7 +1,5 @@
 """Formats of files: tensors in HDF5, weights, hashes and metrics are read as they were written, and no damage goes unnoticed."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

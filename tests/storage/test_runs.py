@@ -1,7 +1,5 @@
 """Run directories, their owners, and the record of the best checkpoint."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Sharded checkpoints: whole or not there, read in parts, and no damage unnoticed, as with single files."""
 
-from __future__ import annotations
-
 import math
 import os
 import shutil

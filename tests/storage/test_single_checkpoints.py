@@ -1,7 +1,5 @@
 """Checkpoints of one file: whole or not there; converted to the other layout; those of earlier versions."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """What is judged of jobs: grids, launchers, memory, MPI, progress, starts and versions."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What is judged of nodes: clocks, cores, directories, GPUs, locks, kernels and scratch."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os
