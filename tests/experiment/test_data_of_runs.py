@@ -585,16 +585,9 @@ def test_a_small_disk_takes_what_fits(trainings: Trainings, undisturbed: dict[in
 
 
 CONFIG = """
-model: small
-data:
-  train: synthetic
-  synthetic: {{height: 80, width: 96, samples: 37}}
-  augment: [{{name: random_resized_crop, size: 88}}, flip, randaugment, random_erasing]
-  threads: {threads}
-batch: 16
-epochs: 1
-optimizer: {{name: sgd, lr: 0.05}}
-schedule: constant
+{{model: small, batch: 16, epochs: 1, optimizer: {{name: sgd, lr: 0.05}}, schedule: constant,
+ data: {{train: synthetic, synthetic: {{height: 80, width: 96, samples: 37}}, threads: {threads},
+        augment: [{{name: random_resized_crop, size: 88}}, flip, randaugment, random_erasing]}}}}
 """
 
 

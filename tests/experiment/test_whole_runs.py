@@ -197,20 +197,10 @@ def test_images_of_a_file_have_sizes_by_epoch(tmp_path: Path) -> None:
 
 
 CONFIG = """
-name: nodes
-seed: 7
-backend: numpy
-dtype: float64
-model: {{name: small, channels: [3, 4], hidden: 9, dropout: 0.2}}
-data:
-  train: {folder}/train.h5
-  augment: [{{name: flip}}]
-batch: 14
-epochs: 9
-optimizer: {{name: lars, lr: 0.5, trust_coefficient: 0.1, momentum: 0.9, clip_norm: 0.4}}
-averager: {{name: sharded, bucket_bytes: 700}}
-schedule: {{name: constant}}
-batch_norm: {{statistics: synchronised}}
+{{name: nodes, seed: 7, backend: numpy, dtype: float64, model: {{name: small, channels: [3, 4], hidden: 9, dropout: 0.2}},
+ data: {{train: {folder}/train.h5, augment: [{{name: flip}}]}}, batch: 14, epochs: 9, schedule: {{name: constant}},
+ optimizer: {{name: lars, lr: 0.5, trust_coefficient: 0.1, momentum: 0.9, clip_norm: 0.4}},
+ averager: {{name: sharded, bucket_bytes: 700}}, batch_norm: {{statistics: synchronised}}}}
 """
 STEPS = 8  # operations are ordered by measured times after the fifth
 

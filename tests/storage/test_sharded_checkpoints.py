@@ -153,6 +153,7 @@ def test_parts_that_lack_something_are_a_bug(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.job
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("kind", "older"), [("single", "sharded"), ("sharded", "single"), ("sharded", "sharded")])
 def test_a_crash_at_any_call_to_the_system_leaves_a_checkpoint_to_go_on_from(tmp_path: Path, kind: str, older: str) -> None:
     def work(directory: Path) -> None:
