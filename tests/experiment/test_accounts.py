@@ -63,7 +63,7 @@ def _heard(machine: str | None, choice: Any = None, steps: Any = MEASURED) -> He
     assert (account.sample is not None) == (machine is not None and choice is None)
     outcome: Any = SimpleNamespace(stopped=False, steps_reached=False, position=SimpleNamespace(global_step=26))
     heard = Heard()
-    account.finish(SimpleNamespace(measured=lambda: steps), outcome, heard)  # type: ignore[arg-type]
+    account.finish(SimpleNamespace(measured=lambda: steps), outcome, heard)
     return heard
 
 
@@ -129,7 +129,7 @@ def _waited(*of_ranks: list[DataWait]) -> list[Heard]:
         heard = Heard()
         account = DataAccount(session, heard)
         *epochs, rest = of_ranks[comm.rank]
-        account.waits = SimpleNamespace(take=partial(next, iter([*epochs, rest])))  # type: ignore[assignment]
+        account.waits = SimpleNamespace(take=partial(next, iter([*epochs, rest])))
         for number in range(1, len(epochs) + 1):
             account.tell(Position(epoch=number, global_step=10 * number))
         account.finish(Position(epoch=len(epochs), global_step=10 * len(epochs) + rest.steps))
@@ -172,7 +172,7 @@ def _of_ranks(resident: list[int], devices: list[int | None]) -> list[PeakMemory
         pinned = None if device is None else PinnedBytes(2 * device, 1)
         used = SimpleNamespace(kernels=SimpleNamespace(used_bytes=lambda: device, pinned_bytes=lambda: pinned))
         gather = lambda mine: comm.allgather_object((resident[comm.rank], *mine[1:]))  # noqa: E731
-        return memory_account.over_ranks(SimpleNamespace(size=comm.size, allgather_object=gather), used)  # type: ignore[arg-type]
+        return memory_account.over_ranks(SimpleNamespace(size=comm.size, allgather_object=gather), used)
 
     return run_virtual(len(resident), one)
 
@@ -346,7 +346,7 @@ def _rank(*, may_communicate: bool = True) -> Any:
 
 def test_on_one_rank_there_is_nothing_for_a_thread_to_post() -> None:
     rank = _rank()
-    chosen = set_progress(rank, SimpleNamespace(), "posting", 1)  # type: ignore[arg-type]
+    chosen = set_progress(rank, SimpleNamespace(), "posting", 1)
     assert (chosen.mode, chosen.matters) == (TEST, False)
     with rank.progress.computing() as thread:
         assert thread is None
@@ -355,7 +355,7 @@ def test_on_one_rank_there_is_nothing_for_a_thread_to_post() -> None:
 @pytest.mark.parametrize("mode", ["thread", "posting"])
 def test_a_thread_that_may_not_call_is_refused(mode: str) -> None:
     with pytest.raises(ConfigError, match=f"progress is {mode}, but MPI has started at level single"):
-        set_progress(_rank(may_communicate=False), SimpleNamespace(), mode, 1)  # type: ignore[arg-type]
+        set_progress(_rank(may_communicate=False), SimpleNamespace(), mode, 1)
 
 
 def test_beside_a_device_one_thread_does_everything() -> None:
@@ -501,7 +501,7 @@ def test_the_newest_checkpoint_is_that_of_the_latest_step(directory: RunDirector
 )
 def test_the_lowest_rank_names_the_signal(ranks: int, signals: dict[int, signal.Signals], sentence: str | None) -> None:
     def reason(comm: ThreadCommunicator) -> StopReason | None:
-        return stop_reason(comm, SimpleNamespace(request=signals.get(comm.rank)))  # type: ignore[arg-type]
+        return stop_reason(comm, SimpleNamespace(request=signals.get(comm.rank)))
 
     assert {None if said is None else str(said) for said in run_virtual(ranks, reason)} == {sentence}
 
@@ -511,7 +511,7 @@ def test_a_limit_is_a_reason_where_no_rank_had_a_signal() -> None:
         limit = "max_time, 60 s" if comm.rank == 1 else None
         asked = SimpleNamespace(request=signal.SIGTERM if comm.rank == 2 else None)
         quiet = SimpleNamespace(request=None)
-        return str(stop_reason(comm, quiet, limit)), str(stop_reason(comm, asked, limit))  # type: ignore[arg-type]
+        return str(stop_reason(comm, quiet, limit)), str(stop_reason(comm, asked, limit))
 
     assert set(run_virtual(3, reasons)) == {("max_time, 60 s", "SIGTERM on rank 2")}
 

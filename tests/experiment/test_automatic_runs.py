@@ -65,7 +65,7 @@ class _Search:
     def __call__(self, job: Any, machine: Any, costs: Any, ranks: int, space: SearchSpace, **_: Any) -> SimpleNamespace:
         self.spaces.append(space)
         rows = 2 if ranks % 2 == 0 else 1
-        best = ParallelPlan(rows, ranks // rows, use={"classifier.fc*": "model"} if rows > 1 else {})  # type: ignore[dict-item]
+        best = ParallelPlan(rows, ranks // rows, use={"classifier.fc*": "model"} if rows > 1 else {})
         return SimpleNamespace(
             choices=(
                 _choice(Candidate(best, "bucketed", {"window": 3}), 0.25),

@@ -391,30 +391,22 @@ def test_a_directory_is_removed_and_a_failure_to_do_so_is_told(tmp_path: Path) -
     assert "could not be removed (No such file or directory)" in remove_run(run)
 
 
-def _replica(*, on_host: bool = True) -> Any:
-    arithmetic = SimpleNamespace(on_host=on_host)
-    return SimpleNamespace(network=SimpleNamespace(image_shape=(8, 8, 3), kernels=SimpleNamespace(arithmetic=arithmetic)))
-
-
-def test_images_have_the_shape_that_the_replica_takes() -> None:
-    check_shape((8, 8, 3), _replica())
+def test_arguments_of_loaders_fit_the_replica() -> None:
+    replica, on_gpu = (
+        SimpleNamespace(network=SimpleNamespace(image_shape=(8, 8, 3), kernels=SimpleNamespace(arithmetic=arithmetic)))
+        for arithmetic in (SimpleNamespace(on_host=True), SimpleNamespace(on_host=False))
+    )
+    check_shape((8, 8, 3), replica)
     with pytest.raises(ShapeError, match=r"Images come out as \(8, 9, 3\), but the replica takes \(8, 8, 3\)"):
-        check_shape((8, 9, 3), _replica())
-
-
-def test_mixing_is_made_of_its_options() -> None:
-    assert mixing_of(None, 3, _replica()) is None
-    mixing = mixing_of({"mixup": 0.2}, 3, _replica())
-    assert mixing.mixes
-
-
-@pytest.mark.parametrize(("options", "words"), [({"mixup": -1.0}, "mixup"), ({"blend": 1.0}, "blend")])
-def test_wrong_options_are_named(options: dict[str, float], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        mixing_of(options, 3, _replica())
-
-
-def test_a_gpu_mixes_nothing_so_far() -> None:
-    assert mixing_of({"mixup": 0.0}, 3, _replica(on_host=False)) is not None
-    with pytest.raises(ConfigError, match="leave mixing out"):
-        mixing_of({"mixup": 0.2}, 3, _replica(on_host=False))
+        check_shape((8, 9, 3), replica)
+    assert mixing_of(None, 3, replica) is None
+    assert mixing_of({"mixup": 0.2}, 3, replica).mixes
+    assert mixing_of({"mixup": 0.0}, 3, on_gpu) is not None
+    refused = (
+        ({"mixup": -1.0}, replica, "mixup"),
+        ({"blend": 1.0}, replica, "blend"),
+        ({"mixup": 0.2}, on_gpu, "leave mixing out"),
+    )
+    for options, of, words in refused:
+        with pytest.raises(ConfigError, match=words):
+            mixing_of(options, 3, of)

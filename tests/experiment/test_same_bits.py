@@ -128,7 +128,7 @@ def test_skip_leaves_a_step_out_and_a_resume_goes_on_alike(folder: Path, capsys:
     whole = _run(folder, "whole")
     assert [(record["step"], record["sources"]) for record in _records(whole, "skip")] == [(1, [1]), (4, [1]), (7, [1])]
     assert len(_records(whole, "interval")) == 10
-    assert _last(whole).meta["position"]["skipped"] == 3  # type: ignore[index]
+    assert _last(whole).meta["position"]["skipped"] == 3
     _train(folder, 2, bad, "on_nonfinite=skip", steps=4)
     _train(folder, 2, bad, "on_nonfinite=skip", resume="auto")
     assert "3 of 10 steps were skipped" in capsys.readouterr().out
@@ -147,7 +147,7 @@ def _assert_went_back(folder: Path, said: str) -> None:
     assert (record["step"], record["from_step"], record["samples"], record["order"]) == (6, 9, BATCH, 1)
     assert "went back from step 9 to step 6, and on in order 1: Layer" in said
     assert [record["step"] for record in _records(_run(folder), "interval")] == list(range(1, 11))
-    assert _last(_run(folder)).meta["position"]["reorderings"] == [[1, BATCH, 1]]  # type: ignore[index]
+    assert _last(_run(folder)).meta["position"]["reorderings"] == [[1, BATCH, 1]]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

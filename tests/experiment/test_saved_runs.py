@@ -9,7 +9,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -161,7 +161,7 @@ def test_a_full_disk_is_told_and_the_run_goes_on(folder: Path, capsys: pytest.Ca
     assert "No space left on device" in said
     warnings = [str(record["warning"]) for record in run_of("runs").metrics() if record["kind"] == "checkpoint"]
     assert any("It is tried again while the run goes on." in warning for warning in warnings)
-    assert newest("runs")[1].meta["position"]["global_step"] == 10  # type: ignore[index]
+    assert newest("runs")[1].meta["position"]["global_step"] == 10
 
 
 @pytest.mark.job
@@ -189,32 +189,20 @@ def checkpoint_ranks_folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@dataclass
-class Overlap:
-    """Counts steps, and background writes during which steps began."""
-
-    steps: int = 0
-    writes: list[int] = field(default_factory=list)
-
-
 @pytest.fixture
-def overlap(monkeypatch: pytest.MonkeyPatch) -> Overlap:
-    """Every write in the background takes as long as some steps."""
-    seen, run, write = Overlap(), TrainingStep.run, BackgroundWriter._run
-
-    def counted(self: TrainingStep, *arguments: Any) -> None:
-        seen.steps += 1
-        run(self, *arguments)
+def overlap(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Every write in the background takes as long as some steps; for each, how many steps began meanwhile."""
+    steps, writes, run, write = list[int](), list[int](), TrainingStep.run, BackgroundWriter._run
 
     def slow(self: BackgroundWriter, work: Callable[[], Any]) -> None:
-        before = seen.steps
+        before = len(steps)
         time.sleep(0.03)
         write(self, work)
-        seen.writes.append(seen.steps - before)
+        writes.append(len(steps) - before)
 
-    monkeypatch.setattr(TrainingStep, "run", counted)
+    monkeypatch.setattr(TrainingStep, "run", lambda *arguments: (steps.append(1), run(*arguments))[1])
     monkeypatch.setattr(BackgroundWriter, "_run", slow)
-    return seen
+    return writes
 
 
 @dataclass(frozen=True)
@@ -244,14 +232,14 @@ class Way:
 @pytest.mark.parametrize("readers", RANKS)
 @pytest.mark.parametrize("writers", RANKS)
 def test_any_ranks_go_on_from_what_any_others_wrote_in_the_background(
-    checkpoint_ranks_folder: Path, overlap: Overlap, writers: int, readers: int
+    checkpoint_ranks_folder: Path, overlap: list[int], writers: int, readers: int
 ) -> None:
     """Each goes on from the checkpoint before the newest, which was written while its run trained."""
     ways = [Way(checkpoint_ranks_folder, *how, "saved") for how in (WAITED, *BACKGROUND)]
     for way in ways:
         way.train(writers, steps=3)
         assert_same(read(way.path(2)), read(ways[0].path(2)), f"step 2 of {way}")
-    assert any(overlap.writes), "steps began while a checkpoint was written"
+    assert any(overlap), "steps began while a checkpoint was written"
     for way in ways:
         way.train(readers, resume=str(way.path(2)), steps=2)
         assert_same(read(way.path(4)), read(ways[0].path(4)), f"{writers} to {readers} ranks, {way.layout}")
@@ -684,7 +672,7 @@ def test_steps_go_on_while_one_is_written(tmp_path: Path, monkeypatch: pytest.Mo
     def pwrite(*arguments: object) -> int:
         if threading.current_thread().name == "hpctrain-checkpoint":
             assert held.wait(50)
-        return original(*arguments)  # type: ignore[arg-type]
+        return original(*arguments)
 
     monkeypatch.setattr(os, "pwrite", pwrite)
 
@@ -700,4 +688,4 @@ def test_steps_go_on_while_one_is_written(tmp_path: Path, monkeypatch: pytest.Mo
         checkpoints.finish()
 
     run_virtual(2, program)
-    assert checkpoint.read(tmp_path / "net.h5").meta["position"]["global_step"] == 2  # type: ignore[index]
+    assert checkpoint.read(tmp_path / "net.h5").meta["position"]["global_step"] == 2

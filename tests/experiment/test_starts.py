@@ -268,8 +268,8 @@ SECTIONS: dict[str, tuple[str, Callable[[Session, Path], object]]] = {
     "eval": ("data.test", lambda session, _: run_evaluation(session, "auto")),
     "report": ("data.test", lambda session, _: judge(session, "auto", 3)),
     "automatic": ("data.train", lambda session, _: resolve(_automatic(session), StartedJob(session.world, 1, 60))),
-    "loader": ("", lambda session, path: job_of(session).loader(None, path)),  # type: ignore[arg-type]
-    "like": ("", lambda session, path: job_of(session).loader(None, path.parent / "train.h5", like=path)),  # type: ignore[arg-type]
+    "loader": ("", lambda session, path: job_of(session).loader(None, path)),
+    "like": ("", lambda session, path: job_of(session).loader(None, path.parent / "train.h5", like=path)),
 }
 _SHOWN = {"loader": "data file", "like": "file of `like`"}
 
@@ -301,7 +301,7 @@ def test_the_doctor_says_what_a_training_says(inputs: Path) -> None:
             place: Any = _Place(comm, load(inputs / "tiny.yaml", [f"{key}={paths[comm.rank]}"])[0])
             return hdf5.gather_same(place)
 
-        [finding] = hdf5.judge_same(_View(len(paths)), run_virtual(len(paths), on_rank))  # type: ignore[arg-type]
+        [finding] = hdf5.judge_same(_View(len(paths)), run_virtual(len(paths), on_rank))
         return f"{finding.severity.value}: {finding.sentence}"
 
     here, other = inputs / "train.h5", inputs / "other-0.h5"
@@ -483,7 +483,7 @@ def test_pictures_are_compared_by_size_and_content(inputs: Path, tmp_path: Path,
     facts = picture_facts(files)
     assert len(facts) == 16
     assert {str(files[0]), str(files[-1])} <= facts.keys()
-    monkeypatch.setattr(prediction, "picture_facts", lambda _: of_ranks[len(asked)] if not asked.append(0) else {})  # type: ignore[func-returns-value]
+    monkeypatch.setattr(prediction, "picture_facts", lambda _: of_ranks[len(asked)] if not asked.append(0) else {})
     for change, words in (
         (lambda: files[0].write_bytes(b"other"), "5 bytes with crc32 "),
         (files[0].unlink, "not there (No such file or directory), not "),
@@ -559,7 +559,7 @@ def test_arrays_of_another_kind_or_range_are_refused_in_a_sentence(tmp_path: Pat
         with pytest.raises(DataError, match="Sample 2 of images holds a value that is not finite in float32"):
             job.array_loader(narrow, _with(IMAGES, (2, 0, 0, 0), 1e300), LABELS)
         for images, labels in ((IMAGES.tolist(), LABELS.tolist()), (IMAGES[::-1], LABELS.astype(np.uint8))):
-            [first, *_] = job.array_loader(replica, images, labels, shuffle=False).epoch(0)  # type: ignore[arg-type]
+            [first, *_] = job.array_loader(replica, images, labels, shuffle=False).epoch(0)
             assert np.array_equal(first.x, np.asarray(images)[:8])
             assert np.array_equal(first.y, labels[:8])
 
@@ -567,12 +567,7 @@ def test_arrays_of_another_kind_or_range_are_refused_in_a_sentence(tmp_path: Pat
 
 
 OTHER_ARRAYS: list[tuple[Any, Any, dict[str, Any], str]] = [
-    (
-        _with(IMAGES, (9, 0, 0, 0), 7.0),
-        LABELS,
-        {},
-        r"Rank 1 has other arrays in .*images is \(16, 9, 7, 3\) float64",
-    ),
+    (_with(IMAGES, (9, 0, 0, 0), 7.0), LABELS, {}, r"Rank 1 has other arrays in .*images is \(16, 9, 7, 3\) float64"),
     (IMAGES.astype(np.float32), LABELS, {}, "Rank 1 has other arrays in job.array_loader .*images is"),
     (IMAGES[:12], LABELS[:12], {}, r"images is \(12, 9, 7, 3\) float64 .* not \(16, 9, 7, 3\)"),
     (IMAGES, np.roll(LABELS, 1), {}, r"labels is \(16,\) with crc32"),
@@ -595,7 +590,7 @@ def test_a_rank_with_other_arrays_or_arguments_is_named(tmp_path: Path) -> None:
                 job.array_loader(replica, *((images, labels) if rank else (IMAGES, LABELS)), **(options if rank else {}))
         for options, words in OTHER_OPTIONS:
             with pytest.raises(ConfigError, match=words):
-                job.loader(None, tmp_path / "train.h5", **(options if rank else {}))  # type: ignore[arg-type]
+                job.loader(None, tmp_path / "train.h5", **(options if rank else {}))
 
     on_jobs(2, tmp_path, work)
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -273,7 +274,7 @@ def test_a_resume_on_other_nodes_goes_on(
     assert found.tensors.keys() == alone.tensors.keys()
     for key, tensor in found.tensors.items():
         np.testing.assert_allclose(tensor, alone.tensors[key], rtol=1e-9, atol=1e-12, err_msg=key)
-    schedules: dict[str, str] = found.meta["schedules"]  # type: ignore[assignment]
+    schedules: dict[str, str] = found.meta["schedules"]
     ranks, per_node = after
     levels = f"; {ranks // per_node} nodes of {per_node}" if per_node else ""
     assert CollectiveSchedule.from_json(schedules["all"]).request.rpartition("parameters ")[2][16:] == levels
@@ -550,7 +551,7 @@ def metrics(folder: Path) -> list[dict]:
 @pytest.mark.job
 @pytest.mark.slow
 def test_a_run_without_room_trains_to_its_end(small_disk: Path) -> None:
-    with_tensorboard = () if not _has_tensorboard() else ("metrics.tensorboard=true",)
+    with_tensorboard = ("metrics.tensorboard=true",) if find_spec("tensorboardX") else ()
     outcome = run_fault(Fault("full", _FILL, (), ranks=(0,), overrides=(*_OVERRIDES, *with_tensorboard)), small_disk)
     assert outcome.code == 0, outcome.output
     errors = outcome.stderr
@@ -588,11 +589,3 @@ def test_no_room_for_flight_records_is_told(small_disk: Path) -> None:
     assert flight.directory is None
     assert heard.lines[0].startswith("no flight records: ")
     assert "cannot be written (No space left on device)" in heard.lines[0]
-
-
-def _has_tensorboard() -> bool:
-    try:
-        import tensorboardX  # noqa: F401
-    except ImportError:
-        return False
-    return True

@@ -450,7 +450,7 @@ def warnings() -> Iterator[list[logging.LogRecord]]:
     """What the module logs, wherever the package's log goes."""
     found: list[logging.LogRecord] = []
     logger, handler = logging.getLogger("hpctrain.storage.metrics_file"), logging.Handler()
-    handler.emit = found.append  # type: ignore[method-assign]
+    handler.emit = found.append
     logger.addHandler(handler)
     yield found
     logger.removeHandler(handler)

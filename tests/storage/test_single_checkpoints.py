@@ -551,7 +551,7 @@ def test_a_run_of_an_earlier_version_goes_on_as_it_did(tmp_path: Path, monkeypat
 
 
 def _assert_same_position(here: CheckpointContent, expected: CheckpointContent) -> None:
-    ours, theirs = dict(here.meta["position"]), dict(expected.meta["position"])  # type: ignore[call-overload]
+    ours, theirs = dict(here.meta["position"]), dict(expected.meta["position"])
     sums, expected_sums = ours.pop("sums"), theirs.pop("sums")
     assert (ours, sums) == (theirs, pytest.approx(expected_sums, rel=1e-12))
 

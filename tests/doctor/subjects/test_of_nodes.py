@@ -143,7 +143,7 @@ def test_threads_that_a_training_refuses_are_named_by_its_sentence() -> None:
 
 
 def test_pools_that_have_started_are_counted(tmp_path: object) -> None:
-    facts = cores.gather(OwnPlace(HYDRA, None, None, 1, "", {"OMP_NUM_THREADS": "1"}))  # type: ignore[arg-type]
+    facts = cores.gather(OwnPlace(HYDRA, None, None, 1, "", {"OMP_NUM_THREADS": "1"}))
     assert facts.cpus
     assert facts.cores
     assert facts.most_threads >= 1
