@@ -1,7 +1,5 @@
 """Examinations: checks and their findings, the course of a rank and of a job, and the report."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import pkgutil
@@ -121,7 +119,6 @@ def test_all_is_well_without_a_key() -> None:
 
 
 PLACE = OwnPlace(Launcher("Open MPI mpiexec", 2, 0, 2, 0), None, Path("runs"))
-
 MPICH = LibraryFacts(library="MPICH Version: 5.0.2")
 
 
@@ -130,7 +127,6 @@ def _sum(view_of_job: JobView, facts: Sequence[Any]) -> list[DoctorFinding]:
 
 
 ALONE = Check("alone", "itself", (), lambda place: 10, _sum)
-
 JOINED = Check("joined", "all", (), lambda place: place.world.rank, _sum, joined=True)
 
 

@@ -1,13 +1,12 @@
 """What a run says of itself: steps, waits for data, memory, reads, cores, progress; its events and state; what ended it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import socket
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +20,6 @@ from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.progress_mode import OverlapMeasurement, ProgressMode
 from hpctrain.comm.single import SingleCommunicator
-from hpctrain.data.format import ImageFile
 from hpctrain.data.read_counts import Origin, ReadCounts
 from hpctrain.errors import ConfigError
 from hpctrain.experiment import memory_account, run_state, step_account
@@ -51,39 +49,27 @@ from tests.support.heard import Heard
 from tests.support.late_kernels import LateKernelSet
 
 MEASURED = MeasuredStep(0.5, 0.25, 20)
-
 PREDICTED = PredictedStep(0.4, 0.2, 1.0, "two nodes", "abc")
 
 
-def _heard(
-    machine: str | None, choice: Any = None, *, on_host: bool = True, stopped: bool = False, steps: Any = MEASURED
-) -> Heard:
+def _heard(machine: str | None, choice: Any = None, steps: Any = MEASURED) -> Heard:
     """All that an account of one rank says; its operators were not sampled."""
-    session: Any = SimpleNamespace(
-        world=SingleCommunicator(),
-        config=SimpleNamespace(machine=machine),
-        resolved=SimpleNamespace(choice=choice),
-        progress=SimpleNamespace(trace=None),
-        threads=SimpleNamespace(threads=1),
-        is_root=True,
-    )
+    session: Any = SimpleNamespace(world=SingleCommunicator(), config=SimpleNamespace(machine=machine), is_root=True)
+    session.resolved, session.progress = SimpleNamespace(choice=choice), SimpleNamespace(trace=None)
+    session.threads = SimpleNamespace(threads=1)
     kernels = SimpleNamespace(arithmetic=SimpleNamespace(on_host=True))
     parts: Any = SimpleNamespace(backend=SimpleNamespace(kernels=kernels), replica=None)
     account = RunAccount(session, parts, ProgressMode.TEST)
     assert (account.sample is not None) == (machine is not None and choice is None)
     outcome: Any = SimpleNamespace(stopped=False, steps_reached=False, position=SimpleNamespace(global_step=26))
     heard = Heard()
-    account.finish(SimpleNamespace(measured=lambda: steps), outcome, heard)  # type: ignore[arg-type]
+    account.finish(SimpleNamespace(measured=lambda: steps), outcome, heard)
     return heard
 
 
-def test_one_rank_without_a_machine_has_no_account() -> None:
-    heard = _heard(None)
-    assert (heard.lines, heard.records) == ([], [])
-
-
-def test_a_run_of_few_steps_has_no_account() -> None:
-    assert (_heard("xc40", steps=MeasuredStep(0.5, 0.25, 3)).lines, _heard("xc40", steps=None).lines) == ([], [])
+def test_a_run_without_a_machine_or_of_few_steps_has_no_account() -> None:
+    for heard in (_heard(None), _heard("xc40", steps=MeasuredStep(0.5, 0.25, 3)), _heard("xc40", steps=None)):
+        assert (heard.lines, heard.records) == ([], [])
 
 
 def test_a_run_that_chose_is_compared_with_the_prediction_that_it_chose_by() -> None:
@@ -102,69 +88,40 @@ def test_a_machine_that_is_gone_is_no_failure_of_the_run() -> None:
     assert reason.startswith("  no prediction: There is no machine file")
 
 
-STEP_ACCOUNT_MEASURED = MeasuredStep(0.4614, 0.04712, 40, 0.00172)
-
-STEP_ACCOUNT_PREDICTED = PredictedStep(0.4522, 0.0411, 0.9, "two nodes", "abc")
-
-
-def _over(*of_ranks: MeasuredStep | None) -> list[MeasuredStep | None]:
-    return run_virtual(len(of_ranks), lambda comm: step_account.over_ranks(comm, of_ranks[comm.rank]))
+STEP = MeasuredStep(0.4614, 0.04712, 40, 0.00172)
+PREDICTED_STEP = PredictedStep(0.4522, 0.0411, 0.9, "two nodes", "abc")
 
 
-def test_the_slowest_rank_counts_and_the_mean_of_what_they_waited() -> None:
+def test_the_slowest_rank_counts_and_the_mean_of_what_they_waited_unless_one_has_too_few_steps() -> None:
+    def over(*of_ranks: MeasuredStep | None) -> list[MeasuredStep | None]:
+        return run_virtual(len(of_ranks), lambda comm: step_account.over_ranks(comm, of_ranks[comm.rank]))
+
     together = MeasuredStep(3.0, 0.75, 40, 0.25)
-    assert _over(MeasuredStep(2.0, 0.5, 40, 0.125), MeasuredStep(3.0, 1.0, 41, 0.375)) == [together, together]
+    assert over(MeasuredStep(2.0, 0.5, 40, 0.125), MeasuredStep(3.0, 1.0, 41, 0.375)) == [together, together]
+    for other in (None, MeasuredStep(2.0, 0.5, 13)):
+        assert over(MeasuredStep(2.0, 0.5, 40), other) == [None, None]
 
 
-def test_too_few_steps_give_no_account_on_any_rank() -> None:
-    assert _over(MeasuredStep(2.0, 0.5, 40), None) == [None, None]
-    assert _over(MeasuredStep(2.0, 0.5, 40), MeasuredStep(2.0, 0.5, 13)) == [None, None]
+@pytest.mark.parametrize(("predicted", "accuracy"), [(2.0, 1.0), (1.5, 0.75), (2.5, 0.75), (6.0, -1.0)])
+def test_accuracy_is_what_the_error_leaves_of_the_measured_time(predicted: float, accuracy: float) -> None:
+    assert step_account.accuracy(predicted, 2.0) == accuracy
 
 
-def test_accuracy_is_what_is_left_of_the_measured_time_beside_the_error() -> None:
-    assert step_account.accuracy(2.0, 2.0) == 1.0
-    assert step_account.accuracy(1.5, 2.0) == step_account.accuracy(2.5, 2.0) == 0.75
-    assert step_account.accuracy(6.0, 2.0) == -1.0
+def test_lines_of_80_columns_and_facts_hold_the_prediction_and_the_run() -> None:
+    compared = "predicted 0.452 s a step, measured 0.461 (98%); exposed 0.0411 against 0.0471;"
+    assert step_account.lines(STEP, PREDICTED_STEP) == [compared, "  posting and progress took 0.0017 s"]
+    measured = "measured 0.461 s a step, of which 0.0471 s waited for messages;"
+    for reason, end in (("", ""), ("there is no machine", "; no prediction: there is no machine")):
+        assert step_account.lines(STEP, None, reason) == [measured, f"  posting and progress took 0.0017 s{end}"]
+    facts = {"step": 46, "steps": 40, "measured_step_seconds": 0.4614, "measured_exposed_seconds": 0.04712}
+    facts |= {"measured_messages_seconds": 0.00172}
+    assert step_account.facts(STEP, 46) == facts
+    predicted = {"predicted_step_seconds": 0.4522, "predicted_exposed_seconds": 0.0411, "accuracy": pytest.approx(0.98, abs=1e-3)}
+    predicted |= {"measured_share": 0.9, "machine": "two nodes", "machine_digest": "abc"}
+    assert step_account.facts(STEP, 46, PREDICTED_STEP) == facts | predicted
 
 
-def test_lines_of_80_columns_compare_the_prediction_with_the_run() -> None:
-    expected = ["predicted 0.452 s a step, measured 0.461 (98%); exposed 0.0411 against 0.0471;"]
-    expected += ["  posting and progress took 0.0017 s"]
-    assert step_account.lines(STEP_ACCOUNT_MEASURED, STEP_ACCOUNT_PREDICTED) == expected
-
-
-@pytest.mark.parametrize(("reason", "end"), [("", ""), ("there is no machine", "; no prediction: there is no machine")])
-def test_a_run_without_a_prediction_tells_what_was_measured(reason: str, end: str) -> None:
-    expected = ["measured 0.461 s a step, of which 0.0471 s waited for messages;"]
-    expected += [f"  posting and progress took 0.0017 s{end}"]
-    assert step_account.lines(STEP_ACCOUNT_MEASURED, None, reason) == expected
-
-
-def test_the_facts_hold_both_sides() -> None:
-    measured = {"step": 46, "steps": 40, "measured_step_seconds": 0.4614, "measured_exposed_seconds": 0.04712}
-    measured |= {"measured_messages_seconds": 0.00172}
-    assert step_account.facts(STEP_ACCOUNT_MEASURED, 46) == measured
-    assert step_account.facts(STEP_ACCOUNT_MEASURED, 46, STEP_ACCOUNT_PREDICTED) == measured | {
-        "predicted_step_seconds": 0.4522,
-        "predicted_exposed_seconds": 0.0411,
-        "accuracy": pytest.approx(0.98, abs=1e-3),
-        "measured_share": 0.9,
-        "machine": "two nodes",
-        "machine_digest": "abc",
-    }
-
-
-class _Told:
-    """Waits that are told one after another."""
-
-    def __init__(self, waits: list[DataWait]) -> None:
-        self._waits = iter(waits)
-
-    def take(self) -> DataWait:
-        return next(self._waits)
-
-
-def _data_account_heard(*of_ranks: list[DataWait]) -> list[Heard]:
+def _waited(*of_ranks: list[DataWait]) -> list[Heard]:
     """What every rank would say; the last of its waits is that of an epoch that has not ended."""
 
     def rank(comm: Communicator) -> Heard:
@@ -172,7 +129,7 @@ def _data_account_heard(*of_ranks: list[DataWait]) -> list[Heard]:
         heard = Heard()
         account = DataAccount(session, heard)
         *epochs, rest = of_ranks[comm.rank]
-        account.waits = _Told([*epochs, rest])  # type: ignore[assignment]
+        account.waits = SimpleNamespace(take=partial(next, iter([*epochs, rest])))
         for number in range(1, len(epochs) + 1):
             account.tell(Position(epoch=number, global_step=10 * number))
         account.finish(Position(epoch=len(epochs), global_step=10 * len(epochs) + rest.steps))
@@ -184,37 +141,27 @@ def _data_account_heard(*of_ranks: list[DataWait]) -> list[Heard]:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_each_epoch_has_the_mean_and_the_slowest_rank_and_the_end_all_of_them(ranks: int) -> None:
     of_ranks = [[DataWait(10, 8.0, 1.0 + rank), DataWait(10, 8.0, 0.0), DataWait(3, 4.0, 0.5)] for rank in range(ranks)]
-    for heard in _data_account_heard(*of_ranks):
-        assert [(record["epoch"], record["step"], record["steps"]) for _, record in heard.records] == [
-            (1, 10, 10),
-            (2, 20, 10),
-            (3, 23, 3),
-        ]
-        first = heard.records[0][1]
-        mean = 1.0 + (ranks - 1) / 2
+    for heard in _waited(*of_ranks):
+        records = [record for _, record in heard.records]
+        assert [(each["epoch"], each["step"], each["steps"]) for each in records] == [(1, 10, 10), (2, 20, 10), (3, 23, 3)]
+        first, mean = records[0], 1.0 + (ranks - 1) / 2
         assert (first["seconds"], first["waited_seconds"], first["share"]) == (8.0, mean, mean / 8.0)
         assert (first["most_waited_seconds"], first["most_share"], first["rank"]) == (float(ranks), ranks / 8.0, ranks - 1)
         assert heard.lines[0].startswith(f"steps waited for data {(mean + 0.5) / 20:.1%} of the time")
         assert (f"rank {ranks - 1} {(ranks + 0.5) / 20:.1%}" in heard.lines[0]) == (ranks > 1)
+    (nothing,) = _waited([DataWait()])
+    assert (nothing.lines, nothing.records) == ([], []), "a run that trains nothing says nothing"
 
 
-def test_a_run_that_trains_nothing_says_nothing() -> None:
-    (heard,) = _data_account_heard([DataWait()])
-    assert (heard.lines, heard.records) == ([], [])
-
-
-def test_lines_fit_80_columns_and_name_the_measurement_where_data_are_slow() -> None:
-    quick = WaitsOfRanks.of(np.array([[4095, 1000, 100.0, 0.4], [7, 1000, 100.0, 0.2]]))
-    assert quick.lines(2) == ["steps waited for data 0.3% of the time (mean of the ranks; rank 4095 0.4%)"]
-    slow = WaitsOfRanks.of(np.array([[4095, 1000, 100.0, 99.4], [7, 1000, 100.0, 0.2]]))
-    assert slow.lines(2) == [
-        "steps waited for data 49.8% of the time (mean of the ranks; rank 4095 99.4%);",
-        "  `hpctrain bench data` tells what limits the data",
-    ]
-    assert max(map(len, slow.lines(2))) <= 80
-
-
-PEAK = PeakMemory(612_345_678, 3, 600_000_000.0)
+@pytest.mark.parametrize(
+    ("waited", "line"),
+    [(0.4, "0.3% of the time (mean of the ranks; rank 4095 0.4%)"), (99.4, "49.8% of the time (mean of the ranks;")],
+)
+def test_lines_fit_80_columns_and_name_the_measurement_where_data_are_slow(waited: float, line: str) -> None:
+    lines = WaitsOfRanks.of(np.array([[4095, 1000, 100.0, waited], [7, 1000, 100.0, 0.2]])).lines(2)
+    assert lines[0].startswith(f"steps waited for data {line}")
+    assert lines[1:] == (["  `hpctrain bench data` tells what limits the data"] if waited > 1 else [])
+    assert max(map(len, lines)) <= 80
 
 
 def _of_ranks(resident: list[int], devices: list[int | None]) -> list[PeakMemory]:
@@ -224,91 +171,62 @@ def _of_ranks(resident: list[int], devices: list[int | None]) -> list[PeakMemory
         device = devices[comm.rank]
         pinned = None if device is None else PinnedBytes(2 * device, 1)
         used = SimpleNamespace(kernels=SimpleNamespace(used_bytes=lambda: device, pinned_bytes=lambda: pinned))
-        own = SimpleNamespace(
-            size=comm.size, allgather_object=lambda mine: comm.allgather_object((resident[comm.rank], *mine[1:]))
-        )
-        return memory_account.over_ranks(own, used)  # type: ignore[arg-type]
+        gather = lambda mine: comm.allgather_object((resident[comm.rank], *mine[1:]))  # noqa: E731
+        return memory_account.over_ranks(SimpleNamespace(size=comm.size, allgather_object=gather), used)
 
     return run_virtual(len(resident), one)
 
 
-def test_the_rank_that_held_most_counts_and_every_rank_knows_it() -> None:
+def test_the_rank_and_the_gpu_that_held_most_count_and_every_rank_knows_it() -> None:
     assert _of_ranks([10, 40, 40, 30], [None] * 4) == [PeakMemory(40, 1, 30.0)] * 4
-
-
-def test_memory_of_gpus_is_that_of_the_fullest() -> None:
     assert _of_ranks([10, 20], [5, 7]) == [PeakMemory(20, 1, 15.0, 7, PinnedBytes(14, 1))] * 2
 
 
-def test_pinned_memory_has_a_line_and_records() -> None:
-    pinned = PinnedBytes(3_000_000, 12_345_678)
-    assert memory_account.pinned_line(pinned) == "pinned memory of a rank 15.3 MB: messages 3.0 MB, images 12.3 MB"
-    values = memory_account.facts(PeakMemory(20, 1, 15.0, 7, pinned), 5)
-    assert (values["device_bytes"], values["pinned_message_bytes"], values["pinned_image_bytes"]) == (7, 3_000_000, 12_345_678)
-
-
-def test_a_run_says_and_records_the_peak_of_its_process() -> None:
-    heard = Heard()
-    before = resident_bytes()
+def test_a_run_says_and_records_the_peak_of_its_process_if_it_trained() -> None:
+    nothing, heard, before = Heard(), Heard(), resident_bytes()
+    run_virtual(1, lambda comm: memory_account.finish(comm, make_backend("numpy"), nothing, (26, 26)))
+    assert (nothing.lines, nothing.records) == ([], [])
     run_virtual(1, lambda comm: memory_account.finish(comm, make_backend("numpy"), heard, (20, 26)))
     ((kind, values),) = heard.records
-    assert kind == "memory"
-    assert (values["step"], values["rank"], "device_bytes" in values) == (26, 0, False)
+    assert (kind, values["step"], values["rank"], "device_bytes" in values) == ("memory", 26, 0, False)
     assert values["peak_bytes"] == values["mean_bytes"] >= before
     assert heard.lines == [f"peak memory {values['peak_bytes'] / 1e6:,.0f} MB"]
 
 
-def test_a_job_that_trained_nothing_has_no_account() -> None:
-    heard = Heard()
-    run_virtual(1, lambda comm: memory_account.finish(comm, make_backend("numpy"), heard, (26, 26)))
-    assert not heard.records
-    assert not heard.lines
-
-
-def test_the_line_names_the_rank_where_there_are_several() -> None:
-    assert memory_account.line(PEAK, 1) == "peak memory 612 MB"
-    assert memory_account.line(PEAK, 4) == "peak memory 612 MB on rank 3, 600 MB in the mean"
+def test_lines_and_facts_of_memory_name_the_rank_and_gpus_where_there_are_several() -> None:
+    peak = PeakMemory(612_345_678, 3, 600_000_000.0)
+    assert memory_account.line(peak, 1) == "peak memory 612 MB"
+    assert memory_account.line(peak, 4) == "peak memory 612 MB on rank 3, 600 MB in the mean"
     longest = memory_account.line(PeakMemory(812_345_678_900, 16_383, 798e9, 139e9), 16_384)
     assert longest == "peak memory 812,346 MB on rank 16383, 798,000 MB in the mean; 139,000 MB of a GPU"
-    assert len(longest) <= 90
-
-
-def test_the_facts_have_memory_of_gpus_only_where_there_are_some() -> None:
     facts = {"step": 9, "peak_bytes": 612_345_678, "rank": 3, "mean_bytes": 600_000_000.0}
-    assert memory_account.facts(PEAK, 9) == facts
-    assert memory_account.facts(PeakMemory(612_345_678, 3, 600_000_000.0, 5), 9) == facts | {"device_bytes": 5}
+    assert memory_account.facts(peak, 9) == facts
+    pinned = PinnedBytes(3_000_000, 12_345_678)
+    assert memory_account.pinned_line(pinned) == "pinned memory of a rank 15.3 MB: messages 3.0 MB, images 12.3 MB"
+    of_gpu = {"device_bytes": 5, "pinned_message_bytes": 3_000_000, "pinned_image_bytes": 12_345_678}
+    assert memory_account.facts(PeakMemory(612_345_678, 3, 600_000_000.0, 5, pinned), 9) == facts | of_gpu
 
 
-def test_events_are_told_in_their_order_and_numbers_of_steps_are_none() -> None:
-    records = [
-        {"kind": "start", "time": 1.0, "done_samples": 0},
-        {"kind": "interval", "time": 2.0, "step": 1},
-        {"kind": "skip", "time": 3.0, "step": 7, "layer": "fc", "held": "a gradient"},
-        {"kind": "rollback", "time": 4.0, "from_step": 9, "step": 5, "error": "inf"},
-        {"kind": "shrink", "time": 5.0, "step": 5, "lost": [1, 2], "ranks": 6},
-        {"kind": "checkpoint", "time": 6.0, "step": 6, "warning": "no room"},
-        {"kind": "image_size", "time": 6.5, "step": 6, "epoch": 3, "size": 32},
-        {"kind": "resume", "time": 7.0, "step": 6, "changes": {"optimizer.lr": [1, 2]}},
-        {"kind": "stop", "time": 8.0, "step": 8, "by": "SIGTERM"},
-    ]
-    events = events_of(records)
-    assert [event.time for event in events] == [1.0, 3.0, 4.0, 5.0, 6.0, 6.5, 7.0, 8.0]
-    assert [event.text for event in events] == [
-        "training begins",
-        "step 7 skipped: a gradient of fc not finite",
-        "went back from step 9 to step 5: inf",
-        "lost rank 1-2; went on with 6 from step 5",
-        "no room",
-        "images of 32 px from epoch 3",
-        "resumed at step 6 with other optimizer.lr",
-        "stopped by SIGTERM after step 8",
-    ]
+EVENTS: list[tuple[dict[str, Any], str | None]] = [
+    ({"kind": "start", "done_samples": 0}, "training begins"),
+    ({"kind": "interval", "step": 1}, None),  # numbers of steps are no event
+    ({"kind": "skip", "step": 7, "layer": "fc", "held": "a gradient"}, "step 7 skipped: a gradient of fc not finite"),
+    ({"kind": "rollback", "from_step": 9, "step": 5, "error": "inf"}, "went back from step 9 to step 5: inf"),
+    ({"kind": "shrink", "step": 5, "lost": [1, 2], "ranks": 6}, "lost rank 1-2; went on with 6 from step 5"),
+    ({"kind": "checkpoint", "step": 6, "warning": "no room"}, "no room"),
+    ({"kind": "image_size", "step": 6, "epoch": 3, "size": 32}, "images of 32 px from epoch 3"),
+    ({"kind": "resume", "step": 6, "changes": {"optimizer.lr": [1, 2]}}, "resumed at step 6 with other optimizer.lr"),
+    ({"kind": "stop", "step": 8, "by": "SIGTERM"}, "stopped by SIGTERM after step 8"),
+]
 
 
-@pytest.mark.parametrize("kind", sorted(_WORDS))
-def test_a_record_without_its_facts_is_told_as_far_as_it_goes(kind: str) -> None:
-    (event,) = events_of([{"kind": kind}])
-    assert event.text
+def test_events_are_told_in_their_order() -> None:
+    found = events_of([{**record, "time": float(time)} for time, (record, _) in enumerate(EVENTS)])
+    told = [(float(time), text) for time, (_, text) in enumerate(EVENTS) if text is not None]
+    assert [(event.time, event.text) for event in found] == told
+    for kind in sorted(_WORDS):  # without its facts a record is told as far as it goes
+        (event,) = events_of([{"kind": kind}])
+        assert event.text
 
 
 def test_each_origin_that_gave_samples_is_told_within_80_columns() -> None:
@@ -316,9 +234,8 @@ def test_each_origin_that_gave_samples_is_told_within_80_columns() -> None:
     assert read_lines(counts.values()) == read_lines({}) == []
     counts.add(Origin.FILE, 1200, 3_000_000_000)
     assert read_lines(counts.values()) == ["samples read: 1,200 from the data files (3 GB)"]
-    counts.add(Origin.LOCAL, 5, 10_000_000)
-    counts.add(Origin.NODES, 6, 10_000_000)
-    counts.add(Origin.MEMORY, 7, 10_000_000)
+    for origin, samples in ((Origin.LOCAL, 5), (Origin.NODES, 6), (Origin.MEMORY, 7)):
+        counts.add(origin, samples, 10_000_000)
     assert read_lines(counts.values()) == [
         "samples read: 1,200 from the data files (3 GB),",
         "  5 from the nodes' local copies (0.01 GB), 7 from memory of the nodes (0.01 GB),",
@@ -326,59 +243,38 @@ def test_each_origin_that_gave_samples_is_told_within_80_columns() -> None:
     ]
 
 
-Make = Callable[..., tuple[ImageFile, Any, Any]]
-
-MEMORY = "data images.h5: {} stay in memory of each node (1.5 GB)"
-
-LOCAL = "data images.h5: {} stay in a local copy on each node (2 GB)"
-
 AGAIN = ", the others are read again in each epoch"
+MEMORY, LOCAL = "{} stay in memory of each node (1.5 GB)", "{} stay in a local copy on each node (2 GB)"
+EIGHT, FIVE = "61 % of the samples", "38 % of the samples"
+DENIED = {"local_denied": "/disk has room for 2 GB"}
+WHY = "in memory of each rank, as the ranks of a node cannot share it (Operation not permitted) (1.5 GB)"
 
 
 @pytest.mark.parametrize(
     ("kept", "expected"),
     [
         ({"memory": 13}, [MEMORY.format("all samples")]),
-        ({"memory": 8}, [MEMORY.format("61 % of the samples") + AGAIN]),
+        ({"memory": 8}, [MEMORY.format(EIGHT) + AGAIN]),
+        ({"memory": 8, "local": 5, "local_first": 8}, [MEMORY.format(EIGHT), LOCAL.format(FIVE)]),
         (
-            {"memory": 8, "local": 5, "local_first": 8},
-            [MEMORY.format("61 % of the samples"), LOCAL.format("38 % of the samples")],
-        ),
-        (
-            {"memory": 8, "local": 2, "local_first": 8, "local_denied": "/disk has room for 2 GB"},
-            [MEMORY.format("61 % of the samples"), LOCAL.format("15 % of the samples") + ", as /disk has room for 2 GB" + AGAIN],
+            {"memory": 8, "local": 2, "local_first": 8} | DENIED,
+            [MEMORY.format(EIGHT), LOCAL.format("15 % of the samples") + ", as /disk has room for 2 GB" + AGAIN],
         ),
         (
             {"memory": 8, "local": 13, "found": 9},
-            [MEMORY.format("61 % of the samples"), LOCAL.format("all samples") + ", 9 of them from an earlier run"],
+            [MEMORY.format(EIGHT), LOCAL.format("all samples") + ", 9 of them from an earlier run"],
         ),
         ({"local": 13}, [LOCAL.format("all samples")]),
-        (
-            {"memory": 8, "local_denied": "/disk has room for 0 GB"},
-            [MEMORY.format("61 % of the samples") + AGAIN, "data images.h5: there is no local copy, as /disk has room for 0 GB"],
-        ),
-        ({}, ["data images.h5: no sample stays in memory of a node, all are read again in each epoch"]),
+        ({"memory": 8} | DENIED, [MEMORY.format(EIGHT) + AGAIN, "there is no local copy, as /disk has room for 2 GB"]),
+        ({}, ["no sample stays in memory of a node, all are read again in each epoch"]),
+        ({"memory": 13, "denied": "Operation not permitted"}, [f"all samples stay {WHY}"]),
     ],
 )
-def test_what_is_kept_is_told(make_file: Make, kept: dict[str, Any], expected: list[str]) -> None:
+def test_what_is_kept_is_told(make_file: Callable[..., Any], kept: dict[str, Any], expected: list[str]) -> None:
     file = make_file()[0]
     file.path = Path("images.h5")
-    assert list(sentences(file, KeptSamples(**kept, memory_bytes=1_500_000_000, local_bytes=2_000_000_000))) == expected
-
-
-def test_memory_that_ranks_cannot_share_is_told(make_file: Make) -> None:
-    file = make_file()[0]
-    file.path = Path("images.h5")
-    (sentence,) = sentences(file, KeptSamples(memory=13, memory_bytes=10**9, denied="Operation not permitted"))
-    why = "in memory of each rank, as the ranks of a node cannot share it (Operation not permitted) (1 GB)"
-    assert sentence == f"data images.h5: all samples stay {why}"
-
-
-@pytest.mark.parametrize(
-    ("numbers", "text"), [({0, 1, 2, 5}, "0-2,5"), ({3}, "3"), ({7, 6, 64, 65}, "6-7,64-65"), (set(), ""), ({0, 2, 4}, "0,2,4")]
-)
-def test_numbers_are_written_as_people_do(numbers: set[int], text: str) -> None:
-    assert ranges(numbers) == text
+    found = list(sentences(file, KeptSamples(**kept, memory_bytes=1_500_000_000, local_bytes=2_000_000_000)))
+    assert found == [f"data images.h5: {each}" for each in expected]
 
 
 def _masks(*texts: range) -> list[frozenset[int]]:
@@ -394,23 +290,24 @@ def _masks(*texts: range) -> list[frozenset[int]]:
         (_masks(range(2), range(2, 4)) * 3, [0, 0, 1, 1, 2, 2], "0-1 | 2-3 on each of 3 nodes"),
         (_masks(range(2), range(2), range(2, 4), range(2, 4)), [0, 1, 0, 1], "0-1 | 2-3 on each of 2 nodes"),  # dealt out in turn
         (_masks(range(2), range(2, 4), range(4)), [0, 0, 1], "0-1 | 2-3 (ranks 0-1); 0-3 (rank 2)"),
+        (
+            _masks(*(range(2 * rank, 2 * rank + 2) for rank in range(64))),
+            [0] * 64,
+            "0-1 | 2-3 | 4-5 | 6-7 | 8-9 | 10-11 | 12-13 | ... | 126-127",
+        ),
     ],
 )
-def test_nodes_that_are_alike_are_told_once(cpus: list[frozenset[int]], node_of: list[int], line: str) -> None:
+def test_nodes_that_are_alike_are_told_once_and_many_ranks_are_shortened(
+    cpus: list[frozenset[int]], node_of: list[int], line: str
+) -> None:
     assert describe_cores(cpus, node_of) == f"cores of the ranks: {line}"
 
 
-def test_many_ranks_of_a_node_are_shortened() -> None:
-    line = describe_cores(_masks(*(range(2 * rank, 2 * rank + 2) for rank in range(64))), [0] * 64)
-    assert line == "cores of the ranks: 0-1 | 2-3 | 4-5 | 6-7 | 8-9 | 10-11 | 12-13 | ... | 126-127"
-
-
-def test_many_kinds_of_node_are_shortened() -> None:
+def test_numbers_are_written_as_people_do_and_many_kinds_of_node_are_shortened() -> None:
+    for numbers, text in (({0, 1, 2, 5}, "0-2,5"), ({3}, "3"), ({7, 6, 64, 65}, "6-7,64-65"), (set(), ""), ({0, 2, 4}, "0,2,4")):
+        assert ranges(numbers) == text
     line = describe_cores(_masks(*(range(rank + 1) for rank in range(9))), list(range(9)))
     assert line.endswith("0-3 (rank 3); and 5 more kinds of node")
-
-
-def test_the_line_is_about_what_the_system_says() -> None:
     assert cores_of_ranks(SingleCommunicator(), (0,)) == f"cores of the ranks: {ranges(os.sched_getaffinity(0))}"
 
 
@@ -449,7 +346,7 @@ def _rank(*, may_communicate: bool = True) -> Any:
 
 def test_on_one_rank_there_is_nothing_for_a_thread_to_post() -> None:
     rank = _rank()
-    chosen = set_progress(rank, SimpleNamespace(), "posting", 1)  # type: ignore[arg-type]
+    chosen = set_progress(rank, SimpleNamespace(), "posting", 1)
     assert (chosen.mode, chosen.matters) == (TEST, False)
     with rank.progress.computing() as thread:
         assert thread is None
@@ -458,7 +355,7 @@ def test_on_one_rank_there_is_nothing_for_a_thread_to_post() -> None:
 @pytest.mark.parametrize("mode", ["thread", "posting"])
 def test_a_thread_that_may_not_call_is_refused(mode: str) -> None:
     with pytest.raises(ConfigError, match=f"progress is {mode}, but MPI has started at level single"):
-        set_progress(_rank(may_communicate=False), SimpleNamespace(), mode, 1)  # type: ignore[arg-type]
+        set_progress(_rank(may_communicate=False), SimpleNamespace(), mode, 1)
 
 
 def test_beside_a_device_one_thread_does_everything() -> None:
@@ -473,7 +370,6 @@ def test_beside_a_device_one_thread_does_everything() -> None:
 
 
 START = {"kind": "start", "time": 1000.0, "epochs": 2, "samples": 100, "done_samples": 0, "last_sample": 200}
-
 INTERVAL = {"kind": "interval", "time": 1010.0, "epoch": 1, "step": 5, "images": 50, "loss": 2.0, "top1": 0.5, "lr": 0.1}
 
 
@@ -605,7 +501,7 @@ def test_the_newest_checkpoint_is_that_of_the_latest_step(directory: RunDirector
 )
 def test_the_lowest_rank_names_the_signal(ranks: int, signals: dict[int, signal.Signals], sentence: str | None) -> None:
     def reason(comm: ThreadCommunicator) -> StopReason | None:
-        return stop_reason(comm, SimpleNamespace(request=signals.get(comm.rank)))  # type: ignore[arg-type]
+        return stop_reason(comm, SimpleNamespace(request=signals.get(comm.rank)))
 
     assert {None if said is None else str(said) for said in run_virtual(ranks, reason)} == {sentence}
 
@@ -615,7 +511,7 @@ def test_a_limit_is_a_reason_where_no_rank_had_a_signal() -> None:
         limit = "max_time, 60 s" if comm.rank == 1 else None
         asked = SimpleNamespace(request=signal.SIGTERM if comm.rank == 2 else None)
         quiet = SimpleNamespace(request=None)
-        return str(stop_reason(comm, quiet, limit)), str(stop_reason(comm, asked, limit))  # type: ignore[arg-type]
+        return str(stop_reason(comm, quiet, limit)), str(stop_reason(comm, asked, limit))
 
     assert set(run_virtual(3, reasons)) == {("max_time, 60 s", "SIGTERM on rank 2")}
 

@@ -1,7 +1,5 @@
 """What a configuration leaves open: searched by rank 0, the same on all ranks, kept by runs that go on; machines and times."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -67,7 +65,7 @@ class _Search:
     def __call__(self, job: Any, machine: Any, costs: Any, ranks: int, space: SearchSpace, **_: Any) -> SimpleNamespace:
         self.spaces.append(space)
         rows = 2 if ranks % 2 == 0 else 1
-        best = ParallelPlan(rows, ranks // rows, use={"classifier.fc*": "model"} if rows > 1 else {})  # type: ignore[dict-item]
+        best = ParallelPlan(rows, ranks // rows, use={"classifier.fc*": "model"} if rows > 1 else {})
         return SimpleNamespace(
             choices=(
                 _choice(Candidate(best, "bucketed", {"window": 3}), 0.25),
@@ -270,19 +268,14 @@ def test_a_plan_without_a_job_says_what_is_missing(folder: Path, search: _Search
 
 
 AUTOMATIC_CHOICE_CONFIG = Path(__file__).parents[2] / "configs" / "imagenet-vgg16.yaml"
-
 OPEN = ("model={name: vgg11, width: 0.05}", "batch=14", "backend=numpy", "grid=auto", "plan=auto", "averager=auto")
-
 SECTIONS = {
     "grid": {"rows": 2, "cols": 2, "tiles": None, "overlap": ["features.0"]},
     "plan": {"default": "batch", "features.*": "domain", "classifier.*": "model"},
     "averager": {"name": "sharded", "fc_exchange": "never"},
 }
-
 LINK = Link((LinkSegment(0, 1e-6, 1e-9),))
-
 RATE = OperatorRate(1e10, 1e10, 1e-6)
-
 MACHINE = Machine("two nodes", 2, 2, 1.0, 1 << 30, LINK, LINK, 2, dict.fromkeys(OperatorClass, RATE))
 
 
@@ -530,17 +523,12 @@ def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(tmp_p
 
 
 @pytest.mark.usefixtures("known_rates")
-def test_every_number_is_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_number_is_in_the_table_which_is_folded_to_80_columns_where_there_is_no_terminal(capsys) -> None:
     machine = machine_file.read("xc40")
     calibration_job.print_machine(replace(machine, sources=dict.fromkeys(machine.sources, "here")))
     printed = capsys.readouterr().out
-    for key in {".".join(key.split(".")[:2]) for key in machine.sources}:
-        assert key in printed
+    assert all(".".join(key.split(".")[:2]) in printed for key in machine.sources)
     assert printed.count("here") == 1
-
-
-@pytest.mark.usefixtures("known_rates")
-def test_the_table_is_folded_to_80_columns_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     calibration_job.print_machine(machine_file.read("development"))
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= 80

@@ -1,7 +1,5 @@
 """Configurations before a run: names and options, what may change at a resume, and values that do not go together."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator
@@ -31,7 +29,6 @@ from hpctrain.optim.optimizers import OPTIMIZERS
 from tests.support.late_kernels import LateKernelSet
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-
 TEXT = """\
 model:
   name: resnet20
@@ -354,7 +351,6 @@ def test_the_changes_lead_from_the_one_to_the_other(old: dict[str, Any], new: di
 
 
 OPTIONS_CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
-
 ALL = [pytest.param(kind, one, id=f"{kind}-{one.name}") for kind in KINDS for one in choices(kind)]
 
 
@@ -404,7 +400,6 @@ def test_every_name_with_all_its_defaults_is_legal(section: str, name: str) -> N
 
 
 SCHEMA = json_schema()["$defs"]
-
 _SECTIONS = [(f"{section.capitalize()}Config", kind) for section, kind in SECTIONS.items()]
 
 
@@ -492,7 +487,6 @@ def test_a_plain_run_has_none() -> None:
 DEVICE_FAULTS_CONFIG = """
 {model: small, data: {train: train.h5}, batch: 8, epochs: 1, optimizer: {name: sgd, lr: 0.1}, schedule: constant}
 """
-
 FAULTS = {
     "data.mixing.mixup=0.2": r"^data\.mixing mixes the labels of images, which the loss of backend cuda does not take",
     "progress=thread": r"^progress is thread, but one thread enqueues .*; set progress to auto or test, or",

@@ -1,7 +1,5 @@
 """The data of a run: levels of memory and local copies, loaders, and samples that cannot be read."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json
@@ -53,19 +51,14 @@ from tests.support.signal_storm import final_tensors, same_bits
 from tests.support.virtual_runs import virtual_engine, work_virtual
 
 N, SHAPE = 203, (9, 11, 3)
-
 SIZE = 9 * 11 * 3
-
 BATCHES = 50
-
 _CONFIG = """
 {name: cached, model: {name: small, channels: [2], hidden: 3}, data: {train: train.h5}, batch: 8, epochs: 1,
  optimizer: {name: sgd, lr: 0.01}, schedule: constant}
 """
-
 #: limits of memory: none, two fifths of the samples, more than all
 LIMITS = {"off": 0, "some": 85 * SIZE, "all": 1 << 20}
-
 #: sections `data.cache` with a local copy, and the samples that are read from the file in the first epoch and in each later one
 LOCAL: dict[str, tuple[dict[str, Any], int]] = {
     "local": ({"memory": 0}, 0),
@@ -312,11 +305,8 @@ def test_a_run_says_and_records_what_it_read(job: Callable[..., Outcome], folder
 
 
 MEMORY_FILLING_SHAPE = (3, 4, 3)
-
 MEMORY_FILLING_SIZE = 3 * 4 * 3
-
 MEMORY_FILLING_N = 41
-
 PIXELS = np.random.default_rng(6).integers(0, 256, (MEMORY_FILLING_N, *MEMORY_FILLING_SHAPE), np.uint8)
 
 
@@ -460,7 +450,6 @@ def test_a_run_that_is_to_stop_fills_no_further(job: Callable[..., Outcome], tmp
 
 
 Job = Callable[..., Outcome]
-
 KEEP = "data.cache.keep=true"
 
 
@@ -596,16 +585,9 @@ def test_a_small_disk_takes_what_fits(trainings: Trainings, undisturbed: dict[in
 
 
 CONFIG = """
-model: small
-data:
-  train: synthetic
-  synthetic: {{height: 80, width: 96, samples: 37}}
-  augment: [{{name: random_resized_crop, size: 88}}, flip, randaugment, random_erasing]
-  threads: {threads}
-batch: 16
-epochs: 1
-optimizer: {{name: sgd, lr: 0.05}}
-schedule: constant
+{{model: small, batch: 16, epochs: 1, optimizer: {{name: sgd, lr: 0.05}}, schedule: constant,
+ data: {{train: synthetic, synthetic: {{height: 80, width: 96, samples: 37}}, threads: {threads},
+        augment: [{{name: random_resized_crop, size: 88}}, flip, randaugment, random_erasing]}}}}
 """
 
 

@@ -1,7 +1,5 @@
 """Runs on devices: the way of messages, and faults of jobs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -156,20 +154,10 @@ def test_refusals(keys: dict[str, Any], sentence: str) -> None:
 
 #: one of each kind; `benchmarks/faults.py --device` runs all
 NAMES = (
-    "a skipped step",
-    "operations in another order",
-    "a wrong count",
-    "a wrong dtype",
-    "an exception",
-    "os._exit(0)",
-    "SIGKILL",
-    "SIGSTOP",
-    "a rank that is too slow",
-    "a number that is not finite",
-    "a flipped bit of a parameter",
+    *("a skipped step", "operations in another order", "a wrong count", "a wrong dtype", "an exception", "os._exit(0)"),
+    *("SIGKILL", "SIGSTOP", "a rank that is too slow", "a number that is not finite", "a flipped bit of a parameter"),
     "a flipped bit of the optimizer's state, which its owner holds",
 )
-
 _START_SECONDS = 40.0  # on a loaded machine
 
 

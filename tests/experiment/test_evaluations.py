@@ -1,7 +1,5 @@
 """Evaluations, judgements and predictions agree on any grid; weights of a checkpoint and those that a training starts from."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,7 +18,7 @@ from hpctrain.data.format import ImageFile
 from hpctrain.errors import CheckpointError, ConfigError, DataError
 from hpctrain.experiment.evaluation import Evaluation, run_evaluation
 from hpctrain.experiment.initial_weights import put_weights
-from hpctrain.experiment.judgement import judge
+from hpctrain.experiment.judgement import Judgement, judge
 from hpctrain.experiment.model_weights import ModelWeights, of_checkpoint, of_file
 from hpctrain.experiment.prediction import PredictedPicture, PredictionRequest, run_prediction
 from hpctrain.experiment.session import Session
@@ -67,6 +65,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
 
 
 @pytest.fixture(scope="module")
+def trained32(tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
+    return train(tmp_path_factory.mktemp("trained"), "ema.decay=0.5", dtype="float32", layout="sharded")
+
+
+@pytest.fixture(scope="module")
 def expected(trained: TrainedRun) -> dict[bool, Evaluation]:
     """The evaluation of one rank in one batch, without mirror images and with them."""
     return {flip: _evaluated(trained, "1", flip=flip, batch=SAMPLES) for flip in (False, True)}
@@ -84,7 +87,7 @@ def _evaluated(
     return evaluations[0]
 
 
-def _matrix(evaluation: Evaluation) -> np.ndarray:
+def _matrix(evaluation: Evaluation | Judgement) -> np.ndarray:
     matrix = evaluation.confusion
     return np.array([matrix.of_label(label) for label in range(matrix.classes)])
 
@@ -139,32 +142,21 @@ def test_made_up_images_are_counted_alike_on_any_ranks(tmp_path: Path) -> None:
         assert [score.samples for score in found.confusion.scores()] == [5] * 5
 
 
-@pytest.fixture(scope="module")
-def judgement_trained(tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
-    return train(tmp_path_factory.mktemp("trained"), dtype="float32", layout="single")
-
-
 @pytest.mark.parametrize("grid", ["1", "1x3", "mixed 2x2"])
-def test_every_rank_has_the_counts_of_the_evaluation(judgement_trained: TrainedRun, grid: str) -> None:
+def test_every_rank_has_the_counts_of_the_evaluation(trained32: TrainedRun, grid: str) -> None:
     ranks, overrides = GRIDS[grid]
-    source = str(judgement_trained.run.path)
-    (evaluation, *_) = work_virtual(
-        ranks, judgement_trained.file, overrides, partial(run_evaluation, source=source, confusion=True)
-    )
-    judgements = work_virtual(ranks, judgement_trained.file, overrides, partial(judge, source=source, most=3))
-    assert evaluation.confusion is not None
-    for judgement in judgements:
-        for label in range(len(judgement.class_names)):
-            assert judgement.confusion.of_label(label).tolist() == evaluation.confusion.of_label(label).tolist()
+    source = str(trained32.run.path)
+    evaluated = partial(run_evaluation, source=source, confusion=True)
+    (evaluation, *_) = work_virtual(ranks, trained32.file, overrides, evaluated)
+    for judgement in work_virtual(ranks, trained32.file, overrides, partial(judge, source=source, most=3)):
+        assert np.array_equal(_matrix(judgement), _matrix(evaluation))
         assert sum(score.hits for score in judgement.confusion.scores()) == evaluation.sums.top1
 
 
-def test_pictures_are_those_of_the_file_and_the_surest_come_first(judgement_trained: TrainedRun) -> None:
+def test_pictures_are_those_of_the_file_and_the_surest_come_first(trained32: TrainedRun) -> None:
     ranks, overrides = GRIDS["1"]
-    (judgement,) = work_virtual(
-        ranks, judgement_trained.file, overrides, partial(judge, source=str(judgement_trained.run.path), most=1000)
-    )
-    file = ImageFile.open(judgement_trained.folder / "test.h5")
+    (judgement,) = work_virtual(ranks, trained32.file, overrides, partial(judge, source=str(trained32.run.path), most=1000))
+    file = ImageFile.open(trained32.folder / "test.h5")
     scores = judgement.confusion.scores()
     assert len(judgement.wrong) == sum(score.samples - score.hits for score in scores)
     assert len(judgement.right) == sum(score.hits > 0 for score in scores)
@@ -178,22 +170,17 @@ def test_pictures_are_those_of_the_file_and_the_surest_come_first(judgement_trai
             np.testing.assert_array_equal(image.pixels, file.images[image.number])
 
 
-@pytest.fixture(scope="module")
-def prediction_trained(tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
-    return train(tmp_path_factory.mktemp("trained"), "ema.decay=0.5", dtype="float32", layout="sharded")
-
-
 def _predicted(
-    prediction_trained: TrainedRun, grid: str, request: PredictionRequest | None = None, source: str | None = None
+    trained32: TrainedRun, grid: str, request: PredictionRequest | None = None, source: str | None = None
 ) -> list[PredictedPicture]:
     """The answers, the same on all ranks of a grid; by default of all test pictures, in the batches of the evaluation."""
-    request = request or PredictionRequest((prediction_trained.folder / "test",))
+    request = request or PredictionRequest((trained32.folder / "test",))
 
     def work(session: Session) -> list[PredictedPicture]:
-        return list(run_prediction(session, source or str(prediction_trained.run.path), request).answers)
+        return list(run_prediction(session, source or str(trained32.run.path), request).answers)
 
     ranks, overrides = GRIDS[grid]
-    first, *others = work_virtual(ranks, prediction_trained.file, overrides, work)
+    first, *others = work_virtual(ranks, trained32.file, overrides, work)
     assert all(other == first for other in others)
     return first
 
@@ -206,7 +193,7 @@ def _probabilities(answers: list[PredictedPicture]) -> np.ndarray:
 @pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("grid", "flip"), [("1", False), ("1x3", True), ("domain 3x1", False), ("mixed 2x2", True)])
-def test_pictures_have_the_bits_of_the_evaluation(prediction_trained: TrainedRun, grid: str, flip: bool, monkeypatch) -> None:
+def test_pictures_have_the_bits_of_the_evaluation(trained32: TrainedRun, grid: str, flip: bool, monkeypatch) -> None:
     """The evaluation's own scores, as they are counted, of images that the converter has decoded."""
     ranks, overrides = GRIDS[grid]
     scores: dict[str, list[np.ndarray]] = {}
@@ -217,9 +204,9 @@ def test_pictures_have_the_bits_of_the_evaluation(prediction_trained: TrainedRun
 
     plain_add = ConfusionCounts.add
     monkeypatch.setattr(ConfusionCounts, "add", add)
-    work = partial(run_evaluation, source=str(prediction_trained.run.path), flip=flip, confusion=True)
-    (evaluation, *_) = work_virtual(ranks, prediction_trained.file, overrides, work)
-    answers = _predicted(prediction_trained, grid, PredictionRequest((prediction_trained.folder / "test",), flip=flip))
+    work = partial(run_evaluation, source=str(trained32.run.path), flip=flip, confusion=True)
+    (evaluation, *_) = work_virtual(ranks, trained32.file, overrides, work)
+    answers = _predicted(trained32, grid, PredictionRequest((trained32.folder / "test",), flip=flip))
     found = _probabilities(answers)
     evaluated = np.concatenate([log_softmax(one) if not flip else one for batches in scores.values() for one in batches])
     assert sorted(map(tuple, found.tolist())) == sorted(map(tuple, np.exp(evaluated).tolist()))
@@ -228,24 +215,24 @@ def test_pictures_have_the_bits_of_the_evaluation(prediction_trained: TrainedRun
 
 
 @pytest.mark.parametrize(("grid", "flip"), [("1", False), ("mixed 2x2", True)])
-def test_averaged_weights_predict_what_they_are_evaluated_with(prediction_trained: TrainedRun, grid: str, flip: bool) -> None:
+def test_averaged_weights_predict_what_they_are_evaluated_with(trained32: TrainedRun, grid: str, flip: bool) -> None:
     ranks, overrides = GRIDS[grid]
-    work = partial(run_evaluation, source=str(prediction_trained.run.path), averaged=True, flip=flip)
-    (evaluation, *_) = work_virtual(ranks, prediction_trained.file, overrides, work)
-    request = PredictionRequest((prediction_trained.folder / "test",), flip=flip, averaged=True)
-    answers = _predicted(prediction_trained, grid, request)
+    work = partial(run_evaluation, source=str(trained32.run.path), averaged=True, flip=flip)
+    (evaluation, *_) = work_virtual(ranks, trained32.file, overrides, work)
+    request = PredictionRequest((trained32.folder / "test",), flip=flip, averaged=True)
+    answers = _predicted(trained32, grid, request)
     of_truth = [next(one.probability for one in each.classes if one.name == each.file.parent.name) for each in answers]
     assert -np.log(of_truth).sum() == pytest.approx(evaluation.sums.loss, rel=1e-5)
-    assert answers != _predicted(prediction_trained, grid, replace(request, averaged=False))
+    assert answers != _predicted(trained32, grid, replace(request, averaged=False))
 
 
 @pytest.mark.slow
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("grid", [grid for grid in GRIDS if grid != "1"])
-def test_any_grid_answers_in_order(prediction_trained: TrainedRun, grid: str) -> None:
-    files = tuple(sorted((prediction_trained.folder / "test").rglob("*.*")))
+def test_any_grid_answers_in_order(trained32: TrainedRun, grid: str) -> None:
+    files = tuple(sorted((trained32.folder / "test").rglob("*.*")))
     chosen = (*files[::-1], files[3])
-    found, expected = (_predicted(prediction_trained, one, PredictionRequest(chosen, batch=5)) for one in (grid, "1"))
+    found, expected = (_predicted(trained32, one, PredictionRequest(chosen, batch=5)) for one in (grid, "1"))
     assert [each.file for each in found] == list(chosen)
     assert np.allclose(_probabilities(found), _probabilities(expected), rtol=1e-5)
     assert np.allclose(_probabilities(found).sum(axis=1), 1, rtol=1e-14)
@@ -255,52 +242,50 @@ def test_any_grid_answers_in_order(prediction_trained: TrainedRun, grid: str) ->
 @pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("grid", "flip"), [("1", True), ("1x4", False), ("tiles 4x1", True)])
-def test_a_broken_picture_disturbs_no_other(prediction_trained: TrainedRun, grid: str, flip: bool, tmp_path: Path) -> None:
-    good = sorted((prediction_trained.folder / "test").rglob("*.*"))[:3]
+def test_a_broken_picture_disturbs_no_other(trained32: TrainedRun, grid: str, flip: bool, tmp_path: Path) -> None:
+    good = sorted((trained32.folder / "test").rglob("*.*"))[:3]
     (tmp_path / "bad.jpg").write_text("no image")
     places = (good[0], tmp_path / "bad.jpg", good[1], good[2])
-    answers = _predicted(prediction_trained, grid, PredictionRequest(places, flip=flip, batch=4, top=1))
+    answers = _predicted(trained32, grid, PredictionRequest(places, flip=flip, batch=4, top=1))
     assert [each.file for each in answers] == list(places)
     assert answers[1] == PredictedPicture(places[1], error="The image cannot be decoded: it is of no format that hpctrain reads.")
-    alone = _predicted(prediction_trained, "1", PredictionRequest(tuple(good), flip=flip, top=1))
+    alone = _predicted(trained32, "1", PredictionRequest(tuple(good), flip=flip, top=1))
     for each, other in zip([answers[0], *answers[2:]], alone, strict=True):
         assert each.classes[0].name == other.classes[0].name
         assert np.isclose(each.classes[0].probability, other.classes[0].probability, rtol=1e-5)
 
 
-def test_a_checkpoint_without_the_form_of_evaluation_images_takes_that_of_training(
-    prediction_trained: TrainedRun, tmp_path: Path
-) -> None:
-    _, newest = checkpoint.checkpoints(prediction_trained.run.checkpoints)[-1]
+def test_a_checkpoint_without_the_form_of_evaluation_images_takes_that_of_training(trained32: TrainedRun, tmp_path: Path) -> None:
+    _, newest = checkpoint.checkpoints(trained32.run.checkpoints)[-1]
     content = checkpoint.read(newest)
     old = CheckpointContent(
         dict(content.tensors), {key: value for key, value in content.meta.items() if key != "evaluation_images"}
     )
     checkpoint.write(tmp_path / "old.h5", old)
-    request = PredictionRequest((prediction_trained.folder / "train",), fit="crop")
-    found = _predicted(prediction_trained, "1", request, str(tmp_path / "old.h5"))
+    request = PredictionRequest((trained32.folder / "train",), fit="crop")
+    found = _predicted(trained32, "1", request, str(tmp_path / "old.h5"))
     assert _probabilities(found).shape == (21, 3)
-    as_trained = _predicted(prediction_trained, "1", replace(request, fit=None), str(tmp_path / "old.h5"))
+    as_trained = _predicted(trained32, "1", replace(request, fit=None), str(tmp_path / "old.h5"))
     assert found == as_trained
-    assert found != _predicted(prediction_trained, "1", replace(request, fit="squash"), str(tmp_path / "old.h5"))
+    assert found != _predicted(trained32, "1", replace(request, fit="squash"), str(tmp_path / "old.h5"))
 
 
-def test_outputs_that_are_not_finite_are_said(prediction_trained: TrainedRun, tmp_path: Path) -> None:
-    _, newest = checkpoint.checkpoints(prediction_trained.run.checkpoints)[-1]
+def test_outputs_that_are_not_finite_are_said(trained32: TrainedRun, tmp_path: Path) -> None:
+    _, newest = checkpoint.checkpoints(trained32.run.checkpoints)[-1]
     content = checkpoint.read(newest)
     tensors = {key: np.array(value) for key, value in content.tensors.items()}
     key = next(name for name in tensors if name.startswith("parameters/") and name.endswith("bias"))
     tensors[key][...] = np.nan
     checkpoint.write(tmp_path / "nan.h5", CheckpointContent(tensors, content.meta))
-    answers = _predicted(prediction_trained, "1x2", source=str(tmp_path / "nan.h5"))
+    answers = _predicted(trained32, "1x2", source=str(tmp_path / "nan.h5"))
     assert {each.error for each in answers} == {"The network's outputs for the image are not finite."}
 
 
-def test_what_is_not_there_is_said_on_all_ranks(prediction_trained: TrainedRun) -> None:
+def test_what_is_not_there_is_said_on_all_ranks(trained32: TrainedRun) -> None:
     with pytest.raises(DataError, match=r"There is no image nowhere\.png"):
-        _predicted(prediction_trained, "1x2", PredictionRequest((Path("nowhere.png"),)))
+        _predicted(trained32, "1x2", PredictionRequest((Path("nowhere.png"),)))
     with pytest.raises(CheckpointError, match="nowhere is no run directory"):
-        _predicted(prediction_trained, "1x2", source="nowhere")
+        _predicted(trained32, "1x2", source="nowhere")
 
 
 CONFIG: dict[str, Any] = {
@@ -312,7 +297,6 @@ CONFIG: dict[str, Any] = {
     "optimizer": {"name": "sgd", "lr": 0.1},
     "schedule": "constant",
 }
-
 DATA = {
     "samples": 8,
     "shape": [9, 8, 1],
@@ -322,7 +306,6 @@ DATA = {
     "mean": [0.5],
     "std": [0.25],
 }
-
 SUMS = {"loss": 0.0, "top1": 0, "top5": 0, "count": 0}
 
 

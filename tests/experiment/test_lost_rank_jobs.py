@@ -1,7 +1,5 @@
 """Runs that lose ranks where Open MPI goes on without them: they end as those that were stopped and resumed on the ranks left."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Callable, Sequence
@@ -23,7 +21,6 @@ pytestmark = [pytest.mark.job, pytest.mark.slow]
 Job = Callable[..., Outcome]
 #: ranks, how they end, and where: module, attribute, the number of the call
 Deaths = Sequence[tuple[Sequence[int], str, str, str, int]]
-
 FAULT_TOLERANT = ("--with-ft", "ulfm")
 CONFIG = """
 {{name: tiny, backend: numpy, progress: test, model: {{name: small, channels: [4, 6], hidden: 9, dropout: 0.2}},

@@ -1,7 +1,5 @@
 """A process's memory of its run over smaller and smaller worlds; where lost ranks cannot be gone on without, that is refused."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Grids, image sizes and batch norms of a configuration, and trials of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,7 +40,6 @@ from hpctrain.train.micro_batches import micro_batches_of
 from tests.support import nets
 
 CONFIG = Path(__file__).parents[2] / "configs" / "imagenet-vgg16.yaml"
-
 DOMAIN = ("model={name: vgg11, width: 0.05}", "plan.default=domain", "grid.rows=2")
 
 
@@ -115,15 +112,8 @@ def test_every_rank_has_a_sample_to_work_on(batch: int, rows: int, cols: int, le
 
 
 TEXT = """
-model: {model}
-data:
-  train: nowhere.h5
-  augment: [{{name: random_resized_crop, size: 224}}]
-  sizes: {sizes}
-batch: 8
-epochs: 6
-optimizer: {{name: sgd, lr: 0.1}}
-schedule: constant
+{{model: {model}, batch: 8, epochs: 6, optimizer: {{name: sgd, lr: 0.1}}, schedule: constant,
+ data: {{train: nowhere.h5, augment: [{{name: random_resized_crop, size: 224}}], sizes: {sizes}}}}}
 """
 
 
@@ -300,30 +290,13 @@ def test_a_training_is_refused_before_its_first_step(tmp_path: Path) -> None:
 
 
 SMOKE_TEXT = """
-model: {model}
-data:
-  train: {folder}/train.h5
-  test: {folder}/test.h5
-  augment: [{{name: random_resized_crop, size: {size}}}]
-  evaluate_augment: [{{name: center_crop, size: {size}}}]
-batch: 256
-epochs: 90
-optimizer: {{name: sgd, lr: 0.1, momentum: 0.9}}
-schedule: {{name: cosine, warmup_epochs: 5}}
+{{model: {model}, batch: 256, epochs: 90, optimizer: {{name: sgd, lr: 0.1, momentum: 0.9}},
+ schedule: {{name: cosine, warmup_epochs: 5}}, data: {{train: {folder}/train.h5, test: {folder}/test.h5,
+ augment: [{{name: random_resized_crop, size: {size}}}], evaluate_augment: [{{name: center_crop, size: {size}}}]}}}}
 """
-
 #: keys that a trial may change; all others are the recipe's
-CHANGED = {
-    "name",
-    "batch",
-    "epochs",
-    "optimizer.lr",
-    "schedule.warmup_epochs",
-    "data.train",
-    "data.test",
-    "data.synthetic",
-    "data.augment",
-    "data.evaluate_augment",
+CHANGED = {"name", "batch", "epochs", "optimizer.lr", "schedule.warmup_epochs", "data.train", "data.test", "data.synthetic"} | {
+    *("data.augment", "data.evaluate_augment")
 }
 
 
@@ -418,30 +391,22 @@ def test_a_directory_is_removed_and_a_failure_to_do_so_is_told(tmp_path: Path) -
     assert "could not be removed (No such file or directory)" in remove_run(run)
 
 
-def _replica(*, on_host: bool = True) -> Any:
-    arithmetic = SimpleNamespace(on_host=on_host)
-    return SimpleNamespace(network=SimpleNamespace(image_shape=(8, 8, 3), kernels=SimpleNamespace(arithmetic=arithmetic)))
-
-
-def test_images_have_the_shape_that_the_replica_takes() -> None:
-    check_shape((8, 8, 3), _replica())
+def test_arguments_of_loaders_fit_the_replica() -> None:
+    replica, on_gpu = (
+        SimpleNamespace(network=SimpleNamespace(image_shape=(8, 8, 3), kernels=SimpleNamespace(arithmetic=arithmetic)))
+        for arithmetic in (SimpleNamespace(on_host=True), SimpleNamespace(on_host=False))
+    )
+    check_shape((8, 8, 3), replica)
     with pytest.raises(ShapeError, match=r"Images come out as \(8, 9, 3\), but the replica takes \(8, 8, 3\)"):
-        check_shape((8, 9, 3), _replica())
-
-
-def test_mixing_is_made_of_its_options() -> None:
-    assert mixing_of(None, 3, _replica()) is None
-    mixing = mixing_of({"mixup": 0.2}, 3, _replica())
-    assert mixing.mixes
-
-
-@pytest.mark.parametrize(("options", "words"), [({"mixup": -1.0}, "mixup"), ({"blend": 1.0}, "blend")])
-def test_wrong_options_are_named(options: dict[str, float], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        mixing_of(options, 3, _replica())
-
-
-def test_a_gpu_mixes_nothing_so_far() -> None:
-    assert mixing_of({"mixup": 0.0}, 3, _replica(on_host=False)) is not None
-    with pytest.raises(ConfigError, match="leave mixing out"):
-        mixing_of({"mixup": 0.2}, 3, _replica(on_host=False))
+        check_shape((8, 9, 3), replica)
+    assert mixing_of(None, 3, replica) is None
+    assert mixing_of({"mixup": 0.2}, 3, replica).mixes
+    assert mixing_of({"mixup": 0.0}, 3, on_gpu) is not None
+    refused = (
+        ({"mixup": -1.0}, replica, "mixup"),
+        ({"blend": 1.0}, replica, "blend"),
+        ({"mixup": 0.2}, on_gpu, "leave mixing out"),
+    )
+    for options, of, words in refused:
+        with pytest.raises(ConfigError, match=words):
+            mixing_of(options, 3, of)

@@ -1,7 +1,5 @@
 """From what a run goes on: checkpoints that ranks verify together, stored runs, and the best checkpoint."""
 
-from __future__ import annotations
-
 import logging
 import os
 import random
@@ -101,23 +99,13 @@ def flip(path: Path, tensor: np.ndarray) -> None:
     path.write_bytes(data)
 
 
-class Lines(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 @pytest.fixture
 def lines() -> Iterator[list[str]]:
     """Of the search's log, in which only rank 0 writes."""
-    handler, logger = Lines(), logging.getLogger("hpctrain.experiment.checkpoint_search")
+    texts, handler, logger = list[str](), logging.Handler(), logging.getLogger("hpctrain.experiment.checkpoint_search")
+    handler.emit = lambda record: texts.append(record.getMessage())
     logger.addHandler(handler)
-    yield handler.texts
+    yield texts
     logger.removeHandler(handler)
 
 
@@ -286,7 +274,6 @@ plan: {{default: model}}
 averager: {{name: priority}}
 deadline_seconds: 17
 """
-
 OLD, NEW = "first-20260101-120000", "second-20260301-120000"
 
 
@@ -304,12 +291,9 @@ def runs(tmp_path: Path) -> Path:
     return tmp_path / "runs"
 
 
-def test_auto_is_the_newest_run_with_a_checkpoint_whatever_its_name(runs: Path) -> None:
+def test_auto_is_the_newest_run_with_a_checkpoint_whatever_its_name_and_best_of_one_that_has_it(runs: Path) -> None:
     found = find_run("auto", runs)
     assert (found.source, found.parsed(())[0].name) == (str(runs / NEW), "second")
-
-
-def test_best_is_of_the_newest_run_that_has_one(runs: Path) -> None:
     found = find_run("best", runs)
     assert (found.source, found.parsed(())[0].name) == (str(runs / OLD / "checkpoints" / "checkpoint-00000004.h5"), "first")
 
@@ -589,7 +573,7 @@ def test_a_checkpoint_of_an_earlier_version_begins_the_search(folder: Path) -> N
     _whole(folder, accuracies=(3, 9))
     path = checkpoint_path(_directory(folder), 6)
     content = checkpoint.read(path)
-    assert [entry["step"] for entry in content.meta[META]] == [3, 6]  # type: ignore[attr-defined]
+    assert [entry["step"] for entry in content.meta[META]] == [3, 6]
     checkpoint.write(path, CheckpointContent(content.tensors, {key: content.meta[key] for key in content.meta if key != META}))
     _whole(folder, accuracies=(3, 9, 1, 2), resume="auto")
     assert _there(folder) == [12]

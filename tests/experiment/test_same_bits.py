@@ -1,7 +1,5 @@
 """Runs with the same bits: rollbacks, hashes of each step, one order of sums."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import threading
@@ -37,16 +35,13 @@ from tests.support.jobs import Outcome
 from tests.support.virtual_runs import _rank, train_virtual
 
 pytestmark = pytest.mark.slow
-
 SAMPLES, BATCH, SEED = 75, 16, 7
-
 CONFIG = """
 {{name: tiny, seed: {seed}, backend: numpy, progress: test, model: {{name: small, channels: [4, 6], hidden: 9, dropout: 0.2}},
  data: {{train: {folder}/train.h5, test: {folder}/test.h5}}, batch: {batch}, epochs: 2,
  optimizer: {{name: sgd, lr: 0.05, momentum: 0.9}}, schedule: {{name: cosine}}, checkpoint: {{every_steps: 2, keep: 99}},
  metrics: {{interval_seconds: 1.0e-9}}, deadline_seconds: 60, output: {folder}/runs}}
 """
-
 #: by step, the samples of each rank as they were taken last
 Seen = dict[tuple[int, int], dict[int, list[int]]]
 
@@ -133,7 +128,7 @@ def test_skip_leaves_a_step_out_and_a_resume_goes_on_alike(folder: Path, capsys:
     whole = _run(folder, "whole")
     assert [(record["step"], record["sources"]) for record in _records(whole, "skip")] == [(1, [1]), (4, [1]), (7, [1])]
     assert len(_records(whole, "interval")) == 10
-    assert _last(whole).meta["position"]["skipped"] == 3  # type: ignore[index]
+    assert _last(whole).meta["position"]["skipped"] == 3
     _train(folder, 2, bad, "on_nonfinite=skip", steps=4)
     _train(folder, 2, bad, "on_nonfinite=skip", resume="auto")
     assert "3 of 10 steps were skipped" in capsys.readouterr().out
@@ -152,7 +147,7 @@ def _assert_went_back(folder: Path, said: str) -> None:
     assert (record["step"], record["from_step"], record["samples"], record["order"]) == (6, 9, BATCH, 1)
     assert "went back from step 9 to step 6, and on in order 1: Layer" in said
     assert [record["step"] for record in _records(_run(folder), "interval")] == list(range(1, 11))
-    assert _last(_run(folder)).meta["position"]["reorderings"] == [[1, BATCH, 1]]  # type: ignore[index]
+    assert _last(_run(folder)).meta["position"]["reorderings"] == [[1, BATCH, 1]]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -240,10 +235,8 @@ RUN_HASHES_CONFIG = """
  schedule: constant, ema: {{decay: 0.5}}, checkpoint: {{every_steps: 3, keep: 99}}, hashes: {{every_steps: 2}},
  deadline_seconds: 60, output: {folder}/runs}}
 """
-
 #: steps with hashes of an undisturbed run
 STEPS = [0, 2, 4, 6, 8, 10]
-
 RANKS = 2
 
 

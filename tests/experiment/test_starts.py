@@ -1,7 +1,5 @@
 """All ranks start alike, with the same inputs and code, or none does."""
 
-from __future__ import annotations
-
 import importlib
 import io
 import re
@@ -52,7 +50,6 @@ from hpctrain.storage.convert import convert
 from hpctrain.storage.run_directory import latest
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual
-from tests.cli.test_starting import folder as folder
 from tests.support import nets
 from tests.support.jobs import Outcome
 from tests.support.run_in_process import prepare, train
@@ -62,92 +59,84 @@ from tests.support.write_fixtures import write_data_version_1
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
 
-def _sentences(overrides: list[list[str]], **leads: Any) -> list[str]:
-    """The sentence that each rank raises; "" where it raises nothing. overrides: by rank."""
+def raised(ranks: int, work: Callable[[ThreadCommunicator], object]) -> list[str]:
+    """The sentence that each virtual rank raises, "" for a rank that raises none."""
 
     def program(comm: ThreadCommunicator) -> str:
-        config, _ = load(CONFIG, overrides[comm.rank])
         try:
-            check_same_start(comm, config, leads_node=leads.get("leads_node", True))
-        except ConfigError as error:
+            work(comm)
+        except HpctrainError as error:
             return str(error)
         return ""
 
-    return run_virtual(len(overrides), program)
+    return run_virtual(ranks, program, deadline_seconds=60)
+
+
+def _started(overrides: Sequence[Sequence[str]], leads_node: bool = True) -> list[str]:
+    """What ranks raise that start with these overrides."""
+    configs = [load(CONFIG, each)[0] for each in overrides]
+    return raised(len(configs), lambda comm: check_same_start(comm, configs[comm.rank], leads_node=leads_node))
 
 
 @pytest.mark.parametrize("leads_node", [True, False])
-def test_ranks_that_start_alike_go_on(leads_node: bool) -> None:
-    assert _sentences([["batch=32"]] * 3, leads_node=leads_node) == ["", "", ""]
-    assert _sentences([["threads=1"], ["threads=2"], ["flight=/tmp/x"]]) == ["", "", ""]
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        ([["batch=32"]] * 3, ""),
+        ([["threads=1"], ["threads=2"], ["flight=/tmp/x"]], ""),
+        (
+            [["batch=32"], ["batch=32"], ["batch=64", "seed=3"]],
+            "Rank 2 has another configuration than rank 0: batch is 64, not 32",
+        ),
+        ([["averager=sharded"], ["averager={name: sharded, wire: bfloat16}"]], "averager.wire is bfloat16, not none"),
+    ],
+)
+def test_ranks_start_with_one_configuration_or_not_at_all(overrides: list[list[str]], sentence: str, leads_node: bool) -> None:
+    [found] = set(_started(overrides, leads_node))
+    assert sentence in found
+    assert found == "" or (sentence and found.endswith("; give all ranks the same file and overrides."))
 
 
-def test_another_configuration_is_named_on_every_rank() -> None:
-    sentences = _sentences([["batch=32"], ["batch=32"], ["batch=64", "seed=3"]])
-    assert set(sentences) == {
-        "Rank 2 has another configuration than rank 0: batch is 64, not 32; give all ranks the same file and overrides."
-    }
-    options = _sentences([["averager={name: sharded}"], ["averager={name: sharded, wire: bfloat16}"]])
-    assert "averager.wire is bfloat16, not none" in options[0]
-
-
-def test_another_option_of_the_command_is_named() -> None:
+def test_another_option_of_the_command_or_argument_of_a_call_is_named() -> None:
     def program(comm: ThreadCommunicator) -> None:
         check_same_start(comm, None, options={"resume": True, "steps": 5})
         with pytest.raises(ConfigError, match="Rank 1 has other options than rank 0: resume is False, not True"):
-            check_same_start(comm, None, options={"resume": comm.rank == 0, "steps": 5})
-
-    run_virtual(2, program)
-
-
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        ("software_versions", "Rank 1 has other packages than rank 0: numpy is 2, not 1; give all nodes the same environment."),
-        ("package_files", "Rank 1 has other files of hpctrain than rank 0: nn/x.py differs; install the same version of it on"),
-    ],
-)
-def test_other_packages_and_files_are_named(monkeypatch: pytest.MonkeyPatch, kind: str, words: str) -> None:
-    calls = iter(range(2))
-    values = [{"numpy": "1"}, {"numpy": "2"}] if kind == "software_versions" else [{"nn/x.py": 1}, {"nn/x.py": 2}]
-    monkeypatch.setattr(same_start, kind, lambda *_: values[next(calls)])
-    monkeypatch.setattr(same_start, "_DRIVERS", ())
-    sentences = _sentences([[], []])
-    assert sentences[0] == sentences[1]
-    assert sentences[0].startswith(words)
-
-
-def _program_sentences(arguments: list[dict[str, Any]], programs: list[Path | None]) -> list[str]:
-    def program(comm: ThreadCommunicator) -> str:
-        try:
-            check_same_program(comm, arguments[comm.rank], programs[comm.rank])
-        except ConfigError as error:
-            return str(error)
-        return ""
-
-    return run_virtual(len(programs), program)
-
-
-def test_programs_are_compared_by_arguments_and_text(tmp_path: Path) -> None:
-    one, same, other = (tmp_path / name / "train.py" for name in ("a", "b", "c"))
-    for path, text in ((one, "x = 1"), (same, "x = 1"), (other, "x = 2")):
-        path.parent.mkdir()
-        path.write_text(text)
-    alike = [{"batch": 8}] * 3
-    assert (_program_sentences(alike, [one, same, one]), _program_sentences(alike, [None] * 3)) == ([""] * 3, [""] * 3)
-    sentence = "Rank 2 has another program than rank 0: train.py differs; give all nodes the same file."
-    assert _program_sentences(alike, [one, same, other]) == [sentence] * 3
-    sentence = "Rank 1 has other arguments of hpctrain.start than rank 0: batch is 9, not 8; give all ranks the same."
-    assert _program_sentences([{"batch": 8}, {"batch": 9}, {"batch": 8}], [one] * 3) == [sentence] * 3
-
-
-def test_calls_are_compared_by_arguments() -> None:
-    def program(comm: ThreadCommunicator) -> None:
+            check_same_start(comm, None, options={"resume": comm.rank != 1, "steps": 5})
         compare(comm, called_with("job.replica", {"seed": 0, "path": f"of rank {comm.rank}", "optimizer": program}))
         with pytest.raises(ConfigError, match=r"Rank 2 has other arguments of .*replica than rank 0: seed is 2, not 0"):
             compare(comm, called_with("job.replica", {"seed": comm.rank // 2 * 2}))
 
     run_virtual(3, program)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fact", "words"),
+    [
+        ("software_versions", "numpy", "packages than rank 0: numpy is 2, not 1; give all nodes the same environment."),
+        ("package_files", "nn/x.py", "files of hpctrain than rank 0: nn/x.py differs; install the same version of it on"),
+    ],
+)
+def test_other_packages_and_files_are_named(monkeypatch: pytest.MonkeyPatch, kind: str, fact: str, words: str) -> None:
+    values = iter(("1", "2"))
+    monkeypatch.setattr(same_start, kind, lambda *_: {fact: next(values)})
+    monkeypatch.setattr(same_start, "_DRIVERS", ())
+    [sentence] = set(_started([[], []]))
+    assert sentence.startswith(f"Rank 1 has other {words}")
+
+
+def test_programs_are_compared_by_arguments_and_text(tmp_path: Path) -> None:
+    def said_of(batches: Sequence[int], programs: Sequence[Path | None]) -> set[str]:
+        return set(raised(3, lambda comm: check_same_program(comm, {"batch": batches[comm.rank]}, programs[comm.rank])))
+
+    one, same, other = (tmp_path / name / "train.py" for name in ("a", "b", "c"))
+    for path, text in ((one, "x = 1"), (same, "x = 1"), (other, "x = 2")):
+        path.parent.mkdir()
+        path.write_text(text)
+    assert said_of([8, 8, 8], [one, same, one]) == said_of([8, 8, 8], [None] * 3) == {""}
+    sentence = "Rank 2 has another program than rank 0: train.py differs; give all nodes the same file."
+    assert said_of([8, 8, 8], [one, same, other]) == {sentence}
+    sentence = "Rank 1 has other arguments of hpctrain.start than rank 0: batch is 9, not 8; give all ranks the same."
+    assert said_of([8, 9, 8], [one] * 3) == {sentence}
 
 
 def test_checksums_are_of_all_modules(tmp_path: Path) -> None:
@@ -173,19 +162,15 @@ def test_parts_that_no_training_loads_are_not_read() -> None:
 def test_modules_of_gpus_are_compared_between_the_nodes_that_have_some(differ: bool) -> None:
     """Rank 1 is on a node without a GPU, and says nothing of them."""
 
-    def program(comm: Communicator) -> str:
-        files = {"backend/cuda/x.py": comm.rank if differ else 0}
-        mend, of_gpus = "install the same version of it on all nodes", None if comm.rank == 1 else files
-        try:
-            for facts in ({"nn/x.py": 0}, of_gpus):
-                compare(comm, Subject("other files of hpctrain", mend, facts, lambda key, *_: f"{key} differs"))
-        except ConfigError as error:
-            return str(error)
-        return ""
+    def work(comm: Communicator) -> None:
+        of_gpus = None if comm.rank == 1 else {"backend/cuda/x.py": comm.rank if differ else 0}
+        for facts in ({"nn/x.py": 0}, of_gpus):
+            mend = "install the same version of it on all nodes"
+            compare(comm, Subject("other files of hpctrain", mend, facts, lambda key, *_: f"{key} differs"))
 
     sentence = "Rank 2 has other files of hpctrain than rank 0: backend/cuda/x.py differs; "
     sentence += "install the same version of it on all nodes."
-    assert run_virtual(3, program) == [sentence if differ else ""] * 3
+    assert raised(3, work) == [sentence if differ else ""] * 3
 
 
 COUNT, SHAPE, NAMES = 20, (7, 6, 1), ["a", "b", "c"]
@@ -283,10 +268,9 @@ SECTIONS: dict[str, tuple[str, Callable[[Session, Path], object]]] = {
     "eval": ("data.test", lambda session, _: run_evaluation(session, "auto")),
     "report": ("data.test", lambda session, _: judge(session, "auto", 3)),
     "automatic": ("data.train", lambda session, _: resolve(_automatic(session), StartedJob(session.world, 1, 60))),
-    "loader": ("", lambda session, path: job_of(session).loader(None, path)),  # type: ignore[arg-type]
-    "like": ("", lambda session, path: job_of(session).loader(None, path.parent / "train.h5", like=path)),  # type: ignore[arg-type]
+    "loader": ("", lambda session, path: job_of(session).loader(None, path)),
+    "like": ("", lambda session, path: job_of(session).loader(None, path.parent / "train.h5", like=path)),
 }
-
 _SHOWN = {"loader": "data file", "like": "file of `like`"}
 
 
@@ -317,7 +301,7 @@ def test_the_doctor_says_what_a_training_says(inputs: Path) -> None:
             place: Any = _Place(comm, load(inputs / "tiny.yaml", [f"{key}={paths[comm.rank]}"])[0])
             return hdf5.gather_same(place)
 
-        [finding] = hdf5.judge_same(_View(len(paths)), run_virtual(len(paths), on_rank))  # type: ignore[arg-type]
+        [finding] = hdf5.judge_same(_View(len(paths)), run_virtual(len(paths), on_rank))
         return f"{finding.severity.value}: {finding.sentence}"
 
     here, other = inputs / "train.h5", inputs / "other-0.h5"
@@ -499,7 +483,7 @@ def test_pictures_are_compared_by_size_and_content(inputs: Path, tmp_path: Path,
     facts = picture_facts(files)
     assert len(facts) == 16
     assert {str(files[0]), str(files[-1])} <= facts.keys()
-    monkeypatch.setattr(prediction, "picture_facts", lambda _: of_ranks[len(asked)] if not asked.append(0) else {})  # type: ignore[func-returns-value]
+    monkeypatch.setattr(prediction, "picture_facts", lambda _: of_ranks[len(asked)] if not asked.append(0) else {})
     for change, words in (
         (lambda: files[0].write_bytes(b"other"), "5 bytes with crc32 "),
         (files[0].unlink, "not there (No such file or directory), not "),
@@ -559,11 +543,14 @@ BAD_ARRAYS: list[tuple[Any, Any, str]] = [
 ]
 
 
-def test_arrays_of_another_kind_or_range_are_refused_in_a_sentence(tmp_path: Path) -> None:
-    prepare(tmp_path)
+def on_jobs(ranks: int, folder: Path, work: Callable[[Job, int], object]) -> None:
+    """Do some work with the job of each virtual rank."""
+    prepare(folder)
+    run_virtual(ranks, lambda comm: work(job_of(_session(comm, folder / "tiny.yaml", [])), comm.rank))
 
-    def on_rank(comm: Communicator) -> None:
-        job = job_of(_session(comm, tmp_path / "tiny.yaml", []))
+
+def test_arrays_of_another_kind_or_range_are_refused_in_a_sentence(tmp_path: Path) -> None:
+    def work(job: Job, _: int) -> None:
         replica = job.replica(nets.plain(), (9, 7, 3), backend="numpy", dtype="float64")
         for images, labels, sentence in BAD_ARRAYS:
             with pytest.raises(HpctrainError, match=sentence):
@@ -572,72 +559,54 @@ def test_arrays_of_another_kind_or_range_are_refused_in_a_sentence(tmp_path: Pat
         with pytest.raises(DataError, match="Sample 2 of images holds a value that is not finite in float32"):
             job.array_loader(narrow, _with(IMAGES, (2, 0, 0, 0), 1e300), LABELS)
         for images, labels in ((IMAGES.tolist(), LABELS.tolist()), (IMAGES[::-1], LABELS.astype(np.uint8))):
-            [first, *_] = job.array_loader(replica, images, labels, shuffle=False).epoch(0)  # type: ignore[arg-type]
+            [first, *_] = job.array_loader(replica, images, labels, shuffle=False).epoch(0)
             assert np.array_equal(first.x, np.asarray(images)[:8])
             assert np.array_equal(first.y, labels[:8])
 
-    run_virtual(1, on_rank)
+    on_jobs(1, tmp_path, work)
 
 
-@pytest.mark.parametrize(
-    ("other", "words"),
-    [
-        (
-            lambda: (_with(IMAGES, (9, 0, 0, 0), 7.0), LABELS, {}),
-            r"arrays in job.array_loader .*images is \(16, 9, 7, 3\) float64",
-        ),
-        (lambda: (IMAGES.astype(np.float32), LABELS, {}), r"arrays in job.array_loader .*images is"),
-        (lambda: (IMAGES[:12], LABELS[:12], {}), r"images is \(12, 9, 7, 3\) float64 .* not \(16, 9, 7, 3\)"),
-        (lambda: (IMAGES, np.roll(LABELS, 1), {}), r"labels is \(16,\) with crc32"),
-        (lambda: (IMAGES, LABELS, {"seed": 1}), "arguments of job.array_loader than rank 0: seed is 1, not 0"),
-        (lambda: (IMAGES, LABELS, {"batch": 4}), "arguments of job.array_loader than rank 0: batch is 4, not None"),
-    ],
-)
-def test_a_rank_with_other_arrays_or_arguments_is_named(tmp_path: Path, other: Callable[[], Any], words: str) -> None:
-    prepare(tmp_path)
+OTHER_ARRAYS: list[tuple[Any, Any, dict[str, Any], str]] = [
+    (_with(IMAGES, (9, 0, 0, 0), 7.0), LABELS, {}, r"Rank 1 has other arrays in .*images is \(16, 9, 7, 3\) float64"),
+    (IMAGES.astype(np.float32), LABELS, {}, "Rank 1 has other arrays in job.array_loader .*images is"),
+    (IMAGES[:12], LABELS[:12], {}, r"images is \(12, 9, 7, 3\) float64 .* not \(16, 9, 7, 3\)"),
+    (IMAGES, np.roll(LABELS, 1), {}, r"labels is \(16,\) with crc32"),
+    (IMAGES, LABELS, {"seed": 1}, "Rank 1 has other arguments of job.array_loader than rank 0: seed is 1, not 0"),
+    (IMAGES, LABELS, {"batch": 4}, "Rank 1 has other arguments of job.array_loader than rank 0: batch is 4, not None"),
+]
+OTHER_OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"seed": 3}, "Rank 1 has other arguments of job.loader than rank 0: seed is 3, not 0"),
+    ({"augment": ["flip"]}, r"augment is \['flip'\], not \(\)"),
+    ({"mixing": {"mixup": 0.5}}, "mixing is "),
+]
 
-    def on_rank(comm: Communicator) -> None:
-        job = job_of(_session(comm, tmp_path / "tiny.yaml", []))
+
+def test_a_rank_with_other_arrays_or_arguments_is_named(tmp_path: Path) -> None:
+    def work(job: Job, rank: int) -> None:
         replica = job.replica(nets.plain(), (9, 7, 3), backend="numpy", dtype="float64")
         job.array_loader(replica, IMAGES.copy(), LABELS.copy())
-        images, labels, options = other() if comm.rank else (IMAGES, LABELS, {})
-        with pytest.raises(HpctrainError, match=f"Rank 1 has other {words}" if "job" in words else words):
-            job.array_loader(replica, images, labels, **options)
+        for images, labels, options, words in OTHER_ARRAYS:
+            with pytest.raises(HpctrainError, match=words):
+                job.array_loader(replica, *((images, labels) if rank else (IMAGES, LABELS)), **(options if rank else {}))
+        for options, words in OTHER_OPTIONS:
+            with pytest.raises(ConfigError, match=words):
+                job.loader(None, tmp_path / "train.h5", **(options if rank else {}))
 
-    run_virtual(2, on_rank)
-
-
-@pytest.mark.parametrize(
-    ("keywords", "words"),
-    [
-        ({"seed": 3}, "Rank 1 has other arguments of job.loader than rank 0: seed is 3, not 0"),
-        ({"augment": ["flip"]}, r"augment is \['flip'\], not \(\)"),
-        ({"mixing": {"mixup": 0.5}}, "mixing is "),
-    ],
-)
-def test_a_rank_with_other_arguments_of_a_loader_is_named(inputs: Path, keywords: dict[str, Any], words: str) -> None:
-    def on_rank(comm: Communicator) -> None:
-        job = job_of(_session(comm, inputs / "tiny.yaml", []))
-        with pytest.raises(ConfigError, match=words):
-            job.loader(None, inputs / "train.h5", **(keywords if comm.rank else {}))  # type: ignore[arg-type]
-
-    run_virtual(2, on_rank)
+    on_jobs(2, tmp_path, work)
 
 
 def test_a_rank_with_another_network_or_optimizer_is_named(tmp_path: Path) -> None:
     """The options differ inside the model and the optimiser, as if a program took them from its environment."""
-    prepare(tmp_path)
 
-    def on_rank(comm: Communicator) -> None:
-        job = job_of(_session(comm, tmp_path / "tiny.yaml", []))
-        model = hpctrain.model("small", classes=5, channels_in=3, hidden=4, dropout=0.5 if comm.rank else 0.25)
+    def work(job: Job, rank: int) -> None:
+        model = hpctrain.model("small", classes=5, channels_in=3, hidden=4, dropout=0.5 if rank else 0.25)
         with pytest.raises(ConfigError, match=r"Rank 1 has another network in job.replica than rank 0: .*rate=0\.5"):
             job.replica(model, (12, 12, 3), backend="numpy")
-        momentum = 0.5 if comm.rank else 0.9
+        momentum = 0.5 if rank else 0.9
         with pytest.raises(ConfigError, match=r"Rank 1 has another optimizer in .* than rank 0: momentum is 0\.5, not 0\.9"):
             job.replica(nets.plain(), (9, 7, 3), backend="numpy", optimizer=lambda: Sgd(momentum=momentum))
 
-    run_virtual(2, on_rank)
+    on_jobs(2, tmp_path, work)
 
 
 # -- processes -------------------------------------------------------------------------------------------------------------------
@@ -666,15 +635,11 @@ runpy.run_module("hpctrain", run_name="__main__", alter_sys=True)
 def sentences(monkeypatch: pytest.MonkeyPatch, kind: str, of_ranks: list[dict[str, str]]) -> list[str]:
     """Return what each rank raises if its code has these digests."""
 
-    def program(comm: ThreadCommunicator) -> str:
+    def work(comm: ThreadCommunicator) -> None:
         monkeypatch.setattr(user_code, kind, lambda: of_ranks[comm.rank])  # virtual ranks take turns, one goes on at a time
-        try:
-            check_alike(comm)
-        except ConfigError as error:
-            return str(error)
-        return ""
+        check_alike(comm)
 
-    return run_virtual(len(of_ranks), program)
+    return raised(len(of_ranks), work)
 
 
 def test_all_ranks_must_have_the_same_code(monkeypatch: pytest.MonkeyPatch) -> None:

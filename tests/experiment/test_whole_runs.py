@@ -1,13 +1,12 @@
 """Jobs of programs, nodes of several ranks, limits of time, flight records, and disks without room."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -199,22 +198,11 @@ def test_images_of_a_file_have_sizes_by_epoch(tmp_path: Path) -> None:
 
 
 CONFIG = """
-name: nodes
-seed: 7
-backend: numpy
-dtype: float64
-model: {{name: small, channels: [3, 4], hidden: 9, dropout: 0.2}}
-data:
-  train: {folder}/train.h5
-  augment: [{{name: flip}}]
-batch: 14
-epochs: 9
-optimizer: {{name: lars, lr: 0.5, trust_coefficient: 0.1, momentum: 0.9, clip_norm: 0.4}}
-averager: {{name: sharded, bucket_bytes: 700}}
-schedule: {{name: constant}}
-batch_norm: {{statistics: synchronised}}
+{{name: nodes, seed: 7, backend: numpy, dtype: float64, model: {{name: small, channels: [3, 4], hidden: 9, dropout: 0.2}},
+ data: {{train: {folder}/train.h5, augment: [{{name: flip}}]}}, batch: 14, epochs: 9, schedule: {{name: constant}},
+ optimizer: {{name: lars, lr: 0.5, trust_coefficient: 0.1, momentum: 0.9, clip_norm: 0.4}},
+ averager: {{name: sharded, bucket_bytes: 700}}, batch_norm: {{statistics: synchronised}}}}
 """
-
 STEPS = 8  # operations are ordered by measured times after the fifth
 
 
@@ -286,7 +274,7 @@ def test_a_resume_on_other_nodes_goes_on(
     assert found.tensors.keys() == alone.tensors.keys()
     for key, tensor in found.tensors.items():
         np.testing.assert_allclose(tensor, alone.tensors[key], rtol=1e-9, atol=1e-12, err_msg=key)
-    schedules: dict[str, str] = found.meta["schedules"]  # type: ignore[assignment]
+    schedules: dict[str, str] = found.meta["schedules"]
     ranks, per_node = after
     levels = f"; {ranks // per_node} nodes of {per_node}" if per_node else ""
     assert CollectiveSchedule.from_json(schedules["all"]).request.rpartition("parameters ")[2][16:] == levels
@@ -533,14 +521,12 @@ def fill(run, self, *rest):
     return run(self, *rest)
 once(TrainingStep, "run", fill, in_step_2)
 """
-
 _EMPTY = """
 def empty(run, self, *rest):
     os.unlink("runs/filler")
     return run(self, *rest)
 once(TrainingStep, "run", empty, lambda self, batch, step, lr: step == 3)
 """
-
 _OVERRIDES = ("checkpoint.every_epochs=0", "metrics.interval_seconds=0.0001", "trace=true", "deadline_seconds=100")
 
 
@@ -565,7 +551,7 @@ def metrics(folder: Path) -> list[dict]:
 @pytest.mark.job
 @pytest.mark.slow
 def test_a_run_without_room_trains_to_its_end(small_disk: Path) -> None:
-    with_tensorboard = () if not _has_tensorboard() else ("metrics.tensorboard=true",)
+    with_tensorboard = ("metrics.tensorboard=true",) if find_spec("tensorboardX") else ()
     outcome = run_fault(Fault("full", _FILL, (), ranks=(0,), overrides=(*_OVERRIDES, *with_tensorboard)), small_disk)
     assert outcome.code == 0, outcome.output
     errors = outcome.stderr
@@ -603,11 +589,3 @@ def test_no_room_for_flight_records_is_told(small_disk: Path) -> None:
     assert flight.directory is None
     assert heard.lines[0].startswith("no flight records: ")
     assert "cannot be written (No space left on device)" in heard.lines[0]
-
-
-def _has_tensorboard() -> bool:
-    try:
-        import tensorboardX  # noqa: F401
-    except ImportError:
-        return False
-    return True

@@ -1,7 +1,5 @@
 """Findings from flight records: who failed first, who held the others up, and how that is told."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

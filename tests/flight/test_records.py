@@ -1,7 +1,5 @@
 """Flight records: what is recorded when, the file, its start and end, the heartbeat, and lines of the program."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os
@@ -485,7 +483,7 @@ def _heartbeat(recorder: FlightRecorder, stream: object = None, **more: object) 
     def abort(code: int) -> None:
         raise _Ended(code)
 
-    return Heartbeat(recorder, deadline_seconds=4.0, abort=abort, rank=3, stream=stream, **more)  # type: ignore[arg-type]
+    return Heartbeat(recorder, deadline_seconds=4.0, abort=abort, rank=3, stream=stream, **more)
 
 
 def test_a_process_that_moves_lives(tmp_path: Path) -> None:

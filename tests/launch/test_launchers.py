@@ -1,7 +1,5 @@
 """Launchers and threads of ranks by their environment, and the training in a command line."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -27,7 +25,6 @@ from hpctrain.launch.train_command import TrainCommand
 from tests.support.jobs import Outcome, find_mpiexec, run_job
 
 HYDRA = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALNRANKS": "4", "MPI_LOCALRANKID": "1"}
-
 SLURM = {
     "SLURM_STEP_ID": "0",
     "SLURM_STEP_NUM_TASKS": "7",
@@ -37,16 +34,13 @@ SLURM = {
     "SLURM_LOCALID": "0",
     "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
 }
-
 BATCH_SCRIPT = {"SLURM_PROCID": "0", "SLURM_NTASKS": "9", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
-
 OPEN_MPI = {
     "OMPI_COMM_WORLD_SIZE": "3",
     "OMPI_COMM_WORLD_RANK": "2",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
     "OMPI_COMM_WORLD_LOCAL_RANK": "1",
 }
-
 PALS = {"PALS_RANKID": "9", "PALS_LOCAL_SIZE": "6", "PALS_LOCAL_RANKID": "3", "PMI_SIZE": "12", "PMI_RANK": "9"}
 
 
@@ -243,9 +237,7 @@ def test_no_launchers_variable_is_left() -> None:
 
 
 ALONE = Launcher("none")
-
 CORES = physical_cores(os.sched_getaffinity(0))
-
 SHARED = Launcher("MPICH hydra mpiexec", 4 * CORES, 0, 4 * CORES, 0, "PMI_RANK")  # more ranks than cores
 
 
@@ -435,7 +427,6 @@ def test_ranks_outnumber_cores_that_they_share(monkeypatch: pytest.MonkeyPatch, 
 
 
 _MPIEXEC = ["mpiexec", "-n", "4", "python", "-m", "mpi4py", "-m", "hpctrain", "train", "a.yaml", "batch=8", "--steps", "3"]
-
 _SRUN = ["/usr/bin/srun", "--mpi=pmix", "-n", "4", "python", "-m", "mpi4py", "-m", "hpctrain", "train", "a.yaml"]
 
 

@@ -1,7 +1,5 @@
 """The rules of starting again, and the pulse by which a rank and its keeper count how long the other has stood still."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +12,6 @@ from hpctrain.launch.supervisor import Attempt, Rules, Supervisor, Traces, summa
 from hpctrain.launch.train_command import TrainCommand
 
 _WORDS = ["srun", "-n", "2", "python", "-m", "mpi4py", "-m", "hpctrain", "train", "a.yaml"]
-
 _NOTHING = Traces()
 
 

@@ -1,7 +1,5 @@
 """Signals, standard streams, last words, and shared memory that dead ranks have left."""
 
-from __future__ import annotations
-
 import io
 import mmap
 import os
@@ -28,7 +26,6 @@ from tests.support.jobs import Outcome, clean_environment, run_job
 from tests.support.signal_storm import prepare
 
 pytestmark = pytest.mark.job
-
 _WITHOUT_MEANING = (Signals.SIGALRM, Signals.SIGPROF, Signals.SIGCHLD)
 _START = """
 import os, signal, sys, time

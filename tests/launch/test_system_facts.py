@@ -1,7 +1,5 @@
 """What the system says of a process and its job: memory, processor time, age, marks, schedulers; and exit codes."""
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 import os
@@ -217,7 +215,6 @@ def test_one_that_the_system_hides_is_never_gone(monkeypatch: pytest.MonkeyPatch
 
 
 _V1 = "9:name=systemd:/\n4:cpu,memory:/batch/job7\n"
-
 _V2 = "0::/batch/job7\n"
 
 

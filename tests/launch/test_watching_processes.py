@@ -1,7 +1,5 @@
 """Processes that watch others: no rank leaves a run without a word, and no supervised command leaves a process."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -18,7 +16,6 @@ from tests.support.jobs import Outcome, clean_environment, run_job
 from tests.support.signal_storm import prepare
 
 pytestmark = pytest.mark.job
-
 _START = """
 import os, signal, sys, threading, time
 from hpctrain.launch import supervised_command
@@ -36,7 +33,6 @@ def later(*requests):
 def run(program):
     return runner.run([sys.executable, "-u", "-c", program])
 """
-
 # Prints the requests that it gets; ends with 85 at the third, or after ten seconds.
 _LISTENS = '''"""
 import signal, sys, time
@@ -137,7 +133,6 @@ def test_a_killed_supervisor_ends_its_command_in_good_order() -> None:
 
 
 Job = Callable[..., Outcome]
-
 _KEPT = """
 import os, signal, sys, time
 from hpctrain.launch.signals import hold

@@ -3,8 +3,6 @@
 The cluster is brought up for this module (`tests.support.slurm_cluster`); where that cannot be done, the reason is told.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import shutil
@@ -27,7 +25,6 @@ from tests.support.slurm_cluster import NODES, SlurmCluster, missing, slurm_clus
 from tests.support.slurm_user import SlurmJob, SlurmUser
 
 pytestmark = [pytest.mark.job, pytest.mark.slow]
-
 EPOCHS, STEPS = 3, 5
 STEPS_RECORDED = "metrics.interval_seconds=0.000001"
 PROFILE = """

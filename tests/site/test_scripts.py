@@ -1,7 +1,5 @@
 """Scripts of jobs: every word reaches the training as it was; written and handed over."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os
@@ -32,9 +30,7 @@ from tests.support import stand_ins
 from tests.support.job_scripts import SITES
 
 SHELLCHECK = shutil.which("shellcheck", path=str(Path(sys.executable).parent)) or shutil.which("shellcheck")
-
 CHARACTERS = st.characters(codec="utf-8", exclude_characters="\0\r\n", exclude_categories=("Zl", "Zp", "Cc", "Cf", "Cs"))
-
 TEXTS = st.text(CHARACTERS, min_size=1, max_size=12)
 
 
@@ -97,11 +93,8 @@ PIECES = st.sampled_from(
         "-", "--wrap=touch", "=", "a", "é", "日本", "END", "\nEND\n",
     ]
 )  # fmt: skip
-
 TRICKS = st.lists(PIECES, min_size=1, max_size=6).map("".join)
-
 FIELDS = ("account", "queue", "train", "log", "name", "environment", "hostfile", "stage")
-
 _site = functools.cache(lambda name: profile_files.read(name, {}))
 
 

@@ -1,7 +1,5 @@
 """Site profiles and jobs that fit them; what does not fit is refused in one sentence."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

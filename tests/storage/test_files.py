@@ -1,7 +1,5 @@
 """Files that are whole or what they were, in whatever way they are written, and what interrupted writers leave."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib
@@ -279,7 +277,6 @@ def test_an_error_of_the_disk_is_raised_and_the_file_let_go_of(tmp_path: Path, m
 
 
 KINDS: tuple[type[Hdf5Target], ...] = (StoreFile,)
-
 MOVES = st.lists(
     st.tuples(st.sampled_from([os.SEEK_SET, os.SEEK_CUR, os.SEEK_END]), st.integers(0, 40), st.binary(min_size=1, max_size=20)),
     max_size=8,
@@ -331,7 +328,6 @@ def test_large_ones_are_split_and_small_ones_go_to_those_with_least() -> None:
 
 
 LEFT = ("checkpoint-00000007.h5.partial", "checkpoint-00000007.shards.abcd.partial", "checkpoint-00000005.shards.old.partial")
-
 KEPT = ("checkpoint-00000007.h5", "checkpoint-00000007-before.shards", "notes.partial", "x.shards")
 
 

@@ -1,7 +1,5 @@
 """Formats of files: tensors in HDF5, weights, hashes and metrics are read as they were written, and no damage goes unnoticed."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -236,7 +234,6 @@ def test_a_tensor_larger_than_its_file_is_not_read(tmp_path):
 
 
 _DTYPES = st.sampled_from(["<f4", "<f8", "<i8"]).map(np.dtype)
-
 _SHAPES = arrays.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5)
 
 
@@ -419,7 +416,6 @@ def test_tensors_that_differ_come_in_order(tmp_path: Path) -> None:
 
 
 Record = dict[str, Any]
-
 STEPS_PER_EPOCH = 5
 
 
@@ -454,7 +450,7 @@ def warnings() -> Iterator[list[logging.LogRecord]]:
     """What the module logs, wherever the package's log goes."""
     found: list[logging.LogRecord] = []
     logger, handler = logging.getLogger("hpctrain.storage.metrics_file"), logging.Handler()
-    handler.emit = found.append  # type: ignore[method-assign]
+    handler.emit = found.append
     logger.addHandler(handler)
     yield found
     logger.removeHandler(handler)

@@ -1,7 +1,5 @@
 """Run directories, their owners, and the record of the best checkpoint."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -271,12 +269,9 @@ def test_no_git_and_no_repository(tmp_path, monkeypatch):
 
 
 HERE = process_mark.own()
-
 #: its number is this process's, which has another start: the number has come again
 DEAD = replace(HERE, begun="1")
-
 ELSEWHERE = ProcessMark(7, "5", "other-12345678")
-
 JOB = SchedulerJob("Slurm", "41", "c", "41", 1)
 
 

@@ -1,7 +1,5 @@
 """Sharded checkpoints: whole or not there, read in parts, and no damage unnoticed, as with single files."""
 
-from __future__ import annotations
-
 import math
 import os
 import shutil
@@ -155,8 +153,16 @@ def test_parts_that_lack_something_are_a_bug(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.job
-@pytest.mark.parametrize(("kind", "older"), [("single", "sharded"), ("sharded", "single"), ("sharded", "sharded")])
-def test_a_crash_at_any_call_to_the_system_leaves_a_checkpoint_to_go_on_from(tmp_path: Path, kind: str, older: str) -> None:
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    ("kind", "older", "old"),
+    [("single", "sharded", 7), ("sharded", "single", 7), ("sharded", "sharded", 7), ("sharded", "sharded", 9)],
+)
+def test_a_crash_at_any_call_to_the_system_leaves_a_checkpoint_to_go_on_from(
+    tmp_path: Path, kind: str, older: str, old: int
+) -> None:
+    """Of two, one is kept. The older one may be of the same step, which is written once more."""
+
     def work(directory: Path) -> None:
         WRITERS[kind](directory, 9)
         prune(directory, 1)
@@ -165,44 +171,20 @@ def test_a_crash_at_any_call_to_the_system_leaves_a_checkpoint_to_go_on_from(tmp
     while not done:
         directory = tmp_path / f"{call}"
         directory.mkdir()
-        os.utime(WRITERS[older](directory, 7), (1, 1))
+        os.utime(WRITERS[older](directory, old), (1, 1))
         done = crash_at(call, partial(work, directory))
         found = read_newest(directory)
         assert found is not None, f"nothing is left after {call} calls"
         step = int(str(found[1].meta["global_step"]))
         assert_is(found[1], step)
         steps.add(step)
-        (WRITERS[kind])(directory, 11)
+        last = WRITERS[kind](directory, 11 if old == 7 else 9)
         assert not list(directory.glob("*.partial")), f"something is left after {call} calls"
-        assert_is(read(checkpoint.checkpoints(directory)[-1][1]), 11)
+        assert old == 7 or list(directory.iterdir()) == [last]
+        assert_is(read(checkpoint.checkpoints(directory)[-1][1]), 11 if old == 7 else 9)
         shutil.rmtree(directory)
         call += 1
-    assert steps == {7, 9}
-    assert call > 10
-
-
-@pytest.mark.slow
-@pytest.mark.job
-def test_a_crash_while_the_only_checkpoint_is_written_once_more_leaves_it_whole(tmp_path: Path) -> None:
-    """The same step as before, of which one is kept; at the end there is one."""
-    call, done = 0, False
-    while not done:
-        directory = tmp_path / f"{call}"
-        directory.mkdir()
-        write_sharded(directory, 9)
-
-        def work(directory: Path = directory) -> None:
-            write_sharded(directory, 9)
-            prune(directory, 1)
-
-        done = crash_at(call, work)
-        found = read_newest(directory)
-        assert found is not None, f"nothing is left after {call} calls"
-        assert_is(found[1], 9)
-        write_sharded(directory, 9)
-        assert [path.name for path in directory.iterdir()] == ["checkpoint-00000009.shards"]
-        shutil.rmtree(directory)
-        call += 1
+    assert steps == {old, 9}
     assert call > 10
 
 
@@ -256,7 +238,6 @@ def test_a_pipe_in_the_place_of_a_manifest_is_one_sentence(tmp_path: Path) -> No
 
 
 BOX = ((2, 4), (0, 3))
-
 PARTS = {"parameters/w": Part((4, 3), BOX, np.arange(6, dtype="<f4").reshape(2, 3))}
 
 
@@ -327,7 +308,6 @@ def test_a_directory_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None
 
 
 WHOLE = np.arange(35, dtype="<f8").reshape(5, 7)
-
 BOXES: tuple[Box, ...] = (((0, 2), (0, 7)), ((2, 5), (0, 3)), ((2, 5), (3, 7)))
 
 
@@ -383,7 +363,6 @@ def test_shares_are_disjoint_and_as_even_as_the_largest_thing_allows(sizes: list
 
 
 Writer = Callable[[Path, int], Path]
-
 #: writer, file of the checkpoint, bits that flip, early ends
 CASES: dict[str, tuple[Writer, str | None, int, int]] = {
     "single": (write_single, None, 300, 60),
@@ -392,10 +371,6 @@ CASES: dict[str, tuple[Writer, str | None, int, int]] = {
     "manifest": (write_sharded, "manifest.json", 160, 30),
     "digest": (write_sharded, "manifest.sha256", 50, 20),
 }
-
-
-def test_there_are_a_thousand() -> None:
-    assert sum(flips + ends for *_, flips, ends in CASES.values()) == 1000
 
 
 def used(directory: Path) -> int:
@@ -425,26 +400,3 @@ def test_damage_is_found_and_the_checkpoint_before_is_used(tmp_path: Path, case:
         assert used(tmp_path) == 7, f"{length} of {len(whole)} bytes"
     put(file, whole)
     assert used(tmp_path) == 9
-
-
-@pytest.mark.parametrize("writer", [write_single, write_sharded])
-def test_every_byte_of_every_element_counts(tmp_path: Path, writer: Writer) -> None:
-    """Where it is stored in one run."""
-    write_single(tmp_path, 7)
-    path = writer(tmp_path, 9)
-    files = sorted(path.iterdir()) if path.is_dir() else [path]
-    random, tried = np.random.default_rng(5), 0
-    for values in content(9).tensors.values():
-        for file in files:
-            whole = file.read_bytes()
-            begin = whole.find(values.tobytes())
-            if begin < 0:
-                continue
-            for place in range(begin, begin + values.nbytes, max(1, values.nbytes // 8)):
-                damaged = bytearray(whole)
-                damaged[place] ^= 1 << int(random.integers(8))
-                put(file, bytes(damaged))
-                assert used(tmp_path) == 7
-                tried += 1
-            put(file, whole)
-    assert tried >= 12

@@ -1,7 +1,5 @@
 """Checkpoints of one file: whole or not there; converted to the other layout; those of earlier versions."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging
@@ -388,11 +386,8 @@ def test_refuse_others():
 
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
-
 DTYPES = st.sampled_from(["<f4", "<f8", "<f2", "<i8", "<u1", "|b1"])
-
 SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
-
 META = {"global_step": 7, "ranks": 3, "position": {"sums": {"loss": 0.1 + 0.2}}, "config": "name: é\n" * 5000, "data": None}
 
 
@@ -556,7 +551,7 @@ def test_a_run_of_an_earlier_version_goes_on_as_it_did(tmp_path: Path, monkeypat
 
 
 def _assert_same_position(here: CheckpointContent, expected: CheckpointContent) -> None:
-    ours, theirs = dict(here.meta["position"]), dict(expected.meta["position"])  # type: ignore[call-overload]
+    ours, theirs = dict(here.meta["position"]), dict(expected.meta["position"])
     sums, expected_sums = ours.pop("sums"), theirs.pop("sums")
     assert (ours, sums) == (theirs, pytest.approx(expected_sums, rel=1e-12))
 

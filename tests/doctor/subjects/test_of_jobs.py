@@ -1,9 +1,7 @@
 """What is judged of jobs: grids, launchers, memory, MPI, progress, starts and versions."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +13,7 @@ from hypothesis import strategies as st
 
 from hpctrain.comm.progress_mode import OverlapMeasurement, ProgressMode
 from hpctrain.config.load import parse
-from hpctrain.doctor.check import OwnPlace
+from hpctrain.doctor.check import JobView, OwnPlace
 from hpctrain.doctor.findings import Severity
 from hpctrain.doctor.start_facts import StartFacts
 from hpctrain.doctor.subjects import grid, launcher, memory, mpi_library, progress, start_up, versions
@@ -67,45 +65,100 @@ def test_batch_norms_of_a_single_value_are_told(batch: int, key: str) -> None:
     assert ("layer4.0.bn1" in found.sentence) is bool(key)
 
 
-OWN = LauncherFacts("/venv/bin/mpiexec")
+OWN, NONE = LauncherFacts("/venv/bin/mpiexec"), LauncherFacts("")
+FACTS = LibraryFacts((("/venv/bin/mpiexec", "MPICH"),), "/venv/bin/mpiexec", "MPICH Version: 5.0.2")
+OTHER = (("/usr/bin/mpiexec", "Open MPI"), ("/venv/bin/mpiexec", "MPICH"))
+ALONE, OPEN_MPI = Launcher("none"), Launcher("Open MPI mpiexec", 4, 0)
+EACH_ALONE = "{} has started 4 processes, and each is rank 0 of 1"
+OTHER_MPI = "(/usr/bin/mpiexec) is of Open MPI, but mpi4py loads MPICH."
+LOADED = "Rank 1 (nid1) took {:.1f} s to load, 0.7 s of them computing; it opened 12,345 files."
+STARTED = "started by MPICH hydra mpiexec."
 
-NONE = LauncherFacts("")
+
+def hides(test: float, **more: float) -> list[Any]:
+    """Facts of two ranks: of 20 ms of messages under 20 ms of computing, the modes hide these shares."""
+    hidden = {ProgressMode.TEST: test} | {ProgressMode[mode.upper()]: share for mode, share in more.items()}
+    return [OverlapMeasurement(0.02, 0.02, 5e-3, 1 << 20, {mode: (0.04 - 0.02 * share,) for mode, share in hidden.items()}), None]
 
 
-@pytest.mark.parametrize(
-    ("by", "facts", "mend"),
-    [
-        (Launcher("Open MPI mpiexec", 4, 0), OWN, "/venv/bin/mpiexec -n 4 python -m mpi4py"),
-        (Launcher("Open MPI mpiexec", 4, 0), NONE, "mpi-lib-version"),
-        (Launcher("Slurm srun", 4, 0), OWN, "srun --mpi=pmi2"),
-    ],
-)
-def test_processes_that_are_each_alone_are_named_with_their_number(by: Launcher, facts: LauncherFacts, mend: str) -> None:
-    [found] = launcher.judge(view(1, launcher=by), [facts])
-    assert (found.key, found.severity) == ("singletons", Severity.FAULT)
-    assert f"{by.name} has started 4 processes, and each is rank 0 of 1" in found.sentence
+def starts(seconds: float) -> list[StartFacts | None]:
+    return [StartFacts(1.0, 0.7, 800), StartFacts(seconds, 0.7, 12_345), None]
+
+
+def libraries(**changes: Any) -> list[LibraryFacts | None]:
+    return [replace(FACTS, **changes), None]
+
+
+#: by what is judged: the job, its facts, the key, words of the sentence, and of what mends it
+JUDGED: list[tuple[Any, JobView, Sequence[Any], str, str, str]] = [
+    *(
+        (launcher, view(1, launcher=by), [facts], "singletons", EACH_ALONE.format(by.name), mend)
+        for by, facts, mend in (
+            (OPEN_MPI, OWN, "/venv/bin/mpiexec -n 4 python -m mpi4py"),
+            (OPEN_MPI, NONE, "mpi-lib-version"),
+            (Launcher("Slurm srun", 4, 0), OWN, "srun --mpi=pmi2"),
+        )
+    ),
+    (
+        launcher,
+        view(2, launcher=Launcher("MPICH hydra mpiexec", 3, 0, overruled_size=2)),
+        [OWN] * 2,
+        *("world-size", "", "Start as many as HPCTRAIN_EXPECT_RANKS says, or unset it."),
+    ),
+    (launcher, view(1, launcher=Launcher("none", 3)), [OWN], "world-size", "", ""),
+    (launcher, view(1, launcher=ALONE), [LauncherFacts("/venv/bin/mpiexec", 5)], "singletons", "", "/venv/bin/mpiexec -n 5 "),
+    (launcher, view(1, launcher=ALONE), [OWN], "alone", "", ""),
+    (launcher, view(2, 2), [OWN] * 4, "", f"4 ranks on 2 nodes, {STARTED}", ""),
+    (launcher, view(1), [OWN], "", f"1 rank on 1 node, {STARTED}", ""),
+    (mpi_library, view(2), libraries(), "", "MPICH Version: 5.0.2, thread level serialized.", ""),
+    (
+        mpi_library,
+        view(1, library=""),
+        libraries(error="MPI cannot be started (no libmpi.so.12); install one with `pip install mpich`.")[:1],
+        *("no-mpi-library", "", "Install one with `pip install mpich`."),
+    ),
+    (mpi_library, view(1, library=""), [LibraryFacts()], "no-mpi-library", "", ""),
+    (mpi_library, view(1, library=""), [FACTS], "", "", ""),  # it has not started, but it is there
+    (mpi_library, view(2), libraries(launchers=OTHER), "other-mpiexec", OTHER_MPI, "export PATH=/venv/bin:$PATH"),
+    (mpi_library, view(2), libraries(launchers=OTHER, beside=""), "other-mpiexec", OTHER_MPI, "export PATH=/venv/bin:$PATH"),
+    (mpi_library, view(2), libraries(launchers=OTHER[:1], beside=""), "other-mpiexec", OTHER_MPI, "Use the mpiexec of MPICH."),
+    (
+        mpi_library,
+        view(2),
+        libraries(launchers=(("/x/mpiexec", ""), *OTHER), beside="/a b/mpiexec"),
+        *("other-mpiexec", OTHER_MPI, "export PATH='/a b':$PATH"),
+    ),
+    (mpi_library, view(2), libraries(launchers=(("/x/mpiexec", ""),)), "", "", ""),  # which says nothing
+    *(
+        (progress, view(2), hides(0.8, none=0.0, thread=1.2), "", words, "")
+        for words in (
+            "messages move by themselves while layers compute: nothing",
+            "messages move whenever a layer is done: 80%",
+            "a thread moves messages while layers compute: 100%",
+        )
+    ),
+    (progress, view(2), hides(0.2, none=-1.0), "nothing-hides", "", ""),
+    (progress, view(2), hides(-0.5, none=-1.0), "nothing-hides", "", ""),
+    (progress, view(2), hides(0.3, none=-1.0), "", "", ""),
+    (progress, view(1), [None], "", "", ""),
+    (start_up, view(1, 1, 1), starts(4.9), "", LOADED.format(4.9), ""),
+    (start_up, view(1, 1, 1), starts(5.1), "slow-import", LOADED.format(5.1), ""),
+    (start_up, view(1), [None], "", "", ""),  # not measured
+]
+
+
+def test_a_start_that_was_not_measured_has_no_facts() -> None:
+    assert start_up.gather(OwnPlace(ALONE, None, Path("runs"))) is None
+
+
+@pytest.mark.parametrize("number", range(len(JUDGED)))
+def test_a_job_is_judged(number: int) -> None:
+    subject, job, facts, key, words, mend = JUDGED[number]
+    [found] = subject.judge(job, facts)
+    assert found.key == key
+    assert words in found.sentence
     assert mend in found.mend
-
-
-def test_a_world_of_another_size_than_wanted_is_named() -> None:
-    by = Launcher("MPICH hydra mpiexec", 3, 0, overruled_size=2)
-    [found] = launcher.judge(view(2, launcher=by), [OWN] * 2)
-    assert (found.key, found.mend) == ("world-size", "Start as many as HPCTRAIN_EXPECT_RANKS says, or unset it.")
-    alone = Launcher("none", 3)
-    assert keys(launcher.judge(view(1, launcher=alone), [OWN])) == ["world-size"]
-
-
-def test_processes_side_by_side_without_a_launcher_are_named() -> None:
-    [found] = launcher.judge(view(1, launcher=Launcher("none")), [LauncherFacts("/venv/bin/mpiexec", 5)])
-    assert found.key == "singletons"
-    assert found.mend.startswith("/venv/bin/mpiexec -n 5 ")
-
-
-def test_one_process_is_a_remark_and_a_job_is_well() -> None:
-    assert keys(launcher.judge(view(1, launcher=Launcher("none")), [OWN])) == ["alone"]
-    [found] = launcher.judge(view(2, 2), [OWN] * 4)
-    assert (found.key, found.sentence) == ("", "4 ranks on 2 nodes, started by MPICH hydra mpiexec.")
-    assert launcher.judge(view(1), [OWN])[0].sentence == "1 rank on 1 node, started by MPICH hydra mpiexec."
+    assert (found.severity is Severity.FAULT) == (key in ("singletons", "no-mpi-library", "world-size"))
 
 
 @pytest.mark.parametrize(
@@ -130,7 +183,6 @@ def test_a_launcher_of_another_mpi_is_known_by_names(name: str, library: str, wr
 
 
 GB = 10**9
-
 TWO_PASSES = configuration("batch=64", "micro_batches=2")
 
 
@@ -181,44 +233,6 @@ def test_where_there_is_no_plan_nothing_is_said(overrides: list[str], reason: st
     assert leader.node_bytes > 0
 
 
-FACTS = LibraryFacts((("/venv/bin/mpiexec", "MPICH"),), "/venv/bin/mpiexec", "MPICH Version: 5.0.2")
-
-OTHER = (("/usr/bin/mpiexec", "Open MPI"), ("/venv/bin/mpiexec", "MPICH"))
-
-
-def test_a_library_in_order_is_named() -> None:
-    [found] = mpi_library.judge(view(2), [FACTS, None])
-    assert (found.key, found.sentence) == ("", "MPICH Version: 5.0.2, thread level serialized.")
-
-
-def test_a_missing_library_is_a_fault_with_the_errors_own_advice() -> None:
-    error = "MPI cannot be started (no libmpi.so.12); install one with `pip install mpich`."
-    [found] = mpi_library.judge(view(1, library=""), [replace(FACTS, error=error)])
-    assert (found.key, found.severity, found.mend) == ("no-mpi-library", Severity.FAULT, "Install one with `pip install mpich`.")
-    assert keys(mpi_library.judge(view(1, library=""), [LibraryFacts()])) == ["no-mpi-library"]
-    assert keys(mpi_library.judge(view(1, library=""), [FACTS])) == [""], "it has not started, but it is there"
-
-
-@pytest.mark.parametrize(
-    ("facts", "mend"),
-    [
-        (replace(FACTS, launchers=OTHER), "export PATH=/venv/bin:$PATH"),
-        (replace(FACTS, launchers=OTHER, beside=""), "export PATH=/venv/bin:$PATH"),
-        (replace(FACTS, launchers=OTHER[:1], beside=""), "Use the mpiexec of MPICH."),
-        (replace(FACTS, launchers=(("/x/mpiexec", ""), *OTHER), beside="/a b/mpiexec"), "export PATH='/a b':$PATH"),
-    ],
-)
-def test_an_mpiexec_of_another_mpi_is_named_with_the_right_one(facts: LibraryFacts, mend: str) -> None:
-    [found] = mpi_library.judge(view(2), [facts, None])
-    assert (found.key, found.mend) == ("other-mpiexec", mend)
-    assert "(/usr/bin/mpiexec) is of Open MPI, but mpi4py loads MPICH." in found.sentence
-
-
-def test_launchers_that_say_nothing_are_let_pass() -> None:
-    facts = replace(FACTS, launchers=(("/x/mpiexec", ""),))
-    assert keys(mpi_library.judge(view(2), [facts, None])) == [""]
-
-
 @pytest.mark.parametrize("level", ["single", "funneled", "serialized", "multiple"])
 @pytest.mark.parametrize("asked", ["", "single"])
 @pytest.mark.parametrize("progress", [None, "test", "thread", "posting"])
@@ -259,43 +273,6 @@ def test_the_launchers_on_the_path_are_asked(tmp_path: Path, monkeypatch: pytest
     assert facts.launchers == ((f"{tmp_path}/a/mpiexec", "Open MPI"), (f"{tmp_path}/b/mpiexec", ""))
     assert mpi_library.family(facts.library), "the tests' own MPI is known"
     assert mpi_library.gather(OwnPlace(Launcher("x", 2, 1, 2, 1), None, tmp_path)) is None
-
-
-def measured(hidden: Mapping[ProgressMode, float]) -> OverlapMeasurement:
-    """Of 20 ms of messages under 20 ms of computing, these shares are hidden."""
-    return OverlapMeasurement(0.02, 0.02, 5e-3, 1 << 20, {mode: (0.04 - 0.02 * share,) for mode, share in hidden.items()})
-
-
-def test_what_each_mode_hides_is_told_in_words() -> None:
-    hidden = {ProgressMode.TEST: 0.8, ProgressMode.NONE: 0.0, ProgressMode.THREAD: 1.2}
-    [found] = progress.judge(view(2), [measured(hidden), None])
-    assert found.key == ""
-    assert "messages move by themselves while layers compute: nothing" in found.sentence
-    assert "messages move whenever a layer is done: 80%" in found.sentence
-    assert "a thread moves messages while layers compute: 100%" in found.sentence
-
-
-@pytest.mark.parametrize(("best", "key"), [(0.2, "nothing-hides"), (-0.5, "nothing-hides"), (0.3, "")])
-def test_where_nothing_is_hidden_is_a_warning(best: float, key: str) -> None:
-    [found] = progress.judge(view(2), [measured({ProgressMode.TEST: best, ProgressMode.NONE: -1.0}), None])
-    assert found.key == key
-
-
-def test_one_rank_has_nothing_to_hide() -> None:
-    assert progress.judge(view(1), [None])[0].key == ""
-
-
-@pytest.mark.parametrize(("seconds", "key"), [(4.9, ""), (5.1, "slow-import")])
-def test_the_slowest_rank_counts(seconds: float, key: str) -> None:
-    facts = [StartFacts(1.0, 0.7, 800), StartFacts(seconds, 0.7, 12_345), None]
-    [found] = start_up.judge(view(1, 1, 1), facts)
-    assert found.key == key
-    assert found.sentence == f"Rank 1 (nid1) took {seconds:.1f} s to load, 0.7 s of them computing; it opened 12,345 files."
-
-
-def test_what_was_not_measured_is_not_judged() -> None:
-    assert start_up.judge(view(1), [None])[0].key == ""
-    assert start_up.gather(OwnPlace(Launcher("none"), None, Path("runs"))) is None
 
 
 PLACE = OwnPlace(Launcher("x", 3, 0, 1, 0), None, Path("runs"))

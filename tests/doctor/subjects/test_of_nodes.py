@@ -1,7 +1,5 @@
 """What is judged of nodes: clocks, cores, directories, GPUs, locks, kernels and scratch."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os
@@ -145,7 +143,7 @@ def test_threads_that_a_training_refuses_are_named_by_its_sentence() -> None:
 
 
 def test_pools_that_have_started_are_counted(tmp_path: object) -> None:
-    facts = cores.gather(OwnPlace(HYDRA, None, None, 1, "", {"OMP_NUM_THREADS": "1"}))  # type: ignore[arg-type]
+    facts = cores.gather(OwnPlace(HYDRA, None, None, 1, "", {"OMP_NUM_THREADS": "1"}))
     assert facts.cpus
     assert facts.cores
     assert facts.most_threads >= 1
@@ -315,7 +313,6 @@ def test_a_directory_that_cannot_be_written_is_not_taken_for_one_without_locks(t
 
 
 FAST = KernelFacts("onednn")
-
 SLOW = KernelFacts("numpy", "The oneDNN library cannot be loaded (no file); install onednn-cpu-gomp or set X.")
 
 
