@@ -16,7 +16,7 @@ _ENDS = [
     *((name, False) for name in ("an exception", "sys.exit", "os._exit(0)", "SIGKILL", "SIGABRT", "no memory")),
     *((name, True) for name in ("an exception", "sys.exit", "no memory")),
 ]
-_LONGEST_SECONDS = 45.0  # with its start, on a loaded machine
+_LONGEST_SECONDS = 100.0  # below the deadline, with its start, on a loaded machine
 _DEADLINE_SECONDS = 120
 
 
@@ -26,7 +26,7 @@ def test_the_job_ends_and_says_why_once(tmp_path: Path, name: str, through_mpi4p
     [fault] = [fault for fault in FAULTS if fault.name == name]
     fault = dataclasses.replace(fault, overrides=(f"deadline_seconds={_DEADLINE_SECONDS}",))
     prepare(tmp_path)
-    outcome = run_fault(fault, tmp_path, timeout_seconds=90, through_mpi4py=through_mpi4py)
+    outcome = run_fault(fault, tmp_path, timeout_seconds=180, through_mpi4py=through_mpi4py)
     assert outcome.code not in (0, 85, 124), outcome.output
     assert outcome.seconds < _LONGEST_SECONDS
     assert is_named(fault, outcome, findings(tmp_path)), outcome.output
@@ -47,6 +47,6 @@ def test_the_job_ends_and_says_why_once(tmp_path: Path, name: str, through_mpi4p
 def test_an_end_before_the_run_and_one_without_a_launcher_are_named(tmp_path: Path, name: str) -> None:
     [fault] = [fault for fault in FAULTS if fault.name == name]
     prepare(tmp_path)
-    outcome = run_fault(fault, tmp_path, timeout_seconds=90)
+    outcome = run_fault(fault, tmp_path, timeout_seconds=180)
     assert outcome.code not in (0, 85), outcome.output
     assert is_named(fault, outcome, findings(tmp_path)), outcome.output

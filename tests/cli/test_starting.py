@@ -4,11 +4,10 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from hpctrain.data import format as data_format
 from tests.support.jobs import Outcome
+from tests.support.tiny_runs import prepare
 
 pytestmark = pytest.mark.slow
 Job = Callable[..., Outcome]
@@ -16,25 +15,21 @@ Job = Callable[..., Outcome]
 CONFIG = """
 name: tiny
 seed: 7
-model: {{name: small, channels: [4, 6], hidden: 9}}
-data: {{train: {folder}/train.h5, test: {folder}/train.h5}}
+model: {name: small, channels: [4, 6], hidden: 9}
+data: {train: FOLDER/train.h5, test: FOLDER/train.h5}
 batch: 12
 epochs: 1
-optimizer: {{name: sgd, lr: 0.01, momentum: 0.9}}
+optimizer: {name: sgd, lr: 0.01, momentum: 0.9}
 schedule: constant
 deadline_seconds: 30
-output: {folder}/runs
+output: FOLDER/runs
 """
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A configuration and 24 small images: 2 steps per epoch."""
-    random = np.random.default_rng(0)
-    images = random.integers(0, 256, (24, 9, 8, 1), dtype=np.uint8)
-    data_format.write(tmp_path / "train.h5", 24, (9, 8, 1), ["a", "b", "c"], [(images, random.integers(0, 3, 24))])
-    (tmp_path / "tiny.yaml").write_text(CONFIG.format(folder=tmp_path))
-    return tmp_path
+    return prepare(tmp_path, CONFIG, 24, 0)
 
 
 @pytest.mark.sample(1)
