@@ -151,7 +151,7 @@ BROKEN = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("key", BROKEN)
 def test_what_is_broken_is_named_with_its_cure(job: Job, folder: Path, key: str) -> None:
     broken = BROKEN[key]

@@ -213,7 +213,7 @@ def _autopsy(folder: Path, *options: str) -> Result:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
@@ -263,6 +263,7 @@ def test_where_all_hang_alike_the_job_ends(job: Job, folder: Path, ranks: int, f
 
 
 @pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rank", [1, -1])
 def test_ranks_that_are_stopped_end_the_job(job: Job, folder: Path, rank: int) -> None:
     """One of two, or all: then nobody is left to notice but their parents."""
@@ -381,7 +382,7 @@ _DEADLINE_SECONDS = 120
 
 @pytest.mark.job
 @pytest.mark.slow
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "through_mpi4py"), _ENDS)
 def test_the_job_ends_and_says_why_once(tmp_path: Path, name: str, through_mpi4py: bool) -> None:
     [fault] = [fault for fault in faults.FAULTS if fault.name == name]
