@@ -52,7 +52,7 @@ OPENMPI_MARKS := $(if $(filter all,$(LEVEL)),, and mpi_differs)
 OPENMPI_JOBS ?= tests/comm/test_jobs.py tests/comm/test_shared_memory.py tests/experiment/test_lost_rank_jobs.py tests/experiment/test_lost_ranks.py \
 	tests/jobs/test_two_hosts.py::test_a_rank_that_is_killed_on_the_other_host_ends_the_job \
 	'tests/cli/test_train.py::test_resume_is_bitwise[3]' \
-	'tests/cli/test_measuring.py::test_the_way_of_progress_is_said_and_recorded[2]'
+	'tests/cli/test_bench.py::test_the_way_of_progress_is_said_and_recorded[2]'
 
 # Sphinx and a theme.
 SITE_VENV ?= .venv-site

@@ -197,13 +197,6 @@ def test_what_a_replica_cannot_use_is_refused(tmp_path: Path) -> None:
                 attempt()
 
 
-def test_a_rank_that_fails_alone_ends_the_job(job: Job, tmp_path: Path) -> None:
-    body = "if job.rank == 1:\n    raise ValueError('mine alone')\njob.replica(nets.plain(), (9, 7, 3))"
-    outcome = program(job, 3, tmp_path, body)
-    assert outcome.code != 0
-    assert "ValueError: mine alone" in outcome.stderr
-
-
 def test_a_training_that_diverges_ends_with_its_layer(job: Job, tmp_path: Path) -> None:
     body = """
 import numpy as np

@@ -13,7 +13,7 @@ from hpctrain.storage import best_record, checkpoint
 from hpctrain.storage.best_record import BestRecord
 from hpctrain.storage.run_directory import RunDirectory
 from tests.support.run_in_process import Killed
-from tests.support.tiny_runs import Start, hpctrain, prepare, run_in
+from tests.support.tiny_runs import hpctrain, prepare, run_in
 
 pytestmark = pytest.mark.slow
 
@@ -57,8 +57,8 @@ def _accuracies(run: RunDirectory) -> dict[int, float]:
     return {int(str(each["step"])): float(str(each["top1"])) for each in run.metrics() if each["kind"] == "evaluation"}
 
 
-def test_eval_and_resume_take_the_best(job: Start, folder: Path) -> None:
-    trained = hpctrain(2, folder, "train", start=job)
+def test_eval_and_resume_take_the_best(folder: Path) -> None:
+    trained = hpctrain(2, folder, "train")
     run = run_in(folder)
     best, accuracies = _best(run), _accuracies(run)
     assert best.step == max(accuracies, key=lambda step: (accuracies[step], -step))
@@ -69,7 +69,7 @@ def test_eval_and_resume_take_the_best(job: Start, folder: Path) -> None:
     assert f"{path}: 40 samples, " in evaluated.stdout
     assert f"top1 {best.value:.2%}," in evaluated.stdout
     before = (folder / path).read_bytes()
-    resumed = hpctrain(2, folder, "train", "--resume", "best", start=job)
+    resumed = hpctrain(2, folder, "train", "--resume", "best")
     assert f"resumed at epoch {best.epoch + 1}, step {best.step}\n" in resumed.stdout
     assert _accuracies(run) == accuracies, "the same bits again"
     assert (_best(run), (folder / path).read_bytes()) == (best, before)

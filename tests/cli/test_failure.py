@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from hpctrain.cli.failure import BUG, USER_ERROR, Commands, job_ends_on_error
+from hpctrain.cli.listing import KINDS
 from hpctrain.cli.main import cli
 from hpctrain.errors import DataError, RankLostError
 from hpctrain.speaker import place
@@ -25,167 +27,122 @@ _LOGGED = re.compile(r"\d\d:\d\d:\d\d [A-Z] ")
 
 CONFIG = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
 
-#: command -> arguments with which it must fail by the user's fault, and words that the sentence must have
-MISTAKES: dict[str, list[tuple[list[str], str]]] = {
-    "train": [
-        (["nowhere.yaml"], "nowhere.yaml: The configuration cannot be read"),
-        ([CONFIG], "There is no data file data/fashion-mnist/train.h5"),
-        ([CONFIG, "optimizer=adagrad"], 'There is no optimizer "adagrad"'),
-        ([CONFIG, "--log-ranks", "al"], "must be all, none, or ranks such as 0,3,8-15; the nearest is all."),
-        ([CONFIG, "--log-ranks", "0,3"], "--log-ranks names rank 3, but the job has 1 rank; the largest number is 0."),
-        ([CONFIG, "output=file/runs", "data.train=good.h5", "data.test=", "epochs=1"], "file/runs"),
-    ],
-    "run": [
-        (["--", "sleep", "3"], 'The command "sleep 3" has no training in it'),
-        (["--", "hpctrain", "train", "nowhere.yaml"], "nowhere.yaml: The configuration cannot be read"),
-    ],
-    "completion": [(["tcsh"], 'a shell "tcsh" cannot be completed; those of bash, zsh and fish can.')],
-    "script": [(["nowhere.py"], "There is no program nowhere.py; give the path of a Python file.")],
-    "submit": [
-        (["nowhere.yaml", "--site", "local"], "nowhere.yaml: The configuration cannot be read"),
-        ([CONFIG, "--site", "lokal"], "There is no site 'lokal'; the nearest is \"local\""),
-        ([CONFIG, "--site", "polaris"], "Site polaris refuses jobs without an account; give --account."),
-        ([CONFIG, "--site", "local", "output=file/x"], "file/x/jobs cannot be used: Not a directory."),
-        ([CONFIG, "--site", "lumi-g", "--account", "a", "backend=cuda"], "site lumi-g has GPUs of AMD"),
-        ([CONFIG, "--site", "slurm", "optimizer=adagrad"], 'There is no optimizer "adagrad"'),
-    ],
-    "sites": [(["nowhere"], "There is no site 'nowhere'")],
-    "eval": [
-        (["nowhere.yaml"], "nowhere.yaml: The configuration cannot be read"),
-        ([CONFIG, "--checkpoint", "nowhere"], "nowhere is no run directory"),
-        ([CONFIG, "--log-ranks", "3-1"], "--log-ranks has 3-1, which begins behind its end; the nearest is 1-3."),
-        ([CONFIG], "has a checkpoint; train one first"),
-        ([CONFIG, "--checkpoint", "best"], "has a best checkpoint: with checkpoint.best one is kept where an evaluation and"),
-        ([CONFIG, "--confusion", "file/matrix.csv"], "--confusion file/matrix.csv cannot be written"),
-    ],
-    "predict": [
-        (["photos"], "No run in runs has a checkpoint; train one first, or name a run by --checkpoint."),
-        (["photos", "--checkpoint", "nowhere"], "nowhere is no run directory"),
-        (["photos", "--checkpoint", "file"], "file"),
-        (["photos", "--config", "nowhere.yaml"], "nowhere.yaml: The configuration cannot be read"),
-        (["photos", "--config", CONFIG], "has a checkpoint; train one first"),
-        (["photos", "--checkpoint", "best", "--runs", "photos"], "No run in photos has a best checkpoint"),
-    ],
-    "autopsy": [
-        (["nowhere"], "There is no directory nowhere; give that of a run."),
-        (["photos"], "photos holds no flight records (rank-*.flight); give the directory of a run that kept them."),
-    ],
-    "trace": [(["nowhere"], "nowhere holds no time_table.json; give the directory of a run with trace=true that has ended.")],
-    "watch": [
-        (["photos", "--once"], "photos is no run directory: it has no config.yaml."),
-        (["--once"], "There is no run in runs; give the directory of one, or that of all by --runs."),
-    ],
-    "report": [
-        (["photos"], "photos is no run directory: it has no config.yaml."),
-        (["photos", "file", "--test"], "--test judges the test set of one run, and there are 2; give one, or leave --test out."),
-    ],
-    "compare": [
-        (["photos", "file"], "photos is no run directory: it has no config.yaml."),
-        (["photos"], "One run cannot be compared; give two run directories or more, or use `hpctrain report`."),
-    ],
-    "checkpoint list": [(["photos"], "photos holds no checkpoints; give a run directory that has some")],
-    "checkpoint verify": [(["file"], "1 of 1 checkpoints cannot be used; none is left to go on from.")],
-    "checkpoint show": [(["nowhere"], "nowhere holds no checkpoints"), (["file"], "file")],
-    "checkpoint convert": [
-        (["nowhere", "--out", "new.h5"], "nowhere holds no checkpoints"),
-        (["file", "--out", "photos"], "photos is there already, and nothing is overwritten"),
-        (["file", "--out", "new.h5"], "new.h5 would be taken for a file"),
-    ],
-    "checkpoint prune": [(["nowhere", "--keep", "2"], "nowhere is no directory; give a run directory")],
-    "weights import": [
-        (["nowhere.pt", "--model", "resnet18", "--out", "new.safetensors"], "There is no file of weights nowhere.pt"),
-        (["file", "--model", "resnet18", "--out", "new.safetensors"], "The name of file does not say which kind of file it is"),
-        (["nowhere.pt", "--model", "resnet18", "--out", "new.pt"], "it must end in .safetensors."),
-    ],
-    "weights export": [
-        (["nowhere", "--out", "new.safetensors"], "nowhere holds no checkpoints"),
-        (["file", "--out", "new.safetensors"], "file"),
-        (["photos", "--out", "new.h5"], "it must end in .safetensors, .pt, .pth or .onnx."),
-        (["nowhere.safetensors", "--out", "new.onnx"], "There is no file of weights nowhere.safetensors"),
-        (["w.pt", "--averaged", "--out", "new.onnx"], "--averaged chooses among what a run keeps, and w.pt is a file of weights"),
-    ],
-    "weights show": [(["nowhere.safetensors"], "There is no file of weights nowhere.safetensors")],
-    "calibrate": [(["--out", "nowhere/machine.yaml"], "nowhere/machine.yaml")],
-    "doctor": [],  # forks before it reads a file: see `tests/cli/test_doctor.py`
-    "config show": [
-        (["nowhere.yaml"], "nowhere.yaml: The configuration cannot be read"),
-        ([CONFIG, "batch"], "must have the form key=value"),
-        (["file"], "file:1: This is not valid YAML"),
-    ],
-    "config check": [
-        (["nowhere.yaml"], "nowhere.yaml: The configuration cannot be read"),
-        (["bytes"], "is not UTF-8"),
-        ([CONFIG, "backend=onednn", "precision=bfloat16"], "precision is bfloat16, in which only backend cuda computes"),
-        ([CONFIG, "backend=cuda", "progress=posting"], "progress is posting, but one thread enqueues the work of backend cuda"),
-        ([CONFIG, "dtype=float16"], "dtype is float16, but must be 'float32' or 'float64'.\n"),
-    ],
-    "config copy": [(["nowhere"], "nowhere"), (["quickstart", "--to", "file/x"], "file")],
-    "config list": [],
-    "config schema": [],  # takes nothing, and so does what follows
-    **{f"list {kind}": [] for kind in ("models", "optimizers", "averagers", "schedules", "augmentations", "reporters")},
-    "plan show": [
-        (["nowhere.yaml", "--ranks", "2"], "nowhere.yaml: The configuration cannot be read"),
-        ([CONFIG, "averager=sharted", "--ranks", "2"], 'the nearest is "sharded"'),
-        ([CONFIG, "data.train=file", "--ranks", "2"], "The data file file"),
-    ],
-    "plan search": [
-        (["nowhere.yaml", "--ranks", "2", "--machine", "xc40"], "nowhere.yaml: The configuration cannot be read"),
-        ([CONFIG, "--ranks", "2", "--machine", "file"], "file:1: This is not valid YAML"),
-        ([CONFIG, "--ranks", "2", "--machine", "xc40", "--write", "file/x"], "--write file/x cannot be written"),
-        ([CONFIG, "--ranks", "2", "--machine", "xc40", "--measure"], "was not measured on it"),
-    ],
-    "plan simulate": [
-        (["nowhere.yaml", "--ranks", "2", "--machine", "xc40"], "nowhere.yaml: The configuration cannot be read"),
-        ([CONFIG, "--ranks", "2", "--machine", "nowhere.yaml"], "There is no machine file 'nowhere.yaml'"),
-        ([CONFIG, "--ranks", "2", "--machine", "file"], "file:1: This is not valid YAML"),
-        ([CONFIG, "--ranks", "2", "--machine", "xc40", "--trace", "file/x"], "--trace file/x cannot be written"),
-        ([CONFIG, "--ranks", "1,500", "--machine", "xc40", "--mode", "strong"], "the smallest batch is 500"),
-    ],
-    "plan schedule": [(["nowhere.yaml", "--ranks", "2"], "nowhere.yaml: The configuration cannot be read")],
-    "bench data": [
-        (["nowhere.yaml"], "nowhere.yaml: The configuration cannot be read"),
-        ([CONFIG], "There is no data file data/fashion-mnist/train.h5"),
-        ([CONFIG, "data.augment=[cropp]"], 'There is no augmentation "cropp"'),
-    ],
-    "bench engine": [
-        (["--model", "resnet51"], 'There is no model "resnet51"'),
-        (
-            ["--model", "small", "--backend", "numpy", "--precision", "tf32"],
-            "precision is tf32, in which only backend cuda computes",
-        ),
-    ],
-    "bench scaling": [
-        (["--config", "nowhere.yaml", "--ranks", "1"], "nowhere.yaml: The configuration cannot be read"),
-        (["--config", CONFIG, "--ranks", "1", "averager=sharted"], 'the nearest is "sharded"'),
-    ],
-    "data fetch": [(["fashion-mnist", "--out", "file/data"], "file/data")],
-    "data info": [
-        (["nowhere.h5"], "There is no data file nowhere.h5"),
-        (["file"], "The data file file"),
-        (["."], ". is a directory"),
-    ],
-    "data verify": [(["nowhere.h5"], "There is no data file nowhere.h5"), (["file"], "The data file file")],
-    "data check": [(["nowhere.h5"], "There is no data file nowhere.h5"), (["file"], "The data file file")],
-    "data convert idx": [
-        (["nowhere", "nowhere", "out.h5"], "There is no IDX file nowhere"),
-        (["file", "file", "out.h5"], "file"),
-        (["images.idx", "labels.idx", "out.h5", "--class-names", "nowhere.txt"], "nowhere.txt"),
-    ],
-    "data convert cifar": [
-        (["nowhere", "out.h5", "--split", "train"], "nowhere"),
-        ([".", "out.h5", "--split", "test"], "There are no CIFAR batches"),
-    ],
-    "data convert hdf5": [
-        (["nowhere.h5", "out.h5", "--images", "x", "--labels", "y"], "nowhere.h5"),
-        (["file", "out.h5", "--images", "x", "--labels", "y"], "file"),
-    ],
-    "data convert npz": [(["nowhere.npz", "out.h5"], "There is no file nowhere.npz"), (["file", "out.h5"], "file")],
-    "data convert folder": [
-        (["nowhere", "out.h5", "--size", "4"], "There is no directory nowhere"),
-        (["file", "out.h5", "--size", "4"], "file"),
-        (["photos", "file/out.h5", "--size", "4"], "file/out.h5 cannot be written"),
-    ],
-}
+#: command: arguments with which it must fail by the user's fault => words that the sentence must have
+_MISTAKES = """
+train: nowhere.yaml => nowhere.yaml: The configuration cannot be read
+train: CONFIG => There is no data file data/fashion-mnist/train.h5
+train: CONFIG optimizer=adagrad => There is no optimizer "adagrad"
+train: CONFIG --log-ranks al => must be all, none, or ranks such as 0,3,8-15; the nearest is all.
+train: CONFIG --log-ranks 0,3 => --log-ranks names rank 3, but the job has 1 rank; the largest number is 0.
+train: CONFIG output=file/runs data.train=good.h5 data.test= epochs=1 => file/runs
+run: -- sleep 3 => The command "sleep 3" has no training in it
+run: -- hpctrain train nowhere.yaml => nowhere.yaml: The configuration cannot be read
+completion: tcsh => a shell "tcsh" cannot be completed; those of bash, zsh and fish can.
+script: nowhere.py => There is no program nowhere.py; give the path of a Python file.
+submit: nowhere.yaml --site local => nowhere.yaml: The configuration cannot be read
+submit: CONFIG --site lokal => There is no site 'lokal'; the nearest is "local"
+submit: CONFIG --site polaris => Site polaris refuses jobs without an account; give --account.
+submit: CONFIG --site local output=file/x => file/x/jobs cannot be used: Not a directory.
+submit: CONFIG --site lumi-g --account a backend=cuda => site lumi-g has GPUs of AMD
+submit: CONFIG --site slurm optimizer=adagrad => There is no optimizer "adagrad"
+sites: nowhere => There is no site 'nowhere'
+eval: nowhere.yaml => nowhere.yaml: The configuration cannot be read
+eval: CONFIG --checkpoint nowhere => nowhere is no run directory
+eval: CONFIG --log-ranks 3-1 => --log-ranks has 3-1, which begins behind its end; the nearest is 1-3.
+eval: CONFIG => has a checkpoint; train one first
+eval: CONFIG --checkpoint best => has a best checkpoint: with checkpoint.best one is kept where an evaluation and
+eval: CONFIG --confusion file/matrix.csv => --confusion file/matrix.csv cannot be written
+predict: photos => No run in runs has a checkpoint; train one first, or name a run by --checkpoint.
+predict: photos --checkpoint nowhere => nowhere is no run directory
+predict: photos --checkpoint file => file
+predict: photos --config nowhere.yaml => nowhere.yaml: The configuration cannot be read
+predict: photos --config CONFIG => has a checkpoint; train one first
+predict: photos --checkpoint best --runs photos => No run in photos has a best checkpoint
+autopsy: nowhere => There is no directory nowhere; give that of a run.
+autopsy: photos => photos holds no flight records (rank-*.flight); give the directory of a run that kept them.
+trace: nowhere => nowhere holds no time_table.json; give the directory of a run with trace=true that has ended.
+watch: photos --once => photos is no run directory: it has no config.yaml.
+watch: --once => There is no run in runs; give the directory of one, or that of all by --runs.
+report: photos => photos is no run directory: it has no config.yaml.
+report: photos file --test => --test judges the test set of one run, and there are 2; give one, or leave --test out.
+compare: photos file => photos is no run directory: it has no config.yaml.
+compare: photos => One run cannot be compared; give two run directories or more, or use `hpctrain report`.
+checkpoint list: photos => photos holds no checkpoints; give a run directory that has some
+checkpoint verify: file => 1 of 1 checkpoints cannot be used; none is left to go on from.
+checkpoint show: nowhere => nowhere holds no checkpoints
+checkpoint show: file => file
+checkpoint convert: nowhere --out new.h5 => nowhere holds no checkpoints
+checkpoint convert: file --out photos => photos is there already, and nothing is overwritten
+checkpoint convert: file --out new.h5 => new.h5 would be taken for a file
+checkpoint prune: nowhere --keep 2 => nowhere is no directory; give a run directory
+weights import: nowhere.pt --model resnet18 --out new.safetensors => There is no file of weights nowhere.pt
+weights import: file --model resnet18 --out new.safetensors => The name of file does not say which kind of file it is
+weights import: nowhere.pt --model resnet18 --out new.pt => it must end in .safetensors.
+weights export: nowhere --out new.safetensors => nowhere holds no checkpoints
+weights export: file --out new.safetensors => file
+weights export: photos --out new.h5 => it must end in .safetensors, .pt, .pth or .onnx.
+weights export: nowhere.safetensors --out new.onnx => There is no file of weights nowhere.safetensors
+weights export: w.pt --averaged --out new.onnx => --averaged chooses among what a run keeps, and w.pt is a file of weights
+weights show: nowhere.safetensors => There is no file of weights nowhere.safetensors
+calibrate: --out nowhere/machine.yaml => nowhere/machine.yaml
+config show: nowhere.yaml => nowhere.yaml: The configuration cannot be read
+config show: CONFIG batch => must have the form key=value
+config show: file => file:1: This is not valid YAML
+config check: nowhere.yaml => nowhere.yaml: The configuration cannot be read
+config check: bytes => is not UTF-8
+config check: CONFIG backend=onednn precision=bfloat16 => precision is bfloat16, in which only backend cuda computes
+config check: CONFIG backend=cuda progress=posting => progress is posting, but one thread enqueues the work of backend cuda
+config check: CONFIG dtype=float16 => dtype is float16, but must be 'float32' or 'float64'.
+config copy: nowhere => nowhere
+config copy: quickstart --to file/x => file
+plan show: nowhere.yaml --ranks 2 => nowhere.yaml: The configuration cannot be read
+plan show: CONFIG averager=sharted --ranks 2 => the nearest is "sharded"
+plan show: CONFIG data.train=file --ranks 2 => The data file file
+plan search: nowhere.yaml --ranks 2 --machine xc40 => nowhere.yaml: The configuration cannot be read
+plan search: CONFIG --ranks 2 --machine file => file:1: This is not valid YAML
+plan search: CONFIG --ranks 2 --machine xc40 --write file/x => --write file/x cannot be written
+plan search: CONFIG --ranks 2 --machine xc40 --measure => was not measured on it
+plan simulate: nowhere.yaml --ranks 2 --machine xc40 => nowhere.yaml: The configuration cannot be read
+plan simulate: CONFIG --ranks 2 --machine nowhere.yaml => There is no machine file 'nowhere.yaml'
+plan simulate: CONFIG --ranks 2 --machine file => file:1: This is not valid YAML
+plan simulate: CONFIG --ranks 2 --machine xc40 --trace file/x => --trace file/x cannot be written
+plan simulate: CONFIG --ranks 1,500 --machine xc40 --mode strong => the smallest batch is 500
+plan schedule: nowhere.yaml --ranks 2 => nowhere.yaml: The configuration cannot be read
+bench data: nowhere.yaml => nowhere.yaml: The configuration cannot be read
+bench data: CONFIG => There is no data file data/fashion-mnist/train.h5
+bench data: CONFIG 'data.augment=[cropp]' => There is no augmentation "cropp"
+bench engine: --model resnet51 => There is no model "resnet51"
+bench engine: --model small --backend numpy --precision tf32 => precision is tf32, in which only backend cuda computes
+bench scaling: --config nowhere.yaml --ranks 1 => nowhere.yaml: The configuration cannot be read
+bench scaling: --config CONFIG --ranks 1 averager=sharted => the nearest is "sharded"
+data fetch: fashion-mnist --out file/data => file/data
+data info: nowhere.h5 => There is no data file nowhere.h5
+data info: file => The data file file
+data info: . => . is a directory
+data verify: nowhere.h5 => There is no data file nowhere.h5
+data verify: file => The data file file
+data check: nowhere.h5 => There is no data file nowhere.h5
+data check: file => The data file file
+data convert idx: nowhere nowhere out.h5 => There is no IDX file nowhere
+data convert idx: file file out.h5 => file
+data convert idx: images.idx labels.idx out.h5 --class-names nowhere.txt => nowhere.txt
+data convert cifar: nowhere out.h5 --split train => nowhere
+data convert cifar: . out.h5 --split test => There are no CIFAR batches
+data convert hdf5: nowhere.h5 out.h5 --images x --labels y => nowhere.h5
+data convert hdf5: file out.h5 --images x --labels y => file
+data convert npz: nowhere.npz out.h5 => There is no file nowhere.npz
+data convert npz: file out.h5 => file
+data convert folder: nowhere out.h5 --size 4 => There is no directory nowhere
+data convert folder: file out.h5 --size 4 => file
+data convert folder: photos file/out.h5 --size 4 => file/out.h5 cannot be written
+"""
+#: that take nothing, and so does what follows; the doctor forks before it reads a file: see `tests/cli/test_doctor.py`
+_NONE = ("config list", "config schema", "doctor", *(f"list {kind}" for kind in KINDS))
+MISTAKES: dict[str, list[tuple[list[str], str]]] = {name: [] for name in _NONE}
+for _line in _MISTAKES.strip().splitlines():
+    _call, _, _words = _line.partition(" => ")
+    _command, _, _arguments = _call.partition(": ")
+    MISTAKES.setdefault(_command, []).append(([CONFIG if word == "CONFIG" else word for word in shlex.split(_arguments)], _words))
 
 
 def commands(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

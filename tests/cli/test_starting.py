@@ -1,42 +1,53 @@
-"""How `train` starts: with the ranks that were asked for, and without starting processes of its own beside MPI's."""
+"""How jobs start, log, and end where ranks fail, hang or are killed, and what `hpctrain autopsy` finds then."""
 
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
+from click.testing import CliRunner, Result
+from hypothesis import given
+from hypothesis import strategies as st
 
-from hpctrain.data import format as data_format
+from hpctrain.cli.autopsy import directory_of
+from hpctrain.cli.log_ranks import names
+from hpctrain.cli.main import cli
+from hpctrain.errors import ConfigError
+from hpctrain.rank_spans import spans
+from hpctrain.speaker import place
+from tests.support import faults
+from tests.support.job_pairs import Pair, Tally, reference_of, run_pairs
 from tests.support.jobs import Outcome
+from tests.support.tiny_runs import hpctrain, prepare
 
-pytestmark = pytest.mark.slow
 Job = Callable[..., Outcome]
 
 CONFIG = """
 name: tiny
 seed: 7
-model: {{name: small, channels: [4, 6], hidden: 9}}
-data: {{train: {folder}/train.h5, test: {folder}/train.h5}}
+model: {name: small, channels: [4, 6], hidden: 9}
+data: {train: FOLDER/train.h5, test: FOLDER/train.h5}
 batch: 12
 epochs: 1
-optimizer: {{name: sgd, lr: 0.01, momentum: 0.9}}
+optimizer: {name: sgd, lr: 0.01, momentum: 0.9}
 schedule: constant
 deadline_seconds: 30
-output: {folder}/runs
+output: FOLDER/runs
 """
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A configuration and 24 small images: 2 steps per epoch."""
-    random = np.random.default_rng(0)
-    images = random.integers(0, 256, (24, 9, 8, 1), dtype=np.uint8)
-    data_format.write(tmp_path / "train.h5", 24, (9, 8, 1), ["a", "b", "c"], [(images, random.integers(0, 3, 24))])
-    (tmp_path / "tiny.yaml").write_text(CONFIG.format(folder=tmp_path))
-    return tmp_path
+    return prepare(tmp_path, CONFIG, 24, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("command", [["train"], ["train", "--compute-only"], ["eval"]])
 def test_a_process_that_is_alone_is_refused_where_more_ranks_are_expected(job: Job, folder: Path, command: list[str]) -> None:
@@ -47,11 +58,13 @@ def test_a_process_that_is_alone_is_refused_where_more_ranks_are_expected(job: J
     assert not (folder / "runs").exists()
 
 
+@pytest.mark.slow
 def test_a_process_that_is_alone_trains_where_one_rank_is_expected(job: Job, folder: Path) -> None:
     outcome = job(0, ["-m", "hpctrain", "train", "tiny.yaml"], cwd=folder, env={"HPCTRAIN_EXPECT_RANKS": "1"})
     assert outcome.code == 0, outcome.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("local_rank", [0, 1])
 def test_ranks_that_are_alone_say_so_once_a_node(job: Job, folder: Path, local_rank: int) -> None:
     """As under a launcher of another MPI: each of a thousand ranks has a world of its own."""
@@ -80,6 +93,7 @@ main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("more", [["trace=true", "metrics.tensorboard=true"], ["backend=numpy", "progress=thread"]])
 def test_no_rank_starts_a_process_once_mpi_runs(job: Job, folder: Path, more: list[str]) -> None:
@@ -95,6 +109,7 @@ def test_no_rank_starts_a_process_once_mpi_runs(job: Job, folder: Path, more: li
     assert len(looks) <= 1  # PyTorch's, which tensorboardX loads where it is installed
 
 
+@pytest.mark.slow
 def test_tensorboard_that_is_missing_is_told_before_the_run_begins(job: Job, folder: Path) -> None:
     """By rank 0, which alone writes its files: the others must not wait for it."""
     (folder / "without.py").write_text(
@@ -129,6 +144,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_a_rank_opens_few_files_and_loads_nothing_that_it_does_not_need(job: Job, folder: Path) -> None:
     """A thousand ranks that start at once open them all from one file system."""
     (folder / "counted.py").write_text(textwrap.dedent(_COUNTED))
@@ -140,3 +156,271 @@ def test_a_rank_opens_few_files_and_loads_nothing_that_it_does_not_need(job: Job
     assert least < 800, least
     assert most < 1400, most  # the first rank of a node reads the files of hpctrain once more, to compare them
     assert {late for *_, late in told} == {"[] 0"}, told  # 0: each package's entry points are read once
+
+
+# The program, in which rank RANK does something else in step 1, counted from 0 on.
+_FAULTY = """
+import os, runpy, signal, sys, time
+rank = int(sys.argv.pop(1)); fault = sys.argv.pop(1)
+here = int(os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or 0)
+def patch():
+    from hpctrain.data.loader import Loader
+    from hpctrain.train import evaluator, replica
+    from hpctrain.train.step import TrainingStep
+    run, make = TrainingStep.run, Loader._make
+    def step(self, batch, global_step, lr):
+        if global_step == 1 and rank in (here, -1):
+            if fault == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if fault == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if fault == "raise":
+                raise ZeroDivisionError("no such luck")
+            if fault == "skip":
+                return
+            if fault == "compute":
+                time.sleep(60)
+        run(self, batch, global_step, lr)
+    def made(self, slot, epoch, number, begin):
+        if fault == "load" and number == 1 and rank in (here, -1):
+            time.sleep(60)
+        return make(self, slot, epoch, number, begin)
+    def evaluated(*arguments, **options):
+        if fault == "evaluate" and rank in (here, -1):
+            time.sleep(60)
+        return evaluate(*arguments, **options)
+    evaluate = replica.evaluate
+    TrainingStep.run, Loader._make, replica.evaluate = step, made, evaluated
+from hpctrain.cli import main
+command = main.LazyGroup.get_command
+def patched(*arguments):
+    patch()
+    return command(*arguments)
+main.LazyGroup.get_command = patched
+runpy.run_module("hpctrain", run_name="__main__", alter_sys=True)
+"""
+
+
+def _faulty(job: Job, folder: Path, ranks: int, rank: int, fault: str, *more: str) -> Outcome:
+    (folder / "faulty.py").write_text(_FAULTY)
+    arguments = ["faulty.py", str(rank), fault, "train", "tiny.yaml", "deadline_seconds=3", *more]
+    return job(ranks, arguments, cwd=folder)
+
+
+def _autopsy(folder: Path, *options: str) -> Result:
+    (run,) = (folder / "runs").iterdir()
+    return CliRunner().invoke(cli, ["autopsy", str(run), *options])
+
+
+@pytest.mark.slow
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("load", "was in data loading"),
+        ("compute", "was in a training step, step 2"),
+        ("evaluate", "was in evaluation, step 2"),
+        ("raise", "Rank 1 failed first: ZeroDivisionError: no such luck (a training step, step 2)"),
+    ],
+)
+def test_the_rank_to_blame_is_named(job: Job, folder: Path, fault: str, words: str) -> None:
+    outcome = _faulty(job, folder, 2, 1, fault)
+    assert outcome.code not in (0, 85), outcome.output
+    result = _autopsy(folder, "--json")
+    assert result.exit_code == 0, result.output
+    values = json.loads(result.output)
+    assert values["blamed"] == [1], values["findings"]
+    assert words in " ".join(values["findings"])
+    if fault in ("load", "compute", "evaluate"):
+        assert "autopsy: Rank 1" in outcome.stderr or f"{place(1, 2)}nothing has moved for the deadline of 3 s" in outcome.stderr
+
+
+@pytest.mark.slow
+def test_a_rank_that_skips_a_step_has_not_posted_it(job: Job, folder: Path) -> None:
+    """It goes on to the next message, so that both may wait for each other. Who gives up leaves its words in its log."""
+    outcome = _faulty(job, folder, 2, 1, "skip", "--log-ranks", "all")
+    assert outcome.code not in (0, 85)
+    (logs,) = (folder / "runs").glob("*/logs")
+    logged = "".join(path.read_text() for path in sorted(logs.iterdir()))
+    assert " no completion within the deadline of 3 s: " in logged
+    assert "in _give_up" in logged  # of the stacks
+    assert f"logs of ranks 0-1: {logs}\n" in _autopsy(folder).output
+    values = json.loads(_autopsy(folder, "--json").output)
+    assert 1 in values["blamed"], values["findings"]
+    assert "rank 1 has not posted" in values["findings"][0] or "Rank 1 never posted" in values["findings"][0]
+
+
+@pytest.mark.slow
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("ranks", [0, 2])
+@pytest.mark.parametrize("fault", ["load", "compute", "evaluate"])
+def test_where_all_hang_alike_the_job_ends(job: Job, folder: Path, ranks: int, fault: str) -> None:
+    outcome = _faulty(job, folder, ranks, -1, fault)
+    assert outcome.code == 124 if ranks == 0 else outcome.code not in (0, 85), outcome.output
+    place = {"load": "data loading", "compute": "a training step, step 2", "evaluate": "evaluation, step 2"}[fault]
+    assert f"nothing has moved for the deadline of 3 s, in {place}" in outcome.stderr
+    assert place.split(",")[0] in _autopsy(folder).output
+
+
+@pytest.mark.slow
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("rank", [1, -1])
+def test_ranks_that_are_stopped_end_the_job(job: Job, folder: Path, rank: int) -> None:
+    """One of two, or all: then nobody is left to notice but their parents."""
+    outcome = _faulty(job, folder, 2, rank, "stop")
+    assert outcome.code not in (0, 85), outcome.output
+    if rank == -1:
+        assert "the process is stopped, or hangs without letting go of Python's lock" in outcome.stderr
+    else:
+        assert json.loads(_autopsy(folder, "--json").output)["blamed"] == [1]
+
+
+@pytest.mark.slow
+def test_a_killed_rank_was_silent_and_a_finished_job_finished(job: Job, folder: Path) -> None:
+    assert _faulty(job, folder, 2, 1, "kill").code != 0
+    text = _autopsy(folder).output
+    assert "a training step" in text
+    outcome = _faulty(job, folder, 2, 1, "none", f"output={folder}/well")
+    assert outcome.code == 0, outcome.output
+    (run,) = (folder / "well").iterdir()
+    result = CliRunner().invoke(cli, ["autopsy", str(run)])
+    assert result.output.startswith("The job finished: ranks 0-1 ended in good order.\n"), result.output
+    assert max(map(len, result.output.splitlines())) <= 80
+
+
+@pytest.mark.slow
+def test_records_lie_where_the_configuration_says(folder: Path) -> None:
+    hpctrain(0, folder, "train", f"flight={folder}/local")
+    (run,) = (folder / "runs").iterdir()
+    assert directory_of(run) == folder / "local" / run.name
+    assert _autopsy(folder).exit_code == 0
+    hpctrain(0, folder, "train", "flight=none", f"output={folder}/nowhere")
+    (run,) = (folder / "nowhere").iterdir()
+    assert not (run / "flight").exists()
+    assert CliRunner().invoke(cli, ["autopsy", str(run)]).exit_code == 2
+
+
+@given(st.sets(st.integers(0, 63), min_size=1))
+def test_lists_name_what_they_are_written_from(ranks: set[int]) -> None:
+    for text in (spans(sorted(ranks)), ",".join(map(str, ranks))):
+        assert {rank for rank in range(64) if names(text, 64, rank)} == ranks
+
+
+def test_words_name_all_and_none() -> None:
+    assert all(names("all", 5, rank) for rank in range(5))
+    assert not any(names("none", 5, rank) for rank in range(5))
+
+
+@pytest.mark.parametrize(
+    ("text", "end"),
+    [
+        ("al", "or ranks such as 0,3,8-15; the nearest is all."),
+        ("nono", "the nearest is none."),
+        ("0;3", "the nearest is all."),
+        ("", "the nearest is all."),
+        ("-1", "the nearest is all."),
+        ("3-1", "which begins behind its end; the nearest is 1-3."),
+        ("0,4", "names rank 4, but the job has 4 ranks; the largest number is 3."),
+        ("0-99", "names rank 99, but the job has 4 ranks; the largest number is 3."),
+    ],
+)
+def test_what_names_no_ranks_is_refused_alike(text: str, end: str) -> None:
+    sentences = set()
+    for rank in range(4):
+        with pytest.raises(ConfigError) as error:
+            names(text, 4, rank)
+        sentences.add(str(error.value))
+    [sentence] = sentences
+    assert sentence.startswith("--log-ranks ")
+    assert sentence.endswith(end)
+
+
+@pytest.mark.slow
+def test_named_ranks_have_files_with_all_that_they_log(job: Job, tmp_path: Path) -> None:
+    faults.prepare(tmp_path)
+    command = ["-m", "hpctrain", "train", "faulty.yaml", "--log-ranks", "0,2", "--steps", "2"]
+    outcome = job(3, command, cwd=tmp_path)
+    assert outcome.code == 0, outcome.output
+    [run] = (tmp_path / "runs").iterdir()
+    assert sorted(path.name for path in (run / "logs").iterdir()) == ["rank-0000.log", "rank-0002.log"]
+    text = (run / "logs" / "rank-0002.log").read_text()
+    assert re.search(r"DEBUG +process \d+ on \S+, hpctrain \S+, launcher .*: train faulty.yaml --log-ranks 0,2 --steps 2\n", text)
+    assert re.search(r"DEBUG +epoch 1, step 1: loss \S+; in 1 step this rank waited \S+ s for others\n", text)
+    assert "Backend" in text  # other ranks than 0 say that to nobody else
+    said = [line for line in outcome.stdout.splitlines() if line.startswith("epoch ")]
+    assert said
+    assert all(line in (run / "logs" / "rank-0000.log").read_text() for line in said)
+    assert "@" not in outcome.stdout + outcome.stderr  # rank 0 alone speaks, and needs no place
+    resumed = job(3, [*command, "--resume", str(run), "epochs=3"], cwd=tmp_path)
+    assert resumed.code == 0, resumed.output
+    assert (run / "logs" / "rank-0002.log").read_text().startswith(text)
+    evaluated = job(2, ["-m", "hpctrain", "eval", "faulty.yaml", "--checkpoint", str(run), "--log-ranks", "all"], cwd=tmp_path)
+    assert evaluated.code == 0, evaluated.output
+    assert (run / "logs" / "rank-0001.log").is_file()
+
+
+def test_a_rank_that_is_not_there_is_one_sentence(job: Job, tmp_path: Path) -> None:
+    faults.prepare(tmp_path)
+    outcome = job(2, ["-m", "hpctrain", "train", "faulty.yaml", "--log-ranks", "2"], cwd=tmp_path)
+    assert outcome.code == 2, outcome.output
+    sentence = "hpctrain: --log-ranks names rank 2, but the job has 2 ranks; the largest number is 1.\n"
+    assert outcome.stderr.count("hpctrain: ") == outcome.stderr.count(sentence) == 1
+    assert "name: faulty" in faults.CONFIG
+    assert not (tmp_path / "runs").exists()
+
+
+# Only of errors in Python mpi4py's runner knows; what the keeper sees is the same, whoever has started the rank.
+_ENDS = [
+    *((name, False) for name in ("an exception", "sys.exit", "os._exit(0)", "SIGKILL", "SIGABRT", "no memory")),
+    *((name, True) for name in ("an exception", "sys.exit", "no memory")),
+]
+
+_LONGEST_SECONDS = 100.0  # below the deadline, with its start, on a loaded machine
+
+_DEADLINE_SECONDS = 120
+
+
+@pytest.mark.job
+@pytest.mark.slow
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(("name", "through_mpi4py"), _ENDS)
+def test_the_job_ends_and_says_why_once(tmp_path: Path, name: str, through_mpi4py: bool) -> None:
+    [fault] = [fault for fault in faults.FAULTS if fault.name == name]
+    fault = dataclasses.replace(fault, overrides=(f"deadline_seconds={_DEADLINE_SECONDS}",))
+    faults.prepare(tmp_path)
+    outcome = faults.run_fault(fault, tmp_path, timeout_seconds=180, through_mpi4py=through_mpi4py)
+    assert outcome.code not in (0, 85, 124), outcome.output
+    assert outcome.seconds < _LONGEST_SECONDS
+    assert faults.is_named(fault, outcome, faults.findings(tmp_path)), outcome.output
+    errors = outcome.stderr
+    assert errors.count("Traceback (most recent call last)") == (name in ("an exception", "sys.exit")), errors
+    said = [line for line in errors.splitlines() if line.startswith("hpctrain: ")]
+    assert len(said) == (name in ("os._exit(0)", "SIGKILL", "SIGABRT", "no memory")), errors
+    assert "[0/" not in errors
+    assert "[2/" not in errors
+
+    if name == "no memory":
+        for words in ("Memory ran out on rank 1 (", "allocate 4.00 EiB", "the plan has 0.000 GB for a pass over 4 samples"):
+            assert words in said[0]
+
+
+@pytest.mark.job
+@pytest.mark.slow
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("name", ["an import error at the start", "SIGKILL of the launcher's process"])
+def test_an_end_before_the_run_and_one_without_a_launcher_are_named(tmp_path: Path, name: str) -> None:
+    [fault] = [fault for fault in faults.FAULTS if fault.name == name]
+    faults.prepare(tmp_path)
+    outcome = faults.run_fault(fault, tmp_path, timeout_seconds=180)
+    assert outcome.code not in (0, 85), outcome.output
+    assert faults.is_named(fault, outcome, faults.findings(tmp_path)), outcome.output
+
+
+@pytest.mark.job
+@pytest.mark.slow
+def test_two_jobs_that_write_to_one_run_crash_neither_and_lose_no_checkpoint(tmp_path: Path) -> None:
+    pairs: list[Pair] = [("step", False, 1), ("write", True, 2)]
+    tally = Tally()
+    run_pairs(tmp_path, pairs, None, reference_of(tmp_path / "reference"), tally)
+    assert not any(tally.faults.values()), tally.faults
+    assert tally.pairs.total() == len(pairs)

@@ -76,10 +76,11 @@ def test_one_process_trains_evaluates_and_leaves_its_files(job: Start, folder: P
         (2, ("optimizer.clip_norm=0.3", "averager={name: sharded, bucket_bytes: 500, fc_exchange: never}")),
         (2, ("optimizer.clip_norm=0.3", "averager={name: lazy, max_interval: 1, bucket_bytes: 500}")),
     ],
+    ids=["1", "3", "priority", "gradients only", "lazy"],
 )
-def test_eval_and_a_bitwise_resume_of_a_real_job(job: Start, folder: Path, ranks: int, options: tuple[str, ...]) -> None:
-    """7 steps and 3 more equal 10, across an epoch's end and inside the second epoch."""
-    whole = _train(ranks, folder, *options, "output=whole")
+def test_resume_is_bitwise(job: Start, folder: Path, ranks: int, options: tuple[str, ...]) -> None:
+    """Over a real MPI: 7 steps and 3 more equal 10, across an epoch's end and inside the second epoch."""
+    whole = _train(ranks, folder, *options, "output=whole", start=job)
     _train(ranks, folder, *options, "--steps", "7", start=job)
     second = _train(ranks, folder, *options, "--resume", "auto", start=job)
     assert "resumed at epoch 2, step 7" in second.stdout

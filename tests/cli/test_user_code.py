@@ -14,10 +14,9 @@ from click.testing import CliRunner
 
 from hpctrain import user_code
 from hpctrain.cli.main import cli
-from hpctrain.data import format as data_format
 from tests.support.here import run_here
 from tests.support.jobs import Outcome
-from tests.support.tiny_runs import run_in
+from tests.support.tiny_runs import run_in, write_images
 from tests.test_registry import offer
 
 Job = Callable[..., Outcome]
@@ -175,10 +174,8 @@ deadline_seconds: 30
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The working directory: two small data files, and the user's code beside his configuration in a directory of its own."""
-    random = np.random.default_rng(0)
-    for name, count in (("train", 43), ("test", 9)):
-        images = random.integers(0, 256, (count, 9, 8, 1), dtype=np.uint8)
-        data_format.write(tmp_path / f"{name}.h5", count, (9, 8, 1), ["a", "b", "c"], [(images, random.integers(0, 3, count))])
+    write_images(tmp_path / "train.h5", 43)
+    write_images(tmp_path / "test.h5", 9, seed=1)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "own_code.py").write_text(OWN)
     (tmp_path / "mine" / "own.yaml").write_text(CONFIG.replace("MODULE", "own_code.py"))

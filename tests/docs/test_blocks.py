@@ -11,7 +11,7 @@ How a new block is classified: its language says what is done with it.
                 ranks_per_node) must be valid by itself, and so must a site profile (with extends).
 - ```python     run; names that the page does not define come from `GIVEN`.
                 One that starts a job is a file of its own, run on two ranks.
-- ```text       not checked: needs a line in `TEXTS` that says why.
+- ```text       not checked here; test_tutorial.py compares those of the pages that users begin with.
 """
 
 from __future__ import annotations
@@ -68,49 +68,6 @@ PAGES = [str(path.relative_to(ROOT)) for path in FILES]
 LANGUAGES = ("bash", "console", "yaml", "python", "text")
 CLASSIFY = f"say in {Path(__file__).relative_to(ROOT)} what is to be done with it (its first lines tell how)"
 
-#: (page, words in a ```text block) -> why nothing can be checked
-TEXTS = {
-    ("docs/doctor.md", "launcher  ok     2 ranks on 1 node"): "a report; tests/cli/test_doctor.py has its form",
-    ("docs/design.md", "cli                                 train  eval"): "a picture of the packages",
-    (how_tos.OPERATOR, "LeakyRelu"): "lines of a module, which tests/support/how_tos.py puts there",
-    (how_tos.OWN_CODE, "entry-points"): "lines of another package's pyproject.toml; tests/cli/test_user_code.py installs one",
-    (
-        "docs/predict.md",
-        "The image cannot be decoded",
-    ): "pictures of a trained run; tests/cli/test_prediction_tables.py has the form",
-    (
-        "docs/predict.md",
-        "most often taken for",
-    ): "an evaluation of a trained run; tests/cli/test_evaluation_tables.py has the form",
-    ("docs/data.md", "61 % of the samples stay in memory"): "a line of a run; tests/experiment/test_data_of_runs.py has its form",
-    ("docs/data.md", "samples read: 120,000 from"): "the same",
-    ("docs/checkpoint.md", "config.yaml      the resolved configuration"): "a picture of a directory",
-    (
-        "docs/checkpoint.md",
-        "hpctrain: The run runs/net-20260104-101500",
-    ): "a refusal; tests/storage/test_runs.py has its form",
-    ("docs/checkpoint.md", "best test accuracy 91.93%"): "a line of a run; tests/experiment/test_resume_sources.py reads others",
-    (
-        "docs/checkpoint.md",
-        '{"tensors": ["parameters/conv1.weight"',
-    ): "lines of a run; tests/storage/test_formats.py reads others",
-    ("docs/reliability.md", "first difference by step 500"): "a comparison of runs; tests/report/test_comparison.py has its form",
-    ("docs/averaging.md", "network and step           averager"): "a picture of a step",
-    ("docs/planner.md", "batch, classifier.* model; averager sharded."): "simulated; they change with the model of a step",
-    ("docs/planner.md", "averager sharded, simulated:"): "the same",
-    ("docs/tutorial.md", ""): "outputs of its commands; test_tutorial.py compares their lines",
-    ("docs/planner.md", "configuration -> job, candidate"): "a picture of what follows from what",
-    ("docs/config.md", "grid, plan, averager auto: "): "a line of a run; tests/experiment/test_automatic_runs.py has its form",
-    ("docs/clusters.md", "job 4711 on slurm"): "the answer of a scheduler; tests/cli/test_submit.py has its form",
-    (
-        "docs/report.md",
-        "Differences of configuration:",
-    ): "a comparison of runs; tests/report/test_comparison_text.py has its form",
-    ("docs/data.md", "augment limits: 1 thread makes"): "a line of a measurement; tests/bench/test_data.py has its form",
-    ("docs/time.md", "steps waited for data"): "a line of a run; tests/experiment/test_accounts.py has its form",
-    ("docs/time.md", "predicted 0.452 s a step"): "a line of a run; tests/experiment/test_accounts.py has its form",
-}
-
 
 @dataclass(frozen=True)
 class Block:
@@ -142,11 +99,6 @@ def all_blocks(*languages: str) -> list[Any]:
 def test_every_block_says_what_it_is(page: str) -> None:
     for block in blocks(page):
         assert block.language in LANGUAGES, f"{block} is of none of the languages {LANGUAGES}; {CLASSIFY}"
-
-
-@pytest.mark.parametrize("block", all_blocks("text"))
-def test_what_is_not_checked_has_a_reason(block: Block) -> None:
-    assert any(page == block.page and words in block.text for page, words in TEXTS), f"{block} is not checked; {CLASSIFY}"
 
 
 # -- commands ----------------------------------------------------------------------------------------------------------------
@@ -246,46 +198,27 @@ KINDS = (
     Kind(r"apptainer (build|exec) ", names_files, "needs Apptainer"),
     Kind(r"ssh ", nothing, "needs another host; tests/jobs/test_two_hosts.py has two"),
     Kind(r"hpctrain train .*backend=cuda", takes, "needs a GPU, or minutes; tests/cli trains on the emulated device"),
-    Kind(r"mpiexec .*-m hpctrain calibrate ", takes, "takes a minute; tests/cli runs it small"),
-    Kind(r"hpctrain bench (data|engine|scaling) ", takes, "takes minutes; tests/cli runs it small"),
     Kind(
-        r"hpctrain (eval|predict|train) .*(checkpoint|resume) best",
+        r"(hpctrain|mpiexec .*-m hpctrain) "
+        r"(autopsy|bench|calibrate|checkpoint|compare|doctor|report|run|script|trace|watch|weights)\b",
         takes,
-        "needs a run with evaluations; tests/cli/test_best.py has some",
+        "needs a run of this name, or minutes; tests/cli runs each of them small",
     ),
-    Kind(r"hpctrain (watch|trace)", takes, "needs a run; tests/cli/test_watch.py and test_trace.py make some"),
-    Kind(
-        r"(hpctrain|mpiexec .*-m hpctrain) (report|compare) ",
-        takes,
-        "needs runs of these names; tests/cli/test_report.py makes some",
-    ),
-    Kind(r"hpctrain checkpoint ", takes, "needs a run of this name; tests/cli/test_checkpoint.py writes some"),
-    Kind(r"hpctrain weights ", takes, "needs weights or a run of this name; tests/cli/test_weights.py makes some"),
-    Kind(r"hpctrain autopsy ", takes, "needs a run that failed; tests/cli/test_autopsy.py makes some"),
-    Kind(
-        r"(hpctrain|mpiexec .*-m hpctrain) doctor ", takes, "looks at this machine; tests/cli/test_doctor.py runs it on several"
-    ),
-    Kind(r"hpctrain run ", takes, "trains until it is done; tests/cli/test_run_command.py does"),
+    Kind(r"hpctrain (eval|predict|train) .*(checkpoint|resume) best", takes, "needs evaluations; see tests/cli/test_best.py"),
     Kind(r"hpctrain submit (?!.*--dry-run)", takes, "needs a scheduler; tests/cli/test_submit.py has stand-ins"),
     Kind(r"hpctrain train configs/finetune-(?!.*--smoke)", takes, "needs weights; tests/cli/test_smoke.py tries these files"),
     Kind(r"hpctrain ", takes),
-    Kind(r"python -m (hpctrain|tests\.support)\.\S+", is_module, "takes minutes, or is run by a test of its own"),
+    Kind(r"python -m (hpctrain|benchmarks|tests\.support)\.\S+", is_module, "takes minutes, or is run by a test of its own"),
     Kind(r"python -m hpctrain ", takes),
-    Kind(
-        r"mpiexec .*-m mpi4py -m hpctrain calibrate ", takes, "takes a minute; tests/cli/test_calibrate.py runs it on two ranks"
-    ),
-    Kind(r"mpiexec .*-m mpi4py -m hpctrain script ", takes, "starts the page's program, which a test of its own runs"),
-    Kind(r"mpiexec .*-m hpctrain train .*--log-ranks", takes, "trains to the end; tests/cli/test_log_ranks.py does it"),
+    Kind(r"mpiexec .*-m hpctrain train .*--log-ranks", takes, "trains to the end; tests/cli/test_starting.py does it"),
     Kind(r"mpiexec --with-ft ulfm .*-m hpctrain ", takes, "needs Open MPI; tests/experiment/test_lost_rank_jobs.py does it"),
     Kind(r"mpiexec .*-m mpi4py -m hpctrain ", takes),
     Kind(r"mpiexec .*-m mpi4py \S+\.py$", nothing, "starts the page's program, which a test of its own runs"),
     Kind(r"srun .*-m mpi4py -m hpctrain ", takes, "needs Slurm"),
-    Kind(r"python -m (benchmarks|tests\.support)\.", is_module, "takes minutes"),
     Kind(r"make ", is_target, "installs, trains for minutes, or is what runs this test"),
     Kind(r"(python -m )?pip (install|wheel) ", installs, "needs a network"),
-    Kind(r"(sbatch|scancel|scontrol|sinfo|qsub|qsig) ", names_files, "needs a scheduler"),
+    Kind(r"(sbatch|scancel|scontrol|sinfo|qsub|qsig|bash jobs/)", names_files, "needs a scheduler, or minutes"),
     Kind(r"(eval|printf|squeue|tail) ", nothing, "test_tutorial.py runs those of the pages that users begin with"),
-    Kind(r"bash jobs/", names_files, "takes minutes; tests/jobs runs it small"),
     Kind(r"(curl|git clone|apt-get|sudo apt-get) ", nothing, "needs a network"),
     Kind(r"(cd|mkdir|tar|module|export|python3? -m venv) |(\.|source) \S*bin/activate$", nothing, "sets up what the tests have"),
 )

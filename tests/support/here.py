@@ -7,6 +7,7 @@ the environment at the start of Python, and an abort that leaves other ranks in 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 import tempfile
@@ -128,7 +129,10 @@ def _end(processes: Sequence[JobProcess]) -> None:
 @contextlib.contextmanager
 def _captured() -> Iterator[Callable[[], tuple[str, str]]]:
     """While this lasts, standard output and standard error go to files; the value returns what they have."""
+    root = logging.getLogger("hpctrain")
     with contextlib.ExitStack() as stack:
+        stack.enter_context(patch.multiple(root, handlers=root.handlers[:], propagate=root.propagate))
+        stack.callback(root.setLevel, root.level)
         files = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in (1, 2)]
         for number, name in ((1, "stdout"), (2, "stderr")):
             kept = os.dup(number)
@@ -138,7 +142,6 @@ def _captured() -> Iterator[Callable[[], tuple[str, str]]]:
             stream = stack.enter_context(open(number, "w", buffering=1, closefd=False))
             stack.enter_context(patch.object(sys, name, stream))
         yield lambda: (_content(files[0]), _content(files[1]))
-    log.configure(0)
 
 
 def _content(file: IO[str]) -> str:
