@@ -171,7 +171,7 @@ def test_what_is_broken_is_named_with_its_cure(job: Job, folder: Path, key: str)
 def test_a_mistake_is_a_sentence(job: Job, folder: Path) -> None:
     for words, sentence in (
         (("nowhere.yaml",), "nowhere.yaml: The configuration cannot be read"),
-        (("tiny.yaml", "optimizer=adagrad"), 'There is no optimizer "adagrad"'),
+        (("tiny.yaml", "optimizer=adagrad"), 'override "optimizer=adagrad": There is no optimizer "adagrad"'),
     ):
         outcome = job(0, [*DOCTOR, *words], cwd=folder)
         assert (outcome.code, outcome.stderr.count(f"hpctrain: {sentence}"), "Traceback" in outcome.output) == (2, 1, False)
