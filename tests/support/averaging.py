@@ -214,16 +214,12 @@ def make(
     return averaged(kind, make_group(dtype), OPTIMIZERS[optimizer](), comm, progress, nodes=nodes, **options)
 
 
-class Watched(GradientAverager):
-    """Passes everything on to `inner`, and fails where a parameter's data changes while a step may read it.
-
-    That is from `before_forward` to `data_free`; messages are driven at both ends, so that what comes too early shows.
-    """
+class Forwarding(GradientAverager):
+    """Passes everything on to `inner`."""
 
     def __init__(self, inner: GradientAverager) -> None:
         super().__init__(AveragerSetup(inner.group, inner.optimizer, inner.comm, inner.progress))
         self.inner = inner
-        self._seen: dict[str, bytes] = {}
 
     def begin_step(self, lr: float, counts: Sequence[int] | None = None) -> None:
         self.inner.begin_step(lr, counts)
@@ -233,30 +229,20 @@ class Watched(GradientAverager):
 
     def before_forward(self, parameters: Sequence[Parameter]) -> None:
         self.inner.before_forward(parameters)
-        for parameter in parameters:
-            self._seen[parameter.name] = parameter.data.tobytes()
 
     def input_ready(self, parameters: Sequence[Parameter], x: Array) -> None:
-        self._look()
         self.inner.input_ready(parameters, x)
 
     def error_ready(self, parameters: Sequence[Parameter], dy: Array) -> None:
-        self._look()
         self.inner.error_ready(parameters, dy)
-        self._look()
 
     def grad_ready(self, parameter: Parameter) -> None:
-        self._look()
         self.inner.grad_ready(parameter)
-        self._look()
 
     def data_free(self, parameter: Parameter) -> None:
-        self._look()
-        self._seen.pop(parameter.name, None)
         self.inner.data_free(parameter)
 
     def end_backward(self) -> None:
-        assert not self._seen, "a parameter was never let go"
         self.inner.end_backward()
 
     def drain(self) -> None:
@@ -264,6 +250,44 @@ class Watched(GradientAverager):
 
     def owned(self) -> Sequence[Segment]:
         return self.inner.owned()
+
+
+class Watched(Forwarding):
+    """Fails where a parameter's data changes while a step may read it.
+
+    That is from `before_forward` to `data_free`; messages are driven at both ends, so that what comes too early shows.
+    """
+
+    def __init__(self, inner: GradientAverager) -> None:
+        super().__init__(inner)
+        self._seen: dict[str, bytes] = {}
+
+    def before_forward(self, parameters: Sequence[Parameter]) -> None:
+        super().before_forward(parameters)
+        self._seen |= {parameter.name: parameter.data.tobytes() for parameter in parameters}
+
+    def input_ready(self, parameters: Sequence[Parameter], x: Array) -> None:
+        self._look()
+        super().input_ready(parameters, x)
+
+    def error_ready(self, parameters: Sequence[Parameter], dy: Array) -> None:
+        self._look()
+        super().error_ready(parameters, dy)
+        self._look()
+
+    def grad_ready(self, parameter: Parameter) -> None:
+        self._look()
+        super().grad_ready(parameter)
+        self._look()
+
+    def data_free(self, parameter: Parameter) -> None:
+        self._look()
+        self._seen.pop(parameter.name, None)
+        super().data_free(parameter)
+
+    def end_backward(self) -> None:
+        assert not self._seen, "a parameter was never let go"
+        super().end_backward()
 
     def _look(self) -> None:
         self.progress.poll()
