@@ -18,9 +18,8 @@ from hpctrain.train.metrics import RunningSums
 from hpctrain.train.snapshot import Position
 from hpctrain.train.step_reduction import StepTotals
 from tests.support.combinations import TOLERANCE, run
-from tests.support.dimensions import parsed
+from tests.support.dimensions import parsed, refusal
 from tests.support.interrupted import Course, by_epoch, other_order_from
-from tests.support.refusals import refusal
 from tests.support.training import Result
 
 Patch = Callable[[pytest.MonkeyPatch], None]
