@@ -139,12 +139,7 @@ def on_rank(trial: Trial, group: SplitGroup, merger: StatisticsMerger) -> Outcom
 
 
 def _run(
-    trial: Trial,
-    graph: Graph,
-    distribution: Distribution,
-    mergers: Mapping[str, StatisticsMerger],
-    x: np.ndarray,
-    own: slice,
+    trial: Trial, graph: Graph, distribution: Distribution, mergers: Mapping[str, StatisticsMerger], x: np.ndarray, own: slice
 ) -> Outcome:
     specs, statistics = declared(trial.model, trial.graph(1))
     shards = {name: distribution.shard(name) for name in (*specs, *statistics)}

@@ -283,13 +283,7 @@ class SlurmUser:
     def run(self, *command: str, environment: Mapping[str, str] | None = None) -> str:
         """The output of a command."""
         done = subprocess.run(
-            command,
-            cwd=self.folder,
-            env=environment or self.environment,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
+            command, cwd=self.folder, env=environment or self.environment, capture_output=True, text=True, timeout=60, check=False
         )
         return done.stdout + done.stderr
 
