@@ -35,8 +35,7 @@ from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.counters import Counters, CountingCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine, wait
-from tests.support.averaging import LR, averaged, make_group, one_step, run_steps, shares, watched
-from tests.support.sparse_oracle import OraclePart, SparseOracle
+from tests.support.averaging import LR, OraclePart, SparseOracle, averaged, make_group, one_step, run_steps, shares, watched
 
 PLACES = {
     "2 of 1": (0, 1),

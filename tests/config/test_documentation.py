@@ -12,8 +12,15 @@ from hpctrain.cli.main import cli
 from hpctrain.config import examples
 from hpctrain.config.schema import Config
 from hpctrain.errors import ConfigError
-from tests.support.command_reference import commands_page
-from tests.support.reference_pages import DOCS, FINDINGS_HEADING, KEYS_HEADING, findings_section, keys_section, options_page
+from tests.support.reference_pages import (
+    DOCS,
+    FINDINGS_HEADING,
+    KEYS_HEADING,
+    commands_page,
+    findings_section,
+    keys_section,
+    options_page,
+)
 
 PAGE = DOCS / "config.md"
 

@@ -16,7 +16,7 @@ from hpctrain.data.format import ImageFile
 from hpctrain.models import catalogue
 from hpctrain.parallel import sharding_rules
 from hpctrain.storage.run_directory import RunDirectory
-from tests.support import how_tos, trackers
+from tests.support import how_tos
 from tests.support.virtual_runs import train_virtual
 
 _TRAINING = """
@@ -104,8 +104,8 @@ def test_a_training_reports_to_trackers_of_ones_own(tmp_path: Path) -> None:
     train_virtual(1, file)
     (run,) = (tmp_path / "runs").iterdir()
     mlflow, wandb = sys.modules["mlflow"], sys.modules["wandb"]
-    assert isinstance(mlflow, trackers.MlflowStandIn)
-    assert isinstance(wandb, trackers.WandbStandIn)
+    assert isinstance(mlflow, how_tos.MlflowStandIn)
+    assert isinstance(wandb, how_tos.WandbStandIn)
     assert mlflow.calls[:2] == [("experiment", "hpctrain"), ("start", run.name)]
     assert wandb.calls[0] == ("start", ("garments", run.name, run.name, "allow", str(run)))
     kinds = ("interval", "epoch", "evaluation")

@@ -35,9 +35,18 @@ from hpctrain.train.metrics import Reporter, RunningSums
 from hpctrain.train.snapshot import Position
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual
-from tests.support.best_cases import MEASURES, Case, Disturbance
 from tests.support.crashes import crash_at
-from tests.support.run_in_process import STEPS_PER_EPOCH, TEST_SAMPLES, Killed, disturbed, prepare, train
+from tests.support.run_in_process import (
+    MEASURES,
+    STEPS_PER_EPOCH,
+    TEST_SAMPLES,
+    Case,
+    Disturbance,
+    Killed,
+    disturbed,
+    prepare,
+    train,
+)
 from tests.support.unmarked_run import make_unmarked
 
 SHAPES = {"parameters/w": (60, 100), "parameters/v": (3, 3, 64, 9), "parameters/b": (100,)}

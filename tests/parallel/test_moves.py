@@ -42,8 +42,8 @@ from hpctrain.parallel.transfer import moved, moved_back, transfer
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.counters import Counters, CountingCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
+from tests.support.distributed import random_moves
 from tests.support.emulated import EmulatedDeviceFactory
-from tests.support.layouts import random_moves
 from tests.support.training import Task, train
 
 

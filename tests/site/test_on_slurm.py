@@ -21,8 +21,7 @@ import hpctrain
 from hpctrain.launch.exit_codes import SIGNALLED, STOPPED, USER_ERROR
 from hpctrain.storage.run_directory import latest
 from tests.support.signal_storm import final_tensors, prepare, same_bits
-from tests.support.slurm_cluster import NODES, SlurmCluster, missing, slurm_cluster
-from tests.support.slurm_user import SlurmJob, SlurmUser
+from tests.support.slurm_cluster import NODES, SlurmCluster, SlurmJob, SlurmUser, missing, slurm_cluster
 
 pytestmark = [pytest.mark.job, pytest.mark.slow]
 EPOCHS, STEPS = 3, 5

@@ -46,6 +46,8 @@ from tests.support.dimensions import (
     kernels_of,
     line,
     parsed,
+    refusal,
+    resumed,
     steps_of,
     steps_per_epoch,
     task_of,
@@ -55,7 +57,6 @@ from tests.support.interleaved_thread import InterleavedThread
 from tests.support.interrupted import Course, PartOfRun, PartOutcome, RunOutcome, by_epoch, other_order_from, run_whole
 from tests.support.one_rank import Groups, groups_of, one_group, train_alone
 from tests.support.pairwise import Draw, draw
-from tests.support.refusals import refusal, resumed
 from tests.support.training import Result, Task, distance, train
 
 T = TypeVar("T")

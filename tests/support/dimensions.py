@@ -5,13 +5,15 @@ A feature joins by a row in `DIMENSIONS`, and by a line where its values become 
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from hpctrain.averaging.strategy import PlannedGroup
 from hpctrain.backend.cuda.emulator.device import EmulatedDevice
 from hpctrain.backend.kernels.base import KernelSet
 from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
@@ -19,15 +21,26 @@ from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
 from hpctrain.backend.kernels.graph import Graph, GraphBuilder
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.kernels.specs import BatchNormSpec, Conv2dSpec, TensorSpec
+from hpctrain.comm.grid import coordinates
 from hpctrain.config.data_section import MixingConfig
 from hpctrain.config.schema import Config
 from hpctrain.data.mixing import Mixing
 from hpctrain.data.sizes import ImageSizes
+from hpctrain.errors import HpctrainError
+from hpctrain.experiment.averager import make_strategy
+from hpctrain.experiment.device_faults import mixing_fault, progress_fault, sparse_fault, transport_fault, wire_fault
+from hpctrain.experiment.grid import check_batch, check_overlap
+from hpctrain.experiment.image_sizes import check_image_shapes
+from hpctrain.experiment.unreadable import check_skip
 from hpctrain.nn.layer import Layer
+from hpctrain.nn.network import Network
+from hpctrain.nn.parameter import GroupLayout
 from hpctrain.optim.ema import EmaRule
 from hpctrain.optim.optimizers import OPTIMIZERS
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.partition_graph import partition_graph
+from hpctrain.train.exact_shards import backend_fault, ranks_fault, statistics_fault, synchronised
+from hpctrain.train.exact_shards import split_fault as split_fault_of_exact
 from hpctrain.train.weight_watch import CheckCadence
 from tests.support import nets
 from tests.support.training import Task
@@ -50,8 +63,11 @@ class Net:
 
 #: so that an epoch ends with a batch of 3, or of 1
 SAMPLES = 19
+
 _RESIDUAL_MIXED = {"layer2.*": _M, "fc": _M}
+
 _SGD = {"name": "sgd"}
+
 #: options of averagers that have the same name here
 _OPTIONS = ("sizes", "window", "fc_exchange", "replan", "two_level", "wire", "wire_parameters")
 
@@ -363,3 +379,198 @@ def task_of(row: Row) -> Task:
         image_sizes=ImageSizes(value_of(row, "image_sizes")) if value_of(row, "image_sizes") else None,
         transport=value_of(row, "transport"),
     )
+
+
+#: options that an averager may have
+AVERAGING = (
+    "averager",
+    "slices",
+    "sizes",
+    "window",
+    "fc_exchange",
+    "replan",
+    "two_level",
+    "wire",
+    "wire_parameters",
+    "lazy",
+    "sparse",
+    "micro_batches",
+    "exact",
+)
+
+DATA = ("data", "grid")
+
+PLANNING = ("grid", "plan", "net", "tiles", "interior-first", "hides")
+
+SIZING = ("net", "image_sizes")
+
+NODES = ("averager", "sparse", "two_level", "nodes", *PLANNING)
+
+
+def refusal(row: Row) -> str | None:
+    """The sentence by which the program refuses a combination, of which some options may not be chosen yet.
+
+    Also one by which it refuses to go on, on another grid.
+    """
+    row = _with_device(row)
+    refused = _refused_averager(_only(row, AVERAGING)) or _refused_device(row) or _refused_data(_only(row, DATA))
+    refused = refused or _refused_transport(row) or _refused_exact(row) or _refused_mixing(row)
+    refused = refused or _refused_sizes(_only(row, SIZING))
+    refused = refused or _refused_nodes(_only(row, NODES)) or _refused_plan(_only(row, (*PLANNING, "averager", "batch")))
+    return refused if refused or not _changes_grid(row) else refusal(resumed(row))
+
+
+def _with_device(row: Row) -> Row:
+    """A way between devices needs these: what they refuse is refused before the device is chosen."""
+    between = "transport" in row and value_of(row, "transport") != "staged"
+    return {"device": "emulated", **row} if between else row
+
+
+def _changes_grid(row: Row) -> bool:
+    return {"end", "resume", "grid"} <= row.keys() and ends_early(row) and value_of(row, "resume") is not None
+
+
+def resumed(row: Row) -> Row:
+    """The combination of the part of a run that goes on."""
+    return {**row, "grid": value_of(row, "resume") or row["grid"], "resume": "same"}
+
+
+def _only(row: Row, names: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    return tuple((name, row[name]) for name in names if name in row)
+
+
+@cache
+def _refused_averager(items: tuple[tuple[str, str], ...]) -> str | None:
+    return _refused_over_nothing(items, split=False) if "averager" in dict(items) else None
+
+
+@cache
+def _refused_nodes(items: tuple[tuple[str, str], ...]) -> str | None:
+    row = dict(items)
+    if not {"averager", "two_level", "grid", "nodes"} <= row.keys():
+        return None
+    ranks = math.prod(value_of(row, "grid"))
+    per_node = value_of(row, "nodes") or ranks
+    nodes = [rank // per_node for rank in range(ranks)]
+    groups = [nodes]
+    if {"plan", "net"} <= row.keys() and _refused_plan(_only(row, PLANNING)) is None and splits_parameters(row):
+        rows = value_of(row, "grid")[0]
+        places = coordinates(nodes, rows)  # of each rank; those with the same part of split layers average it
+        groups += [
+            [node for node, (place, _) in zip(nodes, places, strict=True) if place == split_rank] for split_rank in range(rows)
+        ]
+
+    options = _only(row, ("averager", "sparse", "two_level"))
+    refused = (_refused_over_nothing(options, split=False, nodes=tuple(group)) for group in groups)
+    return next((sentence for sentence in refused if sentence is not None), None)
+
+
+def _refused_transport(row: Row) -> str | None:
+    if not {"device", "transport", "averager"} <= row.keys() or value_of(row, "transport") == "staged":
+        return None
+    if value_of(row, "device") is None:
+        return transport_fault(value_of(row, "transport"))
+    return sparse_fault() if (value_of(row, "transport"), value_of(row, "averager")) == ("nccl", "sparse") else None
+
+
+def _refused_device(row: Row) -> str | None:
+    if not {"grid", "device"} <= row.keys() or value_of(row, "device") is None:
+        return None
+    ranks = math.prod(value_of(row, "grid"))
+    wire = value_of(row, "wire_parameters")
+    if wire is not None and ranks > 1:
+        return wire_fault(wire)
+    return progress_fault("posting") if value_of(row, "posting") and ranks > 1 else None
+
+
+@cache
+def _statistics_fault(net: str) -> str | None:
+    """The sentence for a network by its name, of which rows are drawn by the thousand."""
+    network = Network(value_of({"net": net}, "net").model(), Task.image_shape, NumpyKernelSet())
+    return statistics_fault(synchronised(network))
+
+
+def _refused_exact(row: Row) -> str | None:
+    """What an order of sums does not go with, beside an averager."""
+    shards = value_of(row, "exact")
+    if shards is None:
+        return None
+    faults: list[str | None] = []
+    if "grid" in row:
+        rows, cols = value_of(row, "grid")
+        faults += [split_fault_of_exact(rows), ranks_fault(shards, rows * cols)]
+    if "net" in row:
+        faults.append(_statistics_fault(row["net"]))
+    if value_of(row, "device") is not None:
+        faults.append(backend_fault("cuda"))
+    return next((fault for fault in faults if fault is not None), None)
+
+
+def _refused_mixing(row: Row) -> str | None:
+    if not {"mixing", "device"} <= row.keys() or value_of(row, "device") is None or value_of(row, "mixing") is None:
+        return None
+    return mixing_fault("cuda")
+
+
+@cache
+def _refused_sizes(items: tuple[tuple[str, str], ...]) -> str | None:
+    row = dict(items)
+    if not set(SIZING) <= row.keys() or value_of(row, "image_sizes") is None:
+        return None
+    network = Network(value_of(row, "net").model(), Task.image_shape, NumpyKernelSet())
+    sizes = ImageSizes(value_of(row, "image_sizes"))
+    shapes = [replace(task_of({"net": row["net"]}), image_sizes=sizes).shape_at(epoch) for epoch, _ in sizes.steps]
+    return _sentence(lambda: check_image_shapes(network, shapes))
+
+
+@cache
+def _refused_data(items: tuple[tuple[str, str], ...]) -> str | None:
+    row = dict(items)
+    if not set(DATA) <= row.keys():
+        return None
+    return _sentence(lambda: check_skip(config_of(row), value_of(row, "grid")[0]))
+
+
+@cache
+def _refused_plan(items: tuple[tuple[str, str], ...]) -> str | None:
+    row = dict(items)
+    if not {"grid", "plan", "net"} <= row.keys():
+        return None
+
+    def attempt() -> None:
+        check_overlap(_config_of_grid(_only(row, ("grid", "interior-first"))), graph_of(row["net"]), parallel_plan(row))
+        if "batch" in row:
+            check_batch(value_of(row, "batch"), *value_of(row, "grid"))
+
+    sentence = _sentence(attempt)
+    if sentence is None and "averager" in row and splits_parameters(row):
+        return _refused_over_nothing(_only(row, ("averager",)), split=True)
+    return sentence
+
+
+@cache
+def _config_of_grid(items: tuple[tuple[str, str], ...]) -> Config:
+    return config_of(dict(items))
+
+
+@cache
+def _refused_over_nothing(items: tuple[tuple[str, str], ...], *, split: bool, nodes: tuple[int, ...] | None = None) -> str | None:
+    """The sentence of a strategy for no parameters, on one rank or those on `nodes`: the constructor knows what is legal."""
+
+    def attempt() -> None:
+        config = config_of(dict(items))
+        norms = OPTIMIZERS.create(config.optimizer.name, config.optimizer.options).norms_needed
+        layout, micro_batches = GroupLayout({}, "float64"), config.micro_batches
+        size = len(nodes or (0,))
+        group = PlannedGroup(layout, size, nodes, config.batch, micro_batches, norms_needed=norms, several_groups=split)
+        make_strategy(config.averager.name, config.averager.options, replace(group, shards=config.exact.shards))
+
+    return _sentence(attempt)
+
+
+def _sentence(attempt: Callable[[], object]) -> str | None:
+    try:
+        attempt()
+    except HpctrainError as error:
+        return str(error)
+    return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -11,7 +12,7 @@ from hpctrain.backend.kernels.base import Array, KernelSet, LocalStatistics, Sta
 from hpctrain.backend.kernels.graph import Graph, GraphBuilder
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.kernels.specs import AddSpec, SoftmaxCrossEntropySpec, TensorSpec
-from hpctrain.boxes import Box, consecutive, intersect, relative, whole
+from hpctrain.boxes import Box, consecutive, even_intervals, intersect, relative, whole
 from hpctrain.data.loader import cut
 from hpctrain.nn.compile.compiler import compile_graph
 from hpctrain.nn.distribution import Distribution, Shard, Undistributed
@@ -20,12 +21,53 @@ from hpctrain.nn.network import declared
 from hpctrain.nn.parameter import FlatGroup, ParameterSpec
 from hpctrain.nn.program import Program
 from hpctrain.nn.statistics import FlatStatistics
+from hpctrain.parallel import layout
 from hpctrain.parallel.batch_norm import RankStatistics
+from hpctrain.parallel.layout import Layout
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.parallel.rank_graph import GridDistribution
 from hpctrain.parallel.split_group import SplitGroup
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
+
+
+def _partition(chance: random.Random, shape: tuple[int, ...], ranks: int) -> Layout:
+    """Samples unevenly, channels, or tiles of either direction."""
+    kind = chance.choice(["samples", "channels", "rows"])
+    if kind == "samples":
+        owners = [chance.randrange(ranks) for _ in range(shape[0])]
+        return layout.samples(shape, [owners.count(rank) for rank in range(ranks)])
+    if kind == "channels":
+        return layout.channels(shape, even_intervals(shape[-1], ranks))
+    vertical = chance.choice([n for n in range(1, ranks + 1) if ranks % n == 0])
+    return layout.tiles(shape, (vertical, ranks // vertical))
+
+
+def _target(chance: random.Random, shape: tuple[int, ...], ranks: int) -> Layout:
+    """A partition, everything, or boxes anywhere: overlapping, empty, beyond the tensor."""
+    kind = chance.choice(["partition", "everything", "boxes", "boxes"])
+    if kind == "partition":
+        return _partition(chance, shape, ranks)
+    if kind == "everything":
+        return layout.everything(shape, ranks)
+    boxes = []
+    for _ in range(ranks):
+        box: list[tuple[int, int]] = []
+        for size in shape:
+            start = chance.randint(-1, size)
+            box.append((start, start + chance.randint(0, size + 1)))
+        boxes.append(tuple(box))
+    return layout.needed(shape, boxes)
+
+
+def random_moves(seed: int, ranks: int, count: int) -> list[tuple[Layout, Layout]]:
+    """(source, target) pairs of small tensors, empty ones among them."""
+    chance = random.Random(seed)
+    found = []
+    for _ in range(count):
+        shape = (*(chance.randint(0, 5) for _ in range(3)), chance.randint(1, 6))
+        found.append((_partition(chance, shape, ranks), _target(chance, shape, ranks)))
+    return found
 
 
 class Double(Layer):
@@ -97,12 +139,7 @@ def on_rank(trial: Trial, group: SplitGroup, merger: StatisticsMerger) -> Outcom
 
 
 def _run(
-    trial: Trial,
-    graph: Graph,
-    distribution: Distribution,
-    mergers: Mapping[str, StatisticsMerger],
-    x: np.ndarray,
-    own: slice,
+    trial: Trial, graph: Graph, distribution: Distribution, mergers: Mapping[str, StatisticsMerger], x: np.ndarray, own: slice
 ) -> Outcome:
     specs, statistics = declared(trial.model, trial.graph(1))
     shards = {name: distribution.shard(name) for name in (*specs, *statistics)}

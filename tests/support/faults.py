@@ -305,12 +305,7 @@ def prepare(folder: Path) -> None:
 
 
 def run_fault(
-    fault: Fault,
-    folder: Path,
-    timeout_seconds: float = 60,
-    *,
-    through_mpi4py: bool = True,
-    device: str | None = None,
+    fault: Fault, folder: Path, timeout_seconds: float = 60, *, through_mpi4py: bool = True, device: str | None = None
 ) -> Outcome:
     """The job with a fault, in a folder that `prepare` has filled.
 

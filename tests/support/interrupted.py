@@ -6,11 +6,12 @@ processes. A kill ends all ranks between two steps, and leaves what a thread has
 
 from __future__ import annotations
 
+import errno
 import random
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
@@ -23,6 +24,7 @@ from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
 from hpctrain.config.dump import dump
 from hpctrain.config.schema import Config
+from hpctrain.data import format as data_format
 from hpctrain.data.facts import DataFacts
 from hpctrain.data.format import ImageFile
 from hpctrain.data.loader import Batch, BatchSource, Loader
@@ -52,8 +54,7 @@ from hpctrain.train.snapshot import Position
 from hpctrain.train.step_reduction import StepTotals
 from hpctrain.train.time_limit import TimeLimit
 from hpctrain.virtual.communicator import ThreadCommunicator
-from tests.support import unreadable_file
-from tests.support.training import ArraysByEpoch, Result, Task, replica_on, result_of
+from tests.support.training import ArraysByEpoch, Result, Task, replica_on, result_of, stored
 
 
 class Killed(Exception):
@@ -210,7 +211,7 @@ class PartOfRun:
             file = ImageFile.open(path)
             loader = ArraysByEpoch(task, **replica.place)
         else:
-            file = unreadable_file.open_broken(path, task.unreadable)
+            file = open_broken(path, task.unreadable)
             pipeline = Pipeline([], config.seed, np.zeros(3), np.ones(3), config.dtype)
             images = Images(file, pipeline, sizes=task.image_sizes)
             loader = make_loader(session, images, replica.tiles, batch=config.batch, shuffle=True, shards=replica.passes.shards)
@@ -292,7 +293,7 @@ def run_whole(
     folder = Path(tempfile.mkdtemp(prefix="hpctrain-run-"))
     try:
         first = make(folder, course if course.end != "own" else None)
-        unreadable_file.write(folder / "train.h5", first.task)
+        write_images(folder / "train.h5", first.task)
         outcomes = _ended(first, on_ranks)
         stops = [end.position for end in (outcomes or [])[:1] if end.stopped]
         sums, goes_on = first.sums, False
@@ -349,3 +350,38 @@ def other_order_from(course: Course, poisoned_step: int, steps_per_epoch: int, s
         step for step in range(1, poisoned_step + 1) if saves and (step % course.every_steps == 0 or step % steps_per_epoch == 0)
     ]
     return max([0, *regular, *(stop.global_step for stop in stops if stop.global_step <= poisoned_step and not stop.reorderings)])
+
+
+def write_images(path: Path, task: Task) -> None:
+    """The images of a task as a data file."""
+    pixels, labels = stored(task)
+    names = [f"class {number}" for number in range(task.classes)]
+    data_format.write(path, task.samples, task.image_shape, names, [(pixels, labels)])
+
+
+def open_broken(path: Path, unreadable: Collection[int]) -> ImageFile:
+    """The file, on a disk that refuses some samples."""
+    file = ImageFile.open(path)
+    intact = file.pixels
+    assert isinstance(intact, MappedReader)
+    assert isinstance(intact._map, np.memmap)
+    file.pixels = BrokenReader(path, intact._map, intact._offset, unreadable)
+    return file
+
+
+class BrokenReader(MappedReader):
+    """Reads as its base does, from a disk that refuses the `unreadable` samples."""
+
+    def __init__(self, path: Path, images: np.memmap, offset: int, unreadable: Collection[int]) -> None:
+        super().__init__(path, images, offset)
+        self._refused, self._image_bytes = list(unreadable), int(np.prod(images.shape[1:]))
+
+    def _gather(self, wanted: np.ndarray, out: np.ndarray) -> int:
+        refused = np.flatnonzero(np.isin(wanted[0] // self._image_bytes, self._refused))
+        end = refused[0] if len(refused) else wanted.shape[1]
+        return super()._gather(wanted[:, :end], out)
+
+    def _read_piece(self, at: int, out: memoryview) -> None:
+        if (at - self._offset) // self._image_bytes in self._refused:
+            raise OSError(errno.EIO, "Input/output error")
+        super()._read_piece(at, out)

@@ -17,8 +17,6 @@ import json
 import os
 import random
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -31,13 +29,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from benchmarks.lab import Lab, take_down_at_termination
 from hpctrain.launch.exit_codes import FINISHED, USER_ERROR
 from hpctrain.storage import checkpoint
 from hpctrain.storage.atomic_write import write_json
 from hpctrain.storage.run_owner import owners
-from tests.support.jobs import clean_environment
+from tests.support.jobs import StartedJob
 
 #: a meeting, whether the first job is killed, and the seed of all other choices
 Pair = tuple[str, bool, int]
@@ -82,40 +81,30 @@ class Tally:
         self.faults[kind].append(sentence)
 
 
-class Job:
-    """A command that runs on a host, in its own session."""
+class Job(StartedJob):
+    """A command that runs on a host: the program with these words, unless a `command` is given."""
 
-    def __init__(self, folder: Path, lab: Lab | None, host: int, words: Sequence[str]) -> None:
-        command = [sys.executable, "-m", "hpctrain", *words]
-        self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115  as long as the job
-        self.process = subprocess.Popen(
-            command if lab is None else lab.on_host(host, command),
-            cwd=folder,
-            env=clean_environment({"PYTHONPATH": str(Path(__file__).parents[2])}),
-            stdout=self._output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        self.killed, self._said = False, ""
+    def __init__(self, folder: Path, lab: Lab | None, host: int, words: Sequence[str], command: Sequence[str] = ()) -> None:
+        command = command or [sys.executable, "-m", "hpctrain", *words]
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        extra = {"PYTHONPATH": str(Path(__file__).parents[2]), "PATH": path}
+        super().__init__(command if lab is None else lab.on_host(host, command), folder, extra)
+        self._logs = None if words else folder / "runs" / "jobs"
+
+    def end(self, patience_seconds: float = _PATIENCE_SECONDS) -> tuple[int, str]:
+        """As the base's, with the logs of what was submitted. What hangs counts as a crash."""
+        code, said = super().end(patience_seconds)
+        logs = () if self._logs is None else self._logs.glob("*.log")
+        return code, said + "".join(path.read_text(errors="replace") for path in logs)
 
     def kill(self) -> None:
-        """Kill all processes of the job, if it still runs."""
+        """Kill all processes that it started, if it still runs. Ranks of a launcher may have sessions of their own."""
         if self.process.poll() is None:
-            self.killed = True
-            os.killpg(self.process.pid, signal.SIGKILL)
-
-    def end(self) -> tuple[int, str]:
-        """Wait for the end, and return the exit code and all output. A job that hangs is killed, and counts as a crash."""
-        try:
-            code = self.process.wait(_PATIENCE_SECONDS)
-        except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            code = self.process.wait()
-        if not self._output.closed:
-            self._output.seek(0)
-            self._said = self._output.read()
-            self._output.close()
-        return code, self._said
+            children = psutil.Process(self.process.pid).children(recursive=True)
+            super().kill()
+            for child in children:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
 
 
 class SeenCheckpoints:
@@ -190,47 +179,7 @@ def _submit(folder: Path, lab: Lab | None, host: int) -> Job:
     (folder / "runs" / "jobs").mkdir(parents=True, exist_ok=True)  # as without --dry-run
     path = folder / f"job-{random.random()}.sh"
     path.write_text(script)
-    return ScriptJob(folder, lab, host, path)
-
-
-class ScriptJob(Job):
-    """A job that runs the script of a submission."""
-
-    def __init__(self, folder: Path, lab: Lab | None, host: int, script: Path) -> None:
-        command = ["bash", str(script)]
-        self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115  as long as the job
-        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        extra = {"PYTHONPATH": str(Path(__file__).parents[2]), "PATH": path}
-        self.process = subprocess.Popen(
-            command if lab is None else lab.on_host(host, command),
-            cwd=folder,
-            env=clean_environment(extra),
-            stdout=self._output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        self.killed, self._said, self._folder = False, "", folder
-
-    def kill(self) -> None:
-        """Kill the script and all processes that it started. Ranks of a launcher may have sessions of their own."""
-        if self.process.poll() is None:
-            children = _descendants(self.process.pid)
-            super().kill()
-            for child in children:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(child, signal.SIGKILL)
-
-    def end(self) -> tuple[int, str]:
-        code, said = super().end()
-        logs = (path.read_text(errors="replace") for path in self._folder.glob("runs/jobs/*.log"))
-        return code, said + "".join(logs)
-
-
-def _descendants(process: int) -> list[int]:
-    with contextlib.suppress(OSError):
-        children = [int(word) for word in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
-        return [*children, *(each for child in children for each in _descendants(child))]
-    return []
+    return Job(folder, lab, host, (), ["bash", str(path)])
 
 
 def _meet(folder: Path, meeting: str, first: Job, draws: random.Random) -> Path | None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -91,3 +93,38 @@ def run_job(
             os.killpg(process.pid, 9)
             raise
     return Outcome(process.returncode, stdout, stderr, time.monotonic() - begin)
+
+
+class StartedJob:
+    """A command in a session of its own, to which a test does something while it runs. killed: `kill` has ended it."""
+
+    def __init__(self, command: Sequence[str], folder: Path, extra: Mapping[str, str]) -> None:
+        self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115  as long as the job
+        self.process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=clean_environment(extra),
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self.killed, self._said = False, ""
+
+    def kill(self) -> None:
+        """Kill all processes of its session, if it still runs."""
+        if self.process.poll() is None:
+            self.killed = True
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def end(self, patience_seconds: float) -> tuple[int, str]:
+        """Wait for the end, and return the exit code and all output. What hangs is killed, with code -9."""
+        try:
+            self.process.wait(patience_seconds)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            self.process.wait()
+        if not self._output.closed:
+            self._output.seek(0)
+            self._said = self._output.read()
+            self._output.close()
+        return self.process.returncode, self._said

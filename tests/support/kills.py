@@ -25,6 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from hpctrain.launch.exit_codes import FINISHED
 from hpctrain.storage.run_directory import latest, software_versions
 from tests.support.signal_storm import Setting, StormJob, final_tensors, prepare, same_bits
@@ -92,7 +94,7 @@ def kill(processes: Iterable[int]) -> int:
 def victims(job: StormJob, draws: random.Random) -> tuple[str, list[int]]:
     """Which processes of a job are killed, and the name of that choice."""
     ranks = job.processes()
-    keepers = [process for process in ranks if set(_children(process)) & set(ranks)]
+    keepers = [rank for rank in ranks if _has_child_of(rank, ranks)]
     choices: dict[str, list[int]] = {
         "launcher": [job.process.pid],
         "rank": [process for process in ranks if process not in keepers],
@@ -103,10 +105,10 @@ def victims(job: StormJob, draws: random.Random) -> tuple[str, list[int]]:
     return name, choices[name] if name == "all" else [draws.choice(choices[name])]
 
 
-def _children(process: int) -> list[int]:
-    with contextlib.suppress(OSError):
-        return [int(word) for word in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
-    return []
+def _has_child_of(process: int, ranks: Sequence[int]) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return any(child.pid in ranks for child in psutil.Process(process).children())
+    return False
 
 
 def kill_once(job: StormJob, output: Path, tally: Tally, draws: random.Random, moment: float | None) -> set[Path]:

@@ -92,32 +92,16 @@ class LateFetch:
 
 @dataclass
 class LateDescent:
-    """A descent of the host, done in its turn. shadow: written for each run."""
+    """A descent of the host, by moments or not, done in its turn. shadow: written for each run of an update."""
 
     queue: Queue
-    inner: Descent
+    inner: Any
     data: DeviceArray
     shadow: DeviceArray | None
 
-    def update(self, runs: Iterable[UpdateRun], lr: float) -> None:
+    def update(self, runs: Iterable[UpdateRun], *rest: Any) -> None:
         runs = list(runs)
-        self.queue.put(lambda: self.inner.update(runs, lr))
-        for run in runs if self.shadow is not None else ():
-            self.queue.put(np.copyto, self.shadow[run.start : run.stop], self.data[run.start : run.stop], "same_kind")
-
-
-@dataclass
-class LateMomentDescent:
-    """A descent by moments of the host, done in its turn. shadow: written for each run of an update."""
-
-    queue: Queue
-    inner: MomentDescent
-    data: DeviceArray
-    shadow: DeviceArray | None
-
-    def update(self, runs: Iterable[UpdateRun], corrections: Corrections, lr: float) -> None:
-        runs = list(runs)
-        self.queue.put(lambda: self.inner.update(runs, corrections, lr))
+        self.queue.put(lambda: self.inner.update(runs, *rest))
         for run in runs if self.shadow is not None else ():
             self.queue.put(np.copyto, self.shadow[run.start : run.stop], self.data[run.start : run.stop], "same_kind")
 
@@ -126,27 +110,19 @@ class LateMomentDescent:
         self.queue.put(lambda: self.inner.direct(runs, corrections))
 
 
-@dataclass
-class LateChecksums:
-    """Checksums of the host, taken in their turn."""
+@dataclass(frozen=True)
+class LateWatchedArrays:
+    """Arrays of the host that are watched, whose looks are taken in their turn; so are checksums and guards of them."""
 
     queue: Queue
-    inner: ArrayChecksums
+    inner: Any
     count: int
 
-    def fetch(self) -> LateFetch:
-        values = np.empty(self.count, np.uint32)
-        self.queue.put(lambda: np.copyto(values, self.inner.fetch().result()))
-        return LateFetch(self.queue, values)
+    def checksums(self) -> ArrayChecksums:
+        return replace(self, inner=self.inner.checksums())
 
-
-@dataclass
-class LateGuard:
-    """A guard of the host, whose looks are taken in their turn."""
-
-    queue: Queue
-    inner: ArrayGuard
-    count: int
+    def guard(self) -> ArrayGuard:
+        return replace(self, inner=self.inner.guard())
 
     def remember(self) -> None:
         self.queue.put(self.inner.remember)
@@ -154,25 +130,15 @@ class LateGuard:
     def compare(self) -> None:
         self.queue.put(self.inner.compare)
 
+    def fetch(self) -> LateFetch:
+        return self._fetched(self.inner.fetch, np.empty(self.count, np.uint32))
+
     def fetch_changed(self) -> LateFetch:
-        values = np.empty(self.count, bool)
-        self.queue.put(lambda: np.copyto(values, self.inner.fetch_changed().result()))
+        return self._fetched(self.inner.fetch_changed, np.empty(self.count, bool))
+
+    def _fetched(self, fetch: Callable[[], Fetch], values: np.ndarray) -> LateFetch:
+        self.queue.put(lambda: np.copyto(values, fetch().result()))
         return LateFetch(self.queue, values)
-
-
-@dataclass(frozen=True)
-class LateWatchedArrays:
-    """Arrays of the host that are watched, whose looks are taken in their turn."""
-
-    queue: Queue
-    inner: WatchedArrays
-    count: int
-
-    def checksums(self) -> ArrayChecksums:
-        return LateChecksums(self.queue, self.inner.checksums(), self.count)
-
-    def guard(self) -> ArrayGuard:
-        return LateGuard(self.queue, self.inner.guard(), self.count)
 
 
 class LateArithmetic(Arithmetic):
@@ -256,7 +222,7 @@ class LateArithmetic(Arithmetic):
         self, data: Array, gradient: Array, first: Array, second: Array, rule: MomentRule, *, shadow: Array | None = None
     ) -> MomentDescent:
         inner = self._host.moment_descent(*unwrapped((data, gradient, first, second)), rule)
-        return LateMomentDescent(self._queue, inner, data, shadow)
+        return LateDescent(self._queue, inner, data, shadow)
 
 
 class LateOperator(Operator):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from hpctrain.averaging.base import AveragerSetup, GradientAverager
+from hpctrain.averaging.base import GradientAverager
 from hpctrain.averaging.dependencies import EventKind
 from hpctrain.averaging.strategy import PlannedGroup, Strategy
 from hpctrain.backend.kernels.base import Array
@@ -17,7 +17,6 @@ from hpctrain.experiment.averager import make_strategy
 from hpctrain.experiment.planned_job import state_arrays
 from hpctrain.nn.network import declared
 from hpctrain.nn.parameter import Parameter
-from hpctrain.optim.base import Segment
 from hpctrain.planner.job import Candidate, Job
 from hpctrain.planner.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
 from hpctrain.planner.tasks import BeginExchange, EndBackward, Happens, Merge, NeedsParameters, StepMessage, Task
@@ -26,6 +25,7 @@ from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.counters import Counters, CountingCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
 from tests.support import training
+from tests.support.averaging import Forwarding
 
 _STATISTICS = {"statistics": "all", "split statistics": "split", "data statistics": "data"}
 _UNCOUNTED = ("messages", "samples norms", "data norms")
@@ -147,55 +147,43 @@ class _Recorder(Counters):
             self._events.append(("message", "", payload_bytes))
 
 
-class _Observed(GradientAverager):
-    """Writes down what a step announces, and passes it on to `inner`."""
+class _Observed(Forwarding):
+    """Writes down what a step announces, and passes it on."""
 
     def __init__(self, inner: GradientAverager, events: list[Event]) -> None:
-        super().__init__(AveragerSetup(inner.group, inner.optimizer, inner.comm, inner.progress))
-        self.inner, self._events, self.schedule = inner, events, inner.schedule
+        super().__init__(inner)
+        self._events, self.schedule = events, inner.schedule
 
     def _note(self, kind: str, name: str = "") -> None:
         self._events.append((kind, name, 0))
 
-    def begin_step(self, lr: float, counts: Sequence[int] | None = None) -> None:
-        self.inner.begin_step(lr, counts)
-
-    def takes_sufficient_factors(self, parameters: Sequence[Parameter]) -> bool:
-        return self.inner.takes_sufficient_factors(parameters)
-
     def before_forward(self, parameters: Sequence[Parameter]) -> None:
         for parameter in parameters:
             self._note("needs", parameter.name)
-        self.inner.before_forward(parameters)
+        super().before_forward(parameters)
 
     def input_ready(self, parameters: Sequence[Parameter], x: Array) -> None:
         self._note(EventKind.INPUTS, parameters[0].name)
-        self.inner.input_ready(parameters, x)
+        super().input_ready(parameters, x)
 
     def error_ready(self, parameters: Sequence[Parameter], dy: Array) -> None:
         self._note(EventKind.GRADIENT, parameters[0].name)
-        self.inner.error_ready(parameters, dy)
+        super().error_ready(parameters, dy)
 
     def grad_ready(self, parameter: Parameter) -> None:
         if parameter.size:
             self._note(EventKind.GRADIENT, parameter.name)
-        self.inner.grad_ready(parameter)
+        super().grad_ready(parameter)
 
     def data_free(self, parameter: Parameter) -> None:
         if parameter.size:
             self._note(EventKind.LAST_READ, parameter.name)
-        self.inner.data_free(parameter)
+        super().data_free(parameter)
 
     def end_backward(self) -> None:
         if not self._events or self._events[-1][0] != "end of backward":
             self._note("end of backward")
-        self.inner.end_backward()
-
-    def drain(self) -> None:
-        self.inner.drain()
-
-    def owned(self) -> Sequence[Segment]:
-        return self.inner.owned()
+        super().end_backward()
 
 
 def _observed_strategy(events: list[Event], averager: str, options: Mapping[str, Any], group: PlannedGroup) -> Strategy:

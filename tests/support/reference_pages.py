@@ -6,21 +6,70 @@ the findings in docs/doctor.md.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import click
 from pydantic_core import PydanticUndefined
 
+from hpctrain.cli.main import cli
 from hpctrain.config.faults import known_paths, section_at, show
 from hpctrain.config.source import KeyPath, dotted
 from hpctrain.doctor.checks import CHECKS, JOB_KINDS
 from hpctrain.experiment.options import FOLLOWING, Choice, choices
-from tests.support.command_reference import commands_page
+
+_HEAD = """# Commands
+
+`hpctrain --help`, and `--help` behind each command, print the same. `hpctrain completion bash` makes the tab key complete them.
+Those that train or measure are started on ranks, as `mpiexec -n 4 python -m mpi4py -m hpctrain train ...`; the others are one
+process.
+
+This page is written by `make docs`, from the program itself.
+"""
+
+
+def commands_page() -> str:
+    """The whole page."""
+    context = click.Context(cli, info_name="hpctrain")
+    return "\n".join([_HEAD, *(line for name in cli.list_commands(context) for line in _lines(context, name, "##"))])
+
+
+def _lines(parent: click.Context, name: str, heading: str) -> Iterator[str]:
+    group = parent.command
+    assert isinstance(group, click.Group)
+    command = group.get_command(parent, name)
+    assert command is not None
+    context = click.Context(command, info_name=name, parent=parent)
+    yield from (f"{heading} {context.command_path}", "")
+    arguments = [piece for piece in command.collect_usage_pieces(context) if piece != "[OPTIONS]"]
+    if arguments and not isinstance(command, click.Group):
+        yield from (f"Arguments: `{' '.join(arguments)}`", "")
+    yield from (_escaped(inspect.cleandoc(command.help or "")), "")
+    options = [option for option in command.params if isinstance(option, click.Option)]
+    if options:
+        yield from ("| option | meaning |", "|---|---|", *(_option(option, context) for option in options), "")
+    if isinstance(command, click.Group):
+        for inner in command.list_commands(context):
+            yield from _lines(context, inner, f"{heading}#")
+
+
+def _option(option: click.Option, context: click.Context) -> str:
+    names, meaning = option.get_help_record(context) or ("", "")
+    return f"| `{_escaped(names)}` | {_escaped(' '.join(meaning.split()))} |"
+
+
+def _escaped(text: str) -> str:
+    """Words of a help text that Markdown would take for a tag or a column."""
+    return text.replace("<", "&lt;").replace("|", "\\|")
+
 
 DOCS = Path(__file__).parents[2] / "docs"
+
 KEYS_HEADING = "## Every key\n"
+
 FINDINGS_HEADING = "## Every finding\n"
 
 _KINDS = {
@@ -32,7 +81,7 @@ _KINDS = {
     "reporters": ("Reporters", "metrics.reporters", "They receive what rank 0 reports, beside the console and `metrics.jsonl`."),
 }
 
-_HEAD = """# Options
+_OPTIONS_HEAD = """# Options
 
 The names that a configuration can choose, and the options of each: keys beside `name` in its section ([config.md](config.md)).
 `hpctrain list models` (or `optimizers`, `schedules`, `averagers`, `augmentations`, `reporters`) prints the names,
@@ -60,7 +109,7 @@ The checks, in the order of the table:
 
 def options_page() -> str:
     """docs/options.md."""
-    return "\n".join([_HEAD, *(line for kind in _KINDS for line in _section(kind))])
+    return "\n".join([_OPTIONS_HEAD, *(line for kind in _KINDS for line in _section(kind))])
 
 
 def keys_section() -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,8 +27,11 @@ from hpctrain.train.metrics import RunningSums
 from hpctrain.train.replica import Replica
 
 SAMPLES, BATCH = 10, 4
+
 STEPS_PER_EPOCH = 3
+
 TEST_SAMPLES = 20
+
 CONFIG = """
 name: tiny
 seed: 7
@@ -83,3 +89,86 @@ def disturbed(evaluation: Callable[[int], RunningSums], before_step: Callable[[i
         patch.setattr(Replica, "evaluate", lambda replica, loader, **options: evaluation(replica.global_step))
         patch.setattr(Replica, "update", updated)
         yield
+
+
+MEASURES = ("top1", "top5", "loss")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run: how often it saves and evaluates, and what its evaluations say, by a seed."""
+
+    seed: int
+    epochs: int
+    keep: int
+    measure: str
+    save_epochs: int
+    save_steps: int
+    evaluate_epochs: int
+    layout: str
+    asynchronous: bool
+    goes_back: bool
+
+    @classmethod
+    def of(cls, seed: int) -> Case:
+        """A case at random."""
+        draw = random.Random(seed)
+        save_epochs = draw.choice([0, 1, 1, 2, 3])
+        save_steps = draw.choice([0, 0, 1, 2, 3, 4]) if save_epochs else draw.randint(1, 4)
+        rest: tuple[Any, ...] = (save_epochs, save_steps, draw.choice([1, 1, 2, 3]), draw.choice(["single", "sharded"]))
+        measure = draw.choice((*MEASURES, "top1"))
+        return cls(seed, draw.randint(2, 6), draw.randint(1, 3), measure, *rest, draw.random() < 0.5, draw.random() < 0.3)
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """Of the configuration."""
+        best = f"checkpoint={{best: {self.measure}, keep: {self.keep}, every_epochs: {self.save_epochs}, "
+        best += f"every_steps: {self.save_steps}, layout: {self.layout}, asynchronous: {str(self.asynchronous).lower()}}}"
+        back = ["on_nonfinite={action: rollback, most: 99}"] if self.goes_back else []
+        return (f"epochs={self.epochs}", f"evaluate.every_epochs={self.evaluate_epochs}", best, *back)
+
+    @property
+    def last(self) -> int:
+        """Steps of the whole run."""
+        return self.epochs * STEPS_PER_EPOCH
+
+    def evaluation(self, step: int) -> RunningSums:
+        """Few values, so that many are equal."""
+        draw = random.Random(self.seed * 1000 + step)
+        return RunningSums(draw.randint(1, 4) * 1.0, draw.randint(0, 3), draw.randint(0, 3), TEST_SAMPLES)
+
+    def written(self) -> list[int]:
+        """Steps of all checkpoints of an undisturbed run."""
+        due = [epoch * STEPS_PER_EPOCH for epoch in range(1, self.epochs + 1) if self._is_due(epoch, self.save_epochs)]
+        inside = range(self.save_steps, self.last + 1, self.save_steps) if self.save_steps else ()
+        return sorted({*due, *inside, *([0] if self.goes_back else [])})
+
+    def best(self, steps: Collection[int]) -> int | None:
+        """By the rule that users are told: the highest accuracy or the lowest loss, the earlier one of two."""
+        evaluated = {epoch * STEPS_PER_EPOCH for epoch in range(1, self.epochs + 1) if self._is_due(epoch, self.evaluate_epochs)}
+        candidates = sorted(evaluated & set(steps))
+        sums = {step: self.evaluation(step) for step in candidates}
+        score = {step: -each.loss if self.measure == "loss" else getattr(each, self.measure) for step, each in sums.items()}
+        return max(candidates, key=lambda step: score[step], default=None)
+
+    def kept(self) -> list[int]:
+        """Steps of the checkpoints that an undisturbed run leaves."""
+        written = self.written()
+        newest = written[-self.keep :]
+        best = self.best([step for step in written if step <= newest[0]]) if newest else None
+        return sorted({*newest, *([best] if best is not None else [])})
+
+    def _is_due(self, epoch: int, every: int) -> bool:
+        return bool(every) and (epoch == self.epochs or epoch % every == 0)
+
+
+class Disturbance:
+    """Ends a run at a step, or lets it diverge there, once."""
+
+    def __init__(self, step: int, error: BaseException) -> None:
+        self._step, self._error, self.came = step, error, False
+
+    def __call__(self, step: int) -> None:
+        if step == self._step and not self.came:
+            self.came = True
+            raise self._error

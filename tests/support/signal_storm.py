@@ -17,7 +17,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,12 +29,13 @@ from signal import Signals
 from typing import Any
 
 import numpy as np
+import psutil
 
 from hpctrain.launch.exit_codes import FINISHED, STOPPED
 from hpctrain.launch.signals import HELD, STOPS
 from hpctrain.storage import checkpoint
 from hpctrain.storage.run_directory import latest, software_versions
-from tests.support.jobs import clean_environment, find_mpiexec
+from tests.support.jobs import StartedJob, find_mpiexec
 
 QUIET = tuple(number for number in HELD if number not in STOPS)
 
@@ -98,23 +98,19 @@ def prepare(folder: Path, images: int = 1024, epochs: int = 6) -> None:
     (folder / "storm.yaml").write_text(_CONFIG.format(folder=folder, epochs=epochs))
 
 
-class StormJob:
+class StormJob(StartedJob):
     """A job of the program that is started here, and whose processes get signals."""
 
     def __init__(self, folder: Path, setting: Setting, output: str, *more: str) -> None:
         self._token = uuid.uuid4().hex
         threads = str(setting.threads)
         pools = {"OMP_NUM_THREADS": threads, "OPENBLAS_NUM_THREADS": threads, "OMP_WAIT_POLICY": "passive"}  # they share cores
-        environment = clean_environment({_MARK: self._token, **pools})
         command = [sys.executable, "-m", "mpi4py", "-m", "hpctrain", "train", str(folder / "storm.yaml")]
         command += [f"backend={setting.kernels}", f"output={folder / output}", *more]
         self.ranks = max(1, setting.ranks)
         if setting.ranks:
             command = [find_mpiexec() or "mpiexec", "-n", str(setting.ranks), *command]
-        self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115  as long as the job
-        self.process = subprocess.Popen(
-            command, env=environment, cwd=folder, stdout=self._output, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        super().__init__(command, folder, {_MARK: self._token, **pools})
 
     def targets(self) -> list[int]:
         """The ranks' processes that hold signals back."""
@@ -148,16 +144,13 @@ class StormJob:
 
     def end(self, patience_seconds: float = _PATIENCE_SECONDS) -> tuple[int, str]:
         """Exit code and output, once it has ended; a job that does not is ended, with code -9."""
-        try:
-            self.process.wait(patience_seconds)
-        except subprocess.TimeoutExpired:
-            for pid in [*self.processes(), self.process.pid]:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            self.process.wait()
-        self._output.seek(0)
-        with self._output:
-            return self.process.returncode, self._output.read()
+        return super().end(patience_seconds)
+
+    def kill(self) -> None:
+        for pid in self.processes() if self.process.poll() is None else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        super().kill()
 
     def processes(self) -> list[int]:
         """The processes of its ranks, and their keepers."""
@@ -167,11 +160,10 @@ class StormJob:
         """All processes that it has started and that still run, the launcher's too."""
         mark = f"{_MARK}={self._token}".encode()
         processes = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdecimal():
-                with contextlib.suppress(OSError):
-                    if mark in (entry / "environ").read_bytes().split(b"\0"):
-                        processes.append(int(entry.name))
+        for pid in psutil.pids():
+            with contextlib.suppress(OSError):
+                if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                    processes.append(pid)
         return processes
 
 

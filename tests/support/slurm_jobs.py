@@ -16,8 +16,7 @@ from pathlib import Path
 
 from hpctrain.experiment.cores import ranges
 from tests.support.signal_storm import prepare
-from tests.support.slurm_cluster import missing, slurm_cluster
-from tests.support.slurm_user import SlurmJob, SlurmUser
+from tests.support.slurm_cluster import SlurmJob, SlurmUser, missing, slurm_cluster
 
 _SCRIPT = Path(__file__).parents[2] / "jobs" / "slurm.sbatch"
 # The doctor would refuse nodes that share cores; MPICH's wheel needs pmi2.

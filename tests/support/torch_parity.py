@@ -138,14 +138,7 @@ class Comparison:
 
 
 def compare(
-    name: str,
-    *,
-    pixels: int,
-    samples: int,
-    classes: int,
-    seed: int,
-    width: float = 1.0,
-    kernels: KernelSet | None = None,
+    name: str, *, pixels: int, samples: int, classes: int, seed: int, width: float = 1.0, kernels: KernelSet | None = None
 ) -> Comparison:
     """Our step against torch's, in both precisions. `kernels` computes the float32 step; NumPy's by default."""
     options = {"classes": classes, "width": width}

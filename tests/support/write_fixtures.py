@@ -55,65 +55,44 @@ class Case:
     options: str
 
 
+_SHARDED = "averager: {name: sharded, bucket_bytes: 256}\n"
+_MOMENTUM = "optimizer: {name: sgd, lr: 0.05, momentum: 0.9%s}\n"
 CASES = {
     "blocking": Case(
         1,
         3,
-        """
-averager: blocking
-optimizer: {name: sgd, lr: 0.05, weight_decay: 1.0e-3}
-schedule: {name: constant, warmup_epochs: 0.5}
-""",
+        "averager: blocking\noptimizer: {name: sgd, lr: 0.05, weight_decay: 1.0e-3}\n"
+        "schedule: {name: constant, warmup_epochs: 0.5}\n",
     ),
-    "sharded": Case(
-        2,
-        7,  # its operations are ordered by measured times then
-        """
-averager: {name: sharded, bucket_bytes: 256}
-optimizer: {name: sgd, lr: 0.05, momentum: 0.9, weight_decay: 1.0e-3}
-schedule: {name: cosine, warmup_epochs: 0.5}
-""",
-    ),
+    # Its operations are ordered by measured times after seven steps.
+    "sharded": Case(2, 7, _SHARDED + _MOMENTUM % ", weight_decay: 1.0e-3" + "schedule: {name: cosine, warmup_epochs: 0.5}\n"),
     "priority": Case(
         2,
         3,
-        """
-averager: {name: priority, slice_parameters: 24, fc_exchange: always}
-optimizer: {name: sgd, lr: 0.05, momentum: 0.9, nesterov: true}
-schedule: {name: polynomial, power: 2}
-""",
+        "averager: {name: priority, slice_parameters: 24, fc_exchange: always}\n"
+        + _MOMENTUM % ", nesterov: true"
+        + "schedule: {name: polynomial, power: 2}\n",
     ),
     "lazy": Case(
         2,
         5,
-        """
-averager: {name: lazy, layers: 2, check_every: 1, max_interval: 3, bucket_bytes: 256}
-optimizer: {name: sgd, lr: 0.001, momentum: 0.9}
-schedule: {name: step, milestones_epochs: [1], gamma: 0.5}
-""",
+        "averager: {name: lazy, layers: 2, check_every: 1, max_interval: 3, bucket_bytes: 256}\n"
+        "optimizer: {name: sgd, lr: 0.001, momentum: 0.9}\nschedule: {name: step, milestones_epochs: [1], gamma: 0.5}\n",
     ),
     "lars": Case(
         2,
         3,
-        """
-averager: {name: sharded, bucket_bytes: 256}
-optimizer: {name: lars, lr: 0.1, momentum: 0.9, trust_coefficient: 0.01, weight_decay: 1.0e-3, clip_norm: 0.5}
-schedule: {name: cosine}
-grid: {rows: 2}
-plan: {default: batch, "classifier.*": model}
-batch_norm: {statistics: synchronised}
-""",
+        _SHARDED
+        + "optimizer: {name: lars, lr: 0.1, momentum: 0.9, trust_coefficient: 0.01, weight_decay: 1.0e-3, clip_norm: 0.5}\n"
+        'schedule: {name: cosine}\ngrid: {rows: 2}\nplan: {default: batch, "classifier.*": model}\n'
+        "batch_norm: {statistics: synchronised}\n",
     ),
     "domain": Case(
         2,
         3,
-        """
-averager: {name: bucketed, bucket_bytes: 256}
-optimizer: {name: sgd, lr: 0.05, momentum: 0.9}
-schedule: {name: constant}
-grid: {rows: 2}
-plan: {default: batch, "stage*": domain}
-""",
+        "averager: {name: bucketed, bucket_bytes: 256}\n"
+        + _MOMENTUM % ""
+        + 'schedule: {name: constant}\ngrid: {rows: 2}\nplan: {default: batch, "stage*": domain}\n',
     ),
 }
 

@@ -1,6 +1,6 @@
 """The net under all features: combinations of options, drawn so that legal pairs meet, against one rank in float64.
 
-Level usual runs those of the day's seed that hold most pairs for their cost, 98 % of all legal ones; level all runs each.
+Level usual runs those of the day's seed that hold most pairs for their cost, 97 % of all legal ones; level all runs each.
 `make combinations` runs 2,000 of each of three seeds.
 """
 
@@ -22,7 +22,7 @@ from tests.support.sampling import SEED, amount
 
 BLOCKS = 10
 #: processor seconds, predicted: of a combination, and of all
-MOST_SECONDS, MOST_SECONDS_TOGETHER = 5.0, 100.0
+MOST_SECONDS, MOST_SECONDS_TOGETHER = 5.0, 90.0
 
 #: in combinations like these faults were found
 ALWAYS = (
@@ -68,7 +68,7 @@ def test_every_legal_pair_is_among_them_and_each_refusal_is_a_sentence() -> None
     assert all(sentence.endswith(".") and sentence != "It takes too long." for sentence in every.refused.values())
     assert max(map(predicted_seconds, every.rows)) <= MOST_SECONDS
     run_usually = most_pairs(every.rows, predicted_seconds, MOST_SECONDS_TOGETHER)
-    assert len(set().union(*(pairs_of(row) for row in run_usually))) >= 0.97 * len(met)
+    assert len(set().union(*(pairs_of(row) for row in run_usually))) >= 0.96 * len(met)
 
 
 def _values(name: str) -> list[tuple[str, str]]:

@@ -18,9 +18,8 @@ from hpctrain.train.metrics import RunningSums
 from hpctrain.train.snapshot import Position
 from hpctrain.train.step_reduction import StepTotals
 from tests.support.combinations import TOLERANCE, run
-from tests.support.dimensions import parsed
+from tests.support.dimensions import parsed, refusal
 from tests.support.interrupted import Course, by_epoch, other_order_from
-from tests.support.refusals import refusal
 from tests.support.training import Result
 
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -35,6 +34,7 @@ def is_well(options: str) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("end", ["request", "max_time", "steps", "kill"])
 @pytest.mark.parametrize("checkpoint", ["none", "single-background", "sharded"])
 def test_a_run_that_ends_early_goes_on_as_one_that_does_not(end: str, checkpoint: str) -> None:
@@ -68,6 +68,7 @@ def _labels_as_stored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("fault", "options"),
     [
