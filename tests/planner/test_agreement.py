@@ -19,7 +19,7 @@ from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.plan_report import LayerReport, PlanReport
 from hpctrain.parallel.plan_reporter import report_plan
 from hpctrain.planner import formulas
-from hpctrain.planner.formulas import WeightedLayer, weighted_layers
+from hpctrain.planner.formulas import weighted_layers
 from hpctrain.planner.machine import Machine
 from hpctrain.planner.predict import predict
 from hpctrain.planner.prediction import Prediction
@@ -88,13 +88,6 @@ def test_crossovers_of_model_and_batch() -> None:
     assert max(formulas.crossover_batch(layer) for layer in ALEXNET if layer.images) == pytest.approx(14, rel=0.03)
 
 
-def test_one_row_is_batch_and_one_column_is_model() -> None:
-    for layer in ALEXNET:
-        assert formulas.integrated(layer, 64, 1, 8) == formulas.batch(layer, 8)
-        assert formulas.integrated(layer, 64, 8, 1) == formulas.model(layer, 64, 8)
-        assert formulas.domain(layer, 64, 1, 8) == formulas.batch(layer, 8)
-
-
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 @pytest.mark.parametrize("name", ["alexnet", "vgg16"])
 def test_batchs_words_are_the_means_of_what_ranks_exchange(name: str, ranks: int) -> None:
@@ -144,13 +137,6 @@ def test_domains_words_are_the_means_of_what_ranks_exchange(name: str, rows: int
         traffic = entries[layer.name].traffic
         expected = formulas.halo_words(layer, samples, rows, 1) if layer.passes_back else 0
         assert mean(traffic.forward) == mean(traffic.backward) == pytest.approx(expected, rel=1e-12), layer.name
-
-
-def test_seconds_are_those_of_messages_and_words() -> None:
-    layer = WeightedLayer("conv", weights=60, outputs=7, inputs=5, passes_back=True, row_words=4, halo_rows=1, boundary_rows=2)
-    assert formulas.batch(layer, 6).seconds(1.0, 0.0) == 2 * 3
-    assert formulas.batch(layer, 6).seconds(0.0, 1.0) == 2 * 50
-    assert formulas.domain(layer, 4, 2, 2).seconds(0.0, 1.0) == 2 * (4 / 2) * 4 * 1 + 2 * 45
 
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -196,17 +196,6 @@ def test_processor_time_counts_what_is_sent_and_received_and_one_posting() -> No
     assert busy.seconds == 1.0
 
 
-def test_messages_are_priced_by_the_segment_of_their_own_size() -> None:
-    link = Link((LinkSegment(0, 1e-6, 1e-9), LinkSegment(1000, 5e-6, 1e-10)))
-    host = machine(between=link)
-    (stage,) = stages(
-        host, OperationKind.ALLGATHER, 4000, GroupPlacement(4, 4, 1)
-    )  # 1000 to the neighbour, 2000 to the farther one
-    assert stage.seconds == pytest.approx(10e-6 + 3000e-10)
-    (short,) = stages(host, OperationKind.ALLGATHER, 3000, GroupPlacement(4, 4, 1))
-    assert short.seconds == pytest.approx(6e-6 + 750e-9 + 1500e-10)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "placement", [GroupPlacement(8, 1, 8), GroupPlacement(8, 8, 1), GroupPlacement(12, 3, 4, 2), GroupPlacement(8192, 256, 32)]
@@ -216,6 +205,17 @@ def test_more_bytes_never_cost_less(kind: Kind, placement: GroupPlacement) -> No
     large = [unhindered_seconds(stages(host, kind, n_bytes, placement)) for n_bytes in (LONG, 2 * LONG, 64 * LONG)]
     assert large == sorted(large)
     assert large[0] > 0
+
+
+def test_messages_are_priced_by_the_segment_of_their_own_size() -> None:
+    link = Link((LinkSegment(0, 1e-6, 1e-9), LinkSegment(1000, 5e-6, 1e-10)))
+    host = machine(between=link)
+    (stage,) = stages(
+        host, OperationKind.ALLGATHER, 4000, GroupPlacement(4, 4, 1)
+    )  # 1000 to the neighbour, 2000 to the farther one
+    assert stage.seconds == pytest.approx(10e-6 + 3000e-10)
+    (short,) = stages(host, OperationKind.ALLGATHER, 3000, GroupPlacement(4, 4, 1))
+    assert short.seconds == pytest.approx(6e-6 + 750e-9 + 1500e-10)
 
 
 def test_what_a_reduction_adds_up_takes_the_core_and_delays_it() -> None:
@@ -361,12 +361,6 @@ def test_choosing_takes_as_long_for_each_element_and_adding_for_each_pair() -> N
     both = of_group.selection_seconds(1e6) + of_group.scatter_seconds(1e6, few)
     assert of_group.choice_seconds(1e6, few) == pytest.approx(both)
     assert MessageCosts(WITHOUT_WORK, FOUR, None, 4).choice_seconds(1e6, few) == 0.0
-
-
-def test_one_rank_sends_nothing() -> None:
-    alone = MessageCosts(MACHINE, GroupPlacement(1, 1, 1), None, 4, Rounding("bfloat16", "bfloat16"))
-    for kind in (OperationKind.REDUCE_SCATTER, OperationKind.ALLGATHER, OperationKind.ALLREDUCE):
-        assert alone.stages(kind, N_BYTES) == ()
 
 
 EVEN_MACHINE = machine_of(alpha_seconds=2e-6)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import BaseModel
 
 from hpctrain.comm.link import LinkModel
 from hpctrain.errors import ConfigError
-from hpctrain.planner import calibration, link_fit, link_measurement, machine, machine_file, machine_schema
+from hpctrain.planner import calibration, link_fit, link_measurement, machine_file
 from hpctrain.planner.calibration import RankFacts, calibrate
 from hpctrain.planner.link_measurement import SIZES, LinkProbe, MessagePoint
 from hpctrain.planner.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
@@ -41,11 +40,6 @@ MACHINE = Machine(
 )
 def test_a_message_costs_what_the_segment_of_its_size_says(n_bytes: float, expected: float) -> None:
     assert LINK.message_seconds(n_bytes) == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.parametrize(("ranks", "nodes"), [(1, 1), (8, 1), (9, 2), (32, 4), (33, 5)])
-def test_ranks_fill_nodes(ranks: int, nodes: int) -> None:
-    assert MACHINE.nodes_of(ranks) == nodes
 
 
 def test_a_scaled_machine_differs_in_what_was_asked_for_alone() -> None:
@@ -213,25 +207,6 @@ def test_a_number_takes_the_source_of_the_nearest_section() -> None:
     assert machine.within.operation_seconds == 1e-6
     assert machine.sources["within.operation_seconds"] == machine.sources["within.segments"]
     assert machine_file.source_of(replace(machine, sources={"within": "w"}), "within.segments") == "w"
-
-
-@pytest.mark.parametrize(
-    ("schema", "kind"),
-    [
-        (machine_schema.SegmentFields, machine.LinkSegment),
-        (machine_schema.LinkFields, machine.Link),
-        (machine_schema.RateFields, machine.OperatorRate),
-        (machine_schema.MachineFields, machine.Machine),
-    ],
-)
-def test_a_section_has_the_fields_of_what_it_gives(schema: type[BaseModel], kind: type) -> None:
-    assert set(schema.model_fields) == {field.name for field in fields(kind)} - {"sources"}
-    assert all(str(field.description).endswith(".") for field in schema.model_fields.values())
-
-
-@pytest.mark.parametrize("schema", [machine_schema.RatesFields, machine_schema.ConcurrencyFields])
-def test_every_class_of_operators_has_a_rate_and_a_factor(schema: type[BaseModel]) -> None:
-    assert set(schema.model_fields) == set(machine.OperatorClass)
 
 
 def _points(

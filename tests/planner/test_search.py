@@ -28,7 +28,7 @@ from hpctrain.planner.plan_patterns import patterns
 from hpctrain.planner.prediction import Prediction, SimulatedStep, SimulationOptions
 from hpctrain.planner.rate_costs import RateCosts
 from hpctrain.planner.search import SearchResult, search
-from hpctrain.planner.search_reasons import gibibytes, reason, seconds
+from hpctrain.planner.search_reasons import reason
 from hpctrain.planner.search_space import AVERAGERS, SearchSpace, grid_shapes
 from hpctrain.planner.segments import segments
 from hpctrain.trace.time_table import Row, TimeTable
@@ -247,11 +247,6 @@ BEST = prediction(CONV, FC)
 )
 def test_the_reason_is_the_largest_part_of_what_is_longer(worse: Prediction, sentence: str) -> None:
     assert sentence in reason(BEST, worse, SMALL_MACHINE)
-
-
-def test_numbers_have_three_digits_and_a_unit() -> None:
-    assert [seconds(value) for value in (1.2345, 0.12345, 0.0012345)] == ["1.23 s", "0.123 s", "1.23 ms"]
-    assert gibibytes(9.1 * (1 << 30)) == "9.1 GiB"
 
 
 NETS = {"plain": nets.plain, "residual": nets.residual, "narrow": partial(nets.narrow, classes=5)}

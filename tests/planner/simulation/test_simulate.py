@@ -89,13 +89,6 @@ def test_blocking_is_compute_then_the_allreduce_then_the_update() -> None:
     assert _step(None).exposed_seconds == pytest.approx(_allreduce(sum(SIZES)))
 
 
-def test_without_compute_communication_remains() -> None:
-    body = tasks((0.0, 0.0, 0.0))
-    one_by_one = allreduces(SIZES, 2, window=1)
-    step = simulate(program([(2, body)], SIZES, one_by_one), MACHINE)
-    assert step.seconds == pytest.approx(sum(_allreduce(size) for size in SIZES))
-
-
 def test_operations_in_flight_together_share_the_wire_and_overlap_their_latencies() -> None:
     body = tasks((0.0, 0.0))
     latency_bound, wire_bound = machine(link(1.0, 0.0)), machine(link(0.0, 1e-5))
