@@ -19,9 +19,7 @@ from hpctrain.experiment.check import check_names
 from tests.support.nodes import make_node
 
 KEYS = st.text("abcxyz_<=~01.é", min_size=1, max_size=4)
-
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8)
-
 TREES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3), max_leaves=12)
 
 

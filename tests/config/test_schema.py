@@ -207,7 +207,6 @@ VALUES = (
     "[]", "[1]", "[1, 2, 3]", "[a, b]", "[0, 1]", "[1.5, 2]", "[[1], 2]", "[null]",
     "{}", "{a: 1}", "'1'", "'1e5'", "x/y", "{name: 3}", "{name: ''}", "!!binary aGk=",
 )  # fmt: skip
-
 NO_WORDS_OF_OURS = ("Input", "valid ", "Tuple", "validation", "parse", "required", "unable", "Value error", "dictionary")
 
 
@@ -273,26 +272,18 @@ def test_rules_are_told_in_full(override: str, sentence: str) -> None:
 
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
-
 # Others are refused: they may move a cursor, or end a line of a script.
 CHARACTERS = st.characters(exclude_categories=("Cc", "Cf", "Cs", "Zl", "Zp"))
-
 KEYS = st.text(CHARACTERS, min_size=1, max_size=6).filter(lambda key: key not in {"name", "lr", "warmup_epochs"})
-
 DUMP_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | FINITE | st.text(CHARACTERS, max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
     max_leaves=6,
 )
-
 OPTIONS = st.dictionaries(KEYS, DUMP_VALUES, max_size=3)
-
 TEXTS = st.text(CHARACTERS, min_size=1, max_size=8)
-
 POSITIVE = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
-
 COUNTS = st.integers(1, 10**6)
-
 PAIRS = st.tuples(COUNTS, COUNTS).map(list)
 
 
@@ -301,7 +292,6 @@ def named(**fields):
 
 
 AUGMENT = st.lists(named(), max_size=3)
-
 CONFIGS = st.fixed_dictionaries(
     {
         "model": named() | TEXTS,

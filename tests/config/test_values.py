@@ -158,7 +158,6 @@ def test_a_switch_takes_the_words_of_yaml_1_1(word, shards):
 
 
 PATHS = ("data.train", "data.test", "init.weights", "machine", "output")
-
 NODE_PATHS = ("data.cache.local", "flight")  # whose variables each node fills in by itself
 
 

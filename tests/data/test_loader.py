@@ -72,24 +72,6 @@ def test_evaluation_has_every_sample_once_in_order(make_file, batch):
     np.testing.assert_allclose(np.concatenate([step[1] for step in steps]), expected, atol=1e-12)
 
 
-def test_a_part_without_samples_gets_empty_arrays_of_the_right_shape(make_file):
-    file, _, _ = make_file()
-    (batch,) = list(make_loader(file, 13, samples=2, rank=4, ranks=5).epoch(0))
-    assert (batch.x.shape, batch.y.shape, batch.sample_ids.shape) == ((0, 7, 9, 3), (0,), (0,))
-    assert (batch.counts, batch.global_count) == ((1, 1, 0, 0, 0), 2)
-
-
-def test_resuming_within_an_epoch_continues_the_stream(make_file):
-    file, _, _ = make_file()
-    whole = read(make_loader(file, 3), epoch=4)
-    rest = read(make_loader(file, 3), epoch=4, first=6)
-    assert [step[0] for step in rest] == [2, 3, 4]
-    for first, second in zip(whole[2:], rest, strict=True):
-        assert np.array_equal(first[1], second[1])
-        assert np.array_equal(first[3], second[3])
-    assert read(make_loader(file, 3), first=13) == []
-
-
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(1, 14), st.integers(1, 14), st.integers(0, 14), st.integers(1, 4), st.integers(1, 4), st.data())
 def test_other_batches_and_ranks_go_on_with_the_next_sample(make_file, batch, other, steps, ranks, others, data):
@@ -151,15 +133,6 @@ def test_closing_early_ends_the_thread(make_file):
     batches.close()
     assert loader_threads() == []
     assert len(read(loader)) == 30
-
-
-def test_breaking_out_of_the_loop_ends_the_thread(make_file):
-    file, _, _ = make_file()
-    loader = make_loader(file, 2)
-    for _ in loader.epoch(0):
-        break
-    gc.collect()
-    assert loader_threads() == []
 
 
 class FailingPipeline(Pipeline):

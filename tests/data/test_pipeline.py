@@ -16,14 +16,12 @@ from hypothesis import given, settings
 from hpctrain.boxes import clip, hull, relative, shape_of, size_of
 from hpctrain.data.augmentations import AUGMENTATIONS
 from hpctrain.data.batch_threads import CHUNK_BYTES, BatchThreads, default_threads
-from hpctrain.data.deferred import can_defer, filling, first_deferred, leaves_resize
+from hpctrain.data.deferred import can_defer, filling
 from hpctrain.data.pipeline import Pipeline
 
 MEAN, STD = np.array([0.3, 0.5, 0.6, 0.1]), np.array([0.2, 0.25, 0.3, 0.0])
 MEAN3, STD3 = MEAN[:3], STD[:3]
-
 COUNT = 4
-
 ORIGIN = (0, 0), (0, 0)
 
 
@@ -124,22 +122,6 @@ def test_a_region_of_a_resized_crop_has_the_pixels_of_the_whole(shape, size, rat
         assert np.array_equal(result, expected[(number, *relative(region, ORIGIN))]), f"sample {number}, region {region}"
 
 
-def test_what_augmentations_reach_beyond_a_region():
-    shape = (40, 30, 3)
-
-    def source(region, *specs):
-        return Pipeline(specs, 0, MEAN3, STD3).source(shape, region)
-
-    rows = (10, 20), (0, 30)
-    assert source(rows) == rows
-    assert source(rows, ("flip", {})) == rows
-    assert source(rows, ("pad_crop", {"padding": 4}), ("flip", {})) == ((6, 24), (0, 30))
-    assert source(((0, 9), (0, 10)), ("pad_crop", {"padding": 4})) == ((0, 13), (0, 14))
-    assert source(((0, 9), (0, 10)), ("flip", {})) == ((0, 9), (0, 30))
-    assert source(((0, 9), (0, 20)), ("center_crop", {"size": 20})) == ((10, 19), (5, 25))
-    assert source(((0, 9), (0, 20)), ("random_resized_crop", {"size": 20})) == ((0, 40), (0, 30))
-
-
 def test_a_resized_crop_reads_the_rows_of_its_window_that_the_filter_reaches():
     images = np.random.default_rng(0).integers(0, 256, (COUNT, 200, 200, 3), np.uint8)
     pipeline = Pipeline([("random_resized_crop", {"size": 40, "scale": [1, 1], "ratio": [1, 1]})], 0, MEAN3, STD3)
@@ -185,7 +167,6 @@ EVERY = [
     "trivial_augment_wide",
     ("random_erasing", {"value": "random"}),
 ]
-
 STEPS = [(step, {}) if isinstance(step, str) else step for step in EVERY]
 
 
@@ -239,11 +220,8 @@ def test_large_images_are_mirrored_to_the_bits_of_small_ones(monkeypatch):
 
 
 MEAN3, STD = np.array([0.3, 0.5, 0.6]), np.array([0.2, 0.25, 0.3])
-
 WINDOWS = [("pad_crop", {"padding": 3}), ("flip", {}), ("center_crop", {"size": 6}), ("pad_crop", {"padding": 20})]
-
 PIXELS = [("random_resized_crop", {"size": 8}), ("randaugment", {"magnitude": 15}), ("resize", {"size": 7})]
-
 ERASING = ("random_erasing", {"value": 0.7, "probability": 0.6, "scale": [0.1, 0.5]})
 
 
@@ -301,22 +279,9 @@ def test_a_resize_in_front_of_windows_is_left_too(resize):
     assert not Pipeline([WINDOWS[0], resize], 3, MEAN3, STD3).keeps_pixels
 
 
-def test_steps_are_left_up_to_the_last_that_makes_pixels_but_for_a_resize():
-    for made, first in ((PIXELS[0], 4), (PIXELS[1], 5), (PIXELS[2], 4)):
-        steps = [AUGMENTATIONS.create(name, options) for name, options in (*WINDOWS, made, WINDOWS[1])]
-        assert [first_deferred(steps[:number]) for number in (0, 2, 5, 6)] == [0, 0, first, first]
-    assert first_deferred([steps[4], steps[4]]) == 1
-    assert [leaves_resize(steps[:number]) for number in (0, 4, 5, 6)] == [False, False, True, True]
-
-
 @pytest.mark.parametrize(
     ("specs", "can"),
-    [
-        ([], True),
-        ([ERASING], True),
-        ([("random_erasing", {"value": "random"})], False),
-        ([ERASING, ERASING], False),
-    ],
+    [([], True), ([ERASING], True), ([("random_erasing", {"value": "random"})], False), ([ERASING, ERASING], False)],
 )
 def test_one_rectangle_of_one_number_may_be_left(specs, can):
     pipeline = Pipeline(specs, 0, MEAN3, STD3)

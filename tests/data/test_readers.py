@@ -24,9 +24,7 @@ from hpctrain.errors import DataError
 from tests.support.cached import cached
 
 SHAPE = (37, 41, 3)
-
 SIZE = 37 * 41 * 3
-
 AT_ONCE = (0.0,)  # pauses
 
 
@@ -79,14 +77,6 @@ def test_what_is_read_is_what_an_array_gives(make_file, way, data):
     assert np.array_equal(file.pixels[sample, rows, columns], images[sample, rows, columns])
     assert np.array_equal(file.pixels[some], images[some])
     assert np.array_equal(file.pixels[sample], images[sample])
-
-
-def test_more_pieces_than_a_call_takes(make_file, monkeypatch, way):
-    file, images, _ = make_file(count=9, shape=SHAPE)
-    monkeypatch.setattr(block_reader, "_PIECES_AT_ONCE", 4)
-    assert np.array_equal(file.pixels[:, 3:30, 5:9], images[:, 3:30, 5:9])
-    monkeypatch.setattr(block_reader, "_BYTES_AT_ONCE", SIZE * 2 + 1)
-    assert np.array_equal(file.pixels[:], images)
 
 
 def test_a_file_that_is_cut_short_is_named_with_the_sample(make_file, way):
@@ -227,7 +217,6 @@ def test_its_descriptor_goes_with_it(make_file):
 
 
 SIZES = [5, 1, 300, 4097, 2, 9000, 77]
-
 FIRST = 123
 
 

@@ -30,13 +30,9 @@ from hpctrain.planner.tasks import Compute
 from tests.support.planned import machine
 
 BATCH, MODEL, DOMAIN = Parallelism
-
 CONFIG = Path(__file__).parents[2] / "configs" / "imagenet-vgg16.yaml"
-
 ALPHA_SECONDS, BETA_SECONDS_PER_WORD = 2e-6, formulas.WORD_BYTES / 6e9
-
 SAMPLES, RANKS = 2048, 512
-
 DEEP = {"vgg11": (64, 62, 3), "alexnet": (227, 227, 3)}  # whose last layers still have some rows
 
 
@@ -46,9 +42,7 @@ def graph_of(name: str, samples: int = 1, width: float = 1.0) -> Graph:
 
 
 ALEXNET = weighted_layers(graph_of("alexnet"))
-
 LINEAR = {layer.name: MODEL for layer in ALEXNET if not layer.images}
-
 IMAGES = {layer.name: DOMAIN for layer in ALEXNET if layer.images}
 
 
@@ -140,16 +134,8 @@ def test_domains_words_are_the_means_of_what_ranks_exchange(name: str, rows: int
 
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-
-GRIDS = [
-    ("grid.rows=1", 5, 2),
-    ("grid.rows=2", 4, 2),
-    ("grid.rows=2", 6, 4),
-    ("grid.rows=4", 8, 2),
-]
-
+GRIDS = [("grid.rows=1", 5, 2), ("grid.rows=2", 4, 2), ("grid.rows=2", 6, 4), ("grid.rows=4", 8, 2)]
 PLANS = ["plan.default=batch", "plan.default=model", "plan.default=domain", "plan={default: domain, '*fc*': model}"]
-
 AVERAGERS = [
     *("averager=sharded", "averager=bucketed", "averager=blocking", "averager=priority", "averager=overlap"),
     "averager={name: sharded, wire: float16, wire_parameters: bfloat16}",

@@ -31,11 +31,8 @@ from hpctrain.planner.tasks import GroupPlacement
 from tests.support.planner_jobs import NoCompute, machine_of
 
 ALPHA, BETA = 3e-6, 1 / 5e9
-
 LONG = 1 << 20
-
 ONE_LINK = LinkModel(ALPHA, BETA)
-
 KINDS: tuple[Kind, ...] = (*OperationKind, "exchange", "merge", "message")
 
 
@@ -255,15 +252,10 @@ def test_a_pause_saves_time_on_cards_and_nothing_else() -> None:
 
 
 MACHINE = machine_of(ranks_per_node=2)
-
 WITHOUT_WORK = replace(MACHINE, rates={})
-
 FOUR = GroupPlacement(4, 4, 1)
-
 TWO_BY_TWO = GroupPlacement(4, 2, 2)
-
 TWO_LEVELS = levels([0, 0, 1, 1])
-
 N_BYTES = 1 << 20
 
 
@@ -364,7 +356,6 @@ def test_choosing_takes_as_long_for_each_element_and_adding_for_each_pair() -> N
 
 
 EVEN_MACHINE = machine_of(alpha_seconds=2e-6)
-
 ELEMENTS = 1 << 20
 
 
@@ -473,7 +464,6 @@ def test_averagers_whose_steps_are_not_alike_say_so() -> None:
 
 
 SHAPE = (6, 8, 4, 5)
-
 ITEM = 4
 
 

@@ -99,13 +99,11 @@ def test_a_relu_reads_and_writes_once() -> None:
 
 
 LINK = Link((LinkSegment(0, 1e-6, 1e-9),))
-
 RATES = {
     OperatorClass.CONVOLUTION: OperatorRate(1e10, 1e10, 1e-5),
     OperatorClass.PRODUCT: OperatorRate(5e9, 1e10, 2e-5),
     OperatorClass.MEMORY: OperatorRate(1e9, 5e9, 3e-6),
 }
-
 MACHINE = Machine("test", 1, 2, 1.0, 1 << 30, LINK, LINK, 2, RATES)
 
 
@@ -333,7 +331,6 @@ def test_of_two_measurements_the_less_counts() -> None:
 
 
 EQUAL_RATES = {kind: OperatorRate(1e10, 1e10, 1e-5) for kind in OperatorClass}
-
 BY_RATE = RateCosts(Machine("test", 1, 2, 1.0, 1 << 30, LINK, LINK, 2, EQUAL_RATES))
 
 

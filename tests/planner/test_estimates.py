@@ -152,7 +152,6 @@ def test_bounds_hold_for_every_path() -> None:
 
 
 B, M, D = Parallelism
-
 PLANS: Mapping[str, tuple[str, Mapping[str, Parallelism]]] = {
     "batch": ("plain", {}),
     "mixed": ("plain", {"conv*": D, "relu1": D, "pool1": D, "fc1": M, "relu3": M}),
@@ -160,7 +159,6 @@ PLANS: Mapping[str, tuple[str, Mapping[str, Parallelism]]] = {
     "blocks": ("residual", {"*": D, "fc*": M}),
     "resnet": ("resnet20", {"*": D, "layer2.*": M, "fc": B}),
 }
-
 FREE_LINKS = machine_of(alpha_seconds=0.0, bytes_per_second=math.inf)
 
 
@@ -301,9 +299,7 @@ def blocks() -> Layer:
 
 # One for each rule of what hides.
 PROTOCOLS = tuple(map(AveragerChoice, ("sharded", "bucketed", "blocking")))
-
 NETS = {"chain": chain, "blocks": blocks}
-
 # Links by far faster, about as fast and by far slower than the rest.
 RATES = {"fast": (1e-8, 1e12), "middle": (2e-6, 3e8), "slow": (1e-5, 1e6)}
 

@@ -20,7 +20,6 @@ from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
 
 LINK = Link((LinkSegment(0, 2e-6, 4e-9), LinkSegment(8192, 10e-6, 1e-9)), operation_seconds=3e-6, byte_seconds=1e-10)
-
 MACHINE = Machine(
     "test",
     4,
@@ -62,11 +61,8 @@ def test_messages_that_are_longer_than_those_that_move_in_chunks_are_passed() ->
 
 
 TOP = Path(__file__).parents[2]
-
 NAMES = sorted(path.stem for path in (TOP / "configs" / "machines").glob("*.yaml"))
-
 TEXT = (TOP / "configs" / "machines" / "xc40.yaml").read_text()
-
 NODES = "nodes: {value: 1630, source: compute nodes of Cori Phase I as NERSC published them}"
 
 
@@ -92,9 +88,7 @@ def test_installed_machines_are_named() -> None:
 
 
 SECONDS = st.floats(0, 1, allow_nan=False)
-
 COUNTS = st.integers(1, 2**40)
-
 SOURCES = st.sampled_from(["measured", "not measured; guessed", "a: b # c", "yes"])
 
 

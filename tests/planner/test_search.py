@@ -41,7 +41,6 @@ from tests.support.planner_jobs import job_of, machine_of
 from tests.support.training import Result, Task, distance, train
 
 MACHINE = machine_of(alpha_seconds=2e-6, bytes_per_second=1e8, ranks_per_node=2)
-
 SecondsOf = Callable[[Candidate], float]
 
 
@@ -226,9 +225,7 @@ def prediction(*rows: Row, memory_bytes: int = 1 << 30, left_over: float = 0.0) 
 
 
 FC = Row("fc6", "layer", compute_seconds=0.2, exposed_seconds=0.01)
-
 CONV = Row("conv1", "layer", compute_seconds=0.3)
-
 BEST = prediction(CONV, FC)
 
 
@@ -250,7 +247,6 @@ def test_the_reason_is_the_largest_part_of_what_is_longer(worse: Prediction, sen
 
 
 NETS = {"plain": nets.plain, "residual": nets.residual, "narrow": partial(nets.narrow, classes=5)}
-
 #: bandwidth and latency of the machine, as many times as usual: what is chosen follows from them
 LINKS = ((1e-3, 1.0), (1.0, 1.0), (10.0, 0.01))
 

@@ -175,7 +175,6 @@ AVERAGERS = (
     ("priority", {"slice_parameters": 50}),
     ("overlap", {}),
 )
-
 #: averagers whose messages are not the elements that are summed
 ROUNDED: tuple[tuple[str, dict[str, object]], ...] = (
     ("sharded", {"wire": "bfloat16"}),
@@ -186,7 +185,6 @@ ROUNDED: tuple[tuple[str, dict[str, object]], ...] = (
     ("overlap", {"wire": "float16"}),
     ("sparse", {"density": 0.1, "compress": "always", "least_elements": 1, "two_level": False}),
 )
-
 GRIDS = [(1, 2), (1, 3), (2, 1), (2, 2), (3, 1), (3, 2), (4, 1), (4, 2), (6, 1)]
 
 

@@ -125,7 +125,6 @@ def test_typical_laps_add_up_to_the_least_disturbed_step() -> None:
 
 
 SMALL_NETWORK = Network(catalogue.build("small", {"channels_in": 3}), (16, 16, 3), NumpyKernelSet())
-
 WITHOUT_LIMIT = {"budget_seconds": 1e9, "memory_bytes": 1 << 40}
 
 

@@ -84,7 +84,6 @@ def test_a_trace_that_cannot_be_read_is_said_and_the_rest_is_shown(tmp_path: Pat
 
 
 VOID = {"meta", "link", "img", "br", "input"}
-
 EVIL = '</script><script>alert("x")</script>'
 
 

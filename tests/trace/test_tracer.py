@@ -89,7 +89,6 @@ def test_events_of_two_processes_of_work_are_joined_with_their_names() -> None:
 
 
 SPAN = 60
-
 PAIRS = st.lists(st.tuples(st.integers(0, SPAN), st.integers(0, SPAN)).map(sorted), max_size=12)
 
 

@@ -214,7 +214,6 @@ def test_an_operation_that_is_complete_costs_no_wait_on_a_shared_core() -> None:
 
 
 UNEVEN_SIZES = (10, 21, 32)
-
 MACHINE = machine(link(1e-3, 1e-6))
 
 

@@ -47,15 +47,10 @@ from tests.averaging.test_modelled_time import SIZES as LAYER_SIZES
 from tests.support.simulated import GROUP, ITEM_BYTES, allreduces, link, machine, placement, program, sharded, tasks
 
 SIZES, SECONDS = (1000, 2000, 4000), (0.1, 0.2, 0.3)
-
 COMPUTE = 3 * sum(SECONDS)
-
 MACHINE = machine(link(1e-3, 1e-5))
-
 SCHEDULES = {"blocking": None, "allreduces": allreduces(SIZES, 2), "sharded": sharded(SIZES, 2), "window": sharded(SIZES, 2, 1)}
-
 every_schedule = pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
-
 every_mode = pytest.mark.parametrize("mode", ProgressMode)
 
 
@@ -363,7 +358,6 @@ def test_a_posting_thread_starts_what_comes_after_a_message_while_an_operator_co
 
 
 RANKS, ALPHA = 2, 1e-4
-
 CASES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
     "blocking": (Blocking, {}),
     "bucketed": (Bucketed, {"bucket_bytes": 8000}),
