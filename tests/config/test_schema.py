@@ -16,6 +16,7 @@ from hpctrain.config.load import parse
 from hpctrain.config.schema import Config, PlanConfig
 from hpctrain.config.section import Named
 from hpctrain.errors import ConfigError
+from tests.support.sampling import amount
 
 SMALL = {
     "model": "small",
@@ -45,12 +46,6 @@ def test_a_configuration_cannot_be_changed():
     for section, key in [(config, "batch"), (config.data, "train"), (config.optimizer, "lr"), (config.optimizer, "momentum")]:
         with pytest.raises(ValidationError, match="frozen"):
             setattr(section, key, getattr(section, key))
-
-
-def test_options_are_a_fresh_mapping():
-    config = Config.model_validate(changed("optimizer.momentum", 0.9))
-    config.optimizer.options.clear()
-    assert config.optimizer.options == {"momentum": 0.9}
 
 
 @pytest.mark.parametrize("path", ["model", "optimizer", "schedule", "averager"])
@@ -96,16 +91,6 @@ def test_bounds_are_where_they_are_said_to_be(path, lowest):
     Config.model_validate(changed(path, lowest))
     with pytest.raises(ValidationError):
         Config.model_validate(changed(path, lowest - 1))
-
-
-@pytest.mark.parametrize(
-    ("path", "legal", "refused"),
-    [("seed", 2**63 - 1, 2**63), ("batch_norm.momentum", 1, 1.001), ("loss.label_smoothing", 0.999, 1)],
-)
-def test_upper_bounds(path, legal, refused):
-    Config.model_validate(changed(path, legal))
-    with pytest.raises(ValidationError):
-        Config.model_validate(changed(path, refused))
 
 
 @pytest.mark.parametrize("path", ["optimizer.lr", "deadline_seconds", "batch_norm.epsilon", "metrics.interval_seconds"])
@@ -187,14 +172,6 @@ def test_known_paths_cover_the_schema_once():
     assert len(paths) == len(set(paths))
     assert {("batch",), ("optimizer", "lr"), ("data", "evaluate_augment"), ("metrics", "interval_seconds")} <= set(paths)
     assert {path[0] for path in paths} == set(Config.model_fields)
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(3, "3"), ("a", "a"), ("3", "'3'"), (None, "null"), (True, "true"), ([1, {"a": 2}], "[1, {a: 2}]"), (1e-5, "1.0e-05")],
-)
-def test_values_are_shown_as_yaml(value, text):
-    assert show(value) == text
 
 
 def test_long_values_and_values_that_are_no_yaml_are_shown_too():
@@ -326,7 +303,7 @@ CONFIGS = st.fixed_dictionaries(
 ).map(Config.model_validate)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=amount(10, 60))
 @given(CONFIGS)
 def test_round_trip(config):
     text = dump(config)

@@ -21,6 +21,7 @@ from hpctrain.data.augmentations.trivial_augment_wide import TrivialAugmentWide
 from hpctrain.data.picture_operations import NAMES, SIGNED, OperationRanges, changed, check_channels
 from hpctrain.data.pipeline import Pipeline
 from hpctrain.errors import ConfigError, DataError, ShapeError
+from tests.support.sampling import amount
 
 MEAN, STD = np.array([0.3, 0.5, 0.6]), np.array([0.2, 0.25, 0.3])
 ALL = [
@@ -67,7 +68,7 @@ def test_a_channel_without_spread_is_only_centred():
 
 
 @given(st.lists(st.integers(0, 11), max_size=12), st.integers(0, 3), st.integers(0, 2**62), st.permutations(range(len(ALL))))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=amount(15, 60), deadline=None)
 def test_samples_do_not_depend_on_their_batch(chosen, epoch, seed, order):
     images = images_of(12, (13, 12, 3))
     specs = [*(ALL[i] for i in order), ERASING]

@@ -14,6 +14,7 @@ from PIL import Image
 from hpctrain.data import decoder
 from hpctrain.data.decoder import _central_box, decode
 from hpctrain.errors import DataError
+from tests.support.sampling import amount
 
 
 def encoded(image, kind="PNG", **options):
@@ -157,7 +158,7 @@ def test_pixels_are_the_same_with_every_library(kind, channels, size, monkeypatc
     assert pixels.shape == ((61, 45, channels) if turned and size is None else (*(size or (45, 61)), channels))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=amount(60, 400), deadline=None)
 @given(kind=st.sampled_from(sorted(JPEG_KINDS)), data=st.data())
 def test_damaged_files_are_the_same_with_every_library(kind, data):
     content = bytearray(JPEG_KINDS[kind])

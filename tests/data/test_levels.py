@@ -26,6 +26,7 @@ from hpctrain.data.read_counts import CountedImages, ReadCounts
 from hpctrain.data.sample_memory import NodeRank, SampleMemory, bytes_for, held_in
 from hpctrain.data.unreadable import UnreadableError
 from hpctrain.virtual.run import run_virtual
+from tests.support.sampling import amount
 
 SHAPE = (5, 7, 3)
 SIZE = 5 * 7 * 3
@@ -87,7 +88,7 @@ def indices() -> Iterator[st.SearchStrategy]:
     yield st.slices(N)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=amount(25, 100), deadline=None)
 @given(st.data(), st.integers(1, N), st.integers(1, 3))
 def test_all_ways_to_read_give_the_pixels_of_the_source(data: st.DataObject, held: int, ranks: int) -> None:
     node = Node(ranks, held)

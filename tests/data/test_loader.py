@@ -16,6 +16,7 @@ from hpctrain.data.sampler import Sampler, counts
 from hpctrain.data.sizes import ImageSizes
 from hpctrain.errors import ShapeError
 from tests.support.cached import in_memory
+from tests.support.sampling import amount
 
 SPECS = [("pad_crop", {"padding": 2}), ("flip", {})]
 
@@ -43,7 +44,7 @@ def _no_thread_is_left():
     assert loader_threads() == []
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=amount(8, 40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(1, 20), st.integers(1, 7), st.integers(0, 3), st.sampled_from([False, True, "some"]))
 def test_ranks_together_read_the_stream_of_one_rank(make_file, batch, ranks, prefetch, cache):
     file, _, _ = make_file()
@@ -72,7 +73,7 @@ def test_evaluation_has_every_sample_once_in_order(make_file, batch):
     np.testing.assert_allclose(np.concatenate([step[1] for step in steps]), expected, atol=1e-12)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=amount(8, 40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(1, 14), st.integers(1, 14), st.integers(0, 14), st.integers(1, 4), st.integers(1, 4), st.data())
 def test_other_batches_and_ranks_go_on_with_the_next_sample(make_file, batch, other, steps, ranks, others, data):
     """A run that took some steps and goes on with another batch on other ranks sees each sample once, in the epoch's order."""
@@ -230,7 +231,7 @@ def tiles(image_shape, vertical, horizontal, reach):
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=amount(8, 40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.integers(1, 20),
     st.integers(1, 3),

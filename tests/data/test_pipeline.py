@@ -18,6 +18,7 @@ from hpctrain.data.augmentations import AUGMENTATIONS
 from hpctrain.data.batch_threads import CHUNK_BYTES, BatchThreads, default_threads
 from hpctrain.data.deferred import can_defer, filling
 from hpctrain.data.pipeline import Pipeline
+from tests.support.sampling import amount
 
 MEAN, STD = np.array([0.3, 0.5, 0.6, 0.1]), np.array([0.2, 0.25, 0.3, 0.0])
 MEAN3, STD3 = MEAN[:3], STD[:3]
@@ -59,7 +60,7 @@ def augmentations(draw, shape, channels):
 
 
 @given(st.data(), st.integers(1, 60), st.integers(1, 60), st.sampled_from([1, 3, 4]), st.integers(0, 2**62), st.integers(0, 3))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=amount(60, 300), deadline=None)
 def test_a_region_has_the_pixels_of_the_whole(data, height, width, channels, seed, epoch):
     images = np.random.default_rng(seed).integers(0, 256, (COUNT, height, width, channels), np.uint8)
     specs = data.draw(augmentations((height, width), channels))
@@ -140,7 +141,7 @@ def test_a_resized_crop_reads_the_rows_of_its_window_that_the_filter_reaches():
 
 
 @given(st.data(), st.integers(1, 30), st.integers(1, 30), st.integers(0, 2**62))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=amount(20, 100), deadline=None)
 def test_a_mirrored_pipeline_gives_the_mirror_image_of_each_sample(data, height, width, seed):
     images = np.random.default_rng(seed).integers(0, 256, (COUNT, height, width, 3), np.uint8)
     pipeline = Pipeline(data.draw(augmentations((height, width), 3)), seed, MEAN3, STD3, "float32")
@@ -241,7 +242,7 @@ def unfinished(pipeline, images, ids, epoch=1):
     st.integers(0, 9),
     st.integers(0, 2**40),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=amount(25, 120), deadline=None)
 def test_images_made_of_an_unfinished_batch_are_the_pipelines(specs, last, options, dtype, count, seed):
     mirrored, resized, threads = options
     images = np.random.default_rng(seed).integers(0, 256, (count, 9, 11, 3), np.uint8)

@@ -22,6 +22,7 @@ from hpctrain.data.stored import digest_of
 from hpctrain.data.unreadable import PAUSES_SECONDS, ReadPolicy, UnreadableError, pauses_within, reason
 from hpctrain.errors import DataError
 from tests.support.cached import cached
+from tests.support.sampling import amount
 
 SHAPE = (37, 41, 3)
 SIZE = 37 * 41 * 3
@@ -62,7 +63,7 @@ class BadDisk:
         return self.preadv(descriptor, buffers, at)
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=amount(8, 30), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_what_is_read_is_what_an_array_gives(make_file, way, data):
     file, images, _ = make_file(count=9, shape=SHAPE)
@@ -339,7 +340,7 @@ def test_images_are_those_of_a_file_of_pixels(make_encoded, shape):
     encoded.verify()
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=amount(8, 30), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_it_is_read_as_an_array_is(make_encoded, data):
     encoded, pixels = make_encoded()

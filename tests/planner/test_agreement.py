@@ -171,6 +171,7 @@ def test_bytes_are_those_that_plan_show_tells(model: str, grid: str, ranks: int,
     assert_equal_bytes(task_of(model, ranks, grid, plan), per_node)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("averager", AVERAGERS)
 def test_bytes_of_averagers_are_those_that_plan_show_tells(averager: str) -> None:
     assert_equal_bytes(task_of("{name: vgg11, width: 0.05}", 4, "grid.rows=2", "plan.default=model", averager), 2)
@@ -185,6 +186,7 @@ def prediction(nodes: Machine, *overrides: str, ranks: int = 4) -> Prediction:
     return predict(job(task), candidate(task), nodes, RateCosts(nodes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("averager", ["sharded", "bucketed", "blocking", "priority", "overlap"])
 @pytest.mark.parametrize(
     "grid", [("grid.rows=1",), ("grid.rows=2", "plan.default=domain"), ("grid.rows=4", "plan.default=model")]

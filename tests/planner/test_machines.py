@@ -18,6 +18,7 @@ from hpctrain.planner.link_measurement import SIZES, LinkProbe, MessagePoint
 from hpctrain.planner.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
+from tests.support.sampling import amount
 
 LINK = Link((LinkSegment(0, 2e-6, 4e-9), LinkSegment(8192, 10e-6, 1e-9)), operation_seconds=3e-6, byte_seconds=1e-10)
 MACHINE = Machine(
@@ -124,7 +125,7 @@ def machines(draw: st.DrawFn) -> Machine:
     return replace(machine, sources={key: draw(SOURCES) for key in keys})
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=amount(8, 40), deadline=None)
 @given(machine=machines())
 def test_any_machine_comes_back_from_its_text_with_its_sources(machine: Machine) -> None:
     assert machine_file.parse(machine_file.text(machine)) == machine

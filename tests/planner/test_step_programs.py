@@ -232,6 +232,7 @@ def test_bytes_of_short_messages_are_those_that_are_counted(
     assert exchanged_bytes(program) < exchanged_bytes(program_of(task, whole, same, ranks_per_node))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "cols"), GRIDS)
 def test_everything_is_announced_once_and_what_begins_ends(rows: int, cols: int) -> None:
     for number in range(amount(1, 4)):

@@ -52,6 +52,7 @@ def _timed(use: Parallelism | None) -> TimedProgram:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use", [None, *Parallelism], ids=str)
 def test_all_laps_of_a_step_are_in_its_sum(use: Parallelism | None) -> None:
     timed = _timed(use)
