@@ -69,13 +69,6 @@ def test_fewer_samples_than_announced_make_a_shorter_file(tmp_path, written):
     assert os.listdir(tmp_path) == ["a.h5"]
 
 
-def test_constant_images_have_no_spread(tmp_path):
-    images = np.full((3, 4, 5, 1), 255, np.uint8)
-    data_format.write(tmp_path / "a.h5", 3, (4, 5, 1), ["x"], [(images, np.zeros(3, np.int64))])
-    file = ImageFile.open(tmp_path / "a.h5")
-    assert (file.mean.tolist(), file.std.tolist()) == ([1.0], [0.0])
-
-
 def test_images_are_mapped_read_only(make_file):
     file, _, _ = make_file()
     with pytest.raises(ValueError, match="read-only"):
@@ -366,28 +359,6 @@ SHAPE = (2, 3, 1)
 def made_up(count):
     random = np.random.default_rng(count)
     return random.integers(0, 256, (count, *SHAPE), np.uint8), np.arange(count) % 2
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_the_file_appears_at_the_end_alone_and_only_without_an_error(tmp_path, fails):
-    path = tmp_path / "a.h5"
-    images, labels = made_up(4)
-
-    def run():
-        with ImageFileWriter(path, 4, SHAPE, ["a", "b"]) as writer:
-            for start in (0, 2):
-                writer.append(images[start : start + 2], labels[start : start + 2])
-                assert not path.exists()
-            if fails:
-                raise KeyboardInterrupt
-
-    if fails:
-        with pytest.raises(KeyboardInterrupt):
-            run()
-    else:
-        run()
-        assert np.array_equal(ImageFile.open(path).images, images)
-    assert [entry.name for entry in tmp_path.iterdir()] == ([] if fails else ["a.h5"])
 
 
 def test_two_writers_of_one_path_do_not_meet(tmp_path, monkeypatch):

@@ -170,21 +170,6 @@ def test_two_epochs_at_once_are_refused(make_file):
     assert len(read(loader, 1)) == 7
 
 
-def test_memory_is_read_once_and_holds_what_fits(make_file):
-    file, _, _ = make_file()
-    cached = make_loader(file, 13, specs=[], shuffle=False, cache=True)
-    some = make_loader(file, 13, specs=[], shuffle=False, cache="some")
-    mapped = make_loader(file, 13, specs=[], shuffle=False)
-    expected = read(cached)[0][1]
-    assert np.array_equal(read(some)[0][1], expected)
-    # The bytes of the file change beneath all of them; only what is read from it sees them.
-    with file.path.open("r+b") as raw:
-        raw.write(b"\xff" * file.path.stat().st_size)
-    assert np.array_equal(read(cached)[0][1], expected)
-    alike = [(read(loader)[0][1] == expected).all(axis=(1, 2, 3)).tolist() for loader in (some, mapped)]
-    assert alike == [[True] * 2 + [False] * 11, [False] * 13]
-
-
 def test_a_crop_that_does_not_fit_is_refused_when_the_loader_is_made(make_file):
     file, _, _ = make_file()
     with pytest.raises(ShapeError, match="at most 7 fits"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import threading
 import time
 
@@ -14,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 
 from hpctrain.boxes import clip, hull, relative, shape_of, size_of
-from hpctrain.data.augmentations import AUGMENTATIONS
 from hpctrain.data.batch_threads import CHUNK_BYTES, BatchThreads, default_threads
 from hpctrain.data.deferred import can_defer, filling
 from hpctrain.data.pipeline import Pipeline
@@ -91,36 +89,6 @@ def tiles(size):
     yield from ((rows, columns) for rows in thirds for columns in thirds)
     yield from (((row, row + 1), whole_interval) for row in (0, middle, size - 1))
     yield from (((middle, middle + 1), (column, column + 1)) for column in (0, middle, size - 1))
-
-
-@pytest.mark.parametrize(
-    ("shape", "size", "ratio", "count"),
-    [
-        ((256, 256), 224, (3 / 4, 4 / 3), 25),
-        ((256, 100), 64, (0.1, 10.0), 60),
-        ((100, 256), 64, (0.1, 10.0), 60),
-        ((64, 64), 160, (0.3, 3.0), 40),
-        ((22, 8), 7, (0.2, 5.0), 200),
-        ((300, 7), 9, (0.01, 100.0), 100),
-        ((7, 300), 9, (0.01, 100.0), 100),
-        ((90, 90), 1, (0.5, 2.0), 60),
-    ],
-)
-@pytest.mark.parametrize("channels", [1, 3])
-def test_a_region_of_a_resized_crop_has_the_pixels_of_the_whole(shape, size, ratio, count, channels):
-    images = np.random.default_rng(1).integers(0, 256, (count, *shape, channels), np.uint8)
-    crop = AUGMENTATIONS.create("random_resized_crop", {"size": size, "ratio": list(ratio)})
-    draws = np.random.default_rng(2).random((count, crop.draws))
-    expected = np.empty((count, size, size, channels), np.uint8)
-    crop.apply(images, draws, expected)
-    for number, region in zip(range(count), itertools.cycle(dict.fromkeys(tiles(size))), strict=False):
-        if not size_of(region):
-            continue
-        source = crop.source(shape, draws[number], region)
-        result = np.zeros((*shape_of(region), channels), np.uint8)
-        stored = images[(number, *relative(source, ORIGIN))]
-        crop.apply_region(stored, source, shape, draws[number], region, result)
-        assert np.array_equal(result, expected[(number, *relative(region, ORIGIN))]), f"sample {number}, region {region}"
 
 
 def test_a_resized_crop_reads_the_rows_of_its_window_that_the_filter_reaches():

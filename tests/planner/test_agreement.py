@@ -69,17 +69,17 @@ def test_alexnet_takes_the_times_of_the_paper(uses: dict[str, Parallelism], rows
     assert milliseconds(uses, rows) == pytest.approx(published, rel=0.01)
 
 
+def test_crossovers_of_model_and_batch() -> None:
+    linear = [round(formulas.crossover_batch(layer)) for layer in ALEXNET if not layer.images]
+    assert linear == [3351, 2731, 891]
+    assert max(formulas.crossover_batch(layer) for layer in ALEXNET if layer.images) == pytest.approx(14, rel=0.03)
+
+
 @pytest.mark.parametrize(
     ("uses", "best"), [({**dict.fromkeys(IMAGES, MODEL), **LINEAR}, 4), (LINEAR, 32), ({**IMAGES, **LINEAR}, 16)]
 )
 def test_the_best_grids_are_those(uses: dict[str, Parallelism], best: int) -> None:
     assert min((2**power for power in range(10)), key=lambda rows: milliseconds(uses, rows)) == best
-
-
-def test_crossovers_of_model_and_batch() -> None:
-    linear = [round(formulas.crossover_batch(layer)) for layer in ALEXNET if not layer.images]
-    assert linear == [3351, 2731, 891]
-    assert max(formulas.crossover_batch(layer) for layer in ALEXNET if layer.images) == pytest.approx(14, rel=0.03)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])

@@ -392,23 +392,14 @@ def test_the_exchange_is_taken_where_it_moves_less() -> None:
 
 
 def test_owners_update_a_part_only() -> None:
-    placements = grid_placements(EVEN_MACHINE, 1, 8)
-    seconds = {
-        name: AveragingCosts(
-            EVEN_MACHINE,
-            RateCosts(EVEN_MACHINE),
-            placements,
-            AveragerChoice(name),
-            total_bytes=4 * ELEMENTS,
-            batch=8,
-            item_bytes=4,
-            exchange=False,
-        )
+    placements, sizes = grid_placements(EVEN_MACHINE, 1, 8), {"total_bytes": 4 * ELEMENTS, "batch": 8, "item_bytes": 4}
+    sharded, bucketed = (
+        AveragingCosts(EVEN_MACHINE, RateCosts(EVEN_MACHINE), placements, AveragerChoice(name), **sizes, exchange=False)
         .seconds(AveragedParts(ELEMENTS), split=False)
         .program
         for name in ("sharded", "bucketed")
-    }
-    assert seconds["bucketed"] == pytest.approx(8 * seconds["sharded"])
+    )
+    assert bucketed == pytest.approx(8 * sharded)
 
 
 def test_a_step_is_no_shorter_than_what_cannot_hide() -> None:

@@ -283,12 +283,6 @@ def test_a_message_of_a_few_chunks_moves_in_its_neighbours_chunks() -> None:
     assert [(one.from_bytes, one.unattended_bytes, one.polls) for one in found][:2] == [(0, None, 0), (128 << 10, 64 << 10, 1)]
 
 
-def test_a_disturbed_second_message_makes_no_burst() -> None:
-    found = link_fit.link(_points(lambda n: 2e-5 + 8e-9 * n, lambda n: 3 * 8e-9 * n))
-    assert found.burst_bytes == 0
-    assert found.message_seconds(50_000_000) == pytest.approx(8e-9 * 50_000_000, rel=0.1)
-
-
 @pytest.mark.parametrize(
     ("slower", "slower_next", "within"),
     [(1.0, 1.07, 0.015), (1.07, 0.93, 0.015), (1.07, 1.0, 0.045)],  # one of both measurements of a size is disturbed, or both are
@@ -417,11 +411,3 @@ def test_what_is_there_is_measured_and_the_rest_says_so(ranks: int, per_node: in
     rate = machine.rates[OperatorClass.CONVOLUTION]
     assert (rate.flops_per_second, rate.call_seconds) == (1e10, 1e-6 * ranks)  # of the slowest rank
     assert machine_file.parse(machine_file.text(machine)) == machine
-
-
-@pytest.mark.usefixtures("few_sizes")
-@pytest.mark.parametrize(("slowed", "ranks", "sharing"), [(1.0, 4, 1), (2.1, 4, 2), (3.6, 4, 4), (9.0, 4, 4), (2.4, 6, 2)])
-def test_ranks_share_as_many_cards_as_their_slowdown_says(slowed: float, ranks: int, sharing: int) -> None:
-    alone = [MessagePoint(1 << 20, 1.0, 1.0, 0, 1.0, 0.0, 0.0)]
-    at_once = [MessagePoint(1 << 20, slowed, slowed, 0, 1.0, 0.0, 0.0)]
-    assert calibration._sharing(alone, at_once, ranks) == sharing

@@ -29,7 +29,7 @@ from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.plan_reporter import report_plan
 from hpctrain.planner.group_schedules import GroupSchedule, averaging_bytes, group_schedules, group_strategies
 from hpctrain.planner.mirror_bytes import mirror_bytes
-from hpctrain.planner.rank_classes import AlikeRanks, alike_ranks, group_keys
+from hpctrain.planner.rank_classes import AlikeRanks, alike_ranks
 from hpctrain.planner.rank_memory import RankMemory, rank_memory
 from hpctrain.planner.rate_costs import RateCosts
 from hpctrain.planner.step_bytes import exchanged_bytes
@@ -77,14 +77,6 @@ def test_ranks_inside_of_an_image_are_alike() -> None:
     ends = [alike for alike in classes if alike.split_rank in (0, 7)]
     assert sum(alike.ranks for alike in ends) == 4
     assert len(classes) < 8
-
-
-def test_keys_name_a_row_only_where_there_are_several() -> None:
-    task = Task(nets.narrow, NumpyKernelSet(), Sgd, batch=8, plan=ParallelPlan(2, 2, M))
-    strategies = group_strategies(job_of(task), candidate_of(task, "sharded", {}))
-    even = [of_group for of_group in strategies if of_group.group == "model"]
-    assert group_keys(even[:1]) == ["model"]
-    assert group_keys([even[0], replace(even[0], split_ranks=(1,))]) == ["model-row0", "model-row1"]
 
 
 def task_of(rows: int, cols: int, use: Parallelism = Parallelism.BATCH, micro_batches: int = 1) -> Task:

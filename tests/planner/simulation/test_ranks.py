@@ -72,12 +72,6 @@ def test_every_rank_is_in_one_process(program: StepProgram, ranks_per_node: int)
     assert {place.rank_class.name for place in single} == set(counts)
 
 
-def test_many_ranks_are_few_processes() -> None:
-    (place,) = places(_program(1, (8192, 0)), 32)
-    assert (place.ranks, place.node_ranks) == (8192, 32)
-    assert len(places(_program(4, (2048, 0), (4096, 1), (2048, 3)), 32)) == 3
-
-
 def test_too_many_single_ranks_are_refused() -> None:
     with pytest.raises(ConfigError, match=f"1,024 ranks .* {MOST_SINGLE_RANKS} ranks"):
         places(_program(1, (1024, 0)), 32, single=True)
@@ -125,10 +119,6 @@ def _now(process: SimulatedProcess) -> float:
     return process.world.loop.now
 
 
-def test_work_takes_its_time() -> None:
-    assert _now(_run(lambda process: process.work(1.5))) == 1.5
-
-
 def test_a_wait_ends_with_the_operation_and_is_recorded() -> None:
     def body(process: SimulatedProcess) -> Stretch:
         yield from process.wait(_post(process, _stage(2.0)))
@@ -169,16 +159,6 @@ def test_stages_follow_at_polls_or_by_the_thread(mode: ProgressMode, end: float)
         yield from process.wait(posted)
 
     assert _now(_run(body, mode, unattended=10)) == pytest.approx(end)
-
-
-def test_rounds_move_by_the_thread() -> None:
-    def body(process: SimulatedProcess) -> Stretch:
-        posted = _post(process, _stage(1.0, rounds=4))
-        yield from process.work(4.0)
-        yield from process.wait(posted)
-
-    assert _now(_run(body, ProgressMode.TEST, 10)) == pytest.approx(4.75)
-    assert _now(_run(body, ProgressMode.THREAD, 10)) == pytest.approx(4.0)
 
 
 def test_what_flies_at_the_end_is_recorded() -> None:

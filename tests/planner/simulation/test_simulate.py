@@ -95,12 +95,6 @@ def test_operations_in_flight_together_share_the_wire_and_overlap_their_latencie
     assert simulate(serial, latency_bound).seconds == pytest.approx(2 * _allreduce(1000, latency_bound))
 
 
-def test_two_ranks_on_one_core_take_twice_as_long() -> None:
-    free = machine(ranks_per_node=2, cores_per_rank=0.5)
-    step = program([(2, tasks(SECONDS))], SIZES, sharded(SIZES, 2), ranks_per_node=2)
-    assert simulate(step, free).seconds == pytest.approx(2 * COMPUTE, abs=3e-3)  # a wait ends at a tick
-
-
 def test_ranks_of_a_node_share_its_card() -> None:
     def seconds(ranks_per_node: int) -> float:
         on = machine(link(0.0, 1e-5), ranks_per_node=ranks_per_node)
@@ -293,15 +287,6 @@ def test_exchanges_hide_under_what_lies_between() -> None:
     assert step(1.0) == pytest.approx(1.5)
 
 
-def test_an_exchange_ends_once_both_have_come() -> None:
-    def body(before: float) -> tuple[Task, ...]:
-        return _work(before), BeginExchange(0, Exchange("halo", 0, 0, 1)), EndExchange(0), _work(0.5)
-
-    step = simulate(program([(1, body(0.2)), (1, body(1.2))], split=2), MACHINE)
-    assert step.seconds == pytest.approx(1.7)
-    assert step.exposed_seconds == pytest.approx(0.5)  # one of two ranks waits for a second
-
-
 def test_merged_statistics_are_waited_for() -> None:
     seconds = unhindered_seconds(stages(MACHINE, "merge", 2 * 64, placement(2)))
     step = simulate(program([(2, (_work(1.0), Merge("moments of bn", "all", 64)))]), MACHINE)
@@ -334,12 +319,6 @@ def test_polls_between_operators_are_left_out_without_progress() -> None:
     assert seconds(ProgressMode.NONE) == pytest.approx(0.4 + 0.07)
     assert seconds(ProgressMode.TEST) == pytest.approx(0.4 + 0.04)
     assert seconds(ProgressMode.THREAD) == pytest.approx(0.4)
-
-
-def test_operators_are_recorded_by_phase() -> None:
-    step = simulate(program([(1, tasks(SECONDS))], SIZES, sharded(SIZES, 1)), machine())
-    for row, seconds in zip(step.table.rows, SECONDS, strict=False):
-        assert (row.forward_seconds, row.parameters_seconds, row.input_seconds) == pytest.approx((seconds,) * 3)
 
 
 def test_a_posting_thread_starts_what_comes_after_a_message_while_an_operator_computes() -> None:
