@@ -1,7 +1,7 @@
 """Damaged data files: each is refused with a sentence, or loads what was written; none hangs, none kills the process.
 
 The cases run in a child process, so that a hang or a segmentation fault is a failed case and not the end of the tests. The
-children are this file, run as a script.
+child is this module, run as a script.
 """
 
 import collections
@@ -90,7 +90,8 @@ def outcomes(path, cases):
     """Case -> outcome; the case that hangs or ends the child has "hangs" or "ends with ...", and those behind it have none."""
     lines = "".join(json.dumps(case) + "\n" for case in cases)
     with tempfile.TemporaryFile("w+") as out:
-        child = subprocess.Popen([sys.executable, __file__, str(path)], stdin=subprocess.PIPE, stdout=out, text=True)
+        command, top = [sys.executable, "-m", "tests.data.test_damaged_files", str(path)], Path(__file__).parents[2]
+        child = subprocess.Popen(command, cwd=top, stdin=subprocess.PIPE, stdout=out, text=True)
         try:
             child.communicate(lines, timeout=_LIMIT_SECONDS + len(cases) / 10)
         except subprocess.TimeoutExpired:

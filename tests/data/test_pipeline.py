@@ -188,7 +188,6 @@ def test_large_images_are_mirrored_to_the_bits_of_small_ones(monkeypatch):
     assert np.array_equal(made(1, images), mirrored)
 
 
-MEAN3, STD = np.array([0.3, 0.5, 0.6]), np.array([0.2, 0.25, 0.3])
 WINDOWS = [("pad_crop", {"padding": 3}), ("flip", {}), ("center_crop", {"size": 6}), ("pad_crop", {"padding": 20})]
 PIXELS = [("random_resized_crop", {"size": 8}), ("randaugment", {"magnitude": 15}), ("resize", {"size": 7})]
 ERASING = ("random_erasing", {"value": 0.7, "probability": 0.6, "scale": [0.1, 0.5]})
