@@ -210,6 +210,9 @@ def replace_dataset(opened, name, values, **options):
         (lambda f: replace_dataset(f, "class_names", np.zeros(0, "S3")), "no class"),
         (lambda f: replace_dataset(f, "class_names", np.array([b"\xff"] * 5)), "damaged"),
         (lambda f: replace_dataset(f, "labels", np.zeros((13, 1), np.int64)), r"labels \(N,\) int64"),
+        (lambda f: replace_dataset(f, "labels", np.zeros(13)), r"labels \(N,\) int64"),
+        (lambda f: replace_dataset(f, "mean", np.zeros((1, 3))), r"means \(C,\) float64"),
+        (lambda f: replace_dataset(f, "mean", np.zeros(3, np.int64)), r"means \(C,\) float64"),
         (lambda f: replace_dataset(f, "std", np.ones(2)), r"deviations of \(2,\)"),
         (lambda f: f.pop("std"), "damaged"),
     ],
@@ -218,6 +221,17 @@ def test_files_with_wrong_content_are_refused(make_file, change, message):
     file, _, _ = make_file()
     with pytest.raises(DataError, match=message):
         ImageFile.open(changed(file, change))
+
+
+@pytest.mark.parametrize(
+    ("place", "message"), [({"stored_bytes": 1}, "is damaged: images of .* need"), ({"offset": 10**9}, "is truncated")]
+)
+def test_a_file_that_ends_before_its_images_do_is_refused(make_file, place, message):
+    path = make_file()[0].path
+    with h5py.File(path) as opened:
+        contents = stored.read(opened)
+    with pytest.raises(DataError, match=message):
+        stored.check(path, replace(contents, images=replace(contents.images, **place)))
 
 
 def one_value_changed(name):
