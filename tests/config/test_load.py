@@ -143,6 +143,7 @@ def _laughs(levels: int, entry: str) -> str:
     return "\n".join(lines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [

@@ -205,6 +205,7 @@ def test_a_step_takes_at_least_its_compute(averager: str, grid: tuple[str, ...])
     assert predicted.measured_share == 0.0
 
 
+@pytest.mark.slow
 def test_slower_links_and_slower_ranks_take_longer() -> None:
     fast, slow = machine(1), machine(1).scaled(bandwidth=0.01)
     assert prediction(fast).step.seconds < prediction(slow).step.seconds

@@ -311,6 +311,7 @@ def few_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_measurement, "_busy", lambda seconds: None)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_messages")
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_modelled_link_is_found_again_and_all_ranks_know_it(ranks: int) -> None:
@@ -338,6 +339,7 @@ def test_a_slow_link_is_left_at_the_size_that_takes_too_long() -> None:
     assert [point.n_bytes for point in points] == [512, 1024, 2 << 20]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_messages")
 @pytest.mark.parametrize("ranks", [4, 5])
 def test_pairs_that_measure_at_once_begin_together(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
