@@ -17,11 +17,10 @@ from hpctrain.config.source import Source, read_yaml
 from hpctrain.errors import ConfigError
 from hpctrain.experiment.check import check_names
 from tests.support.nodes import make_node
+from tests.support.sampling import amount
 
 KEYS = st.text("abcxyz_<=~01.é", min_size=1, max_size=4)
-
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8)
-
 TREES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3), max_leaves=12)
 
 
@@ -33,7 +32,7 @@ def leaves(tree, path=()):
         yield from leaves(inner, (*path, key))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=amount(20, 60))
 @given(TREES, st.booleans())
 def test_reads_what_the_safe_loader_reads(tree, flow):
     text = yaml.safe_dump(tree, default_flow_style=flow, allow_unicode=True)
@@ -45,7 +44,7 @@ def test_reads_what_the_safe_loader_reads(tree, flow):
 NESTED = st.dictionaries(st.text("abc", min_size=1, max_size=3), st.integers() | st.lists(st.integers(), min_size=1), min_size=1)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=amount(20, 60))
 @given(st.dictionaries(st.text("abc", min_size=1, max_size=3), NESTED, min_size=1, max_size=4))
 def test_every_value_has_the_line_it_stands_in(tree):
     lines = (text := yaml.safe_dump(tree, default_flow_style=False)).splitlines()
@@ -74,11 +73,6 @@ def test_what_versions_of_yaml_read_differently_stays_as_written(text):
 )
 def test_numbers_in_decimal_digits_are_numbers(text, value):
     assert read_yaml(f"a: {text}\n", "f")[0] == {"a": value}
-
-
-@pytest.mark.parametrize("text", ["", "\n", "# only a comment\n", "---\n"])
-def test_empty_text_is_none(text):
-    assert read_yaml(text, "f")[0] is None
 
 
 def test_merge_keys_and_aliases():
@@ -149,6 +143,7 @@ def _laughs(levels: int, entry: str) -> str:
     return "\n".join(lines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [
@@ -216,7 +211,6 @@ def test_loads_a_file(tmp_path):
     [
         ("batch: 9", "batsh: 9", 9, ['Unknown key "batsh"', '"batch"']),
         ("  train:", "  trian:", 4, ['Unknown key "data.trian"', '"data.train"']),
-        ("epochs: 3", "epochs: 3\nlr: 0.1", 11, ['Unknown key "lr"', '"optimizer.lr"']),
         ("epochs: 3", "epochs: 3\nzzzzz: 0.1", 11, ['Unknown key "zzzzz"', "known keys are name, seed"]),
         ("epochs: 3", "epochs: 3\ngrid:\n  row: 1", 12, ['Unknown key "grid.row"', '"grid.rows"']),
         ("batch: 9\n", "", 1, ['"batch" is missing', "samples"]),
@@ -224,28 +218,18 @@ def test_loads_a_file(tmp_path):
         ("lr: 1e-1, ", "", 11, ['"optimizer.lr" is missing']),
         ("    - name: pad_crop\n      padding", "    - padding", 7, ['"data.augment.1.name" is missing']),
         ("batch: 9", "batch: many", 9, ["batch is many", "integer"]),
-        ("batch: 9", "batch: 9.5", 9, ["batch is 9.5", "integer"]),
-        ("batch: 9", "batch: true", 9, ["batch is true", "number"]),
         ("batch: 9", "batch: 0", 9, ["batch is 0", "nearest legal value is 1"]),
         ("batch: 9", "batch:", 9, ["batch is null", "integer"]),
-        ("batch: 9", "batch: [9]", 9, ["batch is [9]", "integer"]),
         ("lr: 1e-1", "lr: -1", 11, ["optimizer.lr is -1", "greater than 0"]),
-        ("lr: 1e-1", "lr: high", 11, ["optimizer.lr is high", "number"]),
         ("lr: 1e-1", "lr: .nan", 11, ["optimizer.lr is .nan", "greater than 0"]),
-        ("momentum: 9e-1", "momentum: .inf", 11, ["optimizer.momentum", "finite"]),
         ("batch: 9", "batch: 9\ndtype: float46", 10, ["dtype is float46", "'float32' or 'float64'", "nearest is 'float64'"]),
         ("batch: 9", "batch: 9\nbackend: fpga", 10, ["backend is fpga", "'onednn' or 'cuda'"]),
         ("batch: 9", "batch: 9\nthreads: all", 10, ["threads is all", '"auto"', "at least 1"]),
         ("batch: 9", "batch: 9\nloss: {label_smoothing: 1}", 10, ["loss.label_smoothing is 1", "less than 1"]),
-        ("batch: 9", "batch: 9\ndata_dir: x", 10, ['Unknown key "data_dir"']),
-        ("batch: 9", "batch: 9\nmetrics:\n  tensorboard: maybe", 11, ["metrics.tensorboard is maybe", "true or false"]),
         ("batch: 9", "batch: 9\nmetrics: fast", 10, ["metrics is fast", "mapping", "tensorboard"]),
         ("batch: 9", "batch: 9\noutput: ''", 10, ["output is ''", "at least 1 character"]),
         ("name: seven", "name: a/b", 1, ["name is a/b", "directory"]),
-        ("name: seven", "name: 7", 1, ["name is 7", "string"]),
         ("model: small", "model: 5", 2, ["model is 5", "a name or a mapping"]),
-        ("model: small", "model: {name: 5}", 2, ["model.name is 5", "string"]),
-        ("    - flip\n", "    - [flip]\n", 6, ["data.augment.0 is [flip]", "a name or a mapping"]),
         ("  name: constant", "  name: constant\n  warmup_epochs: -1", 14, ["schedule.warmup_epochs is -1", "value is 0"]),
     ],
 )
@@ -294,18 +278,13 @@ def test_a_file_that_cannot_be_read(tmp_path):
         ("optimizer.momentum=5e-1", lambda c: c.optimizer.options, {"momentum": 0.5}),
         ("optimizer.nesterov=true", lambda c: c.optimizer.options["nesterov"], True),
         ("data.augment.1.padding=4", lambda c: c.data.augment[1].options, {"padding": 4}),
-        ("data.augment.0.probability=1", lambda c: c.data.augment[0].options, {"probability": 1}),
         ("data.augment=[]", lambda c: c.data.augment, ()),
         ("data.augment=[{name: flip}]", lambda c: [step.name for step in c.data.augment], ["flip"]),
         ("data.test=a=b.h5", lambda c: c.data.test, "a=b.h5"),
         ("data.test=", lambda c: c.data.test, None),
-        ("model=resnet20", lambda c: c.model.name, "resnet20"),
         ("model.hidden=64", lambda c: (c.model.name, c.model.options), ("small", {"hidden": 64})),
-        ("averager=blocking", lambda c: c.averager.name, "blocking"),
         ("averager.window=3", lambda c: (c.averager.name, c.averager.options), ("sharded", {"window": 3})),
-        ("grid.cols=3", lambda c: (c.grid.rows, c.grid.cols), (1, 3)),
         ("grid.tiles=[2, 3]", lambda c: c.grid.tiles, (2, 3)),
-        ("plan.default=domain", lambda c: (c.plan.default, c.plan.patterns), ("domain", {})),
         ("plan.features.*=model", lambda c: (c.plan.default, c.plan.patterns), ("batch", {"features.*": "model"})),
         (" batch = 3", lambda c: c.batch, 3),
         ("schedule={name: step, gamma: 0.1}", lambda c: (c.schedule.name, c.schedule.options), ("step", {"gamma": 0.1})),
@@ -372,6 +351,7 @@ def test_an_override_of_an_empty_list():
     ]
 
 
+@settings(deadline=None, max_examples=amount(30, 200))
 @given(st.text(max_size=20), st.text(max_size=20))
 def test_any_override_is_applied_or_refused_by_name(key, value):
     override = f"{key}={value}"

@@ -16,6 +16,7 @@ from hpctrain.config.load import parse
 from hpctrain.config.schema import Config, PlanConfig
 from hpctrain.config.section import Named
 from hpctrain.errors import ConfigError
+from tests.support.sampling import amount
 
 SMALL = {
     "model": "small",
@@ -45,12 +46,6 @@ def test_a_configuration_cannot_be_changed():
     for section, key in [(config, "batch"), (config.data, "train"), (config.optimizer, "lr"), (config.optimizer, "momentum")]:
         with pytest.raises(ValidationError, match="frozen"):
             setattr(section, key, getattr(section, key))
-
-
-def test_options_are_a_fresh_mapping():
-    config = Config.model_validate(changed("optimizer.momentum", 0.9))
-    config.optimizer.options.clear()
-    assert config.optimizer.options == {"momentum": 0.9}
 
 
 @pytest.mark.parametrize("path", ["model", "optimizer", "schedule", "averager"])
@@ -96,16 +91,6 @@ def test_bounds_are_where_they_are_said_to_be(path, lowest):
     Config.model_validate(changed(path, lowest))
     with pytest.raises(ValidationError):
         Config.model_validate(changed(path, lowest - 1))
-
-
-@pytest.mark.parametrize(
-    ("path", "legal", "refused"),
-    [("seed", 2**63 - 1, 2**63), ("batch_norm.momentum", 1, 1.001), ("loss.label_smoothing", 0.999, 1)],
-)
-def test_upper_bounds(path, legal, refused):
-    Config.model_validate(changed(path, legal))
-    with pytest.raises(ValidationError):
-        Config.model_validate(changed(path, refused))
 
 
 @pytest.mark.parametrize("path", ["optimizer.lr", "deadline_seconds", "batch_norm.epsilon", "metrics.interval_seconds"])
@@ -189,14 +174,6 @@ def test_known_paths_cover_the_schema_once():
     assert {path[0] for path in paths} == set(Config.model_fields)
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(3, "3"), ("a", "a"), ("3", "'3'"), (None, "null"), (True, "true"), ([1, {"a": 2}], "[1, {a: 2}]"), (1e-5, "1.0e-05")],
-)
-def test_values_are_shown_as_yaml(value, text):
-    assert show(value) == text
-
-
 def test_long_values_and_values_that_are_no_yaml_are_shown_too():
     assert len(show("x" * 999)) == 60
     assert show(object).startswith("<class 'object'")
@@ -207,7 +184,6 @@ VALUES = (
     "[]", "[1]", "[1, 2, 3]", "[a, b]", "[0, 1]", "[1.5, 2]", "[[1], 2]", "[null]",
     "{}", "{a: 1}", "'1'", "'1e5'", "x/y", "{name: 3}", "{name: ''}", "!!binary aGk=",
 )  # fmt: skip
-
 NO_WORDS_OF_OURS = ("Input", "valid ", "Tuple", "validation", "parse", "required", "unable", "Value error", "dictionary")
 
 
@@ -273,26 +249,18 @@ def test_rules_are_told_in_full(override: str, sentence: str) -> None:
 
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
-
 # Others are refused: they may move a cursor, or end a line of a script.
 CHARACTERS = st.characters(exclude_categories=("Cc", "Cf", "Cs", "Zl", "Zp"))
-
 KEYS = st.text(CHARACTERS, min_size=1, max_size=6).filter(lambda key: key not in {"name", "lr", "warmup_epochs"})
-
 DUMP_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | FINITE | st.text(CHARACTERS, max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
     max_leaves=6,
 )
-
 OPTIONS = st.dictionaries(KEYS, DUMP_VALUES, max_size=3)
-
 TEXTS = st.text(CHARACTERS, min_size=1, max_size=8)
-
 POSITIVE = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
-
 COUNTS = st.integers(1, 10**6)
-
 PAIRS = st.tuples(COUNTS, COUNTS).map(list)
 
 
@@ -301,7 +269,6 @@ def named(**fields):
 
 
 AUGMENT = st.lists(named(), max_size=3)
-
 CONFIGS = st.fixed_dictionaries(
     {
         "model": named() | TEXTS,
@@ -336,7 +303,7 @@ CONFIGS = st.fixed_dictionaries(
 ).map(Config.model_validate)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=amount(10, 60))
 @given(CONFIGS)
 def test_round_trip(config):
     text = dump(config)
@@ -346,14 +313,6 @@ def test_round_trip(config):
     # Nothing is left to a default that may change later.
     for path in known_paths():
         assert path in source.places, path
-
-
-@pytest.mark.parametrize("text", ["é", " a ", "a: b", "~", "1e3", "0x1", "2026-01-31", "<<", "="])
-def test_awkward_strings_survive(text):
-    config = parse("batch: 1\nepochs: 1\ndata: {train: x}\nmodel: small\nschedule: constant\noptimizer: {name: sgd, lr: 1}")[0]
-    odd = config.model_copy(update={"output": text, "model": {"name": text, text: [text]}})
-    odd = Config.model_validate(odd.model_dump(warnings=False))
-    assert parse(dump(odd))[0] == odd
 
 
 def test_the_schema_describes_every_key_and_is_json():

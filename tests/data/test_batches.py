@@ -99,9 +99,7 @@ def test_images_are_mixed_with_those_of_the_step_in_the_opposite_order(ranks: in
 
 
 HEIGHT, WIDTH = 9, 7
-
 SAMPLES, BATCH = 23, 8
-
 KINDS = {"mixup": Mixing(mixup=0.4, seed=2), "cutmix": Mixing(cutmix=1.0, seed=2), "both": Mixing(0.4, 1.0, 0.7, seed=2)}
 
 
@@ -188,12 +186,6 @@ def test_tiles_are_cut_from_the_mixed_images(tall_file: ImageFile, kind: str) ->
                 assert tile.tobytes() == x[:, 3:9, 1:7].tobytes()
 
 
-def test_an_epoch_that_goes_on_mixes_as_it_would_have(tall_file: ImageFile) -> None:
-    whole, rest = _steps(_loader(tall_file, KINDS["both"])), _steps(_loader(tall_file, KINDS["both"]), BATCH)
-    for (x, _, _, weight), (other, _, _, other_weight) in zip(whole[1:], rest, strict=True):
-        assert (x.tobytes(), weight) == (other.tobytes(), other_weight)
-
-
 def test_what_is_drawn_has_the_shares_that_were_asked_for() -> None:
     mixing = Mixing(0.5, 1.0, probability=0.8, switch=0.25, seed=9)
     draws = [mixing.draw(epoch, first, 32, 24) for epoch in range(4) for first in range(0, 4000, 8)]
@@ -234,9 +226,7 @@ def test_values_outside_their_range_are_refused(options: dict[str, float], words
 
 
 SIZES = ImageSizes(((0, 5), (2, 7), (3, 4)))
-
 CROPPED = [("random_resized_crop", {"size": 9, "scale": [0.5, 1.0]}), ("flip", {})]
-
 SHIFTED = [("pad_crop", {"padding": 2}), ("flip", {}), ("random_erasing", {"value": "random"})]
 
 
@@ -294,12 +284,6 @@ def test_each_epoch_is_that_of_a_pipeline_of_its_size(make_file, specs, cache, p
         assert [batch.image_shape for batch in loader.epoch(epoch)] == [(side, side, 3)] * 3
 
 
-def test_one_size_that_is_the_images_own_changes_nothing(make_file):
-    file, _, _ = make_file(shape=(8, 11, 3))
-    plain, sized = make_loader(file, sizes=None), make_loader(file, sizes=ImageSizes(((0, 8),)))
-    assert all(same(images(plain, epoch), images(sized, epoch)) for epoch in range(3))
-
-
 def test_ranks_together_read_the_stream_of_one_rank_from_any_sample_on(make_file):
     file, _, _ = make_file(shape=(9, 9, 3))
     mixing = Mixing(1.0, 1.0, seed=5)
@@ -350,13 +334,9 @@ def test_sizes_that_a_crop_cannot_make_are_refused(make_file):
 
 
 N, LEVELS_SHAPE, LEVELS_BATCH = 45, (20, 18, 3), 7
-
 SIZE = 20 * 18 * 3
-
 BATCHES = 50  # seven epochs, and one batch of the eighth
-
 AUGMENT = [("random_resized_crop", {"size": 12}), ("flip", {}), ("random_erasing", {"probability": 0.5})]
-
 _CONFIG = """
 name: same
 model: {name: small, channels: [2], hidden: 3}
@@ -366,9 +346,7 @@ epochs: 1
 optimizer: {name: sgd, lr: 0.01}
 schedule: constant
 """
-
 _HALF = 22 * (SIZE + 1) + 64  # of memory, which holds 22 samples
-
 #: by name, the keys of `data.cache`, and the origins from which samples come after they were in the data file
 LEVELS = {
     "off": ({"memory": 0}, set()),
@@ -377,12 +355,9 @@ LEVELS = {
     "local": ({"memory": 0, "local": True}, {"local"}),
     "both": ({"memory": _HALF, "local": True}, {"memory", "local"}),
 }
-
 #: ranks of a job, and of each of its nodes
 ONE_NODE = ((1, 1), (2, 2), (4, 4))
-
 NODES = (*ONE_NODE, (4, 2))
-
 #: level, fill, batches made ahead, ranks; without memory there is nothing to fill at the start
 TABLE = [
     *((level, "first_epoch", prefetch, ONE_NODE) for level in LEVELS for prefetch in (2, 0)),

@@ -1,7 +1,7 @@
 """Damaged data files: each is refused with a sentence, or loads what was written; none hangs, none kills the process.
 
-Every case runs in a child process, so that a hang or a segmentation fault is a failed case and not the end of the tests. The
-children are this file, run as a script.
+The cases run in a child process, so that a hang or a segmentation fault is a failed case and not the end of the tests. The
+child is this module, run as a script.
 """
 
 import collections
@@ -10,7 +10,6 @@ import random
 import subprocess
 import sys
 import tempfile
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +22,7 @@ from hpctrain.errors import DataError
 from tests.support.sampling import amount
 
 _NAMES = ("ant", "bée", "cow", "a class of a longer name", "e")
-_BATCH = 500
-_LIMIT_SECONDS = 60  # of one case; it takes about a millisecond
+_LIMIT_SECONDS = 60  # of a start; a case takes about a millisecond
 
 
 def damages(size, images):
@@ -89,44 +87,21 @@ def run_cases(path):
 
 
 def outcomes(path, cases):
-    """Case -> outcome; a case that hangs or ends its process has "hangs" or "ends with ..."."""
-    results = {}
-    left = list(cases)
-    while left:
-        batch = left[:_BATCH]
-        child = subprocess.Popen([sys.executable, __file__, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        lines = _lines(child, batch)
-        results.update(zip(batch, lines, strict=False))
-        if len(lines) < len(batch):
-            ending = "hangs" if child.returncode == -9 else f"ends with {child.returncode}"
-            results[batch[len(lines)]] = ending
-        left = left[len(lines) + (len(lines) < len(batch)) :]
-    return results
-
-
-def _lines(child, batch):
-    """Outcomes of a batch until the child ends, or says nothing for too long and is killed."""
-    threading.Thread(target=_feed, args=(child, batch), daemon=True).start()
-    lines = []
-    while len(lines) < len(batch):
-        clock = threading.Timer(_LIMIT_SECONDS, child.kill)
-        clock.start()
-        line = child.stdout.readline()
-        clock.cancel()
-        if not line:
-            break
-        lines.append(json.loads(line))
-    child.stdout.close()
-    child.wait()
-    return lines
-
-
-def _feed(child, batch):
-    try:
-        child.stdin.write("".join(json.dumps(case) + "\n" for case in batch))
-        child.stdin.close()
-    except BrokenPipeError:  # the child ended before it had read all
-        pass
+    """Case -> outcome; the case that hangs or ends the child has "hangs" or "ends with ...", and those behind it have none."""
+    lines = "".join(json.dumps(case) + "\n" for case in cases)
+    with tempfile.TemporaryFile("w+") as out:
+        command, top = [sys.executable, "-m", "tests.data.test_damaged_files", str(path)], Path(__file__).parents[2]
+        child = subprocess.Popen(command, cwd=top, stdin=subprocess.PIPE, stdout=out, text=True)
+        try:
+            child.communicate(lines, timeout=_LIMIT_SECONDS + len(cases) / 10)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+        out.seek(0)
+        results = [json.loads(line) for line in out]
+    if len(results) < len(cases):
+        results.append("hangs" if child.returncode == -9 else f"ends with {child.returncode}")
+    return dict(zip(cases, results, strict=False))
 
 
 @pytest.mark.job

@@ -16,6 +16,7 @@ from hpctrain.data.sampler import Sampler, counts
 from hpctrain.data.sizes import ImageSizes
 from hpctrain.errors import ShapeError
 from tests.support.cached import in_memory
+from tests.support.sampling import amount
 
 SPECS = [("pad_crop", {"padding": 2}), ("flip", {})]
 
@@ -43,7 +44,7 @@ def _no_thread_is_left():
     assert loader_threads() == []
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=amount(8, 40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(1, 20), st.integers(1, 7), st.integers(0, 3), st.sampled_from([False, True, "some"]))
 def test_ranks_together_read_the_stream_of_one_rank(make_file, batch, ranks, prefetch, cache):
     file, _, _ = make_file()
@@ -72,25 +73,7 @@ def test_evaluation_has_every_sample_once_in_order(make_file, batch):
     np.testing.assert_allclose(np.concatenate([step[1] for step in steps]), expected, atol=1e-12)
 
 
-def test_a_part_without_samples_gets_empty_arrays_of_the_right_shape(make_file):
-    file, _, _ = make_file()
-    (batch,) = list(make_loader(file, 13, samples=2, rank=4, ranks=5).epoch(0))
-    assert (batch.x.shape, batch.y.shape, batch.sample_ids.shape) == ((0, 7, 9, 3), (0,), (0,))
-    assert (batch.counts, batch.global_count) == ((1, 1, 0, 0, 0), 2)
-
-
-def test_resuming_within_an_epoch_continues_the_stream(make_file):
-    file, _, _ = make_file()
-    whole = read(make_loader(file, 3), epoch=4)
-    rest = read(make_loader(file, 3), epoch=4, first=6)
-    assert [step[0] for step in rest] == [2, 3, 4]
-    for first, second in zip(whole[2:], rest, strict=True):
-        assert np.array_equal(first[1], second[1])
-        assert np.array_equal(first[3], second[3])
-    assert read(make_loader(file, 3), first=13) == []
-
-
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=amount(8, 40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(1, 14), st.integers(1, 14), st.integers(0, 14), st.integers(1, 4), st.integers(1, 4), st.data())
 def test_other_batches_and_ranks_go_on_with_the_next_sample(make_file, batch, other, steps, ranks, others, data):
     """A run that took some steps and goes on with another batch on other ranks sees each sample once, in the epoch's order."""
@@ -153,15 +136,6 @@ def test_closing_early_ends_the_thread(make_file):
     assert len(read(loader)) == 30
 
 
-def test_breaking_out_of_the_loop_ends_the_thread(make_file):
-    file, _, _ = make_file()
-    loader = make_loader(file, 2)
-    for _ in loader.epoch(0):
-        break
-    gc.collect()
-    assert loader_threads() == []
-
-
 class FailingPipeline(Pipeline):
     """Fails at the third batch."""
 
@@ -194,21 +168,6 @@ def test_two_epochs_at_once_are_refused(make_file):
         next(loader.epoch(1))
     first.close()
     assert len(read(loader, 1)) == 7
-
-
-def test_memory_is_read_once_and_holds_what_fits(make_file):
-    file, _, _ = make_file()
-    cached = make_loader(file, 13, specs=[], shuffle=False, cache=True)
-    some = make_loader(file, 13, specs=[], shuffle=False, cache="some")
-    mapped = make_loader(file, 13, specs=[], shuffle=False)
-    expected = read(cached)[0][1]
-    assert np.array_equal(read(some)[0][1], expected)
-    # The bytes of the file change beneath all of them; only what is read from it sees them.
-    with file.path.open("r+b") as raw:
-        raw.write(b"\xff" * file.path.stat().st_size)
-    assert np.array_equal(read(cached)[0][1], expected)
-    alike = [(read(loader)[0][1] == expected).all(axis=(1, 2, 3)).tolist() for loader in (some, mapped)]
-    assert alike == [[True] * 2 + [False] * 11, [False] * 13]
 
 
 def test_a_crop_that_does_not_fit_is_refused_when_the_loader_is_made(make_file):
@@ -257,7 +216,7 @@ def tiles(image_shape, vertical, horizontal, reach):
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=amount(8, 40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.integers(1, 20),
     st.integers(1, 3),
@@ -320,6 +279,7 @@ def test_a_box_of_channels_and_an_empty_box(make_file):
             assert np.array_equal(mine.x, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("specs", [SPECS, [("random_resized_crop", {"size": 6}), ("flip", {})], [("random_erasing", {})]])
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("ranks", [1, 3])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import threading
 import time
 
@@ -14,16 +13,14 @@ import pytest
 from hypothesis import given, settings
 
 from hpctrain.boxes import clip, hull, relative, shape_of, size_of
-from hpctrain.data.augmentations import AUGMENTATIONS
 from hpctrain.data.batch_threads import CHUNK_BYTES, BatchThreads, default_threads
-from hpctrain.data.deferred import can_defer, filling, first_deferred, leaves_resize
+from hpctrain.data.deferred import can_defer, filling
 from hpctrain.data.pipeline import Pipeline
+from tests.support.sampling import amount
 
 MEAN, STD = np.array([0.3, 0.5, 0.6, 0.1]), np.array([0.2, 0.25, 0.3, 0.0])
 MEAN3, STD3 = MEAN[:3], STD[:3]
-
 COUNT = 4
-
 ORIGIN = (0, 0), (0, 0)
 
 
@@ -61,7 +58,7 @@ def augmentations(draw, shape, channels):
 
 
 @given(st.data(), st.integers(1, 60), st.integers(1, 60), st.sampled_from([1, 3, 4]), st.integers(0, 2**62), st.integers(0, 3))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=amount(60, 300), deadline=None)
 def test_a_region_has_the_pixels_of_the_whole(data, height, width, channels, seed, epoch):
     images = np.random.default_rng(seed).integers(0, 256, (COUNT, height, width, channels), np.uint8)
     specs = data.draw(augmentations((height, width), channels))
@@ -94,52 +91,6 @@ def tiles(size):
     yield from (((middle, middle + 1), (column, column + 1)) for column in (0, middle, size - 1))
 
 
-@pytest.mark.parametrize(
-    ("shape", "size", "ratio", "count"),
-    [
-        ((256, 256), 224, (3 / 4, 4 / 3), 25),
-        ((256, 100), 64, (0.1, 10.0), 60),
-        ((100, 256), 64, (0.1, 10.0), 60),
-        ((64, 64), 160, (0.3, 3.0), 40),
-        ((22, 8), 7, (0.2, 5.0), 200),
-        ((300, 7), 9, (0.01, 100.0), 100),
-        ((7, 300), 9, (0.01, 100.0), 100),
-        ((90, 90), 1, (0.5, 2.0), 60),
-    ],
-)
-@pytest.mark.parametrize("channels", [1, 3])
-def test_a_region_of_a_resized_crop_has_the_pixels_of_the_whole(shape, size, ratio, count, channels):
-    images = np.random.default_rng(1).integers(0, 256, (count, *shape, channels), np.uint8)
-    crop = AUGMENTATIONS.create("random_resized_crop", {"size": size, "ratio": list(ratio)})
-    draws = np.random.default_rng(2).random((count, crop.draws))
-    expected = np.empty((count, size, size, channels), np.uint8)
-    crop.apply(images, draws, expected)
-    for number, region in zip(range(count), itertools.cycle(dict.fromkeys(tiles(size))), strict=False):
-        if not size_of(region):
-            continue
-        source = crop.source(shape, draws[number], region)
-        result = np.zeros((*shape_of(region), channels), np.uint8)
-        stored = images[(number, *relative(source, ORIGIN))]
-        crop.apply_region(stored, source, shape, draws[number], region, result)
-        assert np.array_equal(result, expected[(number, *relative(region, ORIGIN))]), f"sample {number}, region {region}"
-
-
-def test_what_augmentations_reach_beyond_a_region():
-    shape = (40, 30, 3)
-
-    def source(region, *specs):
-        return Pipeline(specs, 0, MEAN3, STD3).source(shape, region)
-
-    rows = (10, 20), (0, 30)
-    assert source(rows) == rows
-    assert source(rows, ("flip", {})) == rows
-    assert source(rows, ("pad_crop", {"padding": 4}), ("flip", {})) == ((6, 24), (0, 30))
-    assert source(((0, 9), (0, 10)), ("pad_crop", {"padding": 4})) == ((0, 13), (0, 14))
-    assert source(((0, 9), (0, 10)), ("flip", {})) == ((0, 9), (0, 30))
-    assert source(((0, 9), (0, 20)), ("center_crop", {"size": 20})) == ((10, 19), (5, 25))
-    assert source(((0, 9), (0, 20)), ("random_resized_crop", {"size": 20})) == ((0, 40), (0, 30))
-
-
 def test_a_resized_crop_reads_the_rows_of_its_window_that_the_filter_reaches():
     images = np.random.default_rng(0).integers(0, 256, (COUNT, 200, 200, 3), np.uint8)
     pipeline = Pipeline([("random_resized_crop", {"size": 40, "scale": [1, 1], "ratio": [1, 1]})], 0, MEAN3, STD3)
@@ -158,7 +109,7 @@ def test_a_resized_crop_reads_the_rows_of_its_window_that_the_filter_reaches():
 
 
 @given(st.data(), st.integers(1, 30), st.integers(1, 30), st.integers(0, 2**62))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=amount(20, 100), deadline=None)
 def test_a_mirrored_pipeline_gives_the_mirror_image_of_each_sample(data, height, width, seed):
     images = np.random.default_rng(seed).integers(0, 256, (COUNT, height, width, 3), np.uint8)
     pipeline = Pipeline(data.draw(augmentations((height, width), 3)), seed, MEAN3, STD3, "float32")
@@ -185,7 +136,6 @@ EVERY = [
     "trivial_augment_wide",
     ("random_erasing", {"value": "random"}),
 ]
-
 STEPS = [(step, {}) if isinstance(step, str) else step for step in EVERY]
 
 
@@ -238,12 +188,8 @@ def test_large_images_are_mirrored_to_the_bits_of_small_ones(monkeypatch):
     assert np.array_equal(made(1, images), mirrored)
 
 
-MEAN3, STD = np.array([0.3, 0.5, 0.6]), np.array([0.2, 0.25, 0.3])
-
 WINDOWS = [("pad_crop", {"padding": 3}), ("flip", {}), ("center_crop", {"size": 6}), ("pad_crop", {"padding": 20})]
-
 PIXELS = [("random_resized_crop", {"size": 8}), ("randaugment", {"magnitude": 15}), ("resize", {"size": 7})]
-
 ERASING = ("random_erasing", {"value": 0.7, "probability": 0.6, "scale": [0.1, 0.5]})
 
 
@@ -263,7 +209,7 @@ def unfinished(pipeline, images, ids, epoch=1):
     st.integers(0, 9),
     st.integers(0, 2**40),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=amount(25, 120), deadline=None)
 def test_images_made_of_an_unfinished_batch_are_the_pipelines(specs, last, options, dtype, count, seed):
     mirrored, resized, threads = options
     images = np.random.default_rng(seed).integers(0, 256, (count, 9, 11, 3), np.uint8)
@@ -301,22 +247,9 @@ def test_a_resize_in_front_of_windows_is_left_too(resize):
     assert not Pipeline([WINDOWS[0], resize], 3, MEAN3, STD3).keeps_pixels
 
 
-def test_steps_are_left_up_to_the_last_that_makes_pixels_but_for_a_resize():
-    for made, first in ((PIXELS[0], 4), (PIXELS[1], 5), (PIXELS[2], 4)):
-        steps = [AUGMENTATIONS.create(name, options) for name, options in (*WINDOWS, made, WINDOWS[1])]
-        assert [first_deferred(steps[:number]) for number in (0, 2, 5, 6)] == [0, 0, first, first]
-    assert first_deferred([steps[4], steps[4]]) == 1
-    assert [leaves_resize(steps[:number]) for number in (0, 4, 5, 6)] == [False, False, True, True]
-
-
 @pytest.mark.parametrize(
     ("specs", "can"),
-    [
-        ([], True),
-        ([ERASING], True),
-        ([("random_erasing", {"value": "random"})], False),
-        ([ERASING, ERASING], False),
-    ],
+    [([], True), ([ERASING], True), ([("random_erasing", {"value": "random"})], False), ([ERASING, ERASING], False)],
 )
 def test_one_rectangle_of_one_number_may_be_left(specs, can):
     pipeline = Pipeline(specs, 0, MEAN3, STD3)

@@ -22,11 +22,10 @@ from hpctrain.data.stored import digest_of
 from hpctrain.data.unreadable import PAUSES_SECONDS, ReadPolicy, UnreadableError, pauses_within, reason
 from hpctrain.errors import DataError
 from tests.support.cached import cached
+from tests.support.sampling import amount
 
 SHAPE = (37, 41, 3)
-
 SIZE = 37 * 41 * 3
-
 AT_ONCE = (0.0,)  # pauses
 
 
@@ -64,7 +63,7 @@ class BadDisk:
         return self.preadv(descriptor, buffers, at)
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=amount(8, 30), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_what_is_read_is_what_an_array_gives(make_file, way, data):
     file, images, _ = make_file(count=9, shape=SHAPE)
@@ -79,14 +78,6 @@ def test_what_is_read_is_what_an_array_gives(make_file, way, data):
     assert np.array_equal(file.pixels[sample, rows, columns], images[sample, rows, columns])
     assert np.array_equal(file.pixels[some], images[some])
     assert np.array_equal(file.pixels[sample], images[sample])
-
-
-def test_more_pieces_than_a_call_takes(make_file, monkeypatch, way):
-    file, images, _ = make_file(count=9, shape=SHAPE)
-    monkeypatch.setattr(block_reader, "_PIECES_AT_ONCE", 4)
-    assert np.array_equal(file.pixels[:, 3:30, 5:9], images[:, 3:30, 5:9])
-    monkeypatch.setattr(block_reader, "_BYTES_AT_ONCE", SIZE * 2 + 1)
-    assert np.array_equal(file.pixels[:], images)
 
 
 def test_a_file_that_is_cut_short_is_named_with_the_sample(make_file, way):
@@ -227,7 +218,6 @@ def test_its_descriptor_goes_with_it(make_file):
 
 
 SIZES = [5, 1, 300, 4097, 2, 9000, 77]
-
 FIRST = 123
 
 
@@ -350,7 +340,7 @@ def test_images_are_those_of_a_file_of_pixels(make_encoded, shape):
     encoded.verify()
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=amount(8, 30), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_it_is_read_as_an_array_is(make_encoded, data):
     encoded, pixels = make_encoded()

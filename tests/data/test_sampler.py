@@ -22,7 +22,7 @@ from hpctrain.data.loader import Loader
 from hpctrain.data.pictures import DecodedPictures, picture_files
 from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.sampler import Reordering, Sampler, counts, share_of
-from hpctrain.data.synthetic import SyntheticImages, synthetic_file
+from hpctrain.data.synthetic import synthetic_file
 from hpctrain.errors import ConfigError, DataError, ShapeError
 from tests.support.cached import cached
 from tests.support.picture_files import write_pictures
@@ -137,7 +137,6 @@ def test_a_reordering_is_another_order_of_the_rest_and_of_all_later_epochs():
 
 
 SHAPE = (12, 10, 3)
-
 DIGEST = "ea31c13db6abb52ca5e3675e6b0b5a83bfb89a68a3359b2f7ae6ac8903ea8f0d"
 
 
@@ -160,27 +159,9 @@ def test_a_file_says_what_it_holds() -> None:
     np.testing.assert_allclose(file.std, measured.std(axis=0), atol=1e-12)
 
 
-def test_all_ways_to_read_give_the_same_pixels() -> None:
-    images = file_of().images
-    assert isinstance(images, SyntheticImages)
-    whole = images[:]
-    assert whole.shape == images.shape == (40, *SHAPE)
-    assert whole.dtype == np.uint8
-    rows, columns = slice(3, 9), slice(0, 4)
-    np.testing.assert_array_equal(images[7], whole[7])
-    np.testing.assert_array_equal(images[7, rows, columns], whole[7, rows, columns])
-    np.testing.assert_array_equal(images[5:9, rows, columns], whole[5:9, rows, columns])
-    ids = np.array([39, 0, 7, 7])
-    np.testing.assert_array_equal(images.take(ids, np.empty((4, *SHAPE), np.uint8)), whole[ids])
-
-
 def test_the_splits_differ_and_so_do_samples() -> None:
     train, test = file_of().images[:], file_of("test").images[:]
     assert len({image.tobytes() for image in (*train, *test)}) == 80
-
-
-def test_a_sample_does_not_depend_on_the_number_of_others() -> None:
-    np.testing.assert_array_equal(file_of(samples=12).images[:], file_of().images[:12])
 
 
 def test_the_class_shows_in_the_rows() -> None:
@@ -322,12 +303,6 @@ def test_what_is_no_file_is_refused(tmp_path, make, sentence):
     make(tmp_path / "a.h5")
     with pytest.raises(DataError, match=sentence):
         require_file(tmp_path / "a.h5", "data file", "convert one")
-
-
-def test_a_file_below_a_file_is_missing(tmp_path):
-    (tmp_path / "a").write_bytes(b"")
-    with pytest.raises(DataError, match="There is no archive"):
-        require_file(tmp_path / "a" / "b", "archive", "fetch it")
 
 
 @pytest.mark.parametrize("make", [lambda path: path.write_bytes(b""), lambda path: path.symlink_to("nowhere")])

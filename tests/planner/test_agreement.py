@@ -19,7 +19,7 @@ from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.plan_report import LayerReport, PlanReport
 from hpctrain.parallel.plan_reporter import report_plan
 from hpctrain.planner import formulas
-from hpctrain.planner.formulas import WeightedLayer, weighted_layers
+from hpctrain.planner.formulas import weighted_layers
 from hpctrain.planner.machine import Machine
 from hpctrain.planner.predict import predict
 from hpctrain.planner.prediction import Prediction
@@ -30,13 +30,9 @@ from hpctrain.planner.tasks import Compute
 from tests.support.planned import machine
 
 BATCH, MODEL, DOMAIN = Parallelism
-
 CONFIG = Path(__file__).parents[2] / "configs" / "imagenet-vgg16.yaml"
-
 ALPHA_SECONDS, BETA_SECONDS_PER_WORD = 2e-6, formulas.WORD_BYTES / 6e9
-
 SAMPLES, RANKS = 2048, 512
-
 DEEP = {"vgg11": (64, 62, 3), "alexnet": (227, 227, 3)}  # whose last layers still have some rows
 
 
@@ -46,9 +42,7 @@ def graph_of(name: str, samples: int = 1, width: float = 1.0) -> Graph:
 
 
 ALEXNET = weighted_layers(graph_of("alexnet"))
-
 LINEAR = {layer.name: MODEL for layer in ALEXNET if not layer.images}
-
 IMAGES = {layer.name: DOMAIN for layer in ALEXNET if layer.images}
 
 
@@ -75,24 +69,17 @@ def test_alexnet_takes_the_times_of_the_paper(uses: dict[str, Parallelism], rows
     assert milliseconds(uses, rows) == pytest.approx(published, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("uses", "best"), [({**dict.fromkeys(IMAGES, MODEL), **LINEAR}, 4), (LINEAR, 32), ({**IMAGES, **LINEAR}, 16)]
-)
-def test_the_best_grids_are_those(uses: dict[str, Parallelism], best: int) -> None:
-    assert min((2**power for power in range(10)), key=lambda rows: milliseconds(uses, rows)) == best
-
-
 def test_crossovers_of_model_and_batch() -> None:
     linear = [round(formulas.crossover_batch(layer)) for layer in ALEXNET if not layer.images]
     assert linear == [3351, 2731, 891]
     assert max(formulas.crossover_batch(layer) for layer in ALEXNET if layer.images) == pytest.approx(14, rel=0.03)
 
 
-def test_one_row_is_batch_and_one_column_is_model() -> None:
-    for layer in ALEXNET:
-        assert formulas.integrated(layer, 64, 1, 8) == formulas.batch(layer, 8)
-        assert formulas.integrated(layer, 64, 8, 1) == formulas.model(layer, 64, 8)
-        assert formulas.domain(layer, 64, 1, 8) == formulas.batch(layer, 8)
+@pytest.mark.parametrize(
+    ("uses", "best"), [({**dict.fromkeys(IMAGES, MODEL), **LINEAR}, 4), (LINEAR, 32), ({**IMAGES, **LINEAR}, 16)]
+)
+def test_the_best_grids_are_those(uses: dict[str, Parallelism], best: int) -> None:
+    assert min((2**power for power in range(10)), key=lambda rows: milliseconds(uses, rows)) == best
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
@@ -146,24 +133,9 @@ def test_domains_words_are_the_means_of_what_ranks_exchange(name: str, rows: int
         assert mean(traffic.forward) == mean(traffic.backward) == pytest.approx(expected, rel=1e-12), layer.name
 
 
-def test_seconds_are_those_of_messages_and_words() -> None:
-    layer = WeightedLayer("conv", weights=60, outputs=7, inputs=5, passes_back=True, row_words=4, halo_rows=1, boundary_rows=2)
-    assert formulas.batch(layer, 6).seconds(1.0, 0.0) == 2 * 3
-    assert formulas.batch(layer, 6).seconds(0.0, 1.0) == 2 * 50
-    assert formulas.domain(layer, 4, 2, 2).seconds(0.0, 1.0) == 2 * (4 / 2) * 4 * 1 + 2 * 45
-
-
 CONFIGS = Path(__file__).parents[2] / "configs"
-
-GRIDS = [
-    ("grid.rows=1", 5, 2),
-    ("grid.rows=2", 4, 2),
-    ("grid.rows=2", 6, 4),
-    ("grid.rows=4", 8, 2),
-]
-
+GRIDS = [("grid.rows=1", 5, 2), ("grid.rows=2", 4, 2), ("grid.rows=2", 6, 4), ("grid.rows=4", 8, 2)]
 PLANS = ["plan.default=batch", "plan.default=model", "plan.default=domain", "plan={default: domain, '*fc*': model}"]
-
 AVERAGERS = [
     *("averager=sharded", "averager=bucketed", "averager=blocking", "averager=priority", "averager=overlap"),
     "averager={name: sharded, wire: float16, wire_parameters: bfloat16}",
@@ -199,6 +171,7 @@ def test_bytes_are_those_that_plan_show_tells(model: str, grid: str, ranks: int,
     assert_equal_bytes(task_of(model, ranks, grid, plan), per_node)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("averager", AVERAGERS)
 def test_bytes_of_averagers_are_those_that_plan_show_tells(averager: str) -> None:
     assert_equal_bytes(task_of("{name: vgg11, width: 0.05}", 4, "grid.rows=2", "plan.default=model", averager), 2)
@@ -213,6 +186,7 @@ def prediction(nodes: Machine, *overrides: str, ranks: int = 4) -> Prediction:
     return predict(job(task), candidate(task), nodes, RateCosts(nodes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("averager", ["sharded", "bucketed", "blocking", "priority", "overlap"])
 @pytest.mark.parametrize(
     "grid", [("grid.rows=1",), ("grid.rows=2", "plan.default=domain"), ("grid.rows=4", "plan.default=model")]
@@ -231,6 +205,7 @@ def test_a_step_takes_at_least_its_compute(averager: str, grid: tuple[str, ...])
     assert predicted.measured_share == 0.0
 
 
+@pytest.mark.slow
 def test_slower_links_and_slower_ranks_take_longer() -> None:
     fast, slow = machine(1), machine(1).scaled(bandwidth=0.01)
     assert prediction(fast).step.seconds < prediction(slow).step.seconds

@@ -31,11 +31,8 @@ from hpctrain.planner.tasks import GroupPlacement
 from tests.support.planner_jobs import NoCompute, machine_of
 
 ALPHA, BETA = 3e-6, 1 / 5e9
-
 LONG = 1 << 20
-
 ONE_LINK = LinkModel(ALPHA, BETA)
-
 KINDS: tuple[Kind, ...] = (*OperationKind, "exchange", "merge", "message")
 
 
@@ -196,17 +193,6 @@ def test_processor_time_counts_what_is_sent_and_received_and_one_posting() -> No
     assert busy.seconds == 1.0
 
 
-def test_messages_are_priced_by_the_segment_of_their_own_size() -> None:
-    link = Link((LinkSegment(0, 1e-6, 1e-9), LinkSegment(1000, 5e-6, 1e-10)))
-    host = machine(between=link)
-    (stage,) = stages(
-        host, OperationKind.ALLGATHER, 4000, GroupPlacement(4, 4, 1)
-    )  # 1000 to the neighbour, 2000 to the farther one
-    assert stage.seconds == pytest.approx(10e-6 + 3000e-10)
-    (short,) = stages(host, OperationKind.ALLGATHER, 3000, GroupPlacement(4, 4, 1))
-    assert short.seconds == pytest.approx(6e-6 + 750e-9 + 1500e-10)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "placement", [GroupPlacement(8, 1, 8), GroupPlacement(8, 8, 1), GroupPlacement(12, 3, 4, 2), GroupPlacement(8192, 256, 32)]
@@ -216,6 +202,17 @@ def test_more_bytes_never_cost_less(kind: Kind, placement: GroupPlacement) -> No
     large = [unhindered_seconds(stages(host, kind, n_bytes, placement)) for n_bytes in (LONG, 2 * LONG, 64 * LONG)]
     assert large == sorted(large)
     assert large[0] > 0
+
+
+def test_messages_are_priced_by_the_segment_of_their_own_size() -> None:
+    link = Link((LinkSegment(0, 1e-6, 1e-9), LinkSegment(1000, 5e-6, 1e-10)))
+    host = machine(between=link)
+    (stage,) = stages(
+        host, OperationKind.ALLGATHER, 4000, GroupPlacement(4, 4, 1)
+    )  # 1000 to the neighbour, 2000 to the farther one
+    assert stage.seconds == pytest.approx(10e-6 + 3000e-10)
+    (short,) = stages(host, OperationKind.ALLGATHER, 3000, GroupPlacement(4, 4, 1))
+    assert short.seconds == pytest.approx(6e-6 + 750e-9 + 1500e-10)
 
 
 def test_what_a_reduction_adds_up_takes_the_core_and_delays_it() -> None:
@@ -255,15 +252,10 @@ def test_a_pause_saves_time_on_cards_and_nothing_else() -> None:
 
 
 MACHINE = machine_of(ranks_per_node=2)
-
 WITHOUT_WORK = replace(MACHINE, rates={})
-
 FOUR = GroupPlacement(4, 4, 1)
-
 TWO_BY_TWO = GroupPlacement(4, 2, 2)
-
 TWO_LEVELS = levels([0, 0, 1, 1])
-
 N_BYTES = 1 << 20
 
 
@@ -363,14 +355,7 @@ def test_choosing_takes_as_long_for_each_element_and_adding_for_each_pair() -> N
     assert MessageCosts(WITHOUT_WORK, FOUR, None, 4).choice_seconds(1e6, few) == 0.0
 
 
-def test_one_rank_sends_nothing() -> None:
-    alone = MessageCosts(MACHINE, GroupPlacement(1, 1, 1), None, 4, Rounding("bfloat16", "bfloat16"))
-    for kind in (OperationKind.REDUCE_SCATTER, OperationKind.ALLGATHER, OperationKind.ALLREDUCE):
-        assert alone.stages(kind, N_BYTES) == ()
-
-
 EVEN_MACHINE = machine_of(alpha_seconds=2e-6)
-
 ELEMENTS = 1 << 20
 
 
@@ -407,23 +392,14 @@ def test_the_exchange_is_taken_where_it_moves_less() -> None:
 
 
 def test_owners_update_a_part_only() -> None:
-    placements = grid_placements(EVEN_MACHINE, 1, 8)
-    seconds = {
-        name: AveragingCosts(
-            EVEN_MACHINE,
-            RateCosts(EVEN_MACHINE),
-            placements,
-            AveragerChoice(name),
-            total_bytes=4 * ELEMENTS,
-            batch=8,
-            item_bytes=4,
-            exchange=False,
-        )
+    placements, sizes = grid_placements(EVEN_MACHINE, 1, 8), {"total_bytes": 4 * ELEMENTS, "batch": 8, "item_bytes": 4}
+    sharded, bucketed = (
+        AveragingCosts(EVEN_MACHINE, RateCosts(EVEN_MACHINE), placements, AveragerChoice(name), **sizes, exchange=False)
         .seconds(AveragedParts(ELEMENTS), split=False)
         .program
         for name in ("sharded", "bucketed")
-    }
-    assert seconds["bucketed"] == pytest.approx(8 * seconds["sharded"])
+    )
+    assert bucketed == pytest.approx(8 * sharded)
 
 
 def test_a_step_is_no_shorter_than_what_cannot_hide() -> None:
@@ -479,7 +455,6 @@ def test_averagers_whose_steps_are_not_alike_say_so() -> None:
 
 
 SHAPE = (6, 8, 4, 5)
-
 ITEM = 4
 
 

@@ -131,15 +131,6 @@ def test_no_more_paths_are_kept_than_asked_for() -> None:
     assert len(shortest_paths(3, "a", lambda layer, state: line[layer, state], most=4)) <= 4
 
 
-def test_unbeaten_items_are_the_first_of_equals() -> None:
-    assert unbeaten([(2.0, 1.0), (1.0, 2.0), (2.0, 2.0), (1.0, 2.0)], lambda one: one) == [(1.0, 2.0), (2.0, 1.0)]
-
-
-def test_a_choice_may_be_none() -> None:
-    (path,) = shortest_paths(2, "a", lambda layer, state: [Edge(None, (1.0,), "a")])
-    assert path.choices == (None, None)
-
-
 def test_bounds_hold_for_every_path() -> None:
     draw = random.Random(3)
     edges = {
@@ -160,15 +151,7 @@ def test_bounds_hold_for_every_path() -> None:
                 assert end - costs[dim] <= rest.most[layer][dim] + 1e-12
 
 
-def test_at_the_end_nothing_remains() -> None:
-    rest = remaining_costs({(0, "a"): [Edge("", (2.0,), "a"), Edge("", (3.0,), "a")]}, 1, 1)
-    assert rest.bound(1, (5.0,)) == (5.0,)
-    assert rest.bound(0, (5.0,)) == (7.0,)
-    assert rest.most == ((3.0,), (0.0,))
-
-
 B, M, D = Parallelism
-
 PLANS: Mapping[str, tuple[str, Mapping[str, Parallelism]]] = {
     "batch": ("plain", {}),
     "mixed": ("plain", {"conv*": D, "relu1": D, "pool1": D, "fc1": M, "relu3": M}),
@@ -176,7 +159,6 @@ PLANS: Mapping[str, tuple[str, Mapping[str, Parallelism]]] = {
     "blocks": ("residual", {"*": D, "fc*": M}),
     "resnet": ("resnet20", {"*": D, "layer2.*": M, "fc": B}),
 }
-
 FREE_LINKS = machine_of(alpha_seconds=0.0, bytes_per_second=math.inf)
 
 
@@ -317,9 +299,7 @@ def blocks() -> Layer:
 
 # One for each rule of what hides.
 PROTOCOLS = tuple(map(AveragerChoice, ("sharded", "bucketed", "blocking")))
-
 NETS = {"chain": chain, "blocks": blocks}
-
 # Links by far faster, about as fast and by far slower than the rest.
 RATES = {"fast": (1e-8, 1e12), "middle": (2e-6, 3e8), "slow": (1e-5, 1e6)}
 

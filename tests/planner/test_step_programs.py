@@ -29,7 +29,7 @@ from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.plan_reporter import report_plan
 from hpctrain.planner.group_schedules import GroupSchedule, averaging_bytes, group_schedules, group_strategies
 from hpctrain.planner.mirror_bytes import mirror_bytes
-from hpctrain.planner.rank_classes import AlikeRanks, alike_ranks, group_keys
+from hpctrain.planner.rank_classes import AlikeRanks, alike_ranks
 from hpctrain.planner.rank_memory import RankMemory, rank_memory
 from hpctrain.planner.rate_costs import RateCosts
 from hpctrain.planner.step_bytes import exchanged_bytes
@@ -77,14 +77,6 @@ def test_ranks_inside_of_an_image_are_alike() -> None:
     ends = [alike for alike in classes if alike.split_rank in (0, 7)]
     assert sum(alike.ranks for alike in ends) == 4
     assert len(classes) < 8
-
-
-def test_keys_name_a_row_only_where_there_are_several() -> None:
-    task = Task(nets.narrow, NumpyKernelSet(), Sgd, batch=8, plan=ParallelPlan(2, 2, M))
-    strategies = group_strategies(job_of(task), candidate_of(task, "sharded", {}))
-    even = [of_group for of_group in strategies if of_group.group == "model"]
-    assert group_keys(even[:1]) == ["model"]
-    assert group_keys([even[0], replace(even[0], split_ranks=(1,))]) == ["model-row0", "model-row1"]
 
 
 def task_of(rows: int, cols: int, use: Parallelism = Parallelism.BATCH, micro_batches: int = 1) -> Task:
@@ -175,7 +167,6 @@ AVERAGERS = (
     ("priority", {"slice_parameters": 50}),
     ("overlap", {}),
 )
-
 #: averagers whose messages are not the elements that are summed
 ROUNDED: tuple[tuple[str, dict[str, object]], ...] = (
     ("sharded", {"wire": "bfloat16"}),
@@ -186,7 +177,6 @@ ROUNDED: tuple[tuple[str, dict[str, object]], ...] = (
     ("overlap", {"wire": "float16"}),
     ("sparse", {"density": 0.1, "compress": "always", "least_elements": 1, "two_level": False}),
 )
-
 GRIDS = [(1, 2), (1, 3), (2, 1), (2, 2), (3, 1), (3, 2), (4, 1), (4, 2), (6, 1)]
 
 
@@ -234,6 +224,7 @@ def test_bytes_of_short_messages_are_those_that_are_counted(
     assert exchanged_bytes(program) < exchanged_bytes(program_of(task, whole, same, ranks_per_node))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "cols"), GRIDS)
 def test_everything_is_announced_once_and_what_begins_ends(rows: int, cols: int) -> None:
     for number in range(amount(1, 4)):

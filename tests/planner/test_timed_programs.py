@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import count
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,16 +22,15 @@ from hpctrain.planner.factor_products import FactorProduct, products_of, time_pr
 from hpctrain.planner.job import Candidate, Job
 from hpctrain.planner.machine import OperatorClass
 from hpctrain.planner.measured_costs import product_key
-from hpctrain.planner.measured_times import link_model, times_of
+from hpctrain.planner.measured_times import times_of
 from hpctrain.planner.operator_times import OperatorTimes
 from hpctrain.planner.operator_work import OperatorWork
 from hpctrain.planner.program_timing import ensure_measured, keys_of, rank_programs, setting_here
 from hpctrain.planner.rate_measurement import RateTask, measure, rates
 from hpctrain.planner.stand_ins import StandInGroup, StandInStatistics, stand_in_mergers
-from hpctrain.planner.tasks import Compute, EndBackward, EndExchange, GroupPlacement, Happens, NeedsParameters, Task
+from hpctrain.planner.tasks import Compute, EndBackward, EndExchange, Happens, NeedsParameters, Task
 from hpctrain.planner.timed_program import TimedProgram, clock_of, typical
 from hpctrain.trace.tracer import Category
-from tests.support.planned import machine
 
 NETWORK = Network(catalogue.build("resnet20", {"width": 4}), (16, 16, 3), NumpyKernelSet())
 
@@ -54,6 +52,7 @@ def _timed(use: Parallelism | None) -> TimedProgram:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use", [None, *Parallelism], ids=str)
 def test_all_laps_of_a_step_are_in_its_sum(use: Parallelism | None) -> None:
     timed = _timed(use)
@@ -104,6 +103,7 @@ def test_parameters_are_as_the_dtype_of_activations_has_them() -> None:
     assert timed._group.data.dtype == np.float64
 
 
+@pytest.mark.slow
 def test_others_are_waited_for_before_every_step() -> None:
     calls = []
     _timed(None).measure(3, lambda: calls.append(1), wholes=True)
@@ -127,7 +127,6 @@ def test_typical_laps_add_up_to_the_least_disturbed_step() -> None:
 
 
 SMALL_NETWORK = Network(catalogue.build("small", {"channels_in": 3}), (16, 16, 3), NumpyKernelSet())
-
 WITHOUT_LIMIT = {"budget_seconds": 1e9, "memory_bytes": 1 << 40}
 
 
@@ -190,23 +189,6 @@ def test_programs_are_those_of_all_shares_of_the_batch() -> None:
     assert batches == [2]
 
 
-def test_the_setting_names_the_processor_and_what_computes(tmp_path: Path) -> None:
-    setting = setting_here(SMALL_NETWORK.kernels, 1, 2)
-    assert "numpy" in setting.kernels
-    assert setting.processor
-    assert (setting.threads, setting.concurrency) == (1, 2)
-
-
-def test_exchanges_are_complete_at_once_and_change_nothing() -> None:
-    group = StandInGroup(1, 4)
-    assert (group.rank, group.size) == (1, 4)
-    send, recv = np.arange(4.0), np.full(4, 7.0)
-    ticket = group.alltoall(send, recv, [2, 0, 2, 0], [1, 0, 1, 2], "move")
-    assert ticket.done
-    group.wait(ticket)
-    assert (recv == 7.0).all()
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 def test_merged_moments_are_those_of_equal_ranks(ranks: int) -> None:
     random = np.random.default_rng(0)
@@ -237,12 +219,6 @@ def test_every_linear_layer_has_a_product_of_its_weights_size() -> None:
     weights = [spec.shape for name, spec in network.parameter_specs.items() if len(spec.shape) == 2]
     assert [(product.inputs, product.outputs) for product in products] == weights
     assert {product.samples for product in products} == {8}
-
-
-def test_operations_are_those_of_a_product_and_bytes_those_of_its_arrays() -> None:
-    product = FactorProduct(3, 5, 7)
-    assert product.flops == 2 * 3 * 5 * 7
-    assert product.bytes(4) == 4 * (3 * 5 + 3 * 7 + 5 * 7)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -312,10 +288,3 @@ def test_waits_do_not_count_and_what_is_not_announced_ends_with_backward() -> No
     assert times.ready == {"b": 3.0, "a": 7.0}
     assert times.free == {"b": 7.0, "a": 7.0}
     assert times.end_seconds == 7.0
-
-
-def test_two_ranks_measure_their_link() -> None:
-    link = link_model(machine(1), GroupPlacement(2, 2, 1), None)
-    assert link.beta_seconds_per_byte == pytest.approx(1e-9, rel=0.05)
-    assert link.alpha_seconds == pytest.approx(1e-5 - 512e-9, rel=0.01)  # posting takes longer than the message
-    assert link_model(machine(1), GroupPlacement(1, 1, 1), None).alpha_seconds == 0.0

@@ -21,7 +21,7 @@ from hpctrain.report import judged_set, theme
 from hpctrain.report.comparison import compared, told
 from hpctrain.report.comparison_text import lines
 from hpctrain.report.curves import MOST_POINTS, TEST, TRAINING, panels, thinned
-from hpctrain.report.differences import ABSENT, ComparedSetting, differences, side_by_side
+from hpctrain.report.differences import ABSENT, ComparedSetting, side_by_side
 from hpctrain.report.judged_set import Cell, result_of
 from hpctrain.report.record import read_runs
 from hpctrain.report.summary import UNKNOWN, summary, texts
@@ -129,13 +129,6 @@ def test_a_run_that_has_only_begun_has_figures(tmp_path: Path) -> None:
 def test_hosts_are_named_or_counted(tmp_path: Path, hosts: tuple[str, ...], text: str) -> None:
     figures = replace(summary(read_runs([write_run(tmp_path).path])[0]), hosts=hosts)
     assert dict(texts([figures]))["hosts"] == [text]
-
-
-def test_texts_have_a_column_for_each_run(tmp_path: Path) -> None:
-    figures = [summary(record) for record in read_runs([write_run(tmp_path).path, write_run(tmp_path, epochs=2).path])]
-    written = dict(texts(figures))
-    assert written["best test top-1"] == ["66.67% (epoch 2)", "66.67% (epoch 2)"]
-    assert written["epochs"] == ["3", "2"]
 
 
 def test_bits_are_compared_at_the_latest_step_that_both_have(tmp_path: Path) -> None:
@@ -247,6 +240,15 @@ def test_hashes_that_cannot_be_read_are_told(tmp_path: Path) -> None:
     assert "Line 1 of" in bits.sentence(("a", "b"))
 
 
+def test_all_keys_are_side_by_side_in_the_order_of_their_appearance() -> None:
+    settings = side_by_side([{"a": "1", "b": "2"}, {"b": "3", "c": "4"}])
+    assert settings == (
+        ComparedSetting("a", ("1", ABSENT)),
+        ComparedSetting("b", ("2", "3")),
+        ComparedSetting("c", (ABSENT, "4")),
+    )
+
+
 def test_keys_are_told_by_their_names() -> None:
     assert told("parameters/layer2.0.conv1.weight") == "layer2.0.conv1.weight"
     assert told("statistics/bn1.running_mean") == "running statistic bn1.running_mean"
@@ -282,20 +284,6 @@ def test_results_and_differences_fit_80_columns(tmp_path: Path) -> None:
     assert "Differences of configuration:" in text
     assert "No differences of versions." in text
     assert "no bits are" in text
-
-
-def test_all_keys_are_side_by_side_in_the_order_of_their_appearance() -> None:
-    settings = side_by_side([{"a": "1", "b": "2"}, {"b": "3", "c": "4"}])
-    assert settings == (
-        ComparedSetting("a", ("1", ABSENT)),
-        ComparedSetting("b", ("2", "3")),
-        ComparedSetting("c", (ABSENT, "4")),
-    )
-
-
-def test_differences_leave_out_what_is_alike() -> None:
-    assert differences([{"a": "1", "b": "2"}, {"a": "1", "b": "3"}]) == (ComparedSetting("b", ("2", "3")),)
-    assert differences([{"a": "1"}]) == ()
 
 
 def test_training_is_the_mean_of_each_stretch_alone(tmp_path: Path) -> None:

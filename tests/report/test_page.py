@@ -84,7 +84,6 @@ def test_a_trace_that_cannot_be_read_is_said_and_the_rest_is_shown(tmp_path: Pat
 
 
 VOID = {"meta", "link", "img", "br", "input"}
-
 EVIL = '</script><script>alert("x")</script>'
 
 
@@ -274,12 +273,6 @@ def test_the_last_step_has_two_lanes_for_each_rank(tmp_path: Path) -> None:
     assert (svg.count(">rank 15<"), svg.count(">rank 16<")) == (1, 0)
     for kind in ("forward", "backward", "waiting", "messages"):
         assert f"var(--{kind})" in svg
-
-
-def test_pieces_that_nobody_sees_are_joined() -> None:
-    many = [(k * 1e-6, (k + 0.5) * 1e-6) for k in range(1000)]
-    assert trace_figures._coarse(many, 1e-4) == [(0.0, pytest.approx(999.5e-6))]
-    assert trace_figures._coarse([(0.0, 1e-6), (0.5, 0.6)], 1e-2) == [(0.5, 0.6)]
 
 
 def test_a_trace_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

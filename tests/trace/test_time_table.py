@@ -154,11 +154,7 @@ WINDOW = (np.array([0]), np.array([1000 * MS]))
 
 
 def test_who_posted_last_was_late() -> None:
-    postings = [
-        _posting(0, {1: 10, 2: 20, 3: 30}),
-        _posting(1, {1: 12, 2: 19, 3: 34}),
-        _posting(2, {1: 11, 2: 21, 3: 31}),
-    ]
+    postings = [_posting(0, {1: 10, 2: 20, 3: 30}), _posting(1, {1: 12, 2: 19, 3: 34}), _posting(2, {1: 11, 2: 21, 3: 31})]
     late = latest(postings, RowNames(["fc"]), WINDOW)
     assert late.keys() == {"fc"}
     assert late["fc"].rank == 1

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.trace import intervals
@@ -17,6 +17,7 @@ from hpctrain.trace.chrome import ChromeTrace
 from hpctrain.trace.intervals import Intervals
 from hpctrain.trace.step_lanes import MESSAGES, last_steps
 from hpctrain.trace.tracer import Category, Tracer, capacity_for, joined
+from tests.support.sampling import amount
 from tests.support.written_runs import trace_events
 
 
@@ -89,7 +90,6 @@ def test_events_of_two_processes_of_work_are_joined_with_their_names() -> None:
 
 
 SPAN = 60
-
 PAIRS = st.lists(st.tuples(st.integers(0, SPAN), st.integers(0, SPAN)).map(sorted), max_size=12)
 
 
@@ -110,6 +110,7 @@ def test_a_union_has_the_same_instants_and_no_overlap(pairs: list[list[int]]) ->
     assert np.all(found[0][1:] > found[1][:-1])
 
 
+@settings(deadline=None, max_examples=amount(30, 200))
 @given(PAIRS, PAIRS)
 def test_common_length_and_clipping_count_shared_instants(a: list[list[int]], b: list[list[int]]) -> None:
     ours, theirs = intervals.union(*_arrays(a)), intervals.union(*_arrays(b))

@@ -61,17 +61,6 @@ def test_an_error_in_a_worker_ends_the_whole():
     assert len(started) < 30
 
 
-def test_slices_hold_every_sample_in_order():
-    images = np.zeros((13, 1024, 1024, 3), np.uint8)
-    images[:, 0, 0, 0] = np.arange(13)
-    done = []
-    chunks = list(common.slices(images, np.arange(13), done.append))
-    assert len(chunks) > 1
-    assert np.concatenate([images[:, 0, 0, 0] for images, _ in chunks]).tolist() == list(range(13))
-    assert np.concatenate([labels for _, labels in chunks]).tolist() == list(range(13))
-    assert sum(done) == 13
-
-
 def test_class_names_are_one_a_line(tmp_path):
     (tmp_path / "names").write_text("first\n\n second one \n")
     assert common.read_names(tmp_path / "names") == ["first", "second one"]
@@ -418,11 +407,6 @@ def test_sources_have_names_of_their_own():
     }
     assert len(names) == len(forms) * 8
     assert forms[0].source(["é\udcff"], ["a"]) == forms[0].source(["é\udcff"], ["a"])
-
-
-def test_a_file_that_cannot_be_read_is_a_sentence(tmp_path):
-    with pytest.raises(DataError, match=r"The image cannot be read: No such file or directory\."):
-        PictureForm(None, "crop", 3).picture(tmp_path / "none.jpg", 0)
 
 
 CHUNKS = [(b"first chunk", {"n": 1}), (b"second" * 100, {"n": 2}), (b"x", {"n": 3, "skipped": ["é"]})]

@@ -133,11 +133,6 @@ def test_ranks_with_cores_of_their_own_disturb_nobody() -> None:
     assert _work_ends(4, 4, (1.0, 4), (2.0, 4), waiting=4, charged=1.0) == [1.0, 2.0]
 
 
-def test_two_ranks_on_one_core_take_twice_as_long() -> None:
-    assert _work_ends(1, 2, (1.0, 1), (1.0, 1)) == pytest.approx([2.0, 2.0])
-    assert _work_ends(1, 2, (1.0, 2)) == pytest.approx([2.0])
-
-
 def test_a_rank_whose_neighbour_waits_has_nearly_all_of_the_core() -> None:
     (end,) = _work_ends(1, 2, (1.0, 1), waiting=1)
     assert 1.0 < end < 1.1
@@ -250,36 +245,6 @@ def test_a_long_message_passes_nothing_and_one_that_has_almost_moved_is_not_pass
     assert (first.ends, short.ends, second.ends) == ([1.0], [2.0], [3.0])
 
 
-class _Looker:
-    """Looks at given instants, and waits from one on."""
-
-    def __init__(self, loop: EventLoop, lane: Lane, looks: list[float], waits_from: float | None) -> None:
-        self.attends = False
-        self.transfer: StageTransfer | None = None
-        self._lane = lane
-        for seconds in looks:
-            loop.at(seconds, self._look)
-        if waits_from is not None:
-            loop.at(waits_from, self._wait)
-
-    def owes(self, seconds: float) -> None:
-        """Messages take no time of a core here."""
-        assert seconds == 0
-
-    def blocked(self, transfer: StageTransfer) -> None:
-        """It goes on at the next look."""
-
-    def _look(self) -> None:
-        self._lane.look()
-        assert self.transfer is not None
-        self.transfer.look()
-
-    def _wait(self) -> None:
-        self.attends = True
-        assert self.transfer is not None
-        self.transfer.attend()
-
-
 def _end(
     seconds: float,
     *,
@@ -291,12 +256,16 @@ def _end(
     waits_from: float | None = None,
 ) -> float | None:
     """The end of a stage that takes so many seconds of the wire; None: never."""
-    loop, ends = EventLoop(), []
+    loop, ends, attention = EventLoop(), list[float](), Attention(lambda: None)
     lane = Lane(SharedResource(loop, 1.0))
-    looker = _Looker(loop, lane, list(looks), waits_from)
     stage = Stage(True, latency, seconds, 1.0, 0.0, rounds, unattended_bytes=unattended, polls=polls)
-    looker.transfer = StageTransfer(loop, looker, stage, lane, 1.0, lambda: ends.append(loop.now))
-    looker.transfer.begin()
+    transfer = StageTransfer(loop, attention, stage, lane, 1.0, lambda: ends.append(loop.now))
+    attention.add(transfer, lane)
+    for look in looks:
+        loop.at(look, attention.look)
+    if waits_from is not None:
+        loop.at(waits_from, attention.begin_wait)
+    transfer.begin()
     loop.run()
     return ends[0] if ends else None
 
@@ -350,62 +319,18 @@ def test_more_looks_never_make_it_later(rounds: int, unattended: float | None) -
 
 
 def test_an_ended_wait_leaves_a_round_under_way() -> None:
-    loop, ends = EventLoop(), []
+    loop, ends, attention = EventLoop(), list[float](), Attention(lambda: None)
     lane = Lane(SharedResource(loop, 1.0))
-    looker = _Looker(loop, lane, [9.0], None)
-    looker.attends = True
-    transfer = StageTransfer(loop, looker, Stage(True, 0.0, 4.0, 1.0, 0.0, 4), lane, 1.0, lambda: ends.append(loop.now))
-    looker.transfer = transfer
+    transfer = StageTransfer(loop, attention, Stage(True, 0.0, 4.0, 1.0, 0.0, 4), lane, 1.0, lambda: ends.append(loop.now))
+    attention.add(transfer, lane)
+    attention.begin_wait()
     transfer.begin()
-
-    def leave() -> None:
-        looker.attends = False
-        transfer.leave()
-
-    loop.at(2.5, leave)  # in the third of four rounds of a second, which ends at 3; the fourth begins at the next look
+    loop.at(
+        2.5, attention.end_wait
+    )  # in the third of four rounds of a second, which ends at 3; the fourth begins at the next look
+    loop.at(9.0, attention.look)
     loop.run()
     assert ends == pytest.approx([10.0])
-
-
-def test_a_wait_that_begins_at_the_last_byte_ends_the_round() -> None:
-    assert _end(2.0, unattended=5.0, waits_from=2.0) == pytest.approx(2.0)
-    assert _end(2.0, rounds=2, unattended=5.0, waits_from=1.0) == pytest.approx(2.0)
-
-
-def _run(*acts: tuple[float, str], rounds: int = 1, unattended: float | None = None) -> tuple[list[float], int]:
-    """Ends of a transfer of 4 s under acts of an attention at instants, and how often it was held up."""
-    loop, ends, held_up = EventLoop(), list[float](), list[float]()
-    attention, lane = Attention(lambda: held_up.append(loop.now)), Lane(SharedResource(loop, 1.0))
-    stage = Stage(True, 0.0, 4.0, 1.0, 0.0, rounds, unattended_bytes=unattended)
-    transfer = StageTransfer(loop, attention, stage, lane, 1.0, lambda: ends.append(loop.now))
-    attention.add(transfer, lane)
-    assert attention.needed == (rounds > 1 or unattended is not None)
-    transfer.begin()
-    for seconds, act in acts:
-        loop.at(seconds, getattr(attention, act))
-    loop.run()
-    attention.remove(transfer)
-    assert not attention.needed
-    return ends, len(held_up)
-
-
-def test_without_restrictions_polls_do_not_matter() -> None:
-    assert _run() == ([4.0], 0)
-
-
-def test_a_poll_lets_a_round_begin() -> None:
-    assert _run(rounds=2) == ([], 1)
-    assert _run((3.0, "look"), rounds=2) == ([5.0], 1)
-
-
-def test_a_poll_counts_for_what_moves_after_it() -> None:
-    assert _run((1.0, "look"), (2.0, "look"), unattended=2.0) == ([4.0], 0)
-    assert _run((1.0, "look"), unattended=2.0) == ([], 1)
-
-
-def test_a_wait_lets_all_move_until_it_ends() -> None:
-    assert _run((3.0, "begin_wait"), rounds=4) == ([6.0], 1)
-    assert _run((3.0, "begin_wait"), (4.5, "end_wait"), (9.0, "look"), rounds=4) == ([10.0], 2)
 
 
 def test_further_tests_of_a_poll_let_a_little_more_move() -> None:

@@ -3,36 +3,30 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
 
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, Operation, OperationKind, Stream
-from hpctrain.averaging.dependencies import EventKind, LocalEventKey, dependencies
+from hpctrain.averaging.dependencies import dependencies
 from hpctrain.averaging.slices import Slice
 from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.errors import ConfigError
 from hpctrain.planner import collective_costs
 from hpctrain.planner.collective_costs import Stage
 from hpctrain.planner.machine import OperatorClass, OperatorRate
-from hpctrain.planner.simulation.event_loop import EventLoop
 from hpctrain.planner.simulation.group_tasks import group_tasks
-from hpctrain.planner.simulation.lanes import Lane
-from hpctrain.planner.simulation.operations import Meetings, MeetingShare, Posted, SimulatedGroup
+from hpctrain.planner.simulation.operations import Posted
 from hpctrain.planner.simulation.places import MOST_PLACES, MOST_SINGLE_RANKS, class_of_ranks, places
 from hpctrain.planner.simulation.processes import SimulatedProcess, Stretch
-from hpctrain.planner.simulation.queues import GroupQueues
 from hpctrain.planner.simulation.recorder import EventRecorder
-from hpctrain.planner.simulation.shared_resource import SharedResource
-from hpctrain.planner.simulation.transfers import StageTransfer
 from hpctrain.planner.simulation.world import SimulatedWorld
 from hpctrain.planner.tasks import AveragedGroup, RankClass, StepProgram
 from hpctrain.trace.time_table import tabulate
 from hpctrain.trace.tracer import Category
-from tests.support.simulated import GROUP, ITEM_BYTES, allreduces, link, machine, placement, program, sharded
+from tests.support.simulated import ITEM_BYTES, allreduces, link, machine, placement, program, sharded
 
 
 def _program(split: int, *classes: tuple[int, int]) -> StepProgram:
@@ -78,12 +72,6 @@ def test_every_rank_is_in_one_process(program: StepProgram, ranks_per_node: int)
     assert {place.rank_class.name for place in single} == set(counts)
 
 
-def test_many_ranks_are_few_processes() -> None:
-    (place,) = places(_program(1, (8192, 0)), 32)
-    assert (place.ranks, place.node_ranks) == (8192, 32)
-    assert len(places(_program(4, (2048, 0), (4096, 1), (2048, 3)), 32)) == 3
-
-
 def test_too_many_single_ranks_are_refused() -> None:
     with pytest.raises(ConfigError, match=f"1,024 ranks .* {MOST_SINGLE_RANKS} ranks"):
         places(_program(1, (1024, 0)), 32, single=True)
@@ -99,34 +87,6 @@ def test_nodes_that_differ_in_too_many_ways_count_as_alike() -> None:
     assert sum(place.node_ranks for place in folded) == pytest.approx(1000 / 32, rel=0.03)  # of 32 nodes, the last is not full
     few = places(program, 1000)
     assert len({place.node for place in few}) == 1
-
-
-def test_single_ranks_meet_in_their_groups() -> None:
-    step = program([(4, ()), (4, ())], (8,), split=2, ranks_per_node=4)
-    single = places(step, 4, single=True)
-    world = SimulatedWorld(step, machine(ranks_per_node=4), single)
-    for ranks, size in (("all", 8), ("data", 4), ("split", 2)):
-        keys = {world.group(place, ranks).key for place in single}
-        assert len(keys) == 8 // size
-        assert {world.group(place, ranks).members for place in single} == {size}
-    assert {world.averaged_group(place, GROUP).members for place in single} == {8}
-
-
-def test_folded_ranks_meet_by_class() -> None:
-    step = program([(4, ()), (4, ())], (8,), split=2, ranks_per_node=4)
-    folded = places(step, 4)
-    world = SimulatedWorld(step, machine(ranks_per_node=4), folded)
-    assert [world.group(place, "split").members for place in folded] == [2, 2]
-    assert [world.group(place, "data").members for place in folded] == [1, 1]
-    assert sum(world.averaged_group(place, GROUP).node_share for place in folded) == 1.0
-
-
-def test_processes_of_a_node_share_its_cores_and_card() -> None:
-    step = program([(8, ())], (8,), ranks_per_node=4)
-    single = places(step, 4, single=True)
-    world = SimulatedWorld(step, machine(ranks_per_node=4), single)
-    assert len({id(world.card(place)) for place in single}) == 2
-    assert world.cores(single[0]) is world.cores(single[3]) is not world.cores(single[4])
 
 
 def _run(
@@ -157,10 +117,6 @@ def _stage(seconds: float, cpu: float = 0.0, rounds: int = 1) -> Stage:
 
 def _now(process: SimulatedProcess) -> float:
     return process.world.loop.now
-
-
-def test_work_takes_its_time() -> None:
-    assert _now(_run(lambda process: process.work(1.5))) == 1.5
 
 
 def test_a_wait_ends_with_the_operation_and_is_recorded() -> None:
@@ -205,16 +161,6 @@ def test_stages_follow_at_polls_or_by_the_thread(mode: ProgressMode, end: float)
     assert _now(_run(body, mode, unattended=10)) == pytest.approx(end)
 
 
-def test_rounds_move_by_the_thread() -> None:
-    def body(process: SimulatedProcess) -> Stretch:
-        posted = _post(process, _stage(1.0, rounds=4))
-        yield from process.work(4.0)
-        yield from process.wait(posted)
-
-    assert _now(_run(body, ProgressMode.TEST, 10)) == pytest.approx(4.75)
-    assert _now(_run(body, ProgressMode.THREAD, 10)) == pytest.approx(4.0)
-
-
 def test_what_flies_at_the_end_is_recorded() -> None:
     def body(process: SimulatedProcess) -> Stretch:
         _post(process, _stage(2.0))
@@ -247,155 +193,7 @@ def test_an_operation_that_is_complete_costs_no_wait_on_a_shared_core() -> None:
     assert Category.WAIT not in _run(body, cores_per_rank=0.5).recorder.events().category.tolist()
 
 
-_GROUP = SimulatedGroup("all", 2, placement(2), 1.0, "all")
-
-
-class _Rank:
-    """Waits all the time, and so notices at once."""
-
-    attends = True
-
-    def __init__(self, loop: EventLoop) -> None:
-        self.loop, self.ends = loop, list[float]()
-
-    def owes(self, seconds: float) -> None:
-        """Messages take no time of a core here."""
-        assert seconds == 0
-
-    def blocked(self, transfer: StageTransfer) -> None:
-        raise AssertionError("a rank that waits holds nothing up")
-
-    def transfer(self, stage: Stage, group: SimulatedGroup, ended: Callable[[], None]) -> StageTransfer:
-        return StageTransfer(self.loop, self, stage, Lane(SharedResource(self.loop, 1.0)), group.node_share, ended)
-
-    def stage_ended(self, share: MeetingShare) -> None:
-        self.ends.append(self.loop.now)
-        if not share.is_last:
-            share.next_stage()
-
-
-def _ends(*ranks: tuple[float, Sequence[Stage]]) -> list[list[float]]:
-    """When each rank saw each stage end; ranks post at their instants."""
-    loop = EventLoop()
-    meetings = Meetings(loop)
-    members = [_Rank(loop) for _ in ranks]
-
-    def join(rank: _Rank, stages: Sequence[Stage]) -> None:
-        meetings.of("one", len(ranks)).join(rank, Posted("sum", "queue", 0), stages, _GROUP)
-
-    for rank, (seconds, stages) in zip(members, ranks, strict=True):
-        loop.at(seconds, partial(join, rank, stages))
-    loop.run()
-    return [rank.ends for rank in members]
-
-
-def _piece(seconds: float) -> Stage:
-    return Stage(True, 0.0, seconds, 1.0, 0.0, 1)
-
-
-def test_nothing_moves_before_the_last_has_come() -> None:
-    assert _ends((0.0, [_piece(1.0)]), (5.0, [_piece(1.0)])) == [[6.0], [6.0]]
-
-
-def test_stages_follow_each_other() -> None:
-    assert _ends((0.0, [_piece(1.0), _piece(2.0)]), (0.0, [_piece(1.0), _piece(2.0)])) == [[1.0, 3.0]] * 2
-
-
-def test_the_slowest_share_counts() -> None:
-    assert _ends((0.0, [_piece(1.0)]), (0.0, [_piece(3.0)])) == [[3.0]] * 2
-    assert _ends((0.0, []), (2.0, [_piece(3.0)])) == [[5.0]] * 2
-
-
-def test_without_stages_it_is_over_once_all_have_come() -> None:
-    assert _ends((0.0, []), (2.0, [])) == [[2.0]] * 2
-
-
-def test_a_meeting_is_forgotten_once_all_have_come() -> None:
-    loop = EventLoop()
-    meetings, rank = Meetings(loop), _Rank(loop)
-    first = meetings.of("key", 2)
-    first.join(rank, Posted("sum", "queue", 0), [], _GROUP)
-    assert meetings.of("key", 2) is first
-    first.join(rank, Posted("sum", "queue", 0), [], _GROUP)
-    assert meetings.of("key", 2) is not first
-
-
-SIZES = (4, 4, 4)
-
-
-def _queues(window: int | None = None) -> GroupQueues:
-    group = AveragedGroup("all", sum(SIZES), ITEM_BYTES, sharded(SIZES, 2, window), placement(2), ("class 0",), (1, 1))
-    queues = GroupQueues(group_tasks(group, machine(), 0.0))
-    queues.begin_step()
-    return queues
-
-
-def _event(kind: EventKind, layer: int) -> LocalEventKey:
-    return LocalEventKey(kind, f"l{layer}.weight")
-
-
-def _start(queues: GroupQueues) -> list[Posted]:
-    """Everything that may start."""
-    started = []
-    while queue := next((one for one in queues.queues.values() if one.startable), None):
-        started.append(queue.take()[1])
-    return started
-
-
-def _complete(*operations: Posted) -> None:
-    for posted in operations:
-        posted.done = True
-        if posted.complete is not None:
-            posted.complete()
-        for later in posted.dependents:
-            later.needs -= 1
-        posted.dependents.clear()
-
-
-def test_an_operation_waits_for_its_turn_and_its_events() -> None:
-    queues = _queues()
-    queues.happens(_event(EventKind.GRADIENT, 1))
-    assert _start(queues) == []  # layer 2 comes first
-    queues.happens(_event(EventKind.GRADIENT, 2))
-    queues.happens(_event(EventKind.GRADIENT, 2))  # a second time is none
-    assert [posted.text for posted in _start(queues)] == ["reduce-scatter of l2.weight", "reduce-scatter of l1.weight"]
-
-
-def test_a_window_holds_operations_back() -> None:
-    queues = _queues(window=1)
-    for layer in (2, 1, 0):
-        queues.happens(_event(EventKind.GRADIENT, layer))
-    for layer in (2, 1, 0):
-        (posted,) = _start(queues)
-        assert posted.text == f"reduce-scatter of l{layer}.weight"
-        _complete(posted)
-
-
-def test_a_gather_comes_after_its_sum_and_the_last_use() -> None:
-    queues = _queues()
-    queues.all_happen()
-    sums = _start(queues)
-    assert len(sums) == 3
-    _complete(*sums)
-    assert [posted.text for posted in _start(queues)] == [f"allgather of l{k}.weight" for k in range(3)]
-
-
-def test_sums_come_after_the_gathers_of_the_step_before() -> None:
-    queues = _queues()
-    queues.all_happen()
-    _complete(*_start(queues))
-    gathers = _start(queues)
-    _complete(*gathers[:2])  # layer 2 is still on its way
-    queues.begin_step()
-    assert queues.gathers_of("l2.weight") == [gathers[2]]
-    queues.all_happen()
-    assert _start(queues) == []
-    _complete(gathers[2])
-    assert len(_start(queues)) == 3
-
-
 UNEVEN_SIZES = (10, 21, 32)
-
 MACHINE = machine(link(1e-3, 1e-6))
 
 

@@ -47,15 +47,10 @@ from tests.averaging.test_modelled_time import SIZES as LAYER_SIZES
 from tests.support.simulated import GROUP, ITEM_BYTES, allreduces, link, machine, placement, program, sharded, tasks
 
 SIZES, SECONDS = (1000, 2000, 4000), (0.1, 0.2, 0.3)
-
 COMPUTE = 3 * sum(SECONDS)
-
 MACHINE = machine(link(1e-3, 1e-5))
-
 SCHEDULES = {"blocking": None, "allreduces": allreduces(SIZES, 2), "sharded": sharded(SIZES, 2), "window": sharded(SIZES, 2, 1)}
-
 every_schedule = pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
-
 every_mode = pytest.mark.parametrize("mode", ProgressMode)
 
 
@@ -89,13 +84,6 @@ def test_blocking_is_compute_then_the_allreduce_then_the_update() -> None:
     assert _step(None).exposed_seconds == pytest.approx(_allreduce(sum(SIZES)))
 
 
-def test_without_compute_communication_remains() -> None:
-    body = tasks((0.0, 0.0, 0.0))
-    one_by_one = allreduces(SIZES, 2, window=1)
-    step = simulate(program([(2, body)], SIZES, one_by_one), MACHINE)
-    assert step.seconds == pytest.approx(sum(_allreduce(size) for size in SIZES))
-
-
 def test_operations_in_flight_together_share_the_wire_and_overlap_their_latencies() -> None:
     body = tasks((0.0, 0.0))
     latency_bound, wire_bound = machine(link(1.0, 0.0)), machine(link(0.0, 1e-5))
@@ -105,12 +93,6 @@ def test_operations_in_flight_together_share_the_wire_and_overlap_their_latencie
     assert simulate(both, wire_bound).seconds == pytest.approx(2 * _allreduce(1000, wire_bound))
     serial = program([(2, body)], sizes, allreduces(sizes, 2, window=1))
     assert simulate(serial, latency_bound).seconds == pytest.approx(2 * _allreduce(1000, latency_bound))
-
-
-def test_two_ranks_on_one_core_take_twice_as_long() -> None:
-    free = machine(ranks_per_node=2, cores_per_rank=0.5)
-    step = program([(2, tasks(SECONDS))], SIZES, sharded(SIZES, 2), ranks_per_node=2)
-    assert simulate(step, free).seconds == pytest.approx(2 * COMPUTE, abs=3e-3)  # a wait ends at a tick
 
 
 def test_ranks_of_a_node_share_its_card() -> None:
@@ -305,15 +287,6 @@ def test_exchanges_hide_under_what_lies_between() -> None:
     assert step(1.0) == pytest.approx(1.5)
 
 
-def test_an_exchange_ends_once_both_have_come() -> None:
-    def body(before: float) -> tuple[Task, ...]:
-        return _work(before), BeginExchange(0, Exchange("halo", 0, 0, 1)), EndExchange(0), _work(0.5)
-
-    step = simulate(program([(1, body(0.2)), (1, body(1.2))], split=2), MACHINE)
-    assert step.seconds == pytest.approx(1.7)
-    assert step.exposed_seconds == pytest.approx(0.5)  # one of two ranks waits for a second
-
-
 def test_merged_statistics_are_waited_for() -> None:
     seconds = unhindered_seconds(stages(MACHINE, "merge", 2 * 64, placement(2)))
     step = simulate(program([(2, (_work(1.0), Merge("moments of bn", "all", 64)))]), MACHINE)
@@ -348,12 +321,6 @@ def test_polls_between_operators_are_left_out_without_progress() -> None:
     assert seconds(ProgressMode.THREAD) == pytest.approx(0.4)
 
 
-def test_operators_are_recorded_by_phase() -> None:
-    step = simulate(program([(1, tasks(SECONDS))], SIZES, sharded(SIZES, 1)), machine())
-    for row, seconds in zip(step.table.rows, SECONDS, strict=False):
-        assert (row.forward_seconds, row.parameters_seconds, row.input_seconds) == pytest.approx((seconds,) * 3)
-
-
 def test_a_posting_thread_starts_what_comes_after_a_message_while_an_operator_computes() -> None:
     """One slice: its sum takes 0.1 s, its gather 0.1 s; the program looks again after a long operator only."""
     schedule = sharded((10_000,), 2)
@@ -370,7 +337,6 @@ def test_a_posting_thread_starts_what_comes_after_a_message_while_an_operator_co
 
 
 RANKS, ALPHA = 2, 1e-4
-
 CASES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
     "blocking": (Blocking, {}),
     "bucketed": (Bucketed, {"bucket_bytes": 8000}),
