@@ -75,6 +75,7 @@ def test_the_measure_sees_an_array_that_grows(traced: None) -> None:
     assert _peak_bytes(Leaky()) > LARGE * ALLOWED_PER_IMAGE_BYTES  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_steps_keep_nothing(backend: str, traced: None) -> None:
     step = _warm(backend, LARGE)
     step.run()
@@ -105,6 +106,7 @@ def _native_bytes() -> int:
     return int(heap.uordblks + heap.hblkhd)
 
 
+@pytest.mark.slow
 def test_native_code_keeps_nothing(backend: str) -> None:
     """What the kernels allocate outside of Python's sight is given back too."""
     step = _warm(backend, LARGE)

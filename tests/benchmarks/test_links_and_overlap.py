@@ -15,8 +15,7 @@ from benchmarks.overlap import VARIANTS
 from benchmarks.overlap_rounds import Turns, rounds, say_and_wait, screened, take_word
 from benchmarks.paper_overlap import EXPERIMENTS, SHARED
 from benchmarks.paper_overlap_report import Run
-from benchmarks.shapes import SHAPES
-from benchmarks.slow_links_cases import ALONE, CASES, DENSE, TOP_ONE_PERCENT, WIRE, Case, named, possible
+from benchmarks.slow_links_cases import ALONE, CASES, DENSE, TOP_ONE_PERCENT, Case, named, possible
 from benchmarks.slow_links_predictions import alone_seconds, machine_of, predicted, rule_crossover
 from benchmarks.slow_links_report import CaseFigures
 from hpctrain.comm.single import SingleCommunicator
@@ -31,12 +30,6 @@ def test_every_job_has_a_name_of_its_own_and_all_variants_of_known_averagers_can
         known = {name for name, section in case.variants.items() if section is None or section["name"] in AVERAGERS.names()}
         assert known <= made.keys(), refused
         assert case.screen is None
-
-
-def test_the_base_is_a_variant_and_nothing_is_compared_with_compute_alone() -> None:
-    for experiment in EXPERIMENTS:
-        assert experiment.base in experiment.variants
-        assert ALONE not in experiment.variants
 
 
 def test_networks_and_rates_can_be_chosen() -> None:
@@ -151,24 +144,12 @@ def test_an_unknown_word_is_an_error(capsys: pytest.CaptureFixture[str]) -> None
     assert "no case has 17gbit in its name" in capsys.readouterr().err
 
 
-def test_every_case_has_a_name_of_its_own_and_a_network_that_there_is() -> None:
-    assert len({case.name for case in CASES}) == len(CASES)
-    assert {case.model for case in CASES} <= SHAPES.keys()
-    assert all(ALONE in case.variants for case in CASES)
-
-
 def test_words_choose_cases() -> None:
     assert named([]) == CASES
     assert all("200mbit" in case.name for case in named(["200mbit"]))
     assert len(named(["slow-vgg16-4x1-200mbit", "shared-memory"])) == 3
     with pytest.raises(ValueError, match="no case has 3gbit in its name"):
         named(["200mbit", "3gbit"])
-
-
-def test_cases_at_200_megabits_have_all_rounds_and_others_a_third() -> None:
-    assert {case.rounds(9) for case in CASES if case.share == 1} == {9}
-    assert {case.rounds(9) for case in CASES if case.share < 1} == {3}
-    assert {case.rounds(2) for case in CASES} == {2}
 
 
 def test_all_dense_variants_can_be_made_on_the_ranks_of_every_case() -> None:
@@ -183,14 +164,6 @@ def test_a_variant_that_does_not_exist_is_left_out_with_the_reason() -> None:
     made, refused = possible(case)
     assert list(made) == [ALONE]
     assert "colour" in refused["new"]
-
-
-def test_what_is_kept_behind_the_screen_is_among_the_variants() -> None:
-    rule = named(["4x1-200mbit"])[0].screen
-    assert rule is not None
-    assert set(rule["best_of"]) == set(DENSE)
-    assert {name for names in rule["with"].values() for name in names} == set(WIRE)
-    assert next(case for case in CASES if case.kind == "priority").screen is None
 
 
 def test_hosts_share_the_cores_of_one_machine() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,8 @@ from benchmarks import planner_accuracy, planner_report, planner_scaling_report,
 from benchmarks.core_speed import Yardstick, slowed, slowed_ranks
 from benchmarks.planner_accuracy_ranks import mean_over_ranks
 from benchmarks.planner_jobs import configuration, image_shape, made_up_batch, planned_run
-from benchmarks.planner_points import AVERAGERS, NETWORKS, POINTS, SHARED_MEMORY, TRACED, Point, machines_of_points
-from benchmarks.planner_scaling import CORES, batch_of, nodes_of, on_some_cores, one_rank_per_node, variations
+from benchmarks.planner_points import AVERAGERS, NETWORKS, POINTS, SHARED_MEMORY, TRACED, Point
+from benchmarks.planner_scaling import on_some_cores, one_rank_per_node, variations
 from benchmarks.posting_ranks import delays_of, facts_of
 from benchmarks.quiet import QuietCores
 from hpctrain.backend.kernels.graph import GraphBuilder
@@ -85,27 +84,6 @@ def test_ranks_share_the_same_made_up_images() -> None:
     assert [len(batch.x) for batch in batches] == [count // 2, count // 2]
     assert not np.array_equal(batches[0].x, batches[1].x)
     assert batches[0].global_count == count
-
-
-def test_there_are_enough_points_and_enough_named_ones() -> None:
-    assert len(POINTS) >= 40
-    assert sum(point.named for point in POINTS) >= 12
-    assert len({point.name for point in POINTS}) == len(POINTS)
-    assert set(TRACED) <= {point.name for point in POINTS}
-
-
-def test_all_networks_links_grids_and_averagers_have_points_and_named_ones() -> None:
-    for points in (POINTS, [point for point in POINTS if point.named]):
-        assert {point.network for point in points} == set(NETWORKS)
-        assert {point.averager for point in points} == set(AVERAGERS)
-        assert len({point.link for point in points}) == 4
-        assert {(point.rows, point.cols) for point in points} == {(1, 2), (2, 1), (1, 4), (2, 2)}
-        assert {point.plan for point in points} == {"batch", "domain", "model", "head", "mixed"}
-
-
-def test_six_jobs_and_more_have_candidates_to_choose_among() -> None:
-    assert sum(count >= 3 for count in Counter(point.job for point in POINTS).values()) >= 6
-    assert {(point.link, point.ranks) for point in POINTS} == set(machines_of_points())
 
 
 @pytest.mark.parametrize("point", POINTS, ids=lambda point: point.name.replace(" ", "_"))
@@ -202,12 +180,6 @@ def test_the_report_tells_named_points_by_themselves() -> None:
     assert "2 points: accuracy 75.0% on average" in text
     assert "1 points: accuracy 100.0% on average" in text
     assert "1 below 80%" in text
-
-
-def test_batches_stay_or_grow_with_the_cores() -> None:
-    assert {batch_of("strong", cores) for cores in CORES} == {256}
-    assert all(batch_of("weak", cores) == cores for cores in CORES)
-    assert all(batch_of(scaling, cores) >= nodes_of(cores) for scaling in ("strong", "weak") for cores in CORES)
 
 
 def test_a_rank_that_has_a_node_has_all_of_its_cores_and_memory() -> None:

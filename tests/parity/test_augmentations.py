@@ -53,6 +53,7 @@ def _space(theirs: Any, kind: str, bins: int, size: tuple[int, int]) -> dict[str
     return space
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["rand", "trivial"])
 @pytest.mark.parametrize("bins", [31, 10, 5, 2])
 def test_magnitudes_are_torchvisions(theirs: Any, kind: str, bins: int) -> None:

@@ -42,6 +42,7 @@ def finetune_peer() -> Any:
     return module
 
 
+@pytest.mark.slow
 def test_an_epoch_of_both_gives_the_same_weights_and_evaluations(finetune_peer: Any) -> None:
     """Two whole batches and a short one, with the warm-up's rates, decay, momentum, and batch norms of few samples."""
     config, parts = finetune_peer.prepare(FILE, SMALL)

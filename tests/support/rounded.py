@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hpctrain.backend.cuda.emulator.device import EmulatedDevice
+from hpctrain.backend.cuda.half import bfloat16_bits, bfloat16_values
 from hpctrain.backend.dtypes import parameter_dtype
 from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
 from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
@@ -20,6 +21,11 @@ TOLERANCE = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 1.01 * 2.0**-8}
 def dyadic(*shape: int, seed: int = 0) -> np.ndarray:
     """Numbers that every dtype holds exactly, and whose sums float32 holds."""
     return np.random.default_rng(seed).integers(-63, 64, shape) / 32
+
+
+def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
+    """The nearest numbers of a dtype; those of bfloat16 as float32."""
+    return bfloat16_values(bfloat16_bits(values)) if dtype == "bfloat16" else values.astype(dtype)
 
 
 def assert_rounded(actual: np.ndarray, expected: np.ndarray, dtype: str) -> None:

@@ -29,7 +29,7 @@ from benchmarks.gpu.settings import NotBuiltYetError, Settings, SkippedError
 from benchmarks.gpu.speed import figures_of
 from benchmarks.gpu.speed import floor as speed_floor
 from benchmarks.gpu.stage_report import FAILED, NOT_BUILT, PASSED, SKIPPED, StageReport
-from benchmarks.gpu.stages import STAGES, Stage, publish, run_all, run_apart, run_here, table
+from benchmarks.gpu.stages import STAGES, Stage, publish, run_all, run_apart, run_here
 from benchmarks.gpu.training import check_precision, cpu_curve, digest
 from benchmarks.gpu.training_run import Task, TrainingRun
 from hpctrain.backend.cuda import sources
@@ -102,13 +102,6 @@ def test_the_package_of_a_stage_takes_the_device_of_the_settings(tmp_path: Path,
     monkeypatch.setenv(DEVICE_VARIABLE, "emulated:7")
     assert Settings("emulated", tmp_path).environment()[DEVICE_VARIABLE] == "emulated:2"
     assert DEVICE_VARIABLE not in Settings("cuda", tmp_path).environment()
-
-
-def test_tables_fit_a_terminal_and_name_every_stage() -> None:
-    row = {"status": NOT_BUILT, "seconds": 123.4, "summary": "word " * 60, "checks": [{"passed": True}] * 1234}
-    text = table([{**row, "stage": stage.name} for stage in STAGES])
-    assert max(map(len, text.splitlines())) <= 80
-    assert all(f"\n{stage.name} " in text for stage in STAGES)
 
 
 @pytest.mark.job

@@ -55,6 +55,7 @@ def test_numpy_needs_no_more_memory_than_before() -> None:
     _assert_not_above(arena_sizes("numpy"), NUMPY)
 
 
+@pytest.mark.slow
 @pytest.mark.job
 @pytest.mark.parametrize("instruction_set", ONEDNN)
 def test_onednn_needs_no_more_memory_than_before(instruction_set: str) -> None:

@@ -170,7 +170,7 @@ SAMPLES = 3
 
 # The first has wide 3x3 convolutions, by Winograd; the others residual blocks, whose copies and batch norms run out of turn.
 LARGE: dict[str, tuple[Callable[[], Layer], int]] = {
-    "vgg11": (lambda: catalogue.build("vgg", {"depth": 11, "batch_norm": True, "classes": 5}), 64),
+    "vgg11": (lambda: catalogue.build("vgg", {"depth": 11, "batch_norm": True, "width": 0.5, "classes": 5}), 64),
     "resnet18": (lambda: catalogue.build("resnet", {"depth": 18, "width": 0.5, "classes": 5}), 64),
     "resnet50": (lambda: catalogue.build("resnet", {"depth": 50, "width": 0.25, "classes": 5}), 64),
     "resnet20": (lambda: catalogue.build("resnet20", {"classes": 5}), 32),

@@ -47,6 +47,7 @@ def test_memory_in_use_is_counted() -> None:
     assert heap.used_bytes == second.nbytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [0, 1, 100, 256, 4000])
 @pytest.mark.parametrize("place", ["in front of", "behind"])
 def test_writes_beside_an_array_are_found(size: int, place: str) -> None:

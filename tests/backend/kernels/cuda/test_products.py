@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from hpctrain.backend.cuda.device import ConvolutionKey
 from hpctrain.backend.cuda.emulator.rounding import read
-from hpctrain.backend.cuda.half import bfloat16_bits, bfloat16_values
 from hpctrain.backend.kernels.abilities import SufficientFactors
 from hpctrain.backend.kernels.base import Buffers, LossSums, Operator
 from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
@@ -22,7 +21,7 @@ from hpctrain.errors import DataError
 from hpctrain.testing.operators import OperatorBench, default_parameters
 from tests.support.emulated import CudaKernelsFactory
 from tests.support.kernel_pairs import run
-from tests.support.rounded import assert_rounded, device_bench, dyadic, emulated_kernels
+from tests.support.rounded import DTYPES, assert_rounded, device_bench, dyadic, emulated_kernels, rounded
 
 #: of float64 NumPy, relative to the largest element: bfloat16 rounds once, the weight's gradient from float32 sums
 ERRORS = {"float64": 1e-10, "float32": 1e-5, "tf32": 1e-5, "bfloat16": 2.0**-8}
@@ -57,11 +56,6 @@ def made(kernels: CudaKernelSet, spec: Conv2dSpec | WithRelu, shape: tuple[int, 
     return kernels.make(spec, (TensorSpec(shape, kernels.runtime.dtype),), **{"training": True, **options})
 
 
-def dyadic_values(*shape: int, seed: int = 0) -> np.ndarray:
-    """Numbers that every dtype holds exactly."""
-    return (np.random.default_rng(seed).integers(-63, 64, shape) / 32).astype(np.float64)
-
-
 def reference(
     spec: Conv2dSpec | WithRelu, x: np.ndarray, parameters: dict[str, np.ndarray], dy: np.ndarray
 ) -> dict[str, np.ndarray]:
@@ -75,8 +69,8 @@ def reference(
 def case(spec: Conv2dSpec | WithRelu, shape: tuple[int, ...]) -> tuple[np.ndarray, dict[str, np.ndarray], np.ndarray]:
     """x, parameters, dy."""
     inner = spec.inner if isinstance(spec, WithRelu) else spec
-    parameters = {role: dyadic_values(*value.shape, seed=1) for role, value in default_parameters(inner, "float64").items()}
-    return dyadic_values(*shape), parameters, dyadic_values(*spec.output(TensorSpec(shape)).shape, seed=2)
+    parameters = {role: dyadic(*value.shape, seed=1) for role, value in default_parameters(inner, "float64").items()}
+    return dyadic(*shape), parameters, dyadic(*spec.output(TensorSpec(shape)).shape, seed=2)
 
 
 @pytest.mark.parametrize("precision", ["float64", "float32", "tf32", "bfloat16"])
@@ -294,16 +288,6 @@ def test_a_weight_that_was_not_rounded_is_refused(emulated_device) -> None:
         operator.bind(Buffers(inputs=(x[:8].reshape(2, 4),), output=x[8:16].reshape(2, 4), parameters={"weight": weight[:16]}))
 
 
-DTYPES = ("float64", "float32", "bfloat16")
-
-#: relative to the largest value; bfloat16 has one rounding of the gradient
-BARS = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 2.0**-8}
-
-
-def _rounded(values: np.ndarray, dtype: str) -> np.ndarray:
-    return bfloat16_values(bfloat16_bits(values)) if dtype == "bfloat16" else values.astype(dtype)
-
-
 def _host(logits: np.ndarray, labels: np.ndarray, smoothing: float, global_count: int) -> tuple[LossSums, np.ndarray]:
     """The NumPy set's, in float64."""
     d_logits = np.full(logits.shape, np.nan)
@@ -324,7 +308,7 @@ def _device(
 
 def _sample(count: int, classes: int, dtype: str, scale: float = 3.0) -> tuple[np.ndarray, np.ndarray]:
     random = np.random.default_rng(classes)
-    return _rounded(random.standard_normal((count, classes)) * scale, dtype), random.integers(0, classes, count)
+    return rounded(random.standard_normal((count, classes)) * scale, dtype), random.integers(0, classes, count)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -340,9 +324,9 @@ def test_losses_equal_the_numpy_sets(
     bits = set()
     for seed in range(3):
         sums, d_logits = _device(cuda_kernels(seed=seed), logits, labels, dtype, smoothing)
-        assert sums.loss == pytest.approx(expected.loss, rel=BARS["float64" if dtype == "float64" else "float32"])
+        assert sums.loss == pytest.approx(expected.loss, rel=ERRORS["float64" if dtype == "float64" else "float32"])
         assert (sums.top1, sums.top5, sums.count) == (expected.top1, expected.top5, count)
-        np.testing.assert_allclose(d_logits, gradient, rtol=0, atol=BARS[dtype] * np.abs(gradient).max())
+        np.testing.assert_allclose(d_logits, gradient, rtol=0, atol=ERRORS[dtype] * np.abs(gradient).max())
         bits.add((sums.loss, d_logits.tobytes()))
     assert len(bits) == 1
 
@@ -361,12 +345,12 @@ def test_a_gradient_keeps_its_digits_where_the_model_is_sure(cuda_kernels: CudaK
 @pytest.mark.parametrize("scale", [1e4, 1e30, 3e38])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_extreme_logits_stay_finite(cuda_kernels: CudaKernelsFactory, dtype: str, scale: float) -> None:
-    logits, labels = _rounded(np.array([[1.0, -1.0, 0.0], [0.0, 1.0, -1.0]]) * scale, dtype), np.array([0, 2])
+    logits, labels = rounded(np.array([[1.0, -1.0, 0.0], [0.0, 1.0, -1.0]]) * scale, dtype), np.array([0, 2])
     for smoothing in (0.0, 0.1):
         expected, gradient = _host(logits, labels, smoothing, 2)
         sums, d_logits = _device(cuda_kernels(), logits, labels, dtype, smoothing, 2)
         assert sums.loss == pytest.approx(expected.loss, rel=1e-6)
-        np.testing.assert_allclose(d_logits, gradient, atol=BARS[dtype] * np.abs(gradient).max())
+        np.testing.assert_allclose(d_logits, gradient, atol=ERRORS[dtype] * np.abs(gradient).max())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

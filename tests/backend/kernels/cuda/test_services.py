@@ -15,7 +15,7 @@ from hpctrain.backend.cuda.device_array import DeviceArray
 from hpctrain.backend.cuda.emulator.device import EmulatedDevice
 from hpctrain.backend.cuda.emulator.memory import on_host
 from hpctrain.backend.cuda.emulator.rounding import read, write
-from hpctrain.backend.cuda.half import bfloat16_bits, bfloat16_values
+from hpctrain.backend.cuda.half import bfloat16_bits
 from hpctrain.backend.dtypes import item_bytes, parameter_dtype
 from hpctrain.backend.kernels.cuda.arithmetic import STAGING_MOST, CudaArithmetic
 from hpctrain.backend.kernels.cuda.box_copy import copy_box
@@ -31,21 +31,15 @@ from hpctrain.backend.kernels.cuda.staging import Staging
 from hpctrain.backend.kernels.cuda.sums import TILE, ArrayTable
 from hpctrain.boxes import Box, shape_of
 from tests.support.emulated import CudaKernelsFactory
-
-DTYPES = ("float64", "float32", "bfloat16")
+from tests.support.rounded import DTYPES, rounded
 
 #: (elements, first one in its memory): whole packs, a rest, less than a pack, none; at places where packs may begin and not
 PLACES = [(64, 0), (67, 0), (3, 0), (0, 0), (64, 1), (67, 4), (300, 2)]
 
 
-def _values(size: int, dtype: str, seed: int = 0) -> np.ndarray:
+def _values(size: int | tuple[int, ...], dtype: str, seed: int = 0) -> np.ndarray:
     """Random numbers that `dtype` holds exactly."""
-    values = np.random.default_rng(seed).standard_normal(size) * 100
-    return bfloat16_values(bfloat16_bits(values)) if dtype == "bfloat16" else values.astype(dtype)
-
-
-def _rounded(values: np.ndarray, dtype: str) -> np.ndarray:
-    return bfloat16_values(bfloat16_bits(values)) if dtype == "bfloat16" else values.astype(dtype)
+    return rounded(np.random.default_rng(seed).standard_normal(size) * 100, dtype)
 
 
 @pytest.mark.parametrize(("size", "first"), PLACES)
@@ -59,7 +53,7 @@ def test_copies_round(cuda_kernels: CudaKernelsFactory, target_dtype: str, sourc
         arithmetic.from_host(source, values)
         arithmetic.copy(whole[first : first + size], source)
         arrived = arithmetic.to_host(whole)
-        np.testing.assert_array_equal(arrived[first : first + size], _rounded(values, target_dtype))
+        np.testing.assert_array_equal(arrived[first : first + size], rounded(values, target_dtype))
         assert not arrived[:first].any()
         assert not arrived[first + size :].any()
 
@@ -75,12 +69,12 @@ def test_add_subtract_and_fill(cuda_kernels: CudaKernelsFactory, dtype: str, siz
         arithmetic.from_host(target, a)
         arithmetic.from_host(source, b)
         arithmetic.add(target, source)
-        np.testing.assert_array_equal(arithmetic.to_host(target), _rounded(a + b, dtype))
+        np.testing.assert_array_equal(arithmetic.to_host(target), rounded(a + b, dtype))
         arithmetic.subtract(target, source)
-        np.testing.assert_array_equal(arithmetic.to_host(target), _rounded(_rounded(a + b, dtype) - b, dtype))
+        np.testing.assert_array_equal(arithmetic.to_host(target), rounded(rounded(a + b, dtype) - b, dtype))
         arithmetic.fill(target, 0.3)
         expected = np.zeros(whole.size)
-        expected[first : first + size] = _rounded(np.array(0.3), dtype)
+        expected[first : first + size] = rounded(np.array(0.3), dtype)
         np.testing.assert_array_equal(arithmetic.to_host(whole), expected)
 
 
@@ -194,12 +188,12 @@ def test_the_service_is_that_of_all_sets() -> None:
 SIZES = (0, 5, TILE + 3, 0, 7, 2 * TILE, 1, 0)
 
 
-def _placed(kernels: CudaKernelSet, dtype: str) -> tuple[list[np.ndarray], list[DeviceArray]]:
+def _placed(kernels: CudaKernelSet, dtype: str, sizes: tuple[int, ...] = SIZES) -> tuple[list[np.ndarray], list[DeviceArray]]:
     """Arrays that lie one behind another, so that most do not begin where packs may."""
-    flat = kernels.arithmetic.zeros(sum(SIZES), dtype)
-    kernels.arithmetic.from_host(flat, np.random.default_rng(3).standard_normal(sum(SIZES)))
-    stops = np.cumsum(SIZES)
-    arrays = [flat[int(stop) - size : int(stop)] for size, stop in zip(SIZES, stops, strict=True)]
+    flat = kernels.arithmetic.zeros(sum(sizes), dtype)
+    kernels.arithmetic.from_host(flat, np.random.default_rng(3).standard_normal(sum(sizes)))
+    stops = np.cumsum(sizes)
+    arrays = [flat[int(stop) - size : int(stop)] for size, stop in zip(sizes, stops, strict=True)]
     return [kernels.arithmetic.to_host(array) for array in arrays], arrays
 
 
@@ -319,20 +313,11 @@ def test_few_rows_need_one_launch(emulated_device, rows: int, launches: int) -> 
 CHECKSUM_SIZES = (0, 5, CHECKSUM_TILE + 3, 0, 255, 256, 257, 2 * CHECKSUM_TILE, 1, 3 * CHECKSUM_TILE - 1, 0)
 
 
-def _watched(kernels: CudaKernelSet, dtype: str) -> tuple[list[np.ndarray], list[DeviceArray]]:
-    """Arrays of 32-bit or 64-bit numbers, one behind another."""
-    flat = kernels.arithmetic.zeros(sum(CHECKSUM_SIZES), dtype)
-    kernels.arithmetic.from_host(flat, np.random.default_rng(5).standard_normal(sum(CHECKSUM_SIZES)))
-    stops = np.cumsum(CHECKSUM_SIZES)
-    arrays = [flat[int(stop) - size : int(stop)] for size, stop in zip(CHECKSUM_SIZES, stops, strict=True)]
-    return [kernels.arithmetic.to_host(array) for array in arrays], arrays
-
-
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("seed", range(3))
 def test_checksums_are_those_of_the_host(cuda_kernels: CudaKernelsFactory, dtype: str, seed: int) -> None:
     kernels = cuda_kernels(seed=seed)
-    values, arrays = _watched(kernels, dtype)
+    values, arrays = _placed(kernels, dtype, CHECKSUM_SIZES)
     checksums = kernels.arithmetic.watched(arrays).checksums()
     for _ in range(2):
         np.testing.assert_array_equal(checksums.fetch().result(), [zlib.crc32(array.tobytes()) for array in values])
@@ -343,14 +328,14 @@ def test_checksums_are_those_of_the_host(cuda_kernels: CudaKernelsFactory, dtype
 
 def test_sums_are_of_the_words_of_each_array(cuda_kernels: CudaKernelsFactory) -> None:
     kernels = cuda_kernels()
-    values, arrays = _watched(kernels, "float32")
+    values, arrays = _placed(kernels, "float32", CHECKSUM_SIZES)
     expected = [int(array.view(np.uint32).sum(dtype=np.uint64)) % (1 << 32) for array in values]
     assert kernels.arithmetic.watched(arrays).sums().fetch().result().tolist() == expected
 
 
 def test_checksums_are_of_the_point_at_which_they_are_asked_for(cuda_kernels: CudaKernelsFactory) -> None:
     kernels = cuda_kernels()
-    values, arrays = _watched(kernels, "float32")
+    values, arrays = _placed(kernels, "float32", CHECKSUM_SIZES)
     fetch = kernels.arithmetic.watched(arrays).checksums().fetch()
     kernels.arithmetic.fill(arrays[2], 1)
     np.testing.assert_array_equal(fetch.result(), [zlib.crc32(array.tobytes()) for array in values])
@@ -371,7 +356,7 @@ def _flip(kernels: CudaKernelSet, array: DeviceArray, word: int, bit: int) -> No
 @pytest.mark.parametrize("seed", range(2))
 def test_a_guard_marks_the_arrays_with_a_flipped_bit(cuda_kernels: CudaKernelsFactory, dtype: str, seed: int) -> None:
     kernels, random = cuda_kernels(seed=seed), np.random.default_rng(seed)
-    _, arrays = _watched(kernels, dtype)
+    _, arrays = _placed(kernels, dtype, CHECKSUM_SIZES)
     guard = kernels.arithmetic.watched(arrays).guard()
     guard.remember()
     guard.compare()
@@ -388,7 +373,7 @@ def test_a_guard_marks_the_arrays_with_a_flipped_bit(cuda_kernels: CudaKernelsFa
 
 def test_what_is_remembered_is_what_is_there_at_that_point(cuda_kernels: CudaKernelsFactory) -> None:
     kernels = cuda_kernels()
-    _, arrays = _watched(kernels, "float32")
+    _, arrays = _placed(kernels, "float32", CHECKSUM_SIZES)
     guard = kernels.arithmetic.watched(arrays).guard()
     kernels.arithmetic.fill(arrays[2], 1)
     guard.remember()
@@ -531,17 +516,12 @@ SHAPES = [(3, 4, 5, 8), (2, 7, 9, 3), (1, 1, 1, 16), (3, 0, 5, 8), (0, 4, 5, 8),
 TOLERANCES = {"float64": 1e-14, "float32": 1e-6, "bfloat16": 2**-8}
 
 
-def _pixel_sums_values(shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    values = np.random.default_rng(0).standard_normal(shape)
-    return bfloat16_values(bfloat16_bits(values)).astype(np.float64) if dtype == "bfloat16" else values.astype(dtype)
-
-
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_sums_and_what_is_spread(cuda_kernels: CudaKernelsFactory, shape: tuple[int, ...], dtype: str, first: int) -> None:
     """At places where packs may begin, and not."""
-    images, means = _pixel_sums_values(shape, dtype), _pixel_sums_values((shape[0], 1, 1, shape[3]), dtype)
+    images, means = _values(shape, dtype), _values((shape[0], 1, 1, shape[3]), dtype)
     sums = images.astype(np.float64).sum(axis=(1, 2), keepdims=True) / 40
     found = []
     for seed in range(3):
@@ -559,7 +539,7 @@ def test_sums_and_what_is_spread(cuda_kernels: CudaKernelsFactory, shape: tuple[
         for ours, first_ones in zip(pair, found[0], strict=True):
             np.testing.assert_array_equal(ours, first_ones)
     tolerance = TOLERANCES[dtype]
-    np.testing.assert_allclose(found[0][0], sums, rtol=tolerance, atol=10 * tolerance)
+    np.testing.assert_allclose(found[0][0], sums, rtol=tolerance, atol=1000 * tolerance)
     np.testing.assert_allclose(found[0][1], np.broadcast_to(means / 40, shape), rtol=tolerance)
 
 

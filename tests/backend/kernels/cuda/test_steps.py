@@ -32,6 +32,7 @@ from hpctrain.backend.kernels.specs import DropoutSpec, TensorSpec
 from hpctrain.errors import BackendError
 from hpctrain.testing.operators import OperatorBench
 from tests.support.emulated import CudaKernelsFactory
+from tests.support.rounded import DTYPES, rounded
 
 HOST = HostArithmetic()
 
@@ -221,8 +222,6 @@ def test_averages_have_the_hosts_bits(cuda_kernels: CudaKernelsFactory, dtype: s
     np.testing.assert_allclose(average, expected, rtol=1e-5, atol=1e-6)
 
 
-DTYPES = ("float64", "float32", "bfloat16")
-
 IDS = np.array([3, 1 << 33, 7, (1 << 62) + 5, 0, -1])
 
 #: (spec, shape of the activation)
@@ -248,10 +247,6 @@ CASES: dict[str, tuple[DropoutSpec, tuple[int, ...]]] = {
 }
 
 
-def _rounded(values: np.ndarray, dtype: str) -> np.ndarray:
-    return bfloat16_values(bfloat16_bits(values)) if dtype == "bfloat16" else values.astype(dtype)
-
-
 def _bench(kernels: CudaKernelSet, spec: DropoutSpec, x: np.ndarray, dtype: str, **options: bool) -> OperatorBench:
     bench = OperatorBench(kernels, spec, [x], dtype=dtype, **options)
     assert bench.operator.saved_bytes == bench.operator.scratch_bytes == 0
@@ -264,7 +259,7 @@ def _bench(kernels: CudaKernelSet, spec: DropoutSpec, x: np.ndarray, dtype: str,
 def test_the_bits_are_the_numpy_sets(cuda_kernels: CudaKernelsFactory, case: str, dtype: str) -> None:
     spec, shape = CASES[case]
     random = np.random.default_rng(0)
-    x, dy, start = (_rounded(random.standard_normal(shape), dtype) for _ in range(3))
+    x, dy, start = (rounded(random.standard_normal(shape), dtype) for _ in range(3))
     host = OperatorBench(NumpyKernelSet(), spec, [x])
     assert host.inputs[0].dtype == parameter_dtype(dtype)
     for seed in range(3):
@@ -273,14 +268,14 @@ def test_the_bits_are_the_numpy_sets(cuda_kernels: CudaKernelsFactory, case: str
             _bench(kernels, spec, x, dtype, **options) for options in ({}, {"in_place": True}, {"accumulate": True})
         )
         context = StepContext(step=5 + seed, sample_ids=IDS)
-        y = _rounded(host.forward(context), dtype)
+        y = rounded(host.forward(context), dtype)
         dx = host.backward(dy).inputs[0]
         assert dx is not None
         for bench in (plain, in_place):
             np.testing.assert_array_equal(bench.forward(context), y)
-            np.testing.assert_array_equal(bench.backward(dy).inputs[0], _rounded(dx, dtype))
+            np.testing.assert_array_equal(bench.backward(dy).inputs[0], rounded(dx, dtype))
         added.forward(context)
-        np.testing.assert_array_equal(added.backward(dy, [start]).inputs[0], _rounded(start + dx, dtype))
+        np.testing.assert_array_equal(added.backward(dy, [start]).inputs[0], rounded(start + dx, dtype))
 
 
 def test_evaluation_is_the_identity_with_the_same_arguments(cuda_kernels: CudaKernelsFactory) -> None:
