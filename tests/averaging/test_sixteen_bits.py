@@ -312,6 +312,7 @@ def _fixed_gradients(averager: GradientAverager, steps: range) -> None:
     averager.drain()
 
 
+@pytest.mark.slow
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("optimizer", "dtype"), [("nesterov", "float32"), ("lars, clipping", "float32"), ("nesterov", "float64")]

@@ -278,6 +278,7 @@ def test_applied_and_kept_back_are_all_gradients(nodes: tuple[int, ...]) -> None
         np.testing.assert_allclose(applied + kept, given, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("momentum", [0.9, 0.0])
 @pytest.mark.parametrize("nodes", HELD_PLACES.values(), ids=HELD_PLACES)
 def test_a_resume_repeats_every_bit(nodes: tuple[int, ...], momentum: float) -> None:

@@ -193,6 +193,7 @@ def _reach(comm: Communicator, arithmetic: Arithmetic) -> Communicator:
     return over_mpi(ViewingCommunicator(comm), arithmetic)
 
 
+@pytest.mark.slow
 def test_every_place_that_waits_matters(emulated_device: EmulatedDeviceFactory) -> None:
     """One of two ranks goes on before its kernels are done."""
     made: list[EmulatedDevice] = []

@@ -459,6 +459,7 @@ def test_a_mode_is_applied_and_taken_back() -> None:
     assert engine.computing() is not block
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_a_measurement_is_the_same_on_all_ranks(ranks: int) -> None:
     def work(comm: ThreadCommunicator) -> OverlapMeasurement:

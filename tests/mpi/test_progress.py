@@ -102,7 +102,7 @@ CASES = {
 @pytest.mark.parallel([2, 3, 4])
 def test_the_bits_are_those_of_posting_by_the_program(world: Communicator, progress: ProgressEngine, case: str) -> None:
     strategy, optimizer, options = CASES[case]
-    task = Task(partial(nets.residual), OnednnKernelSet(), optimizer, dtype="float32", steps=12)
+    task = Task(partial(nets.residual), OnednnKernelSet(), optimizer, dtype="float32", steps=8)
     usual = train(task, world, progress, strategy, nominal_batch=task.batch, **options)
     switches = sys.getswitchinterval()
     progress_mode.apply(progress, ProgressMode.POSTING)

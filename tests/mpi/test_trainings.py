@@ -38,7 +38,7 @@ from tests.support.grid_matrix import NETS, TOLERANCE, alone, compare, on_ranks,
 from tests.support.training import Result, Task, batches, distance, replica_of, train
 
 RANKS = [1, 2, 3, 4]
-STEPS = 20
+STEPS = 12
 
 
 def _alone(optimizer: str, dtype: str = "float64") -> np.ndarray:
@@ -59,7 +59,7 @@ def test_float64_equals_blocking(world: Communicator, progress: ProgressEngine, 
     assert np.linalg.norm(data - alone) <= 1e-10 * np.linalg.norm(alone)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("nodes", [(0, 0, 1, 1), (1, 0, 1, 0)])
 @pytest.mark.parametrize("strategy", [*(name for name in STRATEGIES if name.startswith(("sharded", "priority"))), *OF_NODES])
 @pytest.mark.parallel(4)
@@ -260,7 +260,7 @@ PLANS = {"vgg16": ("batch", "tiles", "mixed"), "resnet20": ("domain", "model", "
 
 
 def _task(name: str) -> Task:
-    return replace(NETS[name].task(), image_shape=(PIXELS[name], PIXELS[name] - 1, 3), steps=5)
+    return replace(NETS[name].task(), image_shape=(PIXELS[name], PIXELS[name] - 1, 3), steps=3)
 
 
 def _expected(task: Task, world: Communicator) -> Result:
@@ -305,6 +305,7 @@ def _replica(world: Communicator, progress: ProgressEngine, rows: int, strategy:
     return task, replica_of(task, world, progress, strategy, nominal_batch=task.batch)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("strategy", HASHED)
 @pytest.mark.parallel([1, 2, 3, 4])
 def test_they_are_those_of_the_checkpoint_on_any_grid(world: Communicator, progress: ProgressEngine, strategy: str) -> None:

@@ -264,7 +264,7 @@ def _layer_trial(seed: int) -> tuple[random.Random, Layer, tuple[int, int, int]]
         return chance, model, shape
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(TESTS))
 def test_random_layers_equal_one_rank(part: int) -> None:

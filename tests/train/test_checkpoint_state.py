@@ -340,6 +340,7 @@ def _with_errors(content: CheckpointContent) -> CheckpointContent:
     return CheckpointContent(tensors, content.meta)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "cols"), [(1, 3), (2, 2), (3, 2)])
 def test_rounded_parameters_and_what_rounding_took_away_are_put_and_taken_again(rows: int, cols: int) -> None:
     exact = alone(nets.residual())
