@@ -209,7 +209,7 @@ def overlap(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 class Way:
     """The runs of one layout and one manner of writing, in a directory of their own."""
 
-    checkpoint_ranks_folder: Path
+    folder: Path
     layout: str
     asynchronous: str
     name: str
