@@ -568,6 +568,7 @@ def _tensors(replica: Replica) -> dict[str, bytes]:
     return {name: parameter.data.tobytes() for name, parameter in replica.network.parameters.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("ranks", LOOP_CHECKPOINTS_RANKS)
