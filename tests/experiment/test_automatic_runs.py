@@ -193,6 +193,7 @@ def test_a_resume_on_as_many_ranks_keeps_the_choice(folder: Path, search: _Searc
     assert len(search.spaces) == 1
 
 
+@pytest.mark.slow
 def test_a_resume_on_other_ranks_decides_again_and_says_so(folder: Path, search: _Search) -> None:
     _run(folder, _resolved(folder, 2)[0])
     for outcome in _resolved(folder, 4, resume="auto"):

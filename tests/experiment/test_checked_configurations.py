@@ -187,11 +187,13 @@ def test_legal_values_at_the_edges_pass(overrides):
     passes(TEXT, *overrides)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", catalogue.names())
 def test_every_model_can_be_named_alone(name):
     passes(TEXT, f"model={{name: {name}}}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_shipped_configurations_pass(path):
     check_names(*load(path))
@@ -365,6 +367,7 @@ def test_every_name_and_option_has_a_sentence(kind: str, one: Choice) -> None:
     assert not {option.name for option in one.options} & ({"group", "comm", "progress", "base_lr"} | set(one.fixed))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", OPTIONS_CONFIGS, ids=lambda path: path.stem)
 def test_a_filled_configuration_is_the_same_run(path: Path) -> None:
     config, source = load(path)
@@ -387,6 +390,7 @@ def test_a_filled_configuration_is_the_same_run(path: Path) -> None:
     assert full.model_dump(exclude=without) == config.model_dump(exclude=without)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("section", "name"), [(section, name) for section, kind in SECTIONS.items() for name in names(kind) if kind != "models"]
 )

@@ -142,6 +142,7 @@ def test_made_up_images_are_counted_alike_on_any_ranks(tmp_path: Path) -> None:
         assert [score.samples for score in found.confusion.scores()] == [5] * 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grid", ["1", "1x3", "mixed 2x2"])
 def test_every_rank_has_the_counts_of_the_evaluation(trained32: TrainedRun, grid: str) -> None:
     ranks, overrides = GRIDS[grid]
@@ -214,6 +215,7 @@ def test_pictures_have_the_bits_of_the_evaluation(trained32: TrainedRun, grid: s
     assert (hits, len(answers)) == (evaluation.sums.top1, evaluation.sums.count)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("grid", "flip"), [("1", False), ("mixed 2x2", True)])
 def test_averaged_weights_predict_what_they_are_evaluated_with(trained32: TrainedRun, grid: str, flip: bool) -> None:
     ranks, overrides = GRIDS[grid]

@@ -347,14 +347,6 @@ def test_images_are_the_recipes_or_smaller_ones_that_the_model_takes(model: str,
     assert (trial.data.synthetic.height, trial.data.synthetic.classes) == (round(256 * side / size), 3)
 
 
-def test_images_stay_as_large_where_the_parameters_follow_from_their_size(tmp_path: Path) -> None:
-    """AlexNet's strides and pools leave nothing of 64 pixels, or other features."""
-    trial = shortened(configured(tmp_path, "model.width=0.1", model="alexnet2014", size=224), 1).config
-    sizes = {step.options["size"] for step in trial.data.augment}
-    assert sizes <= {SIDE, 224}
-    assert trial.data.synthetic.height >= sizes.pop()
-
-
 def test_files_that_are_there_are_looked_at(tmp_path: Path) -> None:
     write_images(tmp_path / "train.h5", (30, 28, 3), ["a", "b"])
     assert recipe_images(configured(tmp_path)).shape == (30, 28, 3)

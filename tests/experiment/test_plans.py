@@ -598,6 +598,7 @@ def _schedules(*overrides: str) -> None:
     group_schedules(prepare(config, 2, (35, 35, 3), 9), LinkModel(1e-5, 1e-9))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use", [_command("config", "check"), _command("plan", "show"), _command("plan", "schedule"), _schedules])
 def test_norms_that_nobody_adds_up_are_refused_in_one_sentence_everywhere(
     plain: tuple[str, ...], use: Callable[..., None]

@@ -412,7 +412,7 @@ def _same(found: CheckpointContent, expected: CheckpointContent) -> None:
 @pytest.mark.parametrize("backend", ["numpy", "onednn"])
 def test_a_run_has_the_bits_of_one_rank_and_goes_on_with_them(exact_runs_file: Path, backend: str) -> None:
     def train(name: str, ranks: int, *overrides: str, resume: str | None = None, steps: int = 0) -> None:
-        keys = (f"output={file.parent / name}", f"backend={backend}", *overrides)
+        keys = (f"output={exact_runs_file.parent / name}", f"backend={backend}", *overrides)
         train_virtual(ranks, exact_runs_file, *keys, resume=resume, steps=steps)
 
     train("alone", 1)
@@ -432,7 +432,7 @@ def test_a_run_has_the_bits_of_one_rank_and_goes_on_with_them(exact_runs_file: P
     ],
 )
 def test_a_resume_with_another_order_is_refused(exact_runs_file: Path, override: str, words: str) -> None:
-    output = f"output={file.parent / 'runs'}"
+    output = f"output={exact_runs_file.parent / 'runs'}"
     train_virtual(1, exact_runs_file, output, steps=2)
     with pytest.raises(CheckpointError, match=words):
         train_virtual(2, exact_runs_file, output, override, resume="auto")
@@ -440,7 +440,7 @@ def test_a_resume_with_another_order_is_refused(exact_runs_file: Path, override:
 
 def test_ranks_that_cannot_share_the_shards_out_are_refused(exact_runs_file: Path) -> None:
     with pytest.raises(ConfigError, match=r"exact\.shards is 12, which 5 ranks cannot share out evenly; start 4 or 6 ranks"):
-        train_virtual(5, exact_runs_file, f"output={file.parent / 'runs'}")
+        train_virtual(5, exact_runs_file, f"output={exact_runs_file.parent / 'runs'}")
 
 
 OWN = {"kernels": "numpy", "numpy": "2.0", "threads": "2"}

@@ -209,7 +209,7 @@ def overlap(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 class Way:
     """The runs of one layout and one manner of writing, in a directory of their own."""
 
-    checkpoint_ranks_folder: Path
+    folder: Path
     layout: str
     asynchronous: str
     name: str
@@ -568,6 +568,7 @@ def _tensors(replica: Replica) -> dict[str, bytes]:
     return {name: parameter.data.tobytes() for name, parameter in replica.network.parameters.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("ranks", LOOP_CHECKPOINTS_RANKS)

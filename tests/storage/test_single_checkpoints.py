@@ -354,12 +354,6 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path):
     assert_valid_step(newest(tmp_path))
 
 
-def test_a_directory_that_cannot_be_made(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="cannot be written"):
-        write(checkpoint_path(tmp_path / "file" / "checkpoints", 7), content(7))
-
-
 def test_restore_gives_the_tensor_or_one_sentence():
     saved = content()
     tensor = restore(saved, "parameters/fc.weight", (9, 25), "float32")
