@@ -255,7 +255,7 @@ def test_a_storm_of_signals_changes_no_bit(job: Start, folder: Path) -> None:
 
 
 @pytest.mark.job
-@pytest.mark.sample(1)
+@pytest.mark.thorough  # tests/cli/test_run_command.py kills at random moments, tests/storage in the middle of writes
 @pytest.mark.parametrize("name", WRITERS)
 def test_killed_trainings_end_with_the_bits_of_an_undisturbed_one(tmp_path: Path, name: str) -> None:
     """Some of them while a checkpoint is written; `make faults` kills many more."""

@@ -164,6 +164,11 @@ def is_module(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(f'"{word}"' in text for word in words if word.startswith("--")), shlex.join(words)
 
 
+def is_test(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for path, name in re.findall(r"(\S+\.py)::(\w+)", " ".join(words)):
+        assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), f"{path} has no {name}"
+
+
 def installs(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Extras and requirement files exist."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -210,6 +215,7 @@ KINDS = (
     Kind(r"hpctrain ", takes),
     Kind(r"python -m (hpctrain|benchmarks|tests\.support)\.\S+", is_module, "takes minutes, or is run by a test of its own"),
     Kind(r"python -m hpctrain ", takes),
+    Kind(r"python -m pytest ", is_test, "is what runs this test"),
     Kind(r"mpiexec .*-m hpctrain train .*--log-ranks", takes, "trains to the end; tests/cli/test_starting.py does it"),
     Kind(r"mpiexec --with-ft ulfm .*-m hpctrain ", takes, "needs Open MPI; tests/experiment/test_lost_rank_jobs.py does it"),
     Kind(r"mpiexec .*-m mpi4py -m hpctrain ", takes),
@@ -289,6 +295,7 @@ def after_make_train(tmp_path_factory: pytest.TempPathFactory) -> Path:
 BEGINNINGS = ("README.md", "docs/index.md", "docs/tutorial.md")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if page not in (*BEGINNINGS, how_tos.OWN_CODE) and blocks(page, "bash", "console")]
 )
@@ -386,7 +393,7 @@ def starts_a_job(block: Block) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("block", [block for block in all_blocks("python") if starts_a_job(block.values[0])])
 def test_programs_of_ranks_run(block: Block, after_make_train: Path, tmp_path: Path, job: Start) -> None:
     folder = tmp_path / "checkout"

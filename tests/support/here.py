@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import platform
 import sys
 import tempfile
 import threading
@@ -33,6 +34,7 @@ from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine, wait
 from tests.support.jobs import Outcome, clean_environment
 
+platform.processor()  # which starts a process once, here where none is watched
 _PROGRAM = ["-m", "hpctrain"]
 _RANK = threading.local()
 
