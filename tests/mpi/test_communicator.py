@@ -71,7 +71,6 @@ def test_allreduce_sums_in_place(world: Communicator, progress: ProgressEngine, 
     np.testing.assert_array_equal(buffer, expected)
 
 
-@pytest.mark.mpi_differs
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("empty", [0, 1])
 @pytest.mark.parallel(RANKS)
@@ -84,7 +83,6 @@ def test_reduce_scatter_gives_each_rank_its_part(world: Communicator, progress: 
     np.testing.assert_array_equal(recv, total[begin : begin + recv.size])
 
 
-@pytest.mark.mpi_differs
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parallel(RANKS)
