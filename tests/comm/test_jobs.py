@@ -35,12 +35,14 @@ def _run(job: Job, ranks: int, program: str) -> Outcome:
     return job(ranks, ["-c", _WORLD + textwrap.dedent(program)], timeout_seconds=_HANGS_SECONDS)
 
 
+@pytest.mark.mpi_differs
 def test_a_job_that_ends_well_gives_zero(job: Job) -> None:
     outcome = _run(job, 3, "import os; os.write(1, f'sum {sum(world.allgather_object(world.rank))}\\n'.encode())")
     assert outcome.code == 0, outcome.output
     assert outcome.stdout.count("sum 3") == 3
 
 
+@pytest.mark.mpi_differs
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("ranks", "end"),
@@ -60,6 +62,7 @@ def test_one_rank_that_ends_badly_ends_the_job(job: Job, ranks: int, end: str) -
         assert outcome.output.count("Traceback") == 1
 
 
+@pytest.mark.mpi_differs
 def test_a_missed_deadline_names_rank_operation_parameter_and_stacks(job: Job) -> None:
     outcome = _run(
         job,
@@ -90,6 +93,7 @@ def test_a_missed_deadline_names_rank_operation_parameter_and_stacks(job: Job) -
     assert "features.0.weight" not in text
 
 
+@pytest.mark.mpi_differs
 def test_object_operations_have_the_deadline_too(job: Job) -> None:
     program = """
     from hpctrain.comm import mpi
@@ -105,6 +109,7 @@ def test_object_operations_have_the_deadline_too(job: Job) -> None:
     assert f"{place(1, 2)}no completion within the deadline of 5 s: {lost}" in outcome.stderr
 
 
+@pytest.mark.mpi_differs
 def test_ranks_that_are_jobs_of_their_own_are_refused(job: Job) -> None:
     """As when another MPI's launcher started them: it asked for 4, and each finds itself alone."""
     program = """
@@ -135,6 +140,7 @@ def _pytest(job: Job, ranks: int, tests: str, folder: Path) -> Outcome:
     return job(ranks, arguments, cwd=folder, timeout_seconds=_HANGS_SECONDS)
 
 
+@pytest.mark.mpi_differs
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_failure_on_one_rank_fails_the_suite_and_later_tests_still_run(job: Job, tmp_path: Path, failing: int) -> None:
@@ -159,6 +165,7 @@ def test_a_failure_on_one_rank_fails_the_suite_and_later_tests_still_run(job: Jo
         assert "failed on rank 1 of 2" in outcome.stdout
 
 
+@pytest.mark.mpi_differs
 def test_a_failure_while_others_wait_ends_the_suite(job: Job, tmp_path: Path) -> None:
     outcome = _pytest(
         job,
@@ -176,6 +183,7 @@ def test_a_failure_while_others_wait_ends_the_suite(job: Job, tmp_path: Path) ->
     assert "AssertionError: before the barrier" in outcome.output
 
 
+@pytest.mark.mpi_differs
 @pytest.mark.thorough
 def test_a_fixture_that_fails_on_one_rank_fails_the_test_on_all(job: Job, tmp_path: Path) -> None:
     outcome = _pytest(
@@ -340,6 +348,7 @@ if sys.argv[1:] == ["kill"]:
 """
 
 
+@pytest.mark.mpi_differs
 @pytest.mark.sample(1)
 @pytest.mark.job
 @pytest.mark.slow
@@ -352,6 +361,7 @@ def test_real_ranks_hold_it_once(job: Callable[..., Outcome], tmp_path: Path, ra
     assert 200e6 < taken < 300e6 + ranks * 60e6
 
 
+@pytest.mark.mpi_differs
 @pytest.mark.job
 @pytest.mark.slow
 def test_killed_ranks_leave_nothing_of_it(job: Callable[..., Outcome], tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from hpctrain.storage import checkpoint
 from hpctrain.storage.run_directory import RunDirectory, runs
 from tests.support.jobs import Outcome, find_mpiexec
 
-pytestmark = [pytest.mark.job, pytest.mark.slow]
+pytestmark = [pytest.mark.job, pytest.mark.slow, pytest.mark.mpi_differs]
 Job = Callable[..., Outcome]
 #: ranks, how they end, and where: module, attribute, the number of the call
 Deaths = Sequence[tuple[Sequence[int], str, str, str, int]]

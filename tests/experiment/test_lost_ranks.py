@@ -101,6 +101,7 @@ def test_it_is_refused_in_one_process() -> None:
     check_offered(Config.model_construct(on_lost_rank=LostRankConfig()), Launcher("none"))
 
 
+@pytest.mark.mpi_differs
 def test_it_is_refused_by_an_mpi_that_ends_a_job_with_its_rank(job: Job, tmp_path: Path) -> None:
     """Whichever it is: also by Open MPI without --with-ft ulfm."""
     prepare(tmp_path)

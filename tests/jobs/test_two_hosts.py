@@ -78,6 +78,7 @@ def test_a_job_is_looked_at_stopped_and_gone_on_with_over_both_hosts(hosts: TwoH
     _wait_until_idle(hosts, 5)
 
 
+@pytest.mark.mpi_differs
 @pytest.mark.thorough  # the next test ends a job in the same way, and tests/cli/test_many_ranks.py kills on one host
 def test_a_rank_that_is_killed_on_the_other_host_ends_the_job(hosts: TwoHosts) -> None:
     job = hosts.submit("output=killed", "epochs=100000", "--no-doctor")

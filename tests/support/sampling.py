@@ -72,6 +72,7 @@ class Sampling:
         if hasattr(session.config, "workeroutput"):
             session.config.workeroutput["left_out"] = self._left_out
 
+    @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:  # each worker of pytest-xdist chooses the same
         self._left_out = getattr(node, "workeroutput", {}).get("left_out", self._left_out)
 
