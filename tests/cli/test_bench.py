@@ -103,6 +103,7 @@ def test_tracing_changes_no_bit_of_the_result(job: Start, folder: Path) -> None:
         assert_same(last(folder, mode), last(folder))
 
 
+@pytest.mark.mpi_differs
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_way_of_progress_is_said_and_recorded(job: Start, folder: Path, ranks: int) -> None:

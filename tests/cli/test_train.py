@@ -67,6 +67,7 @@ def test_one_process_trains_evaluates_and_leaves_its_files(job: Start, folder: P
 
 
 @pytest.mark.sample(1)
+@pytest.mark.mpi_differs
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [

@@ -99,7 +99,7 @@ def test_images_are_mixed_with_those_of_the_step_in_the_opposite_order(ranks: in
 
 
 HEIGHT, WIDTH = 9, 7
-SAMPLES, BATCH = 23, 8
+BATCH = 8
 KINDS = {"mixup": Mixing(mixup=0.4, seed=2), "cutmix": Mixing(cutmix=1.0, seed=2), "both": Mixing(0.4, 1.0, 0.7, seed=2)}
 
 

@@ -144,7 +144,6 @@ def test_bytes_of_all_ranks_are_those_of_an_allreduce_where_nothing_is_split() -
 
 
 CIFAR = Path(__file__).parents[2] / "configs" / "cifar10-resnet20.yaml"
-CIFAR = Path(__file__).parents[2] / "configs" / "cifar10-resnet20.yaml"
 
 
 @pytest.mark.parametrize(("optimizer", "norms_needed"), [("{name: sgd, lr: 0.1}", "none"), ("{name: lars, lr: 0.1}", "layer")])

@@ -61,9 +61,7 @@ class ShardedOptions:
 
 
 class Sharded(ReduceScatterStrategy):
-    """Let each rank update its own part of the parameters.
-
-    A reduce-scatter of gradients runs under backward, an allgather of the updated parameters under the next forward.
+    """Reduce-scatter gradients under backward, update own parts, allgather parameters under the next forward.
 
     Reduce-scatters go in backward's order on one communicator, allgathers on another; these may overtake those. Small layers
     are fused, large ones cut. Allgathers go front layers first; those of late layers go under backward where the link would

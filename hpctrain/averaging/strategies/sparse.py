@@ -94,13 +94,11 @@ class SparseOptions:
 
 
 class Sparse(ReduceScatterStrategy):
-    """Send only the largest elements of a node's gradients between nodes, for large parameters.
+    """Send only the largest gradients between nodes, and add the rest to the next step's; it changes the optimisation.
 
-    The rest is added to the next step's gradients. It changes the optimisation.
-
-    Gradients are summed within a node to the ranks that own a part. Of each part a node sends the largest elements with their
-    positions; ranks that own the same part on all nodes add these up in the same order and update the part, and parameters are
-    gathered within the node. Small parameters go as with `sharded`, and all of it overlaps as there.
+    Gradients of large parameters are summed within a node to the ranks that own a part. Of each part a node sends the largest
+    elements with their positions; ranks that own the same part on all nodes add these up in the same order and update the part,
+    and parameters are gathered within the node. Small parameters go as with `sharded`, and all of it overlaps as there.
 
     Raises:
         ConfigError: several ranks, all on one node. OptionError: momentum correction beside an optimizer's momentum.
