@@ -35,6 +35,7 @@ from hpctrain.experiment.unreadable import check_skip
 from hpctrain.nn.layer import Layer
 from hpctrain.nn.network import Network
 from hpctrain.nn.parameter import GroupLayout
+from hpctrain.optim.base import NormsNeeded
 from hpctrain.optim.ema import EmaRule
 from hpctrain.optim.optimizers import OPTIMIZERS
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
@@ -554,15 +555,21 @@ def _config_of_grid(items: tuple[tuple[str, str], ...]) -> Config:
 
 
 @cache
+def _norms_needed() -> NormsNeeded:
+    """Of an optimiser that is not chosen yet."""
+    chosen = config_of({}).optimizer
+    return OPTIMIZERS.create(chosen.name, chosen.options).norms_needed
+
+
+@cache
 def _refused_over_nothing(items: tuple[tuple[str, str], ...], *, split: bool, nodes: tuple[int, ...] | None = None) -> str | None:
     """The sentence of a strategy for no parameters, on one rank or those on `nodes`: the constructor knows what is legal."""
 
     def attempt() -> None:
         config = config_of(dict(items))
-        norms = OPTIMIZERS.create(config.optimizer.name, config.optimizer.options).norms_needed
         layout, micro_batches = GroupLayout({}, "float64"), config.micro_batches
         size = len(nodes or (0,))
-        group = PlannedGroup(layout, size, nodes, config.batch, micro_batches, norms_needed=norms, several_groups=split)
+        group = PlannedGroup(layout, size, nodes, config.batch, micro_batches, norms_needed=_norms_needed(), several_groups=split)
         make_strategy(config.averager.name, config.averager.options, replace(group, shards=config.exact.shards))
 
     return _sentence(attempt)
