@@ -1,4 +1,4 @@
-"""Services of the host beside those of devices: arithmetic, checksums, sizes, and what the host does not need."""
+"""Services of the host next to those of devices: arithmetic, checksums, sizes, and what the host does not need."""
 
 from __future__ import annotations
 

@@ -277,3 +277,14 @@ def test_messages_and_residual_are_the_sum_of_the_gradients(dtype: str) -> None:
         received += sent
     assert feedback.values.any()
     np.testing.assert_array_equal(received + feedback.values, total)
+
+
+@pytest.mark.usefixtures("small_selections")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_common_magnitude_is_one_that_many_of_a_sample_have(dtype: str) -> None:
+    passes = Selection(dtype)
+    passes.reserve(1000, 0)
+    values = np.where(np.arange(1000) % 2 == 0, -4, np.arange(1000)).astype(dtype)
+    bits = values.view(passes.unsigned)
+    assert passes.common(bits, 1, 998) == int(np.array(4, dtype).view(passes.unsigned))
+    assert passes.common(bits, 1, 100) is None

@@ -102,12 +102,12 @@ CASES: dict[str, tuple[Any, ...]] = {
     "relu in place": (Sequential([Conv2d(3, 4, 3), ReLU(), Conv2d(4, 3, 3), ReLU()]), IMAGE),
     "sequence in a sequence": (Sequential([Conv2d(3, 4, 3), ReLU(), Sequential({"pool": AveragePool(2)})]), IMAGE),
     **{f"pad {before} {after}": (PadChannels(before, after), IMAGE) for before, after in ((2, 2), (0, 3), (1, 0), (0, 0))},
-    "pad beside a body": (
+    "pad next to a body": (
         Sequential([Conv2d(3, 3, 1), Residual({"conv": Conv2d(3, 8, 3, padding=1)}, PadChannels(2, 3))]),
         (5, 7, 3),
     ),
     **{f"residual: {name}": (block, (7, 5, 3)) for name, block in BLOCKS.items()},
-    **{f"behind a layer: {name}": (Sequential([Conv2d(2, 3, 1), block]), (7, 5, 2)) for name, block in BLOCKS.items()},
+    **{f"after a layer: {name}": (Sequential([Conv2d(2, 3, 1), block]), (7, 5, 2)) for name, block in BLOCKS.items()},
 }
 WINDOWS = [(1, (7, 9)), (7, (7, 7)), ((3, 2), (7, 9)), (7, (2, 1)), ((4, 5), (9, 3)), (2, (225, 3))]
 

@@ -19,7 +19,7 @@ from hpctrain.nn.layer import Layer
 from hpctrain.nn.layers.conv2d import Conv2d
 from hpctrain.nn.layers.linear import Linear
 from hpctrain.nn.layers.sequential import Sequential
-from hpctrain.nn.network import ALL, MODEL, Network
+from hpctrain.nn.network import ALL, MODEL, Network, local_spec
 from hpctrain.nn.parameter import ParameterSpec, StatisticSpec
 from hpctrain.nn.statistics import FlatStatistics
 from tests.support import nets
@@ -356,3 +356,10 @@ def test_inserting_a_layer_leaves_other_layers_as_they_were() -> None:
     )
     for name in ("stage1.conv.weight", "stage2.conv.weight"):
         np.testing.assert_array_equal(small.parameters[name].data, large.parameters[name].data)
+
+
+@pytest.mark.parametrize(("dim", "shape"), [(0, (2, 5, 6)), (1, (4, 2, 6)), (-1, (4, 5, 2))])
+def test_the_declaration_of_a_shard(dim: int, shape: tuple[int, ...]) -> None:
+    spec = ParameterSpec((4, 5, 6), "zeros")
+    assert local_spec(spec, Shard(dim, (1, 3))).shape == shape
+    assert local_spec(spec, None) is spec

@@ -318,7 +318,7 @@ def test_norms_are_asked_for_and_demanded() -> None:
 
 
 def test_a_parameter_that_steps_leave_out_is_corrected_by_its_own_updates() -> None:
-    """Behind its first update it has moved by the rate, whichever step that was in: the gradient's length does not matter."""
+    """After its first update it has moved by the rate, whichever step that was in: the gradient's length does not matter."""
     group = make_group()
     optimizer = Adamw(weight_decay=0.0, epsilon=1e-12)
     optimizer.bind(group, group.segments)
@@ -350,7 +350,7 @@ def test_only_the_given_segments_change_and_gradients_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "after"),  # values of the state behind a first gradient of 1, and behind a second one where the state was set to 3
+    ("make", "after"),  # values of the state after a first gradient of 1, and after a second one where the state was set to 3
     [(lambda: Sgd(momentum=0.5), {"momentum": (1.0, 2.5)}),
      (lambda: Adamw(beta1=0.5, beta2=0.75), {"first_moment": (0.5, 2.0), "second_moment": (0.25, 2.5)})],
 )  # fmt: skip

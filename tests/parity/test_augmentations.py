@@ -1,4 +1,4 @@
-"""Augmentations beside torchvision's: the same magnitudes, pixels and rectangles for the same draws."""
+"""Augmentations against torchvision's: the same magnitudes, pixels and rectangles for the same draws."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps of models beside PyTorch's: loss, logits and every gradient, with layers frozen or dropped; LAMB beside timm's.
+"""Steps of models against PyTorch's: loss, logits and every gradient, with layers frozen or dropped; LAMB against timm's.
 
 The ResNets have their full width; VGG-16, whose linear layers alone hold 123 million numbers, a quarter of it.
 """

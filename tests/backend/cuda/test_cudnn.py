@@ -1,4 +1,4 @@
-"""cuDNN by a stand-in: graphs of convolutions as it is told them; plans that are left out, timed, told to ranks and run."""
+"""cuDNN by a stand-in: graphs of convolutions as it is given them; plans that are left out, timed, shared with ranks and run."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ import pytest
 from hpctrain.backend.backend import Backend
 from hpctrain.backend.cuda import cudnn_graphs
 from hpctrain.backend.cuda.device import ConvolutionKey, Device, Precision, TimedPlans
+from hpctrain.backend.cuda.device_array import DeviceArray
 from hpctrain.backend.cuda.emulator.convolution import NumpyConvolution
 from hpctrain.backend.cuda.emulator.rounding import read, write
 from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
@@ -495,3 +496,9 @@ def test_the_calls_of_the_real_nccl() -> None:
         found = [item.partition("=")[0].split()[-1] for item in inside.split(", ") if item and item != "self"]
         assert not text or found == parameters, f"{name}({inside})"
     assert all(callable(getattr(nccl, name)) for name in ("get_unique_id", "groupStart", "groupEnd"))
+
+
+def test_nothing_is_a_null_pointer(load: Load) -> None:
+    module, _ = load()
+    values = [module._by_value("kernel", 0, argument) for argument in (None, DeviceArray(640, (4,), "float32", None))]
+    assert [(type(value), int(value)) for value in values] == [(np.uint64, 0), (np.uint64, 640)]

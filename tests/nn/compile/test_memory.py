@@ -1,4 +1,4 @@
-"""Lifetimes and packing: nobody reads what is said to be unused, what lives together never overlaps, and little is wasted."""
+"""Lifetimes and packing: nothing reads what is said to be unused, what lives together never overlaps, and little is wasted."""
 
 from __future__ import annotations
 

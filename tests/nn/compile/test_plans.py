@@ -17,10 +17,12 @@ from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.kernels.onednn.kernel_set import OnednnKernelSet, available
 from hpctrain.nn.compile import compiler
 from hpctrain.nn.compile.compiler import compile_graph, plan_steps
+from hpctrain.nn.compile.liveness import Use
 from hpctrain.nn.compile.order import backward_actions, forward_actions
 from hpctrain.nn.compile.plan import Action, ExecutionPlan, Region
 from hpctrain.nn.compile.plan_facts import LOSS, PlanFacts
 from hpctrain.nn.compile.recomputation import recompute_path, recomputed_tensors
+from hpctrain.nn.compile.sharing import Sharing, lifetimes
 from hpctrain.nn.compile.steps import make_steps
 from hpctrain.nn.compile.symbolic_memory import InvalidPlanError, SymbolicMemory, activation, gradient
 from hpctrain.nn.compile.validate import ENVIRONMENT_VARIABLE, validate
@@ -331,3 +333,16 @@ def test_every_test_validates_its_plans(monkeypatch: pytest.MonkeyPatch) -> None
         compiler.compile_graph(GRAPHS["plain"](), NumpyKernelSet(), training=True)
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, "0")
     compiler.compile_graph(GRAPHS["plain"](), NumpyKernelSet(), training=True)
+
+
+def test_a_storage_is_as_large_as_its_largest_value_and_lives_as_long_as_any() -> None:
+    uses = {
+        ("activation", 0): Use(10, (0,), (1, 3)),
+        ("activation", 1): Use(10, (3,), (4,)),
+        ("activation", 2): Use(30, (8,), (9,)),
+        ("scratch", 0): Use(5, (2, 7), ()),
+    }
+    blocks = lifetimes(uses, Sharing((0, 0, 0), ()))
+    assert blocks["activation", 0].spans == ((0, 4), (8, 9))
+    assert blocks["activation", 0].size_bytes == 30
+    assert blocks["scratch", 0].spans == ((2, 2), (7, 7))

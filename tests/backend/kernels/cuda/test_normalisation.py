@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from hpctrain.averaging.strategies.sharded import Sharded
 from hpctrain.backend.cuda.half import bfloat16_bits, bfloat16_values
 from hpctrain.backend.kernels.base import KernelSet, StepContext
+from hpctrain.backend.kernels.cuda.batch_norm import ChannelBlocks
 from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.kernels.specs import BatchNormSpec
@@ -311,3 +313,15 @@ def test_a_batch_norm_has_one_round_trip_in_each_direction(cuda_kernels: CudaKer
 
 def _losses_names() -> list[str]:
     return list(run_virtual(1, lambda comm: _losses(comm, NumpyKernelSet()))[0][1])
+
+
+@pytest.mark.parametrize("rows", [0, 1, 7, 49, 12544, 802816])
+@pytest.mark.parametrize("channels", [1, 3, 8, 64, 72, 264, 1001, 2048])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_blocks_cover_all_rows_and_channels_once(rows: int, channels: int, dtype: str) -> None:
+    blocks = ChannelBlocks.of(rows, channels, dtype, 132)
+    (wide, high), (tiles, stretches) = blocks.block, blocks.grid
+    assert 0 < wide * high <= 256
+    assert (tiles - 1) * wide * blocks.width < channels <= tiles * wide * blocks.width
+    assert stretches == math.ceil(rows / blocks.stretch)
+    assert stretches * tiles <= max(8 * 132, tiles)

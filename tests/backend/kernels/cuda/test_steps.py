@@ -1,4 +1,4 @@
-"""What a step launches beside layers: descents and dropout with the bits of the host, numbers of the step, grids and scratch."""
+"""What a step launches in addition to layers: descents and dropout with the bits of the host, numbers of the step."""
 
 from __future__ import annotations
 
