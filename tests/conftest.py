@@ -19,6 +19,7 @@ import hypothesis
 import numpy as np
 import pytest
 
+from hpctrain import user_code
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.launch.launcher import detect
@@ -57,6 +58,16 @@ def world() -> Communicator:
     from hpctrain.comm import mpi
 
     return mpi.world(DEADLINE_SECONDS)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _code_of_this_module_only() -> Generator[None]:
+    """Forget users' code that tests of a module have loaded: a run records all code of its process."""
+    files, beside = dict(user_code._files), list(user_code._beside)
+    yield
+    user_code._files.clear()
+    user_code._files.update(files)
+    user_code._beside[:] = beside
 
 
 @pytest.fixture

@@ -2,97 +2,88 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests.support import sampling
 from tests.support.sampling import LARGE, Sampling, amount
 
-FILE = """
-import pytest
-
-@pytest.mark.parametrize("b", "uvwxy")
-@pytest.mark.parametrize("a", range(6))
-def test_product(a, b): pass
-
-@pytest.mark.sample(2)
-@pytest.mark.once_failed("3")
-@pytest.mark.parametrize("a", range(9))
-def test_costly(a): pass
-
-@pytest.mark.parametrize("a", range(9))
-def test_small(a): pass
-
-@pytest.mark.thorough
-def test_long(): pass
-"""
+FILE = Path(__file__).parent / "test_these.py"
+Choose = Callable[..., set[str]]
 
 
-class Chosen:
-    """Collects, as the plugin leaves them."""
+class Case(SimpleNamespace):
+    """A collected case."""
 
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
-    def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self.names = [item.name for item in session.items]
+    __hash__ = object.__hash__
 
 
-def chosen(folder: Path, monkeypatch: pytest.MonkeyPatch, level: str, seed: str = "1", test: str = "") -> set[str]:
-    monkeypatch.setenv(sampling.SEED, seed)
-    monkeypatch.setenv(sampling.LEVEL, level)
-    (folder / "test_these.py").write_text(FILE)
-
-    class Plugin:
-        def pytest_addoption(self, parser: pytest.Parser) -> None:
-            sampling.add_option(parser)
-
-        def pytest_configure(self, config: pytest.Config) -> None:
-            config.pluginmanager.register(Sampling(config))
-
-    seen = Chosen()
-    (folder / "none.ini").write_text("[pytest]\nmarkers =\n  sample\n  once_failed\n  thorough\n")
-    options = [
-        "--collect-only",
-        "-p",
-        "no:terminal",
-        "-p",
-        "no:cacheprovider",
-        "--import-mode=importlib",
-        "-c",
-        f"{folder}/none.ini",
-    ]
-    assert pytest.main([*options, f"{folder}/test_these.py{test}"], plugins=[Plugin(), seen]) == 0
-    return set(seen.names)
+def case(test: str, marks: Mapping[str, tuple[object, ...]] | None = None, **parameters: object) -> Case:
+    marked = {name: SimpleNamespace(args=arguments) for name, arguments in (marks or {}).items()}
+    return Case(
+        nodeid=f"test_these.py::{test}[{'-'.join(map(str, parameters.values()))}]",
+        path=FILE,
+        callspec=SimpleNamespace(params=parameters),
+        get_closest_marker=marked.get,
+        iter_markers=lambda name: [marked[name]] if name in marked else [],
+    )
 
 
-def test_a_large_product_is_covered_and_a_costly_test_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = chosen(tmp_path, monkeypatch, "usual")
-    product = {name for name in names if name.startswith("test_product")}
-    assert LARGE <= len(product) < 30
-    assert all(any(f"[{a}-" in name for name in product) for a in range(6))
-    assert all(any(f"-{b}]" in name for name in product) for b in "uvwxy")
+CASES = [
+    *(case("test_product", a=a, b=b) for a, b in product(range(6), "uvwxy")),
+    *(case("test_costly", {"sample": (2,), "once_failed": ("3",)}, a=a) for a in range(9)),
+    *(case("test_small", a=a) for a in range(9)),
+    case("test_long", {"thorough": ()}),
+]
+
+
+@pytest.fixture
+def choose(monkeypatch: pytest.MonkeyPatch) -> Choose:
+    """Return a function that returns the names of the cases that a level and a seed leave."""
+
+    def chosen(level: str, seed: str = "1", arguments: tuple[str, ...] = ()) -> set[str]:
+        monkeypatch.setenv(sampling.SEED, seed)
+        monkeypatch.setenv(sampling.LEVEL, level)
+        hook = SimpleNamespace(pytest_deselected=lambda items: None)
+        config: Any = SimpleNamespace(args=arguments, hook=hook, getoption=lambda name: level)
+        items: list[Any] = list(CASES)
+        Sampling(config).pytest_collection_modifyitems(config, items)
+        return {item.nodeid.partition("::")[2] for item in items}
+
+    return chosen
+
+
+def test_a_large_product_is_covered_and_a_costly_test_sampled(choose: Choose) -> None:
+    names = choose("usual")
+    of_product = {name for name in names if name.startswith("test_product")}
+    assert LARGE <= len(of_product) < 30
+    assert all(any(f"[{a}-" in name for name in of_product) for a in range(6))
+    assert all(any(f"-{b}]" in name for name in of_product) for b in "uvwxy")
     costly = {name for name in names if name.startswith("test_costly")}
     assert len(costly) == 3
     assert "test_costly[3]" in costly
     assert sum(name.startswith("test_small") for name in names) == 9
-    assert "test_long" not in names
+    assert "test_long[]" not in names
 
 
-def test_a_seed_draws_the_same_and_another_seed_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, again, other = (chosen(tmp_path, monkeypatch, "usual", seed) for seed in ("1", "1", "2"))
-    assert first == again != other
+def test_a_seed_draws_the_same_and_another_seed_others(choose: Choose) -> None:
+    assert choose("usual", "1") == choose("usual", "1") != choose("usual", "2")
 
 
-def test_levels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(chosen(tmp_path, monkeypatch, "all")) == 30 + 9 + 9 + 1
-    quick = chosen(tmp_path, monkeypatch, "quick")
+def test_levels(choose: Choose) -> None:
+    assert len(choose("all")) == len(CASES)
+    quick = choose("quick")
     assert sum(name.startswith("test_product") for name in quick) == sum(name.startswith("test_small") for name in quick) == 3
 
 
-def test_a_named_test_runs_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(chosen(tmp_path, monkeypatch, "usual", test="::test_product")) == 30
+@pytest.mark.parametrize("name", ["test_product", "test_product[2-u]"])
+def test_a_named_test_runs_whole(choose: Choose, name: str) -> None:
+    assert sum(chosen.startswith("test_product") for chosen in choose("usual", arguments=(f"{FILE}::{name}",))) == 30
 
 
 @pytest.mark.parametrize(("level", "expected"), [("quick", 2), ("usual", 2), ("all", 50)])

@@ -34,6 +34,7 @@ from hpctrain.backend.kernels.onednn.binding import Call, Engine, Primitive
 from hpctrain.bench.engine_step import EngineStep, Workload, workload
 from hpctrain.models import catalogue
 from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.train.replica import Replica
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
 from tests.support.training import Task, train
@@ -123,27 +124,30 @@ def _counting_kernels(counts: Counter[str]) -> Iterator[None]:
 
 
 def _of_messages(net: Workload) -> dict[str, int]:
-    posted: list[int] = []
-    collect = ThreadCommunicator._collect
+    posted: list[int] = []  # bytes, of rank 0
+    begun: list[int] = []  # how many were posted before each step
+    collect, take_step = ThreadCommunicator._collect, Replica.step
 
     def counted(comm: ThreadCommunicator, posting: Any, *arguments: Any) -> Any:
-        posted.append(posting.contribution.nbytes if posting.contribution is not None else 0)
+        if comm.rank == 0:
+            posted.append(posting.contribution.nbytes if posting.contribution is not None else 0)
         return collect(comm, posting, *arguments)
 
-    def program(comm: ThreadCommunicator, steps: int) -> None:
+    def step(replica: Replica, *arguments: Any) -> Any:
+        if replica.groups.position == 0:
+            begun.append(len(posted))
+        return take_step(replica, *arguments)
+
+    def program(comm: ThreadCommunicator) -> None:
         kernels = make_backend("onednn").kernels
         model, shape = partial(catalogue.build, net.model, net.options), (net.pixels, net.pixels, net.channels)
-        task = Task(model, kernels, Sgd, shape, batch=net.batch, samples=net.batch, steps=steps, dtype="float32")
+        task = Task(model, kernels, Sgd, shape, batch=net.batch, samples=net.batch, steps=3, dtype="float32")
         train(task, comm, virtual_engine(comm), Overlap)
 
-    totals = []
-    for steps in (1, 2):  # the difference leaves out what is posted once
-        posted.clear()
-        with mock.patch.object(ThreadCommunicator, "_collect", counted):
-            run_virtual(2, partial(program, steps=steps), deadline_seconds=120)
-        totals.append((len(posted), sum(posted)))
-    (first, first_bytes), (second, second_bytes) = totals
-    return {"messages": (second - first) // 2, "message_bytes": (second_bytes - first_bytes) // 2}
+    with mock.patch.object(ThreadCommunicator, "_collect", counted), mock.patch.object(Replica, "step", step):
+        run_virtual(2, program, deadline_seconds=120)
+    _, second, third = begun
+    return {"messages": third - second, "message_bytes": sum(posted[second:third])}
 
 
 if __name__ == "__main__":

@@ -488,7 +488,7 @@ def test_a_device_trains_in_other_precisions(
 
 
 def test_layers_of_numpy_are_refused() -> None:
-    from tests.testing.test_operator_gradients import Cube
+    from tests.testing.test_user_checks import Cube
 
     model = Sequential({"cube": Cube(), "flatten": Flatten(), "fc": Linear(9 * 7 * 3, 2)})
     network = Network(model, (9, 7, 3), LateKernelSet())
