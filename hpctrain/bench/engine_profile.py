@@ -22,7 +22,7 @@ class PrimitiveTime:
     """One execution of a primitive.
 
     kind: such as "convolution". implementation: such as "brgconv:avx512_core". propagation: such as "forward_training".
-    formats: of memory. problem: the shape, as oneDNN writes it.
+    memory: its formats. problem: the shape, as oneDNN writes it.
     """
 
     kind: str

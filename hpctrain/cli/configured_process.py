@@ -200,9 +200,9 @@ class ConfiguredProcess(JobProcess):
         self.exits.callback(self.end_mpi)  # while its segments are still written down: who is killed here has left them
 
     def _load(self, *, trains: bool) -> None:
-        """Load the modules of the job while no rank waits for another one, so that one slow file system does not delay all ranks."""
+        """Load the job's modules while no rank waits for another, so that one slow file system does not delay all ranks."""
         from hpctrain.experiment import automatic
-        from hpctrain.storage import checkpoint  # noqa: F401  loads h5py, which starts a process, which is unsafe once MPI runs
+        from hpctrain.storage import checkpoint  # noqa: F401  h5py starts a process, which is unsafe once MPI runs
 
         if self._config is not None:
             automatic.load(self._config)

@@ -96,9 +96,9 @@ class SparseOptions:
 class Sparse(ReduceScatterStrategy):
     """Send only the largest gradients between nodes, and add the rest to the next step's; it changes the optimisation.
 
-    Gradients of large parameters are summed within a node to the ranks that own a part. A node sends the largest elements of each part with their
-    positions. Ranks that own the same part on all nodes add these in the same order and update the part, and parameters are
-    gathered within the node. Small parameters go as with `sharded`, and all of it overlaps as there.
+    Gradients of large parameters are summed within a node to the ranks that own a part. A node sends the largest elements of
+    each part with their positions. Ranks that own the same part on all nodes add these in the same order and update the part,
+    and parameters are gathered within the node. Small parameters go as with `sharded`, and all of it overlaps as there.
 
     Raises:
         ConfigError: several ranks, all on one node. OptionError: momentum correction beside an optimizer's momentum.

@@ -102,7 +102,7 @@ class Buffers:
 
 
 class Operator(ABC):
-    """One planned computation. A subclass sets these attributes:
+    """One planned computation, described by the attributes that a subclass sets.
 
     inputs, output: the specs (with layouts) that it wants; the plan inserts copies where a neighbour's layout differs.
     needs_inputs[i], needs_output: backward reads inputs[i], the output. What nobody needs is overwritten before backward.
