@@ -1,4 +1,4 @@
-"""Which cases a level leaves out."""
+"""Levels of the tests: the cases that each one leaves out."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def test_long(): pass
 """
 
 
-class Chosen:
-    """Collects, as the plugin leaves them."""
+class Collected:
+    """The names of the cases that are left after `Sampling`."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -51,7 +51,7 @@ def chosen(folder: Path, monkeypatch: pytest.MonkeyPatch, level: str, seed: str 
         def pytest_configure(self, config: pytest.Config) -> None:
             config.pluginmanager.register(Sampling(config))
 
-    seen = Chosen()
+    collected = Collected()
     (folder / "none.ini").write_text("[pytest]\nmarkers =\n  sample\n  once_failed\n  thorough\n")
     options = [
         "--collect-only",
@@ -63,8 +63,8 @@ def chosen(folder: Path, monkeypatch: pytest.MonkeyPatch, level: str, seed: str 
         "-c",
         f"{folder}/none.ini",
     ]
-    assert pytest.main([*options, f"{folder}/test_these.py{test}"], plugins=[Plugin(), seen]) == 0
-    return set(seen.names)
+    assert pytest.main([*options, f"{folder}/test_these.py{test}"], plugins=[Plugin(), collected]) == 0
+    return set(collected.names)
 
 
 def test_a_large_product_is_covered_and_a_costly_test_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,8 +37,8 @@ from hpctrain.storage.run_directory import RunDirectory
 def choose(config: Config, started: StartedJob, resume: str | None, repeated: str | None) -> Resolved:
     """Do the work of `automatic.resolve` for a configuration that leaves something open. Collective over the world."""
     world = started.world
-    there = None if resume is None else find_checkpoint(world, config.output, config.name, resume)
-    kept, lines = started.on_root(lambda: _stored(config, world.size, there, repeated))
+    source = None if resume is None else find_checkpoint(world, config.output, config.name, resume)
+    kept, lines = started.on_root(lambda: _stored(config, world.size, source, repeated))
     if kept is not None:
         return Resolved(kept.applied(config), kept, None, lines)
     _check_same_images(config, world)
@@ -65,10 +65,10 @@ def _check_same_images(config: Config, world: Communicator) -> None:
 
 
 def _stored(
-    config: Config, ranks: int, there: tuple[Path, CheckpointContent] | None, repeated: str | None
+    config: Config, ranks: int, source: tuple[Path, CheckpointContent] | None, repeated: str | None
 ) -> tuple[AutomaticChoice | None, tuple[str, ...]]:
     """Return the choice that an earlier run keeps, or None where it does not apply, and lines that say so."""
-    stored = _of_checkpoint(there) or _of_run(repeated)
+    stored = _of_checkpoint(source) or _of_run(repeated)
     if stored is None:
         return None, ()
     choice, place = stored
@@ -81,11 +81,11 @@ def _stored(
     return choice, (f"{choice.line(choice.applied(config))}; kept from {place}",)
 
 
-def _of_checkpoint(there: tuple[Path, CheckpointContent] | None) -> tuple[AutomaticChoice, str] | None:
+def _of_checkpoint(source: tuple[Path, CheckpointContent] | None) -> tuple[AutomaticChoice, str] | None:
     """Return the choice in the checkpoint that the run resumes from, and its path."""
-    if there is None or META not in there[1].meta:
+    if source is None or META not in source[1].meta:
         return None
-    place, meta = str(there[0]), there[1].meta[META]
+    place, meta = str(source[0]), source[1].meta[META]
     return AutomaticChoice.from_meta(meta, place), place
 
 
@@ -108,7 +108,7 @@ def planned(config: Config, ranks: int | None, machine: str | None, image: Image
         image, classes: as `prepare` takes them.
 
     Raises:
-        ConfigError: something is left open, and ranks or a machine are missing; or as `decide`.
+        ConfigError: something is left open, and ranks or a machine are missing; or no plan fits.
     """
     if not config.automatic:
         return config
