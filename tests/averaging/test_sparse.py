@@ -208,7 +208,7 @@ def test_no_step_makes_a_compressor(warm_up: dict[str, Any], monkeypatch: pytest
     assert len(made) == first
 
 
-HELD_PLACES = {"3 of 1": (0, 1, 2), "2 of 2": (0, 1, 0, 1), "3 of 2": (2, 1, 0, 0, 1, 2), "one rank": (0,)}
+SAVED_PLACES = {"3 of 1": (0, 1, 2), "2 of 2": (0, 1, 0, 1), "3 of 2": (2, 1, 0, 0, 1, 2), "one rank": (0,)}
 RESIDUAL, VELOCITY = "sparse_gradient", "sparse_momentum"
 States = Mapping[str, Mapping[str, np.ndarray]]
 
@@ -257,7 +257,7 @@ def _random_steps(averager: GradientAverager, steps: int) -> np.ndarray:
     return total
 
 
-@pytest.mark.parametrize("nodes", HELD_PLACES.values(), ids=HELD_PLACES)
+@pytest.mark.parametrize("nodes", SAVED_PLACES.values(), ids=SAVED_PLACES)
 def test_applied_and_kept_back_are_all_gradients(nodes: tuple[int, ...]) -> None:
     def program(comm: ThreadCommunicator) -> tuple[np.ndarray, np.ndarray, dict[str, dict[str, np.ndarray]]]:
         averager = _averager(comm, nodes, 0.0)
@@ -280,7 +280,7 @@ def test_applied_and_kept_back_are_all_gradients(nodes: tuple[int, ...]) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("momentum", [0.9, 0.0])
-@pytest.mark.parametrize("nodes", HELD_PLACES.values(), ids=HELD_PLACES)
+@pytest.mark.parametrize("nodes", SAVED_PLACES.values(), ids=SAVED_PLACES)
 def test_a_resume_repeats_every_bit(nodes: tuple[int, ...], momentum: float) -> None:
     """In the midst of a warm-up; without the optimiser's momentum there is one before the choice."""
     options = {"warmup_steps": 5, "momentum_correction": 0.0 if momentum else 0.7}
