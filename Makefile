@@ -168,7 +168,7 @@ grid-full: $(VENV)/installed-dev
 	$(TEST_ENV) $(PY) -m tests.support.grid_matrix --full
 
 grid-seeds: $(VENV)/installed-dev
-	$(TEST_ENV) $(PY) -m pytest --level all tests/parallel/test_grid_matrix.py -k beside_model_and_domain
+	$(TEST_ENV) $(PY) -m pytest --level all tests/parallel/test_grid_matrix.py -k with_model_and_domain
 
 docs: $(VENV)/installed
 	$(PY) -m tests.support.reference_pages

@@ -168,7 +168,7 @@ class _WithRowTraffic(Watched):
 @pytest.mark.slow
 @pytest.mark.parametrize("grid", [(2, 2), (3, 2), (2, 3)], ids=str)
 @pytest.mark.parametrize("strategy", ["sharded, exchange", "priority", "priority, exchange"])
-def test_split_traffic_beside_it_changes_nothing(strategy: str, grid: tuple[int, int]) -> None:
+def test_split_traffic_next_to_averaging_changes_nothing(strategy: str, grid: tuple[int, int]) -> None:
     rows, cols = grid
     alone = _alone("nesterov", steps=6)
 

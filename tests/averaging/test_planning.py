@@ -445,7 +445,7 @@ def test_an_array_brings_back_what_is_known() -> None:
     assert Times.from_array(names, TIMES.to_array(names)) == TIMES
 
 
-def test_all_is_late_by_the_longest_gap() -> None:
+def test_late_times_are_shifted_by_the_longest_gap() -> None:
     assert TIMES.longest_gap() == 2.0
     assert TIMES.late() == Times({"b": 6.0, "a": 8.0, "c": 8.5}, {"b": 6.5, "a": 10.0, "c": 10.0}, TIMES.needed, 8.0)
 

@@ -91,7 +91,7 @@ def _check(nodes: Sequence[int], results: list[tuple[np.ndarray, CollectiveSched
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [None, 1])
 @pytest.mark.parametrize("nodes", PLACES.values(), ids=PLACES)
-def test_it_is_the_training_that_one_process_simulates(nodes: tuple[int, ...], seed: int | None) -> None:
+def test_sparse_averaging_is_the_training_that_one_process_simulates(nodes: tuple[int, ...], seed: int | None) -> None:
     _check(nodes, _trained(nodes, seed), momentum=0.9)
 
 
@@ -124,7 +124,7 @@ def test_ratios_of_layers_are_by_the_norms_of_the_sparse_sum(nodes: tuple[int, .
 @pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("float64", 1e-12)])
-def test_at_density_1_it_is_dense_averaging(dtype: str, tolerance: float) -> None:
+def test_sparse_averaging_at_density_1_is_dense_averaging(dtype: str, tolerance: float) -> None:
     """On 1 to 4 nodes of 1 to 3 ranks; of one node's, each counts as a node."""
 
     def program(comm: ThreadCommunicator, kind: type[Strategy], nodes: Sequence[int], options: dict[str, Any]) -> np.ndarray:
@@ -460,7 +460,7 @@ SLOW = LinkModel(100e-6, 1 / 25e6)
 
 @pytest.mark.parametrize("nodes", [2, 4, 16])
 @pytest.mark.parametrize("item_bytes", [4, 8])
-def test_by_bytes_alone_it_is_the_papers_rule(nodes: int, item_bytes: int) -> None:
+def test_the_crossover_by_bytes_alone_is_the_papers_rule(nodes: int, item_bytes: int) -> None:
     """rho < 2 b_v / (m (b_v + b_i)): below 1 / m for float32."""
     part, link = PartOnLink(D, nodes, item_bytes), LinkModel(0.0, 1e-9)
     expected = 2 * item_bytes / (nodes * (item_bytes + 4))
@@ -472,7 +472,7 @@ def test_by_bytes_alone_it_is_the_papers_rule(nodes: int, item_bytes: int) -> No
 @pytest.mark.parametrize("seconds", [0.0, SELECTION_SECONDS])
 @pytest.mark.parametrize("link", [SLOW, RULE_LINK, LinkModel(1e-3, 1e-8)], ids=str)
 @pytest.mark.parametrize("elements", [1000, D])
-def test_it_turns_at_the_crossover_density(elements: int, link: LinkModel, seconds: float) -> None:
+def test_the_choice_turns_at_the_crossover_density(elements: int, link: LinkModel, seconds: float) -> None:
     part = PartOnLink(elements, 4, 4, seconds)
     density = crossover_density(part, link)
     below, above = math.floor(density * elements) - 1, math.ceil(density * elements) + 1
@@ -482,7 +482,7 @@ def test_it_turns_at_the_crossover_density(elements: int, link: LinkModel, secon
 
 @pytest.mark.parametrize("alpha", [0.0, 100e-6])
 @pytest.mark.parametrize("density", [0.001, 0.01, 0.1])
-def test_it_turns_at_the_crossover_rate(density: float, alpha: float) -> None:
+def test_the_choice_turns_at_the_crossover_rate(density: float, alpha: float) -> None:
     part, kept = PartOnLink(D, 4, 4, SELECTION_SECONDS), int(D * density)
     rate = crossover_bytes_per_second(part, alpha, kept)
     assert 0.0 < rate < math.inf

@@ -476,7 +476,7 @@ SHARDS_CONFIG = """
         ("plan=auto", ("plan",), "plan is auto"),
     ],
 )
-def test_each_is_refused_with_shards_only(override: str, path: tuple[str, ...], words: str) -> None:
+def test_faults_of_exact_runs_are_refused_with_shards_only(override: str, path: tuple[str, ...], words: str) -> None:
     config = parse(SHARDS_CONFIG, overrides=[override])[0]
     assert not list(exact_faults(config))
     (found,) = exact_faults(parse(SHARDS_CONFIG, overrides=[override, "exact=true"])[0])
@@ -484,7 +484,7 @@ def test_each_is_refused_with_shards_only(override: str, path: tuple[str, ...], 
     assert words in found[1]
 
 
-def test_a_plain_run_has_none() -> None:
+def test_a_run_with_shards_alone_has_no_faults() -> None:
     assert not list(exact_faults(parse(SHARDS_CONFIG, overrides=["exact.shards=6"])[0]))
 
 
@@ -500,7 +500,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("override", FAULTS)
-def test_an_option_is_refused_with_a_sentence(override: str) -> None:
+def test_an_option_that_a_device_does_not_take_is_refused(override: str) -> None:
     for backend in ("cuda", "auto"):
         config, _ = parse(CUDA_CONFIG, overrides=(override, f"backend={backend}"))
         assert len(list(device_faults(config))) == (backend == "cuda")
@@ -512,7 +512,7 @@ def test_an_option_is_refused_with_a_sentence(override: str) -> None:
 @pytest.mark.parametrize(
     "override", ["progress=none", "averager={name: sharded, wire: bfloat16}", "averager=lazy", "grid.rows=2"]
 )
-def test_others_are_taken(override: str) -> None:
+def test_options_that_a_device_takes_are_no_faults(override: str) -> None:
     config, _ = parse(CUDA_CONFIG, overrides=(override, "backend=cuda"))
     assert list(device_faults(config)) == []
     check_device(config, LateKernelSet())

@@ -617,7 +617,7 @@ def _epoch(threads: object, cores: int, monkeypatch: pytest.MonkeyPatch) -> tupl
     return np.concatenate([np.array(batch.x) for batch in loader.epoch(1)]), counts
 
 
-def test_batches_are_shared_out_as_configured_and_do_not_show_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_do_not_depend_on_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     alone, counts = _epoch(1, 4, monkeypatch)
     assert alone.shape == (37, 88, 88, 3)
     assert counts == {1}
@@ -692,7 +692,7 @@ def test_the_job_ends_with_one_sentence(tmp_path: Path, cache: str) -> None:
 
 @pytest.mark.job
 @pytest.mark.slow
-def test_others_stand_in_and_are_told(tmp_path: Path) -> None:
+def test_samples_that_replace_unreadable_ones_are_reported(tmp_path: Path) -> None:
     prepare(tmp_path)
     overrides = ("data.on_unreadable=skip", "data.max_unreadable=0.08", "deadline_seconds=100")
     outcome = run_fault(Fault("skip", _DISK, (), ranks=(0, 1, 2), overrides=overrides), tmp_path)

@@ -228,7 +228,7 @@ def test_a_single_value_in_every_step_is_refused_with_the_layer(overrides: list[
         ["batch=1", "model=small", "data.synthetic.channels=1"],
     ],
 )
-def test_others_are_not(overrides: list[str]) -> None:
+def test_batch_norms_with_several_values_are_not_refused(overrides: list[str]) -> None:
     found = _single_values(*overrides)
     assert (found.refusal, found.warning) == (None, None)
 

@@ -210,7 +210,7 @@ def test_without_a_checkpoint_it_goes_back_to_the_start(folder: Path) -> None:
     assert [r["step"] for r in _records(run, "interval")] == list(range(1, 11))
 
 
-def test_it_ends_where_no_order_helps(folder: Path) -> None:
+def test_rollback_ends_the_run_if_no_order_helps(folder: Path) -> None:
     words = "The run has gone back to step 6 2 times, each time in another order, without coming to"
     with pytest.raises(DivergedError, match=words):
         _train(folder, 2, {"rank": 1, "steps": [6]}, "on_nonfinite.action=rollback", "on_nonfinite.most=2")
@@ -446,7 +446,7 @@ def test_ranks_that_cannot_share_the_shards_out_are_refused(sharded_file: Path) 
 OWN = {"kernels": "numpy", "numpy": "2.0", "threads": "2"}
 
 
-def test_it_names_kernels_libraries_and_threads() -> None:
+def test_the_promise_names_kernels_libraries_and_threads() -> None:
     kernels = OnednnKernelSet()
     assert promise(kernels, ThreadPlan(3, 4, "asked for"))["kernels"] == f"onednn {kernels.version}"
     found = promise(NumpyKernelSet(), ThreadPlan(3, 4, "asked for"))

@@ -306,7 +306,7 @@ def _replica(world: Communicator, progress: ProgressEngine, rows: int, strategy:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("strategy", HASHED)
 @pytest.mark.parallel([1, 2, 3, 4])
-def test_they_are_those_of_the_checkpoint_on_any_grid(world: Communicator, progress: ProgressEngine, strategy: str) -> None:
+def test_hashes_are_those_of_the_checkpoint_on_any_grid(world: Communicator, progress: ProgressEngine, strategy: str) -> None:
     task, replica = _replica(world, progress, 1, HASHED[strategy])
     for batch in batches(task, replica.groups.position, world.size, replica.tiles):
         replica.step(batch, task.lr)

@@ -148,7 +148,7 @@ def _expected(make: Callable[[], Optimizer], ranks: int, dtype: str) -> np.ndarr
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 @pytest.mark.parametrize("make", OPTIMIZERS, ids=["sgd", "clip", "lars"])
-def test_it_is_the_optimiser_on_the_sum_of_gradients(make: Callable[[], Optimizer], ranks: int) -> None:
+def test_blocking_is_the_optimiser_on_the_sum_of_gradients(make: Callable[[], Optimizer], ranks: int) -> None:
     def rank_program(comm: Communicator) -> np.ndarray:
         return _train(averaged(Blocking, _group("float64"), make(), comm, virtual_engine(comm)), comm.rank)  # type: ignore[arg-type]
 
@@ -186,7 +186,7 @@ def test_parameters_stand_still_until_backward_has_ended() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])
-def test_a_step_hands_over_one_allreduce_and_waits_for_all_of_it(ranks: int) -> None:
+def test_a_blocking_step_posts_one_allreduce_and_waits_for_all_of_it(ranks: int) -> None:
     """2 (P-1)/P n bytes per rank in the mean, and nothing of the transfer is hidden."""
     link, size = LinkModel(alpha_seconds=1e-5, beta_seconds_per_byte=1e-8), make_group().size
 
@@ -264,7 +264,7 @@ def test_another_number_of_layers_is_another_schedule_and_another_interval_is_no
     assert rarer.accepts(stored)
 
 
-def test_a_schedule_of_the_allreduces_that_it_once_had_is_not_used() -> None:
+def test_a_schedule_of_allreduces_is_not_used_for_lazy_averaging() -> None:
     strategy = planned(Lazy, make_group(), 2, layers=2, bucket_bytes=100)
     stored = strategy.plan(None)
     assert stored is not None

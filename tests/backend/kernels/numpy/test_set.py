@@ -197,7 +197,7 @@ def test_parts_of_a_sample_have_its_mask_wherever_they_are() -> None:
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_a_gradient_of_large_samples_is_what_forward_makes_of_it(accumulate: bool) -> None:
+def test_a_gradient_of_large_samples_is_forward_of_the_gradient(accumulate: bool) -> None:
     """A sample fills a block of an added gradient. The map is linear and diagonal, so it is its own adjoint."""
     random = np.random.default_rng(0)
     x, dy, start = (random.standard_normal((3, 40_000)) for _ in range(3))
