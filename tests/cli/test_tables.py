@@ -39,7 +39,7 @@ from hpctrain.planner.job import Candidate
 from hpctrain.planner.search import SearchChoice, SearchResult
 from hpctrain.train.confusion import ConfusionMatrix
 from hpctrain.train.metrics import RunningSums
-from tests.experiment.test_plans import grid_task as task
+from tests.experiment.test_planned_runs import grid_task as task
 from tests.planner.test_computation_costs import MACHINE
 from tests.support import predictions
 

@@ -99,7 +99,7 @@ def test_a_request_to_end_is_obeyed() -> None:
 
 
 @pytest.mark.parametrize(("traces", "code"), [(_wrote(4), 85), (_NOTHING, 143)])
-def test_a_request_in_a_pause_ends_the_pause(traces: Traces, code: int) -> None:
+def test_a_request_in_a_pause_ends_the_run(traces: Traces, code: int) -> None:
     """With a checkpoint there is something to go on from, as 85 promises."""
     runner = _Runner([9], asked_in_pause=1)
     assert _run(runner, [traces])[0] == code

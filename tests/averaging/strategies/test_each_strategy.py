@@ -264,7 +264,7 @@ def test_another_number_of_layers_is_another_schedule_and_another_interval_is_no
     assert rarer.accepts(stored)
 
 
-def test_a_schedule_of_allreduces_is_not_used_for_lazy_averaging() -> None:
+def test_lazy_averaging_does_not_use_an_earlier_versions_schedule() -> None:
     strategy = planned(Lazy, make_group(), 2, layers=2, bucket_bytes=100)
     stored = strategy.plan(None)
     assert stored is not None

@@ -24,7 +24,7 @@ from hpctrain.experiment import same_start
 from hpctrain.launch.launcher import Launcher
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual
-from tests.experiment.test_planned_shapes import BATCH_NORM_CONFIG as CONFIG
+from tests.experiment.test_grids_and_image_sizes import BATCH_NORM_CONFIG as CONFIG
 from tests.support.doctored import configuration, keys, view
 
 
