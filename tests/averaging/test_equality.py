@@ -1,4 +1,4 @@
-"""Every strategy is blocking averaging: any optimiser, any ranks and nodes, whatever the scheduler and a posting thread do."""
+"""Every strategy equals blocking averaging: any optimiser, ranks and nodes, any order of messages, and a posting thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stored samples as they are read: where they lie, whatever the disk does, and picture files as images."""
+"""Readers of stored samples: where samples lie, disks that fail, and picture files as images."""
 
 import errno
 import os

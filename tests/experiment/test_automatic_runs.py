@@ -1,4 +1,4 @@
-"""What a configuration leaves open: searched by rank 0, the same on all ranks, kept by runs that go on; machines and times."""
+"""Automatic choices: searched by rank 0, equal on all ranks, kept by resumed runs; machines and operator times."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Configurations before a run: names and options, what may change at a resume, and values that do not go together."""
+"""Checks of a configuration before a run: names and options, changes at a resume, and values that exclude each other."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Grids, image sizes and batch norms of a configuration, and trials of it."""
+"""The grid, image sizes and batch norms of a configuration, and its smoke trial."""
 
 from pathlib import Path
 from types import SimpleNamespace

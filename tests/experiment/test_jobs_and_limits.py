@@ -1,4 +1,4 @@
-"""Jobs of programs, nodes of several ranks, limits of time, flight records, and disks without room."""
+"""Jobs of users' programs, nodes with several ranks, time limits, flight records, and full disks."""
 
 import contextlib
 import json

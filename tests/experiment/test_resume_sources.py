@@ -1,4 +1,4 @@
-"""From what a run goes on: checkpoints that ranks verify together, stored runs, and the best checkpoint."""
+"""Sources of a resume: checkpoints that ranks verify together, stored runs, and the best checkpoint."""
 
 import logging
 import os

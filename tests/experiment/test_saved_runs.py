@@ -1,4 +1,4 @@
-"""Checkpoints of whole runs: background writes, faulty disks, any ranks to any others, own loops, and any order of clocks."""
+"""Checkpoints of whole runs: background writes, faulty disks, any ranks to any others, users' own loops, and wrong clocks."""
 
 import contextlib
 import json

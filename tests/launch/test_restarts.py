@@ -1,4 +1,4 @@
-"""The rules of starting again, and the pulse by which a rank and its keeper count how long the other has stood still."""
+"""The rules of restarts, and the pulse by which a rank and its keeper measure how long the other has been stopped."""
 
 import json
 from collections.abc import Sequence

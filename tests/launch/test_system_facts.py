@@ -1,4 +1,4 @@
-"""What the system says of a process and its job: memory, processor time, age, marks, schedulers; and exit codes."""
+"""Facts from the system about a process and its job: memory, processor time, age, marks, schedulers; and exit codes."""
 
 import contextlib
 import mmap

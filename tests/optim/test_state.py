@@ -1,4 +1,4 @@
-"""What surrounds an update: averages of weights, watches over bits, packed state, and counts of updates."""
+"""Parts around an update: averages of weights, watches over bits, packed state, and counts of updates."""
 
 from __future__ import annotations
 

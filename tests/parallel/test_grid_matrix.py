@@ -1,4 +1,4 @@
-"""Whole networks on grids of virtual ranks equal one rank: a sample of `make grid-matrix`, beside every averaging strategy."""
+"""Whole networks on grids of virtual ranks equal one rank: a sample of `make grid-matrix`, with every averaging strategy."""
 
 from __future__ import annotations
 

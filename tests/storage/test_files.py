@@ -1,4 +1,4 @@
-"""Files that are whole or what they were, in whatever way they are written, and what interrupted writers leave."""
+"""Atomic and background writes, files laid out in advance, leftovers of interrupted writers, and records that wait for room."""
 
 import contextlib
 import errno

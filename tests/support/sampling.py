@@ -84,7 +84,7 @@ class Sampling:
 
 
 def _covering(drawn: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Return at least `LARGE` cases in which each value of each parameter occurs, in drawn order."""
+    """Return at least `LARGE` cases in which each value of each parameter occurs."""
     met: set[tuple[str, int]] = set()
     with_new_values: list[pytest.Item] = []
     others: list[pytest.Item] = []

@@ -1,4 +1,4 @@
-"""Ranks that hold what they should go on and train the same bits; one flipped bit is found, with its rank and name."""
+"""Checks that ranks hold the same state and train the same bits; one flipped bit is found, with its rank and name."""
 
 from __future__ import annotations
 

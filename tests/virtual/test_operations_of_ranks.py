@@ -1,4 +1,4 @@
-"""Every operation of virtual ranks against its serial definition, promptly and adversarially, and what is counted of it."""
+"""Every operation of virtual ranks against its serial definition, promptly and adversarially, and its counters."""
 
 from collections.abc import Callable, Sequence
 from itertools import product

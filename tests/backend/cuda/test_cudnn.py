@@ -1,4 +1,4 @@
-"""cuDNN by a stand-in: graphs of convolutions as it is given them; plans that are left out, timed, shared with ranks and run."""
+"""cuDNN, replaced by a fake: graphs of convolutions, and plans that are left out, timed, shared between ranks and run."""
 
 from __future__ import annotations
 

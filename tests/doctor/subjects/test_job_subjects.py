@@ -1,4 +1,4 @@
-"""What is judged of jobs: grids, launchers, memory, MPI, progress, starts and versions."""
+"""What the doctor finds about jobs: grids, launchers, memory, MPI, progress, starts and versions."""
 
 import re
 from collections.abc import Sequence

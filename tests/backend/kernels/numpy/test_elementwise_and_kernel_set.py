@@ -1,4 +1,4 @@
-"""ReLU, sums, dropout and stochastic depth by their definitions; the whole set in both dtypes and within its memory; columns."""
+"""ReLU, sums, dropout and stochastic depth by their definitions; the whole kernel set, its dtypes and memory; columns."""
 
 import tracemalloc
 

@@ -1,4 +1,4 @@
-"""`hpctrain compare`, `trace` and what a run has left: as users call them."""
+"""`hpctrain compare` and `trace`, and what a supervisor reads from the files of an attempt."""
 
 from __future__ import annotations
 
