@@ -57,16 +57,16 @@ def hpctrain(
     return outcome
 
 
-def run_in(folder: Path, output: str = "runs", name: str = "tiny") -> RunDirectory:
+def newest_run(folder: Path, output: str = "runs", name: str = "tiny") -> RunDirectory:
     """Return the newest run of an output directory."""
     run = latest(folder / output, name)
     assert run is not None
     return run
 
 
-def last(folder: Path, output: str = "runs", name: str = "tiny") -> CheckpointContent:
+def newest_checkpoint(folder: Path, output: str = "runs", name: str = "tiny") -> CheckpointContent:
     """Return the newest checkpoint of the newest run."""
-    newest = checkpoint.read_newest(run_in(folder, output, name).checkpoints)
+    newest = checkpoint.read_newest(newest_run(folder, output, name).checkpoints)
     assert newest is not None
     return newest[1]
 
