@@ -38,7 +38,7 @@ _FIRST_BYTES = 1 << 16
 class ProgressMode(StrEnum):
     """How messages progress while kernels run.
 
-    They do not progress, or by tests after operators, or also by a thread, or by a thread that starts operations, too.
+    NONE: not at all. TEST: by tests after operators. THREAD: also by a thread. POSTING: by a thread that also starts operations.
     """
 
     NONE = "none"
