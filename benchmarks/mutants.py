@@ -1,12 +1,14 @@
-"""Whether the tests find changes of the package: mutants, each one changed operator, number, condition or dropped call.
+"""Mutation testing: small changes to the package, and the tests that find them.
 
-    python -m benchmarks.mutants draw mutants.json --count 60              sites, the same number of each package
-    python -m benchmarks.mutants probe mutants.json --checkout DIR         what each test reaches, by one run of the tests
-    python -m benchmarks.mutants run mutants.json --checkout DIR DIR2      each mutant under the tests that reach it
-    python -m benchmarks.mutants show mutants.json                         a table
+A mutant changes one operator, number or condition, or drops one call.
 
-A checkout is a clone with its own virtual environment (`make .venv/installed-dev`), which this program changes and restores.
-The first test that fails or takes too long kills a mutant. Only tests that reach it run, so that 60 mutants take minutes.
+    python -m benchmarks.mutants draw mutants.json --count 60              draw mutants, the same number from each package
+    python -m benchmarks.mutants probe mutants.json --checkout DIR         run the tests once to find which ones reach each mutant
+    python -m benchmarks.mutants run mutants.json --checkout DIR DIR2      run for each mutant the tests that reach it
+    python -m benchmarks.mutants show mutants.json                         print a table
+
+A checkout is a clone with its own virtual environment (`make .venv/installed-dev`). This program changes and restores its files.
+The first test that fails or takes too long kills a mutant. Only tests that reach a mutant run, so 60 mutants take minutes.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ def hit(k):
 
 
 def sites(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield what can be changed in the functions of a file: position, old text, new text, and the function's name."""
+    """Yield the possible changes in the functions of a file: file, function, old text and new text."""
     source = file.read_text()
     for function in ast.walk(ast.parse(source)):
         if not isinstance(function, ast.FunctionDef) or function.name == "__repr__":
@@ -70,7 +72,7 @@ def sites(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _computing(body: list[ast.stmt]) -> Iterator[ast.AST]:
-    """Walk statements, but not functions inside, annotations, messages of errors and the log."""
+    """Walk statements, except nested functions, annotations, raised errors and log messages."""
     for statement in body:
         for node in ast.walk(statement):
             text = ast.unparse(node) if isinstance(node, (ast.Raise, ast.Call)) else ""
@@ -85,7 +87,7 @@ def _computing(body: list[ast.stmt]) -> Iterator[ast.AST]:
 
 
 def _changed(node: ast.AST, source: str) -> str | None:
-    """Return the source of a node with one change; None where there is none."""
+    """Return the source of a node after its change; None if the node has no change."""
     whole = ast.get_source_segment(source, node) or ""
     if "\n" in whole:
         return None
@@ -110,14 +112,14 @@ def _changed(node: ast.AST, source: str) -> str | None:
 
 
 def draw(count: int, seed: int) -> list[dict[str, Any]]:
-    """Return as many mutants of each package, drawn by chance, at most one of a function."""
+    """Return `count` random mutants, as many from each package, and at most one per function."""
     drawn = []
     generator = random.Random(seed)
     for number, package in enumerate(PACKAGES):
-        found = [site for file in sorted(Path("hpctrain", package).rglob("*.py")) for site in sites(file)]
+        candidates = [site for file in sorted(Path("hpctrain", package).rglob("*.py")) for site in sites(file)]
         share = count * (number + 1) // len(PACKAGES) - count * number // len(PACKAGES)
         functions: set[tuple[str, str]] = set()
-        for site in generator.sample(found, len(found)):
+        for site in generator.sample(candidates, len(candidates)):
             if len(functions) < share and (site["file"], site["function"]) not in functions:
                 functions.add((site["file"], site["function"]))
                 drawn.append({"id": len(drawn), **site})
@@ -125,7 +127,7 @@ def draw(count: int, seed: int) -> list[dict[str, Any]]:
 
 
 def place(mutant: dict[str, Any], checkout: Path) -> tuple[str, int, int]:
-    """Return the file's text in a checkout, and where the mutant's old text begins and ends (characters)."""
+    """Return the text of the mutant's file in a checkout, and the first and last position of the old text in it (characters)."""
     source = (checkout / mutant["file"]).read_text()
     starts = [0, *(match.end() for match in re.finditer("\n", source))]
     for function in ast.walk(ast.parse(source)):
@@ -141,7 +143,7 @@ def place(mutant: dict[str, Any], checkout: Path) -> tuple[str, int, int]:
 
 
 def probe(mutants: list[dict[str, Any]], checkout: Path, level: str) -> None:
-    """Run the tests once with a probe at each mutant's place, and note for each which tests reach it, cheapest first."""
+    """Run the tests once with a probe at each mutant, and store the tests that reach it, cheapest first."""
     hits, costs = checkout / "hits.tsv", checkout / "costs.jsonl"
     (checkout / "hpctrain/_mutants.py").write_text(_PROBE)
     for mutant in mutants:
@@ -151,7 +153,7 @@ def probe(mutants: list[dict[str, Any]], checkout: Path, level: str) -> None:
         (checkout / mutant["file"]).write_text(source[:begin] + text + source[end:])
     environment = _environment(checkout) | {"HPCTRAIN_MUTANT_HITS": str(hits.absolute()), "HPCTRAIN_TEST_LEVEL": level}
     measure = ["-p", "tests.support.cpu_seconds", "--cpu-seconds", str(costs.absolute())]
-    one = [
+    single_process = [
         ".venv/bin/python",
         "-m",
         "pytest",
@@ -164,7 +166,7 @@ def probe(mutants: list[dict[str, Any]], checkout: Path, level: str) -> None:
         "parallel[1]",
         *measure,
     ]
-    subprocess.run(one, cwd=checkout, env=environment)
+    subprocess.run(single_process, cwd=checkout, env=environment)
     for ranks in (2, 3, 4):
         subprocess.run(
             _with_ranks(ranks, ["-q", *measure, "-m", f"parallel[{ranks}]", "tests/mpi"]), cwd=checkout, env=environment
@@ -184,7 +186,7 @@ def probe(mutants: list[dict[str, Any]], checkout: Path, level: str) -> None:
 
 
 def run(mutants: list[dict[str, Any]], checkouts: list[Path], out: Path, all_mutants: list[dict[str, Any]]) -> None:
-    """Run each mutant under the tests that reach it, in as many threads as there are checkouts; write results as they come."""
+    """Run for each mutant the tests that reach it, one thread per checkout; write each result at once."""
     waiting = list(reversed(mutants))
     lock = threading.Lock()
 
@@ -208,7 +210,7 @@ def run(mutants: list[dict[str, Any]], checkouts: list[Path], out: Path, all_mut
 
 
 def _killer(mutant: dict[str, Any], checkout: Path) -> str | None:
-    """Return the test that fails with a mutant; None where all pass."""
+    """Return the first test that fails with a mutant; None if all pass."""
     source, begin, end = place(mutant, checkout)
     (checkout / mutant["file"]).write_text(source[:begin] + f"({mutant['new']})" + source[end:])
     try:
@@ -266,27 +268,29 @@ def _restore(checkout: Path) -> None:
 
 
 def main() -> None:
-    """Draw, probe, run or show mutants."""
-    parser = argparse.ArgumentParser(description="Mutants of the package, and which tests kill them.")
+    """Parse the command line, and draw, probe, run or show mutants."""
+    parser = argparse.ArgumentParser(description="Make mutants of the package, and find the tests that kill them.")
     parser.add_argument("action", choices=["draw", "probe", "run", "show"])
-    parser.add_argument("file", type=Path, nargs="?", default=Path("mutants.json"), help="mutants, which every action updates")
+    parser.add_argument(
+        "file", type=Path, nargs="?", default=Path("mutants.json"), help="the mutants; every action updates this file"
+    )
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--level", default="usual", help="of the tests that probe")
+    parser.add_argument("--level", default="usual", help="level of the tests that `probe` runs")
     parser.add_argument("--checkout", type=Path, nargs="*", default=[])
-    parser.add_argument("--survivors", action="store_true", help="run only those that nothing has killed")
-    chosen = parser.parse_args()
-    mutants = draw(chosen.count, chosen.seed) if chosen.action == "draw" else json.loads(chosen.file.read_text())
-    if chosen.action == "probe":
-        probe(mutants, chosen.checkout[0], chosen.level)
-    if chosen.action == "run":
-        again = [mutant for mutant in mutants if not chosen.survivors or mutant.get("killed_by") is None]
-        run(again, chosen.checkout, chosen.file, mutants)
-    if chosen.action == "show":
+    parser.add_argument("--survivors", action="store_true", help="run only the mutants that no test has killed")
+    options = parser.parse_args()
+    mutants = draw(options.count, options.seed) if options.action == "draw" else json.loads(options.file.read_text())
+    if options.action == "probe":
+        probe(mutants, options.checkout[0], options.level)
+    if options.action == "run":
+        selected = [mutant for mutant in mutants if not options.survivors or mutant.get("killed_by") is None]
+        run(selected, options.checkout, options.file, mutants)
+    if options.action == "show":
         for mutant in mutants:
             change = f"{mutant['old']!r} -> {mutant['new']!r}"
             print(f"{mutant['id']:3} {mutant['file']}:{mutant['function']} {change}: {mutant.get('killed_by')}")
-    chosen.file.write_text(json.dumps(mutants, indent=1))
+    options.file.write_text(json.dumps(mutants, indent=1))
 
 
 if __name__ == "__main__":

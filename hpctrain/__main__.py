@@ -45,7 +45,7 @@ def _compute(command: str) -> None:
     from hpctrain.launch.signals import SignalWatch, of_process
 
     if command in ("train", "eval"):
-        gc.disable()  # until all is loaded (see `ConfiguredProcess`): modules are looked through for nothing
+        gc.disable()  # until all modules are loaded (see `ConfiguredProcess`): there is no garbage to collect among them
     if command != "script":
         os.environ.setdefault(*_NO_PLUGINS)
     launcher, keeper, recording = started_by(os.environ), Keeper(), contextlib.ExitStack()

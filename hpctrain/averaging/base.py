@@ -90,8 +90,8 @@ class Agreement:
 class GradientAverager(ABC):
     """Run the operations that the ranks have agreed on.
 
-    A step calls, in this order: begin_step(lr, counts); per layer in forward: before_forward, input_ready; per layer in
-    backward: error_ready, grad_ready, data_free; end_backward(). `drain` may come between steps.
+    A step calls in this order: begin_step(lr, counts); per layer in forward: before_forward, input_ready; per layer in
+    backward: error_ready, grad_ready, data_free; end_backward(). `drain` may be called between steps.
 
     Attributes:
         schedule: the operations of a step, as they are now; None where a strategy has no schedule.

@@ -44,7 +44,7 @@ def make_backend(
 ) -> Backend:
     """Return the backend of that name.
 
-    "auto" takes a GPU where one can be used, then oneDNN for float32 where its library loads, else NumPy, and logs which.
+    "auto" selects a GPU if one can be used, else oneDNN for float32 if its library loads, else NumPy, and logs its choice.
 
     Args:
         dtype: "float32" or "float64": of parameters, and of activations at precision "float32".

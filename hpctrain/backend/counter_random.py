@@ -26,8 +26,8 @@ _BLOCK = 8192  # counters worked on at once: their state stays in the nearest ca
 def key(*parts: int | str) -> Key:
     """Return two 32-bit words that name a stream.
 
-    An example is key("dropout", seed, step, "classifier.1"). A cryptographic hash of the parts, their types and their borders:
-    equal parts, equal key, in every process.
+    An example is key("dropout", seed, step, "classifier.1"). The key is a cryptographic hash of the parts, their types and their
+    borders, so equal parts have an equal key in every process.
     """
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:

@@ -83,7 +83,7 @@ class HostMirrors(Protocol):
     def arrive(self, transit: Transit, array: Array, intervals: Sequence[tuple[int, int]]) -> None:
         """Enqueue array := mirror for intervals of the flat elements.
 
-        The copy follows the work of kernels before `leave` and precedes all that comes from now on. Once for each transit;
-        without intervals nothing arrives.
+        The copy runs after the work of kernels before `leave`, and before all work that is enqueued from now on. Call it once
+        for each transit. Without intervals nothing is copied.
         """
         ...

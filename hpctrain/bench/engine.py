@@ -137,9 +137,10 @@ def _account(primitives: Sequence[Sequence[PrimitiveTime]] | None) -> tuple[floa
 
 
 def compare(task: Workload, backend: str, python: str, threads: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Measure our engine and PyTorch's variants, each in a process of its own, in turn.
+    """Measure our engine and PyTorch's variants in turn, each in a process of its own.
 
-    Returns ms per step, peak memory, and how many times as fast ours is (median of the rounds' ratios, by wall time).
+    Return the milliseconds per step, the peak memory, and the speed of ours over PyTorch's (median of the rounds' ratios of
+    wall time).
 
     Args:
         python: a Python that has PyTorch.

@@ -21,8 +21,8 @@ _FIELDS = 9  # engine, kind, implementation, propagation, memory, attributes, au
 class PrimitiveTime:
     """One execution of a primitive.
 
-    kind: for example "convolution". implementation: "brgconv:avx512_core". propagation: "forward_training". formats: of memory.
-    problem: the shape, as oneDNN writes it.
+    kind: such as "convolution". implementation: such as "brgconv:avx512_core". propagation: such as "forward_training".
+    memory: its formats. problem: the shape, as oneDNN writes it.
     """
 
     kind: str

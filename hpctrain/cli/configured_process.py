@@ -67,7 +67,7 @@ class ConfiguredProcess(JobProcess):
         self._log_ranks, self._smoke = log_ranks, smoke
         self._options = {"smoke": smoke, **options}
         self._trial: SmokeTrial | None = None
-        from hpctrain.experiment.lost_ranks import RunMemory  # not for `hpctrain --help`, which loads this module
+        from hpctrain.experiment.lost_ranks import RunMemory  # here: `hpctrain --help` loads this module and does not need it
 
         self.memory, self._watch = RunMemory(), watch
         self._config: Config | None = None
@@ -182,7 +182,7 @@ class ConfiguredProcess(JobProcess):
         return self.world
 
     def _begin(self, read: ReadConfig, *, trains: bool = False) -> None:
-        """Read the configuration, set the threads, load the program, then start MPI, in any case."""
+        """Read the configuration, set the threads, load the program, and start MPI even where a step before has failed."""
         try:
             self._prepared = self._prepare(read)
             self._config = self._prepared[0]
@@ -200,9 +200,9 @@ class ConfiguredProcess(JobProcess):
         self.exits.callback(self.end_mpi)  # while its segments are still written down: who is killed here has left them
 
     def _load(self, *, trains: bool) -> None:
-        """Load what the job will need: while no rank waits for another one, so that a slow file system does not hold up all."""
+        """Load the job's modules while no rank waits for another, so that one slow file system does not delay all ranks."""
         from hpctrain.experiment import automatic
-        from hpctrain.storage import checkpoint  # noqa: F401  loads h5py, which starts a process: no one should once MPI runs
+        from hpctrain.storage import checkpoint  # noqa: F401  h5py starts a process, which is unsafe once MPI runs
 
         if self._config is not None:
             automatic.load(self._config)
@@ -270,7 +270,7 @@ class ConfiguredProcess(JobProcess):
 
 
 def _collect_again() -> None:
-    """End the pause of Python's collector since the process began, if there is one; what was loaded is never looked at again."""
+    """Enable Python's garbage collector if it is off, and exempt all objects that exist now from collection."""
     if not gc.isenabled():
         gc.freeze()
         gc.enable()

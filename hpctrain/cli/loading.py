@@ -16,7 +16,7 @@ def load_config(file: Path, overrides: tuple[str, ...]) -> tuple[Config, Source]
     Raises:
         ConfigError: one sentence for each fault, each with its place.
     """
-    from hpctrain.config.load import load  # pydantic and YAML, which `hpctrain --help` does without
+    from hpctrain.config.load import load  # here: it loads pydantic and YAML, which `hpctrain --help` does not need
 
     return load(file, overrides, _refusal)
 

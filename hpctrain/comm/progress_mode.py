@@ -36,9 +36,9 @@ _FIRST_BYTES = 1 << 16
 
 
 class ProgressMode(StrEnum):
-    """How messages are moved while kernels run.
+    """How messages progress while kernels run.
 
-    Not at all, by tests after operators, by a thread as well, or by a thread that starts operations, too.
+    NONE: not at all. TEST: by tests after operators. THREAD: also by a thread. POSTING: by a thread that also starts operations.
     """
 
     NONE = "none"

@@ -28,7 +28,7 @@ def reaching(transport: Transport, comm: Communicator, arithmetic: Arithmetic) -
     """
     if transport == "staged":
         return staged(comm, arithmetic)
-    from hpctrain.comm.device_mpi import over_mpi  # these for jobs on GPUs alone
+    from hpctrain.comm.device_mpi import over_mpi  # here: only jobs on GPUs need these modules
     from hpctrain.comm.nccl import joined, over_nccl
 
     match transport:

@@ -14,9 +14,9 @@ from hpctrain.errors import DataError
 
 @contextmanager
 def system_errors_as(sentence: str) -> Iterator[None]:
-    """Raise what the system refuses inside the block, for example a missing permission, with a sentence.
+    """Replace an error of the system inside the block by a `DataError`.
 
-    The message is "SENTENCE: reason."
+    Its message is "SENTENCE: reason."
 
     Raises:
         DataError: in place of any OSError.

@@ -146,7 +146,7 @@ def changed(image: np.ndarray, choices: Iterable[tuple[str, float]], interpolati
 
 
 def check_channels(augmentation: str, channels: int) -> None:
-    """Raise unless a picture can have so many channels.
+    """Raise unless the number of channels is that of a picture.
 
     Raises:
         ShapeError: no picture has so many channels.

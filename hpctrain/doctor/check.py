@@ -81,7 +81,7 @@ class JobView:
         return found
 
     def on(self, ranks: Sequence[int]) -> str:
-        """Return " on rank 3 (nid001)", the end of a sentence; empty where it is all ranks."""
+        """Return the end of a sentence, " on rank 3 (nid001)"; empty if `ranks` are all ranks."""
         if len(ranks) == self.size:
             return ""
         hosts = list(dict.fromkeys(self.hosts[rank] for rank in ranks))

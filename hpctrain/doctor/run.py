@@ -21,7 +21,7 @@ from hpctrain.plain_text import echo
 
 if TYPE_CHECKING:
     from hpctrain.comm.base import Communicator
-    from hpctrain.config.schema import Config  # the command's module is loaded for `hpctrain --help`, too
+    from hpctrain.config.schema import Config  # `hpctrain --help` loads this module and does not need them
     from hpctrain.config.source import Source
     from hpctrain.doctor.check import OwnPlace
     from hpctrain.doctor.job import Examination, RankNotes

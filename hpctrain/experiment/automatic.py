@@ -25,13 +25,13 @@ def resolve(config: Config, started: StartedJob, resume: str | None = None, repe
     """
     if not config.automatic:
         return Resolved(config)
-    from hpctrain.experiment.automatic_search import choose  # which `load` has loaded by then
+    from hpctrain.experiment.automatic_search import choose  # loaded earlier, by `load`
 
     return choose(config, started, resume, repeated)
 
 
 def load(config: Config) -> None:
-    """Load what `resolve` needs: before ranks wait for each other, as one whose file system is slow would hold up all."""
+    """Load the modules of `resolve` before ranks wait for each other, so that one slow file system does not delay all ranks."""
     if config.automatic:
         from hpctrain.experiment import automatic_search  # noqa: F401
 
@@ -43,6 +43,6 @@ def keep(resolved: Resolved, directory: RunDirectory) -> None:
         return
     write_json(directory.choice_path, resolved.choice.to_meta())
     if resolved.machine is not None:
-        from hpctrain.planner import machine_file  # loaded: it measured the machine
+        from hpctrain.planner import machine_file  # loaded earlier, to measure the machine
 
         machine_file.write(directory.machine_path, resolved.machine)

@@ -16,12 +16,12 @@ from hpctrain.experiment import grid
 from hpctrain.experiment.candidate_keys import flow
 from hpctrain.parallel.parallel_plan import ParallelPlan
 
-if TYPE_CHECKING:  # no start loads the planner where nothing is `auto`
+if TYPE_CHECKING:  # a start with nothing `auto` must not load the planner
     from hpctrain.experiment.planned_run import PlannedRun
     from hpctrain.planner.machine import Machine
     from hpctrain.planner.prediction import Prediction
 
-#: of a checkpoint's metadata
+#: key of a checkpoint's metadata
 META = "choice"
 
 

@@ -1,6 +1,6 @@
 """The choice of what a configuration leaves open: by a search at the start of a job, or as an earlier run keeps it.
 
-It loads the planner, so trainings with nothing `auto` do not load it.
+This module loads the planner, so a training with nothing `auto` does not import it.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from hpctrain.storage.run_directory import RunDirectory
 
 
 def choose(config: Config, started: StartedJob, resume: str | None, repeated: str | None) -> Resolved:
-    """As `automatic.resolve`, for a configuration that leaves something open. Collective over the world."""
+    """Do the work of `automatic.resolve` for a configuration that leaves something open. Collective over the world."""
     world = started.world
-    there = None if resume is None else find_checkpoint(world, config.output, config.name, resume)
-    kept, lines = started.on_root(lambda: _stored(config, world.size, there, repeated))
+    source = None if resume is None else find_checkpoint(world, config.output, config.name, resume)
+    kept, lines = started.on_root(lambda: _stored(config, world.size, source, repeated))
     if kept is not None:
         return Resolved(kept.applied(config), kept, None, lines)
     _check_same_images(config, world)
-    task = raise_on_all_ranks(world, lambda: stand_in(config, world.size))
+    task = raise_on_all_ranks(world, lambda: with_default_plan(config, world.size))
     outcome = find(started, planned_job.job(task), _space(config, task, world.size), config.machine)
     choice = _choice(config, world.size, task, outcome)
     resolved = choice.applied(config)
@@ -50,25 +50,25 @@ def choose(config: Config, started: StartedJob, resume: str | None, repeated: st
 
 
 def _check_same_images(config: Config, world: Communicator) -> None:
-    """Compare the training file, whose header determines the job, between ranks; it may not exist yet. Collective.
+    """Compare between ranks the training file, whose header determines the job; it may not exist yet. Collective.
 
     Raises:
         DataError: a rank has another file than most ranks, or has one that others lack; on every rank.
     """
     path = config.data.train
-    there = path == SYNTHETIC or Path(path).exists()
+    exists = path == SYNTHETIC or Path(path).exists()
     compare(
-        world, Subject("another data.train", f"give all nodes the same {path}", {"whether it exists": there}, error=DataError)
+        world, Subject("another data.train", f"give all nodes the same {path}", {"whether it exists": exists}, error=DataError)
     )
-    if there:
+    if exists:
         open_alike(world, config, ("train",))
 
 
 def _stored(
-    config: Config, ranks: int, there: tuple[Path, CheckpointContent] | None, repeated: str | None
+    config: Config, ranks: int, source: tuple[Path, CheckpointContent] | None, repeated: str | None
 ) -> tuple[AutomaticChoice | None, tuple[str, ...]]:
-    """The choice that an earlier run keeps, where it goes on; lines that say so, or why it does not."""
-    stored = _of_checkpoint(there) or _of_run(repeated)
+    """Return the choice that an earlier run keeps, or None where it does not apply, and lines that say so."""
+    stored = _of_checkpoint(source) or _of_run(repeated)
     if stored is None:
         return None, ()
     choice, place = stored
@@ -77,20 +77,20 @@ def _stored(
         return None, (f"{ranks} ranks instead of {choice.ranks}: {open_sections} chosen again",)
     if set(choice.sections) != set(config.automatic):
         return None, (f"{' and '.join(choice.sections)} auto until now: {open_sections} chosen again",)
-    choice.check_fits(stand_in(config, ranks), place)
+    choice.check_fits(with_default_plan(config, ranks), place)
     return choice, (f"{choice.line(choice.applied(config))}; kept from {place}",)
 
 
-def _of_checkpoint(there: tuple[Path, CheckpointContent] | None) -> tuple[AutomaticChoice, str] | None:
-    """The choice that the checkpoint keeps from which the run goes on, and its place."""
-    if there is None or META not in there[1].meta:
+def _of_checkpoint(source: tuple[Path, CheckpointContent] | None) -> tuple[AutomaticChoice, str] | None:
+    """Return the choice in the checkpoint that the run resumes from, and its path."""
+    if source is None or META not in source[1].meta:
         return None
-    place, meta = str(there[0]), there[1].meta[META]
+    place, meta = str(source[0]), source[1].meta[META]
     return AutomaticChoice.from_meta(meta, place), place
 
 
 def _of_run(repeated: str | None) -> tuple[AutomaticChoice, str] | None:
-    """The choice of a run whose averaging is repeated, from its directory or a checkpoint, and its place."""
+    """Return the choice of a run whose averaging is repeated, from its directory or a checkpoint, and the path."""
     if repeated is None:
         return None
     if Path(repeated).is_file() or checkpoint.is_sharded(Path(repeated)):
@@ -101,14 +101,14 @@ def _of_run(repeated: str | None) -> tuple[AutomaticChoice, str] | None:
 
 
 def planned(config: Config, ranks: int | None, machine: str | None, image: Image | None, classes: int | None) -> Config:
-    """The configuration as a job of so many ranks on a machine would run it, without that job.
+    """Return the configuration that a job with this number of ranks on a machine would run, without that job.
 
     Args:
         ranks: None: as many as the configured grid has. machine: a file or a name; None: the configured one.
         image, classes: as `prepare` takes them.
 
     Raises:
-        ConfigError: something is left open, and ranks or a machine are missing; or as `decide`.
+        ConfigError: something is left open, and ranks or a machine are missing; or no plan fits.
     """
     if not config.automatic:
         return config
@@ -122,9 +122,9 @@ def planned(config: Config, ranks: int | None, machine: str | None, image: Image
             f"{' and '.join(config.automatic)} {'is' if len(config.automatic) == 1 else 'are'} auto, which follows from {lacks}; "
             f"give {option}, or values in place of auto."
         )
-    there, task = machine_file.read(name), stand_in(config, ranks, image, classes)
-    costs = planner_costs.costs(there, task)
-    outcome = best(planned_job.job(task), there, costs, ranks, _space(config, task, ranks))
+    measured, task = machine_file.read(name), with_default_plan(config, ranks, image, classes)
+    costs = planner_costs.costs(measured, task)
+    outcome = best(planned_job.job(task), measured, costs, ranks, _space(config, task, ranks))
     return _choice(config, ranks, task, outcome).applied(config)
 
 
@@ -135,11 +135,11 @@ def _choice(config: Config, ranks: int, task: PlannedRun, outcome: BestCandidate
 
 
 def _space(config: Config, task: PlannedRun, ranks: int) -> SearchSpace:
-    """All that the configuration leaves open; what it names is fixed, and so are micro-batches, which change batch statistics."""
+    """Return what the configuration leaves open. Micro-batches are fixed, too, because they change batch statistics."""
     given = config.averager
     fixed_grid = None if config.grid.automatic else (config.grid.rows, grid.columns(config, ranks))
     if fixed_grid is None and not task.kernels.arithmetic.on_host:
-        fixed_grid = (1, ranks)  # the costs know of no way through the host's memory, which split layers take
+        fixed_grid = (1, ranks)  # split layers exchange by way of the host, which has no costs in the model
     return SearchSpace(
         fixed_grid=fixed_grid,
         fixed_plan=None if config.plan.automatic else grid.parallel_plan(config, max(1, ranks // config.grid.rows)),
@@ -149,8 +149,8 @@ def _space(config: Config, task: PlannedRun, ranks: int) -> SearchSpace:
     )
 
 
-def stand_in(config: Config, ranks: int, image: Image | None = None, classes: int | None = None) -> PlannedRun:
-    """The run with the defaults in place of what is open: its model, images and parameters are those of any choice.
+def with_default_plan(config: Config, ranks: int, image: Image | None = None, classes: int | None = None) -> PlannedRun:
+    """Return the run with defaults for what is open. Model, images and parameters are the same for any choice.
 
     Raises:
         HpctrainError: what configuration and data do not agree on, whatever is chosen.

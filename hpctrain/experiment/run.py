@@ -135,7 +135,7 @@ def _run_owned(
 
 
 def _most_steps(session: Session, parts: Parts, done: int, steps: int) -> int:
-    """The steps that a run can take which has done some. steps: that it is to take; 0: all."""
+    """Return how many steps the run can still take after `done` of them. steps: a limit; 0: none."""
     left = session.config.epochs * len(parts.loader) - done
     return min(left, steps) if steps else left
 
@@ -170,7 +170,7 @@ def _trace_report(session: Session) -> TraceReport | None:
     trace = session.progress.trace
     if trace is None:
         return None
-    from hpctrain.experiment.trace_report import TraceReport  # for traced runs alone
+    from hpctrain.experiment.trace_report import TraceReport  # here: only traced runs need it
 
     return TraceReport(session.world, session.progress, trace)
 

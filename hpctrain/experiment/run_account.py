@@ -27,7 +27,7 @@ class RunAccount:
     """Made before the first step, finished after the last one. Both are collective over the world.
 
     Args:
-        mode: in which messages progress. most_steps: that the run can take.
+        mode: how messages progress. most_steps: a bound on the steps of the run; a run with too few has no account.
 
     Attributes:
         sample: records operators of a few steps; None where nothing is predicted from them, or a trace has them already.
@@ -35,15 +35,15 @@ class RunAccount:
 
     def __init__(self, session: Session, parts: Parts, mode: ProgressMode, most_steps: float = math.inf) -> None:
         self._session = session
-        many = most_steps >= step_account.FEWEST_STEPS
-        self._wanted = many and (session.world.size > 1 or session.config.machine is not None)
+        enough_steps = most_steps >= step_account.FEWEST_STEPS
+        self._wanted = enough_steps and (session.world.size > 1 or session.config.machine is not None)
         self.sample: OperatorSample | None = None
         on_host = parts.backend.kernels.arithmetic.on_host
         if self._wanted and session.resolved.choice is None and session.progress.trace is None and on_host:
             self.sample = OperatorSample(parts.replica, session.threads.threads)
         self._prediction: StepPrediction | None = None
         if self._wanted and session.resolved.choice is None:
-            # The planner: not for runs that predict nothing, and not at the end of a run, for whose time files may have changed.
+            # It loads the planner: only for runs that predict, and now, because files may have changed when the run ends.
             from hpctrain.experiment.step_prediction import StepPrediction
 
             self._prediction = StepPrediction(session, parts, mode, self.sample)

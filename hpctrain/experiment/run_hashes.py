@@ -27,7 +27,7 @@ class RunHashes:
         self._hashes: StateHashes | None = None
         if not session.config.hashes.every_steps:
             return
-        from hpctrain.storage.hash_file import HashFile  # these for runs that keep hashes alone
+        from hpctrain.storage.hash_file import HashFile  # here: only runs that keep hashes need it
         from hpctrain.train.state_hashes import StateHashes
 
         self._hashes = StateHashes(replica)
@@ -37,7 +37,7 @@ class RunHashes:
         """Record the hashes of the state at a position. Between steps, after `settle` of the replica; drains it."""
         if self._hashes is None:
             return
-        from hpctrain.train.element_hash import hash_of_all  # loaded with the others
+        from hpctrain.train.element_hash import hash_of_all  # loaded earlier, by StateHashes
 
         begin_ns = self._trace.clock_ns() if self._trace is not None else 0
         self._replica.drain()

@@ -18,7 +18,7 @@ from hpctrain.config.duration import SLURM
 from hpctrain.config.schema import Config, ScheduleConfig
 from hpctrain.data.facts import DataFacts
 from hpctrain.errors import ConfigError, HpctrainError
-from hpctrain.experiment.automatic_search import stand_in
+from hpctrain.experiment.automatic_search import with_default_plan
 from hpctrain.experiment.image_sizes import size_faults
 from hpctrain.experiment.images import check_shapes, evaluation_images, open_images, training_shape
 from hpctrain.experiment.planned_run import Image
@@ -191,7 +191,7 @@ def _scaled(step: AugmentConfig, factor: float) -> AugmentConfig:
 def _has_same_parameters(small: Config, full: Config, ranks: int) -> bool:
     """Whether a model takes the smaller images, and no parameter has another shape for them; False where it is refused."""
     try:
-        shapes = [{name: spec.shape for name, spec in stand_in(one, ranks).specs.items()} for one in (small, full)]
+        shapes = [{name: spec.shape for name, spec in with_default_plan(one, ranks).specs.items()} for one in (small, full)]
     except HpctrainError:  # which the run itself will tell of the images as they are
         return False
     # Images may become so small that a batch norm has a single value per channel, for which the training would be refused.

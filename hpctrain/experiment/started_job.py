@@ -1,4 +1,4 @@
-"""All ranks of a job that has started, before there is a grid. Apart from the search, which most starts do not load."""
+"""The ranks of a started job. This module is apart from the search, which most starts do not load."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from typing import TypeVar
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
 
-Told = TypeVar("Told")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class StartedJob:
-    """All ranks of a started job, before there is a grid. threads: of a rank. deadline_seconds: that a rank waits for others."""
+    """The ranks of a started job before it has a grid. threads: per rank. deadline_seconds: how long a rank waits for others."""
 
     world: Communicator
     threads: int
     deadline_seconds: float
 
-    def on_root(self, work: Callable[[], Told]) -> Told:
-        """The result of rank 0's work, on every rank; an error, too. Collective."""
-        told: Told = self.world.broadcast_object(raise_on_all_ranks(self.world, lambda: work() if self.world.rank == 0 else None))
-        return told
+    def on_root(self, work: Callable[[], Result]) -> Result:
+        """Run `work` on rank 0, and return its result or raise its error on every rank. Collective."""
+        on_rank_0 = raise_on_all_ranks(self.world, lambda: work() if self.world.rank == 0 else None)
+        result: Result = self.world.broadcast_object(on_rank_0)
+        return result

@@ -1,4 +1,7 @@
-"""The prediction of a run's step: by the machine's links, and the operators that the run has timed. It loads the planner."""
+"""The prediction of a run's step, from the links of the machine and the times of the run's operators.
+
+This module loads the planner.
+"""
 
 from __future__ import annotations
 
@@ -30,17 +33,17 @@ class StepPrediction:
     """The prediction of a step of a run.
 
     Args:
-        mode: in which messages progress. sample: of the operators of a few steps; None: only a trace may have them.
+        mode: how messages progress. sample: times of the operators of a few steps; None: they come from a trace, if there is one.
     """
 
     def __init__(self, session: Session, parts: Parts, mode: ProgressMode, sample: OperatorSample | None) -> None:
         self._session, self._parts, self._mode, self._sample = session, parts, mode, sample
 
     def predicted(self, *, in_haste: bool) -> PredictedStep | None:
-        """The step, on rank 0 alone. Collective.
+        """Return the predicted step on rank 0, None on other ranks. Collective.
 
         Args:
-            in_haste: the job is to end, so nothing is measured.
+            in_haste: measure nothing, because the job must end.
 
         Raises:
             HpctrainError: there is no prediction, with the reason.
@@ -49,7 +52,7 @@ class StepPrediction:
         return self._simulated(machine) if self._session.is_root else None
 
     def _machine(self, *, in_haste: bool) -> Machine:
-        """The configured machine, else one whose links are measured now; the same on every rank, and errors too. Collective.
+        """Return the configured machine, or one whose links are measured now. Collective; all ranks return or raise the same.
 
         Raises:
             HpctrainError: there is none.
@@ -67,14 +70,14 @@ class StepPrediction:
         return measured_in_haste(session.world, lambda before: rates, session.config.deadline_seconds)
 
     def _times(self) -> SampledTimes | None:
-        """The times of this rank's operators, in a few steps, or in all where they are traced."""
+        """Return the times of this rank's operators, from the sampled steps or from the trace; None if there are none."""
         trace = self._session.progress.trace
         if self._sample is not None:
             return SampledTimes.of(self._sample.events())
         return None if trace is None or not self._parts.backend.kernels.arithmetic.on_host else SampledTimes.of(trace.events())
 
     def _plan(self) -> ExecutionPlan:
-        """The plan that this rank runs in a step with the full batch."""
+        """Return the plan that this rank runs in a step with the full batch."""
         config, groups = self._session.config, self._session.groups
         counts = counts_over(config.batch, groups.all_ranks.size, groups.split_size, config.exact.shards)
         first = groups.position - groups.split_rank
@@ -84,7 +87,7 @@ class StepPrediction:
         return self._parts.replica.network.program(of_group, training=True).plan
 
     def _simulated(self, machine: Machine) -> PredictedStep:
-        """The simulated step, from the operators of this rank.
+        """Simulate a step with the operator times of this rank.
 
         Raises:
             HpctrainError: a run that cannot be simulated, with the reason.

@@ -25,7 +25,7 @@ def tried(config: Config | None, launcher: Launcher) -> str | None:
         return None
     if choose.DEVICE_VARIABLE in os.environ or not choose.cupy_is_installed():
         return None
-    from hpctrain.comm.device_probe import trial  # where there may be a GPU
+    from hpctrain.comm.device_probe import trial  # here: only nodes that may have a GPU need it
 
     return trial()
 

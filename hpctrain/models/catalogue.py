@@ -57,7 +57,7 @@ def entry(name: str) -> Entry:
         ConfigError: no model of this name, or code of the user's that is none.
     """
     families = FAMILIES.names()
-    entries = _entries([name] if name in families else families)  # a family is found without the others'
+    entries = _entries([name] if name in families else families)  # a family's name needs no other family
     builder = FAMILIES.find_outside(name, entries)
     if builder is None:
         return entries[name]
@@ -134,7 +134,7 @@ def _placeholders(known: Entry) -> dict[str, object]:
 
 
 def _entries(families: Iterable[str]) -> Mapping[str, Entry]:
-    """All names of the families."""
+    """Return the entries of these families and their variants, by name."""
     entries: dict[str, Entry] = {}
     for family in families:
         build = FAMILIES.find(family)

@@ -38,7 +38,8 @@ class ArrayLayer(Leaf):
     def with_window(self, window: Window) -> ArrayLayer:
         """Return this layer with another window: the same kernel and stride, other padding.
 
-        A part of an image is padded at the image's edges only. Forward and backward must take the padding from `self.window`.
+        The padding differs because a part of an image is padded only at the edges of the image. Forward and backward must read it
+        from `self.window`.
         """
         other = copy.copy(self)
         other.window = window

@@ -77,9 +77,9 @@ class Program:
         return int(self.x.shape[0])
 
     def set_input(self, x: np.ndarray | PixelBatch) -> None:
-        """Fill the input buffer from an array of the host, or from pixels that the device makes into one.
+        """Fill the input buffer from an array on the host, or from pixels that kernels convert.
 
-        Both may change afterwards.
+        `x` may change afterwards.
         """
         if isinstance(x, PixelBatch) and isinstance(self._kernels, PixelInput):
             self._kernels.make_input(self.x, x)

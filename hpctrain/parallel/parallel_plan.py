@@ -22,7 +22,7 @@ class Parallelism(StrEnum):
 
 
 def _parallelism(name: str) -> Parallelism:
-    """Raise unless there is a use of that name.
+    """Return the use of that name.
 
     Raises:
         ConfigError: there is no such use; the message gives the nearest.

@@ -86,7 +86,7 @@ class MemoryReport:
     """Bytes of one position.
 
     activations: the arena of a training step, gradients of activations included. messages: the buffers of the split group.
-    parameters: their values; as many bytes again hold their gradients.
+    parameters: their values; their gradients take the same again.
     """
 
     activations: int

@@ -206,9 +206,9 @@ def _with_receptive_field(spec: Windowed, window: Window, vertical: ReceptiveFie
 
 
 def _local(spec: Spec, sharding: OperatorSharding, rank: int) -> Spec:
-    """Return the spec with all that depends on the rank's box of the output.
+    """Return the spec of one rank's part, which depends on its box of the output.
 
-    That is masks, the ranks that share statistics, and no work at all where the box has no channels.
+    Masks and the ranks that share statistics follow from the box. A box without channels needs no work.
     """
     writes = sharding.writes
     box = writes.boxes[rank]

@@ -27,8 +27,8 @@ from hpctrain.planner.job import Candidate, Job
 class GroupSchedule:
     """The operations that the averager of one parameter group posts.
 
-    split_ranks: the ranks of a split group that post them. schedule: None for a strategy that has none: one allreduce of all
-    gradients after backward.
+    split_ranks: the ranks of a split group that post them. schedule: None for a strategy that has none and posts one
+    allreduce of all gradients after backward.
 
     samples: of the step, by rank of the group. order: the group's ranks as the schedule counts them; None: in their own order.
     rounding: of the strategy's messages, also where it has no schedule.

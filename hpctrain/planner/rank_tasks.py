@@ -220,7 +220,7 @@ class _PassTasks:
     def _merge(self, step: PlannedStep, purpose: str, counts: int) -> Merge | None:
         """Return the merge of a synchronised batch norm; None where no other rank takes part.
 
-        counts: numbers next to the two of each channel.
+        counts: numbers that are merged in addition to two per channel.
         """
         spec = None if step.node is None else step.operator.spec
         if not isinstance(spec, BatchNormSpec) or not spec.synchronised or self._facts.merging[spec.merge] == 1:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from hpctrain.train.progress_bar import Advance, ProgressBar
 
-# By these, rich takes what is no terminal for one.
+# With one of these environment variables, rich treats a stream that is no terminal as one.
 _FORCING = ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
 
 #: how a run shows where it is
@@ -71,7 +71,7 @@ class ConsoleReporter(Reporter):
         begin = {"epochs": epochs, "samples": samples_per_epoch, "done_samples": done_samples, "last_sample": last_sample}
         self._metrics.add({"kind": "start", "time": time.time(), **begin})
         if self._style == "bar":
-            from hpctrain.train.progress_bar import ProgressBar  # rich, for rank 0 of a run that draws a bar
+            from hpctrain.train.progress_bar import ProgressBar  # here: it loads rich, for runs that draw a bar
 
             assert not isinstance(self._console, Lines), "a bar has a console"
             self._bar = ProgressBar(self._console, self._clock)
@@ -155,7 +155,7 @@ class ConsoleReporter(Reporter):
 
 
 class Lines:
-    """Prints lines as they are to a stream that is no terminal, as `PlainConsole` does, which takes some forty modules more."""
+    """Print lines unchanged to a stream that is no terminal, without the forty modules that `PlainConsole` loads."""
 
     is_terminal, width = False, 0
 

@@ -80,8 +80,8 @@ class Reporter:
     def record(self, kind: str, values: Mapping[str, Any]) -> None:
         """Write one line of metrics.
 
-        kind: "interval", "epoch", "evaluation", "progress", "resume", "skip", "shrink", "rollback",
-        "checkpoint", "steps", "data", "reads", "memory", "unreadable", "image_size" or "stop".
+        kind: "interval", "epoch", "evaluation", "progress", "resume", "skip", "shrink", "rollback", "checkpoint", "steps",
+        "data", "reads", "memory", "unreadable", "image_size" or "stop".
         """
 
     def say(self, text: str) -> None:

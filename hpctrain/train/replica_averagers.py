@@ -77,10 +77,10 @@ def make_strategies(
 
 
 def _check_rounding(strategy: Strategy, network: Network) -> None:
-    """Raise unless parameters lie where their rounding needs them.
+    """Raise if parameters are rounded to 16 bits and do not lie on the host.
 
     Raises:
-        BackendError: parameters are to travel in 16 bits, whose errors an owner keeps on the host, and lie elsewhere.
+        BackendError: parameters travel in 16 bits and lie on a device, but an owner keeps rounding errors on the host only.
     """
     rounding = strategy.rounding
     if rounding is None or rounding.parameters == "float32" or network.kernels.arithmetic.on_host or strategy.group.ranks == 1:

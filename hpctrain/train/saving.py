@@ -140,8 +140,8 @@ class Saver:
     def news(self) -> int:
         """Return this rank's share of the step's message.
 
-        It is 1 where its part is done, the number of ranks where all must exchange their states at once, 0 otherwise. All ranks
-        exchange their states where the sum reaches the number of ranks.
+        It is 1 if its part is written, the number of ranks if all ranks must exchange their states now, and 0 otherwise. Ranks
+        exchange their states when the sum of all shares reaches the number of ranks.
         """
         if self._writing is None:
             return 0

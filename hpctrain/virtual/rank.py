@@ -41,7 +41,7 @@ class SourceLine:
 
 @cache
 def _short(file: str, folder: str) -> str:
-    """The path from a folder; the whole one outside of it. Kept, as each posting of a message names its line."""
+    """Return the path relative to a folder, or the whole path outside of it. Cached: each posted message names its line."""
     relative = os.path.relpath(file, folder)
     return file if relative.startswith("..") else relative
 

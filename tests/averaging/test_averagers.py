@@ -1,4 +1,4 @@
-"""Averagers: when they update and order again, what they resume, keep, swap and undo, bit by bit."""
+"""Averagers: when they update parameters and replan, and what they resume, keep, swap and undo, bit by bit."""
 
 from __future__ import annotations
 

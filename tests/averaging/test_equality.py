@@ -1,4 +1,4 @@
-"""Every strategy is blocking averaging: any optimiser, any ranks and nodes, whatever the scheduler and a posting thread do."""
+"""Every strategy equals blocking averaging: any optimiser, ranks and nodes, any order of messages, and a posting thread."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ class _WithRowTraffic(Watched):
 @pytest.mark.slow
 @pytest.mark.parametrize("grid", [(2, 2), (3, 2), (2, 3)], ids=str)
 @pytest.mark.parametrize("strategy", ["sharded, exchange", "priority", "priority, exchange"])
-def test_split_traffic_beside_it_changes_nothing(strategy: str, grid: tuple[int, int]) -> None:
+def test_split_traffic_next_to_averaging_changes_nothing(strategy: str, grid: tuple[int, int]) -> None:
     rows, cols = grid
     alone = _alone("nesterov", steps=6)
 

@@ -93,7 +93,7 @@ def _by_hand(front: tuple[str, ...], check_every: int, most: int, momentum: floa
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("options", [{"check_every": 1, "max_interval": 8}, {"check_every": 2, "max_interval": 2}], ids=str)
 @pytest.mark.parametrize(("layers", "front"), [(1, ("a.weight", "a.bias")), (2, ("a.weight", "a.bias", "s.scale"))])
-def test_it_is_the_rule_of_the_paper(layers: int, front: tuple[str, ...], options: dict[str, int]) -> None:
+def test_lazy_averaging_follows_the_rule_of_the_paper(layers: int, front: tuple[str, ...], options: dict[str, int]) -> None:
     expected = list(_by_hand(front, options["check_every"], options["max_interval"]))
     assert len({interval for _, interval in expected}) >= min(3, options["max_interval"])
 
@@ -122,7 +122,7 @@ def test_any_number_of_ranks_is_equally_lazy(optimizer: str, check_every: int) -
             assert np.linalg.norm(data - alone) <= 1e-10 * np.linalg.norm(alone)
 
 
-def test_it_differs_from_blocking_where_it_is_lazy() -> None:
+def test_lazy_averaging_differs_from_blocking_unless_every_step_averages() -> None:
     ((lazy, _),) = _run(1, None, "sgd", 20, check_every=1)
     ((eager, interval),) = _run(1, None, "sgd", 20, max_interval=1)
     assert interval == 1
@@ -287,7 +287,7 @@ def test_an_interval_holds_from_the_averaging_after_the_one_that_found_it() -> N
     assert interval.interval == 5  # the last comparison counts from the next averaging on
 
 
-def test_opposed_gradients_bring_it_back() -> None:
+def test_opposed_gradients_shorten_the_interval() -> None:
     """Down to steps by themselves, of which f is G, so that it tries again."""
     interval = _alone(max_interval=8, check_every=1)
     _steps(interval, 28)
@@ -298,7 +298,7 @@ def test_opposed_gradients_bring_it_back() -> None:
 
 
 @pytest.mark.parametrize("check_every", [2, 3])
-def test_it_is_looked_at_every_so_many_averagings(check_every: int) -> None:
+def test_the_interval_is_reconsidered_every_so_many_averagings(check_every: int) -> None:
     averagings = [now.compares for now in _steps(_alone(max_interval=8, check_every=check_every), 60) if now.averages]
     compared = [place for place, compares in enumerate(averagings) if compares]
     assert compared
@@ -311,7 +311,7 @@ def test_an_interval_of_one_at_most_averages_always_and_never_compares() -> None
 
 
 @pytest.mark.parametrize("numbers", [ALIGNED, OPPOSED, (1.0, 3.0, 5.0)])
-def test_counters_carry_it_on_at_any_step(numbers: tuple[float, float, float]) -> None:
+def test_counters_resume_an_interval_at_any_step(numbers: tuple[float, float, float]) -> None:
     """Taking them changes nothing, and what takes them goes on alike: a comparison that is not adopted yet included."""
     through = _steps(_alone(max_interval=5, check_every=1), 30, numbers)
     for stop in range(30):
@@ -329,7 +329,7 @@ def test_a_smaller_largest_interval_holds_at_once() -> None:
     assert interval.begin_step(0).averages
 
 
-def test_nothing_counted_is_a_new_run() -> None:
+def test_no_counters_are_those_of_a_new_run() -> None:
     interval = _alone(max_interval=4, check_every=1)
     new = interval.counters()
     interval.load_counters({})

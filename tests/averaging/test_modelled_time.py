@@ -1,4 +1,4 @@
-"""How much hides, on a modelled link and clock: no real time is measured, so the numbers are exact and repeat.
+"""Hidden communication on a modelled link and clock: no real time is measured, so the numbers are exact and repeat.
 
 A network of a few layers, late ones large and quick, early ones small and slow, as convolutional networks are. One link a rank,
 full duplex, serves in order; messages start and end between operators only, as with one thread.

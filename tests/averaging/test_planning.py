@@ -241,16 +241,14 @@ def test_slices_have_the_bytes_that_are_set_or_that_the_link_asks_for(dtype: str
     assert slice_elements(1, layout, ranks, LINK) == (1, 1)
 
 
-SLICE_TRAFFIC_LINK = LinkModel(3.0, 0.5)
+SLOW_LINK = LinkModel(3.0, 0.5)
 
 
 def test_a_dense_slice_crosses_all_ranks() -> None:
     piece = Slice("x", 0, 12, 0, ("x",))
     traffic = SliceTraffic([piece], ranks=4, item_bytes=8, batch=0)
     assert (
-        traffic.reduce_seconds(piece, SLICE_TRAFFIC_LINK)
-        == traffic.gather_seconds(piece, SLICE_TRAFFIC_LINK)
-        == SLICE_TRAFFIC_LINK.allgather_seconds(96, 4)
+        traffic.reduce_seconds(piece, SLOW_LINK) == traffic.gather_seconds(piece, SLOW_LINK) == SLOW_LINK.allgather_seconds(96, 4)
     )
 
 
@@ -261,19 +259,17 @@ def test_a_rounded_slice_takes_as_long_as_its_bytes() -> None:
         SliceTraffic([piece, factors], 4, 8, 10, Rounding("bfloat16", parameters)) for parameters in ("float32", "bfloat16")
     )
     assert (
-        gradients.reduce_seconds(piece, SLICE_TRAFFIC_LINK)
-        == both.gather_seconds(piece, SLICE_TRAFFIC_LINK)
-        == SLICE_TRAFFIC_LINK.allgather_seconds(24, 4)
+        gradients.reduce_seconds(piece, SLOW_LINK) == both.gather_seconds(piece, SLOW_LINK) == SLOW_LINK.allgather_seconds(24, 4)
     )
-    assert gradients.reduce_seconds(factors, SLICE_TRAFFIC_LINK) == SLICE_TRAFFIC_LINK.allgather_seconds(10 * 3 * 8, 4)
-    assert gradients.gather_seconds(piece, SLICE_TRAFFIC_LINK) == SLICE_TRAFFIC_LINK.allgather_seconds(96, 4)
+    assert gradients.reduce_seconds(factors, SLOW_LINK) == SLOW_LINK.allgather_seconds(10 * 3 * 8, 4)
+    assert gradients.gather_seconds(piece, SLOW_LINK) == SLOW_LINK.allgather_seconds(96, 4)
 
 
 def test_factors_bring_errors_and_gather_rows() -> None:
     piece = Slice("x", 0, 12, 0, ("x",), unit=3, sufficient_factors=True)
     traffic = SliceTraffic([piece], ranks=4, item_bytes=8, batch=10)
-    assert traffic.reduce_seconds(piece, SLICE_TRAFFIC_LINK) == SLICE_TRAFFIC_LINK.allgather_seconds(10 * 3 * 8, 4)
-    assert traffic.gather_seconds(piece, SLICE_TRAFFIC_LINK) == SLICE_TRAFFIC_LINK.allgather_seconds(96, 4)
+    assert traffic.reduce_seconds(piece, SLOW_LINK) == SLOW_LINK.allgather_seconds(10 * 3 * 8, 4)
+    assert traffic.gather_seconds(piece, SLOW_LINK) == SLOW_LINK.allgather_seconds(96, 4)
 
 
 @pytest.mark.parametrize(("nodes", "per_node"), [(4, 1), (2, 2), (2, 3)])
@@ -282,8 +278,8 @@ def test_of_a_compressed_slice_only_messages_cross_nodes(nodes: int, per_node: i
     traffic, kept = SliceTraffic([piece], nodes * per_node, 4, 0), 120 // per_node
     within = (per_node - 1) * (3.0 + 0.5 * 4 * 1200 / per_node)
     across = (nodes - 1) * (3.0 + 0.5 * 8 * kept)
-    assert traffic.reduce_seconds(piece, SLICE_TRAFFIC_LINK) == pytest.approx(within + across)
-    assert traffic.gather_seconds(piece, SLICE_TRAFFIC_LINK) == pytest.approx(within)
+    assert traffic.reduce_seconds(piece, SLOW_LINK) == pytest.approx(within + across)
+    assert traffic.gather_seconds(piece, SLOW_LINK) == pytest.approx(within)
 
 
 def _slices(sizes: list[int]) -> list[Slice]:
@@ -449,7 +445,7 @@ def test_an_array_brings_back_what_is_known() -> None:
     assert Times.from_array(names, TIMES.to_array(names)) == TIMES
 
 
-def test_all_is_late_by_the_longest_gap() -> None:
+def test_late_times_are_shifted_by_the_longest_gap() -> None:
     assert TIMES.longest_gap() == 2.0
     assert TIMES.late() == Times({"b": 6.0, "a": 8.0, "c": 8.5}, {"b": 6.5, "a": 10.0, "c": 10.0}, TIMES.needed, 8.0)
 

@@ -529,7 +529,7 @@ def _group(shards: int | None = 8, **facts: Any) -> PlannedGroup:
         ("blocking", {}),
     ],
 )
-def test_what_sums_gradients_is_taken(name: str, options: dict[str, Any]) -> None:
+def test_strategies_that_sum_gradients_are_accepted_for_exact_runs(name: str, options: dict[str, Any]) -> None:
     make_strategy(name, options, _group())
 
 

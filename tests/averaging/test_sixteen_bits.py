@@ -264,7 +264,7 @@ def test_unknown_values_are_refused(name: str) -> None:
     check_wire(wire="float16")
 
 
-OWNERS_OF_ROUNDED: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
+ROUNDED_STRATEGIES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
     "sharded": (Sharded, {"bucket_bytes": 100, "nominal_batch": 9, "fc_exchange": "never"}),
     "sharded, exchange": (Sharded, {"bucket_bytes": 100, "nominal_batch": 9, "fc_exchange": "always"}),
     "priority": (Priority, {"slice_parameters": 8, "window": 2, "fc_exchange": "never"}),
@@ -274,10 +274,10 @@ State = dict[str, dict[str, np.ndarray]]
 Stored = tuple[np.ndarray, State]
 
 
-def _owner(
+def _rounded_averager(
     name: str, comm: ThreadCommunicator, dtype: str = "float32", optimizer: str = "momentum", **options: Any
 ) -> GradientAverager:
-    kind, given = OWNERS_OF_ROUNDED[name]
+    kind, given = ROUNDED_STRATEGIES[name]
     return averaged(kind, make_group(dtype), OPTIMIZERS[optimizer](), comm, virtual_engine(comm), **given, **options)
 
 
@@ -322,7 +322,7 @@ def test_owners_lose_nothing(name: str, nodes: tuple[int, ...] | None, optimizer
     """With the same gradients, what an owner has is to the bit what it has where parameters travel as they are; norms too."""
 
     def program(comm: ThreadCommunicator, wire_parameters: Wire) -> Stored:
-        averager = _owner(name, comm, dtype, optimizer, nodes=nodes, wire_parameters=wire_parameters)
+        averager = _rounded_averager(name, comm, dtype, optimizer, nodes=nodes, wire_parameters=wire_parameters)
         _fixed_gradients(averager, range(6))
         return _stored(averager)
 
@@ -341,10 +341,10 @@ def test_owners_lose_nothing(name: str, nodes: tuple[int, ...] | None, optimizer
 @pytest.mark.slow
 @pytest.mark.parametrize("wire", ROUNDED)
 @pytest.mark.parametrize("stop", [0, 3])
-@pytest.mark.parametrize("name", OWNERS_OF_ROUNDED)
+@pytest.mark.parametrize("name", ROUNDED_STRATEGIES)
 def test_a_run_that_goes_on_is_the_uninterrupted_one(name: str, wire: Wire, stop: int) -> None:
     def program(comm: ThreadCommunicator, first: int, last: int, stored: Stored | None) -> Stored:
-        averager = _owner(name, comm, replan=False, wire=wire, wire_parameters=wire, optimizer="lars, clipping")
+        averager = _rounded_averager(name, comm, replan=False, wire=wire, wire_parameters=wire, optimizer="lars, clipping")
         if stored is not None:
             averager.group.data[...] = stored[0]
             for key, parameter in averager.group.parameters.items():
@@ -366,7 +366,7 @@ def test_only_what_is_sent_is_rounded(wire: Wire) -> None:
     """A bias that every rank updates by itself has no error, and one rank sends nothing."""
 
     def program(comm: ThreadCommunicator) -> State:
-        averager = _owner("sharded, exchange", comm, wire_parameters=wire)
+        averager = _rounded_averager("sharded, exchange", comm, wire_parameters=wire)
         run_steps(averager, 2)
         return _stored(averager)[1]
 

@@ -91,7 +91,7 @@ def _check(nodes: Sequence[int], results: list[tuple[np.ndarray, CollectiveSched
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [None, 1])
 @pytest.mark.parametrize("nodes", PLACES.values(), ids=PLACES)
-def test_it_is_the_training_that_one_process_simulates(nodes: tuple[int, ...], seed: int | None) -> None:
+def test_sparse_averaging_is_the_training_that_one_process_simulates(nodes: tuple[int, ...], seed: int | None) -> None:
     _check(nodes, _trained(nodes, seed), momentum=0.9)
 
 
@@ -124,7 +124,7 @@ def test_ratios_of_layers_are_by_the_norms_of_the_sparse_sum(nodes: tuple[int, .
 @pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("float64", 1e-12)])
-def test_at_density_1_it_is_dense_averaging(dtype: str, tolerance: float) -> None:
+def test_sparse_averaging_at_density_1_is_dense_averaging(dtype: str, tolerance: float) -> None:
     """On 1 to 4 nodes of 1 to 3 ranks; of one node's, each counts as a node."""
 
     def program(comm: ThreadCommunicator, kind: type[Strategy], nodes: Sequence[int], options: dict[str, Any]) -> np.ndarray:
@@ -208,7 +208,7 @@ def test_no_step_makes_a_compressor(warm_up: dict[str, Any], monkeypatch: pytest
     assert len(made) == first
 
 
-HELD_PLACES = {"3 of 1": (0, 1, 2), "2 of 2": (0, 1, 0, 1), "3 of 2": (2, 1, 0, 0, 1, 2), "one rank": (0,)}
+SAVED_PLACES = {"3 of 1": (0, 1, 2), "2 of 2": (0, 1, 0, 1), "3 of 2": (2, 1, 0, 0, 1, 2), "one rank": (0,)}
 RESIDUAL, VELOCITY = "sparse_gradient", "sparse_momentum"
 States = Mapping[str, Mapping[str, np.ndarray]]
 
@@ -257,7 +257,7 @@ def _random_steps(averager: GradientAverager, steps: int) -> np.ndarray:
     return total
 
 
-@pytest.mark.parametrize("nodes", HELD_PLACES.values(), ids=HELD_PLACES)
+@pytest.mark.parametrize("nodes", SAVED_PLACES.values(), ids=SAVED_PLACES)
 def test_applied_and_kept_back_are_all_gradients(nodes: tuple[int, ...]) -> None:
     def program(comm: ThreadCommunicator) -> tuple[np.ndarray, np.ndarray, dict[str, dict[str, np.ndarray]]]:
         averager = _averager(comm, nodes, 0.0)
@@ -280,7 +280,7 @@ def test_applied_and_kept_back_are_all_gradients(nodes: tuple[int, ...]) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("momentum", [0.9, 0.0])
-@pytest.mark.parametrize("nodes", HELD_PLACES.values(), ids=HELD_PLACES)
+@pytest.mark.parametrize("nodes", SAVED_PLACES.values(), ids=SAVED_PLACES)
 def test_a_resume_repeats_every_bit(nodes: tuple[int, ...], momentum: float) -> None:
     """In the midst of a warm-up; without the optimiser's momentum there is one before the choice."""
     options = {"warmup_steps": 5, "momentum_correction": 0.0 if momentum else 0.7}
@@ -460,7 +460,7 @@ SLOW = LinkModel(100e-6, 1 / 25e6)
 
 @pytest.mark.parametrize("nodes", [2, 4, 16])
 @pytest.mark.parametrize("item_bytes", [4, 8])
-def test_by_bytes_alone_it_is_the_papers_rule(nodes: int, item_bytes: int) -> None:
+def test_the_crossover_by_bytes_alone_is_the_papers_rule(nodes: int, item_bytes: int) -> None:
     """rho < 2 b_v / (m (b_v + b_i)): below 1 / m for float32."""
     part, link = PartOnLink(D, nodes, item_bytes), LinkModel(0.0, 1e-9)
     expected = 2 * item_bytes / (nodes * (item_bytes + 4))
@@ -472,7 +472,7 @@ def test_by_bytes_alone_it_is_the_papers_rule(nodes: int, item_bytes: int) -> No
 @pytest.mark.parametrize("seconds", [0.0, SELECTION_SECONDS])
 @pytest.mark.parametrize("link", [SLOW, RULE_LINK, LinkModel(1e-3, 1e-8)], ids=str)
 @pytest.mark.parametrize("elements", [1000, D])
-def test_it_turns_at_the_crossover_density(elements: int, link: LinkModel, seconds: float) -> None:
+def test_the_choice_turns_at_the_crossover_density(elements: int, link: LinkModel, seconds: float) -> None:
     part = PartOnLink(elements, 4, 4, seconds)
     density = crossover_density(part, link)
     below, above = math.floor(density * elements) - 1, math.ceil(density * elements) + 1
@@ -482,7 +482,7 @@ def test_it_turns_at_the_crossover_density(elements: int, link: LinkModel, secon
 
 @pytest.mark.parametrize("alpha", [0.0, 100e-6])
 @pytest.mark.parametrize("density", [0.001, 0.01, 0.1])
-def test_it_turns_at_the_crossover_rate(density: float, alpha: float) -> None:
+def test_the_choice_turns_at_the_crossover_rate(density: float, alpha: float) -> None:
     part, kept = PartOnLink(D, 4, 4, SELECTION_SECONDS), int(D * density)
     rate = crossover_bytes_per_second(part, alpha, kept)
     assert 0.0 < rate < math.inf

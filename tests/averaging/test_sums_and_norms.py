@@ -250,7 +250,7 @@ def test_any_slices_on_any_ranks_have_the_bits_of_one(ranks: int, least: int, mo
     assert of_ranks[0].squares.tobytes() == _whole(group).tobytes()
 
 
-def test_they_are_the_norms() -> None:
+def test_tree_norms_equal_the_plain_norms() -> None:
     group = _group()
     plain = Norms(group)
     plain.add_partial(group, group.segments)

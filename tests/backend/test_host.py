@@ -181,7 +181,7 @@ def test_services_have_the_same_signatures() -> None:
         assert inspect.signature(getattr(HostArithmetic, name)).parameters.keys() == inspect.signature(method).parameters.keys()
 
 
-def test_the_host_has_none() -> None:
+def test_the_host_has_no_mirrors() -> None:
     assert HostArithmetic().mirrors() is None
 
 

@@ -12,7 +12,7 @@ from hpctrain.planner import machine_file
 from tests.support import planned
 from tests.support.here import run_here
 from tests.support.jobs import Outcome
-from tests.support.tiny_runs import Start, assert_same, hpctrain, last, prepare, run_in, sentence
+from tests.support.tiny_runs import Start, assert_same, hpctrain, newest_checkpoint, newest_run, prepare, sentence
 
 CONFIG = """
 name: tiny
@@ -46,7 +46,7 @@ def _train(ranks: int, folder: Path, *more: str, code: int = 0, start: Start = r
 
 
 def _choice(folder: Path) -> dict[str, Any]:
-    choice: dict[str, Any] = json.loads(run_in(folder).choice_path.read_text())
+    choice: dict[str, Any] = json.loads(newest_run(folder).choice_path.read_text())
     return choice
 
 
@@ -57,11 +57,11 @@ def test_a_run_chooses_says_so_keeps_it_and_is_held_to_account(job: Start, folde
     choice = _choice(folder)
     assert f"predicted {choice['prediction']['seconds']:.3g} s a step" in line
     assert choice["ranks"] == 2
-    config = run_in(folder).config()
+    config = newest_run(folder).config()
     others = ("progress", "backend", "threads", "layout", "memory", "fill", "local_limit", "transport")  # which nobody predicts
     assert not [line for line in config.splitlines() if line.endswith(": auto") and line.split(":")[0].strip() not in others]
-    assert last(folder).meta["choice"] == choice
-    (record,) = [line for line in run_in(folder).metrics() if line["kind"] == "steps"]
+    assert newest_checkpoint(folder).meta["choice"] == choice
+    (record,) = [line for line in newest_run(folder).metrics() if line["kind"] == "steps"]
     assert record["predicted_step_seconds"] == choice["prediction"]["seconds"]
     assert record["machine"] == planned.machine().name
     assert outcome.stdout.count("predicted ") == 2
@@ -81,7 +81,7 @@ def test_a_resumed_run_is_the_same_to_the_bit_and_other_ranks_choose_again(folde
     refused = _train(2, folder, "--resume", "auto", "model.hidden=8", code=2)
     assert "no longer matches the model" in sentence(refused)
     _train(2, folder, "--steps", "3", "--resume", "auto")
-    assert_same(last(folder), last(folder, "whole"))
+    assert_same(newest_checkpoint(folder), newest_checkpoint(folder, "whole"))
     outcome = _train(3, folder, "--steps", "2", "--resume", "auto")
     assert "3 ranks instead of 2: grid and plan and averager chosen again\n" in outcome.stdout
     assert _choice(folder)["ranks"] == 3
@@ -108,7 +108,7 @@ def test_what_cannot_be_chosen_is_said_in_one_sentence(folder: Path, change: lis
 def test_without_a_machine_the_ranks_measure_it_and_the_run_keeps_it(job: Start, folder: Path) -> None:
     outcome = _train(2, folder, "machine=null", "--steps", "1", start=job)
     assert "grid, plan, averager auto: " in outcome.stdout
-    kept = machine_file.read(run_in(folder).machine_path)
+    kept = machine_file.read(newest_run(folder).machine_path)
     assert (kept.nodes, kept.ranks_per_node) == (1, 2)
     assert any(source.startswith("measured on") for source in kept.sources.values())
 
@@ -119,7 +119,7 @@ def test_without_a_machine_the_ranks_measure_it_and_the_run_keeps_it(job: Start,
 def test_a_run_that_chose_nothing_is_held_to_account_as_well(job: Start, folder: Path, machine: str) -> None:
     named = ("grid={rows: 2}", "plan={default: domain}", "averager=bucketed")
     outcome = _train(2, folder, f"machine={machine}", *named, start=job)
-    (record,) = [line for line in run_in(folder).metrics() if line["kind"] == "steps"]
+    (record,) = [line for line in newest_run(folder).metrics() if line["kind"] == "steps"]
     assert record["predicted_step_seconds"] > record["predicted_exposed_seconds"] >= 0  # type: ignore[operator]
     assert record["measured_share"] > 0.2  # type: ignore[operator]
     assert "a step, measured" in outcome.stdout

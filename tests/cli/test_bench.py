@@ -22,7 +22,7 @@ from hpctrain.storage import checkpoint
 from hpctrain.storage.run_directory import RunDirectory
 from tests.support.here import run_here
 from tests.support.jobs import Outcome
-from tests.support.tiny_runs import Start, assert_same, hpctrain, last, prepare, run_in
+from tests.support.tiny_runs import Start, assert_same, hpctrain, newest_checkpoint, newest_run, prepare
 
 pytestmark = pytest.mark.slow
 
@@ -49,7 +49,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def _train(ranks: int, folder: Path, *more: str, start: Start = run_here) -> tuple[Outcome, RunDirectory]:
-    return hpctrain(ranks, folder, "train", *more, start=start), run_in(folder)
+    return hpctrain(ranks, folder, "train", *more, start=start), newest_run(folder)
 
 
 def test_a_run_of_several_ranks_ends_with_an_account_of_its_steps(job: Start, folder: Path) -> None:
@@ -100,7 +100,7 @@ def test_tracing_changes_no_bit_of_the_result(job: Start, folder: Path) -> None:
         hpctrain(
             2, folder, "train", "trace=true", f"progress={mode}", f"output={mode}", start=job if mode == "thread" else run_here
         )
-        assert_same(last(folder, mode), last(folder))
+        assert_same(newest_checkpoint(folder, mode), newest_checkpoint(folder))
 
 
 @pytest.mark.mpi_differs

@@ -13,7 +13,7 @@ from hpctrain.storage import best_record, checkpoint
 from hpctrain.storage.best_record import BestRecord
 from hpctrain.storage.run_directory import RunDirectory
 from tests.support.run_in_process import Killed
-from tests.support.tiny_runs import hpctrain, prepare, run_in
+from tests.support.tiny_runs import hpctrain, newest_run, prepare
 
 pytestmark = pytest.mark.slow
 
@@ -59,7 +59,7 @@ def _accuracies(run: RunDirectory) -> dict[int, float]:
 
 def test_eval_and_resume_take_the_best(folder: Path) -> None:
     trained = hpctrain(2, folder, "train")
-    run = run_in(folder)
+    run = newest_run(folder)
     best, accuracies = _best(run), _accuracies(run)
     assert best.step == max(accuracies, key=lambda step: (accuracies[step], -step))
     assert best.step < 25, "the last is not the best, or this test shows nothing"
@@ -96,7 +96,7 @@ def test_a_run_killed_before_it_deletes_keeps_both_and_ends_alike(folder: Path, 
     """Each checkpoint is written, and the job killed before the deletion of old ones; the run goes on, and is killed again."""
     options = (f"checkpoint.layout={layout}", "checkpoint.asynchronous=false")
     hpctrain(2, folder, "train", *options, "output=whole")
-    whole = run_in(folder, "whole")
+    whole = newest_run(folder, "whole")
     accuracies = _accuracies(whole)
 
     def best_until(step: int) -> int:
@@ -105,15 +105,15 @@ def test_a_run_killed_before_it_deletes_keeps_both_and_ends_alike(folder: Path, 
     written: list[int] = []
     for _ in range(3):
         _killed_at_deletion(1 + len(written) % 2, lambda: hpctrain(2, folder, "train", *options, "--resume", "auto"))
-        there = [step for step, _ in checkpoint.checkpoints(run_in(folder).checkpoints)]
+        there = [step for step, _ in checkpoint.checkpoints(newest_run(folder).checkpoints)]
         written.append(there[-1])
         assert best_until(there[-1]) in there
         assert best_until(there[-1] - 1 if there[-1] > min(accuracies) else there[-1]) in there
     assert written == sorted(set(written)), "each attempt came to another checkpoint"
     hpctrain(2, folder, "train", *options, "--resume", "auto")
-    ours, theirs = (sorted(path.name for path in each.checkpoints.iterdir()) for each in (run_in(folder), whole))
+    ours, theirs = (sorted(path.name for path in each.checkpoints.iterdir()) for each in (newest_run(folder), whole))
     assert ours == theirs
-    assert _best(run_in(folder)) == _best(whole)
+    assert _best(newest_run(folder)) == _best(whole)
     assert json.dumps(checkpoint.read(whole.checkpoints / _best(whole).checkpoint).meta["evaluations"])
 
 
@@ -125,7 +125,7 @@ def _evaluations(run: RunDirectory) -> list[dict[str, object]]:
 
 def test_a_run_ends_where_evaluations_do_not_get_better_and_so_does_one_that_is_resumed(folder: Path) -> None:
     trained = hpctrain(2, folder, "train", *EARLY)
-    run = run_in(folder)
+    run = newest_run(folder)
     evaluations = _evaluations(run)
     losses = [float(str(each["ema_loss"])) for each in evaluations]
     best = int(np.argmin(losses))
@@ -135,7 +135,7 @@ def test_a_run_ends_where_evaluations_do_not_get_better_and_so_does_one_that_is_
 
     hpctrain(2, folder, "train", *EARLY, "--steps", str(5 * (best + 2) + 2), "output=parts", "checkpoint.layout=sharded")
     resumed = hpctrain(2, folder, "train", *EARLY, "--resume", "auto", "output=parts")
-    assert _evaluations(run_in(folder, "parts")) == evaluations, "the same bits"
+    assert _evaluations(newest_run(folder, "parts")) == evaluations, "the same bits"
     assert f"early stop after epoch {best + 3}" in resumed.stdout
 
     again = hpctrain(1, folder, "train", *EARLY, "--resume", "auto")

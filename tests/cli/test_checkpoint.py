@@ -1,4 +1,4 @@
-"""`hpctrain checkpoint`: what is there, whether it is whole, what it holds, in which layout, and no more than that is kept."""
+"""`hpctrain checkpoint`: list, verify, show and convert; and no more checkpoints are kept than configured."""
 
 from __future__ import annotations
 

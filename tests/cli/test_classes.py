@@ -10,7 +10,7 @@ import pytest
 from hpctrain.data import format as data_format
 from hpctrain.storage import checkpoint
 from tests.support.jobs import Outcome
-from tests.support.tiny_runs import accuracy, assert_same, hpctrain, last, run_in, sentence
+from tests.support.tiny_runs import accuracy, assert_same, hpctrain, newest_checkpoint, newest_run, sentence
 
 pytestmark = pytest.mark.slow
 
@@ -92,7 +92,7 @@ def test_eval_refuses_images_of_another_shape_though_the_network_could_take_them
 def test_eval_of_the_first_format_asks_the_training_file(folder: Path) -> None:
     hpctrain(0, folder, "train", "--steps", "1")
     expected = _tested(hpctrain(0, folder, "eval"))
-    (path,) = run_in(folder).checkpoints.iterdir()
+    (path,) = newest_run(folder).checkpoints.iterdir()
     content = checkpoint.read(path)
     meta = {key: value for key, value in content.meta.items() if key != "data"}
     checkpoint.write(path, checkpoint.CheckpointContent(content.tensors, meta))
@@ -122,8 +122,8 @@ def test_a_resume_goes_on_with_the_same_classes_in_another_order(folder: Path) -
     write_images(folder / "train.h5", 75, 0, SHUFFLED)
     outcome = hpctrain(0, folder, "train", "--steps", "3", "--resume", "auto")
     assert "train.h5 has its classes in another order than the checkpoint" in outcome.stdout
-    assert last(folder).meta["data"] == last(folder, "whole").meta["data"]
-    assert_same(last(folder), last(folder, "whole"))
+    assert newest_checkpoint(folder).meta["data"] == newest_checkpoint(folder, "whole").meta["data"]
+    assert_same(newest_checkpoint(folder), newest_checkpoint(folder, "whole"))
 
 
 def test_a_resume_with_other_classes_is_refused_and_other_images_keep_the_normalisation(folder: Path) -> None:
@@ -132,10 +132,10 @@ def test_a_resume_with_other_classes_is_refused_and_other_images_keep_the_normal
     line = _refused(folder, "train", "--resume", "auto", f"data.train={folder}/fox.h5", ranks=2)
     assert "class 2 is 'owl' and 'fox'" in line
     write_images(folder / "more.h5", 80, 5)
-    before = last(folder).meta["data"]
+    before = newest_checkpoint(folder).meta["data"]
     outcome = hpctrain(0, folder, "train", "--resume", "auto", f"data.train={folder}/more.h5")
     assert "images are normalised with the mean and deviation of the checkpoint, not with those of" in outcome.stdout
-    after = last(folder).meta["data"]
+    after = newest_checkpoint(folder).meta["data"]
     assert after["samples"] == 80  # type: ignore[index]
     for key in ("mean", "std", "class_names"):
         assert after[key] == before[key]  # type: ignore[index]

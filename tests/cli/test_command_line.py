@@ -27,7 +27,7 @@ from hpctrain.errors import ConfigError
 from hpctrain.experiment import options
 from hpctrain.site import profile_files
 from hpctrain.version import __version__
-from tests.experiment.test_planned_shapes import SINGLE_VALUES_CONFIG as CONFIG
+from tests.experiment.test_grids_and_image_sizes import BATCH_NORM_CONFIG as CONFIG
 from tests.support.job_scripts import SITES
 from tests.support.jobs import clean_environment
 from tests.support.nodes import make_node

@@ -1,4 +1,4 @@
-"""A process of a job that loses ranks: when it goes on, in what world, and what it tells. Its MPI is scripted."""
+"""A process of a job that loses ranks: when it continues, in which world, and what it reports. Its MPI is scripted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands that read the files of a run end soon and with a sentence, whatever is in the place of these files."""
+"""Commands that read files of a run end soon and with a sentence, whatever these files contain."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _LOGGED = re.compile(r"\d\d:\d\d:\d\d [A-Z] ")
 CONFIG = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
 
 #: command: arguments with which it must fail by the user's fault => words that the sentence must have
-_MISTAKES = """
+_MISTAKE_LINES = """
 train: nowhere.yaml => nowhere.yaml: The configuration cannot be read
 train: CONFIG => There is no data file data/fashion-mnist/train.h5
 train: CONFIG optimizer=adagrad => There is no optimizer "adagrad"
@@ -137,9 +137,9 @@ data convert folder: file out.h5 --size 4 => file
 data convert folder: photos file/out.h5 --size 4 => file/out.h5 cannot be written
 """
 #: that take nothing, and so does what follows; the doctor forks before it reads a file: see `tests/cli/test_doctor.py`
-_NONE = ("config list", "config schema", "doctor", *(f"list {kind}" for kind in KINDS))
-MISTAKES: dict[str, list[tuple[list[str], str]]] = {name: [] for name in _NONE}
-for _line in _MISTAKES.strip().splitlines():
+_WITHOUT_MISTAKE = ("config list", "config schema", "doctor", *(f"list {kind}" for kind in KINDS))
+MISTAKES: dict[str, list[tuple[list[str], str]]] = {name: [] for name in _WITHOUT_MISTAKE}
+for _line in _MISTAKE_LINES.strip().splitlines():
     _call, _, _words = _line.partition(" => ")
     _command, _, _arguments = _call.partition(": ")
     MISTAKES.setdefault(_command, []).append(([CONFIG if word == "CONFIG" else word for word in shlex.split(_arguments)], _words))

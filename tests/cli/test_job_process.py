@@ -1,4 +1,4 @@
-"""A process of a job: what it knows at any point, what it keeps of an error, and what it undoes."""
+"""A process of a job: its state at any point, the errors that it keeps, and what it undoes."""
 
 from __future__ import annotations
 

@@ -17,7 +17,16 @@ from hpctrain.storage.run_directory import RunDirectory
 from hpctrain.train.step import TrainingStep
 from tests.support.here import virtual_rank
 from tests.support.jobs import Outcome
-from tests.support.tiny_runs import accuracy, assert_close, hpctrain, last, prepare, run_in, sentence, write_images
+from tests.support.tiny_runs import (
+    accuracy,
+    assert_close,
+    hpctrain,
+    newest_checkpoint,
+    newest_run,
+    prepare,
+    sentence,
+    write_images,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -88,7 +97,7 @@ def _again(folder: Path, *more: str, ranks: int = 0, code: int = 0) -> Outcome:
 
 
 def _position(folder: Path) -> dict[str, Any]:
-    return dict(last(folder).meta["position"])  # type: ignore[call-overload]
+    return dict(newest_checkpoint(folder).meta["position"])  # type: ignore[call-overload]
 
 
 def test_another_batch_goes_on_with_the_next_sample(folder: Path, seen: Seen) -> None:
@@ -103,7 +112,7 @@ def test_another_batch_goes_on_with_the_next_sample(folder: Path, seen: Seen) ->
     for epoch, sizes in ((0, [16, 16, 5, 5, 5, 28]), (1, [30, 30, 15])):
         assert [len(step) for step in seen.of(epoch)] == sizes
         assert seen.all_of(epoch) == order.order(epoch).tolist()
-    assert [record["step"] for record in run_in(folder).metrics() if record["kind"] == "epoch"] == [6, 9]
+    assert [record["step"] for record in newest_run(folder).metrics() if record["kind"] == "epoch"] == [6, 9]
     # The learning rate follows from the share of the training that is done, to a step, whatever the batch: as with a batch of 1.
     fine = Cosine(base_lr=0.05, epochs=2, steps_per_epoch=SAMPLES, warmup_epochs=0.5)
     sizes = [len(step) for epoch in (0, 1) for step in seen.of(epoch)]
@@ -125,7 +134,7 @@ def test_other_batches_and_other_grids_at_each_resume_train_as_one_process(folde
         for batch, *steps, ranks, grid in starts:
             options = [*common, *crop, f"output={output}", "--resume", "auto", batch, *steps]
             _train(folder, *options, *(grid if on_ranks else ()), ranks=ranks if on_ranks else 0)
-        ends.append(last(folder, output))
+        ends.append(newest_checkpoint(folder, output))
     assert ends[0].meta["position"]["samples"] == 30  # type: ignore[index]  # 16 + 16, 7 + 7 + 7, 22; then 30 of the next epoch
     assert_close(*ends)
 
@@ -138,12 +147,12 @@ def test_an_option_that_is_written_out_is_no_change(folder: Path) -> None:
 
 def test_changes_are_printed_kept_and_followed_by_the_configuration(folder: Path) -> None:
     _train(folder, "--steps", "2")
-    before = run_in(folder).config()
+    before = newest_run(folder).config()
     outcome = _again(folder, "--steps", "1", "batch=5", "optimizer.lr=0.1", ranks=2)
     assert "resumed at epoch 1, step 2, 32 of 75 images of the epoch done" in outcome.stdout
     for words in ("batch: 16 -> 5", "optimizer.lr: 0.05 -> 0.1", "ranks: 1 -> 2"):
         assert f"  {words}\n" in outcome.stdout
-    run = run_in(folder)
+    run = newest_run(folder)
     assert "batch: 5\n" in run.config()
     assert (run.path / "config-00000002.yaml").read_text() == before
     _again(folder, "--steps", "1", "batch=5", "optimizer.lr=0.1", ranks=2)
@@ -160,7 +169,7 @@ def _contents(run: RunDirectory) -> dict[Path, bytes]:
 
 def test_what_does_not_go_together_is_refused_in_one_sentence_and_nothing_is_touched(folder: Path) -> None:
     _train(folder, "--steps", "2")
-    run = run_in(folder)
+    run = newest_run(folder)
     before = _contents(run)
     write_images(folder / "train.h5", SAMPLES + 1, seed=5, shape=SHAPE)
     outcome = _again(folder, "seed=8", "model.hidden=6", "batch=5", ranks=2, code=2)
@@ -192,18 +201,18 @@ def test_an_epoch_that_is_over_stays_over_with_other_images(folder: Path, seen: 
     assert sum(map(len, seen.of(1))) == SAMPLES + 9
     (ended,) = [line for line in outcome.stdout.splitlines() if line.startswith("epoch 1/2: train loss")]
     assert "images/s" not in ended
-    assert [record["epoch"] for record in run_in(folder).metrics() if record["kind"] == "epoch"] == [1, 2]
+    assert [record["epoch"] for record in newest_run(folder).metrics() if record["kind"] == "epoch"] == [1, 2]
 
 
 @pytest.mark.parametrize("every_steps", [0, 5])
 def test_a_finished_run_is_said_to_be_finished_and_records_no_epoch(folder: Path, every_steps: int) -> None:
     trained = _train(folder, f"checkpoint.every_steps={every_steps}")
-    epochs = [record for record in run_in(folder).metrics() if record["kind"] == "epoch"]
+    epochs = [record for record in newest_run(folder).metrics() if record["kind"] == "epoch"]
     outcome = _again(folder, f"checkpoint.every_steps={every_steps}")
     assert "resumed a run that is finished after 2 epochs, step 10: it is evaluated only\n" in outcome.stdout
     assert "resumed at" not in outcome.stdout
     assert accuracy(outcome) == accuracy(trained)
-    assert [r["step"] for r in run_in(folder).metrics() if r["kind"] == "epoch"] == [record["step"] for record in epochs]
+    assert [r["step"] for r in newest_run(folder).metrics() if r["kind"] == "epoch"] == [record["step"] for record in epochs]
     refused = _again(folder, "epochs=1", "batch=75", code=2)
     assert "epochs: 2 -> 1 (the smallest value is 2" in refused.stderr
 
@@ -224,20 +233,20 @@ def test_auto_goes_on_where_a_run_that_went_back_has_come_to(folder: Path) -> No
     """Its earlier checkpoints are of higher steps, and of a training that was given up."""
     keep = "checkpoint.keep=9"
     _train(folder, "--steps", "2", keep)
-    first = checkpoint.checkpoint_path(run_in(folder).checkpoints, 2)
+    first = checkpoint.checkpoint_path(newest_run(folder).checkpoints, 2)
     _again(folder, "--steps", "2", "batch=10", keep)
     back = _train(folder, "--resume", str(first), "--steps", "1", "batch=12", keep)
     assert "checkpoint-00000004-set-aside.h5" in back.stderr
     again = _again(folder, "--steps", "1", "batch=12", keep)
     assert "resumed at epoch 1, step 3, 44 of 75 images" in again.stdout
-    assert [line["images"] for line in run_in(folder).metrics() if line["kind"] == "interval"] == [16, 32, 44, 56]
-    aside = run_in(folder).checkpoints / "checkpoint-00000004-set-aside.h5"
+    assert [line["images"] for line in newest_run(folder).metrics() if line["kind"] == "interval"] == [16, 32, 44, 56]
+    aside = newest_run(folder).checkpoints / "checkpoint-00000004-set-aside.h5"
     assert "step 4, 52 of 75 images" in _train(folder, "--resume", str(aside), "--steps", "1", "batch=12").stdout
 
 
 def test_auto_does_not_start_anew_over_damaged_checkpoints(folder: Path) -> None:
     _train(folder, "--steps", "1")
-    for path in run_in(folder).checkpoints.iterdir():
+    for path in newest_run(folder).checkpoints.iterdir():
         path.write_bytes(path.read_bytes()[:999])
     outcome = _again(folder, code=2)
     assert "damaged" in outcome.stderr
@@ -247,7 +256,7 @@ def test_auto_does_not_start_anew_over_damaged_checkpoints(folder: Path) -> None
 def test_checkpoints_of_the_first_version_go_on(folder: Path, seen: Seen) -> None:
     """It counted steps, and knew nothing of the data."""
     _train(folder, "--steps", "2")
-    (path,) = run_in(folder).checkpoints.iterdir()
+    (path,) = newest_run(folder).checkpoints.iterdir()
     content = checkpoint.read(path)
     meta = {key: value for key, value in content.meta.items() if key not in ("data", "samples")} | {"step_in_epoch": 2}
     position = dict(content.meta["position"])  # type: ignore[call-overload]
@@ -270,7 +279,7 @@ def test_norms_are_summed_where_only_the_resume_asks_for_them(folder: Path) -> N
         _train(folder, *options)
         _again(folder, *options, "optimizer.clip_norm=0.01")
         _again(folder, *options)
-    assert_close(last(folder, "sharded"), last(folder, "blocking"), 1e-4, 1e-6)
+    assert_close(newest_checkpoint(folder, "sharded"), newest_checkpoint(folder, "blocking"), 1e-4, 1e-6)
 
 
 def test_to_lazy_and_back(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""A program of the user's own under `hpctrain script`: however one of its ranks ends, the job ends, and that is said once."""
+"""A user's program under `hpctrain script`: however one of its ranks ends, the job ends, and its reason is printed once."""
 
 from __future__ import annotations
 

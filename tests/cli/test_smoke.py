@@ -1,4 +1,4 @@
-"""`hpctrain train FILE --smoke` for every configuration that is shipped, and on several ranks; no run of before is touched."""
+"""`hpctrain train FILE --smoke` for every shipped configuration, and on several ranks; earlier runs are not changed."""
 
 from __future__ import annotations
 

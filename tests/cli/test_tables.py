@@ -39,7 +39,7 @@ from hpctrain.planner.job import Candidate
 from hpctrain.planner.search import SearchChoice, SearchResult
 from hpctrain.train.confusion import ConfusionMatrix
 from hpctrain.train.metrics import RunningSums
-from tests.experiment.test_plans import planner_search_task as task
+from tests.experiment.test_planned_runs import grid_task as task
 from tests.planner.test_computation_costs import MACHINE
 from tests.support import predictions
 
@@ -368,7 +368,7 @@ def test_a_line_of_json_for_each_picture(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize("show", [print_lines, print_table])
-def test_a_rank_that_prints_nothing_goes_through_all_of_it(capsys: pytest.CaptureFixture[str], show) -> None:
+def test_a_rank_that_prints_nothing_consumes_all_predictions(capsys: pytest.CaptureFixture[str], show) -> None:
     predictions = _predictions()
     assert show(predictions, visible=False) == [ODD]
     assert list(predictions.answers) == []
@@ -426,7 +426,7 @@ def test_where_the_matrix_does_not_fit_the_most_frequent_mistakes_are_told(capsy
     ]
 
 
-def test_json_has_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_all_of_an_evaluation(capsys: pytest.CaptureFixture[str]) -> None:
     print_json(_evaluation(loss=float("nan")), per_class=True, confusion=True)
     content = json.loads(capsys.readouterr().out)
     assert (content["loss"], content["samples"], content["hits1"], content["notes"]) == (None, 30_011, 6, ["a note"])

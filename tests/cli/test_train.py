@@ -19,7 +19,17 @@ from hpctrain.storage.run_directory import RunDirectory
 from tests.support.here import run_here
 from tests.support.jobs import Outcome
 from tests.support.run_in_process import Killed
-from tests.support.tiny_runs import Start, accuracy, assert_close, assert_same, hpctrain, last, prepare, run_in, sentence
+from tests.support.tiny_runs import (
+    Start,
+    accuracy,
+    assert_close,
+    assert_same,
+    hpctrain,
+    newest_checkpoint,
+    newest_run,
+    prepare,
+    sentence,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -54,7 +64,7 @@ def _train(ranks: int, folder: Path, *more: str, code: int = 0, start: Start = r
 
 def test_one_process_trains_evaluates_and_leaves_its_files(job: Start, folder: Path) -> None:
     outcome = _train(0, folder, start=job)
-    run = run_in(folder)
+    run = newest_run(folder)
     assert f"files of this run: runs/{run.path.name}" in outcome.stdout
     kinds = [line["kind"] for line in run.metrics()]
     assert [kinds.count(kind) for kind in ("epoch", "evaluation", "data")] == [2, 2, 2]
@@ -86,9 +96,9 @@ def test_resume_is_bitwise(job: Start, folder: Path, ranks: int, options: tuple[
     second = _train(ranks, folder, *options, "--resume", "auto", start=job)
     assert "resumed at epoch 2, step 7" in second.stdout
     assert accuracy(second) == accuracy(whole)
-    assert_same(last(folder), last(folder, "whole"))
+    assert_same(newest_checkpoint(folder), newest_checkpoint(folder, "whole"))
     for kind in ("parameters/", "statistics/", "optimizer/momentum/"):
-        assert any(key.startswith(kind) for key in last(folder).tensors)
+        assert any(key.startswith(kind) for key in newest_checkpoint(folder).tensors)
     evaluated = hpctrain(3, folder, "eval", *options)
     assert f"21 samples, loss {whole.stdout.split('loss ')[-1].split(',')[0]}, top1 {accuracy(whole)}%" in evaluated.stdout
 
@@ -97,8 +107,8 @@ def test_a_checkpoint_is_read_once_by_each_rank(folder: Path, monkeypatch: pytes
     ranks, reads, read = 2, [], hdf5_store._read
     _train(ranks, folder, "--steps", "2")
     monkeypatch.setattr(hdf5_store, "_read", lambda *given: reads.append(given) or read(*given))  # type: ignore[func-returns-value]
-    (path,) = run_in(folder).checkpoints.iterdir()
-    for words in ((), ("--checkpoint", str(run_in(folder).path)), ("--checkpoint", str(path))):
+    (path,) = newest_run(folder).checkpoints.iterdir()
+    for words in ((), ("--checkpoint", str(newest_run(folder).path)), ("--checkpoint", str(path))):
         hpctrain(ranks, folder, "eval", *words)
         assert len(reads) == ranks
         reads.clear()
@@ -111,7 +121,7 @@ def test_a_run_that_diverges_names_the_layer_and_keeps_nothing(folder: Path, ran
     outcome = _train(ranks, folder, "optimizer.lr=1e30", "checkpoint.every_steps=1", "checkpoint.keep=99", code=2)
     assert outcome.stderr.count("is the first, in forward order, whose") == 1
     assert "Warning" not in outcome.output
-    for _, path in checkpoint.checkpoints(run_in(folder).checkpoints):
+    for _, path in checkpoint.checkpoints(newest_run(folder).checkpoints):
         for name, tensor in checkpoint.read(path).tensors.items():
             assert np.isfinite(tensor).all(), f"{name} in {path}"
 
@@ -119,7 +129,7 @@ def test_a_run_that_diverges_names_the_layer_and_keeps_nothing(folder: Path, ran
 def test_steps_end_in_words_and_a_short_run_records_its_first_step_and_its_last(folder: Path) -> None:
     calm = "metrics.interval_seconds=1000"
     outcome = _train(0, folder, "--steps", "3", calm)
-    run = run_in(folder)
+    run = newest_run(folder)
     assert "ended after step 3, in epoch 1 of 2, as --steps asked\nno evaluation was made" in outcome.stdout
     assert f"go on with the same command and --resume runs/{run.path.name}\n" in outcome.stdout
     assert [step for step, _ in checkpoint.checkpoints(run.checkpoints)] == [3]
@@ -136,7 +146,7 @@ def test_sharded_state_goes_on_with_other_ranks(folder: Path) -> None:
     options = ("dtype=float64", "batch_norm.statistics=synchronised", "averager.bucket_bytes=500")
     for ranks, more in ((1, ["output=whole"]), (3, ["--steps", "4"]), (2, ["--resume", "auto"])):
         _train(ranks, folder, *options, *more)
-    assert_close(last(folder), last(folder, "whole"))
+    assert_close(newest_checkpoint(folder), newest_checkpoint(folder, "whole"))
 
 
 @pytest.fixture
@@ -159,22 +169,22 @@ def test_resume_is_bitwise_whatever_the_link_measures_then(folder: Path, on_a_li
     sizes = "averager.sizes=measured"
     on_a_link(1e-6, sizes, "output=whole")
     on_a_link(1e-6, sizes, "--steps", "7")
-    before = run_in(folder).schedule_path("all").read_text()
+    before = newest_run(folder).schedule_path("all").read_text()
     on_a_link(1e-2, sizes, "--resume", "auto")
-    assert_same(last(folder), last(folder, "whole"))
-    assert run_in(folder).schedule_path("all").read_text() == before
+    assert_same(newest_checkpoint(folder), newest_checkpoint(folder, "whole"))
+    assert newest_run(folder).schedule_path("all").read_text() == before
     on_a_link(1e-2, sizes, "--steps", "7", "output=other")
-    assert len(_slices(run_in(folder))) > len(_slices(run_in(folder, "other")))
-    on_a_link(1e-2, sizes, "--schedule-from", str(run_in(folder, "whole").path), "output=again")
-    assert_same(last(folder, "again"), last(folder, "whole"))
+    assert len(_slices(newest_run(folder))) > len(_slices(newest_run(folder, "other")))
+    on_a_link(1e-2, sizes, "--schedule-from", str(newest_run(folder, "whole").path), "output=again")
+    assert_same(newest_checkpoint(folder, "again"), newest_checkpoint(folder, "whole"))
 
 
 def test_two_runs_end_with_the_same_bits_whatever_the_link_measures(folder: Path, on_a_link: Callable[..., Outcome]) -> None:
     for alpha, output in ((1e-6, "first"), (1e-2, "second")):
         on_a_link(alpha, f"output={output}")
-    assert _slices(run_in(folder, "second")) == _slices(run_in(folder, "first"))
-    assert_same(last(folder, "second"), last(folder, "first"))
-    refused = on_a_link(1e-6, "--schedule-from", str(run_in(folder, "first").path), ranks=2, code=2)
+    assert _slices(newest_run(folder, "second")) == _slices(newest_run(folder, "first"))
+    assert_same(newest_checkpoint(folder, "second"), newest_checkpoint(folder, "first"))
+    refused = on_a_link(1e-6, "--schedule-from", str(newest_run(folder, "first").path), ranks=2, code=2)
     assert "is one of 3 ranks, but here are 2; start as many ranks" in refused.stderr
 
 
@@ -215,19 +225,19 @@ def test_a_killed_and_resumed_run_has_each_step_once(
     options = ["metrics.interval_seconds=1e-9", f"checkpoint.every_steps={every_steps}", "progress=test"]
     options += ["checkpoint.asynchronous=false"]  # what was written before a kill is there
     _train(ranks, folder, *options, "output=whole")
-    assert [record["step"] for record in run_in(folder, "whole").metrics() if record["kind"] == "memory"] == [10]
+    assert [record["step"] for record in newest_run(folder, "whole").metrics() if record["kind"] == "memory"] == [10]
     for kind, step in kills:
         _killed(monkeypatch, kind, step, lambda: _train(ranks, folder, *options, "--resume", "auto"))
-    run = run_in(folder)
+    run = newest_run(folder)
     assert run.metrics_path.read_bytes().endswith(b'"inter')
     refused = _train(0, folder, "model.hidden=11", "--resume", "auto", code=2)
     assert "model.hidden: 9 -> 11 (may not change" in refused.stderr
     assert run.metrics_path.read_bytes().endswith(b'"inter'), "a resume that is refused leaves the metrics alone"
     for _ in range(2):  # the second time there is nothing to train: evaluated once more, in place of the last time
         _train(ranks, folder, *options, "--resume", "auto")
-        assert run_in(folder).path == run.path
+        assert newest_run(folder).path == run.path
         records = _without_times(run.metrics())
-        assert records == _without_times(run_in(folder, "whole").metrics())
+        assert records == _without_times(newest_run(folder, "whole").metrics())
         assert [record["step"] for record in records if record["kind"] == "interval"] == list(range(1, 11))
     assert not list(run.path.glob("*unreadable*"))
 
@@ -284,7 +294,7 @@ def test_a_run_on_made_up_images_goes_on_bit_by_bit_and_notices_others(folder: P
     refused = _train(0, folder, *options, "--resume", "auto", "data.synthetic.samples=60", code=2)
     assert "an epoch sees each image of one file once" in refused.output
     _train(2, folder, *options, "--resume", "auto")
-    assert_same(last(folder), last(folder, "whole"))
+    assert_same(newest_checkpoint(folder), newest_checkpoint(folder, "whole"))
     assert "7 samples" in hpctrain(0, folder, "eval", *options).stdout
 
 
@@ -317,8 +327,8 @@ def test_a_run_goes_on_inside_of_any_size_on_as_many_ranks_or_others(by_size: Pa
     assert "images of 16 px from epoch 2" in said
     assert "images of 12 px from epoch 3" in said
     _train(0, by_size, CHANGING, "--resume", "auto")
-    assert_same(last(by_size), last(by_size, "whole"))
-    records = list(run_in(by_size).metrics())
+    assert_same(newest_checkpoint(by_size), newest_checkpoint(by_size, "whole"))
+    records = list(newest_run(by_size).metrics())
     assert [(each["epoch"], each["size"]) for each in records if each["kind"] == "image_size"] == [(1, 10), (2, 16), (3, 12)]
     evaluations = [each for each in records if each["kind"] == "evaluation"]
     assert f"top1 {evaluations[-1]['top1']:.2%}" in hpctrain(0, by_size, "eval", CHANGING).stdout  # as stored: 16 px
@@ -327,13 +337,13 @@ def test_a_run_goes_on_inside_of_any_size_on_as_many_ranks_or_others(by_size: Pa
     _train(2, by_size, *again, "--steps", "1", "grid.rows=2", "plan.default=domain")
     _train(3, by_size, *again, "--steps", "2")
     _train(0, by_size, *again)
-    assert_close(last(by_size, "others"), last(by_size, "whole"))
+    assert_close(newest_checkpoint(by_size, "others"), newest_checkpoint(by_size, "whole"))
 
 
 def test_one_size_that_is_the_images_own_trains_what_no_size_does(by_size: Path) -> None:
     _train(0, by_size, "epochs=1", "data.sizes=[{size: 16}]", "output=one")
     _train(0, by_size, "epochs=1", "data.sizes=[]")
-    assert_same(last(by_size, "one"), last(by_size))
+    assert_same(newest_checkpoint(by_size, "one"), newest_checkpoint(by_size))
 
 
 @pytest.mark.parametrize(

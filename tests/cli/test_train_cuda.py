@@ -20,7 +20,7 @@ from hpctrain.experiment.dry_run import description, prepare
 from tests.support.emulated import EmulatedDeviceFactory
 from tests.support.here import run_here
 from tests.support.jobs import Outcome
-from tests.support.tiny_runs import Start, accuracy, assert_close, assert_same, hpctrain, last, run_in, sentence
+from tests.support.tiny_runs import Start, accuracy, assert_close, assert_same, hpctrain, newest_checkpoint, newest_run, sentence
 from tests.support.tiny_runs import prepare as prepare_folder
 
 pytestmark = pytest.mark.slow
@@ -66,10 +66,10 @@ def test_a_training_in_float64_is_that_of_numpy(run: Run, folder: Path) -> None:
     options = ("dtype=float64", "micro_batches=2", "batch_norm.statistics=synchronised", "trace=true")
     ours = run("train", *options, seed=3)
     theirs = run("train", *options, "backend=numpy", "output=numpy")
-    assert_close(last(folder), last(folder, "numpy"))
+    assert_close(newest_checkpoint(folder), newest_checkpoint(folder, "numpy"))
     assert accuracy(ours) == accuracy(theirs)
     assert f"kernels cuda on emulated, float64 ({UNPROVED}); averager sharded" in ours.stdout
-    directory = run_in(folder)
+    directory = newest_run(folder)
     versions = json.loads((directory.path / "versions.json").read_text())
     assert (versions["kernels"], versions["device"]) == ("cuda", "emulated")
     assert json.loads((directory.path / "trace.json").read_text())["traceEvents"]
@@ -82,7 +82,7 @@ def test_resume_is_bitwise_in_any_order_of_threads(run: Run, folder: Path, preci
     run("train", option, "--steps", "4", seed=1)
     resumed = run("train", option, "--resume", "auto", seed=2)
     assert "resumed at epoch 2, step 4" in resumed.stdout
-    assert_same(last(folder), last(folder, "whole"))
+    assert_same(newest_checkpoint(folder), newest_checkpoint(folder, "whole"))
 
 
 def test_a_checkpoint_goes_on_and_is_evaluated_on_any_backend(run: Run, folder: Path) -> None:
@@ -122,7 +122,7 @@ def test_two_ranks_train_what_one_trains(way: str, job: Start, run: Run, folder:
     chosen = () if way == "staged" else (f"transport={way}",)
     ours = run("train", *options, *chosen, "trace=true", ranks=2, seed=4, start=job)
     theirs = run("train", *options, "backend=numpy", "output=numpy")
-    assert_close(last(folder), last(folder, "numpy"))
+    assert_close(newest_checkpoint(folder), newest_checkpoint(folder, "numpy"))
     assert accuracy(ours) == accuracy(theirs)
     assert "2 ranks" in ours.stdout
     assert f"{WAYS[way]}\n" in ours.stdout
@@ -135,7 +135,7 @@ def test_two_ranks_resume_to_the_last_bit(run: Run, folder: Path, averager: str)
     run("train", *options, "output=whole", ranks=2, seed=0)
     run("train", *options, "--steps", "4", ranks=2, seed=1)
     run("train", *options, "--resume", "auto", ranks=2, seed=2)
-    assert_same(last(folder), last(folder, "whole"))
+    assert_same(newest_checkpoint(folder), newest_checkpoint(folder, "whole"))
 
 
 #: more arguments, and ranks; 0: a process without MPI
@@ -152,7 +152,7 @@ def test_a_run_of_two_devices_goes_on_on_others(run: Run, folder: Path) -> None:
         shutil.copytree(folder / "runs", folder / output)
         outcome = run("train", *options, *more, f"output={output}", "--resume", "auto", ranks=ranks, seed=6)
         assert "resumed at epoch 2, step 4" in outcome.stdout
-        assert_close(last(folder, output), last(folder, "numpy"), 1e-10, 1e-10)
+        assert_close(newest_checkpoint(folder, output), newest_checkpoint(folder, "numpy"), 1e-10, 1e-10)
 
 
 @pytest.mark.sample(1)
@@ -162,7 +162,7 @@ def test_two_ranks_that_split_layers_train_what_one_trains(run: Run, folder: Pat
     options = ("dtype=float64", "batch_norm.statistics=synchronised", "evaluate.batch=4", f"plan.default={use}")
     ours = run("train", *options, "grid.rows=2", "trace=true", ranks=2, seed=6)
     theirs = run("train", *options, "backend=numpy", "output=numpy")
-    assert_close(last(folder), last(folder, "numpy"))
+    assert_close(newest_checkpoint(folder), newest_checkpoint(folder, "numpy"))
     assert accuracy(ours) == accuracy(theirs)
     assert "transport staged: through the host's memory, as every MPI can" in ours.stdout
 
@@ -173,7 +173,7 @@ def test_a_split_training_is_resumed_to_the_last_bit_and_evaluated(run: Run, fol
     run("train", *options, "output=whole", ranks=2, seed=0)
     run("train", *options, "--steps", "4", ranks=2, seed=1)
     run("train", *options, "--resume", "auto", ranks=2, seed=2)
-    assert_same(last(folder), last(folder, "whole"))
+    assert_same(newest_checkpoint(folder), newest_checkpoint(folder, "whole"))
     split = json.loads(run("eval", *options, "--json", ranks=2, seed=3).stdout)
     alone = json.loads(run("eval", "backend=numpy", "precision=float32", "--json").stdout)
     assert split["samples"] == alone["samples"] == 21
@@ -258,7 +258,7 @@ def test_a_run_has_the_pinned_memory_of_its_plan(run: Run, folder: Path, options
     """In integers, of the rank that has most of it: mirrors by the schedule, and the ring of batches."""
     planned = json.loads(run("plan show", *options, "--ranks", "3", "--json").stdout)["pinned_bytes"]
     outcome = run("train", *options, ranks=3)
-    directory = run_in(folder)
+    directory = newest_run(folder)
     records = [json.loads(line) for line in (directory.path / "metrics.jsonl").read_text().splitlines()]
     (record,) = [record for record in records if record["kind"] == "memory"]
     most = max(range(3), key=lambda rank: planned["messages"][rank] + planned["images"][rank])

@@ -8,7 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.tiny_runs import Start, accuracy, assert_close, assert_same, hpctrain, last, prepare, run_in, sentence
+from tests.support.tiny_runs import (
+    Start,
+    accuracy,
+    assert_close,
+    assert_same,
+    hpctrain,
+    newest_checkpoint,
+    newest_run,
+    prepare,
+    sentence,
+)
 
 CONFIG = """
 name: tiny
@@ -85,7 +95,7 @@ def test_a_plan_trains_as_one_process(folder: Path, name: str) -> None:
     ranks, options, both = GRIDS[name]
     alone = hpctrain(0, folder, "train", "epochs=1", *both, "output=alone")
     found = hpctrain(ranks, folder, "train", *options, "epochs=1", *both)
-    assert_close(last(folder), last(folder, "alone"), 1e-10, 1e-13)
+    assert_close(newest_checkpoint(folder), newest_checkpoint(folder, "alone"), 1e-10, 1e-13)
     if "--steps" not in both:
         assert accuracy(found) == accuracy(alone)
 
@@ -96,7 +106,7 @@ def test_local_statistics_are_those_of_a_split_group(folder: Path) -> None:
     local = ("batch_norm.statistics=local", "epochs=1")
     hpctrain(2, folder, "train", *local, "output=ranks")
     hpctrain(4, folder, "train", *MIXED, *local)
-    assert_close(last(folder), last(folder, "ranks"), 1e-10, 1e-13)
+    assert_close(newest_checkpoint(folder), newest_checkpoint(folder, "ranks"), 1e-10, 1e-13)
 
 
 @pytest.mark.slow
@@ -105,7 +115,7 @@ def test_a_resume_on_the_same_grid_is_bitwise(stopped: Path, tmp_path: Path) -> 
     hpctrain(4, stopped, "train", *MIXED, f"output={tmp_path}/whole")
     second = hpctrain(4, stopped, "train", *MIXED, f"output={tmp_path}/runs", "--resume", "auto")
     assert "resumed at epoch 2, step 7" in second.stdout
-    assert_same(last(tmp_path), last(tmp_path, "whole"))
+    assert_same(newest_checkpoint(tmp_path), newest_checkpoint(tmp_path, "whole"))
 
 
 @pytest.mark.slow
@@ -115,7 +125,7 @@ def test_a_resume_on_another_grid_with_another_plan(stopped: Path, tmp_path: Pat
     shutil.copytree(stopped / "runs", tmp_path / "runs", symlinks=True)
     outcome = hpctrain(ranks, stopped, "train", *options, f"output={tmp_path}/runs", "--resume", "auto")
     assert "resumed at epoch 2, step 7" in outcome.stdout
-    assert_close(last(tmp_path), last(stopped, "alone"), 1e-10, 1e-13)
+    assert_close(newest_checkpoint(tmp_path), newest_checkpoint(stopped, "alone"), 1e-10, 1e-13)
 
 
 @pytest.mark.slow
@@ -124,7 +134,7 @@ def test_a_run_says_its_grid_traces_all_groups_and_is_evaluated_on_another(job: 
     trained = hpctrain(4, folder, "train", *MIXED, "trace=true", "progress=auto", start=job)
     assert "4 ranks as 2 x 2: batch, stage1.* domain, stage2.* model, classifier.* model," in trained.stdout
     assert "2,957 parameters" in trained.stdout
-    table = json.loads((run_in(folder).path / "time_table.json").read_text())
+    table = json.loads((newest_run(folder).path / "time_table.json").read_text())
     assert table["grid"].startswith("2 x 2: batch, stage1.* domain")
     assert len(table["per_rank"]) == 4
     for rank in table["per_rank"]:
@@ -135,7 +145,7 @@ def test_a_run_says_its_grid_traces_all_groups_and_is_evaluated_on_another(job: 
         assert "21 samples, " in outcome.stdout
         assert f"top1 {accuracy(trained)}%" in outcome.stdout
     hpctrain(0, folder, "train", "output=alone")
-    assert_close(last(folder), last(folder, "alone"), 1e-10, 1e-13)
+    assert_close(newest_checkpoint(folder), newest_checkpoint(folder, "alone"), 1e-10, 1e-13)
 
 
 @pytest.mark.slow
@@ -147,8 +157,8 @@ def test_two_nodes_train_as_one_process(job: Start, folder: Path) -> None:
     hpctrain(0, folder, "train", "epochs=1", "output=alone")
     more = ("epochs=1", "trace=true", "progress=thread")
     hpctrain(4, folder, "train", *more, start=job, env={"MPIR_CVAR_NUM_CLIQUES": "2"})
-    assert_close(last(folder), last(folder, "alone"), 1e-10, 1e-13)
-    run = run_in(folder)
+    assert_close(newest_checkpoint(folder), newest_checkpoint(folder, "alone"), 1e-10, 1e-13)
+    run = newest_run(folder)
     assert json.loads((run.path / "schedule-all.json").read_text())["request"].endswith("; 2 nodes of 2")
     assert len(json.loads((run.path / "time_table.json").read_text())["per_rank"]) == 4
 

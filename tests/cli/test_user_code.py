@@ -16,7 +16,7 @@ from hpctrain import user_code
 from hpctrain.cli.main import cli
 from tests.support.here import run_here
 from tests.support.jobs import Outcome
-from tests.support.tiny_runs import run_in, write_images
+from tests.support.tiny_runs import newest_run, write_images
 from tests.test_registry import offer
 
 Job = Callable[..., Outcome]
@@ -206,7 +206,7 @@ def test_code_of_the_users_trains_resumes_and_is_recorded(job: Job, folder: Path
     command = ["-m", "hpctrain", "train", "mine/own.yaml"]
     outcome = job(ranks, [*command, "--steps", "2"], cwd=folder)
     assert outcome.code == 0, outcome.output
-    run = run_in(folder, name="own")
+    run = newest_run(folder, name="own")
     written = yaml.safe_load(run.config())
     assert written["model"] == {"name": "own_code.py:model", "features": 5}
     assert written["optimizer"]["name"] == "own_code.py:SignDescent"
@@ -239,7 +239,7 @@ def test_two_ranks_compute_what_one_computes(folder: Path, grid: tuple[str, ...]
         outcome = run_here(ranks, words, cwd=folder)
         assert outcome.code == 0, outcome.output
     losses = [
-        [line["loss"] for line in run_in(folder, f"runs{ranks}", "own").metrics() if line["kind"] == "evaluation"]
+        [line["loss"] for line in newest_run(folder, f"runs{ranks}", "own").metrics() if line["kind"] == "evaluation"]
         for ranks in (0, 2)
     ]
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-9)
@@ -355,6 +355,6 @@ def test_an_installed_package_trains_on_two_ranks(job: Job, folder: Path) -> Non
     command = ["-m", "hpctrain", "train", "mine/own.yaml", *plain, "optimizer.name=own_steps", "averager=own_average"]
     outcome = job(2, command, cwd=folder, env={"PYTHONPATH": str(folder / "site")})
     assert outcome.code == 0, outcome.output
-    versions = json.loads((run_in(folder, name="own").path / "versions.json").read_text())
+    versions = json.loads((newest_run(folder, name="own").path / "versions.json").read_text())
     assert versions["own_code:SignDescent"].startswith("own_code.py sha256 ")
-    assert yaml.safe_load(run_in(folder, name="own").config())["optimizer"]["name"] == "own_steps"
+    assert yaml.safe_load(newest_run(folder, name="own").config())["optimizer"]["name"] == "own_steps"

@@ -93,7 +93,7 @@ def _files(run: RunDirectory) -> dict[Path, int]:
 @pytest.mark.job
 @pytest.mark.slow
 @pytest.mark.parametrize("training", [3], indirect=True)
-def test_it_follows_until_the_run_has_finished_and_writes_nothing(training, tmp_path: Path) -> None:
+def test_watch_follows_until_the_run_has_finished_and_writes_nothing(training, tmp_path: Path) -> None:
     output = _watch(tmp_path)
     assert "training begins" in output
     assert "epoch 3  step 24  test loss" in output
@@ -113,7 +113,7 @@ def test_it_follows_until_the_run_has_finished_and_writes_nothing(training, tmp_
 @pytest.mark.parametrize(
     ("number", "end"), [(signal.SIGTERM, "stopped by SIGTERM after step "), (signal.SIGKILL, "was ended by SIGKILL")]
 )
-def test_it_ends_where_the_run_is_stopped_or_killed(training, tmp_path: Path, number: int, end: str) -> None:
+def test_watch_ends_when_the_run_is_stopped_or_killed(training, tmp_path: Path, number: int, end: str) -> None:
     assert "running (" in _watch(tmp_path, "--once")
     _signal_rank(training.pid, number)
     assert end in " ".join(_watch(tmp_path).split())

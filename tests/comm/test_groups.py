@@ -273,7 +273,7 @@ def test_one_process_is_a_grid() -> None:
 X = np.arange(7, dtype=np.float32)
 
 
-def test_it_is_a_communicator() -> None:
+def test_a_single_process_is_a_communicator() -> None:
     comm = SingleCommunicator("row")
     assert isinstance(comm, Communicator)
     assert isinstance(comm.ibarrier(), Handle)

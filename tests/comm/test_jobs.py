@@ -364,7 +364,7 @@ def test_real_ranks_hold_it_once(job: Callable[..., Outcome], tmp_path: Path, ra
 @pytest.mark.mpi_differs
 @pytest.mark.job
 @pytest.mark.slow
-def test_killed_ranks_leave_nothing_of_it(job: Callable[..., Outcome], tmp_path: Path) -> None:
+def test_killed_ranks_leave_no_shared_memory(job: Callable[..., Outcome], tmp_path: Path) -> None:
     """It has no name in any file system; what the MPI has left of its own is another matter."""
     before = {name for name in os.listdir("/dev/shm") if name.startswith("hpctrain-samples")}
     outcome = job(2, ["-c", textwrap.dedent(_SHARING), "kill"], cwd=tmp_path)

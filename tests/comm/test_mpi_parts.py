@@ -203,7 +203,7 @@ class Ledger:
             raise RankLostError("Rank 1 of 3 was lost.")
 
 
-def test_it_is_complete_when_its_request_is() -> None:
+def test_a_handle_is_complete_when_its_request_is() -> None:
     handle = MpiHandle(Request(False, True), "barrier")
     assert [handle.test(), handle.test()] == [False, True]
 

@@ -40,7 +40,7 @@ class Counter:
         self.passes += 1
 
 
-def test_it_polls_inside_the_block_and_never_outside() -> None:
+def test_the_progress_thread_polls_inside_its_block_only() -> None:
     count, lock = Counter(), threading.RLock()
     thread = ProgressThread(count, lock, interval_seconds=1e-5)
     try:
@@ -54,7 +54,7 @@ def test_it_polls_inside_the_block_and_never_outside() -> None:
         thread.close()
 
 
-def test_it_stands_still_while_another_holds_the_lock() -> None:
+def test_the_progress_thread_waits_for_the_lock() -> None:
     count, lock = Counter(), threading.RLock()
     thread = ProgressThread(count, lock, interval_seconds=1e-5)
     with thread:

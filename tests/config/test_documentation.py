@@ -78,7 +78,7 @@ def test_the_most_similar_example_is_named() -> None:
         examples.path_of("quikstart")
 
 
-def test_all_are_copied_once(tmp_path: Path) -> None:
+def test_examples_are_copied_once(tmp_path: Path) -> None:
     paths = examples.copy([], tmp_path)
     assert [path.relative_to(tmp_path).as_posix() for path in paths] == examples.names()
     assert (tmp_path / "jobs" / "slurm.sbatch").read_bytes() == (TOP / "jobs" / "slurm.sbatch").read_bytes()

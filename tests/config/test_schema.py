@@ -252,12 +252,12 @@ FINITE = st.floats(allow_nan=False, allow_infinity=False)
 # Others are refused: they may move a cursor, or end a line of a script.
 CHARACTERS = st.characters(exclude_categories=("Cc", "Cf", "Cs", "Zl", "Zp"))
 KEYS = st.text(CHARACTERS, min_size=1, max_size=6).filter(lambda key: key not in {"name", "lr", "warmup_epochs"})
-DUMP_VALUES = st.recursive(
+PLAIN_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | FINITE | st.text(CHARACTERS, max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
     max_leaves=6,
 )
-OPTIONS = st.dictionaries(KEYS, DUMP_VALUES, max_size=3)
+OPTIONS = st.dictionaries(KEYS, PLAIN_VALUES, max_size=3)
 TEXTS = st.text(CHARACTERS, min_size=1, max_size=8)
 POSITIVE = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
 COUNTS = st.integers(1, 10**6)

@@ -71,7 +71,7 @@ def test_a_text_is_bytes(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "GB", "-1", "1XB", "1 GBit", "1e400", "010", "0x10", "1_000", "064GB"])
-def test_others_are_none(text: str) -> None:
+def test_other_texts_are_no_sizes(text: str) -> None:
     with pytest.raises(ValueError):
         parse_size(text)
 
@@ -193,7 +193,7 @@ def test_there_is_at_least_one_of_everything_and_not_too_many(key):
     ("value", "shards"),
     [({}, None), (False, None), (True, DEFAULT_SHARDS), ({"shards": 12}, 12), ({"shards": None}, None), ({"shards": 1}, 1)],
 )
-def test_it_is_a_switch_or_a_mapping(value: Any, shards: int | None) -> None:
+def test_exact_is_a_switch_or_a_mapping(value: Any, shards: int | None) -> None:
     assert ExactConfig.model_validate(value).shards == shards
 
 

@@ -385,7 +385,7 @@ def test_the_bits_of_an_enlarged_image_are_always_the_same() -> None:
 
 
 @pytest.mark.job
-def test_it_starts_no_thread() -> None:
+def test_opencv_starts_no_thread() -> None:
     program = (
         "import os, numpy as np\nbefore = len(os.listdir('/proc/self/task'))\nfrom hpctrain.data import opencv\n"
         "opencv.enlarge(np.zeros((900, 900, 3), np.uint8), np.zeros((999, 999, 3), np.uint8))\n"
@@ -400,7 +400,7 @@ def test_it_starts_no_thread() -> None:
 @pytest.mark.job
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("side", "loaded"), [(32, False), (160, True)])
-def test_small_images_do_without_it(side: int, loaded: bool) -> None:
+def test_small_images_do_without_opencv(side: int, loaded: bool) -> None:
     program = (
         "import sys, numpy as np\nfrom hpctrain.data.pipeline import Pipeline\n"
         "pipeline = Pipeline([('pad_crop', {}), ('flip', {'probability': 1.0})], 1, np.full(3, 0.5), np.full(3, 0.2))\n"

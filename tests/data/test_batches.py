@@ -1,4 +1,4 @@
-"""Batches of arrays, of mixed images and of several sizes, and the same bytes through any levels on any number of ranks."""
+"""Batches of arrays, of mixed images and of several sizes; the same bytes through all cache levels on any number of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A data file searched for damage: which samples, which duplicates, which classes; in files of pixels and of picture files."""
+"""Checks of data files: damaged samples, duplicates and classes, in files of pixels and of picture files."""
 
 import json
 

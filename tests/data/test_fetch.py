@@ -1,4 +1,4 @@
-"""Fashion-MNIST: the order of sources, checks of what they give, and nothing done twice. The network is never used."""
+"""Fetching Fashion-MNIST: the order of sources, checks of their content, and no work done twice. The network is never used."""
 
 import functools
 import gzip

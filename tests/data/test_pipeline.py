@@ -1,4 +1,4 @@
-"""Regions of whole images, what is left to a kernel set, and threads that share a batch out."""
+"""The image pipeline: regions of whole images, work that a kernel set takes over, and threads that divide a batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stored samples as they are read: where they lie, whatever the disk does, and picture files as images."""
+"""Readers of stored samples: where samples lie, disks that fail, and picture files as images."""
 
 import errno
 import os
@@ -208,7 +208,7 @@ def test_pauses_are_made_for_the_first_of_them_only(make_file, monkeypatch):
     assert slept == [1.0, 2.0]
 
 
-def test_its_descriptor_goes_with_it(make_file):
+def test_the_descriptor_of_a_file_is_closed_with_it(make_file):
     file, _, _ = make_file(count=9, shape=SHAPE)
     descriptor = file.pixels._descriptor
     os.fstat(descriptor)
@@ -342,7 +342,7 @@ def test_images_are_those_of_a_file_of_pixels(make_encoded, shape):
 
 @settings(max_examples=amount(8, 30), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_it_is_read_as_an_array_is(make_encoded, data):
+def test_encoded_images_are_read_as_an_array_is(make_encoded, data):
     encoded, pixels = make_encoded()
     encoded.pixels.threads = data.draw(st.sampled_from([1, 3]))
     samples = np.array(data.draw(st.lists(st.integers(0, 12), max_size=9)), np.int64)

@@ -1,4 +1,4 @@
-"""The order of samples, made-up images, pictures as they lie on a disk, and files that users name."""
+"""The order of samples, synthetic images, pictures on a disk, and files that users name."""
 
 from __future__ import annotations
 

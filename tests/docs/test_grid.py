@@ -1,4 +1,4 @@
-"""docs/grid.md: its worked examples are what the program finds, and what its formulas give, worked out here a second time."""
+"""The worked examples and formulas of docs/grid.md equal what the program computes, and a second calculation here."""
 
 import random
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What the how-tos show how to add is found where they say. (That the rest of their code runs is seen in test_blocks.py.)"""
+"""The how-tos: the files and lines that they add exist where the pages say. (test_blocks.py runs the rest of their code.)"""
 
 import sys
 from collections.abc import Iterator

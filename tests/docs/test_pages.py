@@ -1,4 +1,4 @@
-"""What pages say in passing: links, files, classes, places in the code, recipes and quoted sentences exist as they say."""
+"""Statements in the text of pages: links, files, classes, places in the code, recipes and quoted sentences exist."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def test_the_last_part_of_an_errors_sentence_mends_it(error: str, sentence: str,
     assert (finding.sentence, finding.mend) == (sentence, mend)
 
 
-def test_all_is_well_without_a_key() -> None:
+def test_a_fine_finding_has_no_key() -> None:
     assert (fine("It is.").key, capital("it is."), capital("grid.rows must be 2.")) == ("", "It is.", "grid.rows must be 2.")
     assert capital("") == ""
 

@@ -1,4 +1,4 @@
-"""What a run says of itself: steps, waits for data, memory, reads, cores, progress; its events and state; what ended it."""
+"""Accounts of a run: steps, waits for data, memory, reads, cores and progress; its events and state; the reason of its end."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What a configuration leaves open: searched by rank 0, the same on all ranks, kept by runs that go on; machines and times."""
+"""Automatic choices: searched by rank 0, equal on all ranks, kept by resumed runs; machines and operator times."""
 
 import json
 from collections.abc import Callable
@@ -268,7 +268,7 @@ def test_a_plan_without_a_job_says_what_is_missing(folder: Path, search: _Search
     assert planned_config(closed, None, None, None, None) is closed
 
 
-AUTOMATIC_CHOICE_CONFIG = Path(__file__).parents[2] / "configs" / "imagenet-vgg16.yaml"
+VGG16 = Path(__file__).parents[2] / "configs" / "imagenet-vgg16.yaml"
 OPEN = ("model={name: vgg11, width: 0.05}", "batch=14", "backend=numpy", "grid=auto", "plan=auto", "averager=auto")
 SECTIONS = {
     "grid": {"rows": 2, "cols": 2, "tiles": None, "overlap": ["features.0"]},
@@ -280,22 +280,22 @@ RATE = OperatorRate(1e10, 1e10, 1e-6)
 MACHINE = Machine("two nodes", 2, 2, 1.0, 1 << 30, LINK, LINK, 2, dict.fromkeys(OperatorClass, RATE))
 
 
-def _automatic_choice_config(*overrides: str) -> Config:
-    return load(AUTOMATIC_CHOICE_CONFIG, [*OPEN, *overrides])[0]
+def _open_config(*overrides: str) -> Config:
+    return load(VGG16, [*OPEN, *overrides])[0]
 
 
 def _task(*overrides: str) -> PlannedRun:
-    config = load(AUTOMATIC_CHOICE_CONFIG, [*OPEN[:3], *overrides])[0]
+    config = load(VGG16, [*OPEN[:3], *overrides])[0]
     return prepare(config, 1, (35, 35, 3), 10)
 
 
-def _automatic_choice_choice(task: PlannedRun, **changes: object) -> AutomaticChoice:
+def _choice_for(task: PlannedRun, **changes: object) -> AutomaticChoice:
     prediction = PredictedStep(0.4523, 0.0412, 0.9, MACHINE.name, machine_digest(MACHINE))
     return replace(AutomaticChoice(SECTIONS, 4, model_digest(task), prediction, "1 x 4, averager bucketed: 0.47 s"), **changes)
 
 
 def test_a_choice_is_read_back_as_it_was_kept() -> None:
-    choice = _automatic_choice_choice(_task())
+    choice = _choice_for(_task())
     read = AutomaticChoice.from_meta(json.loads(json.dumps(choice.to_meta(), sort_keys=True)), "here")
     assert read == choice
     for one in (choice, read):
@@ -310,8 +310,8 @@ def test_what_is_no_choice_is_refused_in_one_sentence(meta: object) -> None:
 
 
 def test_what_is_open_gets_the_chosen_values_and_nothing_else_changes() -> None:
-    config = _automatic_choice_config()
-    applied = _automatic_choice_choice(_task()).applied(config)
+    config = _open_config()
+    applied = _choice_for(_task()).applied(config)
     assert applied.automatic == ()
     assert (applied.grid.rows, applied.grid.cols, applied.grid.overlap) == (2, 2, ("features.0",))
     assert applied.plan.patterns == {"features.*": "domain", "classifier.*": "model"}
@@ -321,8 +321,8 @@ def test_what_is_open_gets_the_chosen_values_and_nothing_else_changes() -> None:
 
 
 def test_one_line_tells_the_choice_the_prediction_and_what_came_second() -> None:
-    choice = _automatic_choice_choice(_task())
-    assert choice.line(choice.applied(_automatic_choice_config())) == (
+    choice = _choice_for(_task())
+    assert choice.line(choice.applied(_open_config())) == (
         "grid, plan, averager auto: 2 x 2: batch, features.* domain, classifier.* model, "
         "averager sharded (fc_exchange never), "
         "predicted 0.452 s a step (next best 1 x 4, averager bucketed: 0.47 s)"

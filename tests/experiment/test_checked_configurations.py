@@ -1,4 +1,4 @@
-"""Configurations before a run: names and options, what may change at a resume, and values that do not go together."""
+"""Checks of a configuration before a run: names and options, changes at a resume, and values that exclude each other."""
 
 import json
 import re
@@ -352,7 +352,7 @@ def test_the_changes_lead_from_the_one_to_the_other(old: dict[str, Any], new: di
     assert all("\n" not in str(change) for change in found)
 
 
-OPTIONS_CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+SHIPPED_CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 ALL = [pytest.param(kind, one, id=f"{kind}-{one.name}") for kind in KINDS for one in choices(kind)]
 
 
@@ -368,7 +368,7 @@ def test_every_name_and_option_has_a_sentence(kind: str, one: Choice) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", OPTIONS_CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", SHIPPED_CONFIGS, ids=lambda path: path.stem)
 def test_a_filled_configuration_is_the_same_run(path: Path) -> None:
     config, source = load(path)
     check_names(config, source)
@@ -396,7 +396,7 @@ def test_a_filled_configuration_is_the_same_run(path: Path) -> None:
 )
 def test_every_name_with_all_its_defaults_is_legal(section: str, name: str) -> None:
     needed = {"optimizer": ", lr: 0.1", "schedule": ", milestones_epochs: [1]" if name == "step" else ""}
-    config, source = load(OPTIONS_CONFIGS[0], [f"{section}={{name: {name}{needed.get(section, '')}}}"])
+    config, source = load(SHIPPED_CONFIGS[0], [f"{section}={{name: {name}{needed.get(section, '')}}}"])
     check_names(config, source)
     full = filled(config)
     check_names(full, source)
@@ -429,14 +429,14 @@ def test_the_schema_lets_sections_be_left_to_the_run() -> None:
 
 
 def test_an_open_averager_is_filled_with_nothing() -> None:
-    config, source = load(OPTIONS_CONFIGS[0], ["averager=auto", "grid=auto", "plan=auto"])
+    config, source = load(SHIPPED_CONFIGS[0], ["averager=auto", "grid=auto", "plan=auto"])
     check_names(config, source)
     assert filled(config).automatic == ("grid", "plan", "averager")
     assert (filled(config).averager.options, parse(dump(filled(config)))[0]) == ({}, filled(config))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", OPTIONS_CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", SHIPPED_CONFIGS, ids=lambda path: path.stem)
 def test_the_schema_has_the_options_of_the_shipped_configurations(path: Path) -> None:
     written = yaml.safe_load(path.read_text())
     for section in SECTIONS:
@@ -459,7 +459,7 @@ def test_the_schema_lets_code_of_the_users_have_any_options(section: str) -> Non
     assert whole["additionalProperties"] is True
 
 
-EXACT_FAULTS_CONFIG = """
+SHARDS_CONFIG = """
 {model: small, data: {train: train.h5}, batch: 8, epochs: 1, optimizer: {name: sgd, lr: 0.1}, schedule: constant, threads: 1}
 """
 
@@ -476,19 +476,19 @@ EXACT_FAULTS_CONFIG = """
         ("plan=auto", ("plan",), "plan is auto"),
     ],
 )
-def test_each_is_refused_with_shards_only(override: str, path: tuple[str, ...], words: str) -> None:
-    config = parse(EXACT_FAULTS_CONFIG, overrides=[override])[0]
+def test_faults_of_exact_runs_are_refused_with_shards_only(override: str, path: tuple[str, ...], words: str) -> None:
+    config = parse(SHARDS_CONFIG, overrides=[override])[0]
     assert not list(exact_faults(config))
-    (found,) = exact_faults(parse(EXACT_FAULTS_CONFIG, overrides=[override, "exact=true"])[0])
+    (found,) = exact_faults(parse(SHARDS_CONFIG, overrides=[override, "exact=true"])[0])
     assert found[0] == path
     assert words in found[1]
 
 
-def test_a_plain_run_has_none() -> None:
-    assert not list(exact_faults(parse(EXACT_FAULTS_CONFIG, overrides=["exact.shards=6"])[0]))
+def test_a_run_with_shards_alone_has_no_faults() -> None:
+    assert not list(exact_faults(parse(SHARDS_CONFIG, overrides=["exact.shards=6"])[0]))
 
 
-DEVICE_FAULTS_CONFIG = """
+CUDA_CONFIG = """
 {model: small, data: {train: train.h5}, batch: 8, epochs: 1, optimizer: {name: sgd, lr: 0.1}, schedule: constant}
 """
 FAULTS = {
@@ -500,9 +500,9 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("override", FAULTS)
-def test_an_option_is_refused_with_a_sentence(override: str) -> None:
+def test_an_option_that_a_device_does_not_take_is_refused(override: str) -> None:
     for backend in ("cuda", "auto"):
-        config, _ = parse(DEVICE_FAULTS_CONFIG, overrides=(override, f"backend={backend}"))
+        config, _ = parse(CUDA_CONFIG, overrides=(override, f"backend={backend}"))
         assert len(list(device_faults(config))) == (backend == "cuda")
         check_device(config, NumpyKernelSet())
         with pytest.raises(ConfigError, match=FAULTS[override]):
@@ -512,7 +512,7 @@ def test_an_option_is_refused_with_a_sentence(override: str) -> None:
 @pytest.mark.parametrize(
     "override", ["progress=none", "averager={name: sharded, wire: bfloat16}", "averager=lazy", "grid.rows=2"]
 )
-def test_others_are_taken(override: str) -> None:
-    config, _ = parse(DEVICE_FAULTS_CONFIG, overrides=(override, "backend=cuda"))
+def test_options_that_a_device_takes_are_no_faults(override: str) -> None:
+    config, _ = parse(CUDA_CONFIG, overrides=(override, "backend=cuda"))
     assert list(device_faults(config)) == []
     check_device(config, LateKernelSet())

@@ -304,17 +304,17 @@ def test_a_run_says_and_records_what_it_read(job: Callable[..., Outcome], folder
     assert records[-1]["file_bytes"] == 2 * N * SIZE
 
 
-MEMORY_FILLING_SHAPE = (3, 4, 3)
-MEMORY_FILLING_SIZE = 3 * 4 * 3
-MEMORY_FILLING_N = 41
-PIXELS = np.random.default_rng(6).integers(0, 256, (MEMORY_FILLING_N, *MEMORY_FILLING_SHAPE), np.uint8)
+SMALL_SHAPE = (3, 4, 3)
+SMALL_IMAGE_BYTES = 3 * 4 * 3
+SMALL_COUNT = 41
+SMALL_IMAGES = np.random.default_rng(6).integers(0, 256, (SMALL_COUNT, *SMALL_SHAPE), np.uint8)
 
 
 class _Source:
     """Images of which a rank cannot read some: that is an error, or others stand in for them."""
 
     def __init__(self, bad: tuple[int, ...], *, stops: bool) -> None:
-        self.shape, self.replaced = PIXELS.shape, dict[int, int]()
+        self.shape, self.replaced = SMALL_IMAGES.shape, dict[int, int]()
         self.read: list[int] = []
         self._bad, self._stops = bad, stops
 
@@ -325,7 +325,7 @@ class _Source:
                 if self._stops:
                     raise UnreadableError(f"Sample {sample} cannot be read.")
                 self.replaced[sample] = sample - 1
-            target[...] = PIXELS[self.replaced.get(sample, sample)]
+            target[...] = SMALL_IMAGES[self.replaced.get(sample, sample)]
         return out
 
     def __getitem__(self, index: int | slice | tuple[int | slice, slice, slice]) -> np.ndarray:
@@ -348,7 +348,7 @@ class _Job:
         node = comm.split_shared_memory("node")
         node_of = node_numbers(comm, node)
         number = node_of[comm.rank]
-        array = self.arrays.setdefault(number, np.zeros(bytes_for(self._held(number), MEMORY_FILLING_SIZE), np.uint8))
+        array = self.arrays.setdefault(number, np.zeros(bytes_for(self._held(number), SMALL_IMAGE_BYTES), np.uint8))
         counts, source = ReadCounts(), _Source(self._bad, stops=self._stops)
         memory = SampleMemory(CountedImages(source, counts), SharedMemory(array), self._held(number), counts)
         rank = SimpleNamespace(world=comm, grid=SimpleNamespace(node_of=node_of), progress=virtual_engine(comm))
@@ -362,8 +362,8 @@ def _filled(ranks: int, per_node: int, job: _Job) -> list[tuple[int, list[int], 
         rank, source, memory, number = job.rank(comm)
         samples, read = fill(rank, memory, shared=True), list(source.read)
         there = job.arrays[number][:samples] == 2
-        found = memory.take(np.arange(samples), np.empty((samples, *MEMORY_FILLING_SHAPE), np.uint8))
-        assert np.array_equal(found, PIXELS[[source.replaced.get(sample, sample) for sample in range(samples)]])
+        found = memory.take(np.arange(samples), np.empty((samples, *SMALL_SHAPE), np.uint8))
+        assert np.array_equal(found, SMALL_IMAGES[[source.replaced.get(sample, sample) for sample in range(samples)]])
         return samples, read, there
 
     return run_virtual(ranks, one, ranks_per_node=per_node)
@@ -371,33 +371,33 @@ def _filled(ranks: int, per_node: int, job: _Job) -> list[tuple[int, list[int], 
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_filling, "_CHUNK_BYTES", 3 * MEMORY_FILLING_SIZE)
+    monkeypatch.setattr(memory_filling, "_CHUNK_BYTES", 3 * SMALL_IMAGE_BYTES)
 
 
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize(("ranks", "per_node"), [(1, 1), (2, 2), (2, 1), (4, 2), (5, 2), (6, 2)])
 def test_every_node_holds_what_the_job_has_read_once(ranks: int, per_node: int) -> None:
-    results = _filled(ranks, per_node, _Job(lambda node: MEMORY_FILLING_N))
-    assert sorted(sample for _, read, _ in results for sample in read) == list(range(MEMORY_FILLING_N))
-    assert all(samples == MEMORY_FILLING_N and there.all() for samples, _, there in results)
+    results = _filled(ranks, per_node, _Job(lambda node: SMALL_COUNT))
+    assert sorted(sample for _, read, _ in results for sample in read) == list(range(SMALL_COUNT))
+    assert all(samples == SMALL_COUNT and there.all() for samples, _, there in results)
 
 
 @pytest.mark.usefixtures("small_chunks")
 def test_nodes_with_less_memory_decide_how_many_samples_are_sent() -> None:
-    results = _filled(4, 2, _Job(lambda node: (MEMORY_FILLING_N, 17)[node]))
+    results = _filled(4, 2, _Job(lambda node: (SMALL_COUNT, 17)[node]))
     assert {samples for samples, _, _ in results} == {17}
     assert sorted(sample for _, read, _ in results for sample in read) == list(range(17))
 
 
 @pytest.mark.usefixtures("small_chunks")
 def test_samples_that_others_stand_in_for_are_kept_nowhere() -> None:
-    results = _filled(4, 2, _Job(lambda node: MEMORY_FILLING_N, bad=(5, 20)))
+    results = _filled(4, 2, _Job(lambda node: SMALL_COUNT, bad=(5, 20)))
     assert all(np.flatnonzero(~there).tolist() == [5, 20] for _, _, there in results)
 
 
 @pytest.mark.usefixtures("small_chunks")
 def test_an_error_of_one_rank_is_raised_on_all() -> None:
-    job = _Job(lambda node: MEMORY_FILLING_N, bad=(20,), stops=True)
+    job = _Job(lambda node: SMALL_COUNT, bad=(20,), stops=True)
 
     def one(comm: Any) -> str:
         rank, _, memory, _ = job.rank(comm)
@@ -412,7 +412,7 @@ def test_an_error_of_one_rank_is_raised_on_all() -> None:
 @pytest.mark.parametrize(("ranks", "per_node"), [(1, 1), (2, 2), (4, 2), (5, 2)])
 @pytest.mark.parametrize("asks", [0, 2])
 def test_filling_ends_on_all_ranks_where_one_is_asked_to_stop(ranks: int, per_node: int, asks: int) -> None:
-    job = _Job(lambda node: MEMORY_FILLING_N)
+    job = _Job(lambda node: SMALL_COUNT)
 
     def one(comm: Any) -> tuple[int, int]:
         rank, source, memory, _ = job.rank(comm)
@@ -421,12 +421,12 @@ def test_filling_ends_on_all_ranks_where_one_is_asked_to_stop(ranks: int, per_no
         read = len(source.read)
         comm.allgather_object(None)
         assert np.array_equal(
-            memory.take(np.arange(MEMORY_FILLING_N), np.empty((MEMORY_FILLING_N, *MEMORY_FILLING_SHAPE), np.uint8)), PIXELS
+            memory.take(np.arange(SMALL_COUNT), np.empty((SMALL_COUNT, *SMALL_SHAPE), np.uint8)), SMALL_IMAGES
         )  # the others are read now
         return samples, read
 
     results = run_virtual(ranks, one, ranks_per_node=per_node)
-    expected = min(MEMORY_FILLING_N, asks * 3 * ranks)
+    expected = min(SMALL_COUNT, asks * 3 * ranks)
     assert ([samples for samples, _ in results], sum(read for _, read in results)) == ([expected] * ranks, expected)
 
 
@@ -617,7 +617,7 @@ def _epoch(threads: object, cores: int, monkeypatch: pytest.MonkeyPatch) -> tupl
     return np.concatenate([np.array(batch.x) for batch in loader.epoch(1)]), counts
 
 
-def test_batches_are_shared_out_as_configured_and_do_not_show_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_do_not_depend_on_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     alone, counts = _epoch(1, 4, monkeypatch)
     assert alone.shape == (37, 88, 88, 3)
     assert counts == {1}
@@ -692,7 +692,7 @@ def test_the_job_ends_with_one_sentence(tmp_path: Path, cache: str) -> None:
 
 @pytest.mark.job
 @pytest.mark.slow
-def test_others_stand_in_and_are_told(tmp_path: Path) -> None:
+def test_samples_that_replace_unreadable_ones_are_reported(tmp_path: Path) -> None:
     prepare(tmp_path)
     overrides = ("data.on_unreadable=skip", "data.max_unreadable=0.08", "deadline_seconds=100")
     outcome = run_fault(Fault("skip", _DISK, (), ranks=(0, 1, 2), overrides=overrides), tmp_path)

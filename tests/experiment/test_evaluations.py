@@ -1,4 +1,4 @@
-"""Evaluations, judgements and predictions agree on any grid; weights of a checkpoint and those that a training starts from."""
+"""Evaluations, judgements and predictions, equal on any grid; weights of a checkpoint, and initial weights of a training."""
 
 import json
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""A process's memory of its run over smaller and smaller worlds; where lost ranks cannot be gone on without, that is refused."""
+"""What a process keeps of its run while its world shrinks, and refusals where a job cannot continue without lost ranks."""
 
 import os
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""From what a run goes on: checkpoints that ranks verify together, stored runs, and the best checkpoint."""
+"""Sources of a resume: checkpoints that ranks verify together, stored runs, and the best checkpoint."""
 
 import logging
 import os
@@ -161,7 +161,7 @@ def test_where_nothing_is_whole_all_ranks_raise_the_same(run: RunDirectory) -> N
     assert sentence.startswith("nowhere is no run directory")
 
 
-def test_a_name_without_checkpoints_has_none(tmp_path: Path) -> None:
+def test_no_checkpoint_is_found_for_a_name_without_one(tmp_path: Path) -> None:
     def search(comm: ThreadCommunicator) -> Any:
         return find_checkpoint(comm, str(tmp_path), "net", "auto")
 
@@ -511,7 +511,7 @@ def test_the_end_of_a_run_names_the_best(folder: Path, capsys: pytest.CaptureFix
     assert _there(folder) == [9]
 
 
-def test_a_finished_run_that_is_resumed_keeps_it_and_goes_on_with_it(folder: Path) -> None:
+def test_a_finished_run_that_is_resumed_keeps_its_best_checkpoint(folder: Path) -> None:
     _whole(folder, accuracies=(3, 9, 4))
     before = {path.name: path.read_bytes() for path in _directory(folder).iterdir()}
     _whole(folder, accuracies=(3, 9, 4), resume="auto")

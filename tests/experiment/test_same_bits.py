@@ -210,7 +210,7 @@ def test_without_a_checkpoint_it_goes_back_to_the_start(folder: Path) -> None:
     assert [r["step"] for r in _records(run, "interval")] == list(range(1, 11))
 
 
-def test_it_ends_where_no_order_helps(folder: Path) -> None:
+def test_rollback_ends_the_run_if_no_order_helps(folder: Path) -> None:
     words = "The run has gone back to step 6 2 times, each time in another order, without coming to"
     with pytest.raises(DivergedError, match=words):
         _train(folder, 2, {"rank": 1, "steps": [6]}, "on_nonfinite.action=rollback", "on_nonfinite.most=2")
@@ -229,7 +229,7 @@ def test_a_resume_says_a_rollback_once(folder: Path) -> None:
 
 
 #: 75 samples of which a step takes 16: five steps of an epoch, ten in all
-RUN_HASHES_CONFIG = """
+HASHES_CONFIG = """
 {{name: tiny, seed: 7, backend: numpy, progress: test, model: {{name: small, channels: [4, 6], hidden: 5, dropout: 0.2}},
  data: {{train: {folder}/train.h5}}, batch: 16, epochs: 2, optimizer: {{name: sgd, lr: 0.05, momentum: 0.9}},
  schedule: constant, ema: {{decay: 0.5}}, checkpoint: {{every_steps: 3, keep: 99}}, hashes: {{every_steps: 2}},
@@ -240,20 +240,20 @@ STEPS = [0, 2, 4, 6, 8, 10]
 RANKS = 2
 
 
-def prepared(folder: Path) -> Path:
+def write_run(folder: Path) -> Path:
     write_images(folder)
-    (folder / "tiny.yaml").write_text(RUN_HASHES_CONFIG.format(folder=folder))
+    (folder / "tiny.yaml").write_text(HASHES_CONFIG.format(folder=folder))
     return folder / "tiny.yaml"
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    return prepared(tmp_path)
+    return write_run(tmp_path)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
-    return trained(prepared(tmp_path_factory.mktemp("undisturbed")))
+    return trained(write_run(tmp_path_factory.mktemp("undisturbed")))
 
 
 def newest(file: Path) -> RunDirectory:
@@ -381,7 +381,7 @@ def test_the_same_run_twice_and_another_seed(file: Path, undisturbed: RunDirecto
     assert (bits.step, bits.same_step) == (0, None)
 
 
-EXACT_RUNS_CONFIG = """
+SHARDS_CONFIG = """
 {name: tiny, model: {name: small, channels: [4, 6], hidden: 5, dropout: 0.2},
  data: {train: train.h5, test: train.h5, augment: [flip]}, batch: 16, epochs: 2,
  optimizer: {name: sgd, lr: 0.1, momentum: 0.9}, schedule: cosine, checkpoint: {every_steps: 1, keep: 20},
@@ -390,18 +390,18 @@ EXACT_RUNS_CONFIG = """
 
 
 @pytest.fixture
-def exact_runs_file(tmp_path: Path) -> Path:
+def sharded_file(tmp_path: Path) -> Path:
     write_images(tmp_path)
-    (tmp_path / "tiny.yaml").write_text(EXACT_RUNS_CONFIG.replace("train.h5", f"{tmp_path}/train.h5"))
+    (tmp_path / "tiny.yaml").write_text(SHARDS_CONFIG.replace("train.h5", f"{tmp_path}/train.h5"))
     return tmp_path / "tiny.yaml"
 
 
-def _end(exact_runs_file: Path, name: str) -> CheckpointContent:
-    run = latest(exact_runs_file.parent / name, "tiny")
+def _last_checkpoint(sharded_file: Path, name: str) -> CheckpointContent:
+    run = latest(sharded_file.parent / name, "tiny")
     return read(checkpoint_path(run.checkpoints, 10))
 
 
-def _same(found: CheckpointContent, expected: CheckpointContent) -> None:
+def _assert_same_bits(found: CheckpointContent, expected: CheckpointContent) -> None:
     assert found.meta["position"] == expected.meta["position"]  # sums of the epoch, too
     assert found.tensors.keys() == expected.tensors.keys()
     for name, values in expected.tensors.items():
@@ -410,18 +410,18 @@ def _same(found: CheckpointContent, expected: CheckpointContent) -> None:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("backend", ["numpy", "onednn"])
-def test_a_run_has_the_bits_of_one_rank_and_goes_on_with_them(exact_runs_file: Path, backend: str) -> None:
+def test_a_run_has_the_bits_of_one_rank_and_goes_on_with_them(sharded_file: Path, backend: str) -> None:
     def train(name: str, ranks: int, *overrides: str, resume: str | None = None, steps: int = 0) -> None:
-        keys = (f"output={exact_runs_file.parent / name}", f"backend={backend}", *overrides)
-        train_virtual(ranks, exact_runs_file, *keys, resume=resume, steps=steps)
+        keys = (f"output={sharded_file.parent / name}", f"backend={backend}", *overrides)
+        train_virtual(ranks, sharded_file, *keys, resume=resume, steps=steps)
 
     train("alone", 1)
     train("four", 4, "averager=bucketed")
-    _same(_end(exact_runs_file, "four"), _end(exact_runs_file, "alone"))
+    _assert_same_bits(_last_checkpoint(sharded_file, "four"), _last_checkpoint(sharded_file, "alone"))
     train("other", 3, steps=3)
     train("other", 2, "averager.bucket_bytes=100", "checkpoint.layout=sharded", resume="auto", steps=4)
     train("other", 1, "averager=blocking", "checkpoint.layout=single", resume="auto")
-    _same(_end(exact_runs_file, "other"), _end(exact_runs_file, "alone"))
+    _assert_same_bits(_last_checkpoint(sharded_file, "other"), _last_checkpoint(sharded_file, "alone"))
 
 
 @pytest.mark.parametrize(
@@ -431,22 +431,22 @@ def test_a_run_has_the_bits_of_one_rank_and_goes_on_with_them(exact_runs_file: P
         ("exact=false", "exact.shards: 12 -> not set .may not change"),
     ],
 )
-def test_a_resume_with_another_order_is_refused(exact_runs_file: Path, override: str, words: str) -> None:
-    output = f"output={exact_runs_file.parent / 'runs'}"
-    train_virtual(1, exact_runs_file, output, steps=2)
+def test_a_resume_with_another_order_is_refused(sharded_file: Path, override: str, words: str) -> None:
+    output = f"output={sharded_file.parent / 'runs'}"
+    train_virtual(1, sharded_file, output, steps=2)
     with pytest.raises(CheckpointError, match=words):
-        train_virtual(2, exact_runs_file, output, override, resume="auto")
+        train_virtual(2, sharded_file, output, override, resume="auto")
 
 
-def test_ranks_that_cannot_share_the_shards_out_are_refused(exact_runs_file: Path) -> None:
+def test_ranks_that_cannot_share_the_shards_out_are_refused(sharded_file: Path) -> None:
     with pytest.raises(ConfigError, match=r"exact\.shards is 12, which 5 ranks cannot share out evenly; start 4 or 6 ranks"):
-        train_virtual(5, exact_runs_file, f"output={exact_runs_file.parent / 'runs'}")
+        train_virtual(5, sharded_file, f"output={sharded_file.parent / 'runs'}")
 
 
 OWN = {"kernels": "numpy", "numpy": "2.0", "threads": "2"}
 
 
-def test_it_names_kernels_libraries_and_threads() -> None:
+def test_the_promise_names_kernels_libraries_and_threads() -> None:
     kernels = OnednnKernelSet()
     assert promise(kernels, ThreadPlan(3, 4, "asked for"))["kernels"] == f"onednn {kernels.version}"
     found = promise(NumpyKernelSet(), ThreadPlan(3, 4, "asked for"))

@@ -1,4 +1,4 @@
-"""Checkpoints of whole runs: background writes, faulty disks, any ranks to any others, own loops, and any order of clocks."""
+"""Checkpoints of whole runs: background writes, faulty disks, any ranks to any others, users' own loops, and wrong clocks."""
 
 import contextlib
 import json
@@ -102,7 +102,7 @@ def assert_same(here: CheckpointContent, expected: CheckpointContent, place: str
         assert here.tensors[key].tobytes() == values.tobytes(), f"{key}, {place}"
 
 
-def faulty(ranks: int, fault: Callable[[int], None], *overrides: str) -> None:
+def train_with_fault(ranks: int, fault: Callable[[int], None], *overrides: str) -> None:
     """Train on virtual ranks; the fault is called with the number of each write in the background, before it."""
     write, calls = os.pwrite, []
 
@@ -124,7 +124,7 @@ def test_a_run_whose_directory_is_removed_can_be_resumed_all_the_same(folder: Pa
         if number == 1:
             shutil.rmtree(run_of("runs").path)
 
-    faulty(1, remove, "checkpoint.every_steps=1")
+    train_with_fault(1, remove, "checkpoint.every_steps=1")
     train_virtual(1, Path("tiny.yaml"), "epochs=3", resume="auto")
     assert re.search(r"resumed at .* step 10\b", capsys.readouterr().out)
 
@@ -155,7 +155,7 @@ def test_a_full_disk_is_told_and_the_run_goes_on(folder: Path, capsys: pytest.Ca
         if number in (3, 4):
             raise OSError(28, "No space left on device")
 
-    faulty(2, full)
+    train_with_fault(2, full)
     said = capsys.readouterr().out
     assert "warning: The checkpoint" in said
     assert "No space left on device" in said
@@ -181,7 +181,7 @@ SPLIT = ("plan.stage*=domain", "plan.classifier.*=model", "plan.classifier.dropo
 
 
 @pytest.fixture
-def checkpoint_ranks_folder(tmp_path: Path) -> Path:
+def frequent_folder(tmp_path: Path) -> Path:
     """A configuration that writes a checkpoint after every step, and 75 small images."""
     write_images(tmp_path)
     config = CONFIG.replace("train.h5", f"{tmp_path}/train.h5").replace("every_steps: 2", "every_steps: 1, keep: 9")
@@ -232,10 +232,10 @@ class Way:
 @pytest.mark.parametrize("readers", RANKS)
 @pytest.mark.parametrize("writers", RANKS)
 def test_any_ranks_go_on_from_what_any_others_wrote_in_the_background(
-    checkpoint_ranks_folder: Path, overlap: list[int], writers: int, readers: int
+    frequent_folder: Path, overlap: list[int], writers: int, readers: int
 ) -> None:
     """Each goes on from the checkpoint before the newest, which was written while its run trained."""
-    ways = [Way(checkpoint_ranks_folder, *how, "saved") for how in (WAITED, *BACKGROUND)]
+    ways = [Way(frequent_folder, *how, "saved") for how in (WAITED, *BACKGROUND)]
     for way in ways:
         way.train(writers, steps=3)
         assert_same(read(way.path(2)), read(ways[0].path(2)), f"step 2 of {way}")
@@ -251,19 +251,17 @@ def test_any_ranks_go_on_from_what_any_others_wrote_in_the_background(
     ("writers", "readers", "overrides"), [(2, 3, ()), (4, 3, ("grid.rows=2", *SPLIT))], ids=["2-3", "2x2-1x3"]
 )
 def test_real_ranks_go_on_with_the_same_bits(
-    job: Callable[..., Outcome], checkpoint_ranks_folder: Path, writers: int, readers: int, overrides: tuple[str, ...]
+    job: Callable[..., Outcome], frequent_folder: Path, writers: int, readers: int, overrides: tuple[str, ...]
 ) -> None:
-    (checkpoint_ranks_folder / "program.py").write_text(PROGRAM.replace("@FAULT@", "time.sleep(0.002)"))
+    (frequent_folder / "program.py").write_text(PROGRAM.replace("@FAULT@", "time.sleep(0.002)"))
     ends = []
     for layout, asynchronous in (WAITED, BACKGROUND[1]):
-        way = Way(checkpoint_ranks_folder, layout, asynchronous, "real")
+        way = Way(frequent_folder, layout, asynchronous, "real")
         keys = (f"output={way.output}", f"checkpoint.layout={layout}", f"checkpoint.asynchronous={asynchronous}")
-        outcome = job(
-            writers, ["program.py", "train", "tiny.yaml", *keys, *overrides, "--steps", "3"], cwd=checkpoint_ranks_folder
-        )
+        outcome = job(writers, ["program.py", "train", "tiny.yaml", *keys, *overrides, "--steps", "3"], cwd=frequent_folder)
         assert outcome.code == 0, outcome.output
         resumed = ("--resume", str(way.path(2)), "--steps", "2")
-        outcome = job(readers, ["program.py", "train", "tiny.yaml", *keys, *resumed], cwd=checkpoint_ranks_folder)
+        outcome = job(readers, ["program.py", "train", "tiny.yaml", *keys, *resumed], cwd=frequent_folder)
         assert outcome.code == 0, outcome.output
         ends.append(read(way.path(4)))
     assert_same(*ends, "real ranks")
@@ -550,7 +548,7 @@ def test_a_new_run_removes_what_killed_runs_of_its_name_have_left(tmp_path: Path
 
 
 TASK = Task(nets.plain, NumpyKernelSet(), partial(Sgd, momentum=0.9), steps=6)
-LOOP_CHECKPOINTS_RANKS = (1, 2, 3)
+LOOP_RANKS = (1, 2, 3)
 NAMES = ("net.h5", "net.shards")
 
 
@@ -571,7 +569,7 @@ def _tensors(replica: Replica) -> dict[str, bytes]:
 @pytest.mark.slow
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("ranks", LOOP_CHECKPOINTS_RANKS)
+@pytest.mark.parametrize("ranks", LOOP_RANKS)
 def test_what_is_saved_between_steps_goes_on_bit_by_bit(ranks: int, name: str, background: bool, tmp_path: Path) -> None:
     def whole(comm: ThreadCommunicator) -> dict[str, bytes]:
         replica, checkpoints = _made(comm)
@@ -607,7 +605,7 @@ def test_one_path_is_written_again_and_again(name: str, tmp_path: Path) -> None:
     assert checkpoint.read(tmp_path / name).meta["notes"] == {"step": TASK.steps}
 
 
-@pytest.mark.parametrize("ranks", LOOP_CHECKPOINTS_RANKS)
+@pytest.mark.parametrize("ranks", LOOP_RANKS)
 def test_a_loop_goes_back_after_it_has_diverged(ranks: int, tmp_path: Path) -> None:
     """And ends with the bits of one that never came to what was not finite."""
 
@@ -649,7 +647,7 @@ def test_a_load_drops_the_sums_of_steps_that_it_undoes(tmp_path: Path) -> None:
     run_virtual(3, program)
 
 
-@pytest.mark.parametrize("ranks", LOOP_CHECKPOINTS_RANKS)
+@pytest.mark.parametrize("ranks", LOOP_RANKS)
 def test_one_that_cannot_be_written_is_an_error_at_once_or_at_the_end(ranks: int, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
 

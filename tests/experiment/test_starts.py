@@ -1,4 +1,4 @@
-"""All ranks start alike, with the same inputs and code, or none does."""
+"""Starts: all ranks have the same configuration, inputs and code, or none of them starts."""
 
 import importlib
 import io

@@ -1,4 +1,4 @@
-"""Findings from flight records: who failed first, who held the others up, and how that is told."""
+"""Autopsies from flight records: which rank failed first, which one held up the others, and the wording."""
 
 import json
 from dataclasses import replace

@@ -263,7 +263,7 @@ def test_a_disk_that_refuses_ends_nobody(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("text", ["x-", "(name left out: the table is full)"])
-def test_ranks_that_cannot_be_read_are_none(tmp_path: Path, text: str) -> None:
+def test_blamed_ranks_that_cannot_be_read_are_left_out(tmp_path: Path, text: str) -> None:
     ring = RingWriter()
     ring.words[Word.BLAMED] = ring.name(text)
     ring.move(tmp_path / "x.flight")
@@ -271,7 +271,7 @@ def test_ranks_that_cannot_be_read_are_none(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.job
-def test_it_survives_a_kill(tmp_path: Path) -> None:
+def test_a_flight_record_survives_a_kill(tmp_path: Path) -> None:
     program = f"""
     import os, signal
     from pathlib import Path

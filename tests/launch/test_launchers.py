@@ -198,7 +198,7 @@ def test_variables_of_a_launcher_that_is_gone_are_told(tmp_path: Path, environ: 
         {"PMI_RANK": "1", "PMI_SIZE": "2", "FLUX_URI": "local:///x"},
     ],
 )
-def test_ranks_of_a_launcher_that_is_there_are_not(tmp_path: Path, environ: dict) -> None:
+def test_ranks_of_a_known_launcher_are_no_fault(tmp_path: Path, environ: dict) -> None:
     assert environment_fault(environ, _root(tmp_path)) is None
 
 

@@ -1,4 +1,4 @@
-"""The rules of starting again, and the pulse by which a rank and its keeper count how long the other has stood still."""
+"""The rules of restarts, and the pulse by which a rank and its keeper measure how long the other has been stopped."""
 
 import json
 from collections.abc import Sequence
@@ -92,14 +92,14 @@ def test_a_stop_without_progress_counts_as_a_failure() -> None:
     assert len(_run(_Runner([85] * 3), [_NOTHING] * 3, restarts=2, requeue=True)[1]) == 3
 
 
-def test_who_asks_for_the_end_gets_it() -> None:
+def test_a_request_to_end_is_obeyed() -> None:
     code, attempts, said = _run(_Runner([Signals.SIGINT]), [_wrote(4)], requeue=True)
     assert (code, len(attempts)) == (85, 1)
     assert "stopped by SIGINT" in said[0]
 
 
 @pytest.mark.parametrize(("traces", "code"), [(_wrote(4), 85), (_NOTHING, 143)])
-def test_a_request_in_a_pause_ends_it(traces: Traces, code: int) -> None:
+def test_a_request_in_a_pause_ends_the_run(traces: Traces, code: int) -> None:
     """With a checkpoint there is something to go on from, as 85 promises."""
     runner = _Runner([9], asked_in_pause=1)
     assert _run(runner, [traces])[0] == code

@@ -1,4 +1,4 @@
-"""What the system says of a process and its job: memory, processor time, age, marks, schedulers; and exit codes."""
+"""Facts from the system about a process and its job: memory, processor time, age, marks, schedulers; and exit codes."""
 
 import contextlib
 import mmap
@@ -33,7 +33,7 @@ def write(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-def test_the_machine_says_it(tmp_path: Path) -> None:
+def test_available_memory_is_read_from_meminfo(tmp_path: Path) -> None:
     assert available_bytes(write(tmp_path, {"proc/meminfo": MEMINFO})) == 50 * 1024
     assert available_bytes(tmp_path / "none") is None
     here = available_bytes()

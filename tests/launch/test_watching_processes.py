@@ -1,4 +1,4 @@
-"""Processes that watch others: no rank leaves a run without a word, and no supervised command leaves a process."""
+"""Processes that watch others: the end of each rank is reported, and a supervised command leaves no process running."""
 
 import os
 import signal

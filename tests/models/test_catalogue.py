@@ -1,3 +1,5 @@
+"""The catalogue of models: all names build, gradients add up over parts of a batch, and options are checked."""
+
 from pathlib import Path
 
 import numpy as np

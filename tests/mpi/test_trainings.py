@@ -147,7 +147,7 @@ def test_another_schedule_on_one_rank_is_named(world: Communicator, progress: Pr
         check_same_schedule(world, schedule)
 
 
-MODELS_OF_EQUALITY: dict[str, Callable[[], Layer]] = {"plain": partial(nets.plain, dropout=0.3), "residual": nets.residual}
+SMALL_MODELS: dict[str, Callable[[], Layer]] = {"plain": partial(nets.plain, dropout=0.3), "residual": nets.residual}
 
 USUAL_OPTIMIZERS: dict[str, Callable[[], Optimizer]] = {
     "sgd": Sgd,
@@ -156,19 +156,19 @@ USUAL_OPTIMIZERS: dict[str, Callable[[], Optimizer]] = {
 }
 
 
-def _task_alone(task: Task) -> Result:
+def _single_rank(task: Task) -> Result:
     comm = SingleCommunicator()
     return train(task, comm, ProgressEngine(rank=0, deadline_seconds=30, abort=comm.abort), Blocking)
 
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("optimizer", USUAL_OPTIMIZERS)
-@pytest.mark.parametrize("net", MODELS_OF_EQUALITY)
+@pytest.mark.parametrize("net", SMALL_MODELS)
 @pytest.mark.parallel(RANKS)
 def test_float64_equals_one_process(world: Communicator, progress: ProgressEngine, net: str, optimizer: str) -> None:
     # 37 samples in batches of 8: the last batch has 5, which leaves 4 ranks with 2, 1, 1, 1
-    task = Task(MODELS_OF_EQUALITY[net], NumpyKernelSet(), USUAL_OPTIMIZERS[optimizer])
-    many, one = train(task, world, progress, Blocking), _task_alone(task)
+    task = Task(SMALL_MODELS[net], NumpyKernelSet(), USUAL_OPTIMIZERS[optimizer])
+    many, one = train(task, world, progress, Blocking), _single_rank(task)
     assert distance(many.parameters, one.parameters) < 1e-10
     if one.statistics:
         assert distance(many.statistics, one.statistics) < 1e-10
@@ -178,26 +178,24 @@ def test_float64_equals_one_process(world: Communicator, progress: ProgressEngin
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("net", MODELS_OF_EQUALITY)
+@pytest.mark.parametrize("net", SMALL_MODELS)
 @pytest.mark.parallel(RANKS)
 def test_ranks_without_samples_change_nothing(world: Communicator, progress: ProgressEngine, net: str) -> None:
-    task = Task(
-        MODELS_OF_EQUALITY[net], NumpyKernelSet(), USUAL_OPTIMIZERS["nesterov"], samples=9, batch=4
-    )  # last batch: one sample
-    assert distance(train(task, world, progress, Blocking).parameters, _task_alone(task).parameters) < 1e-10
+    task = Task(SMALL_MODELS[net], NumpyKernelSet(), USUAL_OPTIMIZERS["nesterov"], samples=9, batch=4)  # last batch: one sample
+    assert distance(train(task, world, progress, Blocking).parameters, _single_rank(task).parameters) < 1e-10
 
 
 @pytest.mark.parallel(RANKS)
 def test_micro_batches_equal_one_large_batch(world: Communicator, progress: ProgressEngine) -> None:
-    task = Task(MODELS_OF_EQUALITY["plain"], NumpyKernelSet(), USUAL_OPTIMIZERS["nesterov"])
+    task = Task(SMALL_MODELS["plain"], NumpyKernelSet(), USUAL_OPTIMIZERS["nesterov"])
     split = train(replace(task, micro_batches=3), world, progress, Blocking)
-    assert distance(split.parameters, _task_alone(task).parameters) < 1e-10
+    assert distance(split.parameters, _single_rank(task).parameters) < 1e-10
 
 
 @pytest.mark.parallel(RANKS)
 def test_float32_follows_one_process_on_a_shallow_network(world: Communicator, progress: ProgressEngine) -> None:
-    task = Task(MODELS_OF_EQUALITY["plain"], NumpyKernelSet(), USUAL_OPTIMIZERS["sgd"], dtype="float32")
-    assert distance(train(task, world, progress, Blocking).parameters, _task_alone(task).parameters) < 1e-4
+    task = Task(SMALL_MODELS["plain"], NumpyKernelSet(), USUAL_OPTIMIZERS["sgd"], dtype="float32")
+    assert distance(train(task, world, progress, Blocking).parameters, _single_rank(task).parameters) < 1e-4
 
 
 @pytest.mark.parallel(RANKS)
@@ -308,7 +306,7 @@ def _replica(world: Communicator, progress: ProgressEngine, rows: int, strategy:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("strategy", HASHED)
 @pytest.mark.parallel([1, 2, 3, 4])
-def test_they_are_those_of_the_checkpoint_on_any_grid(world: Communicator, progress: ProgressEngine, strategy: str) -> None:
+def test_hashes_are_those_of_the_checkpoint_on_any_grid(world: Communicator, progress: ProgressEngine, strategy: str) -> None:
     task, replica = _replica(world, progress, 1, HASHED[strategy])
     for batch in batches(task, replica.groups.position, world.size, replica.tiles):
         replica.step(batch, task.lr)

@@ -1,4 +1,4 @@
-"""Frozen layers: the others' gradients are right through them, they have none, and their batch norms stay what they are."""
+"""Frozen layers: gradients pass through them, they have none themselves, and their batch norms do not change."""
 
 import numpy as np
 import pytest

@@ -1,7 +1,7 @@
-"""What one step of four networks does (see tests/support/step_counters.py): golden numbers, which may fall but not rise.
+"""Counters of one step of four networks (see tests/support/step_counters.py) are at most their golden numbers.
 
-A change that does less writes its numbers here. A change that does more must be faster all the same, with 1 and with 2 threads,
-and its commit says by how much.
+A change that lowers a counter updates its number here. A change that raises one must still be faster with 1 and with 2 threads,
+and its commit message states the times.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GOLDEN = {
     "vgg13": (92, 7086464, 0, 4, 1212, 53700, 27, 36347408),
     "resnet50": (456, 49386240, 27, 0, 4161, 918000, 162, 27883088),
 }
-#: Sizes of Python's own objects differ between its versions.
+#: Factors, because sizes of Python's objects and its calls differ between versions.
 ALLOWED = {"allocated_bytes": 1.05, "python_calls": 1.05}
 
 

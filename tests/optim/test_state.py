@@ -1,4 +1,4 @@
-"""What surrounds an update: averages of weights, watches over bits, packed state, and counts of updates."""
+"""Parts around an update: averages of weights, watches over bits, packed state, and counts of updates."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _average(optimizer: Optimizer, group: FlatGroup) -> np.ndarray:
 
 
 @pytest.mark.torch
-def test_it_is_torchs() -> None:
+def test_the_average_of_weights_is_torchs() -> None:
     """Torch's begins with the first weights that it is shown; the program's with those before the first update."""
     torch = pytest.importorskip("torch")
     group = make_group()
@@ -60,7 +60,7 @@ def test_it_is_torchs() -> None:
 
 @pytest.mark.parametrize("rule", [EmaRule(0.9, warm_up=False), EmaRule(0.6)])
 @pytest.mark.parametrize("inner", [Sgd, Lars, Adamw, Lamb])
-def test_it_is_its_definition_and_changes_no_update(inner: type[Optimizer], rule: EmaRule) -> None:
+def test_the_average_of_weights_is_its_definition_and_changes_no_update(inner: type[Optimizer], rule: EmaRule) -> None:
     group, other = make_group(), make_group()
     optimizer, plain = with_ema(inner(), rule), with_ema(inner(), None)
     optimizer.bind(group, group.segments)
@@ -76,7 +76,7 @@ def test_it_is_its_definition_and_changes_no_update(inner: type[Optimizer], rule
     np.testing.assert_allclose(_average(optimizer, group), expected, rtol=1e-13, atol=1e-14)
 
 
-def test_it_says_of_norms_what_the_optimiser_says() -> None:
+def test_the_average_of_weights_needs_the_norms_of_its_optimiser() -> None:
     rule = EmaRule(0.9)
     assert with_ema(Sgd(), rule).norms_needed is NormsNeeded.NONE
     assert with_ema(Sgd(clip_norm=1.0), rule).norms_needed is NormsNeeded.GLOBAL
@@ -210,7 +210,7 @@ def test_an_optimiser_that_is_not_watched_compares_nothing() -> None:
 
 
 @pytest.mark.parametrize("inner", [Sgd(momentum=0.5, clip_norm=0.3), Lars(), Sgd()])
-def test_it_says_of_itself_what_the_optimiser_does(inner: Optimizer) -> None:
+def test_a_guarded_optimiser_has_the_attributes_of_its_optimiser(inner: Optimizer) -> None:
     optimizer = guarded(inner)
     said = (optimizer.norms_needed, optimizer.layer_norms, optimizer.clip_norm, optimizer.momentum)
     assert said == (inner.norms_needed, inner.layer_norms, inner.clip_norm, inner.momentum)

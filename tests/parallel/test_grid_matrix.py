@@ -1,4 +1,4 @@
-"""Whole networks on grids of virtual ranks equal one rank: a sample of `make grid-matrix`, beside every averaging strategy."""
+"""Whole networks on grids of virtual ranks equal one rank: a sample of `make grid-matrix`, with every averaging strategy."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def _expected(net: str) -> Result:
 @pytest.mark.slow
 @pytest.mark.parametrize("grid", SPLIT_GRIDS, ids=str)
 @pytest.mark.parametrize("strategy", ["blocking", *STRATEGIES])
-def test_every_strategy_beside_model_and_domain(strategy: str, grid: tuple[int, int]) -> None:
+def test_every_strategy_with_model_and_domain(strategy: str, grid: tuple[int, int]) -> None:
     kind, options = (Blocking, {}) if strategy == "blocking" else STRATEGIES[strategy]
     rows, cols = grid
     for seed in range(SEEDS):

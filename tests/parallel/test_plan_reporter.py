@@ -1,4 +1,4 @@
-"""What a plan says equals what a step counts: words by layer and rank, statistics, memory, parameters."""
+"""Plan reports equal the counts of a step: words by layer and rank, statistics, memory, parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The closed forms, the bytes of steps and predictions agree with what plans of configurations show."""
+"""Closed forms, bytes of steps and predictions agree with the plans of configurations."""
 
 from pathlib import Path
 from statistics import mean

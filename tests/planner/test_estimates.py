@@ -1,4 +1,4 @@
-"""Bounds of steps: segments, their costs, the shortest paths through them, and the estimates that follow."""
+"""Lower bounds of steps: segments, their costs, the shortest paths through them, and the estimates that follow."""
 
 from __future__ import annotations
 

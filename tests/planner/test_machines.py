@@ -370,7 +370,7 @@ def test_pairs_that_measure_at_once_begin_together(ranks: int, monkeypatch: pyte
     assert all(times == pytest.approx(of_rank[0]) for times in of_rank)
 
 
-CALIBRATION_LINK = LinkModel(30e-6, 2e-9)
+VIRTUAL_LINK = LinkModel(30e-6, 2e-9)
 
 
 @pytest.fixture
@@ -391,7 +391,7 @@ def _machine(ranks: int, per_node: int) -> Machine:
         facts = RankFacts(frozenset({comm.rank % per_node // 2}), 8 << 30, "a processor")
         return calibrate(comm, virtual_engine(comm), facts, _rates(comm.rank), name="virtual", when="2026-01-01")
 
-    machines = run_virtual(ranks, program, link=CALIBRATION_LINK, ranks_per_node=per_node)
+    machines = run_virtual(ranks, program, link=VIRTUAL_LINK, ranks_per_node=per_node)
     assert all(machine == machines[0] for machine in machines)
     return machines[0]
 

@@ -104,7 +104,7 @@ def test_parameters_are_as_the_dtype_of_activations_has_them() -> None:
 
 
 @pytest.mark.slow
-def test_others_are_waited_for_before_every_step() -> None:
+def test_ranks_wait_for_each_other_before_every_step() -> None:
     calls = []
     _timed(None).measure(3, lambda: calls.append(1), wholes=True)
     assert len(calls) == 10

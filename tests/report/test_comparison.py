@@ -1,4 +1,4 @@
-"""What a report says of runs: their records, figures and curves, differences and bits side by side, judgements, colours."""
+"""Comparisons of runs in a report: records, figures and curves, differences and bits side by side, judgements, colours."""
 
 from __future__ import annotations
 

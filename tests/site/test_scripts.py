@@ -264,7 +264,7 @@ def test_without_a_scheduler_it_runs_in_the_background(folder: Path, monkeypatch
 
 
 @pytest.mark.job
-def test_it_has_a_session_of_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_submitted_job_has_a_session_of_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCTOR_SLEEPS", "50")
     monkeypatch.setattr("hpctrain.site.submission._environment", lambda: "")
     submission, _ = _submit("local", JobRequest(1, 1))

@@ -1,4 +1,4 @@
-"""Files that are whole or what they were, in whatever way they are written, and what interrupted writers leave."""
+"""Atomic and background writes, files laid out in advance, leftovers of interrupted writers, and records that wait for room."""
 
 import contextlib
 import errno
@@ -388,7 +388,7 @@ def test_what_a_living_process_writes_stays(tmp_path: Path) -> None:
         assert set(tmp_path.iterdir()) == {files["own"], files["living"], shards}
 
 
-def test_a_directory_that_is_not_there_has_none(tmp_path: Path) -> None:
+def test_a_missing_directory_has_no_leftovers(tmp_path: Path) -> None:
     assert remove_left(tmp_path / "absent") == []
 
 

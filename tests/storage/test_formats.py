@@ -368,7 +368,7 @@ def test_what_is_appended_is_read(tmp_path: Path) -> None:
     assert len((tmp_path / "hashes.jsonl").read_text().splitlines()) == 3  # names are there once
 
 
-def test_a_run_without_hashes_has_none(tmp_path: Path) -> None:
+def test_a_run_without_a_hash_file_has_no_hashes(tmp_path: Path) -> None:
     assert read_hashes(tmp_path / "hashes.jsonl") == {}
 
 

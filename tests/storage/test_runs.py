@@ -474,7 +474,7 @@ BEST = BestRecord("checkpoint-00000035.h5", 35, 7, "top1", 0.9193)
 @given(
     epoch=st.integers(0, 10**6), measure=st.sampled_from(["top1", "top5", "loss"]), value=st.floats(allow_nan=False, min_value=0)
 )
-def test_it_comes_back_as_it_was_written(tmp_path_factory, epoch: int, measure: str, value: float) -> None:
+def test_a_best_record_comes_back_as_it_was_written(tmp_path_factory, epoch: int, measure: str, value: float) -> None:
     directory = tmp_path_factory.mktemp("best")
     best = BestRecord("checkpoint-00000035.h5", 35, epoch, measure, value)
     best_record.write(directory, best)
@@ -484,7 +484,7 @@ def test_it_comes_back_as_it_was_written(tmp_path_factory, epoch: int, measure: 
     assert list(directory.iterdir()) == []
 
 
-def test_it_is_told_in_a_few_words() -> None:
+def test_a_best_record_is_described_in_a_few_words() -> None:
     assert str(BEST) == "top1 91.93% after epoch 7"
     assert str(BestRecord("checkpoint-00000035.h5", 35, 7, "loss", 0.25)) == "loss 0.2500 after epoch 7"
 

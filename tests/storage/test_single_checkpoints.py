@@ -396,7 +396,7 @@ def content_of(kinds: list[tuple[tuple[int, ...], str]]) -> CheckpointContent:
     return CheckpointContent(tensors, META)
 
 
-def convert_assert_same(left: CheckpointContent, right: CheckpointContent) -> None:
+def assert_same_content(left: CheckpointContent, right: CheckpointContent) -> None:
     assert (left.meta, set(left.tensors)) == (right.meta, set(right.tensors))
     for key, values in right.tensors.items():
         other = left.tensors[key]
@@ -415,9 +415,9 @@ def test_there_and_back_is_the_same_to_the_last_bit(
     write(source, content)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(write_shares, "_SMALLEST_SHARED_BYTES", least_bytes)
-        convert_assert_same(convert(source, there, sharded=True, shards=shards), content)
-    convert_assert_same(convert(there, back, sharded=False), content)
-    convert_assert_same(convert(there, directory / "d.shards", sharded=True, shards=2), content)
+        assert_same_content(convert(source, there, sharded=True, shards=shards), content)
+    assert_same_content(convert(there, back, sharded=False), content)
+    assert_same_content(convert(there, directory / "d.shards", sharded=True, shards=2), content)
     digests = []
     for path in (source, back):
         with h5py.File(path, "r") as file:
@@ -500,7 +500,7 @@ def test_a_run_goes_on_from_either_layout_with_the_same_bits(tmp_path: Path, mon
         ends.append(open_checkpoint(max(Path(directory, "checkpoints").iterdir())))
     for end in ends[1:]:
         assert end.meta["position"] == ends[0].meta["position"]
-        convert_assert_same(CheckpointContent(end.tensors, {}), CheckpointContent(ends[0].tensors, {}))
+        assert_same_content(CheckpointContent(end.tensors, {}), CheckpointContent(ends[0].tensors, {}))
 
 
 def _newest(run: Path) -> CheckpointContent:

@@ -1,4 +1,4 @@
-"""Work whose process ends before one of its calls to the system."""
+"""Crashes of a process before a chosen system call of its work."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ _CALLS = ("pwrite", "fsync", "replace", "ftruncate", "open", "unlink", "mkdir", 
 
 
 def crash_at(call: int, work: Callable[[], object]) -> bool:
-    """Run `work` in a thread of a child process that ends before its call number `call` to the system; whether it did all."""
+    """Run `work` in a child process that ends before system call number `call`; return whether the work finished."""
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    made = []
+    calls = 0
     try:
         for name in _CALLS:
             original = getattr(os, name)
 
             def counted(*arguments: object, original: Callable[..., object] = original, **options: object) -> object:
-                made.append(1)
-                if len(made) > call:
+                nonlocal calls
+                calls += 1
+                if calls > call:
                     os._exit(1)
                 return original(*arguments, **options)
 

@@ -1,7 +1,7 @@
-"""Commands in this process: `run_here` takes what `run_job` takes, and starts no process; several ranks are virtual ones.
+"""Commands run in this process: `run_here` takes the arguments of `run_job`, but runs several ranks as virtual ones.
 
-Kernels, files, sentences and exit codes are those of a job. What a process alone has is missing: signals, an MPI, a launcher,
-the environment at the start of Python, and an abort that leaves other ranks in the middle of something.
+Kernels, files, messages and exit codes are those of a job. A test needs `run_job` for signals, a real MPI, a launcher, the
+environment at the start of Python, and an abort that interrupts other ranks.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine, wait
 from tests.support.jobs import Outcome, clean_environment
 
-platform.processor()  # which starts a process once, here where none is watched
+platform.processor()  # its first call starts a process, which a test that is not marked `job` may not
 _PROGRAM = ["-m", "hpctrain"]
 _RANK = threading.local()
 
 
 def run_here(ranks: int, arguments: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> Outcome:
-    """Run `hpctrain` with what follows "-m hpctrain" in `arguments`, on virtual ranks where there are several."""
+    """Run `hpctrain` with the arguments after "-m hpctrain", on virtual ranks if `ranks` is above 1."""
     words = list(arguments)
     assert words[:2] == _PROGRAM, "only the program itself runs here"
     begin = time.monotonic()
@@ -50,8 +50,8 @@ def run_here(ranks: int, arguments: Sequence[str], *, env: Mapping[str, str] | N
         stack.enter_context(patch.object(sys, "argv", ["hpctrain", *words[2:]]))
         stack.enter_context(patch.object(sys, "path", [*sys.path]))
         stack.enter_context(contextlib.chdir(cwd or Path.cwd()))
-        stack.enter_context(patch.object(run_directory, "git_state", dict))  # which starts processes
-        stack.enter_context(patch.object(SingleCommunicator, "abort", lambda world, code: None))  # which ends this process
+        stack.enter_context(patch.object(run_directory, "git_state", dict))  # it starts processes
+        stack.enter_context(patch.object(SingleCommunicator, "abort", lambda world, code: None))  # it ends this process
         stack.enter_context(_recorded(processes))
         streams = stack.enter_context(_captured())
         stack.callback(_end, processes)
@@ -60,13 +60,13 @@ def run_here(ranks: int, arguments: Sequence[str], *, env: Mapping[str, str] | N
 
 
 def virtual_rank() -> int:
-    """The rank whose thread this is; 0 where there is one."""
+    """Return the virtual rank of this thread; 0 if there is one rank."""
     world: ThreadCommunicator | None = getattr(_RANK, "world", None)
     return world.rank if world is not None else 0
 
 
 def _code(words: list[str]) -> int:
-    """The exit code of the command."""
+    """Run the command, and return its exit code."""
     try:
         cli(words, prog_name="hpctrain")
     except SystemExit as end:
@@ -75,7 +75,7 @@ def _code(words: list[str]) -> int:
 
 
 def _virtual(ranks: int, words: list[str]) -> int:
-    """The same on virtual ranks: the largest code, or that of the abort."""
+    """Run the command on virtual ranks, and return the largest exit code or that of an abort."""
 
     def program(comm: ThreadCommunicator) -> int:
         _RANK.world = comm
@@ -99,26 +99,26 @@ def _engine(**options: Any) -> ProgressEngine:
 
 
 def _wait(seconds: float) -> None:
-    """What a rank waits until another has said an error and ended the job."""
+    """Wait until another rank has printed the error and ended the job."""
     if seconds:
         wait(_RANK.world.ibarrier())
 
 
 @contextlib.contextmanager
 def _recorded(processes: list[JobProcess]) -> Iterator[None]:
-    """While this lasts, what knows of a started process is kept."""
-    begin = JobProcess.__init__
+    """Collect in `processes` each `JobProcess` that is created."""
+    initialise = JobProcess.__init__
 
-    def begun(process: JobProcess, launcher: Launcher) -> None:
-        begin(process, launcher)
+    def recorded(process: JobProcess, launcher: Launcher) -> None:
+        initialise(process, launcher)
         processes.append(process)
 
-    with patch.object(JobProcess, "__init__", begun):
+    with patch.object(JobProcess, "__init__", recorded):
         yield
 
 
 def _end(processes: Sequence[JobProcess]) -> None:
-    """End what would have ended with the processes: threads, and the ownership of a run."""
+    """End what a real process ends by exiting: its threads, and the ownership of a run."""
     for process in processes:
         process.exits.close()
         if isinstance(process, ConfiguredProcess):
@@ -130,16 +130,16 @@ def _end(processes: Sequence[JobProcess]) -> None:
 
 @contextlib.contextmanager
 def _captured() -> Iterator[Callable[[], tuple[str, str]]]:
-    """While this lasts, standard output and standard error go to files; the value returns what they have."""
+    """Redirect standard output and standard error to files; yield a function that returns their content."""
     root = logging.getLogger("hpctrain")
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.multiple(root, handlers=root.handlers[:], propagate=root.propagate))
         stack.callback(root.setLevel, root.level)
         files = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in (1, 2)]
         for number, name in ((1, "stdout"), (2, "stderr")):
-            kept = os.dup(number)
-            stack.callback(os.close, kept)
-            stack.callback(os.dup2, kept, number)
+            original = os.dup(number)
+            stack.callback(os.close, original)
+            stack.callback(os.dup2, original, number)
             os.dup2(files[number - 1].fileno(), number)
             stream = stack.enter_context(open(number, "w", buffering=1, closefd=False))
             stack.enter_context(patch.object(sys, name, stream))

@@ -15,16 +15,16 @@ from typing import Any
 
 import pytest
 
-#: Products of at most that many cases run whole.
+#: The most cases of a test that all run at level usual.
 LARGE = 12
 QUICK_CASES = 3
 LEVELS = ("quick", "usual", "all")
-#: Environment variables, so that workers of pytest-xdist and ranks draw the same cases and run the same amounts.
+#: Environment variables, because workers of pytest-xdist and ranks must draw the same cases and amounts.
 LEVEL, SEED = "HPCTRAIN_TEST_LEVEL", "HPCTRAIN_TEST_SEED"
 
 
 def amount(usual: int, everything: int) -> int:
-    """Return how often a test repeats what it draws by chance: `usual`, or `everything` at level all."""
+    """Return the number of examples that a test draws: `everything` at level all, `usual` at other levels."""
     return everything if os.environ.get(LEVEL) == "all" else usual
 
 
@@ -34,7 +34,7 @@ def add_option(parser: pytest.Parser) -> None:
 
 
 class Sampling:
-    """Deselects what the level leaves out, and reports how much that was."""
+    """Deselect the cases that the level leaves out, and report their number."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._level = os.environ[LEVEL] = config.getoption("--level")
@@ -43,7 +43,7 @@ class Sampling:
         named = (argument.partition("[")[0].partition("::") for argument in config.args if "::" in argument)
         self._named = {f"{Path(file).resolve()}::{name}" for file, _, name in named}
 
-    @pytest.hookimpl(trylast=True)  # after -m and -k have chosen
+    @pytest.hookimpl(trylast=True)  # after -m and -k
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         if self._level == "all":
             return
@@ -56,7 +56,7 @@ class Sampling:
         items[:] = [item for item in items if item in kept]
 
     def _kept(self, cases: Sequence[pytest.Item]) -> Sequence[pytest.Item]:
-        """Return the cases of a function that run: those that once failed, and a sample that the seed draws."""
+        """Return the cases of a function that run: those that have failed once, and a sample drawn by the seed."""
         if cases[0].get_closest_marker("thorough"):
             return ()
         always = {case for mark in cases[0].iter_markers("once_failed") for case in mark.args}
@@ -64,6 +64,8 @@ class Sampling:
         drawn = random.Random(f"{self._seed} {cases[0].nodeid.partition('[')[0]}").sample(cases, len(cases))
         sample = cases[0].get_closest_marker("sample")
         count = sample.args[0] if sample else QUICK_CASES if self._level == "quick" else None
+        if self._level == "quick" and count is not None:
+            count = min(count, QUICK_CASES)
         if count is not None:
             return chosen + [case for case in drawn if case not in chosen][:count]
         return cases if len(cases) <= LARGE else chosen + _covering(drawn)
@@ -73,7 +75,7 @@ class Sampling:
             session.config.workeroutput["left_out"] = self._left_out
 
     @pytest.hookimpl(optionalhook=True)
-    def pytest_testnodedown(self, node: Any) -> None:  # each worker of pytest-xdist chooses the same
+    def pytest_testnodedown(self, node: Any) -> None:  # all workers of pytest-xdist leave out the same
         self._left_out = getattr(node, "workeroutput", {}).get("left_out", self._left_out)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
@@ -84,15 +86,15 @@ class Sampling:
 
 
 def _covering(drawn: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Return cases in which each value of each parameter occurs, at least `LARGE`."""
+    """Return at least `LARGE` cases in which each value of each parameter occurs."""
     met: set[tuple[str, int]] = set()
-    first: list[pytest.Item] = []
+    with_new_values: list[pytest.Item] = []
     others: list[pytest.Item] = []
     for case in drawn:
         values = {(name, id(value)) for name, value in _parameters(case).items()}
-        (others if values <= met else first).append(case)
+        (others if values <= met else with_new_values).append(case)
         met |= values
-    return first + others[: max(0, LARGE - len(first))]
+    return with_new_values + others[: max(0, LARGE - len(with_new_values))]
 
 
 def _parameters(case: pytest.Item) -> Mapping[str, object]:

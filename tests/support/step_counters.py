@@ -1,13 +1,13 @@
-"""What one training step does, in numbers that no clock and no other program changes: `python -m tests.support.step_counters`.
+"""Counters of one training step, which do not depend on the load of the machine: `python -m tests.support.step_counters`.
 
-| counter | what |
+| counter | meaning |
 |---|---|
 | kernels | calls of oneDNN's primitives, reorders included |
-| copied_bytes | what reorders write |
-| products | matrix products of the library (`dnnl_sgemm`) |
-| numpy_products | matrix products of NumPy, whose second pool of threads would compete for the cores |
+| copied_bytes | bytes that reorders write |
+| products | matrix products of oneDNN (`dnnl_sgemm`) |
+| numpy_products | matrix products of NumPy, whose thread pool competes with that of oneDNN for the cores |
 | python_calls | calls of Python functions |
-| allocated_bytes | the most memory that Python and NumPy hold during a step beyond what they held before |
+| allocated_bytes | peak memory of Python and NumPy during a step minus their memory before it |
 | messages, message_bytes | collective operations that one of two ranks posts per step, with strategy `overlap` |
 """
 
@@ -39,7 +39,7 @@ from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
 from tests.support.training import Task, train
 
-#: deep and narrow, few pixels and many weights, large linear layers, bottlenecks
+#: In this order: deep and narrow; few pixels and many weights; large linear layers; bottlenecks.
 NETS = {
     "resnet20": workload("resnet20", 8, 32),
     "resnet34": workload("resnet34", 4, 48),
@@ -50,12 +50,12 @@ WARM_UP_STEPS = 3
 
 
 def step_counters() -> dict[str, dict[str, int]]:
-    """Return the counters of one step by network, on the oneDNN kernel set with this process's threads."""
+    """Return the counters of one step of each network, on the oneDNN kernel set with the threads of this process."""
     return {name: _of_engine(net) | _of_messages(net) for name, net in NETS.items()}
 
 
 def step_counters_with(threads: int) -> Mapping[str, Mapping[str, int]]:
-    """Return the same from a process with so many threads, whose library takes AVX2 instructions at most."""
+    """Return `step_counters()` of a process with this number of threads, whose oneDNN uses at most AVX2 instructions."""
     environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"}
     command = [sys.executable, "-m", "tests.support.step_counters"]
     ended = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=300)
@@ -94,7 +94,7 @@ def _counting_kernels(counts: Counter[str]) -> Iterator[None]:
     execute, multiply, make, matmul, dot = Call.__call__, Engine.multiply, Primitive.__init__, np.matmul, np.dot
     copies: WeakSet[Primitive] = WeakSet()
 
-    def made(primitive: Primitive, engine: Engine, kind: str, *arguments: Any) -> None:
+    def initialised(primitive: Primitive, engine: Engine, kind: str, *arguments: Any) -> None:
         make(primitive, engine, kind, *arguments)
         if kind == "reorder":
             copies.add(primitive)
@@ -105,20 +105,20 @@ def _counting_kernels(counts: Counter[str]) -> Iterator[None]:
             counts["copied_bytes"] += call._memories[-1].array.nbytes
         execute(call)
 
-    def numpys(function: Any, *arguments: Any, **options: Any) -> Any:
+    def counted_numpy_product(function: Any, *arguments: Any, **options: Any) -> Any:
         counts["numpy_products"] += 1
         return function(*arguments, **options)
 
-    def librarys(*arguments: Any) -> None:
+    def counted_product(*arguments: Any) -> None:
         counts["products"] += 1
         multiply(*arguments)
 
     with (
         mock.patch.object(Call, "__call__", counted),
-        mock.patch.object(Engine, "multiply", librarys),
-        mock.patch.object(Primitive, "__init__", made),
-        mock.patch.object(np, "matmul", partial(numpys, matmul)),
-        mock.patch.object(np, "dot", partial(numpys, dot)),
+        mock.patch.object(Engine, "multiply", counted_product),
+        mock.patch.object(Primitive, "__init__", initialised),
+        mock.patch.object(np, "matmul", partial(counted_numpy_product, matmul)),
+        mock.patch.object(np, "dot", partial(counted_numpy_product, dot)),
     ):
         yield
 

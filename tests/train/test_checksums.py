@@ -119,7 +119,7 @@ def test_one_checkpoint_has_the_same_hashes_on_any_ranks(net: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(("rows", "cols", "per_node"), [(1, 1, 1), (1, 3, 1), (1, 4, 2), (2, 2, 1)])
-def test_they_are_those_of_the_checkpoint_behind_any_training(strategy: str, rows: int, cols: int, per_node: int) -> None:
+def test_hashes_are_those_of_the_checkpoint_after_any_training(strategy: str, rows: int, cols: int, per_node: int) -> None:
     """Also where parts have copies, parameters are rounded, and gradients are kept back."""
 
     def pair(comm: ThreadCommunicator) -> tuple[dict[str, str], dict[str, str]]:
@@ -234,7 +234,7 @@ def random_array(shape: tuple[int, ...], dtype: str) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("shape", [(), (1,), (7, 9), (3, 3, 3, 5), (0, 4)])
-def test_it_is_the_sum_of_its_definition(shape: tuple[int, ...], dtype: str) -> None:
+def test_an_element_hash_is_the_sum_of_its_definition(shape: tuple[int, ...], dtype: str) -> None:
     values = random_array(shape, dtype)
     assert hash_of(values) == digest(slow_sum(values), shape, dtype)
 
@@ -242,7 +242,7 @@ def test_it_is_the_sum_of_its_definition(shape: tuple[int, ...], dtype: str) -> 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("dim", range(3))
 @pytest.mark.parametrize("parts", [1, 2, 3, 5, 11])
-def test_no_cut_changes_it(dtype: str, dim: int, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_cut_changes_an_element_hash(dtype: str, dim: int, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Split in any dim, and the flat part of each holder cut again by its owners, in chunks of odd length."""
     monkeypatch.setattr(element_hash, "CHUNK", 13)
     values = random_array((7, 5, 9), dtype)
@@ -256,7 +256,7 @@ def test_no_cut_changes_it(dtype: str, dim: int, parts: int, monkeypatch: pytest
     assert total % MODULUS == slow_sum(values)
 
 
-def test_shape_and_dtype_are_part_of_it() -> None:
+def test_shape_and_dtype_are_part_of_an_element_hash() -> None:
     zeros = [np.zeros(6, "float32"), np.zeros((2, 3), "float32"), np.zeros(3, "float64"), np.zeros((0, 3), "float64")]
     assert len({hash_of(values) for values in zeros}) == len(zeros)
 

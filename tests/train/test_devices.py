@@ -209,10 +209,10 @@ def test_parameters_in_16_bits_are_refused(emulated_device: EmulatedDeviceFactor
 
 TOLERANCE = 1e-10
 STEPS = 5
-ALONE_MODELS: list[Callable[[], Layer]] = [partial(nets.plain, dropout=0.3), partial(nets.residual, synchronised=False)]
+SINGLE_RANK_MODELS: list[Callable[[], Layer]] = [partial(nets.plain, dropout=0.3), partial(nets.residual, synchronised=False)]
 STRATEGIES: list[StrategyFactory] = [Blocking, Bucketed, Sharded, Priority, Lazy]
 
-ALONE_OPTIMIZERS: list[Callable[[], Optimizer]] = [
+SINGLE_RANK_OPTIMIZERS: list[Callable[[], Optimizer]] = [
     partial(Sgd, momentum=0.9, weight_decay=1e-3),
     partial(Sgd, momentum=0.8, nesterov=True),
     partial(Sgd, momentum=0.0, clip_norm=0.5),
@@ -220,12 +220,12 @@ ALONE_OPTIMIZERS: list[Callable[[], Optimizer]] = [
 ]
 
 
-def _task_alone(seed: int) -> Task:
+def _single_rank_task(seed: int) -> Task:
     """All pairs of a model, a strategy and an optimiser within 40 seeds; one to three micro-batches."""
     return Task(
-        ALONE_MODELS[seed % 2],
+        SINGLE_RANK_MODELS[seed % 2],
         NumpyKernelSet(),
-        ALONE_OPTIMIZERS[seed // 2 % 4],
+        SINGLE_RANK_OPTIMIZERS[seed // 2 % 4],
         steps=STEPS,
         micro_batches=1 + seed % 3,
         smoothing=0.1,
@@ -276,7 +276,7 @@ def _assert_close(result: dict[str, np.ndarray], expected: dict[str, np.ndarray]
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
 def test_a_training_is_that_of_numpy(emulated_device: EmulatedDeviceFactory, seed: int) -> None:
-    task, strategy = _task_alone(seed), STRATEGIES[seed // 2 % 5]
+    task, strategy = _single_rank_task(seed), STRATEGIES[seed // 2 % 5]
     device = emulated_device(seed)
     _assert_close(_train(task, _kernels(device, graphs=bool(seed % 4)), strategy), _train(task, NumpyKernelSet(), strategy))
     device.finish()
@@ -284,9 +284,9 @@ def test_a_training_is_that_of_numpy(emulated_device: EmulatedDeviceFactory, see
 
 @pytest.mark.sample(1)
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ALONE_MODELS)
+@pytest.mark.parametrize("model", SINGLE_RANK_MODELS)
 def test_bits_do_not_depend_on_streams_or_graphs(emulated_device: EmulatedDeviceFactory, model: Callable[[], Layer]) -> None:
-    task = replace(_task_alone(0), model=model)
+    task = replace(_single_rank_task(0), model=model)
     results = [
         _train(task, _kernels(emulated_device(seed), graphs=graphs), Sharded) for seed in (0, 7) for graphs in (False, True)
     ]
@@ -297,12 +297,12 @@ def test_bits_do_not_depend_on_streams_or_graphs(emulated_device: EmulatedDevice
 
 @pytest.mark.sample(2)
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ALONE_OPTIMIZERS)
-@pytest.mark.parametrize("model", ALONE_MODELS)
+@pytest.mark.parametrize("optimizer", SINGLE_RANK_OPTIMIZERS)
+@pytest.mark.parametrize("model", SINGLE_RANK_MODELS)
 def test_steps_of_one_rank_allocate_nothing_and_wait_where_it_is_said(
     emulated_device: EmulatedDeviceFactory, model: Callable[[], Layer], optimizer: Callable[[], Optimizer]
 ) -> None:
-    task = replace(_task_alone(0), model=model, optimizer=optimizer, samples=40, batch=8, steps=9)
+    task = replace(_single_rank_task(0), model=model, optimizer=optimizer, samples=40, batch=8, steps=9)
     device = emulated_device(3)
     waits: list[set[str]] = []
 
@@ -326,7 +326,7 @@ def test_every_place_of_one_rank_that_waits_matters(emulated_device: EmulatedDev
     Some waits are implied by another one just before: of several copies that are on their way, all but the last. So it is asked
     of each place in the code, not of each wait.
     """
-    task = replace(_task_alone(0), steps=4)
+    task = replace(_single_rank_task(0), steps=4)
     device = emulated_device(1)
     expected = _train(task, _kernels(device), Sharded)
     places: dict[str, list[int]] = {}
@@ -354,7 +354,7 @@ class _InNumpy(Sgd):
 
 
 def test_an_optimiser_in_numpy_is_refused_where_the_arrays_are_elsewhere(emulated_device: EmulatedDeviceFactory) -> None:
-    task = replace(_task_alone(0), optimizer=_InNumpy)
+    task = replace(_single_rank_task(0), optimizer=_InNumpy)
     _replica(task, NumpyKernelSet(), Sharded)
     with pytest.raises(BackendError, match=r"^The optimizer _InNumpy computes with NumPy, .* backend cuda; let it .*\.$"):
         _replica(task, _kernels(emulated_device()), Sharded)

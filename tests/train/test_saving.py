@@ -66,7 +66,7 @@ def on_each(work: Callable[[ThreadCommunicator, Told], Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_it_is_published_once_every_rank_has_written_its_part(asynchronous: bool) -> None:
+def test_a_checkpoint_is_published_once_every_rank_has_written_its_part(asynchronous: bool) -> None:
     go, published = threading.Event(), []
     if not asynchronous:
         go.set()

@@ -385,7 +385,7 @@ def _epochs_trained(values: list[float], patience: int, min_delta: float, sign: 
 
 
 @given(st.lists(VALUES, min_size=1, max_size=12), st.integers(1, 4), st.sampled_from([0.0, 0.125]), st.booleans(), st.data())
-def test_it_ends_where_the_definition_does_whatever_is_resumed(
+def test_early_stop_ends_where_the_definition_does_whatever_is_resumed(
     values: list[float], patience: int, min_delta: float, of_loss: bool, data: st.DataObject
 ) -> None:
     metric = "ema_loss" if of_loss else "top5"
@@ -402,7 +402,7 @@ def test_it_ends_where_the_definition_does_whatever_is_resumed(
     assert position.epoch == _epochs_trained(values, patience, min_delta, -1 if of_loss else 1)
 
 
-def test_a_run_without_it_has_nothing_of_it_in_its_checkpoints() -> None:
+def test_a_run_without_early_stop_has_no_trace_of_it_in_its_checkpoints() -> None:
     assert "stagnation" not in Position(epoch=2).to_meta()
 
 
@@ -430,7 +430,7 @@ def test_another_metric_begins_to_count_and_another_patience_goes_on() -> None:
         (EarlyStop("loss", 1), Stagnation("loss", None, 0, 1, 1), "early stop after epoch 1: 1 evaluation had no finite loss"),
     ],
 )
-def test_it_says_why(rule: EarlyStop, state: Stagnation, sentence: str) -> None:
+def test_early_stop_says_why(rule: EarlyStop, state: Stagnation, sentence: str) -> None:
     assert rule.sentence(state) == sentence
 
 

@@ -1,4 +1,4 @@
-"""Every operation of virtual ranks against its serial definition, promptly and adversarially, and what is counted of it."""
+"""Every operation of virtual ranks against its serial definition, promptly and adversarially, and its counters."""
 
 from collections.abc import Callable, Sequence
 from itertools import product
@@ -232,7 +232,7 @@ def test_objects_are_copies_in_rank_order(ranks: int, seed: int | None) -> None:
     run_virtual(ranks, program, seed=seed)
 
 
-def test_it_is_a_communicator_and_its_handles_are_handles() -> None:
+def test_a_virtual_rank_has_a_communicator_with_handles() -> None:
     def program(comm: ThreadCommunicator) -> None:
         assert isinstance(comm, Communicator)
         handle = comm.ibarrier()
@@ -433,7 +433,7 @@ def test_since_a_snapshot_gives_one_step() -> None:
     assert before["world", "isend"] == Count(1, 5, 5)
 
 
-def test_it_is_a_communicator_and_abort_reaches_the_inner_one() -> None:
+def test_abort_of_a_counting_communicator_reaches_the_inner_one() -> None:
     def program(comm: ThreadCommunicator) -> None:
         counting = CountingCommunicator(comm, Counters())
         assert isinstance(counting, Communicator)

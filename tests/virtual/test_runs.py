@@ -1,4 +1,4 @@
-"""Runs on virtual ranks: their time on a modelled link, their results, their ends, and where a program stands."""
+"""Runs on virtual ranks: their time on a modelled link, their results and ends, and the line that each rank has reached."""
 
 from __future__ import annotations
 

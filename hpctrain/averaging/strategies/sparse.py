@@ -96,8 +96,8 @@ class SparseOptions:
 class Sparse(ReduceScatterStrategy):
     """Send only the largest gradients between nodes, and add the rest to the next step's; it changes the optimisation.
 
-    Gradients of large parameters are summed within a node to the ranks that own a part. Of each part a node sends the largest
-    elements with their positions; ranks that own the same part on all nodes add these up in the same order and update the part,
+    Gradients of large parameters are summed within a node to the ranks that own a part. A node sends the largest elements of
+    each part with their positions. Ranks that own the same part on all nodes add these in the same order and update the part,
     and parameters are gathered within the node. Small parameters go as with `sharded`, and all of it overlaps as there.
 
     Raises:

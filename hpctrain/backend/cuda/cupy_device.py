@@ -339,8 +339,7 @@ def _address(array: np.ndarray) -> int:
 def _load_libraries() -> ctypes.CDLL:
     """Load NVRTC and cuBLAS, and return cuBLAS.
 
-    CuPy knows where wheels and toolkits keep them; cuDNN, which uses both, asks for them by name and finds those that are
-    loaded.
+    CuPy finds them in wheels and toolkits. cuDNN, which uses both, then opens them by name and gets the loaded ones.
 
     Raises:
         BackendError: one of them is missing.

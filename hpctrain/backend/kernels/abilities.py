@@ -112,8 +112,8 @@ class FollowsOperator:
     def follow(self, first: Operator) -> None:
         """Announce before `bind` that each call follows the same call of `first`.
 
-        `first` is an operator of the same spec with the same parameters, and is not called again in between. Nothing else
-        writes to what `first` was bound to in between.
+        `first` is an operator of the same spec with the same parameters. Between its call and that of this operator it is not
+        called again, and nothing else writes to the arrays that it is bound to.
         """
         raise NotImplementedError
 

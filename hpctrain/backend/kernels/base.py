@@ -55,8 +55,8 @@ class StatisticsMerger(Protocol):
     def merge(self, count: int, mean: np.ndarray, m2: np.ndarray) -> int:
         """Replace `mean` and `m2` by those of all ranks, merged in rank order, and return the total count.
 
-        Both are float64 (C,); `m2` is the sum of squared deviations. Collective: every rank calls it, with count 0 where it
-        has no samples.
+        Both are float64 (C,); `m2` is the sum of squared deviations. Collective: every rank calls it, with count 0 if it has no
+        samples.
         """
         ...
 
@@ -102,7 +102,7 @@ class Buffers:
 
 
 class Operator(ABC):
-    """One planned computation, which its author describes by these attributes.
+    """One planned computation, described by the attributes that a subclass sets.
 
     inputs, output: the specs (with layouts) that it wants; the plan inserts copies where a neighbour's layout differs.
     needs_inputs[i], needs_output: backward reads inputs[i], the output. What nobody needs is overwritten before backward.
@@ -137,8 +137,8 @@ class Operator(ABC):
     def backward_parameters(self) -> None:  # noqa: B027  an operator without parameters has nothing to do
         """Write the parameters' gradients from output_grad (and inputs).
 
-        Comes before `backward_input`, unless the node says otherwise. Once backward has begun output_grad is the operator's
-        own: it may write there, nobody else reads it.
+        A program calls it before `backward_input`, unless the node says otherwise. Once backward has begun, the operator owns
+        output_grad: it may write there, and nothing else reads it.
         """
 
     @abstractmethod

@@ -1,6 +1,6 @@
 """ResNet-18/34/50/101/152 for 224 px (He et al. 2016, table 1; version 1.5), as torchvision names them.
 
-The wide forms (Zagoruyko and Komodakis 2016) and ResNeXt (Xie et al. 2017) are here, too.
+The module also holds the wide forms (Zagoruyko and Komodakis 2016) and ResNeXt (Xie et al. 2017).
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def build(
 
 
 def _check_groups(depth: int, groups: int, width_per_group: int) -> None:
-    """Raise unless the numbers describe a published network, or one with bottlenecks.
+    """Raise unless both numbers are at least 1 and, for a network without bottlenecks, the published ones.
 
     Raises:
         OptionError: numbers below 1, or other than the published ones for a network without bottlenecks.

@@ -65,10 +65,10 @@ def _recompute(steps: Steps, recomputed: frozenset[int], k: int, present: set[in
 
 
 def _send_ahead(steps: Steps, k: int, early: set[int]) -> list[tuple[Action, int]]:
-    """Follow the gradient of step k's input to the step that sends it.
+    """Return the actions that bring the gradient of step k's input to the step that sends it.
 
-    Copies between layouts, each the only thing between two steps, come first; then the sender begins. `early` grows by these
-    copies.
+    They are copies between layouts, each the only action between two steps, and then the start of the sender. The copies are
+    added to `early`.
     """
     actions: list[tuple[Action, int]] = []
     reader = k

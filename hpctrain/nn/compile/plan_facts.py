@@ -90,7 +90,7 @@ class PlanFacts:
             )
 
     def check_places(self, k: int) -> None:
-        """Raise unless each place of step k fits what belongs there.
+        """Raise unless each place of step k fits its content.
 
         Raises:
             InvalidPlanError: a place of step k does not fit what belongs there.

@@ -87,7 +87,7 @@ class _Pass:
             self.memory.write(region, ("scratch", k), f"the scratch of {self.plan.steps[k].name}")
 
     def check_apart(self, action: Action, k: int, written: _Regions, others: _Regions = ()) -> None:
-        """Raise unless what the step writes is apart from what it works on.
+        """Raise if what the step writes overlaps the rest of what it works on.
 
         Raises:
             InvalidPlanError: what the step writes overlaps the rest of what it works on.
@@ -102,7 +102,7 @@ class _Pass:
                 busy.append(region)
 
     def check_in_place(self, action: Action, k: int, written: Region, read: Region, *, allowed: bool) -> None:
-        """Raise where the step writes over what it reads and may not.
+        """Raise if the step overwrites what it reads without being allowed to.
 
         Raises:
             InvalidPlanError: the step writes over what it reads, and either it cannot, or only a part of it.
@@ -200,9 +200,9 @@ class _Backward(_Pass):
         self._compute(action, k, writes=step.joint_backward)
 
     def _check_turn(self, action: Action, k: int) -> None:
-        """Check who writes and announces the gradient among steps with the same parameters.
+        """Check which of the steps with the same parameters writes their gradient, and which announces it.
 
-        Forward's last one writes it, the others add to it; the last to do so announces it.
+        The last one in forward writes it, the others add to it, and the last one to add announces it.
         """
         for users in (self.facts.users[name] for name in parameter_names(self.plan.steps[k])):
             others = [j for j in users if j != k and not self.done[Action.PARAMETERS, j]]

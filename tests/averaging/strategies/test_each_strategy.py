@@ -96,13 +96,13 @@ def test_sizes_by_rule_add_no_words() -> None:
     assert words_of_sizes("measured") == ", sizes measured"
 
 
-BLOCKING_OPTIMIZERS: list[Callable[[], Optimizer]] = [
+OPTIMIZERS: list[Callable[[], Optimizer]] = [
     lambda: Sgd(momentum=0.9, weight_decay=1e-2),
     lambda: Sgd(momentum=0.5, nesterov=True, clip_norm=0.3),
     lambda: Lars(momentum=0.9, weight_decay=1e-2, clip_norm=2.0),
 ]
 
-BLOCKING_STEPS = 4
+OPTIMIZER_STEPS = 4
 
 
 def _group(dtype: str) -> FlatGroup:
@@ -120,9 +120,9 @@ def _gradient(rank: int, step: int, size: int) -> np.ndarray:
     return np.random.default_rng((rank, step)).standard_normal(size)
 
 
-def _blocking_trained(averager: GradientAverager, rank: int) -> np.ndarray:
+def _train(averager: GradientAverager, rank: int) -> np.ndarray:
     group = averager.group
-    for step in range(BLOCKING_STEPS):
+    for step in range(OPTIMIZER_STEPS):
         averager.begin_step(lr=0.1 / (step + 1))
         averager.before_forward(list(group.parameters.values()))
         group.grad[...] = _gradient(rank, step, group.size)
@@ -138,7 +138,7 @@ def _expected(make: Callable[[], Optimizer], ranks: int, dtype: str) -> np.ndarr
     """The optimiser alone, given the sum of all gradients."""
     group, optimizer = _group(dtype), make()
     optimizer.bind(group, group.segments)
-    for step in range(BLOCKING_STEPS):
+    for step in range(OPTIMIZER_STEPS):
         group.grad[...] = sum(_gradient(rank, step, group.size) for rank in range(ranks))
         norms = Norms(group)
         norms.add_partial(group, group.segments)
@@ -147,10 +147,10 @@ def _expected(make: Callable[[], Optimizer], ranks: int, dtype: str) -> np.ndarr
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-@pytest.mark.parametrize("make", BLOCKING_OPTIMIZERS, ids=["sgd", "clip", "lars"])
-def test_it_is_the_optimiser_on_the_sum_of_gradients(make: Callable[[], Optimizer], ranks: int) -> None:
+@pytest.mark.parametrize("make", OPTIMIZERS, ids=["sgd", "clip", "lars"])
+def test_blocking_is_the_optimiser_on_the_sum_of_gradients(make: Callable[[], Optimizer], ranks: int) -> None:
     def rank_program(comm: Communicator) -> np.ndarray:
-        return _blocking_trained(averaged(Blocking, _group("float64"), make(), comm, virtual_engine(comm)), comm.rank)  # type: ignore[arg-type]
+        return _train(averaged(Blocking, _group("float64"), make(), comm, virtual_engine(comm)), comm.rank)  # type: ignore[arg-type]
 
     expected = _expected(make, ranks, "float64")
     for result in run_virtual(ranks, rank_program, seed=ranks):
@@ -162,7 +162,7 @@ def test_every_rank_owns_and_keeps_everything() -> None:
     group = _group("float32")
     averager = averaged(Blocking, group, Sgd(), comm, ProgressEngine(rank=0, deadline_seconds=5, abort=comm.abort))
     assert averager.owned() == group.segments
-    _blocking_trained(averager, 0)
+    _train(averager, 0)
     for parameter in group.parameters.values():
         state = {name: values.copy() for name, values in averager.full_state(parameter).items()}
         assert all(values.shape == (parameter.data.size,) for values in state.values())
@@ -186,7 +186,7 @@ def test_parameters_stand_still_until_backward_has_ended() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])
-def test_a_step_hands_over_one_allreduce_and_waits_for_all_of_it(ranks: int) -> None:
+def test_a_blocking_step_posts_one_allreduce_and_waits_for_all_of_it(ranks: int) -> None:
     """2 (P-1)/P n bytes per rank in the mean, and nothing of the transfer is hidden."""
     link, size = LinkModel(alpha_seconds=1e-5, beta_seconds_per_byte=1e-8), make_group().size
 
@@ -264,7 +264,7 @@ def test_another_number_of_layers_is_another_schedule_and_another_interval_is_no
     assert rarer.accepts(stored)
 
 
-def test_a_schedule_of_the_allreduces_that_it_once_had_is_not_used() -> None:
+def test_lazy_averaging_does_not_use_an_earlier_versions_schedule() -> None:
     strategy = planned(Lazy, make_group(), 2, layers=2, bucket_bytes=100)
     stored = strategy.plan(None)
     assert stored is not None

@@ -1,4 +1,4 @@
-"""cuDNN by a stand-in: graphs of convolutions as it is given them; plans that are left out, timed, shared with ranks and run."""
+"""cuDNN, replaced by a fake: graphs of convolutions, and plans that are left out, timed, shared between ranks and run."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_keys_that_differ_have_different_descriptions(name: str) -> None:
     assert "\n" not in cudnn_graphs.describe(KEY)
 
 
-PLANNED = ConvolutionKey(
+PLANNED_CONVOLUTION = ConvolutionKey(
     "forward", (2, 7, 9, 4), (6, 3, 3, 4), (2, 7, 9, 6), (1, 1), (1, 1, 1, 1), (1, 1), 1, "float32", "float32", "bias"
 )
 
@@ -160,7 +160,7 @@ def cudnn(monkeypatch) -> FakeCudnn:
 
 def test_takes_the_first_plan_that_is_left(cudnn) -> None:
     """Float32 without tensor cores; no plan whose sums come in another order each time, or that takes too much memory."""
-    plan = CudnnPlans(new_handle()).plan(PLANNED)
+    plan = CudnnPlans(new_handle()).plan(PLANNED_CONVOLUTION)
     assert plan.names == ("eng1_k2=1",)
     assert plan.workspace_bytes == 500
     (graph,) = cudnn.graphs
@@ -171,20 +171,20 @@ def test_takes_the_first_plan_that_is_left(cudnn) -> None:
 
 @pytest.mark.parametrize(("dtype", "precision"), [("float32", "tf32"), ("bfloat16", "bfloat16")])
 def test_tensor_cores_compute_in_other_precisions(cudnn, dtype: str, precision: str) -> None:
-    plan = CudnnPlans(new_handle()).plan(replace(PLANNED, dtype=dtype, precision=precision))
+    plan = CudnnPlans(new_handle()).plan(replace(PLANNED_CONVOLUTION, dtype=dtype, precision=precision))
     assert plan.name == "eng4_k2=1"
     assert Note.NONDETERMINISTIC in cudnn.graphs[0].left_out
 
 
 def test_a_plan_is_made_once_for_a_key(cudnn) -> None:
     plans = CudnnPlans(new_handle())
-    assert plans.plan(PLANNED) is plans.plan(replace(PLANNED))
-    assert plans.plan(PLANNED) is not plans.plan(replace(PLANNED, fused=""))
+    assert plans.plan(PLANNED_CONVOLUTION) is plans.plan(replace(PLANNED_CONVOLUTION))
+    assert plans.plan(PLANNED_CONVOLUTION) is not plans.plan(replace(PLANNED_CONVOLUTION, fused=""))
     assert len(cudnn.graphs) == 2
 
 
 def test_candidates_work_in_one_workspace(cudnn) -> None:
-    plan = CudnnPlans(new_handle(), candidates=3).plan(PLANNED)
+    plan = CudnnPlans(new_handle(), candidates=3).plan(PLANNED_CONVOLUTION)
     assert plan.names == ("eng1_k2=1", "eng2", "eng3")
     assert plan.name == "eng1_k2=1"
     assert plan.workspace_bytes == 700
@@ -193,7 +193,7 @@ def test_candidates_work_in_one_workspace(cudnn) -> None:
 
 def test_runs_on_the_stream_with_plain_numbers(cudnn) -> None:
     plans = CudnnPlans(new_handle())
-    plan, other = plans.plan(PLANNED), plans.plan(replace(PLANNED, kind="weight", fused=""))
+    plan, other = plans.plan(PLANNED_CONVOLUTION), plans.plan(replace(PLANNED_CONVOLUTION, kind="weight", fused=""))
     plan.run(5, 10, 20, 30, 40, 50)
     other.run(5, 11, 21, 31, 0)
     plan.run(6, 10, 20, 30, 40, 50)
@@ -207,7 +207,7 @@ def test_runs_on_the_stream_with_plain_numbers(cudnn) -> None:
 
 def test_the_fastest_candidate_is_chosen_and_run(cudnn) -> None:
     plans = CudnnPlans(new_handle(), candidates=3)
-    plan = plans.plan(PLANNED)
+    plan = plans.plan(PLANNED_CONVOLUTION)
     measured = []
 
     def measure(sizes, run) -> float:
@@ -219,7 +219,7 @@ def test_the_fastest_candidate_is_chosen_and_run(cudnn) -> None:
     sizes = [4 * 2 * 7 * 9 * 4, 4 * 6 * 3 * 3 * 4, 4 * 2 * 7 * 9 * 6, 700, 4 * 6]
     assert measured == [(sizes, (1, {1: 100, 2: 101, 3: 102, 4: 104}, 103, name)) for name in plan.names]
     assert plan.name == "eng2"  # the earliest of equals
-    assert plans.seconds() == {cudnn_graphs.describe(PLANNED): {"eng1_k2=1": 3.0, "eng2": 1.0, "eng3": 1.0}}
+    assert plans.seconds() == {cudnn_graphs.describe(PLANNED_CONVOLUTION): {"eng1_k2=1": 3.0, "eng2": 1.0, "eng3": 1.0}}
     assert plan.workspace_bytes == 700
     plan.run(1, 2, 3, 4, 5, 6)
     assert cudnn.executed[-1][3] == "eng2"
@@ -230,7 +230,7 @@ def test_the_fastest_candidate_is_chosen_and_run(cudnn) -> None:
 @pytest.mark.parametrize("kind", ["input", "weight"])
 def test_memory_for_times_is_in_the_order_of_run(cudnn, kind: str) -> None:
     plans = CudnnPlans(new_handle(), candidates=2)
-    plans.plan(replace(PLANNED, kind=kind, fused="", dtype="bfloat16", precision="bfloat16"))
+    plans.plan(replace(PLANNED_CONVOLUTION, kind=kind, fused="", dtype="bfloat16", precision="bfloat16"))
     seen = []
     plans.time(lambda sizes, run: seen.append(sizes) or 0.0)
     x, w, y = 2 * 2 * 7 * 9 * 4, 2 * 6 * 3 * 3 * 4, 2 * 2 * 7 * 9 * 6
@@ -239,18 +239,22 @@ def test_memory_for_times_is_in_the_order_of_run(cudnn, kind: str) -> None:
 
 def test_nothing_is_timed_where_there_is_no_choice(cudnn) -> None:
     plans = CudnnPlans(new_handle())
-    plans.plan(PLANNED)
+    plans.plan(PLANNED_CONVOLUTION)
     plans.time(lambda sizes, run: pytest.fail("one candidate"))
     assert plans.seconds() == {}
-    assert plans.choices() == {cudnn_graphs.describe(PLANNED): "eng1_k2=1"}
+    assert plans.choices() == {cudnn_graphs.describe(PLANNED_CONVOLUTION): "eng1_k2=1"}
 
 
 def test_choices_are_taken_for_plans_before_and_after(cudnn) -> None:
-    weight = replace(PLANNED, kind="weight", fused="")
-    choices = {cudnn_graphs.describe(PLANNED): "eng3", cudnn_graphs.describe(weight): "eng8", "of another network": "eng5"}
+    weight = replace(PLANNED_CONVOLUTION, kind="weight", fused="")
+    choices = {
+        cudnn_graphs.describe(PLANNED_CONVOLUTION): "eng3",
+        cudnn_graphs.describe(weight): "eng8",
+        "of another network": "eng5",
+    }
     plans = CudnnPlans(new_handle(), candidates=3)
     assert plans.choices() == {}
-    before = plans.plan(PLANNED)
+    before = plans.plan(PLANNED_CONVOLUTION)
     workspace_bytes = before.workspace_bytes
     plans.take_choices(choices)
     assert before.name == "eng3"
@@ -263,27 +267,27 @@ def test_choices_are_taken_for_plans_before_and_after(cudnn) -> None:
 
 def test_a_choice_that_this_device_has_not_is_refused(cudnn) -> None:
     plans = CudnnPlans(new_handle(), candidates=2)
-    plans.plan(PLANNED)
+    plans.plan(PLANNED_CONVOLUTION)
     with pytest.raises(BackendError, match=r"The plan eng44 for forward.* none of this device's .eng1_k2=1, eng2.; all ranks"):
-        plans.take_choices({cudnn_graphs.describe(PLANNED): "eng44"})
+        plans.take_choices({cudnn_graphs.describe(PLANNED_CONVOLUTION): "eng44"})
     plans = CudnnPlans(new_handle())
-    plans.take_choices({cudnn_graphs.describe(PLANNED): "eng5"})
+    plans.take_choices({cudnn_graphs.describe(PLANNED_CONVOLUTION): "eng5"})
     with pytest.raises(BackendError, match="eng5 is not in its list"):
-        plans.plan(PLANNED)
+        plans.plan(PLANNED_CONVOLUTION)
 
 
 def test_no_plan_is_one_sentence(cudnn) -> None:
     cudnn.plans = LIST[:4]
     with pytest.raises(BackendError, match=r"cuDNN 9\.19\.0 has no deterministic plan for forward.bias x 2x7x9x4 .* 512 MiB .*;"):
-        CudnnPlans(new_handle()).plan(PLANNED)
+        CudnnPlans(new_handle()).plan(PLANNED_CONVOLUTION)
     cudnn.refusal = "No valid engine configs\nfor CONV"
     with pytest.raises(BackendError, match=r"in a workspace of at most 1 MiB \(No valid engine configs\); a smaller batch"):
-        CudnnPlans(new_handle(), workspace_limit_bytes=1 << 20).plan(PLANNED)
+        CudnnPlans(new_handle(), workspace_limit_bytes=1 << 20).plan(PLANNED_CONVOLUTION)
 
 
 def test_plans_for_a_device_that_is_not_here_are_made_by_its_properties_and_never_run(cudnn) -> None:
     plans = CudnnPlans(properties={"deviceVer": 903, "deviceName": "H100"})
-    plan = plans.plan(PLANNED)
+    plan = plans.plan(PLANNED_CONVOLUTION)
     arguments = cudnn.graphs[0].arguments
     assert arguments["sm_version"] == 90
     assert arguments["device_property"].text == '{"deviceVer": 903, "deviceName": "H100"}'

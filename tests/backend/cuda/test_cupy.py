@@ -255,7 +255,7 @@ def test_streams_and_events_of_another_device_are_refused(load: Load, emulated_d
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-5), ("tf32", 1e-5), ("bfloat16", 1e-2)])
-def test_a_network_trains_on_it(
+def test_a_network_trains_on_a_cupy_device(
     load: Load,
     emulated_device: EmulatedDeviceFactory,
     monkeypatch: pytest.MonkeyPatch,

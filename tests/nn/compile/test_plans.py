@@ -223,7 +223,7 @@ REGIONS = st.builds(Region, st.integers(0, 12), st.integers(1, 8))
 
 
 @given(st.lists(REGIONS, max_size=12))
-def test_it_holds_what_an_array_of_bytes_holds(writes: list[Region]) -> None:
+def test_symbolic_memory_holds_what_an_array_of_bytes_holds(writes: list[Region]) -> None:
     memory, cells = SymbolicMemory(), [-1] * 20
     for number, region in enumerate(writes):
         memory.write(region, activation(number), f"step {number}")

@@ -31,7 +31,7 @@ def test_what_is_asked_for_soon_follows_what_is_due_now() -> None:
     assert seen == ["due", "soon"]
 
 
-def test_it_stops_when_asked_to() -> None:
+def test_the_event_loop_stops_when_asked_to() -> None:
     loop, seen = EventLoop(), []
     loop.at(1.0, loop.stop)
     loop.at(2.0, lambda: seen.append("later"))

@@ -27,8 +27,8 @@ from hpctrain.backend.cuda.emulator.pinned import PinnedMemory
 from hpctrain.backend.cuda.emulator.streams import EmulatedEvent, EmulatedStream, StreamTable, caller
 from hpctrain.backend.cuda.emulator.work import Work
 
-#: arrays that are checked for a piece of work: with more arrays than that, not every wait checks all of them
-_CHECKED_FOR_A_PIECE = 8
+#: the most arrays per piece of work that a wait checks; with more arrays, a later wait checks them
+_CHECKED_ARRAYS_PER_WORK = 8
 
 
 class EmulatedDevice:
@@ -59,7 +59,7 @@ class EmulatedDevice:
         self.groups = EmulatedGroups(self._enqueue, self._heap.require)
         self._kernels: dict[tuple[str, str], CpuKernel] = {}
         self._convolutions: dict[ConvolutionKey, NumpyConvolution] = {}
-        self._recent: Counter[str] = Counter()  # work since memory was checked
+        self._recent: Counter[str] = Counter()  # work since the latest check of memory
 
     @property
     def waits(self) -> tuple[str, ...]:
@@ -133,8 +133,8 @@ class EmulatedDevice:
         self._streams.enqueue(stream, Work(text, run, kept=kept, reads=reads, writes=writes, goes_on=goes_on))
 
     def _check_memory(self, *, always: bool = True) -> None:
-        """Raise where memory is damaged. always: False checks only after so much work that a look at all arrays is worth it."""
-        if not always and self._heap.arrays > _CHECKED_FOR_A_PIECE * self._recent.total():
+        """Raise if memory is damaged. always: False skips the check while there was too little work since the latest one."""
+        if not always and self._heap.arrays > _CHECKED_ARRAYS_PER_WORK * self._recent.total():
             return
         recent, self._recent = self._recent, Counter()
         if damages := self._heap.damages():

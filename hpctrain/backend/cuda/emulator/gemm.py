@@ -13,7 +13,7 @@ DTYPES: dict[Precision, str] = {"float64": "float64", "float32": "float32", "tf3
 def check_product(
     a: DeviceArray, b: DeviceArray, c: DeviceArray, *, transpose_a: bool, transpose_b: bool, precision: Precision
 ) -> None:
-    """Raise unless there is a product of these operands.
+    """Raise unless shapes and dtypes of the operands match.
 
     Raises:
         ValueError: shapes or dtypes for which there is no product.

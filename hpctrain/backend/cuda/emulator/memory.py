@@ -17,7 +17,7 @@ from hpctrain.backend.cuda.emulator.errors import EmulatedDeviceError
 from hpctrain.backend.dtypes import item_bytes
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_compare = ctypes.PyDLL(None).memcmp  # keeps Python's lock, as it is short
+_compare = ctypes.PyDLL(None).memcmp  # PyDLL keeps Python's lock: calls are too short to release it
 _NO_ACCESS = 0
 _READ_AND_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 _PAGE = mmap.PAGESIZE
@@ -46,8 +46,8 @@ class GuardedMemory:
         self.begin = ctypes.addressof(ctypes.c_char.from_buffer(self.pages)) + _PAGE
         self.end = self.begin + inside
         self.pointer = self.begin + (inside - size_bytes) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
-        behind = self.pointer + size_bytes
-        places = ((self.begin, self.pointer - self.begin, "in front of"), (behind, self.end - behind, "behind"))
+        array_end = self.pointer + size_bytes
+        places = ((self.begin, self.pointer - self.begin, "in front of"), (array_end, self.end - array_end, "behind"))
         self._canaries = [(ctypes.c_void_p(start), ctypes.c_size_t(size), place) for start, size, place in places]
         for start, size, _ in self._canaries:
             ctypes.memmove(start, _CANARY, size.value)
@@ -86,7 +86,7 @@ class Heap:
     def __init__(self, settle: Callable[[], None] = lambda: None) -> None:
         self._settle = settle
         self._used: dict[int, GuardedMemory] = {}
-        self._pointers: list[int] = []  # of `_used`, in order
+        self._pointers: list[int] = []  # keys of `_used`, sorted
         self._freed: deque[GuardedMemory] = deque(maxlen=_MOST_FREED)
         self._damages: list[str] = []
 
@@ -114,7 +114,7 @@ class Heap:
 
     @property
     def arrays(self) -> int:
-        """How many pieces of memory are in use."""
+        """The number of arrays in use."""
         return len(self._used)
 
     def damages(self) -> list[str]:
@@ -123,13 +123,13 @@ class Heap:
         return freed + [damage for memory in list(self._used.values()) if (damage := memory.damage())]
 
     def require(self, *arrays: DeviceArray) -> None:
-        """Raise unless the array lies in memory that is in use.
+        """Raise unless each array lies in memory that is in use.
 
         Raises:
             EmulatedDeviceError: an array does not lie in memory that is in use.
         """
         for array in arrays:
-            pointers = self._pointers.copy()  # of this moment: other threads allocate and free
+            pointers = self._pointers.copy()  # other threads allocate and free meanwhile
             place = bisect_right(pointers, array.pointer)
             memory = self._used.get(pointers[place - 1]) if place else None
             if array.size and (memory is None or array.pointer + array.nbytes > memory.pointer + memory.size_bytes):

@@ -14,8 +14,8 @@ class PinnedMemory:
     """All of it that a device has given out."""
 
     def __init__(self) -> None:
-        self._ends: dict[int, int] = {}  # by begin
-        self._begins: list[int] = []  # in order
+        self._ends: dict[int, int] = {}  # begin -> end
+        self._begins: list[int] = []  # sorted
 
     def allocate(self, size_bytes: int) -> np.ndarray:
         """uint8 (size_bytes,), not zeroed."""
@@ -38,7 +38,7 @@ class PinnedMemory:
         """
         if not array.flags.c_contiguous:
             raise ValueError(f"A copy takes contiguous memory; an array of shape {array.shape} has strides {array.strides}.")
-        begin, begins = array.ctypes.data, self._begins.copy()  # of this moment: other threads allocate and free
+        begin, begins = array.ctypes.data, self._begins.copy()  # others allocate meanwhile
         place = bisect_right(begins, begin)
         end = self._ends.get(begins[place - 1], 0) if place else 0
         if array.nbytes and begin + array.nbytes > end:

@@ -196,7 +196,7 @@ class StreamTable:
         return len(self.waits) - 1 == self._ignored_wait
 
     def refuse_in_capture(self, deed: str) -> None:
-        """Raise while this thread captures.
+        """Raise if this thread captures.
 
         Raises:
             EmulatedDeviceError: this thread captures.

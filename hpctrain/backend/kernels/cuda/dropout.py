@@ -69,8 +69,8 @@ class SamplePlace:
 class CudaDropout(InPlace, CudaOperator):
     """Compute y = x * keep / (1 - rate), keep by element or by sample.
 
-    Nothing is saved: backward draws the mask again, which costs less than reading it. So backward has to come before the
-    `begin` of the next forward pass.
+    The mask is not saved: backward draws it again, which costs less than reading it. So backward must run before the `begin`
+    of the next forward pass.
     """
 
     def __init__(self, spec: DropoutSpec, x: TensorSpec, *, training: bool, runtime: CudaRuntime, block: StepBlock) -> None:

@@ -16,8 +16,8 @@ _LIMIT = 1 << 30  # and a step beyond is still a number of 32 bits
 def row_launch(rows: int, packs: int, multiprocessors: int) -> tuple[Extent, Extent]:
     """Return grid and block for `rows` rows of `packs` packs each.
 
-    A block is as wide as a row, within 32 and 256 threads, and takes as many rows at a time as then fit. The grid is empty
-    where there is nothing to do.
+    A block is as wide as a row, between 32 and 256 threads, and processes as many rows at a time as then fit. The grid is
+    empty if there are no packs.
     """
     width = min(_THREADS, max(_WARP, 1 << (packs - 1).bit_length())) if packs else _WARP
     height = _THREADS // width
@@ -26,7 +26,7 @@ def row_launch(rows: int, packs: int, multiprocessors: int) -> tuple[Extent, Ext
 
 
 def check_images(name: str, *shapes: Shape) -> None:
-    """Raise unless a kernel can count rows and elements with 32 bits.
+    """Raise unless a kernel can count rows, and elements of a row, with 32 bits.
 
     Raises:
         BackendError: images (N, H, W, C) whose rows, or elements of a row, a kernel cannot count with 32 bits.

@@ -17,9 +17,9 @@ THREADS = 256
 
 @dataclass(frozen=True)
 class CudaRuntime:
-    """What all operators of a device share.
+    """Settings that all operators of a device share.
 
-    stream: the one on which everything is computed. precision: of products in convolutions and linear layers.
+    stream: the one that all kernels run on. precision: of products in convolutions and linear layers.
     threads: of a block that strides over items. graphs: programs are captured as CUDA graphs.
     """
 

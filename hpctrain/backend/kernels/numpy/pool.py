@@ -124,10 +124,9 @@ class NumpyAveragePool(_Pool):
         self.declare(scratch=[self.planes.scratch, ((self.largest if training else 0,), self.dtype)])
 
     def _counts(self, dim: int) -> np.ndarray:
-        """Return how many taps of each window count in one dim, int64 (Ho,) or (Wo,).
+        """Return the number of taps of each window that count in one dim, int64 (Ho,) or (Wo,).
 
-        A window that ceil mode lets reach beyond the padding
-        counts only what lies inside it, as in torch.
+        Where ceil mode lets a window reach beyond the padding, only the taps inside count, as in torch.
         """
         window, size = self.pool.window, self.inputs[0].shape[1 + dim]
         before, after = window.padding[2 * dim : 2 * dim + 2]

@@ -91,7 +91,7 @@ class Unimplemented(BackendError):
 
 
 def check(status: int, what: str) -> None:
-    """Raise unless a status of oneDNN means success.
+    """Raise unless oneDNN's status is success.
 
     Raises:
         Unimplemented: dnnl_unimplemented.

@@ -52,10 +52,10 @@ _PRODUCTS_REASON = "it has few pixels and many weights"
 class OnednnKernelSet(KernelSet):
     """oneDNN's kernels where it has them, NumPy's in plain memory for the rest.
 
-    The rest is empty images, dropout, synchronised batch norm, windows of changing size, the loss, and whatever oneDNN would
-    compute by its plain loops. Owns the engine. Threads are OpenMP's: OMP_NUM_THREADS, read when the library is loaded. Limits
-    NumPy's BLAS to one thread in
-    the whole process: a second thread pool would compete for the cores with OpenMP's threads, which spin between two kernels.
+    The rest is empty images, dropout, synchronised batch norm, windows of changing size, the loss, and all that oneDNN would
+    compute by its plain loops. The set owns the engine. Threads are OpenMP's: OMP_NUM_THREADS, read when the library is loaded.
+    The set limits NumPy's BLAS to one thread in the whole process: a second thread pool would compete for the cores with
+    OpenMP's threads, which spin between two kernels.
 
     Args:
         fused: rewrite neighbours into fused operations (the same numbers up to rounding).

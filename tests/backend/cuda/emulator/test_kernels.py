@@ -293,7 +293,7 @@ def test_arguments_are_packed_as_the_kernel_takes_them() -> None:
         (_arguments(at4=np.zeros((), "f4,f4")[()]), "Argument 4 of k is bytes 8; the kernel takes bytes 16"),
     ],
 )
-def test_others_are_refused(arguments: list[Argument], message: str) -> None:
+def test_arguments_of_other_types_are_refused(arguments: list[Argument], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         pack_arguments("k", PARAMETERS, arguments)
 

@@ -150,7 +150,7 @@ def _placed(device: EmulatedDevice, values: np.ndarray, dtype: str) -> DeviceArr
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["forward", "input", "weight"])
-def test_it_is_the_convolution(kind: Literal["forward", "input", "weight"], dtype: str) -> None:
+def test_an_emulated_convolution_equals_the_numpy_set(kind: Literal["forward", "input", "weight"], dtype: str) -> None:
     random, device = np.random.default_rng(1), EmulatedDevice()
     x = _placed(device, random.standard_normal((2, 7, 6, 4)), dtype)
     w = _placed(device, random.standard_normal(SPEC.weight_shape), dtype)
@@ -285,6 +285,6 @@ def test_sums_of_bfloat16_are_float32_and_rounded_once(out: str) -> None:
     assert (np.abs(read(c) - wanted) <= np.abs(wanted) * digits + 1e-5).all()
 
 
-def test_it_is_not_an_error_of_the_user() -> None:
+def test_an_error_of_the_emulated_device_is_no_error_of_the_user() -> None:
     assert issubclass(EmulatedDeviceError, AssertionError)
     assert not issubclass(EmulatedDeviceError, HpctrainError)

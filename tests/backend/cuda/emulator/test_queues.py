@@ -247,7 +247,7 @@ def test_failed_work_is_over_and_streams_and_events_are_of_one_device() -> None:
             use(event)
 
 
-CAPTURED = ConvolutionKey(
+CAPTURED_CONVOLUTION = ConvolutionKey(
     "forward", (1, 4, 4, 4), (4, 1, 1, 4), (1, 4, 4, 4), (1, 1), (0, 0, 0, 0), (1, 1), 1, "float32", "float32"
 )
 
@@ -294,7 +294,7 @@ def test_a_graph_keeps_no_memory_in_use(emulated_device: EmulatedDeviceFactory) 
         lambda device, _: device.event().synchronize(),
         lambda device, _: device.event().done,
         lambda device, _: device.kernel("elementwise", "relu_forward_f32_w4"),
-        lambda device, _: device.convolution(CAPTURED),
+        lambda device, _: device.convolution(CAPTURED_CONVOLUTION),
         lambda device, _: device.capture(device.stream("other")).__enter__(),
         lambda device, stream: device.capture(stream).__enter__(),
     ],

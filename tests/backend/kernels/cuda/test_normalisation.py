@@ -307,11 +307,11 @@ def test_a_batch_norm_has_one_round_trip_in_each_direction(cuda_kernels: CudaKer
         assert len(set(counts)) == 1
         return counts[0]
 
-    norms = sum(name.endswith("running_mean") for name in _losses_names())
+    norms = sum(name.endswith("running_mean") for name in _statistics_names())
     assert run_virtual(2, program) == [2 * norms] * 2
 
 
-def _losses_names() -> list[str]:
+def _statistics_names() -> list[str]:
     return list(run_virtual(1, lambda comm: _losses(comm, NumpyKernelSet()))[0][1])
 
 

@@ -209,7 +209,7 @@ def windows(spec: PoolSpec, shape: tuple[int, ...]):
         yield o, p, np.ix_(*taps), max(divisor, 1)
 
 
-def pool_direct(spec: PoolSpec, x: np.ndarray) -> np.ndarray:
+def direct_pool(spec: PoolSpec, x: np.ndarray) -> np.ndarray:
     y = np.empty((x.shape[0], *spec.window.output_size(x.shape[1:3], ceil_mode=spec.ceil_mode), x.shape[3]))
     for o, p, (rows, columns), divisor in windows(spec, x.shape):
         values = x[:, rows, columns].reshape(x.shape[0], rows.size * columns.size, x.shape[3])
@@ -238,7 +238,7 @@ def test_pool_equals_the_definition(case: tuple[PoolSpec, tuple[int, ...]], trai
     x = distinct(*shape)
     y = OperatorBench(KERNELS, spec, [x], training=training).forward()
     np.testing.assert_allclose(
-        y, pool_direct(spec, x), rtol=1e-12, atol=1e-12
+        y, direct_pool(spec, x), rtol=1e-12, atol=1e-12
     )  # equal infinities where dilation misses the image
 
 
@@ -273,7 +273,7 @@ def test_blocks_make_one_pooling(kind: str, window: Window) -> None:
         bench = OperatorBench(KERNELS, spec, [x])
         assert len(bench.operator.blocks) > 2
         y = bench.forward()
-        assert_close(y, pool_direct(spec, x), 1e-12, "output")
+        assert_close(y, direct_pool(spec, x), 1e-12, "output")
         dy = np.random.default_rng(1).standard_normal(y.shape)
         dx = bench.backward(dy).inputs[0]
         assert np.vdot(y, dy) == pytest.approx(np.vdot(x, dx)), "pooling is homogeneous: <y, dy> = <x, dx>"
@@ -286,7 +286,7 @@ def test_a_window_of_256_taps_has_a_winner() -> None:
     x = distinct(2, 17, 18, 2)
     bench = OperatorBench(KERNELS, spec, [x])
     y = bench.forward()
-    assert_close(y, pool_direct(spec, x), 0, "output")
+    assert_close(y, direct_pool(spec, x), 0, "output")
     dy = np.random.default_rng(1).standard_normal(y.shape)
     assert_close(bench.backward(dy).inputs[0], direct_gradient(spec, x, dy), 1e-12, "gradient")
 
@@ -304,7 +304,7 @@ def test_nan_passes_a_maximum(training: bool) -> None:
 SIZES = st.integers(1, 9)
 
 
-def adaptive_pool_direct(x: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+def direct_adaptive_pool(x: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     y = np.empty((x.shape[0], *size, x.shape[3]))
     for i, j in np.ndindex(*size):
         rows, columns = (
@@ -320,7 +320,7 @@ def adaptive_pool_direct(x: np.ndarray, size: tuple[int, int]) -> np.ndarray:
 def test_adaptive_pool_equals_the_definition(h: int, w: int, ho: int, wo: int, n: int) -> None:
     x = np.random.default_rng(0).standard_normal((n, h, w, 3))
     y = OperatorBench(KERNELS, AdaptiveAveragePoolSpec((ho, wo)), [x]).forward()
-    assert_close(y, adaptive_pool_direct(x, (ho, wo)), 1e-12, "output")
+    assert_close(y, direct_adaptive_pool(x, (ho, wo)), 1e-12, "output")
 
 
 @pytest.mark.parametrize("size", [(1, 1), (2, 3), (9, 7)])
@@ -337,7 +337,7 @@ def test_blocks_of_images_make_one_pooling(accumulate: bool) -> None:
     bench = OperatorBench(KERNELS, spec, [x], accumulate=accumulate)
     assert bench.operator.images < 7
     y = bench.forward()
-    assert_close(y, adaptive_pool_direct(x, (3, 2)), 1e-12, "output")
+    assert_close(y, direct_adaptive_pool(x, (3, 2)), 1e-12, "output")
     dy, start = np.random.default_rng(1).standard_normal(y.shape), np.ones(x.shape)
     dx = bench.backward(dy, [start]).inputs[0] - (start if accumulate else 0)
     assert np.vdot(x, dx) == pytest.approx(np.vdot(y, dy))

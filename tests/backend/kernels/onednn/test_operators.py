@@ -95,7 +95,7 @@ BEFORE_RELU = {name: (CASES[name], (3, 9, 7)) for name in ("3x3", "1x1", "few to
 
 @pytest.mark.parametrize("input_first", [False, True])
 @pytest.mark.parametrize(("spec", "shape"), [*BEFORE_RELU.values(), (LinearSpec(225, 20), (7,))], ids=[*BEFORE_RELU, "linear"])
-def test_relu_behind_it(
+def test_relu_after_a_convolution_or_linear_layer(
     onednn: KernelSet, reference: KernelSet, spec: Conv2dSpec | LinearSpec, shape: tuple[int, ...], input_first: bool
 ) -> None:
     if isinstance(spec, LinearSpec):

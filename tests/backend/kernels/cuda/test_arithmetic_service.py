@@ -1,4 +1,4 @@
-"""The arithmetic of the cuda set, its sums, checksums, boxes, copies and fetches: what NumPy says, in every order of threads."""
+"""The arithmetic service of the cuda set: sums, checksums, boxes, copies and fetches are NumPy's in any order of threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Captured programs and programs side by side: the bits of plain ones after another, hooks and operators in their order."""
+"""Captured programs, and programs side by side: the bits of plain programs, and hooks and operators in their order."""
 
 from __future__ import annotations
 

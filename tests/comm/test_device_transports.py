@@ -1,4 +1,4 @@
-"""Ways of a device's arrays between ranks: all bring the same; their order, waits, faults, texts, and the probe of MPI."""
+"""Transports of device arrays: equal results; their order, waits, faults and texts; and the probe of MPI."""
 
 from __future__ import annotations
 

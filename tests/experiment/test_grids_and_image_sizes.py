@@ -1,4 +1,4 @@
-"""Grids, image sizes and batch norms of a configuration, and trials of it."""
+"""The grid, image sizes and batch norms of a configuration, and its smoke trial."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -111,14 +111,14 @@ def test_every_rank_has_a_sample_to_work_on(batch: int, rows: int, cols: int, le
             grid.check_batch(batch, rows, cols)
 
 
-TEXT = """
+SIZES_TEXT = """
 {{model: {model}, batch: 8, epochs: 6, optimizer: {{name: sgd, lr: 0.1}}, schedule: constant,
  data: {{train: nowhere.h5, augment: [{{name: random_resized_crop, size: 224}}], sizes: {sizes}}}}}
 """
 
 
-def image_sizes_config_of(sizes: str, model: str = "resnet50") -> Config:
-    return parse(TEXT.format(sizes=sizes, model=model))[0]
+def sizes_config(sizes: str, model: str = "resnet50") -> Config:
+    return parse(SIZES_TEXT.format(sizes=sizes, model=model))[0]
 
 
 @pytest.mark.parametrize(
@@ -143,9 +143,9 @@ def image_sizes_config_of(sizes: str, model: str = "resnet50") -> Config:
 def test_a_fault_has_its_place_and_the_nearest_legal_value(
     sizes: str, model: str, place: tuple[object, ...], sentence: str
 ) -> None:
-    ((path, told),) = size_faults(image_sizes_config_of(sizes, model))
+    ((path, told),) = size_faults(sizes_config(sizes, model))
     assert path == ("data", "sizes", *place)
-    config, source = parse(TEXT.format(sizes=sizes, model=model))
+    config, source = parse(SIZES_TEXT.format(sizes=sizes, model=model))
     with pytest.raises(ConfigError, match=sentence):
         check_names(config, source)
     assert told in str(source.error(path, told))
@@ -153,22 +153,20 @@ def test_a_fault_has_its_place_and_the_nearest_legal_value(
 
 @pytest.mark.parametrize("model", ["resnet50", "vgg16", "alexnet", "resnet9", "resnet20", "small"])
 def test_models_take_several_sizes(model: str) -> None:
-    assert not list(
-        size_faults(image_sizes_config_of("[{size: 96}, {from_epoch: 1, size: 128}, {from_epoch: 3, size: 72}]", model))
-    )
+    assert not list(size_faults(sizes_config("[{size: 96}, {from_epoch: 1, size: 128}, {from_epoch: 3, size: 72}]", model)))
 
 
 def test_a_model_with_a_fault_of_its_own_is_not_asked() -> None:
-    assert not list(size_faults(image_sizes_config_of("[{size: 2}]", "{name: vgg16, depth: 5}")))
+    assert not list(size_faults(sizes_config("[{size: 2}]", "{name: vgg16, depth: 5}")))
 
 
 @pytest.mark.parametrize(("epochs", "side"), [(1, 96), (3, 128), (9, 160)])
 def test_the_largest_size_is_that_which_the_training_comes_to(epochs: int, side: int) -> None:
     sizes = "[{size: 96}, {from_epoch: 1, size: 128}, {from_epoch: 3, size: 72}, {from_epoch: 4, size: 160}]"
-    config = image_sizes_config_of(sizes).model_copy(update={"epochs": epochs})
+    config = sizes_config(sizes).model_copy(update={"epochs": epochs})
     pipeline = Pipeline([("random_resized_crop", {"size": 224})], 0, np.zeros(3), np.ones(3))
     assert of_largest(config, pipeline).output_shape(256, 256, 3) == (side, side, 3)
-    plain = image_sizes_config_of("[]")
+    plain = sizes_config("[]")
     assert image_sizes(plain) is None
     assert of_largest(plain, pipeline) is pipeline
 
@@ -180,14 +178,14 @@ def test_a_network_that_does_not_take_a_shape_is_told_with_the_layer() -> None:
         check_image_shapes(network, [(9, 7, 3), (16, 16, 3)])
 
 
-SINGLE_VALUES_CONFIG = """
+BATCH_NORM_CONFIG = """
 {model: resnet18, data: {train: synthetic, synthetic: {height: 32, width: 32, channels: 3, classes: 3, samples: 40}},
  batch: 4, epochs: 1, optimizer: {name: sgd, lr: 0.05}, schedule: constant, threads: 1}
 """
 
 
-def _of(*overrides: str, ranks: int | None = None) -> module.SingleValues:
-    return single_values_of(parse(SINGLE_VALUES_CONFIG, overrides=overrides)[0], ranks)
+def _single_values(*overrides: str, ranks: int | None = None) -> module.SingleValues:
+    return single_values_of(parse(BATCH_NORM_CONFIG, overrides=overrides)[0], ranks)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +205,7 @@ def _of(*overrides: str, ranks: int | None = None) -> module.SingleValues:
     ],
 )
 def test_a_single_value_in_every_step_is_refused_with_the_layer(overrides: list[str], mend: str) -> None:
-    found = _of(*overrides)
+    found = _single_values(*overrides)
     assert found.refusal is not None
     assert found.refusal.startswith("Batch norm layer4.0.bn1 has a single value per channel")
     assert mend in found.refusal
@@ -230,8 +228,8 @@ def test_a_single_value_in_every_step_is_refused_with_the_layer(overrides: list[
         ["batch=1", "model=small", "data.synthetic.channels=1"],
     ],
 )
-def test_others_are_not(overrides: list[str]) -> None:
-    found = _of(*overrides)
+def test_batch_norms_with_several_values_are_not_refused(overrides: list[str]) -> None:
+    found = _single_values(*overrides)
     assert (found.refusal, found.warning) == (None, None)
 
 
@@ -246,7 +244,7 @@ def test_others_are_not(overrides: list[str]) -> None:
     ],
 )
 def test_a_single_value_in_the_last_step_is_a_warning(overrides: list[str], ranks: int, warned: bool) -> None:
-    found = _of(*overrides, ranks=ranks)
+    found = _single_values(*overrides, ranks=ranks)
     assert found.refusal is None
     assert (found.warning is not None) is warned
     if found.warning:
@@ -257,7 +255,7 @@ def test_a_single_value_in_the_last_step_is_a_warning(overrides: list[str], rank
 @given(st.integers(1, 40), st.integers(1, 3), st.integers(1, 4), st.integers(1, 4))
 def test_the_samples_that_share_statistics_are_those_of_the_passes(samples: int, rows: int, cols: int, passes: int) -> None:
     """The prediction equals the passes that a training makes from the shares of its ranks."""
-    config = parse(SINGLE_VALUES_CONFIG, overrides=[f"micro_batches={passes}", "batch=40"])[0]
+    config = parse(BATCH_NORM_CONFIG, overrides=[f"micro_batches={passes}", "batch=40"])[0]
     of_ranks = counts(samples, rows * cols, rows)
     of_rank, of_group, of_all = set(), set(), [0] * passes
     for group in range(cols):
@@ -272,7 +270,7 @@ def test_the_samples_that_share_statistics_are_those_of_the_passes(samples: int,
 
 
 def test_config_check_says_it_from_the_header_of_the_file(tmp_path: Path) -> None:
-    (tmp_path / "c.yaml").write_text(SINGLE_VALUES_CONFIG)
+    (tmp_path / "c.yaml").write_text(BATCH_NORM_CONFIG)
     refused = CliRunner().invoke(cli, ["config", "check", str(tmp_path / "c.yaml"), "batch=1"])
     assert refused.exit_code == 2
     assert "layer4.0.bn1" in refused.output
@@ -282,14 +280,14 @@ def test_config_check_says_it_from_the_header_of_the_file(tmp_path: Path) -> Non
 
 
 def test_a_training_is_refused_before_its_first_step(tmp_path: Path) -> None:
-    config = parse(SINGLE_VALUES_CONFIG, overrides=["batch=1", "backend=numpy", "averager=blocking", f"output={tmp_path}"])[0]
+    config = parse(BATCH_NORM_CONFIG, overrides=["batch=1", "backend=numpy", "averager=blocking", f"output={tmp_path}"])[0]
     launcher, threads = Launcher("none"), ThreadPlan(1, 1, "a test")
     session = Session.start(Resolved(config), launcher, threads, SingleCommunicator(), {})
     with pytest.raises(ConfigError, match=r"layer4\.0\.bn1 has a single value"):
         build(session)
 
 
-SMOKE_TEXT = """
+RECIPE_TEXT = """
 {{model: {model}, batch: 256, epochs: 90, optimizer: {{name: sgd, lr: 0.1, momentum: 0.9}},
  schedule: {{name: cosine, warmup_epochs: 5}}, data: {{train: {folder}/train.h5, test: {folder}/test.h5,
  augment: [{{name: random_resized_crop, size: {size}}}], evaluate_augment: [{{name: center_crop, size: {size}}}]}}}}
@@ -301,7 +299,7 @@ CHANGED = {"name", "batch", "epochs", "optimizer.lr", "schedule.warmup_epochs", 
 
 
 def configured(folder: Path, *overrides: str, model: str = "small", size: int = 28) -> Config:
-    config, source = parse(SMOKE_TEXT.format(folder=folder, model=model, size=size), overrides=overrides)
+    config, source = parse(RECIPE_TEXT.format(folder=folder, model=model, size=size), overrides=overrides)
     check_names(config, source)
     return filled(config)
 

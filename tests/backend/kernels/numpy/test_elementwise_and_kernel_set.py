@@ -1,4 +1,4 @@
-"""ReLU, sums, dropout and stochastic depth by their definitions; the whole set in both dtypes and within its memory; columns."""
+"""ReLU, sums, dropout and stochastic depth by their definitions; the whole kernel set, its dtypes and memory; columns."""
 
 import tracemalloc
 
@@ -197,7 +197,7 @@ def test_parts_of_a_sample_have_its_mask_wherever_they_are() -> None:
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_a_gradient_of_large_samples_is_what_forward_makes_of_it(accumulate: bool) -> None:
+def test_a_gradient_of_large_samples_is_forward_of_the_gradient(accumulate: bool) -> None:
     """A sample fills a block of an added gradient. The map is linear and diagonal, so it is its own adjoint."""
     random = np.random.default_rng(0)
     x, dy, start = (random.standard_normal((3, 40_000)) for _ in range(3))
@@ -240,7 +240,7 @@ SPECS: list[tuple[Spec, int]] = [
     (LinearSpec(225, 9), 1),
 ]
 
-KERNEL_SET_SHAPES = {LinearSpec: (7, 225)}
+INPUT_SHAPES = {LinearSpec: (7, 225)}
 
 
 def inputs(spec: Spec, count: int, shape: tuple[int, ...], dtype: str) -> list[np.ndarray]:
@@ -255,7 +255,7 @@ def test_every_spec_in_both_dtypes(spec: Spec, count: int, dtype: str, training:
     """float32 within 1e-5 of float64, in training and evaluation; the hostile memory of the bench must not show."""
     results = {}
     for kind in {dtype, "float64"}:
-        xs = [x.astype(kind) for x in inputs(spec, count, KERNEL_SET_SHAPES.get(type(spec), (3, 7, 9, 8)), "float64")]
+        xs = [x.astype(kind) for x in inputs(spec, count, INPUT_SHAPES.get(type(spec), (3, 7, 9, 8)), "float64")]
         statistics = {"running_mean": np.zeros(8, kind), "running_var": np.ones(8, kind)}
         parameters = default_parameters(spec, kind)
         bench = OperatorBench(KERNELS, spec, xs, parameters=parameters, statistics=statistics, training=training)
@@ -273,7 +273,7 @@ def test_every_spec_in_both_dtypes(spec: Spec, count: int, dtype: str, training:
 @pytest.mark.parametrize(("spec", "count"), SPECS)
 def test_a_second_step_gives_the_same(spec: Spec, count: int) -> None:
     """Operators keep no state from step to step but their buffers."""
-    xs = inputs(spec, count, KERNEL_SET_SHAPES.get(type(spec), (3, 7, 9, 8)), "float64")
+    xs = inputs(spec, count, INPUT_SHAPES.get(type(spec), (3, 7, 9, 8)), "float64")
     bench = OperatorBench(KERNELS, spec, xs, parameters=default_parameters(spec, "float64"))
     first = bench.forward()
     dy = np.random.default_rng(1).standard_normal(first.shape)

@@ -1,4 +1,4 @@
-"""Jobs of programs, nodes of several ranks, limits of time, flight records, and disks without room."""
+"""Jobs of users' programs, nodes with several ranks, time limits, flight records, and full disks."""
 
 import contextlib
 import json
@@ -469,7 +469,7 @@ def test_times_of_all_records_are_those_of_rank_0(monkeypatch: pytest.MonkeyPatc
     assert 1e9 <= found.wall_seconds(time.perf_counter_ns()) < 1e9 + 600
 
 
-def test_one_that_raises_has_not(tmp_path: Path) -> None:
+def test_the_record_of_a_run_that_raises_has_no_end(tmp_path: Path) -> None:
     flight, directory = FlightRecorder(), _directory(tmp_path)
 
     def fails() -> None:

@@ -1,4 +1,4 @@
-"""Levels between loaders and files: memory that ranks of a node share, local copies, and who reads what for whom."""
+"""Cache levels between loaders and files: memory that ranks of a node share, local copies, and which rank reads for which."""
 
 from __future__ import annotations
 

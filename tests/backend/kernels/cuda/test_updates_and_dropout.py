@@ -1,4 +1,4 @@
-"""What a step launches in addition to layers: descents and dropout with the bits of the host, numbers of the step."""
+"""Updates and dropout of the cuda set with the bits of the host, and numbers of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hpctrain compare`, `trace` and what a run has left: as users call them."""
+"""`hpctrain compare` and `trace`, and what a supervisor reads from the files of an attempt."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_table_is_the_same_after_it_was_a_file() -> None:
     assert from_json(json.loads(json.dumps(asdict(TABLE)))) == TABLE
 
 
-def test_it_prints_a_screen_or_all(run: Path) -> None:
+def test_trace_prints_a_screen_or_all(run: Path) -> None:
     assert _trace(run).output.splitlines() == lines(TABLE, 1e-6, 2)
     assert "and 1" in _trace(run).output
     whole = _trace(run, "--all").output.splitlines()

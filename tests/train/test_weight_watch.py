@@ -1,4 +1,4 @@
-"""Ranks that hold what they should go on and train the same bits; one flipped bit is found, with its rank and name."""
+"""Checks that ranks hold the same state and train the same bits; one flipped bit is found, with its rank and name."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def test_values_that_are_not_finite_on_all_ranks_are_no_damage(strategy: str) ->
 
 
 @pytest.mark.parametrize("strategy", ["blocking", "overlap"])
-def test_parts_in_turn_find_it_once_all_were_looked_at(strategy: str) -> None:
+def test_checks_in_turn_find_a_flip_once_all_parts_were_checked(strategy: str) -> None:
     """No update removes a difference in the optimiser's state, so the turn of its part finds it."""
     run = _runs(3, replace(TASK, checks=SLOWLY, steps=20), strategy, _state)
     assert "rank 1 holds other bits" in run.error

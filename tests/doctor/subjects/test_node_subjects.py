@@ -1,4 +1,4 @@
-"""What is judged of nodes: clocks, cores, directories, GPUs, locks, kernels and scratch."""
+"""What the doctor finds about nodes: clocks, cores, directories, GPUs, locks, kernels and scratch."""
 
 import errno
 import fcntl

@@ -1,4 +1,4 @@
-"""Runs on devices: the way of messages, and faults of jobs."""
+"""Runs on devices: the choice of a transport on all ranks, and a faulty job."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -289,7 +289,7 @@ def test_as_many_ranks_compute_at_the_same_time_as_a_node_has_of_the_job() -> No
     assert [concurrency(MACHINE, ranks) for ranks in (1, 2, 4)] == [1, 2, 2]
 
 
-def planner_measurement_task(source: str) -> SearchTask:
+def measured_task(source: str) -> SearchTask:
     config, _ = load(QUICKSTART, ("backend=numpy", "model.width=0.25", "batch=4"))
     machine = replace(MACHINE, sources={"rates.memory.bytes_per_second": source})
     return SearchTask(config, 2, machine, image=(28, 28, 1), classes=10)
@@ -297,14 +297,14 @@ def planner_measurement_task(source: str) -> SearchTask:
 
 def test_another_machine_cannot_be_measured_here() -> None:
     with pytest.raises(ConfigError, match="but machine test was not measured on it"):
-        measure(planner_measurement_task("measured on another processor"), [Candidate(ParallelPlan(1, 2))], 1.0)
+        measure(measured_task("measured on another processor"), [Candidate(ParallelPlan(1, 2))], 1.0)
 
 
 @pytest.mark.job
 @pytest.mark.slow
 def test_both_ranks_of_a_node_measure_and_one_keeps_the_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    here = planner_measurement_task(f"measured on {processor_model()}")
+    here = measured_task(f"measured on {processor_model()}")
     candidates = [Candidate(ParallelPlan(1, 2)), Candidate(ParallelPlan(2, 1, "domain"))]
     coverage = measure(here, candidates, 30.0)
     assert coverage.programs >= 2
@@ -320,7 +320,7 @@ GRID = Path(__file__).parents[2] / "configs" / "quickstart-grid.yaml"
 IMAGE = (28, 28, 1)
 
 
-def planner_search_task(*overrides: str, ranks: int = 4, keep: tuple[str, ...] = ()) -> SearchTask:
+def grid_task(*overrides: str, ranks: int = 4, keep: tuple[str, ...] = ()) -> SearchTask:
     config, _ = load(GRID, ("backend=numpy", *overrides))
     return SearchTask(config, ranks, MACHINE, keep=keep, image=IMAGE, classes=10)
 
@@ -328,16 +328,16 @@ def planner_search_task(*overrides: str, ranks: int = 4, keep: tuple[str, ...] =
 @pytest.mark.parametrize("ranks", [1, 3, 7, 12, 1000])
 def test_the_job_does_not_depend_on_the_configured_grid(ranks: int) -> None:
     """Neither a grid of two rows on 3 ranks nor fewer samples than ranks are in its way."""
-    job = job_of(planner_search_task("batch=8", ranks=ranks))
+    job = job_of(grid_task("batch=8", ranks=ranks))
     assert (job.plan.rows * job.plan.cols, job.image_shape) == (ranks, IMAGE)
-    assert len(job.specs) == len(job_of(planner_search_task("batch=8", ranks=1)).specs)
+    assert len(job.specs) == len(job_of(grid_task("batch=8", ranks=1)).specs)
 
 
 def test_nothing_is_fixed_but_what_is_kept() -> None:
-    free = planner_search_task("averager=bucketed", "micro_batches=2")
+    free = grid_task("averager=bucketed", "micro_batches=2")
     space = space_of(free, job_of(free))
     assert (space.fixed_grid, space.fixed_plan, space.fixed_averager, space.fixed_micro_batches) == (None, None, None, None)
-    kept = planner_search_task(
+    kept = grid_task(
         "averager={name: bucketed, bucket_bytes: 4096}", "micro_batches=2", keep=("grid", "plan", "averager", "micro_batches")
     )
     space = space_of(kept, job_of(kept))
@@ -352,31 +352,31 @@ def test_on_devices_one_row_is_searched_unless_a_grid_is_kept(
     keep: tuple[str, ...], grid: tuple[int, int], emulated_device: EmulatedDeviceFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(DEVICE_VARIABLE, "emulated")
-    kept = planner_search_task("backend=cuda", keep=keep)
+    kept = grid_task("backend=cuda", keep=keep)
     assert space_of(kept, job_of(kept)).fixed_grid == grid
 
 
 @pytest.mark.parametrize(("ranks", "words"), [(3, "nearest legal grid"), (5, "nearest legal grid")])
 def test_a_kept_grid_must_be_one_of_the_ranks(ranks: int, words: str) -> None:
-    kept = planner_search_task(ranks=ranks, keep=("grid",))
+    kept = grid_task(ranks=ranks, keep=("grid",))
     with pytest.raises(HpctrainError, match=words):
         space_of(kept, job_of(kept))
 
 
-PINNED_MEMORY_CONFIG = """
+CUDA_CONFIG = """
 {backend: cuda, model: {name: small, channels: [4, 6], hidden: 9}, data: {train: train.h5}, batch: 12, epochs: 1,
  optimizer: {name: sgd, lr: 0.1}, schedule: constant}
 """
 
 
 @pytest.fixture
-def device(emulated_device: EmulatedDeviceFactory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def emulated_gpu(emulated_device: EmulatedDeviceFactory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(DEVICE_VARIABLE, "emulated")
     monkeypatch.chdir(tmp_path)
 
 
 def _planned(*overrides: str, ranks: int = 2, per_node: int | None = None) -> PlannedPinnedMemory | None:
-    config, _ = parse(PINNED_MEMORY_CONFIG, overrides=overrides)
+    config, _ = parse(CUDA_CONFIG, overrides=overrides)
     task = prepare(config, ranks)
     return pinned_memory(task, group_schedules(task, LinkModel(1e-5, 1e-9), per_node))
 
@@ -386,14 +386,14 @@ def _write(count: int) -> None:
     data_format.write(Path("train.h5"), count, (9, 8, 1), ["a", "b"], [(images, np.zeros(count, np.int64))])
 
 
-@pytest.mark.usefixtures("device")
+@pytest.mark.usefixtures("emulated_gpu")
 def test_without_data_files_images_are_not_known() -> None:
     planned = _planned()
     assert planned.images is None
     assert planned.messages is not None
 
 
-@pytest.mark.usefixtures("device")
+@pytest.mark.usefixtures("emulated_gpu")
 @pytest.mark.parametrize(
     ("overrides", "ranks", "per_node"),
     [
@@ -411,7 +411,7 @@ def test_what_depends_on_the_steps_is_not_told(overrides: tuple[str, ...], ranks
     assert planned.images is not None
 
 
-@pytest.mark.usefixtures("device")
+@pytest.mark.usefixtures("emulated_gpu")
 def test_a_batch_is_no_larger_than_its_file() -> None:
     found = []
     for count in (24, 12, 7):
@@ -424,7 +424,7 @@ def test_a_batch_is_no_larger_than_its_file() -> None:
     assert less[1] < less[0]
 
 
-@pytest.mark.usefixtures("device")
+@pytest.mark.usefixtures("emulated_gpu")
 def test_a_host_pins_nothing() -> None:
     assert _planned("backend=numpy") is None
 
@@ -536,7 +536,7 @@ def test_schedules_of_a_run_directory(tmp_path: Path) -> None:
         of_run(str(tmp_path / "nothing"))
 
 
-AVERAGER_SMALL = ("model={name: vgg11, width: 0.05}", "batch=14", "backend=numpy", "grid.rows=2", "grid.cols=1")
+TWO_ROWS = ("model={name: vgg11, width: 0.05}", "batch=14", "backend=numpy", "grid.rows=2", "grid.cols=1")
 SPLIT = ("plan.classifier.*=model",)
 WHOLE = ("plan.features.*=domain",)
 NORMS = {"lars": "optimizer={name: lars, lr: 0.1}", "clipping": "optimizer={name: sgd, lr: 0.1, clip_norm: 1.0}"}
@@ -546,7 +546,7 @@ SENTENCE = (
     "clip_norm out and use sgd, or use another averager."
 )
 #: a strategy of somebody's own that has never heard of norms
-PLAIN = """
+PLAIN_STRATEGY = """
 from hpctrain.averaging.base import GradientAverager
 from hpctrain.averaging.strategy import Strategy
 
@@ -572,10 +572,10 @@ def plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
     package = tmp_path / "own_strategies"
     package.mkdir()
     (package / "__init__.py").write_text("")
-    (package / "plain.py").write_text(PLAIN)
+    (package / "plain.py").write_text(PLAIN_STRATEGY)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(averager, "AVERAGERS", Registry("own_strategies", "averager", Strategy))
-    return (*AVERAGER_SMALL, "averager=plain")
+    return (*TWO_ROWS, "averager=plain")
 
 
 def _command(*words: str) -> Callable[..., None]:
@@ -626,5 +626,5 @@ def test_norms_that_nobody_adds_up_are_refused_in_one_sentence_everywhere(
     ],
 )
 def test_it_is_known_before_a_run_whether_parameters_are_split(overrides: tuple[str, ...], split: bool) -> None:
-    config, _ = load(CONFIG, [*AVERAGER_SMALL, *overrides])
+    config, _ = load(CONFIG, [*TWO_ROWS, *overrides])
     assert splits_parameters(config) is split

@@ -1,4 +1,4 @@
-"""What is judged of jobs: grids, launchers, memory, MPI, progress, starts and versions."""
+"""What the doctor finds about jobs: grids, launchers, memory, MPI, progress, starts and versions."""
 
 import re
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from hpctrain.experiment import same_start
 from hpctrain.launch.launcher import Launcher
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual
-from tests.experiment.test_planned_shapes import SINGLE_VALUES_CONFIG as CONFIG
+from tests.experiment.test_grids_and_image_sizes import BATCH_NORM_CONFIG as CONFIG
 from tests.support.doctored import configuration, keys, view
 
 
