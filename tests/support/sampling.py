@@ -63,11 +63,9 @@ class Sampling:
         chosen = [case for case in cases if case.nodeid.partition("[")[2][:-1] in always]
         drawn = random.Random(f"{self._seed} {cases[0].nodeid.partition('[')[0]}").sample(cases, len(cases))
         sample = cases[0].get_closest_marker("sample")
-        count = sample.args[0] if sample else QUICK_CASES if self._level == "quick" else None
-        if self._level == "quick" and count is not None:
-            count = min(count, QUICK_CASES)
-        if count is not None:
-            return chosen + [case for case in drawn if case not in chosen][:count]
+        limits = [*(sample.args if sample else ()), *((QUICK_CASES,) if self._level == "quick" else ())]
+        if limits:
+            return chosen + [case for case in drawn if case not in chosen][: min(limits)]
         return cases if len(cases) <= LARGE else chosen + _covering(drawn)
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
