@@ -64,8 +64,9 @@ GPU_PLANS_PY := $(GPU_PLANS_VENV)/bin/python
 TEST_ENV = OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= \
 	HPCTRAIN_TEST_LEVEL=$(LEVEL)
 
-# Tests of one process run in as many as there are cores. Each begins with a stretch of neighbours, so that they share what a module prepares.
-TEST_PROCESSES ?= $(shell nproc)
+# Tests of one process run in one process more than there are cores, as some tests wait. Each process begins with a stretch of neighbours,
+# so that they share what a module prepares.
+TEST_PROCESSES ?= $(shell expr $$(nproc) + 1)
 SPREAD := -n $(TEST_PROCESSES) --maxprocesses 8 --dist worksteal
 # A Slurm of two nodes, which tests/site/test_on_slurm.py brings up; without it those tests are skipped.
 SLURM_PACKAGES := slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge

@@ -233,6 +233,7 @@ def test_a_staged_environment_is_run_from_the_nodes_own_disks(user: SlurmUser, e
     assert final_tensors(user.folder, "staged")[0] == EPOCHS * STEPS
 
 
+@pytest.mark.thorough  # takes Slurm's least limit, a minute; the signals before it are sampled
 def test_the_time_limit_itself_saves_and_queues_the_job_again(user: SlurmUser, limited: SlurmJob, undisturbed: str) -> None:
     assert user.code(limited) == 0, limited.text
     assert int(user.shown(limited)["Restarts"]) >= 1
