@@ -21,7 +21,7 @@ from tests.support.written_runs import write_checkpoint, write_run, write_trace
 
 pytestmark = pytest.mark.slow
 
-_CASES = amount(20, 60)
+_CASES = amount(10, 60)
 _EVENTS = (
     {"kind": "skip", "time": 1.0, "step": 3, "held": "gradients", "layer": "conv", "ranks": [0]},
     {"kind": "shrink", "time": 2.0, "lost": [1], "ranks": 3, "step": 4},

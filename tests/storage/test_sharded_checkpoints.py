@@ -153,7 +153,7 @@ def test_parts_that_lack_something_are_a_bug(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.job
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("kind", "older", "old"),
     [("single", "sharded", 7), ("sharded", "single", 7), ("sharded", "sharded", 7), ("sharded", "sharded", 9)],

@@ -22,9 +22,9 @@ from tests.support.sampling import SEED, amount
 
 BLOCKS = 10
 #: processor seconds, predicted: of a combination, and of all
-MOST_SECONDS, MOST_SECONDS_TOGETHER = 5.0, 90.0
+MOST_SECONDS, MOST_SECONDS_TOGETHER = 5.0, 80.0
 
-#: in combinations like these faults were found
+#: run whatever the seed draws; faults were found where these features meet
 ALWAYS = (
     "averager=sharded grid=2x2 plan=model nodes=of-3",
     "averager=sharded grid=1x3 net=residual wire=bfloat16 wire_parameters=bfloat16",
