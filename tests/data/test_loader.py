@@ -33,12 +33,16 @@ def read(loader, epoch=0, first=0):
     return [(b.step, b.x.copy(), b.y.copy(), b.sample_ids.copy(), b.counts, b.global_count) for b in loader.epoch(epoch, first)]
 
 
+_OF_OTHER_TESTS = set()
+
+
 def loader_threads():
-    return [thread for thread in threading.enumerate() if thread.name == "hpctrain-loader"]
+    return [t for t in threading.enumerate() if t.name == "hpctrain-loader" and t not in _OF_OTHER_TESTS]
 
 
 @pytest.fixture(autouse=True)
 def _no_thread_is_left():
+    _OF_OTHER_TESTS.update(loader_threads())
     yield
     gc.collect()
     assert loader_threads() == []
