@@ -157,6 +157,8 @@ def latest(damage: Damage) -> int:
         steps += _CADENCE.every_steps * _PARTS if training.replicates else 1
     if training.strategy is Lazy and damage.kind in ("momentum", "average", "owned parameter"):
         steps += INTERVAL
+    if training.changes.get("skips"):
+        steps += 1  # a step that the damage makes non-finite is skipped together with its checks
     return min(steps, STEPS)
 
 

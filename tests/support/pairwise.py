@@ -18,8 +18,9 @@ Pair = tuple[tuple[str, str], tuple[str, str]]
 #: the sentence by which a combination, of which some options may not be chosen yet, is refused; None: it is not
 Refusal = Callable[[Mapping[str, str]], str | None]
 
-# Choices that are tried for one combination. Refusals depend on few options, so a legal one is near or there is none.
-_MOST_CHOICES = 3000
+# Choices of one attempt at a combination, and attempts. Most refusals depend on few options, so a legal combination is near or
+# there is none. A limit of time depends on many: the first choices can lose an attempt, so another one draws others.
+_MOST_CHOICES, _MOST_ATTEMPTS = 1000, 50
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ class _Search:
         self._pairs: list[Pair] = [(a, b) for first, second in combinations(every, 2) for a in first for b in second]
         self.missing = set(self._pairs)
         self.last_refusal = ""
+        self._choices, self._by_chance = 0, False
 
     def shuffled_pairs(self) -> list[Pair]:
         pairs = list(self._pairs)
@@ -105,9 +107,15 @@ class _Search:
         """A legal combination with these values; None where there is none."""
         if self._is_refused(chosen):
             return None
-        self._choices = 0
-        row = self._extended(chosen, [name for name in self._values if name not in chosen])
-        return None if row is None else {name: row[name] for name in self._values}
+        left = [name for name in self._values if name not in chosen]
+        for attempt in range(_MOST_ATTEMPTS):
+            self._choices, self._by_chance = 0, attempt > 0
+            row = self._extended(chosen, left)
+            if row is not None:
+                return {name: row[name] for name in self._values}
+            if self._choices <= _MOST_CHOICES:
+                return None
+        raise AssertionError(f"{chosen} is neither completed nor refused in {_MOST_ATTEMPTS} attempts")
 
     def _extended(self, chosen: Row, left: Sequence[str]) -> Row | None:
         if not left:
@@ -115,7 +123,8 @@ class _Search:
         name, *rest = left
         for value in self._by_gain(chosen, name):
             self._choices += 1
-            assert self._choices <= _MOST_CHOICES, f"{chosen} is neither completed nor refused after {_MOST_CHOICES} choices"
+            if self._choices > _MOST_CHOICES:
+                return None
             longer = {**chosen, name: value}
             if not self._is_refused(longer):
                 row = self._extended(longer, rest)
@@ -132,6 +141,8 @@ class _Search:
     def _by_gain(self, chosen: Row, name: str) -> list[str]:
         values = list(self._values[name])
         self._random.shuffle(values)
+        if self._by_chance:
+            return values
         return sorted(values, key=lambda value: -sum(self._pair(name, value, *other) in self.missing for other in chosen.items()))
 
     def _pair(self, name: str, value: str, other: str, its_value: str) -> Pair:

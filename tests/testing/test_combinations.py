@@ -68,7 +68,7 @@ def test_every_legal_pair_is_among_them_and_each_refusal_is_a_sentence() -> None
     assert all(sentence.endswith(".") and sentence != "It takes too long." for sentence in every.refused.values())
     assert max(map(predicted_seconds, every.rows)) <= MOST_SECONDS
     run_usually = most_pairs(every.rows, predicted_seconds, MOST_SECONDS_TOGETHER)
-    assert len(set().union(*(pairs_of(row) for row in run_usually))) >= 0.96 * len(met)
+    assert len(set().union(*(pairs_of(row) for row in run_usually))) >= 0.95 * len(met)
 
 
 def _values(name: str) -> list[tuple[str, str]]:
