@@ -1,5 +1,5 @@
 # make train    install, fetch Fashion-MNIST, train the quickstart network on 2 ranks
-# make quick    lint and the fast tests, at most 3 cases of each: a minute
+# make quick    lint and the fast tests, at most 3 cases of each: two minutes
 # make test     all but `thorough` tests, with a sample of their cases: 2, 3 and 4 ranks, one process, Open MPI; 15 minutes on 2 cores
 # make test-all all cases of every test, 6,000 combinations of options, 64 ranks, kills, signals; hours
 # make check    lint, types, import contract, single-process tests
