@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.gpu.settings import Settings, add_arguments
 from benchmarks.gpu.stage_report import FAILED
-from benchmarks.gpu.stages import STAGES, publish, run_all, run_here, table
+from benchmarks.gpu.stages import STAGES, failures, publish, run_all, run_here, table
 
 _NAMES = tuple(stage.name for stage in STAGES)
 
@@ -28,7 +28,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
-    parser.add_argument("--limit", type=float, default=460.0, help="seconds for all stages (default 460)")
+    parser.add_argument("--limit", type=float, default=540.0, help="seconds for all stages (default 540)")
     parser.add_argument("--only", nargs="+", choices=_NAMES, default=_NAMES, metavar="STAGE", help=f"of {', '.join(_NAMES)}")
     parser.add_argument(
         "--publish", type=Path, help="folder; after each stage, all results in one JSON and all output in one log"
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             publish(chosen.publish, settings.out, so_far)
 
     run_all([by_name[name] for name in chosen.only], settings, chosen.limit, after)
-    print(f"\n{table(contents)}")
+    print(f"\n{table(contents)}\n{failures(contents, settings.out)}")
     return int(any(content["status"] == FAILED for content in contents))
 
 

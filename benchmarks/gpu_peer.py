@@ -1,6 +1,6 @@
 """Training steps of PyTorch on one GPU: what our engine is compared with, in a process that imports nothing of hpctrain.
 
-    python benchmarks/gpu_peer.py --model resnet50 --batch 256 32 [--compile]
+    python benchmarks/gpu_peer.py --model resnet50 --batch 256 32 [--compile default]
 
 bfloat16 autocast, channels last, SGD with momentum (fused), cuDNN's autotuning, images on the device before the step. The
 networks are those of hpctrain/bench/torch_models.py. Prints one JSON line for each batch; a batch that does not fit says so.
@@ -35,7 +35,7 @@ def available(device: str) -> str | None:
 class PeerStep:
     """Forward, loss, backward and momentum update of one network on made-up images that stay on the device."""
 
-    def __init__(self, model: str, batch: int, pixels: int, device: str, *, compiled: bool) -> None:
+    def __init__(self, model: str, batch: int, pixels: int, device: str, *, compiled: str) -> None:
         import torch
 
         sys.path.insert(0, str(Path(__file__).parents[1] / "hpctrain" / "bench"))
@@ -49,7 +49,7 @@ class PeerStep:
         self._optimizer = torch.optim.SGD(network.parameters(), lr=_LEARNING_RATE, momentum=_MOMENTUM, fused=device == "cuda")
         if compiled:
             torch._dynamo.reset()  # else another batch size is taken for one that changes from step to step
-        self._network = torch.compile(network, dynamic=False) if compiled else network
+        self._network = torch.compile(network, dynamic=False, mode=compiled) if compiled else network
         self._images = torch.randn(batch, channels, pixels, pixels, device=device).to(memory_format=torch.channels_last)
         self._labels = torch.randint(0, classes, (batch,), device=device)
         self._loss = torch.nn.CrossEntropyLoss()
@@ -114,7 +114,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, nargs="+", default=[256, 32])
     parser.add_argument("--pixels", type=int, default=224, help="of both sides of an image")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu only tries the program")
-    parser.add_argument("--compile", action="store_true", help="torch.compile")
+    parser.add_argument("--compile", default="", metavar="MODE", help="of torch.compile: default, reduce-overhead (CUDA graphs)")
     parser.add_argument("--repeats", type=int, default=_REPEATS)
     parser.add_argument("--steps", type=int, default=_STEPS, help="steps of one repeat")
     chosen = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Stage 1: which device, which software, and what a copy, a matrix product and a launch cost."""
+"""Stage 2: which device, which software, and what a copy, a matrix product and a launch cost."""
 
 from __future__ import annotations
 
@@ -6,15 +6,21 @@ import json
 import shutil
 import subprocess
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from benchmarks.gpu.settings import Settings
 from benchmarks.gpu.stage_report import StageReport
+from hpctrain.backend.cuda import cudnn_graphs
+from hpctrain.backend.cuda.half import bfloat16_bits
 from hpctrain.bench.machine import machine
+
+if TYPE_CHECKING:
+    from hpctrain.backend.cuda.cupy_device import CupyDevice
 
 _PACKAGES = (
     "numpy",
@@ -40,7 +46,6 @@ _PROGRAMS = {
 }
 _COPY_BYTES = 1 << 30
 _PRODUCT_SIZE = 8192
-_FACTORS = (2654435761, 2246822519)
 _LAUNCHES, _REPEATS = 200, 9
 _NOTHING = 'extern "C" __global__ void nothing() {}'
 
@@ -51,6 +56,7 @@ def run(settings: Settings, report: StageReport) -> None:
     report.add("versions", versions(_PACKAGES))
     for name, command in _PROGRAMS.items():
         report.add(name, output_of(command))
+    print(json.dumps(report.content, indent=1), flush=True)  # all that needs no device
     device = settings.make_device()
     facts = {name: getattr(device, name) for name in ("name", "capability", "multiprocessors", "dtypes")}
     report.add("device_facts", facts)
@@ -59,7 +65,8 @@ def run(settings: Settings, report: StageReport) -> None:
     if settings.emulated:
         report.note("an emulated device has no speed")
         return
-    measure(report)
+    add_properties(report)
+    measure(Bench(cast("CupyDevice", device)), report)
 
 
 def versions(packages: Sequence[str]) -> dict[str, str | None]:
@@ -81,126 +88,105 @@ def output_of(command: Sequence[str], seconds: float = 20.0) -> str:
     return done.stdout if done.returncode == 0 else f"code {done.returncode}: {done.stderr.strip() or done.stdout.strip()}"
 
 
-def measure(report: StageReport) -> None:
-    """Speeds by CuPy alone, so that they stand whatever this package does."""
+def add_properties(report: StageReport) -> None:
+    """Record what CUDA and cuDNN say of the device; with the latter, plans are made without the device."""
     import cupy
 
-    figures: tuple[tuple[str, str, Callable[[Any], float]], ...] = (
-        ("copy", "TB/s", copy_rate),
-        ("product", "TFLOP/s", product_rate),
-        ("launch", "us", launch_microseconds),
-        ("graph_launch", "us", graph_launch_microseconds),
-        ("graph_kernel", "us", graph_kernel_microseconds),
-    )
-    report.add("cuda", {"runtime": cupy.cuda.runtime.runtimeGetVersion(), "driver": cupy.cuda.runtime.driverGetVersion()})
     properties = cupy.cuda.runtime.getDeviceProperties(0)
-    report.add(
-        "cuda_properties",
-        {
-            name: value.decode() if isinstance(value, bytes) else value
-            for name, value in properties.items()
-            if isinstance(value, int | float | str) or name == "name"
-        },
-    )
-    for name, unit, function in figures:
+    kept = {name: value for name, value in properties.items() if isinstance(value, int | float)}
+    report.add("cuda_properties", kept | {"name": properties["name"].decode()})
+    try:
+        text = cudnn_graphs.library().create_device_properties(0).serialize()
+        report.add("cudnn_device_properties", json.loads(text if isinstance(text, str) else bytes(text).decode()))
+    except Exception as error:
+        report.check("cuDNN describes the device", False, f"{type(error).__name__}: {error}")
+
+
+class Bench:
+    """Speeds of a GPU, by its own events and by the host's clock: medians of `_REPEATS` turns after one to warm up."""
+
+    def __init__(self, device: CupyDevice) -> None:
+        self._device, self._stream = device, device.stream("facts")
+        self._nothing = device.kernel("nothing", "nothing", text=_NOTHING)
+
+    def copy(self) -> float:
+        """TB/s of a copy within the device, of bytes read and written."""
+        source, target = (self._device.allocate(_COPY_BYTES) for _ in range(2))
+        return 2 * _COPY_BYTES / self._event_seconds(lambda: self._device.copy(self._stream, target, source)) / 1e12
+
+    def product(self) -> float:
+        """TFLOP/s of a large bfloat16 product of random digits: zeros take less power, and so less time."""
+        shape, random = (_PRODUCT_SIZE, _PRODUCT_SIZE), np.random.default_rng(0)
+        a, b, c = (self._device.allocate(2 * _PRODUCT_SIZE**2).view("bfloat16").reshape(shape) for _ in range(3))
+        host = self._device.pinned(a.nbytes)
+        host.view(np.uint16)[:] = bfloat16_bits(random.standard_normal(_PRODUCT_SIZE**2, np.float32))
+        for array in (a, b):
+            self._device.upload(self._stream, array, host)
+        seconds = self._event_seconds(lambda: self._device.gemm(self._stream, a, b, c, precision="bfloat16"))
+        return 2 * _PRODUCT_SIZE**3 / seconds / 1e12
+
+    def upload(self) -> float:
+        """GB/s from pinned memory to the device."""
+        host, target = self._device.pinned(_COPY_BYTES), self._device.allocate(_COPY_BYTES)
+        return _COPY_BYTES / self._event_seconds(lambda: self._device.upload(self._stream, target, host)) / 1e9
+
+    def launch(self) -> float:
+        """Microseconds of the host for the launch of an empty kernel."""
+        return self._host_seconds(self._launch_many) / _LAUNCHES * 1e6
+
+    def graph_launch(self) -> float:
+        """Microseconds of the host for the launch of a graph of many empty kernels."""
+        graph = self._graph()
+        return self._host_seconds(lambda: graph.launch(self._stream)) * 1e6
+
+    def graph_kernel(self) -> float:
+        """Microseconds of the device for each empty kernel in a graph."""
+        graph = self._graph()
+        return self._event_seconds(lambda: graph.launch(self._stream)) / _LAUNCHES * 1e6
+
+    def _launch_many(self) -> None:
+        for _ in range(_LAUNCHES):
+            self._nothing(self._stream, (1,), (32,))
+
+    def _graph(self) -> Any:
+        self._launch_many()
+        with self._device.capture(self._stream) as graph:
+            self._launch_many()
+        return graph
+
+    def _event_seconds(self, work: Callable[[], None]) -> float:
+        return self._device.median_seconds(self._stream, work)
+
+    def _host_seconds(self, work: Callable[[], None]) -> float:
+        seconds = []
+        for _ in range(_REPEATS + 1):
+            self._stream.synchronize()
+            begin = time.perf_counter()
+            work()
+            seconds.append(time.perf_counter() - begin)
+        self._stream.synchronize()
+        return float(np.median(seconds[1:]))
+
+
+_SPEEDS = {
+    "copy": "TB/s",
+    "product": "TFLOP/s",
+    "upload": "GB/s",
+    "launch": "us",
+    "graph_launch": "us",
+    "graph_kernel": "us",
+}
+
+
+def measure(bench: Bench, report: StageReport) -> None:
+    """Measure each speed; one that fails is a failed check."""
+    for name, unit in _SPEEDS.items():
         try:
-            value = function(cupy)
+            value = getattr(bench, name)()
         except Exception as error:  # the others may still be measured
+            traceback.print_exc()
             report.check(f"{name} is measured", False, f"{type(error).__name__}: {error}")
             continue
         report.add(name, {"value": value, "unit": unit})
         report.check(f"{name} has a finite speed", bool(np.isfinite(value)) and value > 0.0, f"{value:.4g} {unit}")
         report.note(f"{name.replace('_', ' ')} {value:.3g} {unit}")
-    try:
-        report.add("cudnn_device_properties", cudnn_properties())
-    except Exception as error:
-        report.check("cuDNN describes the device", False, f"{type(error).__name__}: {error}")
-
-
-def cudnn_properties() -> Any:
-    """This device in the words of cuDNN: with them, plans are made without the device."""
-    import cudnn
-
-    text = cudnn.create_device_properties(0).serialize()
-    return json.loads(text if isinstance(text, str) else bytes(text).decode())
-
-
-def event_seconds(cupy: Any, work: Callable[[], None], repeats: int = _REPEATS) -> float:
-    """Median seconds of `work` on the device, by its own events, after one turn to warm up."""
-    stream, seconds = cupy.cuda.get_current_stream(), []
-    for _ in range(repeats + 1):
-        begin, end = cupy.cuda.Event(), cupy.cuda.Event()
-        begin.record(stream)
-        work()
-        end.record(stream)
-        end.synchronize()
-        seconds.append(cupy.cuda.get_elapsed_time(begin, end) / 1e3)
-    return float(np.median(seconds[1:]))
-
-
-def host_seconds(cupy: Any, work: Callable[[], None], repeats: int = _REPEATS) -> float:
-    """Median seconds until `work` is enqueued; the device is idle before."""
-    seconds = []
-    for _ in range(repeats + 1):
-        cupy.cuda.get_current_stream().synchronize()
-        begin = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - begin)
-    cupy.cuda.get_current_stream().synchronize()
-    return float(np.median(seconds[1:]))
-
-
-def copy_rate(cupy: Any) -> float:
-    """TB/s of a copy within the device, counting bytes read and written."""
-    source, target = (cupy.ones(_COPY_BYTES, cupy.uint8) for _ in range(2))
-    return (
-        2
-        * _COPY_BYTES
-        / event_seconds(
-            cupy, lambda: target.data.copy_from_device_async(source.data, _COPY_BYTES, cupy.cuda.get_current_stream())
-        )
-        / 1e12
-    )
-
-
-def product_rate(cupy: Any) -> float:
-    """TFLOP/s of a large float16 product with sums in float32: bfloat16 has the same rate."""
-    numbers = cupy.arange(_PRODUCT_SIZE**2, dtype=cupy.uint32).reshape(_PRODUCT_SIZE, -1)
-    # Digits that look random: products of zeros or of equal numbers take less power, and so less time.
-    a, b = (((numbers * cupy.uint32(factor) >> 20).astype(cupy.float32) / 2048 - 1).astype(cupy.float16) for factor in _FACTORS)
-    out = cupy.empty_like(a)
-    return 2 * _PRODUCT_SIZE**3 / event_seconds(cupy, lambda: cupy.matmul(a, b, out=out)) / 1e12
-
-
-def launch_microseconds(cupy: Any) -> float:
-    """The host's time to launch an empty kernel."""
-    return host_seconds(cupy, lambda: _launch_many(cupy)) / _LAUNCHES * 1e6
-
-
-def graph_launch_microseconds(cupy: Any) -> float:
-    """The host's time to launch a graph of many empty kernels."""
-    graph, stream = _graph(cupy)
-    return host_seconds(cupy, lambda: graph.launch(stream)) * 1e6
-
-
-def graph_kernel_microseconds(cupy: Any) -> float:
-    """The device's time for each empty kernel in a graph."""
-    graph, stream = _graph(cupy)
-    with stream:
-        return event_seconds(cupy, lambda: graph.launch(stream)) / _LAUNCHES * 1e6
-
-
-def _launch_many(cupy: Any) -> None:
-    kernel = cupy.RawKernel(_NOTHING, "nothing")
-    for _ in range(_LAUNCHES):
-        kernel((1,), (32,), ())
-
-
-def _graph(cupy: Any) -> tuple[Any, Any]:
-    _launch_many(cupy)  # compiled before the capture
-    cupy.cuda.get_current_stream().synchronize()
-    stream = cupy.cuda.Stream(non_blocking=True)
-    with stream:
-        stream.begin_capture()
-        _launch_many(cupy)
-        return stream.end_capture(), stream

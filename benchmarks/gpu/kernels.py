@@ -14,6 +14,7 @@ from benchmarks.gpu.operator_run import OperatorRun
 from benchmarks.gpu.roundings import check_roundings
 from benchmarks.gpu.settings import EMULATED_SEED, NotBuiltYetError, Settings
 from benchmarks.gpu.stage_report import StageReport
+from hpctrain.backend.cuda import sources
 from hpctrain.backend.cuda.device import Device, Precision
 from hpctrain.backend.cuda.emulator import build
 from hpctrain.backend.cuda.emulator.device import EmulatedDevice
@@ -33,6 +34,8 @@ NO_OPERATOR = "has no "
 def run(settings: Settings, report: StageReport) -> None:
     """All cases in all precisions, then the loss, then the roundings."""
     device = settings.make_device()
+    if not settings.emulated and build.compiler():
+        build.prepare(map(sources.text, sources.names()))  # of the twins, all cores at once
     missing: set[str] = set()
     for precision in settings.precisions():
         kernels = kernel_set(device, precision)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -11,7 +11,6 @@ from benchmarks.gpu.stage_report import StageReport
 from hpctrain.backend.cuda import sources
 from hpctrain.backend.cuda.device import Device, DeviceKernel
 from hpctrain.backend.cuda.device_array import DeviceArray
-from hpctrain.backend.cuda.emulator.device import EmulatedDevice
 from hpctrain.backend.cuda.half import bfloat16_bits, bfloat16_values
 
 SOURCE = Path(__file__).with_name("roundings.cu")
@@ -58,14 +57,7 @@ def _download(device: Device, stream: Any, array: DeviceArray) -> np.ndarray:
 
 def rounding_kernel(device: Device) -> DeviceKernel:
     """The kernel of this folder's source, built as the package builds its own."""
-    text = sources.text(SOURCE.stem, SOURCE.parent)
-    if isinstance(device, EmulatedDevice):
-        return device.kernel(SOURCE.stem, _NAME, text=text)
-    import cupy
-
-    from hpctrain.backend.cuda.cupy_device import OPTIONS, CupyKernel
-
-    return CupyKernel(_NAME, cupy.RawModule(code=text, options=OPTIONS).get_function(_NAME).kernel)
+    return cast(Any, device).kernel(SOURCE.stem, _NAME, text=sources.text(SOURCE.stem, SOURCE.parent))
 
 
 def _agrees_with_numpy() -> bool:

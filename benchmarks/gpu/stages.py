@@ -21,6 +21,8 @@ from benchmarks.gpu.stage_report import FAILED, NOT_BUILT, RUNNING, SKIPPED, Sta
 
 _GRACE_SECONDS = 5.0
 _WIDTH = 80
+_LINE, _MOST_CHECKS, _LOG_LINES = 400, 10, 8  # of what is printed of failures
+_LOG_BYTES = 1 << 20  # of a stage's output, its end, in what is published
 
 
 @dataclass(frozen=True)
@@ -37,17 +39,18 @@ class Stage:
 
 
 STAGES = (
-    Stage("facts", 40),
+    Stage("ladder", 40),
+    Stage("facts", 30),
     Stage("build", 60),
-    Stage("kernels", 90),
+    Stage("kernels", 80),
+    Stage("training", 80),
+    Stage("speed", 90),
+    Stage("peer", 200),
+    Stage("links", 25),
+    Stage("ranks", 90),
+    Stage("plans", 40),
     Stage("pixels", 30),
     Stage("sanitizer", 70),
-    Stage("training", 90),
-    Stage("links", 30),
-    Stage("ranks", 60),
-    Stage("speed", 120),
-    Stage("plans", 40),
-    Stage("peer", 130),
     Stage("tests", 60),
 )
 EMULATED_FACTOR = 10.0  # all limits on the emulated device
@@ -120,17 +123,30 @@ def run_all(stages: Sequence[Stage], settings: Settings, total: float, after: Ca
     total: seconds for all; stages that it does not reach are skipped.
     """
     settings.out.mkdir(parents=True, exist_ok=True)
-    end, contents = time.monotonic() + total, []
+    end, contents = time.monotonic() + total, list[dict[str, Any]]()
     for stage in stages:
         left = end - time.monotonic() - _GRACE_SECONDS
         limit = min(left, stage.limit * (EMULATED_FACTOR if settings.emulated else 1.0))
-        if limit >= 1.0:
+        reason = (
+            "the ladder made no device" if _no_device(contents) else f"no time was left of {total:.0f} s" if limit < 1.0 else ""
+        )
+        if not reason:
             contents.append(run_apart(stage, settings, limit))
         else:
             report = StageReport(settings.out / f"{stage.name}.json", stage.name, settings.device)
-            report.finish(SKIPPED, f"no time was left of {total:.0f} s")
+            report.finish(SKIPPED, reason)
             contents.append(report.content)
         after(contents)
+
+
+def _skipped(stage: Stage, settings: Settings, reason: str) -> dict[str, Any]:
+    report = StageReport(settings.out / f"{stage.name}.json", stage.name, settings.device)
+    report.finish(SKIPPED, reason)
+    return report.content
+
+
+def _no_device(contents: Sequence[dict[str, Any]]) -> bool:
+    return any(not check["passed"] for content in contents[:1] for check in content["checks"] if check["name"] == "device")
 
 
 def table(contents: Sequence[dict[str, Any]]) -> str:
@@ -144,10 +160,25 @@ def table(contents: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def failures(contents: Sequence[dict[str, Any]], out: Path) -> str:
+    """Return every failed check with its text, and the last lines of the log of each failed stage: what is to be mended."""
+    lines = []
+    for content in contents:
+        if content["status"] != FAILED:
+            continue
+        lines.append(f"==== {content['stage']}: {content['summary']}"[:_LINE])
+        failed = [check for check in content["checks"] if not check["passed"]]
+        lines += [f"  {check['name']}: {check['text']}"[:_LINE] for check in failed[:_MOST_CHECKS]]
+        log = out / f"{content['stage']}.log"
+        tail = log.read_text(errors="replace").splitlines()[-_LOG_LINES:] if log.exists() else []
+        lines += [f"  | {line}"[:_LINE] for line in tail]
+    return "\n".join(lines)
+
+
 def publish(folder: Path, out: Path, contents: Sequence[dict[str, Any]]) -> None:
     """All results in one file gpu-check.json and all output in one file gpu-check.log, below `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "gpu-check.json").write_text(json.dumps(list(contents), indent=1) + "\n")
     logs = (out / f"{content['stage']}.log" for content in contents)
-    texts = (f"==== {path.name}\n{path.read_text(errors='replace')}\n" for path in logs if path.exists())
+    texts = (f"==== {path.name}\n{path.read_text(errors='replace')[-_LOG_BYTES:]}\n" for path in logs if path.exists())
     (folder / "gpu-check.log").write_text("".join(texts))

@@ -7,6 +7,7 @@ multiples of 16 bytes.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any
 
 from hpctrain.backend.cuda.device import ConvolutionKey, Extent
@@ -20,11 +21,17 @@ FIRST, SECOND, OUT, BIAS = 1, 2, 3, 4
 
 
 def library() -> Library:
-    """The package cudnn, loaded at first use.
+    """Return the package cudnn, loaded at first use.
+
+    While it is imported PyTorch is hidden from it: cudnn would load PyTorch, which takes seconds in each process, to translate
+    dtypes that are not used here.
 
     Raises:
         MissingLibraryError: it, or cuDNN itself, is not installed.
     """
+    hide = "torch" not in sys.modules
+    if hide:
+        sys.modules["torch"] = None  # type: ignore[assignment]  # makes `import torch` raise ImportError
     try:
         return importlib.import_module("cudnn")
     except (ImportError, OSError) as error:
@@ -32,6 +39,9 @@ def library() -> Library:
             f"Convolutions on a GPU need cuDNN and its frontend, which cannot be loaded ({error}); "
             "install hpctrain with its extra for this CUDA version, such as hpctrain[gpu13]."
         ) from error
+    finally:
+        if hide:
+            sys.modules.pop("torch", None)
 
 
 def data_type(cudnn: Library, dtype: str) -> Any:

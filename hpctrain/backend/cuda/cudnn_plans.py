@@ -117,7 +117,7 @@ class CudnnPlans:
     """Makes plans and keeps them by key.
 
     Args:
-        handle: of cuDNN, from `new_handle`.
+        handle: of cuDNN, from `new_handle`. capability: the compute capability of its device.
         properties: a device's, in JSON, as `cudnn.create_device_properties(number).serialize()` gives them: plans for it are
             made and not run. One of both is given.
         candidates: plans that are built for each convolution, for `time` to choose from: 1 where nothing is timed. Plans that
@@ -130,12 +130,13 @@ class CudnnPlans:
         handle: int | None = None,
         properties: Mapping[str, Any] | None = None,
         *,
+        capability: tuple[int, int] | None = None,
         candidates: int = 1,
         workspace_limit_bytes: int = WORKSPACE_LIMIT_BYTES,
     ) -> None:
-        assert (handle is None) != (properties is None), "a handle or the properties of a device"
+        assert (handle is None) == (capability is None) != (properties is None), "a handle with its capability, or properties"
         self._cudnn = cudnn_graphs.library()
-        self._queue, self._place = CudnnQueue(self._cudnn, handle), _place(self._cudnn, handle, properties)
+        self._queue, self._place = CudnnQueue(self._cudnn, handle), _place(self._cudnn, handle, capability, properties)
         self._candidates, self._limit = candidates, workspace_limit_bytes
         self._plans: dict[ConvolutionKey, ConvolutionPlan] = {}
         self._wanted: dict[str, str] = {}
@@ -235,10 +236,12 @@ def new_handle() -> int:
     return int(cudnn_graphs.library().create_handle())
 
 
-def _place(cudnn: Library, handle: int | None, properties: Mapping[str, Any] | None) -> dict[str, Any]:
-    if properties is None:
-        return {"handle": handle}
-    return {
-        "device_property": cudnn.create_device_properties(json.dumps(dict(properties))),
-        "sm_version": properties["deviceVer"] // 10,
-    }
+def _place(
+    cudnn: Library, handle: int | None, capability: tuple[int, int] | None, properties: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Return what `cudnn.pygraph` needs of a device. Without `sm_version` it asks libcudart, which nothing else here loads."""
+    if properties is not None:
+        device = cudnn.create_device_properties(json.dumps(dict(properties)))
+        return {"device_property": device, "sm_version": properties["deviceVer"] // 10}
+    assert capability is not None
+    return {"handle": handle, "sm_version": 10 * capability[0] + capability[1]}

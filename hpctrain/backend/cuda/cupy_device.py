@@ -6,29 +6,32 @@ CuPy's arrays and memory pools are not used: what is allocated here is allocated
 from __future__ import annotations
 
 import ctypes
+import gc
 import platform
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from typing import Any
 
 import cupy
 import numpy as np
 
-from hpctrain.backend.cuda import sources
+from hpctrain.backend.cuda import cubins, sources
 from hpctrain.backend.cuda.cudnn_plans import ConvolutionPlan, CudnnPlans, new_handle
 from hpctrain.backend.cuda.cupy_links import CupyLinks, nccl_fault
 from hpctrain.backend.cuda.device import Argument, ConvolutionKey, DeviceConvolution, DeviceEvent, DeviceStream, Extent, Precision
 from hpctrain.backend.cuda.device_array import DeviceArray
+from hpctrain.backend.cuda.half import bfloat16_bits
 from hpctrain.backend.cuda.matrix_products import WORKSPACE_BYTES, MatrixProducts
 from hpctrain.backend.device_messages import Peers
 from hpctrain.errors import BackendError
 
 _runtime = cupy.cuda.runtime
-#: of NVRTC, for all kernels
-OPTIONS = ("-std=c++17",)
 _FIRST_WITH_BFLOAT16 = 8  # compute capability
 _TIMED_ROUNDS = 9
+_BUSY_BYTES = 1 << 29  # takes a GPU of today 0.2 ms to set: longer than the host takes to enqueue a plan
+_PATTERN_BYTES = 1 << 24  # of random numbers, repeated
 _NO_MEMORY, _NO_DEVICE = 2, 100  # cudaErrorMemoryAllocation, cudaErrorNoDevice
 _SUCCESS, _NOT_READY = 0, 600  # cudaSuccess, cudaErrorNotReady
 
@@ -148,7 +151,7 @@ class CupyDevice:
         self._products: dict[int, MatrixProducts] = {}
         self._candidates = candidates
         self._plans: CudnnPlans | None = None
-        self._cublas = _load_libraries()
+        self._cublas, self._nvrtc = _load_libraries()
         self.versions: Mapping[str, str] = {
             "device": self.name,
             "cupy": cupy.__version__,
@@ -187,11 +190,14 @@ class CupyDevice:
     def event(self) -> CupyEvent:
         return CupyEvent()
 
-    def kernel(self, source: str, name: str) -> CupyKernel:
+    def kernel(self, source: str, name: str, *, text: str | None = None) -> CupyKernel:
+        """Return the kernel `name` of kernels/<source>.cu, or of `text`. Its source is compiled at the first request."""
         if (source, name) not in self._kernels:
             if source not in self._modules:
-                self._modules[source] = cupy.RawModule(code=sources.text(source), options=OPTIONS)
-            self._kernels[source, name] = CupyKernel(name, self._modules[source].get_function(name).kernel)
+                module = cupy.cuda.function.Module()
+                module.load(cubins.binary(self._nvrtc, source, text or sources.text(source), self.capability))
+                self._modules[source] = module
+            self._kernels[source, name] = CupyKernel(name, self._modules[source].get_function(name))
         return self._kernels[source, name]
 
     def upload(self, stream: DeviceStream, target: DeviceArray, source: np.ndarray) -> None:
@@ -218,17 +224,49 @@ class CupyDevice:
 
     def _all_plans(self) -> CudnnPlans:
         if self._plans is None:
-            self._plans = CudnnPlans(new_handle(), candidates=self._candidates)
+            self._plans = CudnnPlans(new_handle(), capability=self.capability, candidates=self._candidates)
         return self._plans
 
     def time_plans(self) -> None:
         stream = CupyStream("plans")
 
         def seconds(sizes: Sequence[int], run: Callable[..., None]) -> float:
-            memory = [self.allocate(size) for size in sizes]
-            return _median_seconds(stream, lambda: run(stream.raw.ptr, *(array.pointer for array in memory)))
+            memory = [self._noise(stream, size) for size in sizes]
+            return self.median_seconds(stream, lambda: run(stream.raw.ptr, *(array.pointer for array in memory)))
 
         self._all_plans().time(seconds)
+
+    def median_seconds(self, stream: CupyStream, work: Callable[[], None]) -> float:
+        """Return the seconds that the GPU takes for what `work` enqueues: the median of several turns after one to warm up.
+
+        The stream is kept busy until `work` is enqueued, so that the host's time to enqueue does not count. Waits.
+        """
+        seconds = []
+        work()
+        for _ in range(_TIMED_ROUNDS):
+            begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+            _runtime.memsetAsync(self._busy.pointer, 0, self._busy.nbytes, stream.raw.ptr)
+            begin.record(stream.raw)
+            work()
+            end.record(stream.raw)
+            end.synchronize()
+            seconds.append(float(cupy.cuda.get_elapsed_time(begin, end)) / 1e3)  # CUDA's are milliseconds
+        return statistics.median(seconds)
+
+    def _noise(self, stream: CupyStream, size_bytes: int) -> DeviceArray:
+        """Return memory of random numbers, as products of zeros take less power. Each is one in float32 and two in bfloat16."""
+        array, pattern = self.allocate(size_bytes), self.pinned(min(size_bytes, _PATTERN_BYTES))
+        numbers = bfloat16_bits(np.random.default_rng(0).standard_normal(-(-pattern.size // 4), np.float32))
+        pattern[:] = np.repeat(numbers, 2).view(np.uint8)[: pattern.size]
+        for begin in range(0, size_bytes, _PATTERN_BYTES):
+            part = array[begin : begin + _PATTERN_BYTES]
+            self.upload(stream, part, pattern[: part.nbytes])
+        stream.synchronize()
+        return array
+
+    @cached_property
+    def _busy(self) -> DeviceArray:
+        return self.allocate(_BUSY_BYTES)
 
     def plan_choices(self) -> dict[str, str]:
         return self._all_plans().choices()
@@ -265,33 +303,25 @@ class CupyDevice:
     @contextmanager
     def capture(self, stream: DeviceStream) -> Iterator[CupyGraph]:
         raw, graph = _stream(stream), CupyGraph()
+        collects = gc.isenabled()
+        gc.disable()  # garbage that holds device memory would be freed inside, which ends the capture
         # CuPy's own default lets allocations pass, which would then be made once and not in each launch.
-        raw.begin_capture(mode=_runtime.streamCaptureModeThreadLocal)
         try:
-            yield graph
-        except BaseException:
-            with suppress(_runtime.CUDARuntimeError):  # what failed inside has made the capture invalid
-                raw.end_capture()
-            raise
-        graph.raw = raw.end_capture()
+            raw.begin_capture(mode=_runtime.streamCaptureModeThreadLocal)
+            try:
+                yield graph
+            except BaseException:
+                with suppress(_runtime.CUDARuntimeError):  # what failed inside has made the capture invalid
+                    raw.end_capture()
+                raise
+            graph.raw = raw.end_capture()
+        finally:
+            if collects:
+                gc.enable()
 
     def memory_used(self) -> int:
         free, total = _runtime.memGetInfo()
         return int(total - free)
-
-
-def _median_seconds(stream: CupyStream, work: Callable[[], None]) -> float:
-    """Seconds that the GPU takes for what `work` enqueues on the stream, behind a first time that loads the kernels."""
-    seconds = []
-    work()
-    for _ in range(_TIMED_ROUNDS):
-        begin, end = cupy.cuda.Event(), cupy.cuda.Event()
-        begin.record(stream.raw)
-        work()
-        end.record(stream.raw)
-        end.synchronize()
-        seconds.append(float(cupy.cuda.get_elapsed_time(begin, end)) / 1e3)  # CUDA's are milliseconds
-    return statistics.median(seconds)
 
 
 def gpu_count() -> int:
@@ -336,8 +366,8 @@ def _address(array: np.ndarray) -> int:
     return int(array.ctypes.data)
 
 
-def _load_libraries() -> ctypes.CDLL:
-    """Load NVRTC and cuBLAS, and return cuBLAS.
+def _load_libraries() -> tuple[ctypes.CDLL, Any]:
+    """Load cuBLAS and NVRTC; return the library of the first and CuPy's module of the second.
 
     CuPy finds them in wheels and toolkits. cuDNN, which uses both, then opens them by name and gets the loaded ones.
 
@@ -349,7 +379,7 @@ def _load_libraries() -> ctypes.CDLL:
 
         nvrtc.getVersion()
         assert cublas is not None
-        return ctypes.CDLL(f"libcublas.so.{_runtime.runtimeGetVersion() // 1000}")
+        return ctypes.CDLL(f"libcublas.so.{_runtime.runtimeGetVersion() // 1000}"), nvrtc
     except (ImportError, OSError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
         raise BackendError(

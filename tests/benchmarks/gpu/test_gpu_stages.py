@@ -233,12 +233,12 @@ def test_what_a_peer_does_not_tell_is_a_failure(monkeypatch: pytest.MonkeyPatch,
     program = tmp_path / "program.py"
     monkeypatch.setattr(peer, "_PROGRAM", program)
     program.write_text("""print('{"model": "m", "batch": 8, "images_per_second": 3.0}'); raise SystemExit("no memory")""")
-    rows = peer.time_peer("m", (8, 4), compiled=False)
+    rows = peer.time_peer("m", (8, 4), compiled="")
     assert rows[0]["images_per_second"] == 3.0
     assert (rows[1]["batch"], rows[1]["failure"]) == (4, "no memory")
     program.write_text("print('PyTorch is away'); raise SystemExit(77)")
     with pytest.raises(SkippedError, match="PyTorch is away"):
-        peer.time_peer("m", (8,), compiled=True)
+        peer.time_peer("m", (8,), compiled="default")
 
 
 CASES = cases(small=True)

@@ -1,0 +1,81 @@
+"""Binaries of CUDA sources, compiled by NVRTC and kept in the user's cache directory.
+
+CuPy's own compiler is not used: it appends `-ftz=true`, which flushes subnormal numbers to zero, and it needs the headers of
+CUDA's runtime, which come in a package of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hpctrain.errors import BackendError
+from hpctrain.paths import user_directory
+
+#: of NVRTC, for all kernels; the architecture follows
+OPTIONS = ("-std=c++17", "-ftz=false", "-prec-div=true", "-prec-sqrt=true")
+_LOG_LINES = 6  # of the compiler, in an error
+
+Library = Any  # cupy_backends.cuda.libs.nvrtc; it has no types
+
+
+def binary(nvrtc: Library, name: str, text: str, capability: tuple[int, int], environ: Mapping[str, str] = os.environ) -> bytes:
+    """Return the binary of a CUDA source for GPUs of a compute capability: from the cache, or compiled.
+
+    A GPU that is newer than NVRTC gets PTX of the newest architecture that NVRTC knows, which the driver compiles. The cache is
+    `kernels` in `$XDG_CACHE_HOME/hpctrain`; where it cannot be written, each process compiles.
+
+    Args:
+        nvrtc: CuPy's module. name: of the source, for messages. text: in one piece, without files to include.
+
+    Raises:
+        BackendError: NVRTC knows no architecture that the GPU runs, or refuses the source; the message holds its first lines.
+    """
+    wanted = 10 * capability[0] + capability[1]
+    known = [int(number) for number in nvrtc.getSupportedArchs()]
+    older = [number for number in known if number <= wanted]
+    if not older:
+        version = ".".join(map(str, nvrtc.getVersion()))
+        raise BackendError(
+            f"NVRTC {version} compiles for compute capability {min(known) / 10} and above, and this GPU has {wanted / 10}; "
+            "install hpctrain[gpu12], whose NVRTC knows older GPUs."
+        )
+    kind = "sm" if wanted in known else "compute"
+    options = (*OPTIONS, f"-arch={kind}_{max(older)}")
+    key = "\0".join((text, *options, repr(nvrtc.getVersion())))
+    directory = user_directory("XDG_CACHE_HOME", ".cache", environ)
+    path = None if directory is None else directory / "kernels" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.{kind}"
+    with contextlib.suppress(OSError):
+        if path is not None and (kept := path.read_bytes()):
+            return kept
+    compiled = _compile(nvrtc, name, text, options, kind)
+    with contextlib.suppress(OSError):
+        if path is not None:
+            _keep(path, compiled)
+    return compiled
+
+
+def _compile(nvrtc: Library, name: str, text: str, options: tuple[str, ...], kind: str) -> bytes:
+    program = nvrtc.createProgram(text, f"{name}.cu", (), ())
+    try:
+        try:
+            nvrtc.compileProgram(program, options)
+        except nvrtc.NVRTCError as error:
+            lines = [line for line in nvrtc.getProgramLog(program).splitlines() if line.strip()]
+            raise BackendError(f"NVRTC refuses the source {name}.cu ({error}): {'; '.join(lines[:_LOG_LINES])}") from error
+        return bytes(nvrtc.getCUBIN(program) if kind == "sm" else nvrtc.getPTX(program))
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def _keep(path: Path, compiled: bytes) -> None:
+    """Write the file under a name of its own, then rename it: other ranks read all of it or nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(compiled)
+    os.replace(file.name, path)
