@@ -22,6 +22,7 @@ from hpctrain.backend.kernels.cuda.adaptive_pool import CudaAdaptiveAveragePool
 from hpctrain.backend.kernels.cuda.arithmetic import CudaArithmetic
 from hpctrain.backend.kernels.cuda.batch_norm import CudaBatchNorm
 from hpctrain.backend.kernels.cuda.conv2d import CudaConv2d
+from hpctrain.backend.kernels.cuda.conv2d_products import CudaPatchConv2d, CudaPointwiseConv2d
 from hpctrain.backend.kernels.cuda.dropout import make_dropout
 from hpctrain.backend.kernels.cuda.elementwise import CudaAdd, CudaRelu
 from hpctrain.backend.kernels.cuda.flatten import CudaView
@@ -76,6 +77,10 @@ class CudaKernelSet(CapturesWork, PixelInput, KernelSet):
 
     def make(self, spec: Spec, inputs: tuple[TensorSpec, ...], *, training: bool, input_gradient: bool = True) -> Operator:
         match spec:
+            case Conv2dSpec() if CudaPointwiseConv2d.fits(spec):
+                return CudaPointwiseConv2d(spec, *inputs, training=training, runtime=self.runtime, arithmetic=self.arithmetic)
+            case Conv2dSpec() if CudaPatchConv2d.fits(spec, *inputs, input_gradient=input_gradient and training):
+                return CudaPatchConv2d(spec, *inputs, training=training, runtime=self.runtime, arithmetic=self.arithmetic)
             case Conv2dSpec() | WithRelu(inner=Conv2dSpec()):
                 return CudaConv2d(
                     spec,
