@@ -1,8 +1,11 @@
 // Batch norm over (rows, channels), channels last (Ioffe and Szegedy, ICML 2015), with the addition of a second input and a ReLU behind it.
 //
 // Blocks are (packs of channels, rows): a thread keeps to its channels, so the coefficients stay in registers. Sums over rows are made in
-// two launches: the first sums stretches of rows, one for each blockIdx.y, the second the stretches, in float64. Deviations are taken from
-// the first row of a stretch, so that a large mean costs no digits. Coefficients are (7, channels), by the names below.
+// two launches: the first sums a part of the rows for each blockIdx.y, the second the parts, in float64. Deviations are taken from a row of
+// the part, so that a large mean costs no digits. Coefficients are (7, channels), by the names below.
+//
+// All blocks of a sum go through the rows together, from the last one to the first: what was written before ends with the last rows, and
+// what is read next begins with the first ones, so that caches still hold a share of both.
 //
 // ReLU: backward makes the sign of the output again from x; where a second input was added it reads a bit that forward left.
 #include "common.cuh"
@@ -41,16 +44,19 @@ template <int W, class S> __device__ __forceinline__ void sum_rows(const Pack<S,
   }
 }
 
-// Sums of the deviations from the first row of each stretch, and of their squares.
-template <class T, int W> __device__ __forceinline__ void moments(const T* x, typename Sum<T>::type* partial, int64_t rows, int64_t stretch, int channels) {
+// The row that deviations of a part of the rows are taken from; `high` rows of a part follow each other.
+__device__ __forceinline__ int64_t first_row(int part, int64_t high, int64_t rows) { return rows - 1 - part * high; }
+
+// Sums of the deviations from a row of each part, and of their squares.
+template <class T, int W> __device__ __forceinline__ void moments(const T* x, typename Sum<T>::type* partial, int64_t rows, int channels) {
   typedef typename Sum<T>::type S;
   Pack<S, W> sums[2] = {};
   const int channel = first_channel<W>();
-  const int64_t begin = blockIdx.y * stretch, end = begin + stretch < rows ? begin + stretch : rows;
+  const int64_t begin = first_row(blockIdx.y, blockDim.y, rows), step = int64_t(gridDim.y) * blockDim.y;
   if (channel < channels) {
     const Pack<T, W> first = load<T, W>(x + begin * channels + channel);
 #pragma unroll 4
-    for (int64_t row = begin + threadIdx.y; row < end; row += blockDim.y) {
+    for (int64_t row = begin - threadIdx.y; row >= 0; row -= step) {
       const Pack<T, W> v = load<T, W>(x + row * channels + channel);
 #pragma unroll
       for (int i = 0; i < W; i++) {
@@ -73,21 +79,22 @@ template <class S> __device__ __forceinline__ void normalisation(S* coefficients
 }
 
 // One warp a channel, c: the mean of all rows and the sum of squared deviations, by the formula of Chan, Golub and LeVeque (1979) for
-// stretches. True in the one thread that has them.
+// parts. True in the one thread that has them.
 template <class T, class S>
-__device__ __forceinline__ bool channel_moments(const S* partial, const T* x, int parts, int64_t rows, int64_t stretch, int channels, int c, double& mean, double& m2) {
+__device__ __forceinline__ bool channel_moments(const S* partial, const T* x, int parts, int64_t rows, int64_t high, int channels, int c, double& mean, double& m2) {
   double total = 0, squares = 0, first = 0;
   if (c < channels && parts) {
-    first = value(x[c]);
-    const double whole = double(stretch), rest = double(rows - (parts - 1) * stretch);  // rows of all stretches but the last, and of that
-    const double of_whole = 1 / whole, of_rest = 1 / rest;
-#pragma unroll 8
+    first = value(x[first_row(0, high, rows) * channels + c]);
+    // Every part has `whole` rows; of those that are left the first parts have `high`, one the rest.
+    const int64_t whole = rows / (parts * high) * high, left = rows - whole * parts;
+#pragma unroll 4
     for (int p = threadIdx.x; p < parts; p += 32) {
+      const int64_t over = left - p * high;
+      const double count = double(whole + (over < 0 ? 0 : over < high ? over : high));
       const double sum = partial[int64_t(c) * parts + p], square = partial[(int64_t(channels) + c) * parts + p];
-      const double mean = sum * (p < parts - 1 ? of_whole : of_rest), distance = value(x[p * stretch * channels + c]) - first + mean;
-      const double moment = (p < parts - 1 ? whole : rest) * distance;
-      total += moment;
-      squares += square - sum * mean + moment * distance;
+      const double mean = sum / count, distance = value(x[first_row(p, high, rows) * channels + c]) - first + mean;
+      total += count * distance;
+      squares += square - sum * mean + count * distance * distance;
     }
   }
   total = warp_sum(total);
@@ -112,19 +119,19 @@ __device__ __forceinline__ void take_moments(double mean, double m2, const S* ga
 }
 
 template <class T, class S>
-__device__ __forceinline__ void moments_finish(const S* partial, const T* x, const S* gamma, const S* beta, S* coefficients, S* batch_mean, S* batch_var, int parts, int64_t rows, int64_t stretch, int channels, double epsilon) {
+__device__ __forceinline__ void moments_finish(const S* partial, const T* x, const S* gamma, const S* beta, S* coefficients, S* batch_mean, S* batch_var, int parts, int64_t rows, int64_t high, int channels, double epsilon) {
   const int c = blockIdx.x * blockDim.y + threadIdx.y;
   double mean, m2;
-  if (channel_moments<T, S>(partial, x, parts, rows, stretch, channels, c, mean, m2))
+  if (channel_moments<T, S>(partial, x, parts, rows, high, channels, c, mean, m2))
     take_moments<S>(mean, m2, gamma, beta, coefficients, batch_mean, batch_var, rows, channels, c, epsilon);
 }
 
 // This rank's moments, (2, channels): means, and sums of squared deviations.
 template <class T, class S>
-__device__ __forceinline__ void moments_own(const S* partial, const T* x, double* moments, int parts, int64_t rows, int64_t stretch, int channels) {
+__device__ __forceinline__ void moments_own(const S* partial, const T* x, double* moments, int parts, int64_t rows, int64_t high, int channels) {
   const int c = blockIdx.x * blockDim.y + threadIdx.y;
   double mean, m2;
-  if (channel_moments<T, S>(partial, x, parts, rows, stretch, channels, c, mean, m2)) {
+  if (channel_moments<T, S>(partial, x, parts, rows, high, channels, c, mean, m2)) {
     moments[c] = mean;
     moments[channels + c] = m2;
   }
@@ -191,17 +198,17 @@ __device__ __forceinline__ unsigned passes(const Pack<T, W>& x, const uint8_t* m
 
 // Sums of d (x - centre) and of d, d being dy without what the ReLU stopped.
 template <class T, int W, Mask kind>
-__device__ __forceinline__ void backward_sums(const T* x, const T* dy, const uint8_t* mask, const typename Sum<T>::type* coefficients, typename Sum<T>::type* partial, int64_t rows, int64_t stretch, int channels) {
+__device__ __forceinline__ void backward_sums(const T* x, const T* dy, const uint8_t* mask, const typename Sum<T>::type* coefficients, typename Sum<T>::type* partial, int64_t rows, int channels) {
   typedef typename Sum<T>::type S;
   Pack<S, W> sums[2] = {};
   const int channel = first_channel<W>();
-  const int64_t begin = blockIdx.y * stretch, end = begin + stretch < rows ? begin + stretch : rows;
+  const int64_t begin = first_row(blockIdx.y, blockDim.y, rows), step = int64_t(gridDim.y) * blockDim.y;
   if (channel < channels) {
     const Pack<S, W> centre = pick<W>(coefficients, CENTRE, channels, channel);
     Pack<S, W> scale, offset;
     if (kind == REMADE) scale = pick<W>(coefficients, SCALE, channels, channel), offset = pick<W>(coefficients, OFFSET, channels, channel);
 #pragma unroll 2
-    for (int64_t row = begin + threadIdx.y; row < end; row += blockDim.y) {
+    for (int64_t row = begin - threadIdx.y; row >= 0; row -= step) {
       const int64_t at = row * channels + channel;
       const Pack<T, W> v = load<T, W>(x + at), d = load<T, W>(dy + at);
       const unsigned bits = passes<T, W, kind>(v, mask, at, centre, scale, offset);
@@ -304,15 +311,15 @@ __device__ __forceinline__ void backward_input(const T* x, const T* dy, const ui
     apply<T, W, add, rectify>(x, residual, coefficients, y, mask, rows, channels); } \
   EXPORT_INDEPENDENT(name##_##tag##_w##W)
 #define MAKE_BACKWARD(T, S, tag, W, suffix, kind) \
-  extern "C" __global__ void __launch_bounds__(THREADS) bn_backward_sums##suffix##_##tag##_w##W(const T* x, const T* dy, const uint8_t* mask, const S* coefficients, S* partial, int64_t rows, int64_t stretch, int channels) { \
-    backward_sums<T, W, kind>(x, dy, mask, coefficients, partial, rows, stretch, channels); } \
+  extern "C" __global__ void __launch_bounds__(THREADS) bn_backward_sums##suffix##_##tag##_w##W(const T* x, const T* dy, const uint8_t* mask, const S* coefficients, S* partial, int64_t rows, int channels) { \
+    backward_sums<T, W, kind>(x, dy, mask, coefficients, partial, rows, channels); } \
   EXPORT(bn_backward_sums##suffix##_##tag##_w##W) \
   extern "C" __global__ void __launch_bounds__(THREADS, 3) bn_backward_input##suffix##_##tag##_w##W(const T* x, const T* dy, const uint8_t* mask, const S* coefficients, T* dx, T* d_residual, int flags, int64_t rows, int channels) { \
     backward_input<T, W, kind>(x, dy, mask, coefficients, dx, d_residual, flags, rows, channels); } \
   EXPORT_INDEPENDENT(bn_backward_input##suffix##_##tag##_w##W)
 #define MAKE(T, S, tag, W) \
-  extern "C" __global__ void __launch_bounds__(THREADS) bn_moments_##tag##_w##W(const T* x, S* partial, int64_t rows, int64_t stretch, int channels) { \
-    moments<T, W>(x, partial, rows, stretch, channels); } \
+  extern "C" __global__ void __launch_bounds__(THREADS) bn_moments_##tag##_w##W(const T* x, S* partial, int64_t rows, int channels) { \
+    moments<T, W>(x, partial, rows, channels); } \
   EXPORT(bn_moments_##tag##_w##W) \
   MAKE_APPLY(T, S, tag, W, bn_apply, false, false) \
   MAKE_APPLY(T, S, tag, W, bn_apply_relu, false, true) \
@@ -322,8 +329,8 @@ __device__ __forceinline__ void backward_input(const T* x, const T* dy, const ui
   MAKE_BACKWARD(T, S, tag, W, _relu, REMADE) \
   MAKE_BACKWARD(T, S, tag, W, _mask, STORED)
 #define MAKE_STATISTICS(T, S, tag) \
-  extern "C" __global__ void __launch_bounds__(THREADS) bn_moments_finish_##tag(const S* partial, const T* x, const S* gamma, const S* beta, S* coefficients, S* batch_mean, S* batch_var, int parts, int64_t rows, int64_t stretch, int channels, double epsilon) { \
-    moments_finish<T, S>(partial, x, gamma, beta, coefficients, batch_mean, batch_var, parts, rows, stretch, channels, epsilon); } \
+  extern "C" __global__ void __launch_bounds__(THREADS) bn_moments_finish_##tag(const S* partial, const T* x, const S* gamma, const S* beta, S* coefficients, S* batch_mean, S* batch_var, int parts, int64_t rows, int64_t high, int channels, double epsilon) { \
+    moments_finish<T, S>(partial, x, gamma, beta, coefficients, batch_mean, batch_var, parts, rows, high, channels, epsilon); } \
   EXPORT(bn_moments_finish_##tag) \
   extern "C" __global__ void __launch_bounds__(THREADS) bn_evaluation_##tag(const S* mean, const S* variance, const S* gamma, const S* beta, S* coefficients, int channels, double epsilon) { \
     evaluation<S>(mean, variance, gamma, beta, coefficients, channels, epsilon); } \
@@ -331,8 +338,8 @@ __device__ __forceinline__ void backward_input(const T* x, const T* dy, const ui
   extern "C" __global__ void __launch_bounds__(THREADS) bn_backward_finish_##tag(const S* partial, S* coefficients, S* d_gamma, S* d_beta, int parts, int64_t rows, int channels) { \
     backward_finish<S>(partial, coefficients, d_gamma, d_beta, parts, rows, channels); } \
   EXPORT(bn_backward_finish_##tag) \
-  extern "C" __global__ void __launch_bounds__(THREADS) bn_moments_own_##tag(const S* partial, const T* x, double* moments, int parts, int64_t rows, int64_t stretch, int channels) { \
-    moments_own<T, S>(partial, x, moments, parts, rows, stretch, channels); } \
+  extern "C" __global__ void __launch_bounds__(THREADS) bn_moments_own_##tag(const S* partial, const T* x, double* moments, int parts, int64_t rows, int64_t high, int channels) { \
+    moments_own<T, S>(partial, x, moments, parts, rows, high, channels); } \
   EXPORT(bn_moments_own_##tag) \
   extern "C" __global__ void __launch_bounds__(THREADS) bn_moments_merged_##tag(const double* moments, const S* gamma, const S* beta, S* coefficients, S* batch_mean, S* batch_var, int64_t rows, int channels, double epsilon) { \
     moments_merged<S>(moments, gamma, beta, coefficients, batch_mean, batch_var, rows, channels, epsilon); } \

@@ -19,10 +19,10 @@ from hpctrain.backend.kernels.specs import BatchNormSpec, TensorSpec
 
 #: coefficients of a channel in batch_norm.cu
 _COEFFICIENTS = 7
-#: rows that each thread of a block reads at least, where there are so many
+#: rows that each thread of a block sums at least, where there are so many
 _ROWS = 4
-#: blocks for each multiprocessor
-_WAVES = 8
+#: blocks for each multiprocessor: of a sum as many as run at once, of other passes many more, so that the last ones are few
+_SUM_WAVES, _WAVES = 3, 32
 _WARP = 32
 #: bits of the last argument but two of bn_backward_input: a gradient is asked for, and is added to
 _GRADIENT, _ADD_GRADIENT, _RESIDUAL, _ADD_RESIDUAL = 1, 2, 4, 8
@@ -33,13 +33,14 @@ class ChannelBlocks:
     """How blocks of threads divide (rows, channels): packs of channels along x, rows along y.
 
     Attributes:
-        width: elements of a pack. block: threads along both. grid: blocks along both. stretch: rows of one block of a sum.
+        width: elements of a pack. block: threads along both. sums, passes: blocks along both, of kernels that sum over rows and
+            of kernels that write each row.
     """
 
     width: int
     block: Extent
-    grid: Extent
-    stretch: int
+    sums: Extent
+    passes: Extent
 
     @classmethod
     def of(cls, rows: int, channels: int, dtype: str, multiprocessors: int) -> ChannelBlocks:
@@ -49,16 +50,17 @@ class ChannelBlocks:
         tiles = -(-packs // _WARP)
         wide = -(-packs // tiles)
         high = THREADS // wide
-        most = max(1, _WAVES * multiprocessors // tiles)
-        stretch = -(-rows // most)
-        stretch = max(_ROWS, -(-stretch // high)) * high
-        return cls(width, (wide, high), (tiles, -(-rows // stretch)), stretch)
+
+        def grid(waves: int, rows_of_a_thread: int) -> Extent:
+            return (tiles, min(max(1, waves * multiprocessors // tiles), -(-rows // (rows_of_a_thread * high))))
+
+        return cls(width, (wide, high), grid(_SUM_WAVES, _ROWS), grid(_WAVES, 1))
 
 
 class CudaBatchNorm(InPlace, CudaOperator):
     """y = gamma * (x - mean) / sqrt(var + epsilon) + beta, with the addition of a second input and the ReLU of a fused spec.
 
-    Statistics and coefficients are in the dtype of parameters, made in float64 from sums over stretches of rows. Backward reads x
+    Statistics and coefficients are in the dtype of parameters, made in float64 from sums over parts of the rows. Backward reads x
     and dy alone: what the ReLU stopped is made again from x, or, behind an addition, is one bit an element that forward keeps.
     `backward_parameters` makes coefficients that `backward_input` reads, so it comes first.
     """
@@ -73,14 +75,14 @@ class CudaBatchNorm(InPlace, CudaOperator):
         self._stores_mask = training and spec.relu and spec.add
         masks = self._rows * channels // self._blocks.width if self._stores_mask else 0
         coefficients = ((_COEFFICIENTS, channels), sums)
-        partial = ((2, channels, self._blocks.grid[1]), sums)
+        partial = ((2, channels, self._blocks.sums[1]), sums)
         if training:
             self.declare(saved=[coefficients, ((masks,), "uint8")], scratch=[partial, *self.more_scratch(channels)])
         else:
             self.declare(scratch=[coefficients])
 
     def more_scratch(self, channels: int) -> Sequence[Request]:
-        """Arrays that a training operator works with beside the sums over stretches."""
+        """Arrays that a training operator works with next to the sums over parts."""
         return ()
 
     def bind(self, buffers: Buffers) -> None:
@@ -98,17 +100,18 @@ class CudaBatchNorm(InPlace, CudaOperator):
         residual = buffers.inputs[1] if self.norm.add else None
         mask = self._mask if context.training else None
         name = f"bn_apply{'_add' if self.norm.add else ''}{'_relu' if self.norm.relu else ''}"
-        self._launch_packs(name, buffers.inputs[0], residual, self._coefficients, buffers.output, mask, np.int64(self._rows))
+        self._launch_packs(
+            name, self._blocks.passes, buffers.inputs[0], residual, self._coefficients, buffers.output, mask, np.int64(self._rows)
+        )
 
     def backward_parameters(self) -> None:
         gradients, blocks = self.buffers.gradients, self._blocks
         rows, partial = np.int64(self._rows), self.scratch[0]
-        name = f"bn_backward_sums{self._kind}"
-        self._launch_packs(name, *self._read_backward(), partial, rows, np.int64(blocks.stretch))
-        self._finish_gradients(partial, gradients["weight"], gradients["bias"], np.int32(blocks.grid[1]))
+        self._launch_packs(f"bn_backward_sums{self._kind}", blocks.sums, *self._read_backward(), partial, rows)
+        self._finish_gradients(partial, gradients["weight"], gradients["bias"], np.int32(blocks.sums[1]))
 
     def _finish_gradients(self, partial: DeviceArray, d_gamma: DeviceArray, d_beta: DeviceArray, parts: np.int32) -> None:
-        """Gradients of the parameters and coefficients of the input's, from sums over so many stretches."""
+        """Gradients of the parameters and coefficients of the input's, from sums over so many parts."""
         rows = np.int64(self._rows)
         self._launch_channels("bn_backward_finish", partial, self._coefficients, d_gamma, d_beta, parts, rows, *self._channels)
 
@@ -117,19 +120,19 @@ class CudaBatchNorm(InPlace, CudaOperator):
         flags = _flags(grad, self.accumulates(0), _GRADIENT, _ADD_GRADIENT)
         flags |= _flags(residual, self.accumulates(1), _RESIDUAL, _ADD_RESIDUAL)
         if flags:
-            name = f"bn_backward_input{self._kind}"
-            self._launch_packs(name, *self._read_backward(), grad, residual, np.int32(flags), np.int64(self._rows))
+            name, passes = f"bn_backward_input{self._kind}", self._blocks.passes
+            self._launch_packs(name, passes, *self._read_backward(), grad, residual, np.int32(flags), np.int64(self._rows))
 
     def _measure(self) -> None:
         """Statistics of the batch, and the coefficients that follow."""
         buffers, blocks, partial = self.buffers, self._blocks, self.scratch[0]
         x = buffers.inputs[0]
-        sizes = np.int64(self._rows), np.int64(blocks.stretch)
-        self._launch_packs("bn_moments", x, partial, *sizes)
-        self._finish_moments(partial, x, np.int32(blocks.grid[1]), *sizes)
+        rows, high = np.int64(self._rows), np.int64(blocks.block[1])
+        self._launch_packs("bn_moments", blocks.sums, x, partial, rows)
+        self._finish_moments(partial, x, np.int32(blocks.sums[1]), rows, high)
 
     def _finish_moments(self, partial: DeviceArray, x: DeviceArray, *sizes: np.generic) -> None:
-        """Statistics and coefficients, from sums over stretches. sizes: their number, that of rows, and rows of a stretch."""
+        """Statistics and coefficients, from sums over parts. sizes: their number, that of rows, and of a block's."""
         constants = *self._channels, np.float64(self.norm.epsilon)
         arrays = *self._affine, self._coefficients, *self._batch_statistics
         self._launch_channels("bn_moments_finish", partial, x, *arrays, *sizes, *constants)
@@ -168,11 +171,11 @@ class CudaBatchNorm(InPlace, CudaOperator):
     def _read_backward(self) -> tuple[Argument, ...]:
         return self.buffers.inputs[0], self.output_grad, self._mask, self._coefficients
 
-    def _launch_packs(self, name: str, *arguments: Argument) -> None:
+    def _launch_packs(self, name: str, grid: Extent, *arguments: Argument) -> None:
         """Enqueue a kernel on packs of channels and rows; nothing where there are no rows."""
         blocks = self._blocks
         kernel = f"{name}_{self.tag}_w{blocks.width}"
-        self.runtime.launch("batch_norm", kernel, blocks.grid, blocks.block, *arguments, *self._channels)
+        self.runtime.launch("batch_norm", kernel, grid, blocks.block, *arguments, *self._channels)
 
     def _launch_each_channel(self, name: str, *arguments: Argument) -> None:
         """Enqueue a kernel with one thread a channel."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -320,8 +319,10 @@ def _statistics_names() -> list[str]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_blocks_cover_all_rows_and_channels_once(rows: int, channels: int, dtype: str) -> None:
     blocks = ChannelBlocks.of(rows, channels, dtype, 132)
-    (wide, high), (tiles, stretches) = blocks.block, blocks.grid
+    wide, high = blocks.block
     assert 0 < wide * high <= 256
-    assert (tiles - 1) * wide * blocks.width < channels <= tiles * wide * blocks.width
-    assert stretches == math.ceil(rows / blocks.stretch)
-    assert stretches * tiles <= max(8 * 132, tiles)
+    for (tiles, parts), waves in ((blocks.sums, 3), (blocks.passes, 32)):
+        assert (tiles - 1) * wide * blocks.width < channels <= tiles * wide * blocks.width
+        assert (parts > 0) == (rows > 0)
+        assert (parts - 1) * high < max(1, rows), "every block has a row"
+        assert parts * tiles <= max(waves * 132, tiles)
