@@ -16,8 +16,6 @@ _log = get_logger(__name__)
 
 NAMES = ("auto", "numpy", "onednn", "cuda")
 PRECISIONS: tuple[Precision, ...] = ("float32", "tf32", "bfloat16")
-#: a remark where backend cuda is told of; empty once its results and times on a GPU are in benchmarks/results
-UNPROVED = "not yet run on a GPU"
 
 
 @dataclass(frozen=True)
@@ -138,5 +136,4 @@ def _cuda(dtype: str, precision: str, place: NodePlace) -> Backend:
     wanted: Precision = "float64" if dtype == "float64" else next(known for known in PRECISIONS if known == precision)
     device = choose.make_device(wanted, place)
     runtime = CudaRuntime(device, device.stream("compute"), wanted)
-    remark = f" ({UNPROVED})" if UNPROVED else ""
-    return Backend("cuda", runtime.dtype, CudaKernelSet(runtime), f"cuda on {device.name}, {wanted}{remark}", device.versions)
+    return Backend("cuda", runtime.dtype, CudaKernelSet(runtime), f"cuda on {device.name}, {wanted}", device.versions)

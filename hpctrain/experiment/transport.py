@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 
 from hpctrain.backend.arithmetic import Arithmetic
-from hpctrain.backend.backend import UNPROVED
 from hpctrain.backend.cuda import choose
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.transports import Transport
@@ -13,6 +12,9 @@ from hpctrain.config.schema import Config
 from hpctrain.errors import BackendError, ConfigError
 from hpctrain.experiment.device_faults import transport_fault
 from hpctrain.launch.launcher import Launcher
+
+#: a remark on transports that have only been run on emulated devices, and on one GPU
+_UNPROVED = "not yet run between GPUs"
 
 
 def tried(config: Config | None, launcher: Launcher) -> str | None:
@@ -58,17 +60,13 @@ def chosen(config: Config, world: Communicator, arithmetic: Arithmetic, found: s
         fault = nccl.group_fault(world, messages)
         if fault is not None:
             raise BackendError(f"transport is nccl, but {fault}; set transport to auto or staged.")
-        return "nccl", (f"transport nccl: as the configuration says{_unproved()}",)
+        return "nccl", (f"transport nccl: as the configuration says ({_UNPROVED})",)
     if config.transport == "mpi":
         if reason is not None:
             raise BackendError(f"transport is mpi, but MPI takes no messages from a GPU's memory ({reason}); set it to staged.")
         tested = "as the configuration says, and a trial has shown that MPI can" if outcomes else "as the configuration says"
-        return "mpi", (f"transport mpi: {tested}{_unproved()}",)
+        return "mpi", (f"transport mpi: {tested} ({_UNPROVED})",)
     if config.transport == "auto" and outcomes and reason is None:
-        return "mpi", (f"transport mpi: a trial has shown that MPI takes messages from a GPU's memory{_unproved()}",)
+        return "mpi", (f"transport mpi: a trial has shown that MPI takes messages from a GPU's memory ({_UNPROVED})",)
     because = "" if reason is None else f"; from a GPU's own this one takes none: {reason.rstrip('.')}"
     return "staged", (f"transport staged: through the host's memory, as every MPI can{because}",)
-
-
-def _unproved() -> str:
-    return f" ({UNPROVED})" if UNPROVED else ""

@@ -67,7 +67,7 @@ def _choices(wanted: str, found: Sequence[str | None], identities: Sequence[str]
         (
             "auto",
             (AWARE, None, AWARE),
-            ("mpi", ("transport mpi: a trial has shown that MPI takes messages from a GPU's memory (not yet run on a GPU)",)),
+            ("mpi", ("transport mpi: a trial has shown that MPI takes messages from a GPU's memory (not yet run between GPUs)",)),
         ),
         (
             "auto",
@@ -80,18 +80,18 @@ def _choices(wanted: str, found: Sequence[str | None], identities: Sequence[str]
             ("staged", (f"{STAGED}; from a GPU's own this one takes none: GTL is not linked",)),
         ),
         ("staged", (AWARE, AWARE), ("staged", (STAGED,))),
-        ("mpi", (None, None), ("mpi", ("transport mpi: as the configuration says (not yet run on a GPU)",))),
+        ("mpi", (None, None), ("mpi", ("transport mpi: as the configuration says (not yet run between GPUs)",))),
         (
             "mpi",
             (AWARE, None),
-            ("mpi", ("transport mpi: as the configuration says, and a trial has shown that MPI can (not yet run on a GPU)",)),
+            ("mpi", ("transport mpi: as the configuration says, and a trial has shown that MPI can (not yet run between GPUs)",)),
         ),
         (
             "mpi",
             (None, f"{UNAWARE}: no driver"),
             "transport is mpi, but MPI takes no messages from a GPU's memory (no driver); set it to staged.",
         ),
-        ("nccl", (None, None, None), ("nccl", ("transport nccl: as the configuration says (not yet run on a GPU)",))),
+        ("nccl", (None, None, None), ("nccl", ("transport nccl: as the configuration says (not yet run between GPUs)",))),
     ],
 )
 def test_the_choice_is_that_of_all_ranks(wanted: str, found: Sequence[str | None], expected: Any) -> None:
