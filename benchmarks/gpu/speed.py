@@ -14,13 +14,12 @@ from benchmarks.gpu.floor import Clock, prediction, step_of
 from benchmarks.gpu.settings import Settings
 from benchmarks.gpu.stage_report import StageReport
 from benchmarks.gpu.training_run import Task, TrainingRun
-from hpctrain.backend.cuda.device import Device, Precision, TimedPlans
+from hpctrain.backend.cuda.device import Device, Precision
 from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
 from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
 from hpctrain.nn.hooks import StepHooks
 
 _REPEATS, _WARM_UP, _STEPS = 9, 4, 5
-_CANDIDATES = 3  # plans of each convolution that are timed
 _FIGURES = ("model", "batch", "precision", "graphs", "loss", "remark")  # kept of the emulated device
 _RUNS: tuple[tuple[Task, Precision], ...] = (
     (Task("resnet50", 256, 224, batches=1), "bfloat16"),
@@ -36,7 +35,7 @@ def run(settings: Settings, report: StageReport) -> None:
     runs, (repeats, steps) = (_SMALL_RUNS, (1, 1)) if settings.emulated else (_RUNS, (_REPEATS, _STEPS))
     rows: list[dict[str, Any]] = []
 
-    def add(task: Task, precision: Precision, device: Device, remark: str = "", **options: bool) -> None:
+    def add(task: Task, precision: Precision, remark: str = "", **options: bool) -> None:
         row = measure(device, task, precision, repeats=repeats, steps=steps, **options)
         row["remark"] = remark
         rows.append({name: row[name] for name in _FIGURES if name in row} if settings.emulated else row)
@@ -47,38 +46,21 @@ def run(settings: Settings, report: StageReport) -> None:
             report.note(f"{name}: {row['images_per_second']:.0f}/s, {row['over_floor']:.2f} of the floor's time")
 
     for task, precision in runs:
-        add(task, precision, device, graphs=True)
-        add(task, precision, device, " without graphs", graphs=False)
+        add(task, precision, graphs=True)
+        add(task, precision, " without graphs", graphs=False)
     if settings.emulated:
         report.note("the emulated device's times mean nothing, and are not kept")
         return
     report.add("layers", layer_seconds(device, *runs[0]))
-    timed_device = device_with_choices()
-    add(*runs[0], timed_device, " plans by time", graphs=True, timed=True)
-    report.add("plan_choices", timed_device.plan_choices())
 
 
-def device_with_choices() -> Any:
-    """A GPU that has several plans for each convolution."""
-    from hpctrain.backend.cuda.cupy_device import CupyDevice
-
-    return CupyDevice(candidates=_CANDIDATES)
-
-
-def measure(
-    device: Device, task: Task, precision: Precision, *, graphs: bool, repeats: int, steps: int, timed: bool = False
-) -> dict[str, Any]:
-    """Seconds of a step in `repeats` turns of so many steps, behind a warm-up; images are on the device before.
-
-    timed: each convolution takes the plan that is fastest here, not the one that cuDNN expects to be.
-    """
+def measure(device: Device, task: Task, precision: Precision, *, graphs: bool, repeats: int, steps: int) -> dict[str, Any]:
+    """Return the seconds of a step in `repeats` turns of `steps` each, after a warm-up; images are on the device before."""
     gc.collect()  # networks of the runs before, with their arenas
     before, begin = device.memory_used(), time.perf_counter()
     kernels = CudaKernelSet(CudaRuntime(device, device.stream("compute"), precision, graphs=graphs))
     run = TrainingRun(task, kernels, kernels.runtime.dtype, resident=True)
     stream, losses = kernels.runtime.stream, list[float]()
-    if timed and isinstance(device, TimedPlans):
-        device.time_plans()
     for _ in range(_WARM_UP):
         losses.append(run.step())
     setup, seconds = time.perf_counter() - begin, []

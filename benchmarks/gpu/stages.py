@@ -48,7 +48,6 @@ STAGES = (
     Stage("peer", 200),
     Stage("links", 25),
     Stage("ranks", 90),
-    Stage("plans", 40),
     Stage("pixels", 30),
     Stage("sanitizer", 70),
     Stage("tests", 60),

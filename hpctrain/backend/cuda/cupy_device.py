@@ -9,7 +9,7 @@ import ctypes
 import gc
 import platform
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import Any
@@ -22,7 +22,6 @@ from hpctrain.backend.cuda.cudnn_plans import ConvolutionPlan, CudnnPlans, new_h
 from hpctrain.backend.cuda.cupy_links import CupyLinks, nccl_fault
 from hpctrain.backend.cuda.device import Argument, ConvolutionKey, DeviceConvolution, DeviceEvent, DeviceStream, Extent, Precision
 from hpctrain.backend.cuda.device_array import DeviceArray
-from hpctrain.backend.cuda.half import bfloat16_bits
 from hpctrain.backend.cuda.matrix_products import WORKSPACE_BYTES, MatrixProducts
 from hpctrain.backend.device_messages import Peers
 from hpctrain.errors import BackendError
@@ -31,7 +30,6 @@ _runtime = cupy.cuda.runtime
 _FIRST_WITH_BFLOAT16 = 8  # compute capability
 _TIMED_ROUNDS = 9
 _BUSY_BYTES = 1 << 29  # takes a GPU of today 0.2 ms to set: longer than the host takes to enqueue a plan
-_PATTERN_BYTES = 1 << 24  # of random numbers, repeated
 _NO_MEMORY, _NO_DEVICE = 2, 100  # cudaErrorMemoryAllocation, cudaErrorNoDevice
 _SUCCESS, _NOT_READY = 0, 600  # cudaSuccess, cudaErrorNotReady
 
@@ -122,17 +120,16 @@ class CupyGroups:
 
 
 class CupyDevice:
-    """Implements `Device` and `TimedPlans`. The thread that makes it works with that GPU.
+    """Implements `Device`. The thread that makes it works with that GPU.
 
     Args:
         index: of the GPU among those that this process sees.
-        candidates: plans of each convolution that `time_plans` chooses from; the workspace is enough for each.
 
     Raises:
         BackendError: there is no such GPU, it has no driver, or a library of CUDA is missing.
     """
 
-    def __init__(self, index: int = 0, *, candidates: int = 1) -> None:
+    def __init__(self, index: int = 0) -> None:
         try:
             cupy.cuda.Device(index).use()
             properties = _runtime.getDeviceProperties(index)
@@ -149,7 +146,6 @@ class CupyDevice:
         self._kernels: dict[tuple[str, str], CupyKernel] = {}
         self._convolutions: dict[ConvolutionKey, CupyConvolution] = {}
         self._products: dict[int, MatrixProducts] = {}
-        self._candidates = candidates
         self._plans: CudnnPlans | None = None
         self._cublas, self._nvrtc = _load_libraries()
         self.versions: Mapping[str, str] = {
@@ -219,22 +215,10 @@ class CupyDevice:
 
     def convolution(self, key: ConvolutionKey) -> DeviceConvolution:
         if key not in self._convolutions:
-            self._convolutions[key] = CupyConvolution(self._all_plans().plan(key))
+            if self._plans is None:
+                self._plans = CudnnPlans(new_handle(), capability=self.capability)
+            self._convolutions[key] = CupyConvolution(self._plans.plan(key))
         return self._convolutions[key]
-
-    def _all_plans(self) -> CudnnPlans:
-        if self._plans is None:
-            self._plans = CudnnPlans(new_handle(), capability=self.capability, candidates=self._candidates)
-        return self._plans
-
-    def time_plans(self) -> None:
-        stream = CupyStream("plans")
-
-        def seconds(sizes: Sequence[int], run: Callable[..., None]) -> float:
-            memory = [self._noise(stream, size) for size in sizes]
-            return self.median_seconds(stream, lambda: run(stream.raw.ptr, *(array.pointer for array in memory)))
-
-        self._all_plans().time(seconds)
 
     def median_seconds(self, stream: CupyStream, work: Callable[[], None]) -> float:
         """Return the seconds that the GPU takes for what `work` enqueues: the median of several turns after one to warm up.
@@ -253,30 +237,9 @@ class CupyDevice:
             seconds.append(float(cupy.cuda.get_elapsed_time(begin, end)) / 1e3)  # CUDA's are milliseconds
         return statistics.median(seconds)
 
-    def _noise(self, stream: CupyStream, size_bytes: int) -> DeviceArray:
-        """Return memory of random numbers, as products of zeros take less power. Each is one in float32 and two in bfloat16."""
-        array, pattern = self.allocate(size_bytes), self.pinned(min(size_bytes, _PATTERN_BYTES))
-        numbers = bfloat16_bits(np.random.default_rng(0).standard_normal(-(-pattern.size // 4), np.float32))
-        pattern[:] = np.repeat(numbers, 2).view(np.uint8)[: pattern.size]
-        for begin in range(0, size_bytes, _PATTERN_BYTES):
-            part = array[begin : begin + _PATTERN_BYTES]
-            self.upload(stream, part, pattern[: part.nbytes])
-        stream.synchronize()
-        return array
-
     @cached_property
     def _busy(self) -> DeviceArray:
         return self.allocate(_BUSY_BYTES)
-
-    def plan_choices(self) -> dict[str, str]:
-        return self._all_plans().choices()
-
-    def plan_seconds(self) -> dict[str, dict[str, float]]:
-        """Seconds of each plan that `time_plans` has run, best first by the heuristic, by a description of the convolution."""
-        return self._all_plans().seconds()
-
-    def take_plan_choices(self, choices: Mapping[str, str]) -> None:
-        self._all_plans().take_choices(choices)
 
     def gemm(
         self,

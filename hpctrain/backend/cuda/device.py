@@ -118,31 +118,6 @@ class DeviceConvolution(Protocol):
         ...
 
 
-@runtime_checkable
-class TimedPlans(Protocol):
-    """A device that has several plans for a convolution, and can find out which one is the fastest.
-
-    Another plan may round in another way: results are the same from run to run where the choices are. Workspaces do not depend on
-    the choice, so it may be made when memory is planned already.
-    """
-
-    def time_plans(self) -> None:
-        """Run the plans of all convolutions that were asked for so far and not chosen yet; take the fastest. Waits."""
-        ...
-
-    def plan_choices(self) -> dict[str, str]:
-        """The plans that were chosen by time: their names, by a description of the convolution."""
-        ...
-
-    def take_plan_choices(self, choices: Mapping[str, str]) -> None:
-        """Use these plans, for what was asked for and what will be.
-
-        Raises:
-            BackendError: this device does not have one of them.
-        """
-        ...
-
-
 class LinkMaker(Protocol):
     """The part of a device that joins others."""
 

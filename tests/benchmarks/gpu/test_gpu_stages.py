@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 
 from benchmarks import gpu_check
-from benchmarks.gpu import links, peer, pixels, plans
+from benchmarks.gpu import links, peer, pixels
 from benchmarks.gpu.arithmetic_cases import arithmetic_results
 from benchmarks.gpu.build import kernel_names, make_convolutions
 from benchmarks.gpu.cases import Case, cases, exact
-from benchmarks.gpu.convolutions import AskedDevice, convolutions
 from benchmarks.gpu.facts import event_seconds, host_seconds
 from benchmarks.gpu.kernels import TOLERANCES, compare_all, differences, kernel_set, loss_results, results
 from benchmarks.gpu.pixels import add_rate, check_bits, pixel_batch
@@ -34,7 +33,6 @@ from benchmarks.gpu.training import check_precision, cpu_curve, digest
 from benchmarks.gpu.training_run import Task, TrainingRun
 from hpctrain.backend.cuda import sources
 from hpctrain.backend.cuda.choose import DEVICE_VARIABLE
-from hpctrain.backend.cuda.cudnn_graphs import describe
 from hpctrain.backend.cuda.device import ConvolutionKey, DeviceConvolution, Precision
 from hpctrain.backend.cuda.emulator.device import EmulatedDevice
 from hpctrain.backend.kernels.abilities import InputView
@@ -414,33 +412,6 @@ def test_windows_show_what_they_should() -> None:
         (above, below), (before, behind) = window["filled"].tolist()
         shown[above:below, before:behind] = 0.5
         np.testing.assert_array_equal(plain[number], shown)
-
-
-class TimedDevice(AskedDevice):
-    """Has two plans for every convolution but those of the weight, the second of which is the faster one."""
-
-    def time_plans(self) -> None:
-        """Nothing: the times are known."""
-
-    def plan_seconds(self) -> dict[str, dict[str, float]]:
-        return {describe(key): {"eng1": 3.0, "eng2": 2.0} for key in self.keys if key.kind != "weight"}
-
-    def plan_choices(self) -> dict[str, str]:
-        return {describe(key): "eng1" if key.kind == "weight" else "eng2" for key in self.keys}
-
-
-def test_times_of_all_convolutions_with_a_choice_add_up() -> None:
-    keys = convolutions("resnet20", 2, "tf32")
-    count = sum(key.kind != "weight" for key in keys)
-    row = plans.times(TimedDevice(), "resnet20", 2, "tf32")
-    assert (row["convolutions"], row["with_a_choice"]) == (len(keys), count)
-    assert (row["first_seconds"], row["fastest_seconds"]) == (3.0 * count, 2.0 * count)
-    assert set(row["plans"]) == {describe(key) for key in keys if key.kind != "weight"}
-
-
-def test_the_emulated_device_has_nothing_to_time(tmp_path) -> None:
-    with pytest.raises(SkippedError, match="one plan"):
-        plans.run(Settings("emulated", tmp_path), StageReport(tmp_path / "plans.json", "plans", "emulated"))
 
 
 @pytest.mark.job
