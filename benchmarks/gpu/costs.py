@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hpctrain.backend.dtypes import item_bytes
+from hpctrain.backend.kernels.cuda.conv2d_products import CudaPatchConv2d, CudaPointwiseConv2d
 from hpctrain.backend.kernels.fused_specs import WithRelu
 from hpctrain.backend.kernels.graph import Graph, Node
 from hpctrain.backend.kernels.specs import (
@@ -37,7 +38,8 @@ GRADIENT_BYTES = 4  # of a parameter's gradient, value or momentum
 class Work:
     """Kernels of one kind that one operation starts.
 
-    kind: what they do. products: convolutions and matrix products, whose time depends on `flops` too.
+    kind: what they do. products: convolutions and matrix products, whose time depends on `flops` too; each is one launch here,
+    though a plan may take several.
     """
 
     phase: Phase
@@ -53,11 +55,16 @@ class Sizes:
     """Bytes of an element.
 
     activation: of images, activations, their gradients, and weights as products read them. cast: weight gradients come out of
-    the product in that dtype too, and are cast to float32.
+    cuDNN's plans in that dtype too, and are cast to float32.
     """
 
     activation: int
     cast: bool
+
+    @property
+    def dtype(self) -> str:
+        """Of activations."""
+        return "bfloat16" if self.cast else "float32"
 
     @classmethod
     def of(cls, precision: str) -> Sizes:
@@ -135,9 +142,16 @@ def of_spec(spec: Spec, tensors: Sequence[TensorSpec], context: Context) -> Iter
 
 
 def _product(spec: Conv2dSpec | LinearSpec, x: TensorSpec, context: Context, *, relu: bool) -> Iterator[Work]:
-    """y = x w: each of the three products reads two of x, w and y and writes the third."""
+    """y = x w: each of the three products reads two of x, w and y and writes the third.
+
+    Matrix products write float32 gradients of weights from bfloat16, and add to the input's gradient themselves; cuDNN's plans
+    do neither.
+    """
     linear = isinstance(spec, LinearSpec)
-    name = "linear" if linear else "convolution"
+    if not linear and not relu and CudaPatchConv2d.fits(spec, _activations(x, context), input_gradient=context.wants[0]):
+        yield from _patches(spec, context, spec.flops(x))
+        return
+    name, matrices = "linear" if linear else "convolution", linear or (not relu and CudaPointwiseConv2d.fits(spec))
     item, weight, flops = context.sizes.activation, math.prod(spec.weight_shape), spec.flops(x)
     tensors = item * (context.inputs[0] + context.output)
     yield Work("forward", f"{name} forward", 1, tensors + item * weight, flops, products=True)
@@ -147,16 +161,33 @@ def _product(spec: Conv2dSpec | LinearSpec, x: TensorSpec, context: Context, *, 
         rows = context.output // spec.weight_shape[1 if linear else 0]
         launches = _sum_launches(rows, context.output // rows, item)
         yield context.passes("backward", "bias and ReLU", (3 if relu else 1) * context.output, launches)
-    written = (
-        GRADIENT_BYTES if linear else item
-    )  # products of matrices write float32 gradients from bfloat16, convolutions do not
+    written = GRADIENT_BYTES if matrices else item
     yield Work("backward", f"{name} weight", 1, tensors + written * weight, flops, products=True)
-    if context.sizes.cast and not linear:
+    if context.sizes.cast and not matrices:
         yield Work("backward", "cast of gradients", 1, weight * (item + GRADIENT_BYTES))
     if context.wants[0]:
-        yield Work("backward", f"{name} input", 1, tensors + item * weight, flops, products=True)
-        if context.adds[0]:
+        added = item * context.added() if matrices else 0
+        yield Work("backward", f"{name} input", 1, tensors + item * weight + added, flops, products=True)
+        if context.adds[0] and not matrices:
             yield context.passes("backward", "sum of gradients", 3 * context.inputs[0])
+
+
+def _patches(spec: Conv2dSpec, context: Context, flops: int) -> Iterator[Work]:
+    """Patches of x are written, and read by two products; rows of patches, weights and their gradient are filled up to packs."""
+    item, weight, channels = context.sizes.activation, math.prod(spec.weight_shape), spec.channels_out
+    pack = _PACK_BYTES // item
+    width = -(-weight // channels // pack) * pack
+    patches, padded = context.output // channels * width, channels * width
+    tensors = item * (patches + context.output)
+    yield Work("forward", "patches", 3, item * (context.inputs[0] + patches + padded + 2 * weight))
+    yield Work("forward", "convolution forward", 1, tensors + item * padded, flops, products=True)
+    yield Work("backward", "convolution weight", 1, tensors + GRADIENT_BYTES * padded, flops, products=True)
+    yield Work("backward", "patches", 1, 2 * GRADIENT_BYTES * weight)
+
+
+def _activations(x: TensorSpec, context: Context) -> TensorSpec:
+    """`x` in the dtype of a training: graphs here are built without one."""
+    return TensorSpec(x.shape, context.sizes.dtype)
 
 
 def _sum_launches(rows: int, columns: int, item: int) -> int:

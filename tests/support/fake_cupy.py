@@ -44,6 +44,10 @@ class NcclError(RuntimeError):
     """CuPy's error of NCCL's calls."""
 
 
+class NVRTCError(RuntimeError):
+    """CuPy's error of NVRTC's calls."""
+
+
 class FakeCupy:
     """The package and what happened to it.
 
@@ -51,7 +55,8 @@ class FakeCupy:
         calls: (name of a call, its arguments), in their order. modules: by name, for sys.modules.
         gpus: how many there are; a negative number: there is no driver. free_bytes: of the GPU's memory.
         without_nccl: NCCL is not installed. nccl_failing: the call of NCCL's that fails.
-        without_nvrtc: NVRTC is not installed. capturing: a capture is going on. milliseconds: the time, for events that take it.
+        nvrtc: the compiler. capturing: a capture is going on. milliseconds: the time, for events that take it.
+        uuids: of the GPUs, by their index; a slice of a GPU has one of its own.
         event_status: the answer where an event is asked for, CUDA's number.
     """
 
@@ -66,7 +71,9 @@ class FakeCupy:
     ) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.gpus, self.capability, self.free_bytes = gpus, capability, free_bytes
-        self.without_nvrtc = self.capturing = False
+        self.capturing = False
+        self.uuids = [bytes([0xA0 + index]) * 16 for index in range(max(gpus, 0))]
+        self.nvrtc = FakeNvrtc()
         self.without_nccl, self.nccl_failing = without_nccl, nccl_failing
         self.captured: list[Callable[[], None]] = []
         self.current = -1
@@ -102,9 +109,10 @@ class FakeCupy:
         nccl.groupStart = lambda: self._enqueue("groupStart", lambda: None)  # type: ignore[attr-defined]
         nccl.groupEnd = lambda: self._enqueue("groupEnd", lambda: None)  # type: ignore[attr-defined]
         cuda.nccl = nccl  # type: ignore[attr-defined]
-        cupy.cuda, cupy.RawModule, cupy.__version__ = cuda, self._raw_module, "14.2.0"  # type: ignore[attr-defined]
+        cuda.function = SimpleNamespace(Module=lambda: _Module(self))  # type: ignore[attr-defined]
+        cupy.cuda, cupy.__version__ = cuda, "14.2.0"  # type: ignore[attr-defined]
         libs = ModuleType("cupy_backends.cuda.libs")
-        libs.cublas, libs.nvrtc = self.cublas, SimpleNamespace(getVersion=self._nvrtc_version)  # type: ignore[attr-defined]
+        libs.cublas, libs.nvrtc = self.cublas, self.nvrtc  # type: ignore[attr-defined]
         return {
             "cupy": cupy,
             "cupy.cuda": cuda,
@@ -148,11 +156,6 @@ class FakeCupy:
         if self.nccl_failing == name:
             raise NcclError(f"NCCL_ERROR_SYSTEM_ERROR: {name}")
 
-    def _nvrtc_version(self) -> tuple[int, int]:
-        if self.without_nvrtc:
-            raise RuntimeError('Failure finding "libnvrtc.so.13": No such file\nand where it was looked for')
-        return (13, 0)
-
     def _count(self) -> int:
         if self.gpus < 0:
             raise CUDARuntimeError(35, "cudaErrorInsufficientDriver: CUDA driver version is insufficient")
@@ -162,7 +165,7 @@ class FakeCupy:
 
     def _properties(self, index: int) -> dict[str, Any]:
         major, minor = self.capability
-        return {"name": b"Fake GPU", "major": major, "minor": minor, "multiProcessorCount": 2}
+        return {"name": b"Fake GPU", "major": major, "minor": minor, "multiProcessorCount": 2, "uuid": self.uuids[index]}
 
     def _device(self, index: int) -> SimpleNamespace:
         def use() -> None:
@@ -222,16 +225,82 @@ class FakeCupy:
         if self.event_status:
             raise CUDARuntimeError(self.event_status, "cudaErrorIllegalAddress: an illegal memory access was encountered")
 
-    def _raw_module(self, *, code: str, options: tuple[str, ...]) -> SimpleNamespace:
-        assert options == ("-std=c++17",)
-        assert '#include "' not in code.replace('#include "cuda_on_cpu.h"', ""), "NVRTC reads no files"
-        return SimpleNamespace(get_function=lambda name: SimpleNamespace(kernel=self._function(code, name)))
 
-    def _function(self, code: str, name: str) -> Callable[..., None]:
+class FakeNvrtc:
+    """CuPy's module of NVRTC: a "binary" is a mark, the options and the text, which `_Module` builds by g++.
+
+    Attributes:
+        NVRTCError: its error. missing: it is not installed. architectures: that it compiles for. compiled: the options of each
+            compilation, in their order. programs: those that are not destroyed yet.
+    """
+
+    NVRTCError = NVRTCError
+
+    def __init__(self) -> None:
+        self.missing = False
+        self.architectures: tuple[int, ...] = (75, 80, 90, 100)
+        self.compiled: list[tuple[str, ...]] = []
+        self.programs: dict[int, list[Any]] = {}
+
+    def getVersion(self) -> tuple[int, int]:
+        if self.missing:
+            raise RuntimeError('Failure finding "libnvrtc.so.13": No such file\nand where it was looked for')
+        return (0, 0)  # of no NVRTC, whose binaries are kept by version
+
+    def getSupportedArchs(self) -> tuple[int, ...]:
+        return self.architectures
+
+    def createProgram(self, src: str, name: str, headers: tuple[str, ...], include_names: tuple[str, ...]) -> int:
+        assert not headers
+        assert not include_names
+        self.programs[len(self.programs) + 1] = [src, name, None]
+        return len(self.programs)
+
+    def compileProgram(self, prog: int, options: tuple[str, ...]) -> None:
+        self.compiled.append(options)
+        text, (architecture,) = self.programs[prog][0], [one.split("_")[1] for one in options if one.startswith("-arch=")]
+        if int(architecture) not in self.architectures:
+            raise NVRTCError("NVRTC_ERROR_INVALID_OPTION (5)")
+        if '#include "' in text.replace('#include "cuda_on_cpu.h"', "") or "#error" in text:
+            raise NVRTCError("NVRTC_ERROR_COMPILATION (6)")
+        self.programs[prog][2] = options
+
+    def getProgramLog(self, prog: int) -> str:
+        name = self.programs[prog][1]
+        return "" if self.programs[prog][2] else "".join(f"{name}({line}): error: no such thing\n\n" for line in range(1, 100))
+
+    def getCUBIN(self, prog: int) -> bytes:
+        return self._compiled(prog, "sm")
+
+    def getPTX(self, prog: int) -> bytes:
+        return self._compiled(prog, "compute")
+
+    def destroyProgram(self, prog: int) -> None:
+        del self.programs[prog]
+
+    def _compiled(self, prog: int, kind: str) -> bytes:
+        text, _, options = self.programs[prog]
+        assert any(one.startswith(f"-arch={kind}_") for one in options), f"NVRTC makes no such binary with {options}"
+        return b"\0".join((b"compiled", kind.encode(), text.encode()))
+
+
+class _Module:
+    """A loaded module; its kernels are built here."""
+
+    def __init__(self, cupy: FakeCupy) -> None:
+        self._cupy, self._text = cupy, ""
+
+    def load(self, cubin: bytes) -> None:
+        mark, _, text = cubin.split(b"\0")
+        assert mark == b"compiled", "CUDA_ERROR_INVALID_IMAGE"
+        self._cupy._do("loadModule", lambda: None)
+        self._text = text.decode()
+
+    def get_function(self, name: str) -> Callable[..., None]:
         def enqueue(stream: object, work: Callable[[], None], text: str, kept: Sequence[DeviceArray] = ()) -> None:
-            self._enqueue("launch", work, text)
+            self._cupy._enqueue("launch", work, text)
 
-        kernel = CpuKernel(build.build(code), name, lambda: 0, enqueue, hex)
+        kernel = CpuKernel(build.build(self._text), name, lambda: 0, enqueue, hex)
 
         def function(grid: Sequence[int], block: Sequence[int], args: tuple[Any, ...], *, stream: _Stream) -> None:
             assert isinstance(grid, tuple)

@@ -160,7 +160,7 @@ def cudnn(monkeypatch) -> FakeCudnn:
 
 def test_takes_the_first_plan_that_is_left(cudnn) -> None:
     """Float32 without tensor cores; no plan whose sums come in another order each time, or that takes too much memory."""
-    plan = CudnnPlans(new_handle()).plan(PLANNED_CONVOLUTION)
+    plan = CudnnPlans(new_handle(), capability=(9, 0)).plan(PLANNED_CONVOLUTION)
     assert plan.names == ("eng1_k2=1",)
     assert plan.workspace_bytes == 500
     (graph,) = cudnn.graphs
@@ -171,20 +171,20 @@ def test_takes_the_first_plan_that_is_left(cudnn) -> None:
 
 @pytest.mark.parametrize(("dtype", "precision"), [("float32", "tf32"), ("bfloat16", "bfloat16")])
 def test_tensor_cores_compute_in_other_precisions(cudnn, dtype: str, precision: str) -> None:
-    plan = CudnnPlans(new_handle()).plan(replace(PLANNED_CONVOLUTION, dtype=dtype, precision=precision))
+    plan = CudnnPlans(new_handle(), capability=(9, 0)).plan(replace(PLANNED_CONVOLUTION, dtype=dtype, precision=precision))
     assert plan.name == "eng4_k2=1"
     assert Note.NONDETERMINISTIC in cudnn.graphs[0].left_out
 
 
 def test_a_plan_is_made_once_for_a_key(cudnn) -> None:
-    plans = CudnnPlans(new_handle())
+    plans = CudnnPlans(new_handle(), capability=(9, 0))
     assert plans.plan(PLANNED_CONVOLUTION) is plans.plan(replace(PLANNED_CONVOLUTION))
     assert plans.plan(PLANNED_CONVOLUTION) is not plans.plan(replace(PLANNED_CONVOLUTION, fused=""))
     assert len(cudnn.graphs) == 2
 
 
 def test_candidates_work_in_one_workspace(cudnn) -> None:
-    plan = CudnnPlans(new_handle(), candidates=3).plan(PLANNED_CONVOLUTION)
+    plan = CudnnPlans(new_handle(), capability=(9, 0), candidates=3).plan(PLANNED_CONVOLUTION)
     assert plan.names == ("eng1_k2=1", "eng2", "eng3")
     assert plan.name == "eng1_k2=1"
     assert plan.workspace_bytes == 700
@@ -192,7 +192,7 @@ def test_candidates_work_in_one_workspace(cudnn) -> None:
 
 
 def test_runs_on_the_stream_with_plain_numbers(cudnn) -> None:
-    plans = CudnnPlans(new_handle())
+    plans = CudnnPlans(new_handle(), capability=(9, 0))
     plan, other = plans.plan(PLANNED_CONVOLUTION), plans.plan(replace(PLANNED_CONVOLUTION, kind="weight", fused=""))
     plan.run(5, 10, 20, 30, 40, 50)
     other.run(5, 11, 21, 31, 0)
@@ -206,7 +206,7 @@ def test_runs_on_the_stream_with_plain_numbers(cudnn) -> None:
 
 
 def test_the_fastest_candidate_is_chosen_and_run(cudnn) -> None:
-    plans = CudnnPlans(new_handle(), candidates=3)
+    plans = CudnnPlans(new_handle(), capability=(9, 0), candidates=3)
     plan = plans.plan(PLANNED_CONVOLUTION)
     measured = []
 
@@ -229,7 +229,7 @@ def test_the_fastest_candidate_is_chosen_and_run(cudnn) -> None:
 
 @pytest.mark.parametrize("kind", ["input", "weight"])
 def test_memory_for_times_is_in_the_order_of_run(cudnn, kind: str) -> None:
-    plans = CudnnPlans(new_handle(), candidates=2)
+    plans = CudnnPlans(new_handle(), capability=(9, 0), candidates=2)
     plans.plan(replace(PLANNED_CONVOLUTION, kind=kind, fused="", dtype="bfloat16", precision="bfloat16"))
     seen = []
     plans.time(lambda sizes, run: seen.append(sizes) or 0.0)
@@ -238,7 +238,7 @@ def test_memory_for_times_is_in_the_order_of_run(cudnn, kind: str) -> None:
 
 
 def test_nothing_is_timed_where_there_is_no_choice(cudnn) -> None:
-    plans = CudnnPlans(new_handle())
+    plans = CudnnPlans(new_handle(), capability=(9, 0))
     plans.plan(PLANNED_CONVOLUTION)
     plans.time(lambda sizes, run: pytest.fail("one candidate"))
     assert plans.seconds() == {}
@@ -252,7 +252,7 @@ def test_choices_are_taken_for_plans_before_and_after(cudnn) -> None:
         cudnn_graphs.describe(weight): "eng8",
         "of another network": "eng5",
     }
-    plans = CudnnPlans(new_handle(), candidates=3)
+    plans = CudnnPlans(new_handle(), capability=(9, 0), candidates=3)
     assert plans.choices() == {}
     before = plans.plan(PLANNED_CONVOLUTION)
     workspace_bytes = before.workspace_bytes
@@ -266,11 +266,11 @@ def test_choices_are_taken_for_plans_before_and_after(cudnn) -> None:
 
 
 def test_a_choice_that_this_device_has_not_is_refused(cudnn) -> None:
-    plans = CudnnPlans(new_handle(), candidates=2)
+    plans = CudnnPlans(new_handle(), capability=(9, 0), candidates=2)
     plans.plan(PLANNED_CONVOLUTION)
     with pytest.raises(BackendError, match=r"The plan eng44 for forward.* none of this device's .eng1_k2=1, eng2.; all ranks"):
         plans.take_choices({cudnn_graphs.describe(PLANNED_CONVOLUTION): "eng44"})
-    plans = CudnnPlans(new_handle())
+    plans = CudnnPlans(new_handle(), capability=(9, 0))
     plans.take_choices({cudnn_graphs.describe(PLANNED_CONVOLUTION): "eng5"})
     with pytest.raises(BackendError, match="eng5 is not in its list"):
         plans.plan(PLANNED_CONVOLUTION)
@@ -279,10 +279,10 @@ def test_a_choice_that_this_device_has_not_is_refused(cudnn) -> None:
 def test_no_plan_is_one_sentence(cudnn) -> None:
     cudnn.plans = LIST[:4]
     with pytest.raises(BackendError, match=r"cuDNN 9\.19\.0 has no deterministic plan for forward.bias x 2x7x9x4 .* 512 MiB .*;"):
-        CudnnPlans(new_handle()).plan(PLANNED_CONVOLUTION)
+        CudnnPlans(new_handle(), capability=(9, 0)).plan(PLANNED_CONVOLUTION)
     cudnn.refusal = "No valid engine configs\nfor CONV"
     with pytest.raises(BackendError, match=r"in a workspace of at most 1 MiB \(No valid engine configs\); a smaller batch"):
-        CudnnPlans(new_handle(), workspace_limit_bytes=1 << 20).plan(PLANNED_CONVOLUTION)
+        CudnnPlans(new_handle(), capability=(9, 0), workspace_limit_bytes=1 << 20).plan(PLANNED_CONVOLUTION)
 
 
 def test_plans_for_a_device_that_is_not_here_are_made_by_its_properties_and_never_run(cudnn) -> None:

@@ -31,14 +31,15 @@ from hpctrain.comm.single import SingleCommunicator
 from hpctrain.errors import BackendError
 from tests.support.emulated import EmulatedDeviceFactory
 from tests.support.fake_cudnn import FakeCudnn, FakePlan
-from tests.support.fake_cupy import IMPORTER, LINKS, FakeCublas, FakeCupy
+from tests.support.fake_cupy import IMPORTER, LINKS, FakeCublas, FakeCupy, FakeNvrtc
 
 Load = Callable[..., tuple[ModuleType, FakeCupy]]
 
 
 @pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
-    """(the module, loaded with a fake CuPy; the fake)."""
+def load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Load]:
+    """(the module, loaded with a fake CuPy; the fake). Binaries are kept in the test's own folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
     def make(**options: Any) -> tuple[ModuleType, FakeCupy]:
         fake = FakeCupy(**options)
@@ -63,7 +64,7 @@ def test_the_device_is_the_one_of_the_index(load: Load) -> None:
 
 def test_a_library_of_cuda_that_is_missing_is_told_in_one_line(load: Load) -> None:
     module, fake = load()
-    fake.without_nvrtc = True
+    fake.nvrtc.missing = True
     message = r"cuBLAS and NVRTC cannot be loaded \(Failure finding \"libnvrtc.so.13\": No such file\); install hpctrain\[gpu13\]"
     with pytest.raises(BackendError, match=message):
         module.CupyDevice()
@@ -309,9 +310,8 @@ def test_the_calls_of_the_real_cupy() -> None:
     assert _documented(runtime.memGetInfo) == _documented(runtime.getDeviceCount) == []
     assert _documented(cupy.cuda.Memory) == _documented(cupy.cuda.alloc_pinned_memory) == ["size"]
     assert _documented(cupy.cuda.Graph.launch) == ["stream"]
-    assert _documented(cupy.RawModule.get_function) == ["name"]
-    assert {"code", "options"} <= set(_documented(cupy.RawModule))
-    assert isinstance(inspect.getattr_static(cupy.RawKernel, "kernel"), type(inspect.getattr_static(cupy.RawKernel, "name")))
+    assert _documented(cupy.cuda.function.Module.get_function) == ["name"]
+    assert cupy.cuda.function.Module.load.__doc__ == "Module.load(self, bytes cubin)"
     assert "non_blocking" in inspect.signature(cupy.cuda.Stream).parameters
     assert "disable_timing" in inspect.signature(cupy.cuda.Event).parameters
     assert _documented(cupy.cuda.get_elapsed_time) == ["start_event", "end_event"]
@@ -329,7 +329,7 @@ def test_the_calls_of_the_real_cupy() -> None:
 def test_the_real_cublas_has_the_functions_that_are_called() -> None:
     module = importlib.import_module(IMPORTER)
     try:
-        library = module._load_libraries()
+        library, _ = module._load_libraries()
     except BackendError as error:
         pytest.skip(str(error))
     finally:
@@ -337,6 +337,16 @@ def test_the_real_cublas_has_the_functions_that_are_called() -> None:
     for name in dir(FakeCublas):
         if name.startswith("cublas"):
             assert getattr(library, name)
+
+
+@real
+def test_the_calls_of_the_real_nvrtc() -> None:
+    from cupy_backends.cuda.libs import nvrtc
+
+    for name in (name for name in vars(FakeNvrtc) if not name.startswith("_") and name != "NVRTCError"):
+        assert _documented(getattr(nvrtc, name)) == list(inspect.signature(getattr(FakeNvrtc(), name)).parameters)
+    assert issubclass(nvrtc.NVRTCError, RuntimeError)
+    assert isinstance(nvrtc.createProgram("", "empty.cu", (), ()), int)
 
 
 @real
@@ -471,7 +481,8 @@ def test_nccl_of_a_wheel_is_loaded_first(load: Load, tmp_path: Path, monkeypatch
     assert loaded == [str(library)]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
+@real
+@pytest.mark.filterwarnings("ignore:[\\s\\S]*nccl library could not be loaded")
 @pytest.mark.job  # CUDA's search for its libraries starts ldconfig
 def test_the_calls_of_the_real_nccl() -> None:
     """By their documentation, where CuPy was built with it; by their presence elsewhere."""

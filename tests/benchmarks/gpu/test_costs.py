@@ -40,18 +40,40 @@ def kind_bytes(step: Step, kind: str) -> int:
 
 @pytest.mark.parametrize(("precision", "item"), [("bfloat16", 2), ("tf32", 4), ("float32", 4)])
 def test_convolutions_read_two_of_three_tensors_and_write_the_third(precision: str, item: int) -> None:
+    """A product writes float32 gradients of weights; x of the first convolution is made of patches, 147 elements in whole packs."""
     batch = 3
     graph, step = graph_of("resnet50", batch), step_of("resnet50", batch, precision)
     convolutions = [node for node in graph.nodes if isinstance(node.spec, Conv2dSpec)]
-    elements = flops = 0
+    forward = gradients = flops = 0
     for node in convolutions:
         x, y = (math.prod(graph.tensors[number].shape) for number in (node.inputs[0], node.output))
         assert isinstance(node.spec, Conv2dSpec)
-        elements += x + y + math.prod(node.spec.weight_shape)
-        flops += 2 * y * math.prod(node.spec.weight_shape[1:])
+        weight = math.prod(node.spec.weight_shape)
+        flops += 2 * y * weight // node.spec.channels_out
+        plan = node.spec.window.kernel == (3, 3) or node.spec.window.stride != (1, 1)
+        if node.spec.channels_in == 3:
+            x, weight, plan = batch * 112 * 112 * (152 if item == 2 else 148), 64 * (152 if item == 2 else 148), False
+        forward += item * (x + y + weight)
+        gradients += item * (x + y) + (item if plan else 4) * weight
     assert len(convolutions) == 53
-    assert kind_bytes(step, "convolution forward") == kind_bytes(step, "convolution weight") == item * elements
+    assert kind_bytes(step, "convolution forward") == forward
+    assert kind_bytes(step, "convolution weight") == gradients
     assert sum(row.work.flops for row in step.rows if row.work.kind == "convolution forward") == flops
+
+
+def test_a_product_adds_to_the_gradient_of_its_input() -> None:
+    """It reads once more what is there; no sum of gradients is left in a network whose sums are made by 1 x 1 convolutions."""
+    step, plain = step_of("resnet50", 2, "bfloat16"), 0
+    graph = graph_of("resnet50", 2)
+    tensors = {number: math.prod(tensor.shape) for number, tensor in enumerate(graph.tensors)}
+    added = 0
+    for node in graph.nodes[1:]:
+        if isinstance(node.spec, Conv2dSpec):
+            plain += 2 * (tensors[node.inputs[0]] + tensors[node.output] + math.prod(node.spec.weight_shape))
+            added += 2 * tensors[node.inputs[0]] * (graph.consumers(node.inputs[0])[-1] is not node)
+    assert added == 2 * 2 * (56 * 56 * (64 + 2 * 256) + 56 * 56 * 256 + 28 * 28 * 4 * 512 + 14 * 14 * 6 * 1024 + 7 * 7 * 2 * 2048)
+    assert kind_bytes(step, "convolution input") == plain + added
+    assert kind_bytes(step, "sum of gradients") == 0
 
 
 def test_resnet50_moves_what_its_blocks_say() -> None:
@@ -173,7 +195,7 @@ def test_an_empty_batch_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "must be at least 1" in capsys.readouterr().err
 
 
-def test_every_convolution_of_the_graph_is_asked_for_in_three_directions_but_the_images_get_no_gradient() -> None:
+def test_every_convolution_that_is_no_product_is_asked_for_in_three_directions() -> None:
     keys = convolutions("resnet20", 2, "bfloat16")
     graph = asked_graph("resnet20", 2, "bfloat16")
     specs = {
@@ -181,9 +203,9 @@ def test_every_convolution_of_the_graph_is_asked_for_in_three_directions_but_the
         for node in graph.nodes
         if isinstance(node.spec, Conv2dSpec)
     }
-    kinds = Counter(key.kind for key in keys)
-    assert kinds == {"forward": len(specs), "weight": len(specs), "input": len(specs) - 1}
-    assert {key.x for key in keys if key.kind == "input"} == {shape for shape, *_ in specs if shape[3] != 3}
+    planned = {spec for spec in specs if spec[0][3] != 3}  # that of the images is a product
+    assert Counter(key.kind for key in keys) == dict.fromkeys(("forward", "weight", "input"), len(planned))
+    assert {key.x for key in keys} == {shape for shape, *_ in planned}
     assert {(key.dtype, key.precision) for key in keys} == {("bfloat16", "bfloat16")}
 
 
