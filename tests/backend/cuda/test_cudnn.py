@@ -1,4 +1,4 @@
-"""cuDNN, replaced by a fake: graphs of convolutions, and plans that are left out, timed, shared between ranks and run."""
+"""cuDNN, replaced by a fake: graphs of convolutions, and plans that are left out and run."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def cudnn(monkeypatch) -> FakeCudnn:
 def test_takes_the_first_plan_that_is_left(cudnn) -> None:
     """Float32 without tensor cores; no plan whose sums come in another order each time, or that takes too much memory."""
     plan = CudnnPlans(new_handle(), capability=(9, 0)).plan(PLANNED_CONVOLUTION)
-    assert plan.names == ("eng1_k2=1",)
+    assert plan.name == "eng1_k2=1"
     assert plan.workspace_bytes == 500
     (graph,) = cudnn.graphs
     assert graph.heuristics == [Heuristic.A, Heuristic.FALLBACK]
@@ -183,14 +183,6 @@ def test_a_plan_is_made_once_for_a_key(cudnn) -> None:
     assert len(cudnn.graphs) == 2
 
 
-def test_candidates_work_in_one_workspace(cudnn) -> None:
-    plan = CudnnPlans(new_handle(), capability=(9, 0), candidates=3).plan(PLANNED_CONVOLUTION)
-    assert plan.names == ("eng1_k2=1", "eng2", "eng3")
-    assert plan.name == "eng1_k2=1"
-    assert plan.workspace_bytes == 700
-    assert cudnn.graphs[0].built == [5, 7, 8]
-
-
 def test_runs_on_the_stream_with_plain_numbers(cudnn) -> None:
     plans = CudnnPlans(new_handle(), capability=(9, 0))
     plan, other = plans.plan(PLANNED_CONVOLUTION), plans.plan(replace(PLANNED_CONVOLUTION, kind="weight", fused=""))
@@ -203,77 +195,6 @@ def test_runs_on_the_stream_with_plain_numbers(cudnn) -> None:
         (6, {1: 10, 2: 20, 3: 30, 4: 50}, 40, "eng1_k2=1"),
     ]
     assert cudnn.streams == [5, 6]
-
-
-def test_the_fastest_candidate_is_chosen_and_run(cudnn) -> None:
-    plans = CudnnPlans(new_handle(), capability=(9, 0), candidates=3)
-    plan = plans.plan(PLANNED_CONVOLUTION)
-    measured = []
-
-    def measure(sizes, run) -> float:
-        run(1, *range(100, 100 + len(sizes)))
-        measured.append((sizes, cudnn.executed[-1]))
-        return {"eng1_k2=1": 3.0, "eng2": 1.0, "eng3": 1.0}[cudnn.executed[-1][3]]
-
-    plans.time(measure)
-    sizes = [4 * 2 * 7 * 9 * 4, 4 * 6 * 3 * 3 * 4, 4 * 2 * 7 * 9 * 6, 700, 4 * 6]
-    assert measured == [(sizes, (1, {1: 100, 2: 101, 3: 102, 4: 104}, 103, name)) for name in plan.names]
-    assert plan.name == "eng2"  # the earliest of equals
-    assert plans.seconds() == {cudnn_graphs.describe(PLANNED_CONVOLUTION): {"eng1_k2=1": 3.0, "eng2": 1.0, "eng3": 1.0}}
-    assert plan.workspace_bytes == 700
-    plan.run(1, 2, 3, 4, 5, 6)
-    assert cudnn.executed[-1][3] == "eng2"
-    plans.time(measure)
-    assert len(measured) == 3, "what was chosen stays"
-
-
-@pytest.mark.parametrize("kind", ["input", "weight"])
-def test_memory_for_times_is_in_the_order_of_run(cudnn, kind: str) -> None:
-    plans = CudnnPlans(new_handle(), capability=(9, 0), candidates=2)
-    plans.plan(replace(PLANNED_CONVOLUTION, kind=kind, fused="", dtype="bfloat16", precision="bfloat16"))
-    seen = []
-    plans.time(lambda sizes, run: seen.append(sizes) or 0.0)
-    x, w, y = 2 * 2 * 7 * 9 * 4, 2 * 6 * 3 * 3 * 4, 2 * 2 * 7 * 9 * 6
-    assert seen[0] == [*((y, w, x) if kind == "input" else (x, y, w)), 900, 0]
-
-
-def test_nothing_is_timed_where_there_is_no_choice(cudnn) -> None:
-    plans = CudnnPlans(new_handle(), capability=(9, 0))
-    plans.plan(PLANNED_CONVOLUTION)
-    plans.time(lambda sizes, run: pytest.fail("one candidate"))
-    assert plans.seconds() == {}
-    assert plans.choices() == {cudnn_graphs.describe(PLANNED_CONVOLUTION): "eng1_k2=1"}
-
-
-def test_choices_are_taken_for_plans_before_and_after(cudnn) -> None:
-    weight = replace(PLANNED_CONVOLUTION, kind="weight", fused="")
-    choices = {
-        cudnn_graphs.describe(PLANNED_CONVOLUTION): "eng3",
-        cudnn_graphs.describe(weight): "eng8",
-        "of another network": "eng5",
-    }
-    plans = CudnnPlans(new_handle(), capability=(9, 0), candidates=3)
-    assert plans.choices() == {}
-    before = plans.plan(PLANNED_CONVOLUTION)
-    workspace_bytes = before.workspace_bytes
-    plans.take_choices(choices)
-    assert before.name == "eng3"
-    assert before.workspace_bytes == workspace_bytes, "memory was planned already"
-    after = plans.plan(weight)
-    assert after.names == ("eng8",)
-    plans.time(lambda sizes, run: pytest.fail("all are chosen"))
-    assert plans.choices() == choices
-
-
-def test_a_choice_that_this_device_has_not_is_refused(cudnn) -> None:
-    plans = CudnnPlans(new_handle(), capability=(9, 0), candidates=2)
-    plans.plan(PLANNED_CONVOLUTION)
-    with pytest.raises(BackendError, match=r"The plan eng44 for forward.* none of this device's .eng1_k2=1, eng2.; all ranks"):
-        plans.take_choices({cudnn_graphs.describe(PLANNED_CONVOLUTION): "eng44"})
-    plans = CudnnPlans(new_handle(), capability=(9, 0))
-    plans.take_choices({cudnn_graphs.describe(PLANNED_CONVOLUTION): "eng5"})
-    with pytest.raises(BackendError, match="eng5 is not in its list"):
-        plans.plan(PLANNED_CONVOLUTION)
 
 
 def test_no_plan_is_one_sentence(cudnn) -> None:

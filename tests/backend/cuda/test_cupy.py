@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 
 from hpctrain.backend.backend import Backend
-from hpctrain.backend.cuda import cudnn_graphs
-from hpctrain.backend.cuda.device import ConvolutionKey, Device, Precision, TimedPlans
+from hpctrain.backend.cuda.device import Device, Precision
 from hpctrain.backend.cuda.device_array import DeviceArray
 from hpctrain.backend.cuda.emulator.convolution import NumpyConvolution
 from hpctrain.backend.cuda.emulator.rounding import read, write
@@ -30,7 +29,6 @@ from hpctrain.comm.nccl import group_fault, over_nccl
 from hpctrain.comm.single import SingleCommunicator
 from hpctrain.errors import BackendError
 from tests.support.emulated import EmulatedDeviceFactory
-from tests.support.fake_cudnn import FakeCudnn, FakePlan
 from tests.support.fake_cupy import IMPORTER, LINKS, FakeCublas, FakeCupy, FakeNvrtc
 
 Load = Callable[..., tuple[ModuleType, FakeCupy]]
@@ -204,43 +202,19 @@ def test_sums_over_nothing_are_zero(load: Load) -> None:
     assert "gemmEx" not in fake.cublas.calls
 
 
-def test_plans_are_timed_on_the_gpu_and_the_choice_can_be_told(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, fake = load()
-    names = ["slow", "fast", "second", "not asked"]
-    cudnn = FakeCudnn(plans=[FakePlan(name, workspace_bytes=64 * k) for k, name in enumerate(names)])
-    monkeypatch.setattr(cudnn_graphs, "library", lambda: cudnn)
-    key = ConvolutionKey("weight", (1, 4, 4, 2), (3, 3, 3, 2), (1, 4, 4, 3), (1, 1), (1,) * 4, (1, 1), 1, "float32", "tf32")
-    first, other = (module.CupyDevice(candidates=3) for _ in range(2))
-    assert isinstance(first, TimedPlans)
-    assert [device.convolution(key).workspace_bytes for device in (first, other)] == [128, 128]
+def test_times_are_those_of_a_gpu_that_is_busy_when_work_is_enqueued(load: Load) -> None:
+    """An event that begins on an idle GPU would count the time until the host has enqueued the work."""
+    module, fake = load(free_bytes=1 << 30)
+    device = module.CupyDevice()
+    stream = device.stream("compute")
 
-    def take_time(*_: object) -> None:
-        fake.milliseconds += {"slow": 3.0, "fast": 1.0, "second": 2.0}[cudnn.executed[-1][3]]
+    def work() -> None:
+        fake.calls.append(("work",))
+        fake.milliseconds += 3.0
 
-    monkeypatch.setattr(cudnn, "executed", Watched(take_time))
-    first.time_plans()
-    assert first.plan_choices() == {cudnn_graphs.describe(key): "fast"}
-    assert first.plan_seconds() == {cudnn_graphs.describe(key): {"slow": 3e-3, "fast": 1e-3, "second": 2e-3}}
-    assert len({stream for stream, *_ in cudnn.executed}) == 1
-    pointers = cudnn.executed[-1][1]
-    assert len(set(pointers.values())) == 3
-    assert all(pointer and pointer % 256 == 0 for pointer in pointers.values())
-    other.take_plan_choices(first.plan_choices())
-    arrays = [other.allocate(512) for _ in range(4)]
-    other.convolution(key).run(other.stream("compute"), *arrays)
-    assert cudnn.executed[-1][3] == "fast"
-
-
-class Watched(list):
-    """A list that calls a function after each append."""
-
-    def __init__(self, appended: Callable[..., None]) -> None:
-        super().__init__()
-        self._appended = appended
-
-    def append(self, item: object) -> None:
-        super().append(item)
-        self._appended(item)
+    assert device.median_seconds(stream, work) == pytest.approx(3e-3)
+    names = [name for name in fake.names() if name in ("memsetAsync", "work")]
+    assert names == ["work"] + ["memsetAsync", "work"] * (len(names) // 2), "a first time loads the kernels"
 
 
 def test_streams_and_events_of_another_device_are_refused(load: Load, emulated_device: EmulatedDeviceFactory) -> None:
