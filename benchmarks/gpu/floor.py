@@ -85,20 +85,21 @@ class Clock:
     assumptions: Assumptions = field(default_factory=Assumptions)
 
     def bytes_alone(self, work: Work) -> float:
-        """All that has to move, at the copy's bandwidth: nothing is faster without moving less."""
+        """Return the seconds of all that has to move, at the copy's bandwidth."""
         return work.bytes / self.device.copy_bandwidth
 
-    def serial(self, work: Work) -> float:
-        """`bytes_alone`, and behind it the FLOP at the assumed share of a large product's rate."""
-        return self.bytes_alone(work) + self._flops(work)
+    def floor(self, work: Work) -> float:
+        """Return the seconds that the work takes at least: of moving or of computing at a large product's rate."""
+        return max(self.bytes_alone(work), self._flops_alone(work))
 
     def predicted(self, work: Work) -> float:
-        """As `serial`, with bytes at the assumed share of the copy's bandwidth, and what every launch costs the device."""
-        launches = work.launches * self.assumptions.device_launch_seconds
-        return self.bytes_alone(work) / self.assumptions.copy_share + self._flops(work) + launches
+        """Return the seconds of `floor` with the assumed shares of both rates, and what every launch costs the device."""
+        assumed = self.assumptions
+        longer = max(self.bytes_alone(work) / assumed.copy_share, self._flops_alone(work) / assumed.product_share)
+        return longer + work.launches * assumed.device_launch_seconds
 
-    def _flops(self, work: Work) -> float:
-        return work.flops / (self.device.product_flops(self.precision) * self.assumptions.product_share)
+    def _flops_alone(self, work: Work) -> float:
+        return work.flops / self.device.product_flops(self.precision)
 
 
 def prediction(step: Step, clock: Clock) -> dict[str, float]:
@@ -109,12 +110,12 @@ def prediction(step: Step, clock: Clock) -> dict[str, float]:
     """
     sums = {
         name: sum(seconds(row.work) for row in step.rows)
-        for name, seconds in (("bytes_alone", clock.bytes_alone), ("serial", clock.serial), ("predicted", clock.predicted))
+        for name, seconds in (("bytes_alone", clock.bytes_alone), ("floor", clock.floor), ("predicted", clock.predicted))
     }
     host = step.total("launches") * clock.assumptions.host_launch_seconds
     seconds = {
         "bytes_alone": sums["bytes_alone"],
-        "serial": sums["serial"],
+        "floor": sums["floor"],
         "with_graph": sums["predicted"] + clock.assumptions.graph_launch_seconds,
         "launch_by_launch": max(sums["predicted"], host),
         "host_launches": host,
@@ -136,7 +137,7 @@ def as_dict(step: Step, clocks: Iterable[Clock]) -> dict[str, Any]:
         "assumptions": asdict(chosen[0].assumptions),
         "devices": [{**clock.device.as_dict(), "prediction": prediction(step, clock)} for clock in chosen],
         "rows_of_device": chosen[0].device.name,
-        "row": ["layer", "image", "phase", "kind", "launches", "bytes", "flops", "serial_seconds", "predicted_seconds"],
+        "row": ["layer", "image", "phase", "kind", "launches", "bytes", "flops", "floor_seconds", "predicted_seconds"],
         "rows": [
             [
                 row.layer,
@@ -146,7 +147,7 @@ def as_dict(step: Step, clocks: Iterable[Clock]) -> dict[str, Any]:
                 row.work.launches,
                 row.work.bytes,
                 row.work.flops,
-                float(f"{chosen[0].serial(row.work):.4g}"),
+                float(f"{chosen[0].floor(row.work):.4g}"),
                 float(f"{chosen[0].predicted(row.work):.4g}"),
             ]
             for row in step.rows
@@ -191,7 +192,7 @@ def _cells(rows: Sequence[Row], batch: int, clock: Clock, whole: float) -> tuple
 def _summary(step: Step, clock: Clock) -> str:
     names = {
         "bytes_alone": "bytes alone, at a copy's speed",
-        "serial": "bytes, then FLOP at the assumed share",
+        "floor": "FLOOR: bytes, or FLOP at a product's rate",
         "with_graph": "PREDICTED: one CUDA graph",
         "launch_by_launch": "PREDICTED: launch by launch",
         "host_launches": "host's launches alone",

@@ -100,9 +100,9 @@ def floor(device: Device, task: Task, precision: Precision, seconds: float) -> d
     predicted = prediction(step_of(task.model, task.batch, counted), Clock(figures, counted))
     return {
         "floor_of": figures.name,
-        "floor_seconds": predicted["serial_seconds"],
+        "floor_seconds": predicted["floor_seconds"],
         "predicted_seconds": predicted["with_graph_seconds"],
-        "over_floor": seconds / predicted["serial_seconds"],
+        "over_floor": seconds / predicted["floor_seconds"],
     }
 
 
