@@ -40,7 +40,7 @@ def kind_bytes(step: Step, kind: str) -> int:
 
 @pytest.mark.parametrize(("precision", "item"), [("bfloat16", 2), ("tf32", 4), ("float32", 4)])
 def test_convolutions_read_two_of_three_tensors_and_write_the_third(precision: str, item: int) -> None:
-    """A product writes float32 gradients of weights; the first convolution's x is made of patches, 147 elements in whole packs."""
+    """A product writes float32 gradients of weights; the first one reads patches, rows of 147 elements in whole packs."""
     batch = 3
     graph, step = graph_of("resnet50", batch), step_of("resnet50", batch, precision)
     convolutions = [node for node in graph.nodes if isinstance(node.spec, Conv2dSpec)]
