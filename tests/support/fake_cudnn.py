@@ -108,6 +108,8 @@ class FakeGraph:
 
     def check_support(self) -> None:
         self._after("validate", "build_operation_graph", "create_execution_plans")
+        if "sm_version" not in self.arguments:  # which the frontend would ask CUDA's runtime for
+            raise RuntimeError("Unable to load any libcudart.so.* library")
         self.calls.append("check_support")
 
     def get_execution_plan_count(self) -> int:

@@ -56,8 +56,8 @@ class FakeCupy:
         gpus: how many there are; a negative number: there is no driver. free_bytes: of the GPU's memory.
         without_nccl: NCCL is not installed. nccl_failing: the call of NCCL's that fails.
         nvrtc: the compiler. capturing: a capture is going on. milliseconds: the time, for events that take it.
-        uuids: of the GPUs, by their index; a slice of a GPU has one of its own.
-        event_status: the answer where an event is asked for, CUDA's number.
+        name: of every GPU. uuids: of the GPUs, by their index; a slice of a GPU has one of its own.
+        nccl_version: as NCCL's number. event_status: the answer where an event is asked for, CUDA's number.
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class FakeCupy:
         self.calls: list[tuple[Any, ...]] = []
         self.gpus, self.capability, self.free_bytes = gpus, capability, free_bytes
         self.capturing = False
+        self.name, self.nccl_version = "Fake GPU", 22707
         self.uuids = [bytes([0xA0 + index]) * 16 for index in range(max(gpus, 0))]
         self.nvrtc = FakeNvrtc()
         self.without_nccl, self.nccl_failing = without_nccl, nccl_failing
@@ -105,6 +106,7 @@ class FakeCupy:
         nccl = ModuleType("cupy.cuda.nccl")
         nccl.available, nccl.NcclError, nccl.NCCL_SUM = not self.without_nccl, NcclError, 0  # type: ignore[attr-defined]
         nccl.NCCL_UINT8, nccl.NCCL_FLOAT32, nccl.NCCL_FLOAT64 = 1, 7, 8  # type: ignore[attr-defined]
+        nccl.get_version = lambda: self.nccl_version  # type: ignore[attr-defined]
         nccl.get_unique_id, nccl.NcclCommunicator = self._unique_id, self._nccl_group  # type: ignore[attr-defined]
         nccl.groupStart = lambda: self._enqueue("groupStart", lambda: None)  # type: ignore[attr-defined]
         nccl.groupEnd = lambda: self._enqueue("groupEnd", lambda: None)  # type: ignore[attr-defined]
@@ -165,7 +167,7 @@ class FakeCupy:
 
     def _properties(self, index: int) -> dict[str, Any]:
         major, minor = self.capability
-        return {"name": b"Fake GPU", "major": major, "minor": minor, "multiProcessorCount": 2, "uuid": self.uuids[index]}
+        return {"name": self.name.encode(), "major": major, "minor": minor, "multiProcessorCount": 2, "uuid": self.uuids[index]}
 
     def _device(self, index: int) -> SimpleNamespace:
         def use() -> None:
@@ -365,6 +367,7 @@ class _TimedEvent:
 
     def record(self, stream: _Stream) -> None:
         assert stream.ptr, "the time of the default stream"
+        self._cupy.calls.append(("time",))
         self.milliseconds = self._cupy.milliseconds
 
     def synchronize(self) -> None:

@@ -7,6 +7,8 @@ import sys
 from functools import cache
 from pathlib import Path
 
+from hpctrain.backend.cuda import cubins
+
 _FOLDERS = ("nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib")
 
 
@@ -31,7 +33,8 @@ def compile_source(library: ctypes.CDLL, text: str, architecture: str) -> tuple[
     """The size of the binary (0 where there is none) and all that the compiler says."""
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
     assert not library.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"kernel.cu", 0, None, None)
-    flags = (ctypes.c_char_p * 2)(b"-std=c++17", f"-arch={architecture}".encode())
+    options = [option.encode() for option in (*cubins.OPTIONS, f"-arch={architecture}")]
+    flags = (ctypes.c_char_p * len(options))(*options)
     library.nvrtcCompileProgram(program, len(flags), flags)
     library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
     log = ctypes.create_string_buffer(size.value)

@@ -76,6 +76,11 @@ def _compile(nvrtc: Library, name: str, text: str, options: tuple[str, ...], kin
 def _keep(path: Path, compiled: bytes) -> None:
     """Write the file under a name of its own, then rename it: other ranks read all of it or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(compiled)
-    os.replace(file.name, path)
+    number, name = tempfile.mkstemp(dir=path.parent)
+    try:
+        with open(number, "wb") as file:
+            file.write(compiled)
+        os.replace(name, path)
+    except OSError:
+        os.unlink(name)  # of a disk that is full, which every process would fill further
+        raise

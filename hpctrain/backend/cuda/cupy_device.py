@@ -11,7 +11,6 @@ import platform
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import cached_property
 from typing import Any
 
 import cupy
@@ -110,10 +109,13 @@ class CupyConvolution:
 
 
 class CupyGroups:
-    """Implements `LinkMaker` by NCCL."""
+    """Implements `LinkMaker` by NCCL, for the device of a name."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
 
     def fault(self) -> str | None:
-        return nccl_fault()
+        return nccl_fault(self._device)
 
     def join(self, peers: Peers, stream: DeviceStream) -> CupyLinks:
         return CupyLinks(peers, _stream(stream).ptr)
@@ -134,14 +136,15 @@ class CupyDevice:
             cupy.cuda.Device(index).use()
             properties = _runtime.getDeviceProperties(index)
             self.memory_bytes = int(_runtime.memGetInfo()[1])
-            self.identity = f"{platform.node()} {_runtime.deviceGetPCIBusId(index)}"
+            # Slices of a GPU (MIG) share its bus; each has a UUID of its own.
+            self.identity = f"{platform.node()} {_runtime.deviceGetPCIBusId(index)} {bytes(properties['uuid']).hex()}"
         except _runtime.CUDARuntimeError as error:
             raise BackendError(f"GPU {index} cannot be used: {error}.") from error
         self.name = properties["name"].decode()
         self.capability = (int(properties["major"]), int(properties["minor"]))
         self.multiprocessors = int(properties["multiProcessorCount"])
         self.dtypes: tuple[str, ...] = ("float32", "bfloat16") if self.capability[0] >= _FIRST_WITH_BFLOAT16 else ("float32",)
-        self.groups = CupyGroups()
+        self.groups = CupyGroups(self.name)
         self._modules: dict[str, Any] = {}
         self._kernels: dict[tuple[str, str], CupyKernel] = {}
         self._convolutions: dict[ConvolutionKey, CupyConvolution] = {}
@@ -225,21 +228,17 @@ class CupyDevice:
 
         The stream is kept busy until `work` is enqueued, so that the host's time to enqueue does not count. Waits.
         """
-        seconds = []
+        seconds, busy = [], self.allocate(_BUSY_BYTES)
         work()
         for _ in range(_TIMED_ROUNDS):
             begin, end = cupy.cuda.Event(), cupy.cuda.Event()
-            _runtime.memsetAsync(self._busy.pointer, 0, self._busy.nbytes, stream.raw.ptr)
+            _runtime.memsetAsync(busy.pointer, 0, busy.nbytes, stream.raw.ptr)
             begin.record(stream.raw)
             work()
             end.record(stream.raw)
             end.synchronize()
             seconds.append(float(cupy.cuda.get_elapsed_time(begin, end)) / 1e3)  # CUDA's are milliseconds
         return statistics.median(seconds)
-
-    @cached_property
-    def _busy(self) -> DeviceArray:
-        return self.allocate(_BUSY_BYTES)
 
     def gemm(
         self,

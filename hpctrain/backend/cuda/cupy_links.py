@@ -15,6 +15,8 @@ from hpctrain.backend.cuda.device_array import DeviceArray
 from hpctrain.backend.device_messages import Peers
 from hpctrain.errors import BackendError
 
+_FIRST_WITH_SLICES = 23000  # tells devices apart by UUID; those before by PCI bus, which slices of a GPU share
+
 
 class CupyLinks:
     """Implements `DeviceLinks`. Making it is collective over the peers, and waits for them.
@@ -80,11 +82,17 @@ class CupyLinks:
         self._group.abort()
 
 
-def nccl_fault() -> str | None:
-    """Why NCCL cannot be used here, in one clause; None where it can."""
+def nccl_fault(device: str) -> str | None:
+    """Return why NCCL cannot be used here, in one clause; None where it can.
+
+    Args:
+        device: its name. That of a slice of a GPU names MIG.
+    """
     library = _nccl()
     if library is None:
         return "CuPy finds no NCCL, which comes with the package nvidia-nccl-cu12 or nvidia-nccl-cu13"
+    if "MIG" in device and (version := int(library.get_version())) < _FIRST_WITH_SLICES:
+        return f"NCCL {version // 10000}.{version // 100 % 100} takes all slices of a GPU (MIG) for one, which 2.30 does not"
     return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import sys
 from dataclasses import fields, replace
 
 import pytest
@@ -114,6 +115,30 @@ def test_a_missing_library_is_one_sentence(monkeypatch, error: Exception) -> Non
         cudnn_graphs.library()
 
 
+@pytest.mark.parametrize("loaded", [False, True])
+def test_cudnn_is_imported_without_pytorch(monkeypatch, tmp_path, loaded: bool) -> None:
+    """It would import PyTorch where that is installed. Whoever wants PyTorch afterwards gets it, or keeps it."""
+    (tmp_path / "torch.py").write_text("")
+    text = "try:\n    import torch\nexcept ImportError:\n    torch = None\n"
+    (tmp_path / "cudnn.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "cudnn", raising=False)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    torch = importlib.import_module("torch") if loaded else None
+    assert cudnn_graphs.library().torch is torch
+    assert sys.modules.get("torch") is torch
+    assert importlib.import_module("torch").__file__ == str(tmp_path / "torch.py")
+    (tmp_path / "cudnn.py").write_text("raise ImportError")
+    monkeypatch.delitem(sys.modules, "cudnn")
+    with pytest.raises(MissingLibraryError):
+        cudnn_graphs.library()
+    assert "torch" in sys.modules
+    monkeypatch.delitem(sys.modules, "torch")
+    with pytest.raises(MissingLibraryError):
+        cudnn_graphs.library()
+    assert "torch" not in sys.modules
+
+
 @given(st.sampled_from([field.name for field in fields(ConvolutionKey)]))
 def test_keys_that_differ_have_different_descriptions(name: str) -> None:
     others = {
@@ -174,6 +199,13 @@ def test_tensor_cores_compute_in_other_precisions(cudnn, dtype: str, precision: 
     plan = CudnnPlans(new_handle(), capability=(9, 0)).plan(replace(PLANNED_CONVOLUTION, dtype=dtype, precision=precision))
     assert plan.name == "eng4_k2=1"
     assert Note.NONDETERMINISTIC in cudnn.graphs[0].left_out
+
+
+def test_plans_say_which_gpu_they_are_for(cudnn) -> None:
+    """The frontend would else look for CUDA's runtime by its bare name, which wheels do not bring."""
+    CudnnPlans(new_handle(), capability=(12, 1)).plan(PLANNED_CONVOLUTION)
+    assert cudnn.graphs[0].arguments["sm_version"] == 121
+    assert cudnn.graphs[0].arguments["handle"] == cudnn.handle
 
 
 def test_a_plan_is_made_once_for_a_key(cudnn) -> None:

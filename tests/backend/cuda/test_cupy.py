@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +21,7 @@ import numpy as np
 import pytest
 
 from hpctrain.backend.backend import Backend
+from hpctrain.backend.cuda import cubins, sources
 from hpctrain.backend.cuda.device import Device, Precision
 from hpctrain.backend.cuda.device_array import DeviceArray
 from hpctrain.backend.cuda.emulator.convolution import NumpyConvolution
@@ -144,6 +149,98 @@ def test_kernels_get_arguments_of_the_very_types(load: Load, emulated_device: Em
     assert device.kernel("elementwise", "relu_forward_f32_w4") is kernel
     with pytest.raises(TypeError, match="Argument 2 of relu_forward_f32_w4 is int; kernels take device arrays and NumPy scalars"):
         kernel(stream, (1,), (32,), x, x, 4)
+
+
+def test_binaries_are_kept_between_processes_by_text_and_architecture(load: Load) -> None:
+    _, fake = load()
+    bits = [cubins.binary(fake.nvrtc, "one", "text", (9, 0)) for _ in range(2)]
+    assert bits[0] == bits[1]
+    assert fake.nvrtc.compiled == [(*cubins.OPTIONS, "-arch=sm_90")]
+    cubins.binary(fake.nvrtc, "one", "other text", (9, 0))
+    cubins.binary(fake.nvrtc, "one", "text", (8, 0))
+    assert len(fake.nvrtc.compiled) == 3
+    kept = list((Path(os.environ["XDG_CACHE_HOME"]) / "hpctrain" / "kernels").iterdir())
+    assert len(kept) == 3
+    for path in kept:
+        path.write_bytes(b"")  # of a machine that stopped just then
+    assert cubins.binary(fake.nvrtc, "one", "text", (9, 0)) == bits[0]
+    assert fake.nvrtc.programs == {}
+
+
+@pytest.mark.parametrize("obstacle", ["a file in its place", "a full disk", "no home"])
+def test_without_a_cache_each_process_compiles(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, obstacle: str
+) -> None:
+    """And leaves no half files."""
+    _, fake = load()
+    if obstacle == "a full disk":
+        monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    elif obstacle == "no home":
+        monkeypatch.setattr(cubins, "user_directory", lambda *_: None)
+    else:
+        (tmp_path / "cache").write_text("")
+    bits = [cubins.binary(fake.nvrtc, "one", "text", (9, 0)) for _ in range(2)]
+    assert bits[0] == bits[1]
+    assert len(fake.nvrtc.compiled) == 2
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / "cache"] * (obstacle == "a file in its place")
+
+
+def test_a_source_that_nvrtc_refuses_is_one_error_with_its_first_lines(load: Load) -> None:
+    module, fake = load()
+    first = r"^NVRTC refuses the source broken\.cu \(NVRTC_ERROR_COMPILATION \(6\)\): broken\.cu\(1\): error: "
+    with pytest.raises(BackendError, match=first + r".*\(6\): error: no such thing$"):
+        module.CupyDevice().kernel("broken", "any", text="#error")
+    assert fake.nvrtc.programs == {}, "a program that fails is destroyed"
+
+
+@pytest.mark.parametrize(
+    ("capability", "architecture"), [((7, 5), "sm_75"), ((8, 6), "compute_80"), ((10, 0), "sm_100"), ((13, 1), "compute_100")]
+)
+def test_a_gpu_that_nvrtc_does_not_know_gets_ptx_of_the_newest_before_it(
+    load: Load, capability: tuple[int, int], architecture: str
+) -> None:
+    module, fake = load(capability=capability)
+    device = module.CupyDevice()
+    x = device.allocate(16).view("float32")
+    write(x, np.array([-1, 2, -3, 4], np.float32))
+    device.kernel("elementwise", "relu_forward_f32_w4")(device.stream("compute"), (1,), (32,), x, x, np.int64(1))
+    np.testing.assert_array_equal(read(x), [0, 2, 0, 4])
+    assert fake.nvrtc.compiled == [(*cubins.OPTIONS, f"-arch={architecture}")]
+
+
+def test_a_gpu_older_than_nvrtc_is_refused(load: Load) -> None:
+    module, fake = load(capability=(7, 0))
+    fake.nvrtc.architectures = (75, 80, 90)
+    message = r"^NVRTC 0\.0 compiles for compute capability 7\.5 and above, and this GPU has 7\.0; install hpctrain\[gpu12\]"
+    with pytest.raises(BackendError, match=message):
+        module.CupyDevice().kernel("elementwise", "relu_forward_f32_w4")
+
+
+@pytest.mark.parametrize("collects", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+def test_nothing_is_collected_inside_a_capture(load: Load, collects: bool, fails: bool) -> None:
+    """Garbage may hold device memory, whose release ends the capture. Before and after it is collected as the program wants."""
+    module, _ = load()
+    device = module.CupyDevice()
+    stream, before = device.stream("compute"), gc.isenabled()
+    (gc.enable if collects else gc.disable)()
+    try:
+        ring = Watched(lambda item: None)
+        for item in (ring, device.allocate(8)):
+            ring.append(item)
+        garbage_ring = weakref.ref(ring)
+        del ring, item
+        with suppress(ZeroDivisionError), device.capture(stream):
+            garbage = [[] for _ in range(3 * gc.get_threshold()[0])]
+            assert garbage_ring() is not None
+            if fails:
+                raise ZeroDivisionError
+        assert len(garbage) > 100
+        assert gc.isenabled() == collects
+    finally:
+        (gc.enable if before else gc.disable)()
+    gc.collect()
+    assert garbage_ring() is None
 
 
 def test_capture_records_and_launches_do(load: Load) -> None:
@@ -324,6 +421,34 @@ def test_the_calls_of_the_real_nvrtc() -> None:
 
 
 @real
+def test_the_real_nvrtc_keeps_subnormal_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """CuPy's own compiler flushes them to zero, whatever it is asked for, so that a dead channel's momentum is not the host's."""
+    from cupy_backends.cuda.libs import nvrtc
+
+    environ, newer = {"XDG_CACHE_HOME": str(tmp_path)}, (99, 9)
+    plain = cubins.binary(nvrtc, "descent", sources.text("descent"), newer, environ)
+    monkeypatch.setattr(cubins, "OPTIONS", (*cubins.OPTIONS, "-ftz=true"))
+    flushing = cubins.binary(nvrtc, "descent", sources.text("descent"), newer, environ)
+    assert b"mul.rn.f32" in plain
+    assert b".ftz" not in plain
+    assert b"mul.rn.ftz.f32" in flushing
+
+
+@real
+def test_the_real_nvrtc_says_what_is_wrong_and_makes_binaries_without_headers(tmp_path: Path) -> None:
+    from cupy_backends.cuda.libs import nvrtc
+
+    environ = {"XDG_CACHE_HOME": str(tmp_path)}
+    assert cubins.binary(nvrtc, "elementwise", sources.text("elementwise"), (9, 0), environ).startswith(b"\x7fELF")
+    with pytest.raises(
+        BackendError, match=r'^NVRTC refuses the source one\.cu \(.*: one\.cu\(2\): error: identifier "y" is undefined'
+    ):
+        cubins.binary(nvrtc, "one", 'extern "C" __global__ void one(float* x) {\n  *x = y;\n}', (9, 0), environ)
+    with pytest.raises(BackendError, match=r"compute capability 7\.5 and above, and this GPU has 6\.1"):
+        cubins.binary(nvrtc, "one", "", (6, 1), environ)
+
+
+@real
 def test_a_function_of_the_real_cupy_takes_a_stream() -> None:
     import cupy
 
@@ -346,10 +471,25 @@ class _Peers:
     iallgather = isend = irecv = None
 
 
-def test_identities_tell_gpus_of_a_node_apart(load: Load) -> None:
-    module, _ = load(gpus=2)
+def test_identities_tell_gpus_of_a_node_and_slices_of_a_gpu_apart(load: Load) -> None:
+    """A process sees one slice, as its GPU 0; all slices of a GPU have the GPU's PCI bus."""
+    module, fake = load(gpus=2)
     assert module.CupyDevice(0).identity != module.CupyDevice(1).identity
     assert module.CupyDevice(1).identity == module.CupyDevice(1).identity
+    first = module.CupyDevice(0).identity
+    fake.uuids[0] = b"of the other one"
+    assert module.CupyDevice(0).identity != first
+
+
+@pytest.mark.parametrize(("version", "fault"), [(22907, "NCCL 2.29 takes all slices of a GPU (MIG) for one"), (23000, None)])
+def test_slices_of_a_gpu_are_joined_by_an_nccl_that_tells_them_apart(load: Load, version: int, fault: str | None) -> None:
+    """An older one refuses two ranks with one PCI bus, when it is too late to choose another transport."""
+    module, fake = load()
+    fake.nccl_version = version
+    assert module.CupyDevice().groups.fault() is None
+    fake.name = "NVIDIA H100 80GB HBM3 MIG 3g.40gb"
+    told = module.CupyDevice().groups.fault()
+    assert told == fault if fault is None else told.startswith(fault)
 
 
 def test_a_group_of_one_brings_what_it_has(load: Load, emulated_device: EmulatedDeviceFactory) -> None:
@@ -451,7 +591,7 @@ def test_nccl_of_a_wheel_is_loaded_first(load: Load, tmp_path: Path, monkeypatch
         raise OSError("file too short")
 
     monkeypatch.setattr(ctypes, "CDLL", load_library)
-    assert module.nccl_fault() is None
+    assert module.nccl_fault("Fake GPU") is None
     assert loaded == [str(library)]
 
 

@@ -16,10 +16,11 @@ import pytest
 from benchmarks import gpu_check
 from benchmarks.gpu import links, peer, pixels
 from benchmarks.gpu.arithmetic_cases import arithmetic_results
-from benchmarks.gpu.build import kernel_names, make_convolutions
+from benchmarks.gpu.build import build_kernels, kernel_names, make_convolutions
 from benchmarks.gpu.cases import Case, cases, exact
 from benchmarks.gpu.facts import Bench
 from benchmarks.gpu.kernels import TOLERANCES, compare_all, differences, kernel_set, loss_results, results
+from benchmarks.gpu.ladder import Ladder
 from benchmarks.gpu.pixels import add_rate, check_bits, pixel_batch
 from benchmarks.gpu.ranks import compare
 from benchmarks.gpu.roundings import SOURCE, count_differences, rounding_kernel
@@ -37,6 +38,7 @@ from hpctrain.backend.cuda.device import ConvolutionKey, DeviceConvolution, Prec
 from hpctrain.backend.cuda.emulator.device import EmulatedDevice
 from hpctrain.backend.kernels.abilities import InputView
 from hpctrain.backend.kernels.base import Operator, StepContext
+from hpctrain.backend.kernels.cuda.arithmetic import CudaArithmetic
 from hpctrain.backend.kernels.cuda.messages import CudaMessages
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.kernels.specs import PoolSpec, TensorSpec
@@ -418,6 +420,34 @@ def test_every_name_is_a_kernel_and_float64_is_for_the_cpu(source: str) -> None:
     assert on_gpu
     assert set(on_gpu) < set(names) or not any("f64" in name for name in names)
     assert not any("f64" in name for name in on_gpu)
+
+
+@pytest.mark.job
+def test_a_source_that_fails_is_compiled_once_and_the_others_are_built(report: StageReport) -> None:
+    """Not for each of its kernels: dozens of times the same error would leave no time for what follows."""
+    asked: list[str] = []
+
+    def kernel(source: str, name: str) -> None:
+        asked.append(source)
+        if source == "descent":
+            raise BackendError("NVRTC refuses the source descent.cu")
+
+    device: Any = SimpleNamespace(dtypes=("float32",), kernel=kernel)
+    build_kernels(device, report)
+    assert asked.count("descent") == 1 < asked.count("elementwise")
+    assert set(asked) == set(sources.names())
+    failed = [check for check in report.content["checks"] if not check["passed"]]
+    assert [check["name"] for check in failed] == ["source descent"]
+    assert "BackendError: NVRTC refuses the source descent.cu" in failed[0]["text"]
+
+
+def test_subnormals_that_are_flushed_fail_their_rung(
+    emulated_device: EmulatedDeviceFactory, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert Ladder(settings).subnormals() == "1.0e-42 to 2.6e-40"
+    monkeypatch.setattr(CudaArithmetic, "average_into", lambda self, target, source, kept: self.fill(target, 0.0))
+    with pytest.raises(AssertionError, match="Mismatched elements: 256 / 256"):
+        Ladder(settings).subnormals()
 
 
 @pytest.mark.parametrize(("model", "of_images"), [("vgg16", ["forward", "weight"]), ("resnet20", [])])
