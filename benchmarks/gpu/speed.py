@@ -1,4 +1,4 @@
-"""Stage 7: seconds of a training step, with captured graphs and without, over the floor of the same step; peak memory."""
+"""Stage: seconds of a training step, with captured graphs and without, over the floor of the same step; peak memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
 from hpctrain.nn.hooks import StepHooks
 
 _REPEATS, _WARM_UP, _STEPS = 9, 4, 5
-_CANDIDATES = 3  # plans of each convolution that are timed
 _FIGURES = ("model", "batch", "precision", "graphs", "loss", "remark")  # kept of the emulated device
 _RUNS: tuple[tuple[Task, Precision], ...] = (
     (Task("resnet50", 256, 224, batches=1), "bfloat16"),
@@ -36,8 +35,8 @@ def run(settings: Settings, report: StageReport) -> None:
     runs, (repeats, steps) = (_SMALL_RUNS, (1, 1)) if settings.emulated else (_RUNS, (_REPEATS, _STEPS))
     rows: list[dict[str, Any]] = []
 
-    def add(task: Task, precision: Precision, device: Device, remark: str = "", **options: bool) -> None:
-        row = measure(device, task, precision, repeats=repeats, steps=steps, **options)
+    def add(task: Task, precision: Precision, remark: str, *, graphs: bool) -> None:
+        row = measure(device, task, precision, graphs=graphs, repeats=repeats, steps=steps)
         row["remark"] = remark
         rows.append({name: row[name] for name in _FIGURES if name in row} if settings.emulated else row)
         report.add("runs", rows)
@@ -47,26 +46,23 @@ def run(settings: Settings, report: StageReport) -> None:
             report.note(f"{name}: {row['images_per_second']:.0f}/s, {row['over_floor']:.2f} of the floor's time")
 
     for task, precision in runs:
-        add(task, precision, device, graphs=True)
-        add(task, precision, device, " without graphs", graphs=False)
+        add(task, precision, "", graphs=True)
+        add(task, precision, " without graphs", graphs=False)
     if settings.emulated:
         report.note("the emulated device's times mean nothing, and are not kept")
         return
     report.add("layers", layer_seconds(device, *runs[0]))
-    timed_device = device_with_choices()
-    add(*runs[0], timed_device, " plans by time", graphs=True, timed=True)
-    report.add("plan_choices", timed_device.plan_choices())
-
-
-def device_with_choices() -> Any:
-    """A GPU that has several plans for each convolution."""
-    from hpctrain.backend.cuda.cupy_device import CupyDevice
-
-    return CupyDevice(candidates=_CANDIDATES)
 
 
 def measure(
-    device: Device, task: Task, precision: Precision, *, graphs: bool, repeats: int, steps: int, timed: bool = False
+    device: Device,
+    task: Task,
+    precision: Precision,
+    *,
+    graphs: bool,
+    repeats: int = _REPEATS,
+    steps: int = _STEPS,
+    timed: bool = False,
 ) -> dict[str, Any]:
     """Seconds of a step in `repeats` turns of so many steps, behind a warm-up; images are on the device before.
 
