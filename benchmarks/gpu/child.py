@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import math
 import os
 import selectors
 import subprocess
@@ -12,18 +13,18 @@ from pathlib import Path
 
 
 def watch(
-    command: Sequence[str], *, seconds: float | None = None, cwd: Path | None = None, on_line: Callable[[str], None] | None = None
+    command: Sequence[str], *, seconds: float = math.inf, cwd: Path | None = None, on_line: Callable[[str], None] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run a program, print its output and errors as they come, and return both as one text.
 
     Args:
-        seconds: after which the program is killed. on_line: called with each line as soon as it is whole.
+        seconds: after which the program is killed; may be infinite. on_line: called with each line as soon as it is whole.
 
     Raises:
         subprocess.TimeoutExpired: the program was killed; the exception has the output.
     """
     decoder, text, line = codecs.getincrementaldecoder("utf-8")("replace"), "", ""
-    end = None if seconds is None else time.monotonic() + seconds
+    end = time.monotonic() + seconds
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=cwd
     ) as process:
@@ -32,9 +33,9 @@ def watch(
             selector.register(process.stdout, selectors.EVENT_READ)
             data = b" "
             while data:
-                if not selector.select(None if end is None else max(0.0, end - time.monotonic())):
+                if not selector.select(None if end == math.inf else max(0.0, end - time.monotonic())):
                     process.kill()  # not waiting for the end of its output: processes that it has started may hold that open
-                    raise subprocess.TimeoutExpired(command, seconds or 0.0, text)
+                    raise subprocess.TimeoutExpired(command, seconds, text)
                 data = os.read(process.stdout.fileno(), 1 << 16)
                 piece = decoder.decode(data, final=not data)
                 print(piece, end="", flush=True)
