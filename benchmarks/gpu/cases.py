@@ -33,18 +33,36 @@ class Case:
     shapes: tuple[tuple[int, ...], ...]
     library: bool = False
 
-    def inputs(self) -> list[np.ndarray]:
-        """Numbers that bfloat16 holds, as float64."""
+    def inputs(self, fine: bool = False) -> list[np.ndarray]:
+        """Return the inputs in float64, rounded by `exact`."""
         random = np.random.default_rng(7)
-        return [exact(random.standard_normal(shape)) for shape in self.shapes]
+        return [exact(random.standard_normal(shape), fine) for shape in self.shapes]
 
-    def parameters(self) -> Mapping[str, np.ndarray]:
-        """By role, numbers that bfloat16 holds."""
-        return {role: exact(value) for role, value in default_parameters(self.spec, "float64", seed=8).items()}
+    def parameters(self, fine: bool = False) -> Mapping[str, np.ndarray]:
+        """Return the parameters by role in float64, rounded by `exact`."""
+        return {role: exact(value, fine) for role, value in default_parameters(self.spec, "float64", seed=8).items()}
+
+    def terms(self, array: str, output: tuple[int, ...]) -> int:
+        """Return the number of products that each element of a result of cuDNN or cuBLAS sums; 1 for other operators.
+
+        Args:
+            array: name of the result. output: shape of the operator's output.
+        """
+        spec = self.spec
+        if isinstance(spec, Conv2dSpec):
+            window, rows = int(np.prod(spec.window.kernel)), int(np.prod(output[:3]))
+            inside, outside = spec.channels_in // spec.groups, spec.channels_out // spec.groups
+        elif isinstance(spec, LinearSpec):
+            window, rows, inside, outside = 1, output[0], self.shapes[0][1], output[1]
+        else:
+            return 1
+        return {"output": window * inside, "d input 0": window * outside}.get(array, rows)
 
 
-def exact(values: np.ndarray) -> np.ndarray:
-    """Rounded to bfloat16, as float64: the same numbers in every dtype."""
+def exact(values: np.ndarray, fine: bool = False) -> np.ndarray:
+    """Round to bfloat16, so that every dtype holds the same numbers; `fine`: to float32, whose last bits TF32 drops."""
+    if fine:
+        return values.astype(np.float32).astype(np.float64)
     return bfloat16_values(bfloat16_bits(values)).astype(np.float64).reshape(values.shape)
 
 

@@ -259,7 +259,7 @@ RUNGS: tuple[Callable[[Ladder], Any], ...] = (
 
 def run(settings: Settings, report: StageReport) -> None:
     """Climb all rungs; each is a check, and its traceback goes to the log."""
-    ladder, climbed = Ladder(settings), 0
+    ladder, findings = Ladder(settings), dict[str, Any]()
     report.add("variables", {name: value for name, value in os.environ.items() if re.match("CUDA|NVIDIA|CUPY|LD_|XDG", name)})
     for rung in RUNGS:
         name, begin = rung.__name__.replace("_", " "), time.perf_counter()
@@ -271,8 +271,8 @@ def run(settings: Settings, report: StageReport) -> None:
             first = (str(error).strip().splitlines() or [""])[0]
             report.check(name, False, f"{type(error).__name__}: {first[:500]}")
             continue
-        climbed += 1
         print(found, flush=True)
-        report.add(name, found)
+        findings[name] = found
+        report.add("findings", findings)
         report.check(name, True, f"{time.perf_counter() - begin:.2f} s")
-    report.note(f"{climbed} of {len(RUNGS)} rungs")
+    report.note(f"{len(findings)} of {len(RUNGS)} rungs")

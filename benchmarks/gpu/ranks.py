@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.gpu.child import watch
 from benchmarks.gpu.settings import Settings, SkippedError
 from benchmarks.gpu.stage_report import StageReport
 from hpctrain.data import format as data_format
@@ -105,9 +106,8 @@ def train(
     config.write_text(_CONFIG.format(backend=backend, folder=folder, name=name, averager=averager))
     launcher = (str(mpiexec()), "-n", str(ranks)) if ranks else ()
     command = [*launcher, sys.executable, "-m", "mpi4py", "-m", "hpctrain", "train", str(config), *more]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
-    print(f"---- {name}\n{done.stdout}{done.stderr}")
-    return done
+    print(f"---- {name}", flush=True)
+    return watch(command, cwd=folder)
 
 
 def checked_losses(
@@ -119,7 +119,7 @@ def checked_losses(
 
 def losses_of(folder: Path, name: str, done: subprocess.CompletedProcess[str], report: StageReport) -> list[float]:
     """Training losses by epoch of a job that has ended; none where it failed, which is a failed check."""
-    text = "" if done.returncode == 0 else f"code {done.returncode}: {(done.stderr or done.stdout).strip()[-300:]}"
+    text = "" if done.returncode == 0 else f"code {done.returncode}: {done.stdout.strip()[-300:]}"
     report.check(f"training {name} ends well", done.returncode == 0, text)
     finished = latest(folder / f"runs-{name}", "ranks")
     if done.returncode or finished is None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 
+from benchmarks.gpu.child import watch
 from benchmarks.gpu.settings import Settings, SkippedError
 from benchmarks.gpu.stage_report import StageReport
 
@@ -19,7 +19,7 @@ TOOLS = ("memcheck", "racecheck")
 def run(settings: Settings, report: StageReport) -> None:
     """First without a sanitizer, so that a program that fails by itself is told from one that is caught."""
     program = [sys.executable, "-m", "benchmarks.gpu.small_cases", *settings.arguments()]
-    watch("alone", program, report)
+    check_program("alone", program, report)
     if settings.emulated:
         raise SkippedError("the emulated device has guard pages and random orders instead")
     if shutil.which(_SANITIZER) is None:
@@ -27,15 +27,14 @@ def run(settings: Settings, report: StageReport) -> None:
     for tool in TOOLS:
         # Libraries raise errors inside themselves that they handle: calls that fail are no fault of a kernel.
         options = ["--tool", tool, "--error-exitcode", str(_ERROR_CODE), "--print-limit", "20", "--report-api-errors", "no"]
-        watch(tool, [_SANITIZER, *options, *program], report)
+        check_program(tool, [_SANITIZER, *options, *program], report)
 
 
-def watch(name: str, command: Sequence[str], report: StageReport) -> None:
-    """Run a command; a check that it ends well, with its last lines where it does not."""
-    done = subprocess.run(command, capture_output=True, text=True)
-    output = done.stdout + done.stderr
-    print(f"---- {name}\n{output}")
-    summary = re.findall(r"ERROR SUMMARY.*|RACECHECK SUMMARY.*|^\d+ cases$", output, re.MULTILINE)
-    text = "; ".join(summary) if done.returncode == 0 else f"code {done.returncode}: {output.strip()[-500:]}"
+def check_program(name: str, command: Sequence[str], report: StageReport) -> None:
+    """Check that a program ends well; the check has its last lines if it does not."""
+    print(f"---- {name}", flush=True)
+    done = watch(command)
+    summary = re.findall(r"ERROR SUMMARY.*|RACECHECK SUMMARY.*|^\d+ cases$", done.stdout, re.MULTILINE)
+    text = "; ".join(summary) if done.returncode == 0 else f"code {done.returncode}: {done.stdout.strip()[-500:]}"
     report.check(f"small cases, {name}", done.returncode == 0, text)
     report.note(f"{name}: {summary[-1] if summary else f'code {done.returncode}'}")

@@ -1,19 +1,22 @@
-"""All that the stages of `gpu_check` are told, and the device that they work on."""
+"""The settings of all stages of `gpu_check`, and the device that they work on.
+
+The process that starts the stages imports this file and nothing of hpctrain: it reports where hpctrain cannot be imported.
+"""
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from hpctrain.backend.cuda import choose
-from hpctrain.backend.cuda.choose import NodePlace
-from hpctrain.backend.cuda.device import Device, Precision
-from hpctrain.backend.cuda.emulator.device import EmulatedDevice
+if TYPE_CHECKING:
+    from hpctrain.backend.cuda.device import Device, Precision
 
+_DEVICE_VARIABLE = "HPCTRAIN_CUDA_DEVICE"  # hpctrain.backend.cuda.choose.DEVICE_VARIABLE
 EMULATED_SEED = 2  # random orders of blocks and threads
 
 
@@ -27,10 +30,14 @@ class SkippedError(Exception):
 
 @dataclass(frozen=True)
 class Settings:
-    """device: "cuda", a GPU, or "emulated", this CPU, with sizes that it bears. out: folder of the results."""
+    """device: "cuda", a GPU, or "emulated", this CPU, with sizes that it bears. out: folder of the results.
+
+    limit: seconds after which the stage is stopped.
+    """
 
     device: Literal["cuda", "emulated"]
     out: Path
+    limit: float = math.inf
 
     @property
     def emulated(self) -> bool:
@@ -41,16 +48,19 @@ class Settings:
         return ["--device", self.device, "--out", os.fspath(self.out)]
 
     def environment(self) -> Mapping[str, str]:
-        """The environment of a stage's process: which device the package takes."""
-        inherited = {name: value for name, value in os.environ.items() if name != choose.DEVICE_VARIABLE}
-        return inherited | ({choose.DEVICE_VARIABLE: f"emulated:{EMULATED_SEED}"} if self.emulated else {})
+        """Return the environment of a stage's process: the device of the package, and output that arrives at once."""
+        inherited = {name: value for name, value in os.environ.items() if name != _DEVICE_VARIABLE} | {"PYTHONUNBUFFERED": "1"}
+        return inherited | ({_DEVICE_VARIABLE: f"emulated:{EMULATED_SEED}"} if self.emulated else {})
 
     def make_device(self) -> Device:
         """
         Raises:
             BackendError: there is no GPU that can be used.
         """
-        return EmulatedDevice(EMULATED_SEED) if self.emulated else choose.make_device("float32", NodePlace())
+        from hpctrain.backend.cuda import choose
+        from hpctrain.backend.cuda.emulator.device import EmulatedDevice
+
+        return EmulatedDevice(EMULATED_SEED) if self.emulated else choose.make_device("float32", choose.NodePlace())
 
     def precisions(self) -> tuple[Precision, ...]:
         """In which operators are checked: a GPU's kernels have no float64."""

@@ -1,4 +1,4 @@
-"""Stage 7: seconds of a training step, with captured graphs and without, over the floor of the same step; peak memory."""
+"""Stage: seconds of a training step, with captured graphs and without, over the floor of the same step; peak memory."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def run(settings: Settings, report: StageReport) -> None:
     runs, (repeats, steps) = (_SMALL_RUNS, (1, 1)) if settings.emulated else (_RUNS, (_REPEATS, _STEPS))
     rows: list[dict[str, Any]] = []
 
-    def add(task: Task, precision: Precision, remark: str = "", **options: bool) -> None:
-        row = measure(device, task, precision, repeats=repeats, steps=steps, **options)
+    def add(task: Task, precision: Precision, remark: str, *, graphs: bool) -> None:
+        row = measure(device, task, precision, graphs=graphs, repeats=repeats, steps=steps)
         row["remark"] = remark
         rows.append({name: row[name] for name in _FIGURES if name in row} if settings.emulated else row)
         report.add("runs", rows)
@@ -46,7 +46,7 @@ def run(settings: Settings, report: StageReport) -> None:
             report.note(f"{name}: {row['images_per_second']:.0f}/s, {row['over_floor']:.2f} of the floor's time")
 
     for task, precision in runs:
-        add(task, precision, graphs=True)
+        add(task, precision, "", graphs=True)
         add(task, precision, " without graphs", graphs=False)
     if settings.emulated:
         report.note("the emulated device's times mean nothing, and are not kept")
@@ -54,7 +54,9 @@ def run(settings: Settings, report: StageReport) -> None:
     report.add("layers", layer_seconds(device, *runs[0]))
 
 
-def measure(device: Device, task: Task, precision: Precision, *, graphs: bool, repeats: int, steps: int) -> dict[str, Any]:
+def measure(
+    device: Device, task: Task, precision: Precision, *, graphs: bool, repeats: int = _REPEATS, steps: int = _STEPS
+) -> dict[str, Any]:
     """Return the seconds of a step in `repeats` turns of `steps` each, after a warm-up; images are on the device before."""
     gc.collect()  # networks of the runs before, with their arenas
     before, begin = device.memory_used(), time.perf_counter()

@@ -21,16 +21,21 @@ from benchmarks.gpu.stage_report import FAILED, NOT_BUILT, RUNNING, SKIPPED, Sta
 
 _GRACE_SECONDS = 5.0
 _WIDTH = 80
-_LINE, _MOST_CHECKS, _LOG_LINES = 400, 10, 8  # of what is printed of failures
-_LOG_BYTES = 1 << 20  # of a stage's output, its end, in what is published
+_LINE, _MOST_CHECKS, _LOG_LINES = 400, 10, 12  # of what is printed of a stage's failures
+_CHARACTERS = 10_000  # of what is printed of all failures
+_LOG_BYTES = 1 << 20  # of all output in what is published: the end of each stage's
 
 
 @dataclass(frozen=True)
 class Stage:
-    """name: also of its module below benchmarks.gpu, whose `run(settings, report)` is the stage. limit: seconds on a GPU."""
+    """name: also of its module below benchmarks.gpu, whose `run(settings, report)` is the stage. limit: seconds on a GPU.
+
+    rehearsal: seconds on the emulated device.
+    """
 
     name: str
     limit: float
+    rehearsal: float = 60
 
     def function(self) -> Callable[[Settings, StageReport], None]:
         """The stage itself."""
@@ -38,21 +43,21 @@ class Stage:
         return function
 
 
+#: The limits are about twice what an H100 took, except for `peer`, which takes all that the others leave of nine minutes.
 STAGES = (
-    Stage("ladder", 40),
-    Stage("facts", 30),
-    Stage("build", 60),
-    Stage("kernels", 80),
-    Stage("training", 80),
-    Stage("speed", 90),
-    Stage("peer", 200),
-    Stage("links", 25),
-    Stage("ranks", 90),
-    Stage("pixels", 30),
-    Stage("sanitizer", 70),
-    Stage("tests", 60),
+    Stage("ladder", 30, rehearsal=120),  # compiles all sources
+    Stage("facts", 10),
+    Stage("build", 20),
+    Stage("kernels", 35),
+    Stage("training", 30, rehearsal=90),
+    Stage("speed", 45),
+    Stage("peer", 195),
+    Stage("links", 10),
+    Stage("ranks", 60, rehearsal=120),
+    Stage("pixels", 15),
+    Stage("sanitizer", 15),
+    Stage("tests", 5, rehearsal=400),
 )
-EMULATED_FACTOR = 10.0  # all limits on the emulated device
 
 
 def run_here(stage: Stage, settings: Settings) -> None:
@@ -76,6 +81,7 @@ def run_apart(stage: Stage, settings: Settings, limit: float) -> dict[str, Any]:
     path = settings.out / f"{stage.name}.json"
     path.unlink(missing_ok=True)
     command = [sys.executable, "-m", "benchmarks.gpu_check", "--run-here", stage.name, *settings.arguments()]
+    command += ["--limit", f"{limit:.1f}"]
     begin = time.monotonic()
     with (settings.out / f"{stage.name}.log").open("w") as log:
         ended = _run(command, settings, limit, log)
@@ -125,7 +131,7 @@ def run_all(stages: Sequence[Stage], settings: Settings, total: float, after: Ca
     end, contents = time.monotonic() + total, list[dict[str, Any]]()
     for stage in stages:
         left = end - time.monotonic() - _GRACE_SECONDS
-        limit = min(left, stage.limit * (EMULATED_FACTOR if settings.emulated else 1.0))
+        limit = min(left, stage.rehearsal if settings.emulated else stage.limit)
         reason = (
             "the ladder made no device" if _no_device(contents) else f"no time was left of {total:.0f} s" if limit < 1.0 else ""
         )
@@ -138,14 +144,20 @@ def run_all(stages: Sequence[Stage], settings: Settings, total: float, after: Ca
         after(contents)
 
 
-def _skipped(stage: Stage, settings: Settings, reason: str) -> dict[str, Any]:
-    report = StageReport(settings.out / f"{stage.name}.json", stage.name, settings.device)
-    report.finish(SKIPPED, reason)
+def setup_failure(settings: Settings, text: str) -> dict[str, Any]:
+    """Return the JSON of a stage "setup" that says what could not be installed before the others."""
+    report = StageReport(settings.out / "setup.json", "setup", settings.device)
+    report.check("all that was carried is installed", False, text)
+    report.finish()
     return report.content
 
 
 def _no_device(contents: Sequence[dict[str, Any]]) -> bool:
-    return any(not check["passed"] for content in contents[:1] for check in content["checks"] if check["name"] == "device")
+    return any(
+        content["stage"] == "ladder" and check["name"] == "device" and not check["passed"]
+        for content in contents
+        for check in content["checks"]
+    )
 
 
 def table(contents: Sequence[dict[str, Any]]) -> str:
@@ -160,24 +172,36 @@ def table(contents: Sequence[dict[str, Any]]) -> str:
 
 
 def failures(contents: Sequence[dict[str, Any]], out: Path) -> str:
-    """Return every failed check with its text, and the last lines of the log of each failed stage: what is to be mended."""
-    lines = []
-    for content in contents:
-        if content["status"] != FAILED:
-            continue
-        lines.append(f"==== {content['stage']}: {content['summary']}"[:_LINE])
-        failed = [check for check in content["checks"] if not check["passed"]]
-        lines += [f"  {check['name']}: {check['text']}"[:_LINE] for check in failed[:_MOST_CHECKS]]
-        log = out / f"{content['stage']}.log"
-        tail = log.read_text(errors="replace").splitlines()[-_LOG_LINES:] if log.exists() else []
-        lines += [f"  | {line}"[:_LINE] for line in tail]
-    return "\n".join(lines)
+    """Return the failed checks of each failed stage and the last lines of its log, in 10,000 characters at most."""
+    failed = [content for content in contents if content["status"] == FAILED]
+    return "\n".join(_failure(content, out / f"{content['stage']}.log", _CHARACTERS // len(failed) - 1) for content in failed)
+
+
+def _failure(content: dict[str, Any], log: Path, characters: int) -> str:
+    """Return at most so many characters; the log's end has the half of them that checks leave, or more."""
+    failed = [check for check in content["checks"] if not check["passed"]]
+    lines = [f"==== {content['stage']}: {content['summary']}"[:_LINE]]
+    lines += [f"  {check['name']}: {check['text']}"[:_LINE] for check in failed[:_MOST_CHECKS]]
+    tail = "".join(f"\n  | {line}"[:_LINE] for line in _end_of(log, 1 << 16).decode(errors="replace").splitlines()[-_LOG_LINES:])
+    head = "\n".join(lines)
+    head = head[: max(characters // 2, characters - len(tail))]
+    return head + tail[max(0, len(tail) - (characters - len(head))) :]
+
+
+def _end_of(path: Path, size_bytes: int) -> bytes:
+    """Return the last bytes of a file; none where it is missing."""
+    if not path.exists():
+        return b""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - size_bytes))
+        return file.read()
 
 
 def publish(folder: Path, out: Path, contents: Sequence[dict[str, Any]]) -> None:
-    """All results in one file gpu-check.json and all output in one file gpu-check.log, below `folder`."""
+    """Write all results to one file gpu-check.json and the end of all output, 1 MiB at most, to gpu-check.log, below `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "gpu-check.json").write_text(json.dumps(list(contents), indent=1) + "\n")
-    logs = (out / f"{content['stage']}.log" for content in contents)
-    texts = (f"==== {path.name}\n{path.read_text(errors='replace')[-_LOG_BYTES:]}\n" for path in logs if path.exists())
-    (folder / "gpu-check.log").write_text("".join(texts))
+    heads = [f"==== {content['stage']}.log\n".encode() for content in contents]
+    share = (_LOG_BYTES - sum(map(len, heads))) // max(1, len(contents)) - 1
+    logs = (_end_of(out / f"{content['stage']}.log", share) for content in contents)
+    (folder / "gpu-check.log").write_bytes(b"".join(head + log + b"\n" for head, log in zip(heads, logs, strict=True)))

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
+from benchmarks.gpu.child import watch
 from benchmarks.gpu.settings import Settings, SkippedError
 from benchmarks.gpu.stage_report import StageReport
 
 _TOP = Path(__file__).parents[2]
-_ARGUMENTS = ("-q", "-m", "parallel[1] and not slow", "-p", "no:cacheprovider", "-r", "f", "tests/backend", "tests/benchmarks")
+_ARGUMENTS = ("-q", "-m", "parallel[1] and not slow", "-r", "f", "--level", "quick", "tests/backend", "tests/benchmarks/gpu")
 
 
 def run(settings: Settings, report: StageReport) -> None:
-    """All tests below tests/backend that are neither slow nor of several ranks."""
+    """Run at most three cases of each test of the backend and of the stages that is neither slow nor of several ranks."""
     if not settings.emulated:
         raise SkippedError("what the tests prove does not depend on the GPU; the rehearsal runs them")
-    done = subprocess.run([sys.executable, "-m", "pytest", *_ARGUMENTS], capture_output=True, text=True, cwd=_TOP)
-    print(done.stdout, done.stderr)
+    done = watch([sys.executable, "-m", "pytest", *_ARGUMENTS], cwd=_TOP)
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
     last = (done.stdout.strip().splitlines() or ["no output"])[-1].strip("= ")
     report.add("failed_tests", failed)

@@ -216,6 +216,10 @@ def test_a_gpu_older_than_nvrtc_is_refused(load: Load) -> None:
         module.CupyDevice().kernel("elementwise", "relu_forward_f32_w4")
 
 
+class _List(list):
+    """A list that weak references can refer to."""
+
+
 @pytest.mark.parametrize("collects", [True, False])
 @pytest.mark.parametrize("fails", [True, False])
 def test_nothing_is_collected_inside_a_capture(load: Load, collects: bool, fails: bool) -> None:
@@ -225,7 +229,7 @@ def test_nothing_is_collected_inside_a_capture(load: Load, collects: bool, fails
     stream, before = device.stream("compute"), gc.isenabled()
     (gc.enable if collects else gc.disable)()
     try:
-        ring = Watched(lambda item: None)
+        ring = _List()
         for item in (ring, device.allocate(8)):
             ring.append(item)
         garbage_ring = weakref.ref(ring)
