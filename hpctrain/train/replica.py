@@ -135,7 +135,7 @@ class Replica:
             self.watch = WeightWatch(self.network, averagers, self._optimizers.guards, self.average, self.groups, self._checks)
         self._step = self._training_step()
         if self._skips:
-            self._guard = StepGuard(averagers, self.groups.messages, self.progress, self._step.finiteness)
+            self._guard = StepGuard(averagers, self.groups.messages, self.progress, self._step.finiteness, self.watch)
 
     def _training_step(self) -> TrainingStep:
         passes, counts_of, looks = self.passes, self.groups.counts_of, not self._skips
@@ -193,8 +193,6 @@ class Replica:
         cause = self._guard.end(self.global_step + 1, finite=self._reduction.finite)
         if cause is not None:
             self._reduction.clear()
-            if self.watch is not None:
-                self.watch.forget()
         return cause
 
     @_without_warnings
@@ -338,11 +336,17 @@ class Replica:
         self.parameters_written()
 
     def _raise_diverged(self) -> None:
-        """Raise what any rank has seen of numbers that are not finite, alike on all; nothing where none has. Collective."""
+        """Raise what any rank has seen of numbers that are not finite, alike on all; nothing where none has. Collective.
+
+        A rank whose own memory has changed is the cause: NaN there reaches all ranks within a step, before the checks tell it.
+        """
         advice = f"lower optimizer.lr ({self.lr:g} there), warm up longer, or set optimizer.clip_norm."
         error = self._step.finiteness.error(self._reduction.gather, advice)
-        if error is not None:
-            raise error.of_all_ranks()
+        if error is None:
+            return
+        if self.watch is not None and any(self._reduction.gather(self.watch.verify())):
+            self._raise_corrupted()
+        raise error.of_all_ranks()
 
     def _raise_corrupted(self) -> None:
         """Raise the error for the differences that the watch has found, the same on all ranks. Collective; after `drain`."""

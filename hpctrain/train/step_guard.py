@@ -15,6 +15,7 @@ from hpctrain.averaging.undo_copy import UndoCopy
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.train.finiteness import Cause, Finiteness
+from hpctrain.train.weight_watch import WeightWatch
 
 
 class StepGuard:
@@ -22,13 +23,19 @@ class StepGuard:
 
     Args:
         averagers: by parameter group. comm: all ranks that train together; of which a copy is made.
-        finiteness: looks at what this rank has updated.
+        finiteness: looks at what this rank has updated. watch: learns of an undone step; None: no checks.
     """
 
     def __init__(
-        self, averagers: Mapping[str, GradientAverager], comm: Communicator, progress: ProgressEngine, finiteness: Finiteness
+        self,
+        averagers: Mapping[str, GradientAverager],
+        comm: Communicator,
+        progress: ProgressEngine,
+        finiteness: Finiteness,
+        watch: WeightWatch | None,
     ) -> None:
         self._averagers, self._progress, self._finiteness = tuple(averagers.values()), progress, finiteness
+        self._watch = watch
         self._copies = [UndoCopy(averager) for averager in self._averagers]
         copied = comm.split(0, comm.rank, "agreement on finite steps")
         assert copied is not None
@@ -56,6 +63,9 @@ class StepGuard:
         if not bad_ranks[0]:
             return None
         cause = self._finiteness.cause(step, seen, finite=finite, gather=comm.allgather_object)
+        if self._watch is not None:
+            self._watch.verify()  # the copies remove the traces of damage
+            self._watch.step_undone()
         for copy in self._copies:
             copy.restore()
         return cause

@@ -253,8 +253,7 @@ class WeightWatch:
         """
         if self._all_equal_at == step:
             return True
-        for guard in self._guards:
-            guard.verify()
+        self.verify()
         self._vouches = {name: self._knows_owned(name) for name in self._averagers}
         looks = self._next_reads() if self._reads else [Checksums() for _ in range(_KINDS)]
         for kind, (whole, equal_at) in enumerate(zip(self._whole, self._equal_at, strict=True)):
@@ -267,12 +266,25 @@ class WeightWatch:
         self._all_equal_at = self._read_equal_at = step
         return True
 
+    def verify(self) -> bool:
+        """Compare what only this rank writes with what it wrote, and return whether any of it has changed. After a drain."""
+        for guard in self._guards:
+            guard.verify()
+        return any(guard.found for guard in self._guards)
+
     def forget(self) -> None:
-        """Parameters and state were loaded, or a step was undone: what is remembered of them does not hold any more."""
+        """Parameters and state were loaded: what is remembered of them does not hold any more."""
+        self.step_undone()
+        self.statistics.forget()
+        self._frozen.forget()
+
+    def step_undone(self) -> None:
+        """Parameters and the optimiser's state are again as they were before a step; statistics were not written."""
         self._all_equal_at, self._looks = -1, None
         self._vouches = dict.fromkeys(self._vouches, False)
         for guard in self._guards:
-            guard.forget()
+            if guard not in (self.statistics, self._frozen):
+                guard.forget()
 
     def error(self, kept_step: int | None) -> CorruptedStateError:
         """Return the error about the latest comparison, the same on every rank, with the ranks that are wrong. After a drain.
@@ -280,8 +292,7 @@ class WeightWatch:
         Args:
             kept_step: of the newest checkpoint; None where there is none.
         """
-        for guard in self._guards:  # an owner may not yet have compared its arrays with what it wrote
-            guard.verify()
+        self.verify()  # an owner may not yet have compared its arrays with what it wrote
         changed = tuple(name for guard in self._guards for name in guard.found)
         reports = self._comm.allgather_object(RankReport(self._sent, changed))
         found = difference(reports, (*self._alike, *self._alike), self._comm.world_ranks, self._sent_step)

@@ -169,13 +169,10 @@ def test_a_replica_without_checks_compares_nothing() -> None:
 
 
 # -- flipped bits --------------------------------------------------------------------------------------------------------------
-#: The error says that the training has diverged, and does not name the rank.
-_NAMES_NO_RANK = pytest.param(71, marks=pytest.mark.xfail(strict=True, raises=DivergedError))
-
-
 @pytest.mark.sample(12)
+@pytest.mark.once_failed("71", "586", "2209", "3645")  # NaN that reached all ranks, or whose step was skipped
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [_NAMES_NO_RANK if seed == 71 else seed for seed in range(DAMAGES)])
+@pytest.mark.parametrize("seed", [*range(DAMAGES), 586, 2209, 3645])
 def test_damage_to_one_rank_is_told_in_time_and_of_that_rank(seed: int) -> None:
     """Damage to any array at any moment of a step is reported, or it changes no bit of any rank at the end."""
     damage = drawn(seed)
