@@ -51,7 +51,7 @@ STAGES = (
     Stage("kernels", 35),
     Stage("training", 30, rehearsal=90),
     Stage("speed", 45),
-    Stage("peer", 195),
+    Stage("peer", 255),
     Stage("links", 10),
     Stage("ranks", 60, rehearsal=120),
     Stage("pixels", 15),

@@ -122,8 +122,9 @@ def test_cudnn_is_imported_without_pytorch(monkeypatch, tmp_path, loaded: bool) 
     text = "try:\n    import torch\nexcept ImportError:\n    torch = None\n"
     (tmp_path / "cudnn.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "cudnn", raising=False)
-    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    for name in ("cudnn", "torch"):
+        monkeypatch.setitem(sys.modules, name, None)  # so that what was there, or nothing, is there again at the end
+        del sys.modules[name]
     torch = importlib.import_module("torch") if loaded else None
     assert cudnn_graphs.library().torch is torch
     assert sys.modules.get("torch") is torch

@@ -393,7 +393,7 @@ def test_tf32_in_the_place_of_float32_is_off_by_more_than_the_tolerance(case: Ca
 
 
 def test_the_tolerance_of_float32_follows_the_length_of_the_sum() -> None:
-    """An H100's Winograd weight gradients of 16 x 28 x 28 images were off by 1.55e-5, sums one after another are by 4e-6."""
+    """An H100's 3x3 weight gradients, sums of 12,544 products, were off by 1.55e-5; one product after another by 4e-6."""
     case = next(case for case in cases(small=False) if case.name == "3x3 groups 16x28x28x128")
     output = (16, 28, 28, 128)
     assert [case.terms(name, output) for name in ("output", "d input 0", "d weight")] == [9 * 32, 9 * 32, 16 * 28 * 28]
