@@ -84,11 +84,12 @@ def run_apart(stage: Stage, settings: Settings, limit: float) -> dict[str, Any]:
     command += ["--limit", f"{limit:.1f}"]
     begin = time.monotonic()
     with (settings.out / f"{stage.name}.log").open("w") as log:
-        ended = _run(command, settings, limit, log)
+        code = _run(command, settings, limit, log)
+    ended = f"stopped after its limit of {limit:.0f} s" if code is None else f"ended with code {code}, see {stage.name}.log"
     content: dict[str, Any] = {"stage": stage.name, "device": settings.device, "status": RUNNING, "summary": "", "checks": []}
     with contextlib.suppress(OSError, json.JSONDecodeError):
         content = json.loads(path.read_text())
-    if content["status"] == RUNNING:
+    if content["status"] == RUNNING or (code != 0 and content["status"] != FAILED):  # also where it died after its report
         content["status"] = FAILED
         content["summary"] = "; ".join(filter(None, (ended, content["summary"])))
     content["seconds"] = round(time.monotonic() - begin, 1)
@@ -96,8 +97,8 @@ def run_apart(stage: Stage, settings: Settings, limit: float) -> dict[str, Any]:
     return content
 
 
-def _run(command: Sequence[str], settings: Settings, limit: float, log: Any) -> str:
-    """How the process ended, in words. All processes that it has started end with it."""
+def _run(command: Sequence[str], settings: Settings, limit: float, log: Any) -> int | None:
+    """Return the process's exit code; None: its limit has ended it. All processes that it has started end with it."""
     process = subprocess.Popen(
         command,
         stdout=log,
@@ -107,11 +108,10 @@ def _run(command: Sequence[str], settings: Settings, limit: float, log: Any) -> 
         stdin=subprocess.DEVNULL,
     )
     try:
-        code = process.wait(limit)
+        return process.wait(limit)
     except subprocess.TimeoutExpired:
         _end(process)
-        return f"stopped after its limit of {limit:.0f} s"
-    return f"ended with code {code}, see {Path(log.name).name}"
+        return None
 
 
 def _end(process: subprocess.Popen) -> None:

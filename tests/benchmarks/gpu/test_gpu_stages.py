@@ -7,7 +7,7 @@ import math
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -131,6 +131,21 @@ def test_a_stage_that_dies_or_takes_too_long_has_failed(settings: Settings) -> N
     late = run_apart(Stage("facts", 60), settings, 0.02)
     assert late["status"] == FAILED
     assert "stopped after its limit" in late["summary"]
+
+
+@pytest.mark.parametrize(("code", "text"), [(-11, "ended with code -11"), (None, "stopped after its limit of 60 s")])
+def test_a_stage_that_dies_or_hangs_after_its_report_has_failed(
+    code: int | None, text: str, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As libraries do when a process ends."""
+
+    def reported(command: Sequence[str], settings: Settings, *_: object) -> int | None:
+        (settings.out / "facts.json").write_text(json.dumps(ended("facts", PASSED, ("rule", True, ""))))
+        return code
+
+    monkeypatch.setattr(stages, "_run", reported)
+    content = run_apart(Stage("facts", 60), settings, 60)
+    assert (content["status"], content["summary"].partition(",")[0]) == (FAILED, text)
 
 
 @pytest.mark.job
