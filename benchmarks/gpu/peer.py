@@ -77,9 +77,9 @@ def time_peer(
     left = list(batches)
 
     def on_line(line: str) -> None:
-        if line.startswith("{"):
+        if line.startswith('{"model"'):  # a warning of another process may follow in the same line
             left.pop(0)
-            add(json.loads(line))
+            add(json.JSONDecoder().raw_decode(line)[0])
 
     command = [sys.executable, str(_PROGRAM), "--model", model, "--batch", *map(str, batches), *extra]
     try:

@@ -335,7 +335,9 @@ def test_programs_that_fail_under_a_sanitizer_are_failed_checks(report: StageRep
 def test_what_a_peer_does_not_tell_is_a_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     monkeypatch.setattr(peer, "_PROGRAM", program)
-    program.write_text("""print('{"model": "m", "batch": 8, "images_per_second": 3.0}'); raise SystemExit("no memory")""")
+    program.write_text(
+        """print('{"model": "m", "batch": 8, "images_per_second": 3.0}W a warning\\n{}'); raise SystemExit("no memory")"""
+    )
     rows: list[dict[str, Any]] = []
     assert not peer.time_peer("m", (8, 4), "", math.inf, rows.append)
     assert rows[0]["images_per_second"] == 3.0
