@@ -165,21 +165,29 @@ def ended(name: str, status: str, *checks: tuple[str, bool, str]) -> dict[str, A
     return {"stage": name, "status": status, "summary": "", "checks": rows, "seconds": 1.0}
 
 
-@pytest.mark.parametrize(("passed", "ran"), [(True, ["ladder", "facts", "build"]), (False, ["ladder"])])
+@pytest.mark.parametrize(
+    ("rungs", "goes_on"),
+    [
+        ((("driver", False), ("device", True)), True),
+        ((("driver", True), ("device", False)), False),
+        ((("driver", True),), False),  # it hung or crashed on the way
+        ((), True),  # it could not be imported
+    ],
+)
 def test_without_a_device_the_ladder_is_the_last_stage(
-    passed: bool, ran: list[str], settings: Settings, monkeypatch: pytest.MonkeyPatch
+    rungs: tuple[tuple[str, bool], ...], goes_on: bool, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[str] = []
 
     def apart(stage: Stage, settings: Settings, limit: float) -> dict[str, Any]:
         started.append(stage.name)
-        return ended(stage.name, FAILED, ("driver", False, ""), ("device", passed, "no driver"))
+        return ended(stage.name, FAILED, *[(rung, passed, "") for rung, passed in rungs])
 
     monkeypatch.setattr(stages, "run_apart", apart)
     contents: list[dict[str, Any]] = []
     run_all(STAGES[:3], settings, 540.0, lambda so_far: contents.__setitem__(slice(None), so_far))
-    assert started == ran
-    assert [content["summary"] for content in contents] == [""] * len(ran) + ["the ladder made no device"] * (3 - len(ran))
+    assert started == (["ladder", "facts", "build"] if goes_on else ["ladder"])
+    assert [content["summary"] for content in contents] == ["", *["" if goes_on else "the ladder made no device"] * 2]
 
 
 def test_all_limits_fit_one_call() -> None:
