@@ -302,6 +302,18 @@ def test_any_pixels_equal_the_numpy_set(
     compare_products(spec, (images, *sides, channels[0]), precision, 0, accumulate=accumulate)
 
 
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_nan_reaches_the_windows_that_see_it_and_no_others(cuda_kernels, precision: str) -> None:
+    """Rows of patches end with zeros, and not with the pixels below the window, whose product with zero would be NaN."""
+    spec, shape = patches(3, (3, 3)), (1, 6, 6, 3)
+    x, parameters, _ = case(spec, shape)
+    x[0, 2, :2] = np.nan
+    y = device_bench(cuda_kernels(precision), spec, x, parameters, wanted=[False]).forward()
+    seen = np.zeros((6, 6), bool)
+    seen[1:4, :3] = True
+    np.testing.assert_array_equal(np.isnan(y), np.broadcast_to(seen[None, :, :, None], y.shape))
+
+
 def test_patches_far_into_a_batch_are_found(cuda_kernels) -> None:
     """Two windows 2**32 elements behind the beginning of x, of which only they are memory."""
     kernels, far = cuda_kernels("float32"), 1 << 30
