@@ -59,7 +59,8 @@ class OperatorBench:
         dtype = self.dtype or str(self.inputs[0].dtype)
         kept = parameter_dtype(dtype)
         self._plain = tuple(TensorSpec(x.shape, dtype) for x in self.inputs)
-        self.operator: Operator = self.kernels.make(self.spec, self._plain, training=self.training)
+        unwanted = {} if self.wanted is None or any(self.wanted) else {"input_gradient": False}
+        self.operator: Operator = self.kernels.make(self.spec, self._plain, training=self.training, **unwanted)
         operator = self.operator
         self.in_place = self.in_place and isinstance(operator, InPlace) and operator.inputs[0].layout == operator.output.layout
         self._overwrites = isinstance(operator, InputView) or (self.in_place and not operator.needs_inputs[0])

@@ -236,6 +236,16 @@ def test_nothing_is_asked_of_cublas_without_elements(shape: tuple[int, int, int]
     assert "gemmEx" not in bench.cublas.calls
 
 
+@pytest.mark.parametrize("shape", [(1 << 31, 1, 1), (1, 1 << 31, 1), (1, 1, (1 << 32) + 1)])
+def test_more_rows_than_cublas_counts_are_refused(shape: tuple[int, int, int]) -> None:
+    """Its 32 bits would make 1 of the last one, and a product of a part."""
+    bench, (m, k, n) = Bench(), shape
+    options = {"transpose_a": False, "transpose_b": False, "accumulate": False}
+    with pytest.raises(BackendError, match=r"at most 2147483647 rows and columns, not \d+ x \d+ by .*; train with smaller micro"):
+        bench.products.run(_array(m, k), _array(k, n), _array(m, n), **options, precision="float32")
+    assert "gemmEx" not in bench.cublas.calls
+
+
 def test_what_does_not_fit_is_refused() -> None:
     bench = Bench()
     a, b, c = (bench.place(bench.whole(*two), "float32") for two in ((2, 3), (2, 3), (2, 2)))

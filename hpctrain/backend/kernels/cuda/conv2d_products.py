@@ -11,13 +11,13 @@ from hpctrain.backend.cuda.device_array import DeviceArray
 from hpctrain.backend.dtypes import item_bytes
 from hpctrain.backend.kernels.base import Buffers, StepContext
 from hpctrain.backend.kernels.cuda.box_copy import copy_box
-from hpctrain.backend.kernels.cuda.images import check_images
 from hpctrain.backend.kernels.cuda.operator import CudaOperator
 from hpctrain.backend.kernels.cuda.runtime import THREADS, CudaRuntime
 from hpctrain.backend.kernels.specs import Conv2dSpec, Spec, TensorSpec
 
 _PACK_BYTES = 16
 _WAVES = 32  # blocks for each multiprocessor
+_MOST = 2**31 - 1
 
 
 class _Products(CudaOperator):
@@ -88,7 +88,6 @@ class CudaPatchConv2d(_Products):
 
     def __init__(self, spec: Conv2dSpec, x: TensorSpec, *, training: bool, runtime: CudaRuntime, arithmetic: Arithmetic) -> None:
         super().__init__(spec, x, training=training, runtime=runtime, arithmetic=arithmetic)
-        check_images("convolution", x.shape, self.output.shape)
         pack = _PACK_BYTES // item_bytes(self.dtype)
         self._packs = -(-math.prod(spec.weight_shape[1:]) // pack)
         width = self._packs * pack
@@ -102,12 +101,16 @@ class CudaPatchConv2d(_Products):
 
     @staticmethod
     def fits(spec: Spec, x: TensorSpec, *, input_gradient: bool) -> bool:
-        """Return whether this class computes the convolution: with one group, no bias and no dilation."""
+        """Return whether this class computes the convolution: with one group, no bias and no dilation.
+
+        A block's threads hold a whole row of patches, and numbers of 32 bits count the elements of the rows under a window.
+        """
         if not isinstance(spec, Conv2dSpec) or spec.bias or spec.groups != 1 or input_gradient:
             return False
-        pack = _PACK_BYTES // item_bytes(x.dtype)
+        window, pack = spec.window, _PACK_BYTES // item_bytes(x.dtype)
         columns = -(-math.prod(spec.weight_shape[1:]) // pack)
-        return spec.window.dilation == (1, 1) and spec.channels_in < pack and columns <= THREADS
+        under = window.kernel[0] * x.shape[2] * spec.channels_in
+        return window.dilation == (1, 1) and spec.channels_in < pack and columns <= THREADS and under <= _MOST
 
     def forward(self, context: StepContext) -> None:
         if not self.output.size:

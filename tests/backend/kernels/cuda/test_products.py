@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +16,8 @@ from hpctrain.backend.cuda.device import ConvolutionKey
 from hpctrain.backend.cuda.emulator.rounding import read
 from hpctrain.backend.kernels.abilities import SufficientFactors
 from hpctrain.backend.kernels.base import Buffers, LossSums, Operator
+from hpctrain.backend.kernels.cuda.conv2d import CudaConv2d
+from hpctrain.backend.kernels.cuda.conv2d_products import CudaPatchConv2d, CudaPointwiseConv2d
 from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
 from hpctrain.backend.kernels.fused_specs import WithRelu
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
@@ -203,6 +208,143 @@ def record_plans(kernels: CudaKernelSet) -> list[ConvolutionKey]:
     plan = device.convolution
     device.convolution = lambda key: (asked.append(key), plan(key))[1]
     return asked
+
+
+def patches(channels: int, kernel: tuple[int, int], stride: tuple[int, int] = (1, 1), **options: Any) -> Conv2dSpec:
+    return Conv2dSpec(channels, 5, Window(kernel, stride, (1, 1, 1, 1), options.pop("dilation", (1, 1))), bias=False, **options)
+
+
+@pytest.mark.parametrize(
+    ("spec", "width", "precision", "options", "kind"),
+    [
+        (Conv2dSpec(3, 5, Window((1, 1), (1, 1), (0,) * 4), bias=False), 9, "bfloat16", {}, CudaPointwiseConv2d),
+        (Conv2dSpec(3, 5, Window((1, 1), (1, 1), (0,) * 4), bias=False), 9, "float64", {"training": False}, CudaPointwiseConv2d),
+        (Conv2dSpec(16, 5, Window((1, 1), (1, 1), (0,) * 4, (2, 2)), bias=False), 9, "tf32", {}, CudaPointwiseConv2d),
+        (Conv2dSpec(16, 5, Window((1, 1), (1, 1), (0,) * 4)), 9, "bfloat16", {}, CudaConv2d),
+        (WithRelu(Conv2dSpec(16, 5, Window((1, 1), (1, 1), (0,) * 4), bias=False)), 9, "bfloat16", {}, CudaConv2d),
+        (Conv2dSpec(16, 4, Window((1, 1), (1, 1), (0,) * 4), 2, bias=False), 9, "bfloat16", {}, CudaConv2d),
+        (Conv2dSpec(16, 5, Window((1, 1), (1, 2), (0,) * 4), bias=False), 9, "bfloat16", {}, CudaConv2d),
+        (Conv2dSpec(16, 5, Window((1, 1), (1, 1), (0, 0, 0, 1)), bias=False), 9, "bfloat16", {}, CudaConv2d),
+        (patches(7, (3, 3)), 9, "bfloat16", {"input_gradient": False}, CudaPatchConv2d),
+        (patches(7, (3, 3)), 9, "bfloat16", {"training": False}, CudaPatchConv2d),
+        (patches(7, (3, 3)), 9, "bfloat16", {}, CudaConv2d),
+        (patches(8, (3, 3)), 9, "bfloat16", {"input_gradient": False}, CudaConv2d),
+        (patches(3, (3, 3)), 9, "float32", {"input_gradient": False}, CudaPatchConv2d),
+        (patches(4, (3, 3)), 9, "tf32", {"input_gradient": False}, CudaConv2d),
+        (patches(1, (3, 3)), 9, "float64", {"input_gradient": False}, CudaPatchConv2d),
+        (patches(2, (3, 3), dilation=(1, 2)), 9, "bfloat16", {"input_gradient": False}, CudaConv2d),
+        (WithRelu(patches(2, (3, 3))), 9, "bfloat16", {"input_gradient": False}, CudaConv2d),
+        (patches(2, (8, 128)), 130, "bfloat16", {"training": False}, CudaPatchConv2d),  # 256 packs
+        (patches(1, (3, 683)), 700, "bfloat16", {"training": False}, CudaConv2d),  # 257 packs
+        (patches(1, (3, 3)), (1 << 31) // 3, "bfloat16", {"training": False}, CudaPatchConv2d),
+        (patches(1, (3, 3)), (1 << 31) // 3 + 1, "bfloat16", {"training": False}, CudaConv2d),
+    ],
+)
+def test_convolutions_are_products_where_these_compute_them(
+    cuda_kernels, monkeypatch, spec: Conv2dSpec | WithRelu, width: int, precision: str, options: dict[str, bool], kind: type
+) -> None:
+    """Rows of 2**31 elements under a window would be counted with 32 bits, and their end be read from before the image."""
+    kernels = cuda_kernels(precision)
+    monkeypatch.setattr(kernels.runtime.device, "convolution", lambda key: SimpleNamespace(workspace_bytes=0))
+    channels = getattr(spec, "inner", spec).channels_in
+    assert type(made(kernels, spec, (1, 9, width, channels), **options)) is kind
+
+
+def compare_products(spec: Conv2dSpec, shape: tuple[int, ...], precision: str, seed: int, *, accumulate: bool = False) -> None:
+    """All results, to the last bit: sums of these numbers are exact in float32, so that each result is rounded once."""
+    kernels, (x, parameters, dy) = emulated_kernels(precision, seed), case(spec, shape)
+    dtype, asked, start = kernels.runtime.dtype, record_plans(kernels), dyadic(*shape, seed=3)
+    expected = reference(spec, x, parameters, dy)
+    wanted = [CudaPointwiseConv2d.fits(spec)]
+    bench = device_bench(kernels, spec, x, parameters, wanted=wanted, accumulate=accumulate)
+    np.testing.assert_array_equal(bench.forward(), rounded(expected["y"], dtype))
+    gradients = bench.backward(dy, [start])
+    np.testing.assert_array_equal(gradients.parameters["weight"], expected["weight"])
+    if wanted[0]:
+        np.testing.assert_array_equal(gradients.inputs[0], rounded(expected["x"] + start * accumulate, dtype))
+    assert asked == []
+
+
+@st.composite
+def products(draw: st.DrawFn) -> tuple[Conv2dSpec, tuple[int, ...]]:
+    """Windows that leave the image on any side, or on all; images of all sizes that fit, and without pixels."""
+    kernel, stride = draw(st.tuples(*[st.integers(1, 7)] * 2)), draw(st.tuples(*[st.integers(1, 4)] * 2))
+    padding = draw(st.tuples(*[st.integers(0, 8)] * 4))
+    least = [max(1, size - padding[2 * dim] - padding[2 * dim + 1]) for dim, size in enumerate(kernel)]
+    height, width = (draw(st.just(0) | st.integers(size, size + 7)) for size in least)
+    spec = Conv2dSpec(draw(st.integers(1, 3)), draw(st.integers(1, 9)), Window(kernel, stride, padding), bias=False)
+    return spec, (draw(st.integers(0, 3)), height, width, spec.channels_in)
+
+
+@pytest.mark.usefixtures("emulated_device")
+@settings(max_examples=60)
+@given(products(), st.sampled_from(["float64", "float32", "tf32", "bfloat16"]), st.integers(0, 3))
+def test_any_patches_equal_the_numpy_set(case_: tuple[Conv2dSpec, tuple[int, ...]], precision: str, seed: int) -> None:
+    spec, shape = case_
+    if precision == "float64":  # in which a pack holds two elements
+        spec, shape = replace(spec, channels_in=1), (*shape[:3], 1)
+    compare_products(spec, shape, precision, seed)
+
+
+@pytest.mark.usefixtures("emulated_device")
+@settings(max_examples=30)
+@given(
+    st.integers(0, 3),
+    st.tuples(*[st.integers(0, 5)] * 2),
+    st.tuples(*[st.integers(1, 17)] * 2),
+    st.sampled_from(["float64", "float32", "bfloat16"]),
+    st.booleans(),
+)
+def test_any_pixels_equal_the_numpy_set(
+    images: int, sides: tuple[int, int], channels: tuple[int, int], precision: str, accumulate: bool
+) -> None:
+    spec = Conv2dSpec(*channels, Window((1, 1), (1, 1), (0,) * 4), bias=False)
+    compare_products(spec, (images, *sides, channels[0]), precision, 0, accumulate=accumulate)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_nan_reaches_the_windows_that_see_it_and_no_others(cuda_kernels, precision: str) -> None:
+    """Rows of patches end with zeros, and not with the pixels below the window, whose product with zero would be NaN."""
+    spec, shape = patches(3, (3, 3)), (1, 6, 6, 3)
+    x, parameters, _ = case(spec, shape)
+    x[0, 2, :2] = np.nan
+    y = device_bench(cuda_kernels(precision), spec, x, parameters, wanted=[False]).forward()
+    seen = np.zeros((6, 6), bool)
+    seen[1:4, :3] = True
+    np.testing.assert_array_equal(np.isnan(y), np.broadcast_to(seen[None, :, :, None], y.shape))
+
+
+def test_patches_far_into_a_batch_are_found(cuda_kernels) -> None:
+    """Two windows 2**32 elements behind the beginning of x, of which only they are memory."""
+    kernels, far = cuda_kernels("float32"), 1 << 30
+    x, out = (kernels.allocate(4 * count).view("float32") for count in (3 * 4, 2 * 8))
+    kernels.arithmetic.from_host(x, np.arange(12, dtype=np.float32))
+    begin = np.uint64(x.pointer - 4 * 4 * far)
+    # height and width of x; two windows, one below the other, of 2 x 4 elements; the first is `far` rows below the first row
+    sizes = (far + 3, 4, 2, 1, 1, 4, -far, 0, 2, 4)
+    kernels.runtime.launch("patches", "patches_f32", (1,), (2, 4), begin, out, *map(np.int32, sizes), np.int64(2))
+    np.testing.assert_array_equal(kernels.arithmetic.to_host(out), [*range(8), *range(4, 12)])
+
+
+FIRST_OF_RESNETS = Conv2dSpec(3, 8, Window((7, 7), (2, 2), (3,) * 4), bias=False)
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape", "precision"),
+    [
+        (FIRST_OF_RESNETS, (2, 17, 15, 3), "float32"),
+        (FIRST_OF_RESNETS, (2, 17, 15, 3), "bfloat16"),
+        # as many packs as threads, and windows wider than images
+        (Conv2dSpec(2, 4, Window((8, 64), (1, 3), (7, 7, 60, 30)), bias=False), (1, 5, 9, 2), "float32"),
+        (Conv2dSpec(2, 4, Window((8, 128), (1, 3), (7, 7, 100, 90)), bias=False), (1, 5, 9, 2), "bfloat16"),
+        (Conv2dSpec(1, 2, Window((1, 1), (3, 1), (2, 0, 0, 5)), bias=False), (3, 40, 41, 1), "float32"),
+    ],
+)
+def test_patches_of_more_rows_than_threads(
+    emulated_device, monkeypatch: pytest.MonkeyPatch, spec: Conv2dSpec, shape: tuple[int, ...], precision: str
+) -> None:
+    monkeypatch.setattr("hpctrain.backend.kernels.cuda.conv2d_products._WAVES", 1)
+    compare_products(spec, shape, precision, 5)
 
 
 PRECISIONS = ["float64", "float32", "tf32", "bfloat16"]
