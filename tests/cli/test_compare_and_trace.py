@@ -58,6 +58,7 @@ def test_the_step_at_which_hashes_part_is_told_to_people_and_programs(tmp_path: 
     assert bits["different"] == ["parameters/layer2.0.conv1.weight"]
 
 
+@pytest.mark.slow
 def test_a_page_of_both_is_written_on_request(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra export)")
     runs = [str(write_run(tmp_path).path) for _ in range(2)]

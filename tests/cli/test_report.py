@@ -17,6 +17,7 @@ from tests.support.trained_run import CLASSES, train
 from tests.support.written_runs import write_run, write_trace
 
 
+@pytest.mark.slow
 def test_a_page_lies_in_the_run_unless_said_otherwise(tmp_path: Path) -> None:
     run = write_run(tmp_path)
     write_trace(run)

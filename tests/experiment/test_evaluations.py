@@ -109,6 +109,7 @@ def test_any_grid_counts_what_one_rank_counts(
         assert (found.class_names, found.flip) == (CLASSES, flip)
 
 
+@pytest.mark.slow
 def test_averaged_weights_are_evaluated_as_the_run_has_done_it(trained: TrainedRun) -> None:
     """Whose configuration keeps averages and freezes layers, unlike that of the evaluation."""
     lines = map(json.loads, (trained.run.path / "metrics.jsonl").read_text().splitlines())

@@ -455,6 +455,7 @@ def test_a_checkpoint_from_elsewhere_begins_a_new_run(
     assert checkpoint.by_age(new.checkpoints)[-1][0] == 8, "the new run goes on as any other"
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_run_is_from_elsewhere(trained: Path, tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "other"):
         train_virtual(1, trained / "tiny.yaml", f"output={folder / 'runs'}", "seed=8", steps=2)
