@@ -27,7 +27,7 @@ from hpctrain.parallel.partition_graph import partition_graph
 from hpctrain.planner import machine_file
 from hpctrain.trace.tracer import Category
 from hpctrain.virtual.run import run_virtual
-from tests.support.traced_steps import Script
+from tests.support.recorded import Script
 
 
 def test_all_points_are_swept_unless_some_are_asked_for() -> None:

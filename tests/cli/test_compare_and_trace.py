@@ -20,8 +20,7 @@ from hpctrain.storage.hash_file import HashFile
 from hpctrain.storage.run_owner import SUPERVISOR, owned
 from hpctrain.trace.time_table import Late, Row, TimeTable, from_json
 from hpctrain.trace.time_table_text import lines
-from tests.support.unmarked_run import make_unmarked
-from tests.support.written_runs import write_checkpoint, write_run
+from tests.support.runs import make_unmarked, write_checkpoint, write_run
 
 
 def test_two_runs_are_compared_on_80_columns(tmp_path: Path) -> None:

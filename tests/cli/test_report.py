@@ -13,8 +13,7 @@ from click.testing import CliRunner
 from hpctrain.cli.report import report
 from hpctrain.errors import ConfigError
 from tests.support.here import run_here
-from tests.support.trained_run import CLASSES, train
-from tests.support.written_runs import write_run, write_trace
+from tests.support.runs import CLASSES, train, write_run, write_trace
 
 
 @pytest.mark.slow

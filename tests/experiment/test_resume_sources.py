@@ -47,7 +47,7 @@ from tests.support.run_in_process import (
     prepare,
     train,
 )
-from tests.support.unmarked_run import make_unmarked
+from tests.support.runs import make_unmarked
 
 SHAPES = {"parameters/w": (60, 100), "parameters/v": (3, 3, 64, 9), "parameters/b": (100,)}
 

@@ -37,9 +37,8 @@ from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
 from tests.support.jobs import Outcome, run_job
+from tests.support.runs import make_unmarked, train_virtual
 from tests.support.training import Task, batches, replica_of
-from tests.support.unmarked_run import make_unmarked
-from tests.support.virtual_runs import train_virtual
 
 CONFIG = """
 {name: tiny, seed: 7, backend: numpy, progress: test, model: {name: small, channels: [3], hidden: 5}, data: {train: train.h5},

@@ -25,7 +25,7 @@ from hpctrain.report.page import html
 from hpctrain.report.panel_figures import panel_drawing
 from hpctrain.report.record import read_runs
 from hpctrain.report.trace_figures import layer_drawing, read_steps, timeline_drawing
-from tests.support.written_runs import confusion_of, write_checkpoint, write_run, write_trace
+from tests.support.runs import confusion_of, write_checkpoint, write_run, write_trace
 
 MEGABYTES = 2.0
 
