@@ -1,5 +1,5 @@
 # make train    install, fetch Fashion-MNIST, train the quickstart network on 2 ranks
-# make quick    lint and the fast tests, at most 3 cases of each: two minutes
+# make quick    lint and the fast tests, one case of each: a minute
 # make test     all but `thorough` tests, with a sample of their cases: 2, 3 and 4 ranks, one process, Open MPI; 15 minutes on 2 cores
 # make test-all all cases of every test, 6,000 combinations of options, 64 ranks, kills, signals; hours
 # make check    lint, types, import contract, single-process tests
@@ -67,6 +67,7 @@ TEST_ENV = OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONT
 # Tests of one process run in one process more than there are cores, as some tests wait. Each process begins with a stretch of neighbours,
 # so that they share what a module prepares.
 TEST_PROCESSES ?= $(shell expr $$(nproc) + 1)
+QUICK_SHARES := 1 2 3 4
 SPREAD := -n $(TEST_PROCESSES) --maxprocesses 8 --dist worksteal
 # A Slurm of two nodes, which tests/site/test_on_slurm.py brings up; without it those tests are skipped.
 SLURM_PACKAGES := slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge
@@ -123,9 +124,13 @@ lint-words: $(VENV)/installed-dev
 unit: $(VENV)/installed-dev
 	$(TEST_ENV) $(PY) -m pytest $(SPREAD) -m "parallel[1]"
 
-quick: LEVEL := quick
-quick: lint
-	$(TEST_ENV) $(PY) -m pytest $(SPREAD) -m "parallel[1] and not slow and not job"
+# Parts of about ten seconds share the cores: each process reads and imports the files of its share only.
+quick: $(VENV)/installed-dev
+	$(MAKE) --jobs $(shell nproc) --keep-going --output-sync=target LEVEL=quick \
+		lint-types $(addprefix quick-,$(QUICK_SHARES)) lint-rules lint-format lint-imports lint-words
+
+quick-%: $(VENV)/installed-dev
+	$(TEST_ENV) HPCTRAIN_TEST_SHARE=$*/$(words $(QUICK_SHARES)) $(PY) -m pytest -q -m "parallel[1] and not slow and not job"
 
 test-%: $(VENV)/installed-dev
 	$(TEST_ENV) $(BIN)/mpiexec -n $* $(PY) -m mpi4py -m pytest -m "parallel[$*]" tests/mpi

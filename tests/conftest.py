@@ -34,7 +34,7 @@ from tests.support.marking import JobMarker
 hypothesis.settings.register_profile(
     "repeatable", derandomize=True, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
-hypothesis.settings.load_profile("repeatable")
+hypothesis.settings.register_profile("quick", hypothesis.settings.get_profile("repeatable"), max_examples=20)
 
 # A script's background job ignores SIGINT, and so would every process that a test starts and interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -152,6 +152,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Watch who starts processes; with several ranks: silence all but rank 0."""
+    hypothesis.settings.load_profile("quick" if config.getoption("--level") == "quick" else "repeatable")
     config.pluginmanager.register(JobMarker(), "job-marker")
     config.pluginmanager.register(sampling.Sampling(config), "sampling")
     config.pluginmanager.register(EmulatedDevices(), "emulated-devices")

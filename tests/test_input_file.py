@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.input_file import read_bytes, read_text, require_regular
-from tests.support.nodes import NODES, make_node
+from tests.support.data_files import NODES, make_node
 
 
 @pytest.mark.parametrize("kind", [*NODES, "directory", "loop"])

@@ -598,6 +598,7 @@ def test_the_option_of_an_error_is_known_where_it_was_raised() -> None:
     assert OptionError("lr is -1.", "lr").option == "lr"
 
 
+@pytest.mark.slow
 def test_all_errors_of_the_package_are_of_this_family() -> None:
     """All but one that its only caller turns into a DataError, and two that tell of defects: in plans, in kernels."""
     for name, node in classes():

@@ -78,7 +78,17 @@ def test_a_seed_draws_the_same_and_another_seed_others(choose: Choose) -> None:
 def test_levels(choose: Choose) -> None:
     assert len(choose("all")) == len(CASES)
     quick = choose("quick")
-    assert sum(name.startswith("test_product") for name in quick) == sum(name.startswith("test_small") for name in quick) == 3
+    assert sum(name.startswith("test_product") for name in quick) == sum(name.startswith("test_small") for name in quick) == 1
+
+
+def test_shares_of_the_files_are_all_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    config: Any = SimpleNamespace(args=(), getoption=lambda name: "usual")
+    seen = list[Path]()
+    for share in ("1/3", "2/3", "3/3"):
+        monkeypatch.setenv(sampling.SHARE, share)
+        plugin = Sampling(config)
+        seen += [file for file in sampling.TESTS.rglob("test_*.py") if plugin.pytest_ignore_collect(file) is None]
+    assert sorted(seen) == sorted(sampling.TESTS.rglob("test_*.py"))
 
 
 @pytest.mark.parametrize("name", ["test_product", "test_product[2-u]"])
@@ -86,7 +96,7 @@ def test_a_named_test_runs_whole(choose: Choose, name: str) -> None:
     assert sum(chosen.startswith("test_product") for chosen in choose("usual", arguments=(f"{FILE}::{name}",))) == 30
 
 
-@pytest.mark.parametrize(("level", "expected"), [("quick", 2), ("usual", 2), ("all", 50)])
+@pytest.mark.parametrize(("level", "expected"), [("quick", 2), ("usual", 6), ("all", 50)])
 def test_amounts_follow_the_level(monkeypatch: pytest.MonkeyPatch, level: str, expected: int) -> None:
     monkeypatch.setenv(sampling.LEVEL, level)
-    assert amount(2, 50) == expected
+    assert amount(6, 50) == expected

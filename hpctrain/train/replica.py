@@ -185,11 +185,11 @@ class Replica:
         """
         self._current_lr = lr
         self.passes.check(batch.counts)
-        if self._guard is None:
-            self._step.run(batch, self.global_step, lr)
-            return None
-        self._guard.begin()
+        if self._guard is not None:
+            self._guard.begin()
         self._step.run(batch, self.global_step, lr)
+        if self._guard is None:
+            return None
         cause = self._guard.end(self.global_step + 1, finite=self._reduction.finite)
         if cause is not None:
             self._reduction.clear()
@@ -336,17 +336,13 @@ class Replica:
         self.parameters_written()
 
     def _raise_diverged(self) -> None:
-        """Raise what any rank has seen of numbers that are not finite, alike on all; nothing where none has. Collective.
-
-        A rank whose own memory has changed is the cause: NaN there reaches all ranks within a step, before the checks tell it.
-        """
+        """Raise what any rank has seen of numbers that are not finite, alike on all; nothing where none has. Collective."""
         advice = f"lower optimizer.lr ({self.lr:g} there), warm up longer, or set optimizer.clip_norm."
         error = self._step.finiteness.error(self._reduction.gather, advice)
-        if error is None:
-            return
-        if self.watch is not None and any(self._reduction.gather(self.watch.verify())):
-            self._raise_corrupted()
-        raise error.of_all_ranks()
+        if error is not None:
+            if self.watch is not None and any(self._reduction.gather(self.watch.verify())):
+                self._raise_corrupted()  # NaN in the memory of one rank reaches all of them in one step
+            raise error.of_all_ranks()
 
     def _raise_corrupted(self) -> None:
         """Raise the error for the differences that the watch has found, the same on all ranks. Collective; after `drain`."""

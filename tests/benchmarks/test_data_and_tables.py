@@ -220,6 +220,7 @@ def test_interval_scales_with_the_values(values: list[float], factor: float) -> 
     assert (scaled.low, scaled.high) == pytest.approx((factor * once.low, factor * once.high))
 
 
+@pytest.mark.slow
 def test_interval_covers_the_true_median_about_as_often_as_it_says() -> None:
     random = np.random.default_rng(7)
     hits = 0
@@ -252,6 +253,7 @@ def test_columns_of_different_lengths_are_refused() -> None:
         ratio([1.0, 2.0], [1.0])
 
 
+@pytest.mark.slow
 def test_panels_are_one_image_in_a_directory_of_its_own(tmp_path: Path) -> None:
     pyplot = pytest.importorskip("matplotlib.pyplot")
     with plots.panels(tmp_path / "new" / "two.png", 2, 3, 2) as (left, right):

@@ -108,6 +108,7 @@ def test_a_network_has_a_table_with_two_columns_for_each_rate() -> None:
     assert "1.000 Gb/s measured" in first
 
 
+@pytest.mark.slow
 def test_a_plot_is_an_image(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     paper_overlap_report.plot("slow", RUNS, tmp_path / "new" / "plot.png")

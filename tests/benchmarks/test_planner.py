@@ -27,7 +27,7 @@ from hpctrain.parallel.partition_graph import partition_graph
 from hpctrain.planner import machine_file
 from hpctrain.trace.tracer import Category
 from hpctrain.virtual.run import run_virtual
-from tests.support.traced_steps import Script
+from tests.support.recorded import Script
 
 
 def test_all_points_are_swept_unless_some_are_asked_for() -> None:
@@ -258,6 +258,7 @@ def test_every_table_says_that_it_is_simulated() -> None:
     assert "| rate | 1500 (-25.0%) | 2200 (+10.0%) |" in text
 
 
+@pytest.mark.slow
 def test_the_plot_has_a_panel_for_each_scaling(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     planner_scaling_report.plot(_scaling_result(), tmp_path / "scaling.png")

@@ -27,7 +27,7 @@ from hpctrain.nn.parameter import FlatGroup, GroupLayout, ParameterSpec
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual
 from tests.support.faults import FAULTS
-from tests.support.unmarked_run import make_unmarked
+from tests.support.runs import make_unmarked
 
 TASK = {"file": "a.yaml", "overrides": ["epochs=10"], "ranks": 2}
 

@@ -15,7 +15,7 @@ from hpctrain.storage import best_record
 from hpctrain.storage.best_record import BestRecord
 from hpctrain.storage.checkpoint import SEQUENCE, CheckpointContent, checkpoint_path, parameter_key, read, write
 from hpctrain.storage.run_owner import owned
-from tests.support.unmarked_run import make_unmarked
+from tests.support.runs import make_unmarked
 
 
 def _call(*words: str) -> Result:

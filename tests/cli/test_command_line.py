@@ -28,9 +28,9 @@ from hpctrain.experiment import options
 from hpctrain.site import profile_files
 from hpctrain.version import __version__
 from tests.experiment.test_grids_and_image_sizes import BATCH_NORM_CONFIG as CONFIG
+from tests.support.data_files import make_node
 from tests.support.job_scripts import SITES
 from tests.support.jobs import clean_environment
-from tests.support.nodes import make_node
 
 #: words that make a text a piece of a sentence
 _PIECES = ("Of ", "That ", "Such ", "By default", "As ", "Also ", "Who ", "What ", "Which ", "How ")

@@ -20,8 +20,7 @@ from hpctrain.storage.hash_file import HashFile
 from hpctrain.storage.run_owner import SUPERVISOR, owned
 from hpctrain.trace.time_table import Late, Row, TimeTable, from_json
 from hpctrain.trace.time_table_text import lines
-from tests.support.unmarked_run import make_unmarked
-from tests.support.written_runs import write_checkpoint, write_run
+from tests.support.runs import make_unmarked, write_checkpoint, write_run
 
 
 def test_two_runs_are_compared_on_80_columns(tmp_path: Path) -> None:
@@ -58,6 +57,7 @@ def test_the_step_at_which_hashes_part_is_told_to_people_and_programs(tmp_path: 
     assert bits["different"] == ["parameters/layer2.0.conv1.weight"]
 
 
+@pytest.mark.slow
 def test_a_page_of_both_is_written_on_request(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra export)")
     runs = [str(write_run(tmp_path).path) for _ in range(2)]

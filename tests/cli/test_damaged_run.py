@@ -16,8 +16,8 @@ from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.flight.ring import End, file_name
 from hpctrain.storage.hash_file import HashFile
 from hpctrain.storage.run_directory import RunDirectory
+from tests.support.runs import write_checkpoint, write_run, write_trace
 from tests.support.sampling import amount
-from tests.support.written_runs import write_checkpoint, write_run, write_trace
 
 pytestmark = pytest.mark.slow
 

@@ -19,7 +19,7 @@ from hpctrain.data import decoder
 from hpctrain.data import fetch as fetching
 from hpctrain.data import format as data_format
 from hpctrain.data.format import ImageFile
-from tests.support.picture_files import write_pictures
+from tests.support.runs import write_pictures
 
 
 def run(*arguments, fails_with=None, code=0):

@@ -12,7 +12,7 @@ import pytest
 from hpctrain.cli.failure import USER_ERROR
 from tests.support.here import run_here
 from tests.support.jobs import Outcome
-from tests.support.trained_run import CLASSES, train
+from tests.support.runs import CLASSES, train
 
 pytestmark = pytest.mark.slow
 

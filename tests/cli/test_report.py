@@ -13,10 +13,10 @@ from click.testing import CliRunner
 from hpctrain.cli.report import report
 from hpctrain.errors import ConfigError
 from tests.support.here import run_here
-from tests.support.trained_run import CLASSES, train
-from tests.support.written_runs import write_run, write_trace
+from tests.support.runs import CLASSES, train, write_run, write_trace
 
 
+@pytest.mark.slow
 def test_a_page_lies_in_the_run_unless_said_otherwise(tmp_path: Path) -> None:
     run = write_run(tmp_path)
     write_trace(run)

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from hpctrain.cli.main import cli
 from tests.support.here import run_here
 from tests.support.jobs import Outcome
-from tests.support.unmarked_run import make_unmarked
+from tests.support.runs import make_unmarked
 
 Job = Callable[..., Outcome]
 

@@ -163,6 +163,7 @@ def test_two_nodes_train_as_one_process(job: Start, folder: Path) -> None:
     assert len(json.loads((run.path / "time_table.json").read_text())["per_rank"]) == 4
 
 
+@pytest.mark.slow
 def test_compute_only_on_a_grid(folder: Path) -> None:
     outcome = hpctrain(4, folder, "train", *MIXED, "--compute-only", "--steps", "4")
     assert "compute-only step" in outcome.stdout

@@ -325,6 +325,7 @@ GROUPS: Mapping[str, tuple[str, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", GROUPS)
 def test_an_installed_package_offers_names(folder: Path, kind: str) -> None:
     key, name = GROUPS[kind]

@@ -30,8 +30,8 @@ from hpctrain.cli.watch_screen import news, screen
 from hpctrain.experiment.run_state import RunState
 from hpctrain.flight.ring import End
 from hpctrain.storage.run_directory import RunDirectory, runs
-from tests.support.flight_records import SECOND, record
 from tests.support.jobs import clean_environment
+from tests.support.recorded import SECOND, record
 
 _CONFIG = """
 name: tiny

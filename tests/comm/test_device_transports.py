@@ -176,6 +176,7 @@ def test_stages_within_nodes_have_one_order(seed: int, emulated_device: Emulated
     run_virtual(4, lambda comm: _mixed(comm, emulated_device(seed + comm.rank), seed), seed=seed, ranks_per_node=2)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("emulated_device")  # has its kernels built; what hangs is not done at the end
 def test_without_turns_ranks_wait_for_each_other(monkeypatch: pytest.MonkeyPatch, emulated_device: EmulatedDeviceFactory) -> None:
     """Gathers within a node begin when those between nodes are complete, which is another moment on each rank."""

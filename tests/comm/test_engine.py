@@ -57,6 +57,7 @@ def _never() -> bool:
     raise AssertionError("must not start")
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.randoms(use_true_random=False), st.integers(1, 4), st.one_of(st.none(), st.integers(1, 3)))
 def test_any_program_runs_in_posting_order_after_its_dependencies(chance: random.Random, queues: int, window: int | None) -> None:

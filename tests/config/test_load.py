@@ -16,7 +16,7 @@ from hpctrain.config.schema import Config
 from hpctrain.config.source import Source, read_yaml
 from hpctrain.errors import ConfigError
 from hpctrain.experiment.check import check_names
-from tests.support.nodes import make_node
+from tests.support.data_files import make_node
 from tests.support.sampling import amount
 
 KEYS = st.text("abcxyz_<=~01.é", min_size=1, max_size=4)

@@ -27,8 +27,8 @@ from hpctrain.data.sampler import Sampler
 from hpctrain.data.sizes import ImageSizes, first_fault
 from hpctrain.errors import ConfigError, ShapeError
 from hpctrain.experiment.data_cache import give_levels
-from tests.support.cached import cached, in_memory
-from tests.support.virtual_runs import work_virtual
+from tests.support.data_files import cached, in_memory
+from tests.support.runs import work_virtual
 
 SAMPLES, SHAPE = 23, (6, 5, 3)
 

@@ -15,7 +15,7 @@ from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.sampler import Sampler, counts
 from hpctrain.data.sizes import ImageSizes
 from hpctrain.errors import ShapeError
-from tests.support.cached import in_memory
+from tests.support.data_files import in_memory
 from tests.support.sampling import amount
 
 SPECS = [("pad_crop", {"padding": 2}), ("flip", {})]

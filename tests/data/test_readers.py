@@ -21,7 +21,7 @@ from hpctrain.data.sampler import Sampler
 from hpctrain.data.stored import digest_of
 from hpctrain.data.unreadable import PAUSES_SECONDS, ReadPolicy, UnreadableError, pauses_within, reason
 from hpctrain.errors import DataError
-from tests.support.cached import cached
+from tests.support.data_files import cached
 from tests.support.sampling import amount
 
 SHAPE = (37, 41, 3)

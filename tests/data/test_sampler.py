@@ -24,8 +24,8 @@ from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.sampler import Reordering, Sampler, counts, share_of
 from hpctrain.data.synthetic import synthetic_file
 from hpctrain.errors import ConfigError, DataError, ShapeError
-from tests.support.cached import cached
-from tests.support.picture_files import write_pictures
+from tests.support.data_files import cached
+from tests.support.runs import write_pictures
 
 sizes = st.integers(1, 200)
 

@@ -17,7 +17,7 @@ from hpctrain.models import catalogue
 from hpctrain.parallel import sharding_rules
 from hpctrain.storage.run_directory import RunDirectory
 from tests.support import how_tos
-from tests.support.virtual_runs import train_virtual
+from tests.support.runs import train_virtual
 
 _TRAINING = """
 name: tiny

@@ -190,6 +190,7 @@ def _is_said(sentence: str) -> bool:
     return re.search(pattern, _strings()) is not None
 
 
+@pytest.mark.slow
 def test_the_program_says_the_sentences_that_the_page_of_symptoms_quotes() -> None:
     quoted = re.findall(r"^\| `(.+?)` \| \[", PAGES["docs/troubleshooting.md"], re.MULTILINE)
     assert len(quoted) > 10

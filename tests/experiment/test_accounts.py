@@ -44,9 +44,8 @@ from hpctrain.train.step_times import MeasuredStep
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
 from tests.data.conftest import make_file as make_file
-from tests.support.flight_records import SECOND, record
-from tests.support.heard import Heard
 from tests.support.late_kernels import LateKernelSet
+from tests.support.recorded import SECOND, Heard, record
 
 MEASURED = MeasuredStep(0.5, 0.25, 20)
 PREDICTED = PredictedStep(0.4, 0.2, 1.0, "two nodes", "abc")

@@ -47,8 +47,8 @@ from tests.support import local_copies
 from tests.support.faults import Fault, prepare, run_fault
 from tests.support.jobs import Outcome, clean_environment, run_job
 from tests.support.local_copies import ASKED_WHILE_FILLING, IMAGES, TEST_IMAGES, Trainings
+from tests.support.runs import virtual_engine, work_virtual
 from tests.support.signal_storm import final_tensors, same_bits
-from tests.support.virtual_runs import virtual_engine, work_virtual
 
 N, SHAPE = 203, (9, 11, 3)
 SIZE = 9 * 11 * 3

@@ -48,9 +48,8 @@ from hpctrain.train.scores import log_softmax
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
 from tests.support import nets, run_in_process
-from tests.support.trained_run import CLASSES, GRIDS, TrainedRun, train
+from tests.support.runs import CLASSES, GRIDS, TrainedRun, train, train_virtual, work_virtual
 from tests.support.training import Task, assemble, replica_of
-from tests.support.virtual_runs import train_virtual, work_virtual
 
 SAMPLES = 21
 
@@ -109,6 +108,7 @@ def test_any_grid_counts_what_one_rank_counts(
         assert (found.class_names, found.flip) == (CLASSES, flip)
 
 
+@pytest.mark.slow
 def test_averaged_weights_are_evaluated_as_the_run_has_done_it(trained: TrainedRun) -> None:
     """Whose configuration keeps averages and freezes layers, unlike that of the evaluation."""
     lines = map(json.loads, (trained.run.path / "metrics.jsonl").read_text().splitlines())

@@ -53,10 +53,10 @@ from hpctrain.virtual.counters import Counters, CountingCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
 from tests.support import faults, nets, run_in_process
 from tests.support.faults import Fault, run_fault
-from tests.support.heard import Heard
 from tests.support.jobs import Outcome
+from tests.support.recorded import Heard
+from tests.support.runs import train_virtual
 from tests.support.signal_storm import final_tensors, prepare, same_bits
-from tests.support.virtual_runs import train_virtual
 from tests.test_api import alone_without_a_launcher as alone_without_a_launcher
 
 

@@ -16,8 +16,8 @@ from hpctrain.experiment.lost_ranks import RunMemory, check_offered
 from hpctrain.launch.launcher import Launcher
 from hpctrain.storage.run_directory import RunDirectory
 from hpctrain.train.snapshot import Position
-from tests.support.heard import Heard
 from tests.support.jobs import Outcome
+from tests.support.recorded import Heard
 from tests.support.signal_storm import prepare
 
 Job = Callable[..., Outcome]

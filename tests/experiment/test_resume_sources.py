@@ -47,7 +47,7 @@ from tests.support.run_in_process import (
     prepare,
     train,
 )
-from tests.support.unmarked_run import make_unmarked
+from tests.support.runs import make_unmarked
 
 SHAPES = {"parameters/w": (60, 100), "parameters/v": (3, 3, 64, 9), "parameters/b": (100,)}
 
@@ -511,6 +511,7 @@ def test_the_end_of_a_run_names_the_best(folder: Path, capsys: pytest.CaptureFix
     assert _there(folder) == [9]
 
 
+@pytest.mark.slow
 def test_a_finished_run_that_is_resumed_keeps_its_best_checkpoint(folder: Path) -> None:
     _whole(folder, accuracies=(3, 9, 4))
     before = {path.name: path.read_bytes() for path in _directory(folder).iterdir()}

@@ -32,7 +32,7 @@ from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual
 from tests.experiment.test_saved_runs import write_images
 from tests.support.jobs import Outcome
-from tests.support.virtual_runs import _rank, train_virtual
+from tests.support.runs import _rank, train_virtual
 
 pytestmark = pytest.mark.slow
 SAMPLES, BATCH, SEED = 75, 16, 7

@@ -37,9 +37,8 @@ from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
 from tests.support.jobs import Outcome, run_job
+from tests.support.runs import make_unmarked, train_virtual
 from tests.support.training import Task, batches, replica_of
-from tests.support.unmarked_run import make_unmarked
-from tests.support.virtual_runs import train_virtual
 
 CONFIG = """
 {name: tiny, seed: 7, backend: numpy, progress: test, model: {name: small, channels: [3], hidden: 5}, data: {train: train.h5},
@@ -455,6 +454,7 @@ def test_a_checkpoint_from_elsewhere_begins_a_new_run(
     assert checkpoint.by_age(new.checkpoints)[-1][0] == 8, "the new run goes on as any other"
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_run_is_from_elsewhere(trained: Path, tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "other"):
         train_virtual(1, trained / "tiny.yaml", f"output={folder / 'runs'}", "seed=8", steps=2)

@@ -53,7 +53,7 @@ from hpctrain.virtual.run import run_virtual
 from tests.support import nets
 from tests.support.jobs import Outcome
 from tests.support.run_in_process import prepare, train
-from tests.support.virtual_runs import _session
+from tests.support.runs import _session
 from tests.support.write_fixtures import write_data_version_1
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"

@@ -13,7 +13,7 @@ from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.flight.report import as_json, explanation, records_in, table
 from hpctrain.flight.ring import End, FlightRecord
 from hpctrain.flight.waits import held_up
-from tests.support.flight_records import SECOND, operation, record, waiting
+from tests.support.recorded import SECOND, operation, record, waiting
 
 
 def test_different_operations_are_named_with_the_few_to_blame() -> None:

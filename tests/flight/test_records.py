@@ -41,7 +41,7 @@ from hpctrain.launch.launcher import Launcher
 from hpctrain.launch.pulse import Pulse
 from hpctrain.speaker import place
 from tests.support.jobs import run_job
-from tests.support.source_lines import line
+from tests.support.recorded import line
 
 
 class Later:

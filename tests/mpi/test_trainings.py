@@ -236,6 +236,7 @@ def _exact_alone(model: str, kernels: str) -> Result:
     return train(_exact_task(model, kernels), comm, ProgressEngine(rank=0, deadline_seconds=60, abort=comm.abort), Blocking)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("model", MODELS)

@@ -28,7 +28,7 @@ from hpctrain.planner.message_costs import MessageCosts
 from hpctrain.planner.move_traffic import is_move, move_traffic
 from hpctrain.planner.rate_costs import RateCosts
 from hpctrain.planner.tasks import GroupPlacement
-from tests.support.planner_jobs import NoCompute, machine_of
+from tests.support.simulated import NoCompute, machine_of
 
 ALPHA, BETA = 3e-6, 1 / 5e9
 LONG = 1 << 20

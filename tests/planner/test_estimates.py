@@ -41,7 +41,7 @@ from hpctrain.planner.search_space import AVERAGERS, SearchSpace, grid_shapes
 from hpctrain.planner.segments import segments
 from hpctrain.planner.shortest_path import Costs, Edge, shortest_paths, unbeaten
 from tests.support.nets import plain, residual
-from tests.support.planner_jobs import NoCompute, job_of, machine_of
+from tests.support.simulated import NoCompute, job_of, machine_of
 
 
 @pytest.mark.parametrize(

@@ -330,6 +330,7 @@ def test_a_modelled_link_is_found_again_and_all_ranks_know_it(ranks: int) -> Non
     assert link_fit.link(results[0]).message_seconds(100_000) == pytest.approx(50e-6 + 8e-9 * 100_000, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_messages")
 def test_a_slow_link_is_left_at_the_size_that_takes_too_long() -> None:
     def program(comm: ThreadCommunicator) -> list[MessagePoint]:

@@ -37,7 +37,7 @@ from hpctrain.virtual.run import run_virtual, virtual_engine
 from tests.support import nets, planned
 from tests.support.nets import narrow, plain
 from tests.support.one_rank import one_group, train_alone
-from tests.support.planner_jobs import job_of, machine_of
+from tests.support.simulated import job_of, machine_of
 from tests.support.training import Result, Task, distance, train
 
 MACHINE = machine_of(alpha_seconds=2e-6, bytes_per_second=1e8, ranks_per_node=2)

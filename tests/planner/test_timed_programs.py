@@ -90,6 +90,7 @@ def test_dropout_has_an_id_for_every_sample_of_the_split_group(use: Parallelism)
     assert np.isfinite(timed._group.grad).all()
 
 
+@pytest.mark.slow
 def test_parameters_are_as_the_dtype_of_activations_has_them() -> None:
     timed = TimedProgram(
         Network(NETWORK.model, (16, 16, 3), NETWORK.kernels, dtype="float64").graph(2),

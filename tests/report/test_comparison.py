@@ -29,7 +29,7 @@ from hpctrain.storage import best_record
 from hpctrain.storage.best_record import BestRecord
 from hpctrain.storage.hash_file import HashFile
 from hpctrain.storage.run_directory import RunDirectory
-from tests.support.written_runs import confusion_of, write_checkpoint, write_run, write_trace
+from tests.support.runs import confusion_of, write_checkpoint, write_run, write_trace
 
 
 def test_all_that_a_run_has_is_read(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from hpctrain.report.page import html
 from hpctrain.report.panel_figures import panel_drawing
 from hpctrain.report.record import read_runs
 from hpctrain.report.trace_figures import layer_drawing, read_steps, timeline_drawing
-from tests.support.written_runs import confusion_of, write_checkpoint, write_run, write_trace
+from tests.support.runs import confusion_of, write_checkpoint, write_run, write_trace
 
 MEGABYTES = 2.0
 
@@ -126,6 +126,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     return html(report_page(read_runs([run.path for run in runs]), [result_of("quick", judgement)]))
 
 
+@pytest.mark.slow
 def test_elements_are_closed_and_names_are_there_once(text: str) -> None:
     checker = Checker()
     checker.feed(text)
@@ -264,6 +265,7 @@ def test_layers_that_took_most_are_shown(tmp_path: Path) -> None:
     assert for_page(drawing).svg.count("conv<") == 20
 
 
+@pytest.mark.slow
 def test_the_last_step_has_two_lanes_for_each_rank(tmp_path: Path) -> None:
     run = write_run(tmp_path)
     write_trace(run, ranks=18)

@@ -40,7 +40,7 @@ from hpctrain.storage.leftovers import remove_left
 from hpctrain.storage.run_directory import RunDirectory
 from hpctrain.storage.store_file import StoreFile
 from hpctrain.storage.write_shares import WriteShares
-from tests.support.nodes import NODES, make_node
+from tests.support.data_files import NODES, make_node
 
 
 def _failing(error: BaseException, number: int, function: Callable[..., object]) -> Callable[..., object]:

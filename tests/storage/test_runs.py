@@ -35,7 +35,7 @@ from hpctrain.storage.run_directory import (
     software_versions,
 )
 from hpctrain.storage.run_owner import Contender, Owner, Ownership, living_owner, owned, owners, run_of, was_owned_by_job
-from tests.support.unmarked_run import make_unmarked
+from tests.support.runs import make_unmarked
 
 CONFIG = "model:\n  name: small\nname: quickstart\noutput: runs\n"
 

@@ -48,7 +48,7 @@ from hpctrain.storage.checkpoint import (
 )
 from hpctrain.storage.convert import convert
 from hpctrain.storage.run_directory import RunDirectory
-from tests.support.virtual_runs import train_virtual
+from tests.support.runs import train_virtual
 from tests.support.write_fixtures import CASES, CLASSES, SAMPLES, SHAPE, STEPS, arithmetic
 
 

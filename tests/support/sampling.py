@@ -1,6 +1,7 @@
 """Which tests a run leaves out, by its level (docs/testing.md): quick, usual, or all.
 
 Cases are drawn by HPCTRAIN_TEST_SEED, by default the date. A test that is named on the command line runs with all its cases.
+HPCTRAIN_TEST_SHARE=2/4 takes the second of four shares of the files, for processes that then need not read all of them.
 """
 
 from __future__ import annotations
@@ -15,17 +16,19 @@ from typing import Any
 
 import pytest
 
+TESTS = Path(__file__).parents[1]
 #: The most cases of a test that all run at level usual.
 LARGE = 12
-QUICK_CASES = 3
+QUICK_CASES = 1
 LEVELS = ("quick", "usual", "all")
 #: Environment variables, because workers of pytest-xdist and ranks must draw the same cases and amounts.
-LEVEL, SEED = "HPCTRAIN_TEST_LEVEL", "HPCTRAIN_TEST_SEED"
+LEVEL, SEED, SHARE = "HPCTRAIN_TEST_LEVEL", "HPCTRAIN_TEST_SEED", "HPCTRAIN_TEST_SHARE"
 
 
 def amount(usual: int, everything: int) -> int:
-    """Return the number of examples that a test draws: `everything` at level all, `usual` at other levels."""
-    return everything if os.environ.get(LEVEL) == "all" else usual
+    """Return the number of examples that a test draws: `everything` at level all, a third of `usual` at level quick."""
+    level = os.environ.get(LEVEL)
+    return everything if level == "all" else max(1, usual // 3) if level == "quick" else usual
 
 
 def add_option(parser: pytest.Parser) -> None:
@@ -40,8 +43,15 @@ class Sampling:
         self._level = os.environ[LEVEL] = config.getoption("--level")
         self._seed = os.environ[SEED] = os.environ.get(SEED) or date.today().strftime("%Y%m%d")
         self._left_out = 0
+        share, _, shares = os.environ.get(SHARE, "1/1").partition("/")
+        files = _by_size()
+        self._other_shares = {*files} - {*files[int(share) - 1 :: int(shares)]}
         named = (argument.partition("[")[0].partition("::") for argument in config.args if "::" in argument)
         self._named = {f"{Path(file).resolve()}::{name}" for file, _, name in named}
+
+    def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
+        """Leave out the files of other shares before they are imported."""
+        return True if collection_path in self._other_shares else None
 
     @pytest.hookimpl(trylast=True)  # after -m and -k
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -81,6 +91,11 @@ class Sampling:
             terminalreporter.line(
                 f"{self._left_out} cases left out ({SEED}={self._seed} draws the same); `make test-all` runs all."
             )
+
+
+def _by_size() -> list[Path]:
+    """Return the files of all tests, the largest first, so that shares of every n-th take about the same time."""
+    return sorted(TESTS.rglob("test_*.py"), key=lambda file: (-file.stat().st_size, file))
 
 
 def _covering(drawn: Sequence[pytest.Item]) -> list[pytest.Item]:

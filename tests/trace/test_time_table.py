@@ -9,7 +9,7 @@ from hpctrain.trace import time_table
 from hpctrain.trace.time_table import Late, Postings, Row, RowNames, TimeTable, latest, merge, tabulate
 from hpctrain.trace.time_table_text import is_sum, lines
 from hpctrain.trace.tracer import Category
-from tests.support.traced_steps import MS, Script, record_step, recorded_table
+from tests.support.recorded import MS, Script, record_step, recorded_table
 
 
 def _ms(table: TimeTable) -> dict[str, Row]:

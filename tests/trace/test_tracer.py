@@ -17,8 +17,8 @@ from hpctrain.trace.chrome import ChromeTrace
 from hpctrain.trace.intervals import Intervals
 from hpctrain.trace.step_lanes import MESSAGES, last_steps
 from hpctrain.trace.tracer import Category, Tracer, capacity_for, joined
+from tests.support.runs import trace_events
 from tests.support.sampling import amount
-from tests.support.written_runs import trace_events
 
 
 def test_events_come_back_as_they_were_recorded() -> None:

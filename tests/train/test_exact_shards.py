@@ -152,6 +152,7 @@ def test_a_training_goes_on_with_the_same_bits_on_other_ranks(first: int, then: 
         assert (_sha256(dict(ended.tensors)), losses) == (_on_one("residual", 8)[0], _on_one("residual", 8)[1][stop:])
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["residual", "residual onednn"])
 @pytest.mark.parametrize("passes", [2, 3, 8])

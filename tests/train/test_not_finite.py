@@ -487,6 +487,7 @@ def test_a_loss_alone_has_no_layer() -> None:
         assert kept.said[0] == "step 3 skipped: the loss of step 3 is not finite (on rank 2 of 3)"
 
 
+@pytest.mark.slow
 def test_training_ends_with_one_step_more_in_a_row_than_may() -> None:
     enough = _run_case(2, Case(TASK, "sharded", (1, 2, 4, 5), "gradient", most=2))
     assert not enough[0].error

@@ -17,7 +17,7 @@ from hpctrain.virtual import rank, run
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.rank import SourceLine, source_line
 from hpctrain.virtual.run import run_virtual, virtual_engine, wait
-from tests.support.source_lines import line
+from tests.support.recorded import line
 
 LINK = LinkModel(alpha_seconds=1e-5, beta_seconds_per_byte=1e-9)
 RANKS = (1, 2, 3, 5, 7, 8)

@@ -18,7 +18,7 @@ from hpctrain.errors import CollectiveMismatchError, DeadlockError
 from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine, wait
 from hpctrain.virtual.wait_graph import find_cycle
-from tests.support.source_lines import line
+from tests.support.recorded import line
 
 SEEDS = (None, 0, 1, 2, 3)
 seeded = pytest.mark.parametrize("seed", SEEDS)

@@ -303,6 +303,7 @@ def test_sums_over_nothing_are_zero(load: Load) -> None:
     assert "gemmEx" not in fake.cublas.calls
 
 
+@pytest.mark.slow
 def test_times_are_those_of_a_gpu_that_is_busy_when_work_is_enqueued(load: Load) -> None:
     """An event that begins on an idle GPU would count the time until the host has enqueued the work."""
     module, fake = load(free_bytes=1 << 30)

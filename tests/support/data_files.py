@@ -1,0 +1,53 @@
+"""Data files that are kept in memory or that a disk does not give back, and files that are not regular."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpctrain.comm.shared_memory import SharedMemory
+from hpctrain.data.format import ImageArray, ImageFile
+from hpctrain.data.read_counts import CountedImages, ReadCounts
+from hpctrain.data.sample_memory import SampleMemory, bytes_for, held_in
+
+#: kind -> device numbers of a device of characters that is written to; none: a pipe
+NODES = {"null": (1, 3), "zero": (1, 5), "full": (1, 7), "pipe": None}
+
+
+def make_node(path: Path, kind: str) -> Path:
+    """Make a copy of /dev/null, /dev/zero or /dev/full, a pipe, a directory or a link to itself at `path`, and return it.
+
+    Skip the test if this user may not make devices.
+    """
+    if kind == "directory":
+        path.mkdir()
+    elif kind == "loop":
+        path.symlink_to(path)
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        numbers = NODES[kind]
+        assert numbers is not None
+        try:
+            os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(*numbers))
+            os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+        except PermissionError:
+            pytest.skip("this user may not make devices")
+    return path
+
+
+def in_memory(file: ImageFile, limit_bytes: int = 1 << 20) -> SampleMemory:
+    """The images of a file, as many of them in memory as fit into a limit."""
+    image_bytes = int(np.prod(file.shape))
+    held = held_in(limit_bytes, len(file), image_bytes)
+    memory, counts = SharedMemory(np.zeros(bytes_for(held, image_bytes), np.uint8)), ReadCounts()
+    return SampleMemory(CountedImages(file.pixels, counts), memory, held, counts)
+
+
+def cached(file: ImageFile, *, cache: bool) -> ImageArray | None:
+    """The images in memory, or None: as the loader reads them by itself."""
+    return in_memory(file) if cache else None
