@@ -52,14 +52,15 @@ class StateHashes:
         self._comm, self._progress = replica.groups.all_ranks, replica.progress
         self._to_host = replica.network.kernels.arithmetic.to_host
         self._hash = ElementHash()
-        self._pieces = tuple(_pieces(replica))
-        shapes = _shapes(replica, self._agreed_states(replica))
+        states = self._agreed_states(replica)
+        self._pieces = tuple(_pieces(replica, states))
+        shapes = _shapes(replica, states)
         dtype = str(np.dtype(replica.network.parameter_dtype))
         self._headers = {key: (shape, dtype) for key, shape in shapes.items()}
         self._index = {key: number for number, key in enumerate(shapes)}
 
     def _agreed_states(self, replica: Replica) -> dict[str, list[str]]:
-        """The parameters that have each state of optimisers anywhere: a rank without elements of one knows of none."""
+        """Return the parameters that have each state anywhere: a rank without elements of one knows of none."""
         averagers = replica.averagers.values()
         known = {
             (state, segment.parameter) for averager in averagers for segment, states in each_once(averager) for state in states
@@ -103,15 +104,19 @@ def _shapes(replica: Replica, states: Mapping[str, Sequence[str]]) -> dict[str, 
     }
 
 
-def _pieces(replica: Replica) -> Iterator[_Piece]:
-    """All elements of which this rank takes account."""
+def _pieces(replica: Replica, known: Mapping[str, Sequence[str]]) -> Iterator[_Piece]:
+    """Yield all elements that this rank accounts for.
+
+    known: the parameters that have each state anywhere. Parts that lack it are zeros of it, as in a checkpoint (`full_states`).
+    """
     network, groups = replica.network, replica.groups
     for averager in replica.averagers.values():
         group = averager.group
         for segment, states in each_once(averager):
             name, start, position = _place(replica, segment, group.segment(segment.parameter))
             yield _Piece(parameter_key(name), group.data[segment.start : segment.stop], start, position)
-            for state, values in states.items():
+            for state in (state for state, names in known.items() if name in names):
+                values = states[state] if state in states else np.zeros(segment.size, group.dtype)
                 yield _Piece(optimizer_key(state, name), values, start, position)
     for group_name, group in network.frozen_groups.items():
         comm = groups.gradients[group_name]
