@@ -108,6 +108,9 @@ class Finiteness:
 
     Args:
         rank: of this process in the world, for messages.
+
+    Attributes:
+        finding: the first that this rank has seen; None where all was finite.
     """
 
     def __init__(self, network: Network, averagers: Mapping[str, GradientAverager], rank: int) -> None:
@@ -126,7 +129,7 @@ class Finiteness:
             for start, stop in whole(sorted(averager.owned(), key=lambda segment: segment.start))
             if start < stop
         ]
-        self._finding: Finding | None = None
+        self.finding: Finding | None = None
         layers = (_layer(name) for name in (*network.parameter_specs, *network.statistics.names))
         self._order = {layer: order for order, layer in enumerate(dict.fromkeys(layers))}
 
@@ -156,8 +159,8 @@ class Finiteness:
         if look is not None:
             faults += [self._fault(held, name) for held, name in look.faults()]
         bad_loss = not math.isfinite(loss)
-        if (faults or bad_loss) and self._finding is None:
-            self._finding = Finding(self._rank, step, bad_loss, min(faults, default=None))
+        if (faults or bad_loss) and self.finding is None:
+            self.finding = Finding(self._rank, step, bad_loss, min(faults, default=None))
         return not faults and not bad_loss
 
     def cause(self, step: int, seen: Sequence[tuple[Held, str]], *, finite: bool, gather: Gather) -> Cause:
@@ -167,7 +170,7 @@ class Finiteness:
             step: that has just been done, counted from 1. seen: by a look after its update.
             finite: this rank's loss and batch statistics.
         """
-        finding, self._finding = self._finding, None
+        finding, self.finding = self.finding, None
         faults = [*self._gradient_faults(), *(self._fault(held, name) for held, name in seen if held is not Held.PARAMETERS)]
         if not finite and finding is not None and finding.fault is not None:
             faults.append(finding.fault)
@@ -180,20 +183,9 @@ class Finiteness:
         sources = sorted(rank for rank, _, bad in gathered if bad)
         return Cause(step, first, tuple(sorted(ranks)), len(gathered), tuple(sources))
 
-    def blames_parameters(self, before: int) -> bool:
-        """Return whether the first non-finite values on this rank are parameters.
-
-        Args:
-            before: number of steps; findings after this number of steps or more do not count.
-        """
-        finding = self._finding
-        if finding is None or finding.step >= before or finding.fault is None:
-            return False
-        return finding.fault.held is Held.PARAMETERS
-
     def forget(self) -> None:
         """Nothing was seen: what was is undone."""
-        self._finding = None
+        self.finding = None
 
     def error(self, gather: Gather, advice: str) -> DivergedError | None:
         """The sentence about what any rank saw first, the same on every rank; None where none has. Collective; after a drain.
@@ -201,7 +193,7 @@ class Finiteness:
         Args:
             advice: ends the sentence.
         """
-        findings = gather(self._finding)
+        findings = gather(self.finding)
         seen = [finding for finding in findings if finding is not None]
         if not seen:
             return None

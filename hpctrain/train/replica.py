@@ -35,7 +35,7 @@ from hpctrain.train.step import TrainingStep
 from hpctrain.train.step_guard import StepGuard
 from hpctrain.train.step_reduction import StepReduction, StepTotals
 from hpctrain.train.weight_average import WeightAverage, evaluated_with
-from hpctrain.train.weight_watch import CheckCadence, WeightWatch, any_alike, message_size
+from hpctrain.train.weight_watch import CheckCadence, WeightWatch, message_size
 
 _NO_CHECKS = CheckCadence()
 # What overflows is told in one sentence on every rank; NumPy's warnings would come before it.
@@ -208,10 +208,8 @@ class Replica:
         well = self.watch is None or self.watch.read(totals.checks)
         if totals.non_finite or not well:
             self.drain()
-            if well or any_alike(self._reduction.gather(self._step.finiteness.blames_parameters(self.global_step)), self.groups):
-                self._raise_diverged()
-            else:
-                self._raise_corrupted()
+            self._raise_diverged()
+            self._raise_corrupted()
         self.loop.heard(totals)
         blend = self.network.statistics.blend if self.average is None else self.average.blend
         write = partial(blend, totals.statistics, totals.count)
@@ -340,7 +338,7 @@ class Replica:
         advice = f"lower optimizer.lr ({self.lr:g} there), warm up longer, or set optimizer.clip_norm."
         error = self._step.finiteness.error(self._reduction.gather, advice)
         if error is not None:
-            if self.watch is not None and any(self._reduction.gather(self.watch.verify())):
+            if self.watch is not None and self.watch.explains(self._reduction.gather(self._step.finiteness.finding)):
                 self._raise_corrupted()  # NaN in the memory of one rank reaches all of them in one step
             raise error.of_all_ranks()
 

@@ -9,7 +9,7 @@ statistics and frozen parameters, a rank compares by itself with the sums that i
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import starmap
 
@@ -24,6 +24,7 @@ from hpctrain.nn.parameter import FlatGroup
 from hpctrain.optim.guarded import GuardedOptimizer
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.train.agreed_checksums import AgreedChecksums
+from hpctrain.train.finiteness import Finding, Held
 from hpctrain.train.watch_report import Checksums, RankReport, difference
 from hpctrain.train.watched_parts import Part, PartChecksums, PartDigests, PartGuard, WatchedPiece, cut
 from hpctrain.train.weight_average import WeightAverage
@@ -77,16 +78,6 @@ def message_size(groups: GridGroups, cadence: CheckCadence) -> int:
 
 def _agreed(groups: GridGroups) -> AgreedChecksums:
     return AgreedChecksums(alike_positions(groups), groups.messages.rank)
-
-
-def any_alike(seen: Sequence[bool], groups: GridGroups) -> bool:
-    """Return whether all ranks of any group with equal contents have seen non-finite parameters.
-
-    Then no single rank is damaged: sums of such gradients may differ in their bits between ranks, since the sum of two NaN is
-    the first of them.
-    """
-    alike = (positions for kind in alike_positions(groups) for positions in kind if len(positions) > 1)
-    return any(all(seen[position] for position in positions) for positions in alike)
 
 
 class WeightWatch:
@@ -147,11 +138,6 @@ class WeightWatch:
                 averager.rounded.guards = self._rounded[name]
                 self._guards += self._rounded[name]
 
-    @property
-    def checks_to_see_all(self) -> int:
-        """Checks until each part was looked at."""
-        return max(map(len, self._parts))
-
     def _watch_reads(self) -> tuple[tuple[list[str], ...], tuple[list[bool], ...]]:
         """Make averagers sum the parameters that steps read, if other ranks have copies.
 
@@ -185,7 +171,7 @@ class WeightWatch:
         looks = []
         for parts in self._parts:
             table = parts[self._turn(step, parts)]
-            self._complete(table.part)
+            _complete(self._averagers.values(), table.part)
             looks.append((table.names, table.fetch()))
         for guard in self._guards:
             guard.look()
@@ -260,7 +246,7 @@ class WeightWatch:
             look = Checksums(whole.names, whole.fetch().result(), min(equal_at))
             looks.append(self._with_schedules(look, kind) if schedules else look)
         self._sent, self._sent_step = tuple(looks), step
-        if not self._agreed.are_well(np.sum(self._comm.allgather_object(self._numbers()), axis=0)):
+        if not self._are_well():
             return False
         self._equal_at = [[step] * len(parts) for parts in self._parts]
         self._all_equal_at = self._read_equal_at = step
@@ -271,6 +257,31 @@ class WeightWatch:
         for guard in self._guards:
             guard.verify()
         return any(guard.found for guard in self._guards)
+
+    def explains(self, findings: Sequence[Finding | None]) -> bool:
+        """Return whether damage to some ranks explains non-finite values. Collective; after a drain, and before `error`.
+
+        Compares sums again that were taken while parameters were finite, and those that are not sent yet. Once all ranks of a
+        group hold non-finite parameters, their sums may differ without damage: the sum of two NaN is the first of them.
+
+        Args:
+            findings: by position, what each rank has seen first; at least one has seen something.
+        """
+        if any(self._comm.allgather_object(self.verify())):
+            return True
+        first = min(one.step for one in findings if one is not None)
+        bad = [bool(one and one.step == first and one.fault and one.fault.held is Held.PARAMETERS) for one in findings]
+        everywhere = any(all(bad[position] for position in group) for kind in self._alike for group in kind if len(group) > 1)
+        finite_until = first - everywhere
+        nothing = [Checksums() for _ in self._parts]
+        taken = [(self._sent_step, self._sent), (self._sent[0].step, (*self._sent[:_KINDS], *nothing))] if self._sent else []
+        while self._reads:
+            taken.append((self._reads[0].step, (*self._next_reads(), *nothing)))
+        for step, sums in taken:
+            self._sent = sums
+            if step is not None and step <= finite_until and not self._are_well():
+                return True
+        return False
 
     def forget(self) -> None:
         """Parameters and state were loaded: what is remembered of them does not hold any more."""
@@ -315,18 +326,16 @@ class WeightWatch:
         """The part that a step looks at."""
         return step // self._every % len(parts)
 
-    def _complete(self, part: Part) -> None:
-        """Wait for parameters that this rank's forward did not use."""
-        for averager in self._averagers.values():
-            names = {piece.parameter: None for piece in part if piece.parameter in averager.group.parameters}
-            averager.before_forward([averager.group.parameters[name] for name in names])
-
     def _with_schedules(self, look: Checksums, kind: int) -> Checksums:
         """A look, and the schedules of the parameter groups of its kind."""
         schedules = {name: averager.schedule for name, averager in self._averagers.items() if _kind(name) == kind}
         sums = {name: zlib.crc32(one.digest().encode()) for name, one in schedules.items() if one is not None}
         names = [*look.names, *(f"the schedule of parameters {name}" for name in sums)]
         return Checksums(names, np.concatenate([look.digests, np.array([*sums.values()], np.uint32)]), look.equal_at)
+
+    def _are_well(self) -> bool:
+        """Return whether the checksums in `_sent` are equal and no rank has found damage by itself. Collective."""
+        return self._agreed.are_well(np.sum(self._comm.allgather_object(self._numbers()), axis=0))
 
     def _numbers(self) -> np.ndarray:
         """Return the numbers for the checksums in `_sent`, and for whether this rank has found damage by itself."""
@@ -335,6 +344,13 @@ class WeightWatch:
         kinds = (self._sent[kind::_KINDS] for kind in range(_KINDS))
         checksums = [zlib.crc32(b"".join(look.digests.tobytes() for look in looks)) for looks in kinds]
         return self._agreed.numbers(checksums, found=any(guard.found for guard in self._guards))
+
+
+def _complete(averagers: Iterable[GradientAverager], part: Part) -> None:
+    """Wait for parameters that this rank's forward did not use."""
+    for averager in averagers:
+        names = {piece.parameter: None for piece in part if piece.parameter in averager.group.parameters}
+        averager.before_forward([averager.group.parameters[name] for name in names])
 
 
 def _kind(group: str) -> int:

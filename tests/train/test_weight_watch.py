@@ -38,7 +38,7 @@ from hpctrain.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
 from tests.support.averaging import STRATEGIES
-from tests.support.damage import blamed, drawn, latest, outcome, undamaged
+from tests.support.damage import _copies, blamed, drawn, latest, outcome, undamaged
 from tests.support.emulated import EmulatedDeviceFactory
 from tests.support.faults import FAULTS, Fault, findings, is_named, prepare, run_fault
 from tests.support.training import Task, batches, replica_of, train
@@ -416,6 +416,22 @@ def test_a_flipped_bit_is_found_and_named(strategy: str, flip: Flip, emulated_de
     by_itself = f"{what} changed between two updates" in runs[0].error
     assert by_others or (by_itself and strategy in ("sharded", "lazy")), runs[0]
     assert runs[0].steps <= FLIPPED_STEP + (6 if strategy == "lazy" else 4)
+
+
+@pytest.mark.slow
+def test_nan_in_the_copy_of_one_rank_is_told_of_that_rank(emulated_device: EmulatedDeviceFactory) -> None:
+    """Although batch statistics of all ranks are not finite before the sums of what the step has read are sent."""
+
+    def damage(replica: Replica) -> None:
+        (averager,) = replica.averagers.values()
+        averager.group.arithmetic.from_host(_copies(averager)[0][:1], np.array([np.nan], np.float32))
+
+    def program(comm: ThreadCommunicator) -> _Run:
+        task = _task(emulated_device(comm.rank), CheckCadence(50), "float32", model=nets.residual)
+        return _device_run(comm, task, "sharded", damage, (1,))
+
+    for run in run_virtual(3, program, deadline_seconds=300):
+        assert "rank 1 holds other bits of parameter conv1.weight than ranks 0, 2;" in run.error
 
 
 @pytest.mark.slow
