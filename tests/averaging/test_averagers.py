@@ -44,6 +44,7 @@ from hpctrain.errors import OptionError
 from hpctrain.experiment.averager import make_strategy
 from hpctrain.nn.parameter import FlatGroup, ParameterSpec
 from hpctrain.optim.ema import EMA, EmaRule
+from hpctrain.optim.optimizers.adamw import Adamw
 from hpctrain.optim.optimizers.lars import Lars
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.storage.checkpoint import CheckpointContent
@@ -564,7 +565,7 @@ def test_a_swap_brings_the_average_a_second_one_the_weights_and_a_copy_ends_the_
             assert average.tobytes() == by_rank[0][name][1].tobytes()
 
 
-UNDONE = Task(nets.plain, NumpyKernelSet(), partial(Sgd, momentum=0.9), steps=6)
+UNDONE = Task(nets.plain, NumpyKernelSet(), Adamw, steps=6)  # a number of updates is undone, too
 _SPARSE = {**STRATEGIES["sparse, all of it"][1], "density": 0.1}
 _CORRECTED = {"momentum_correction": 0.9, "warmup_density": 1.0, "warmup_steps": 4}
 
