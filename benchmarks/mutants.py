@@ -7,18 +7,22 @@ A mutant changes one operator, number or condition, or drops one call.
     python -m benchmarks.mutants run mutants.json --checkout DIR DIR2      run for each mutant the tests that reach it
     python -m benchmarks.mutants show mutants.json                         print a table
 
-A checkout is a clone with its own virtual environment (`make .venv/installed-dev`). This program changes and restores its files.
-The first test that fails or takes too long kills a mutant. Only tests that reach a mutant run, so 60 mutants take minutes.
+A checkout is a clone with a virtual environment of its own (`make .venv/installed-dev`). This program changes files of its
+package and restores them from git, so commit first. A test kills a mutant if it fails or hangs with it, fails again by itself,
+and passes by itself without it. Only tests that reach a mutant run, the cheap ones first, until one kills it, so 60 mutants take
+minutes.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import json
 import os
 import random
 import re
+import select
 import subprocess
 import threading
 from collections import defaultdict
@@ -26,7 +30,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 PACKAGES = ("averaging", "parallel", "nn/compile", "backend/kernels", "data", "storage", "launch")
+_ONE_PROCESS = "parallel[1]"  # mpi-pytest: tests without ranks
+_PYTEST = [".venv/bin/python", "-m", "pytest"]
 MPI_TEST = re.compile(r"tests/mpi/.*nprocs=(\d)")
 _SWAPS: dict[type, str] = {
     ast.Lt: "<=",
@@ -48,15 +56,24 @@ _SWAPS: dict[type, str] = {
     ast.Div: "*",
     ast.Mod: "//",
 }
+# Finds its file by its own place: the jobs that tests start get no variable of the project from the environment.
 _PROBE = """import os
+from pathlib import Path
+_hits = Path(__file__).parents[1] / "build/mutants/hits.tsv"
 _seen = set()
 def hit(k):
-    test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
+    test = os.environ.get("PYTEST_CURRENT_TEST", "")
     if (k, test) not in _seen:
         _seen.add((k, test))
-        with open(os.environ["HPCTRAIN_MUTANT_HITS"], "a") as file:
-            file.write(f"{k}\\t{test}\\n")
+        try:
+            with _hits.open("a") as file:
+                file.write(f"{k}\\t{test}\\n")
+        except OSError:
+            pass
 """
+# A test that prints nothing for this many seconds, and for this many times its processor time in the probe, has failed.
+_PATIENCE_SECONDS, _PATIENCE_FACTOR = 120, 20
+_TESTS_PER_PROCESS = 200
 
 
 def sites(file: Path) -> Iterator[dict[str, Any]]:
@@ -142,50 +159,57 @@ def place(mutant: dict[str, Any], checkout: Path) -> tuple[str, int, int]:
     raise LookupError(f"{mutant} is not in {checkout}")
 
 
-def probe(mutants: list[dict[str, Any]], checkout: Path, level: str) -> None:
-    """Run the tests once with a probe at each mutant, and store the tests that reach it, cheapest first."""
-    hits, costs = checkout / "hits.tsv", checkout / "costs.jsonl"
+def probe(mutants: list[dict[str, Any]], checkout: Path, level: str, paths: list[str]) -> None:
+    """Run the tests once with a probe at each mutant, and store the tests that reach it, cheapest first.
+
+    paths: folders and files of tests; all of them if empty. The tests that an earlier probe has found remain.
+    """
+    folder = checkout.absolute() / "build/mutants"
+    folder.mkdir(parents=True, exist_ok=True)
+    hits, costs = folder / "hits.tsv", folder / "costs.jsonl"
+    for file in (hits, costs):
+        file.write_text("")
     (checkout / "hpctrain/_mutants.py").write_text(_PROBE)
     for mutant in mutants:
-        source, begin, end = place(mutant, checkout)
         call = f"__import__('hpctrain._mutants', fromlist=['hit']).hit({mutant['id']})"
-        text = f"({call}, {mutant['old']})[1]"
-        (checkout / mutant["file"]).write_text(source[:begin] + text + source[end:])
-    environment = _environment(checkout) | {"HPCTRAIN_MUTANT_HITS": str(hits.absolute()), "HPCTRAIN_TEST_LEVEL": level}
-    measure = ["-p", "tests.support.cpu_seconds", "--cpu-seconds", str(costs.absolute())]
-    single_process = [
-        ".venv/bin/python",
-        "-m",
-        "pytest",
-        "-q",
-        "-n",
-        str(os.cpu_count()),
-        "--dist",
-        "worksteal",
-        "-m",
-        "parallel[1]",
-        *measure,
-    ]
-    subprocess.run(single_process, cwd=checkout, env=environment)
-    for ranks in (2, 3, 4):
-        subprocess.run(
-            _with_ranks(ranks, ["-q", *measure, "-m", f"parallel[{ranks}]", "tests/mpi"]), cwd=checkout, env=environment
-        )
-    _restore(checkout)
+        _write(mutant, checkout, f"({call}, {mutant['old']})[1]")
+    measure = ["-q", "-p", "tests.support.cpu_seconds", "--cpu-seconds", str(costs)]
+    spread = ["-n", str(os.cpu_count()), "--maxprocesses", "8", "--dist", "worksteal", "-m", _ONE_PROCESS]
+    commands = [[*_PYTEST, *measure, *spread, *paths]]
+    if not paths or any(path.startswith("tests/mpi") for path in paths):
+        commands += [_with_ranks(ranks, [*measure, "-m", f"parallel[{ranks}]", "tests/mpi"]) for ranks in (2, 3, 4)]
+    try:
+        for command in commands:
+            subprocess.run(command, cwd=checkout, env=_environment(checkout, level))
+    finally:
+        _restore(checkout)
+    _store(mutants, hits, costs)
+
+
+def _store(mutants: list[dict[str, Any]], hits: Path, costs: Path) -> None:
+    """Store the tests that reach each mutant, from the files that a probe has written.
+
+    What a fixture or an import reaches, it reaches for all tests of its file.
+    """
     seconds: dict[str, float] = defaultdict(float)
     for line in costs.read_text().splitlines():
         cost = json.loads(line)
         seconds[cost["test"]] = max(seconds[cost["test"]], cost["here"] + cost["children"])
+    files: dict[str, set[str]] = defaultdict(set)
+    for test in seconds:
+        files[test.partition("::")[0]].add(test)
     reached: dict[int, set[str]] = defaultdict(set)
     for line in hits.read_text().splitlines():
-        number, _, test = line.partition("\t")
-        reached[int(number)].add(test)
+        number, _, current = line.partition("\t")
+        test, _, phase = current.rpartition(" ")
+        reached[int(number)] |= {test} if phase == "(call)" else files[test.partition("::")[0]]
     for mutant in mutants:
-        tests = sorted(reached[mutant["id"]] & seconds.keys(), key=lambda test: seconds[test])
-        mutant["tests"] = [[test, round(seconds[test], 2)] for test in tests]
+        known = dict(mutant.get("tests", ()))
+        known |= {test: round(seconds[test], 2) for test in reached[mutant["id"]] & seconds.keys()}
+        mutant["tests"] = sorted(known.items(), key=lambda entry: entry[1])
 
 
-def run(mutants: list[dict[str, Any]], checkouts: list[Path], out: Path, all_mutants: list[dict[str, Any]]) -> None:
+def run(mutants: list[dict[str, Any]], checkouts: list[Path], level: str, out: Path, all_mutants: list[dict[str, Any]]) -> None:
     """Run for each mutant the tests that reach it, one thread per checkout; write each result at once."""
     waiting = list(reversed(mutants))
     lock = threading.Lock()
@@ -196,7 +220,7 @@ def run(mutants: list[dict[str, Any]], checkouts: list[Path], out: Path, all_mut
                 if not waiting:
                     return
                 mutant = waiting.pop()
-            killer = _killer(mutant, checkout)
+            killer = _killer(mutant, checkout, level)
             with lock:
                 mutant["killed_by"] = killer
                 out.write_text(json.dumps(all_mutants, indent=1))
@@ -209,57 +233,95 @@ def run(mutants: list[dict[str, Any]], checkouts: list[Path], out: Path, all_mut
         thread.join()
 
 
-def _killer(mutant: dict[str, Any], checkout: Path) -> str | None:
-    """Return the first test that fails with a mutant; None if all pass."""
-    source, begin, end = place(mutant, checkout)
-    (checkout / mutant["file"]).write_text(source[:begin] + f"({mutant['new']})" + source[end:])
+def _killer(mutant: dict[str, Any], checkout: Path, level: str) -> str | None:
+    """Return the first test that fails with a mutant, fails again by itself, and passes without the mutant."""
     try:
+        _write(mutant, checkout, mutant["new"])
         groups: dict[int, list[tuple[str, float]]] = defaultdict(list)
         for test, seconds in mutant["tests"]:
             match = MPI_TEST.search(test)
             groups[int(match[1]) if match else 1].append((test, seconds))
         for ranks, tests in sorted(groups.items()):
-            for first in range(0, len(tests), 300):
-                killer = _first_failure(ranks, tests[first : first + 300], checkout)
-                if killer is not None:
-                    return killer
+            for first in range(0, len(tests), _TESTS_PER_PROCESS):
+                waiting = tests[first : first + _TESTS_PER_PROCESS]
+                while (failed := _first_failure(ranks, waiting, checkout, level)) is not None:
+                    if _confirmed(mutant, ranks, failed, checkout, level):
+                        return failed[0]
+                    print(f"{mutant['id']:3} not counted: {failed[0]}", flush=True)
+                    waiting = [test for test in waiting if test != failed]
     finally:
         _restore(checkout)
     return None
 
 
-def _first_failure(ranks: int, tests: list[tuple[str, float]], checkout: Path) -> str | None:
-    names = [test for test, _ in tests]
-    arguments = ["-x", "-q", "--no-header", "--level", "all", *names]
-    command = [".venv/bin/python", "-m", "pytest", *arguments] if ranks == 1 else _with_ranks(ranks, arguments)
-    limit = 120 + 10 * sum(seconds for _, seconds in tests)
+def _confirmed(mutant: dict[str, Any], ranks: int, test: tuple[str, float], checkout: Path, level: str) -> bool:
+    """Return whether a test fails by itself with a mutant, and passes with the old text in parentheses."""
+    if _first_failure(ranks, [test], checkout, level) is None:
+        return False
+    _restore(checkout)
+    _write(mutant, checkout, mutant["old"])
+    passes = _first_failure(ranks, [test], checkout, level) is None
+    _restore(checkout)
+    _write(mutant, checkout, mutant["new"])
+    return passes
+
+
+def _first_failure(ranks: int, tests: list[tuple[str, float]], checkout: Path, level: str) -> tuple[str, float] | None:
+    """Return the first test that fails, crashes or hangs; None if all pass. Tests of a file run together."""
+    if not tests:
+        return None
+    files = list(dict.fromkeys(test.partition("::")[0] for test, _ in tests))
+    tests = sorted(tests, key=lambda test: files.index(test[0].partition("::")[0]))
+    arguments = ["-x", "-v", "--no-header", "--tb=no", "-r", "N", *(test for test, _ in tests)]
+    command = [*_PYTEST, *arguments] if ranks == 1 else _with_ranks(ranks, arguments)
+    patience = _PATIENCE_SECONDS + _PATIENCE_FACTOR * max(seconds for _, seconds in tests)
+    code, output = _output(command, checkout, level, patience)
+    if code == 0:
+        return None
+    lines = [line for line in output.splitlines() if line.startswith("tests/")]
+    wrong = [line for line in lines if re.search(r" (FAILED|ERROR) *(\[ *\d+%\])?$", line)]
+    line = (wrong or lines or [""])[-1]
+    # Without a line of a test, all of them fail: at an import, for instance.
+    return max((test for test in tests if line.startswith(f"{test[0]} ")), key=lambda test: len(test[0]), default=tests[0])
+
+
+def _output(command: list[str], checkout: Path, level: str, patience: float) -> tuple[int, str]:
+    """Return the exit code and the output of a command; kill it if it prints nothing for `patience` seconds."""
     with subprocess.Popen(
         command,
         cwd=checkout,
-        env=_environment(checkout),
-        text=True,
+        env=_environment(checkout, level),
+        stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        start_new_session=True,
     ) as process:
-        try:
-            output, _ = process.communicate(timeout=limit)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
-            return "too slow"
-    if process.returncode == 0:
-        return None
-    match = re.search(r"^(?:FAILED|ERROR) (\S+.*?)(?: - |$)", output, re.MULTILINE)
-    return match[1] if match else f"exit code {process.returncode}"
+        output = b""
+        while select.select([process.stdout], [], [], patience)[0]:
+            piece = os.read(process.stdout.fileno(), 1 << 16)  # type: ignore[union-attr]
+            if not piece:
+                break
+            output += piece
+        else:
+            for child in [*psutil.Process(process.pid).children(recursive=True), process]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
+    return process.returncode, output.decode(errors="replace")
 
 
 def _with_ranks(ranks: int, arguments: list[str]) -> list[str]:
     return [".venv/bin/mpiexec", "-n", str(ranks), ".venv/bin/python", "-m", "mpi4py", "-m", "pytest", *arguments]
 
 
-def _environment(checkout: Path) -> dict[str, str]:
+def _environment(checkout: Path, level: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    return kept | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(checkout.absolute())}
+    own = {"PYTHONPATH": str(checkout.absolute()), "HPCTRAIN_TEST_LEVEL": level}
+    return kept | own | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+def _write(mutant: dict[str, Any], checkout: Path, text: str) -> None:
+    """Put a text, in parentheses, in the place of a mutant's old text."""
+    source, begin, end = place(mutant, checkout)
+    (checkout / mutant["file"]).write_text(f"{source[:begin]}({text}){source[end:]}")
 
 
 def _restore(checkout: Path) -> None:
@@ -276,16 +338,17 @@ def main() -> None:
     )
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--level", default="usual", help="level of the tests that `probe` runs")
+    parser.add_argument("--level", default="usual", help="level of the tests")
+    parser.add_argument("--tests", nargs="*", default=[], help="folders and files of tests that `probe` runs; all by default")
     parser.add_argument("--checkout", type=Path, nargs="*", default=[])
     parser.add_argument("--survivors", action="store_true", help="run only the mutants that no test has killed")
     options = parser.parse_args()
     mutants = draw(options.count, options.seed) if options.action == "draw" else json.loads(options.file.read_text())
     if options.action == "probe":
-        probe(mutants, options.checkout[0], options.level)
+        probe(mutants, options.checkout[0], options.level, options.tests)
     if options.action == "run":
         selected = [mutant for mutant in mutants if not options.survivors or mutant.get("killed_by") is None]
-        run(selected, options.checkout, options.file, mutants)
+        run(selected, options.checkout, options.level, options.file, mutants)
     if options.action == "show":
         for mutant in mutants:
             change = f"{mutant['old']!r} -> {mutant['new']!r}"

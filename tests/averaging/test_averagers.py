@@ -44,6 +44,7 @@ from hpctrain.errors import OptionError
 from hpctrain.experiment.averager import make_strategy
 from hpctrain.nn.parameter import FlatGroup, ParameterSpec
 from hpctrain.optim.ema import EMA, EmaRule
+from hpctrain.optim.optimizers.adamw import Adamw
 from hpctrain.optim.optimizers.lars import Lars
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.storage.checkpoint import CheckpointContent
@@ -564,7 +565,7 @@ def test_a_swap_brings_the_average_a_second_one_the_weights_and_a_copy_ends_the_
             assert average.tobytes() == by_rank[0][name][1].tobytes()
 
 
-UNDONE = Task(nets.plain, NumpyKernelSet(), partial(Sgd, momentum=0.9), steps=6)
+UNDONE = Task(nets.plain, NumpyKernelSet(), Adamw, steps=6)  # a number of updates is undone, too
 _SPARSE = {**STRATEGIES["sparse, all of it"][1], "density": 0.1}
 _CORRECTED = {"momentum_correction": 0.9, "warmup_density": 1.0, "warmup_steps": 4}
 
@@ -627,9 +628,10 @@ def test_undone_is_as_if_it_had_not_been(case: str, ranks: int) -> None:
 def test_what_another_run_kept_back_is_still_there() -> None:
     """Where slices are sent whole now the first step adds it, and adds it once more if that step is undone."""
     before = run_virtual(2, lambda comm: _train(comm, "sparse", undone=None))
-    plain, undone = (
+    plain, *undone = (
         run_virtual(2, lambda comm, at=step: _train(comm, "sparse, whole", undone=at, content=before[comm.rank]))
-        for step in (None, 0)
+        for step in (None, 0, 1)  # after the second step is undone, it must not be added again
     )
-    for one, other in zip(undone, plain, strict=True):
-        _assert_same(one, other)
+    for found in undone:
+        for one, other in zip(found, plain, strict=True):
+            _assert_same(one, other)

@@ -212,7 +212,7 @@ def test_one_process_of_a_job_of_several_is_told(tmp_path: Path) -> None:
         assert fault is not None
         assert "is the only rank; start it as" in fault
         assert lone_fault(detect(environ), environ | {"HPCTRAIN_EXPECT_RANKS": "1"}) is None
-    alone = [{}, {"SLURM_NTASKS": "1"}, {"PBS_NODEFILE": "x"}, pbs | {"PBS_NODEFILE": str(tmp_path / "host")}]
+    alone = [{}, {"SLURM_NTASKS": "1"}, {"PBS_NODEFILE": pbs["PBS_NODEFILE"]}, pbs | {"PBS_NODEFILE": str(tmp_path / "host")}]
     for environ in (*alone, pbs | {"PBS_NODEFILE": "/nowhere"}, SLURM, BATCH_SCRIPT | HYDRA, SLURM | OPEN_MPI):
         assert lone_fault(detect(environ), environ) is None
 

@@ -499,7 +499,10 @@ def test_what_is_there_already_is_not_written_again(tmp_path: Path) -> None:
     assert os.stat(tmp_path / best_record.NAME).st_ino == before
 
 
-@pytest.mark.parametrize("text", ["", "[1]", '{"step": 3}', "\udcff"])
+WRONG_VALUE = json.dumps({**vars(BEST), "value": "0.9193"})
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '{"step": 3}', WRONG_VALUE, "\udcff"])
 def test_another_file_of_that_name_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / best_record.NAME).write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(CheckpointError, match=r"best\.json is no record of a best checkpoint"):

@@ -236,6 +236,15 @@ def test_symbolic_memory_holds_what_an_array_of_bytes_holds(writes: list[Region]
                 memory.read(region, activation(number), "reader", "value")
 
 
+def test_a_value_that_was_overwritten_and_written_again_elsewhere_is_not_called_overwritten() -> None:
+    memory, region = SymbolicMemory(), Region(0, 8)
+    memory.write(region, activation(1), "step 1")
+    memory.write(region, activation(2), "step 2")
+    memory.write(Region(8, 8), activation(1), "step 3")
+    with pytest.raises(InvalidPlanError, match="it is not complete there: step 2 wrote last"):
+        memory.read(region, activation(1), "reader", "value")
+
+
 @given(REGIONS, REGIONS)
 def test_a_part_is_not_the_whole(written: Region, read: Region) -> None:
     memory = SymbolicMemory()

@@ -371,6 +371,14 @@ def test_memory_is_made_once_and_for_larger_batches_again(cuda_kernels: CudaKern
         assert len(pinned) == made
 
 
+def test_resized_batches_of_one_size_allocate_once(cuda_kernels: CudaKernelsFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels, batch = cuda_kernels(), _resized_batch(0, (9, 7, 3), (6, 6), interpolates=True, dtype="float64")
+    target = kernels.arithmetic.zeros(int(np.prod(batch.shape)), "float64").reshape(batch.shape)
+    kernels.make_input(target, batch)
+    monkeypatch.setattr(kernels.runtime.device, "allocate", None)
+    kernels.make_input(target, batch)
+
+
 @pytest.mark.parametrize(("shape", "dtype"), [((2, 4, 5, 2), "float64"), ((2, 4, 5, 3), "float32")])
 def test_images_that_do_not_fit_are_refused(
     cuda_kernels: CudaKernelsFactory, shape: tuple[int, int, int, int], dtype: str

@@ -106,9 +106,10 @@ def test_any_cut_into_runs_gives_the_hosts_bits(cuda_kernels: CudaKernelsFactory
         np.testing.assert_array_equal(arithmetic.to_host(array), values)
 
 
+@pytest.mark.parametrize("shadowed", [True, False])  # a shadow has smaller elements, which are aligned elsewhere
 @pytest.mark.parametrize("start", [1, 2, 4])
-def test_buffers_may_begin_at_any_element(cuda_kernels: CudaKernelsFactory, start: int) -> None:
-    _train(cuda_kernels(), "float32", 0.9, True, start=start, shadowed=True)
+def test_buffers_may_begin_at_any_element(cuda_kernels: CudaKernelsFactory, start: int, shadowed: bool) -> None:
+    _train(cuda_kernels(), "float32", 0.9, True, start=start, shadowed=shadowed)
 
 
 def test_the_shadow_is_written_where_data_is(cuda_kernels: CudaKernelsFactory) -> None:
