@@ -78,10 +78,6 @@ class Analysis:
         """Throughput over another's."""
         return ratio(self.column(over), self.column(name))
 
-    def exposed_per_parameter(self, name: str, alone: str) -> Interval:
-        """step - own compute-only, in nanoseconds per parameter."""
-        return paired(lambda step, own: 1e9 * (step - own) / self.parameters, self.column(name), self.column(alone))
-
     def against_peer(self, name: str) -> Interval:
         """(step - own compute-only) over the peer's: below 1 is better than the peer."""
         return paired(

@@ -17,7 +17,6 @@ from benchmarks.planner_points import POINTS, Point
 
 GOOD_ACCURACY, WORST_ACCURACY = 0.95, 0.80
 PICK_LIMIT = 1.05  # a pick may take so many times as long as the best candidate
-EXPOSED_LIMIT = 0.15  # of a step: the largest difference of a simulated trace's exposed seconds
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""Which cases a level leaves out."""
+"""The plugins of the tests: which cases a level leaves out, who is marked as a job, and kernels that are built before."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from itertools import product
 from pathlib import Path
@@ -10,10 +11,15 @@ from typing import Any
 
 import pytest
 
-from tests.support import sampling
+from hpctrain.backend.cuda.emulator import build
+from hpctrain.errors import BackendError
+from tests.support import emulated, sampling
+from tests.support.emulated import EmulatedDevices
+from tests.support.marking import STARTS, JobMarker
 from tests.support.sampling import LARGE, Sampling, amount
 
 FILE = Path(__file__).parent / "test_these.py"
+
 Choose = Callable[..., set[str]]
 
 
@@ -100,3 +106,57 @@ def test_a_named_test_runs_whole(choose: Choose, name: str) -> None:
 def test_amounts_follow_the_level(monkeypatch: pytest.MonkeyPatch, level: str, expected: int) -> None:
     monkeypatch.setenv(sampling.LEVEL, level)
     assert amount(6, 50) == expected
+
+
+def _item(*marks: str) -> Any:
+    return SimpleNamespace(get_closest_marker=lambda name: name if name in marks else None)
+
+
+@pytest.mark.job  # it says so, though it starts nothing
+@pytest.mark.parametrize("event", sorted(STARTS))
+def test_a_test_that_starts_a_process_has_the_marker(event: str) -> None:
+    marker = JobMarker()
+    with marker.watching(_item("job")):
+        sys.audit(event, "a program")
+    with pytest.raises(pytest.fail.Exception, match=r"a program.*pytest\.mark\.job"), marker.watching(_item("slow")):
+        sys.audit(event, "a program")
+    with marker.watching(_item()):
+        sys.audit("open", "a file")
+
+
+@pytest.mark.usefixtures("job")
+def test_who_asks_for_the_fixture_is_marked(request: pytest.FixtureRequest) -> None:
+    assert request.node.get_closest_marker("job") is not None
+
+
+def test_nobody_else_is(request: pytest.FixtureRequest) -> None:
+    assert request.node.get_closest_marker("job") is None
+
+
+def _session(*fixtures: str) -> Any:
+    return SimpleNamespace(items=[SimpleNamespace(fixturenames=fixtures), SimpleNamespace()])
+
+
+def test_kernels_are_built_where_a_test_asks_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = []
+    monkeypatch.setattr(emulated, "prepare", lambda: built.append(True))
+    EmulatedDevices().pytest_collection_finish(_session("tmp_path"))
+    assert not built
+    EmulatedDevices().pytest_collection_finish(_session("tmp_path", "emulated_device"))
+    assert built
+
+
+@pytest.mark.parametrize("missing", [True, False])
+@pytest.mark.parametrize("integration", [True, False])
+def test_tests_without_kernels_are_skipped_or_fail(monkeypatch: pytest.MonkeyPatch, missing: bool, integration: bool) -> None:
+    def refuse() -> None:
+        raise BackendError("g++ refuses")
+
+    monkeypatch.setattr(emulated, "prepare", refuse)
+    monkeypatch.setattr(build, "compiler", lambda: None if missing else "g++")
+    monkeypatch.setenv("CI", "true" if integration else "")
+    devices = EmulatedDevices()
+    devices.pytest_collection_finish(_session("emulated_device"))
+    outcome = pytest.skip.Exception if missing and not integration else pytest.fail.Exception
+    with pytest.raises(outcome, match=r"g\+\+"):
+        devices.require()

@@ -56,13 +56,3 @@ def crossover_density(part: PartOnLink, link: LinkModel) -> float:
     others = part.nodes - 1
     spare = part.dense_seconds(link) - part.elements * part.selection_seconds - others * link.alpha_seconds
     return spare / (others * part.pair_bytes * link.beta_seconds_per_byte * part.elements)
-
-
-def crossover_bytes_per_second(part: PartOnLink, alpha_seconds: float, kept: int) -> float:
-    """The rate of a link below which it pays, at a latency of `alpha_seconds`; infinite where it pays at any, 0 where at none."""
-    others = part.nodes - 1
-    saved_bytes = others * (2 * part.elements * part.item_bytes / part.nodes - kept * part.pair_bytes)
-    work = part.elements * part.selection_seconds - others * alpha_seconds
-    if work <= 0.0:
-        return float("inf") if saved_bytes >= 0 else 0.0
-    return max(0.0, saved_bytes / work)

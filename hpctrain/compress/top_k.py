@@ -86,14 +86,6 @@ class TopK(Compressor):
         """View of the positions (kept,) int32, ascending, in a message."""
         return message[self.kept * self.dtype.itemsize : self.message_size].view(np.int32)
 
-    def first_not_finite(self, message: np.ndarray) -> int | None:
-        """The first position in a message whose value is infinite or NaN; None where its array was finite throughout.
-
-        Ranks that received the same messages say the same: who reports what is not finite need not ask others.
-        """
-        finite = np.isfinite(self.values(message))
-        return None if finite.all() else int(self.positions(message)[int(finite.argmin())])
-
     def compress(self, values: np.ndarray, message: np.ndarray) -> None:
         if self.kept < self.size:
             self._choose(values.view(self._selection.unsigned), self._places)

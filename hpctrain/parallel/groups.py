@@ -94,11 +94,6 @@ class GridGroups:
         """The mergers of batch statistics, by the group of ranks that `BatchNormSpec.merge` names."""
         return {name: RankStatistics(comm, progress) for name, comm in self._statistics.items()}
 
-    def split_counts(self, counts: Sequence[int]) -> tuple[int, ...]:
-        """Samples of the ranks of this rank's split group, from those of all positions."""
-        first = self.position - self.split_rank
-        return tuple(counts[first : first + self.split_size])
-
     def counts_of(self, group: str, counts: Sequence[int]) -> Sequence[int]:
         """Samples that each rank of a parameter group's communicator computes on: its split group's where layers are split."""
         if group == ALL or self.split_size == 1:

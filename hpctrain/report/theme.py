@@ -64,12 +64,6 @@ def with_variables(svg: str) -> str:
     return _HEX.sub(lambda match: f"var(--{names[match[0]]})", svg)
 
 
-def with_values(svg: str) -> str:
-    """An SVG whose markers are colours on white."""
-    names = {colour: name for name, colour in _MARKERS.items()}
-    return _HEX.sub(lambda match: LIGHT[names[match[0]]], svg)
-
-
 def css(values: dict[str, str]) -> str:
     """The declarations of the variables."""
     return " ".join(f"--{name}: {value};" for name, value in values.items())

@@ -327,21 +327,3 @@ def facts(content: CheckpointContent, key: str) -> tuple[tuple[int, ...], np.dty
         return content.tensors.facts(key)
     tensor = content.tensors[key]
     return tensor.shape, tensor.dtype
-
-
-def refuse_others(content: CheckpointContent, keys: Iterable[str]) -> None:
-    """Nothing, where the checkpoint holds exactly the tensors of `keys`.
-
-    Raises:
-        CheckpointError: tensors are missing or left over; the message names the first of each and their number.
-    """
-    expected = set(keys)
-    missing = sorted(expected - set(content.tensors))
-    strange = sorted(set(content.tensors) - expected)
-    if not missing and not strange:
-        return
-    lacks = f"lacks {len(missing)} tensors ({missing[0]} first)" if missing else ""
-    extra = f"has {len(strange)} tensors that are unknown here ({strange[0]} first)" if strange else ""
-    raise CheckpointError(
-        f"The checkpoint {' and '.join(filter(None, (lacks, extra)))}; it probably belongs to another model or optimizer."
-    )

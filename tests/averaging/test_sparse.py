@@ -18,7 +18,6 @@ from hpctrain.averaging.slices import Compression
 from hpctrain.averaging.sparse_choice import (
     SELECTION_SECONDS,
     PartOnLink,
-    crossover_bytes_per_second,
     crossover_density,
     sparse_pays,
 )
@@ -480,19 +479,7 @@ def test_the_choice_turns_at_the_crossover_density(elements: int, link: LinkMode
     assert below < 0 or sparse_pays(part, link, below)
 
 
-@pytest.mark.parametrize("alpha", [0.0, 100e-6])
-@pytest.mark.parametrize("density", [0.001, 0.01, 0.1])
-def test_the_choice_turns_at_the_crossover_rate(density: float, alpha: float) -> None:
-    part, kept = PartOnLink(D, 4, 4, SELECTION_SECONDS), int(D * density)
-    rate = crossover_bytes_per_second(part, alpha, kept)
-    assert 0.0 < rate < math.inf
-    assert sparse_pays(part, LinkModel(alpha, 1 / (rate * 0.99)), kept)
-    assert not sparse_pays(part, LinkModel(alpha, 1 / (rate * 1.01)), kept)
-
-
 def test_ends_of_the_range() -> None:
     part = PartOnLink(D, 4, 4, SELECTION_SECONDS)
-    assert crossover_bytes_per_second(part, 0.0, D) == 0.0  # all of it, twice as many bytes: at no rate
-    assert crossover_bytes_per_second(PartOnLink(D, 4, 4), 0.0, D // 100) == math.inf  # no work: at any rate
     assert not sparse_pays(PartOnLink(D, 1, 4), SLOW, 1)  # one node: nothing crosses
     assert sparse_pays(part, SLOW, D // 100)

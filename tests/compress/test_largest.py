@@ -111,13 +111,11 @@ def test_residual_and_sent_are_the_array_bit_by_bit(dtype: str, limits: None) ->
 
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_not_finite_is_sent_first_and_named_by_its_position(dtype: str, value: float, limits: None) -> None:
+def test_what_is_not_finite_is_sent_first(dtype: str, value: float, limits: None) -> None:
     values = np.full(3000, np.finfo(dtype).max, dtype)
     compressor = TopK(3000, dtype, 30)
-    assert compressor.first_not_finite(message_of(compressor, values)) is None
     values[[1234, 2999]] = value
     message = message_of(compressor, values)
-    assert compressor.first_not_finite(message) == 1234
     received = np.zeros_like(values)
     compressor.add_to(message, received)
     np.testing.assert_array_equal(np.flatnonzero(~np.isfinite(received)), [1234, 2999])

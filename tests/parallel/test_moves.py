@@ -438,12 +438,11 @@ def test_groups_of_one_rank_take_arrays_that_transports_do_not(rows: int, cols: 
 def test_counts_of_split_groups() -> None:
     counts = (3, 2, 2, 2, 1, 0)
 
-    def program(comm: ThreadCommunicator) -> tuple[tuple[int, ...], list[int], list[int]]:
+    def program(comm: ThreadCommunicator) -> tuple[list[int], list[int]]:
         groups = GridGroups(ProcessGrid(comm, 3, 2))
-        return groups.split_counts(counts), list(groups.counts_of("all", counts)), list(groups.counts_of("model", counts))
+        return list(groups.counts_of("all", counts)), list(groups.counts_of("model", counts))
 
-    for rank, (shared, every, model) in enumerate(run_virtual(6, program)):
-        assert shared == ((3, 2, 2) if rank < 3 else (2, 1, 0))
+    for every, model in run_virtual(6, program):
         assert every == list(counts)
         assert model == [7, 3]
 

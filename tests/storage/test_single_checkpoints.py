@@ -40,7 +40,6 @@ from hpctrain.storage.checkpoint import (
     prune,
     read,
     read_newest,
-    refuse_others,
     restore,
     set_aside,
     statistic_key,
@@ -366,17 +365,6 @@ def test_restore_gives_the_tensor_or_one_sentence():
         restore(saved, "parameters/fc.weigth", (9, 25), "float32")
     with pytest.raises(CheckpointError, match="another model"):
         restore(CheckpointContent({}, {}), "parameters/fc.weight", (9, 25), "float32")
-
-
-def test_refuse_others():
-    saved = content()
-    refuse_others(saved, reversed(list(saved.tensors)))
-    with pytest.raises(CheckpointError, match=r"lacks 2 tensors \(parameters/a first\); it probably"):
-        refuse_others(saved, [*saved.tensors, "parameters/b", "parameters/a"])
-    with pytest.raises(CheckpointError, match=r"has 1 tensors that are unknown here \(optimizer/momentum/fc.weight first\)"):
-        refuse_others(saved, list(saved.tensors)[:2])
-    with pytest.raises(CheckpointError, match=r"lacks 1 .* and has 2"):
-        refuse_others(saved, ["parameters/fc.weight", "parameters/x"])
 
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"

@@ -217,10 +217,6 @@ class Descriptor:
         """Same dims, type and format."""
         return bool(self.engine.library.dnnl_memory_desc_equal(self.handle, other.handle))
 
-    def has_format(self, shape: Sequence[int], tag: str) -> bool:
-        """True where this is the format `tag` of a float32 tensor of `shape`."""
-        return self.equals(Descriptor.tagged(self.engine, shape, tag))
-
 
 class Attributes:
     """A dnnl_primitive_attr_t with the user's scratchpad and, optionally, post-operations.
