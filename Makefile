@@ -66,7 +66,7 @@ TEST_ENV = OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONT
 
 # Tests of one process run in one process more than there are cores, as some tests wait. Each process begins with a stretch of neighbours,
 # so that they share what a module prepares.
-TEST_PROCESSES ?= $(shell expr $$(nproc) + 1)
+TEST_PROCESSES ?= $(shell expr $$(env -u OMP_NUM_THREADS nproc) + 1)
 QUICK_SHARES := 1 2 3 4
 SPREAD := -n $(TEST_PROCESSES) --maxprocesses 8 --dist worksteal
 # A Slurm of two nodes, which tests/site/test_on_slurm.py brings up; without it those tests are skipped.
