@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,18 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpctrain.cli.loading import load_config
-from hpctrain.comm.single import SingleCommunicator
 from hpctrain.data import format as data_format
-from hpctrain.experiment.automatic_choice import Resolved
-from hpctrain.experiment.options import filled
-from hpctrain.experiment.run import run_training
-from hpctrain.experiment.session import Session
-from hpctrain.launch.launcher import Launcher
-from hpctrain.launch.signals import SignalWatch
-from hpctrain.launch.threads import ThreadPlan
 from hpctrain.train.metrics import RunningSums
 from hpctrain.train.replica import Replica
+from tests.support.runs import train_virtual
 
 SAMPLES, BATCH = 10, 4
 
@@ -66,14 +57,7 @@ def prepare(folder: Path) -> None:
 
 def train(folder: Path, *overrides: str, resume: str | None = None, steps: int = 0) -> None:
     """`hpctrain train tiny.yaml OVERRIDES --resume RESUME --steps STEPS`, but for signals."""
-    config = filled(load_config(folder / "tiny.yaml", overrides)[0])
-    session = Session.start(Resolved(config), Launcher("none"), ThreadPlan(1, 1, "a test"), SingleCommunicator(), {})
-    try:
-        run_training(session, SignalWatch(), resume=resume, steps=steps, style="none")
-    finally:
-        for thread in threading.enumerate():
-            if thread.name == "hpctrain-checkpoint":
-                thread.join()
+    train_virtual(1, folder / "tiny.yaml", *overrides, resume=resume, steps=steps)
 
 
 @contextmanager
