@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -80,7 +81,12 @@ Result = TypeVar("Result")
 def train_virtual(ranks: int, file: Path, *overrides: str, resume: str | None = None, steps: int = 0) -> None:
     """`hpctrain train file overrides --resume resume --steps steps` on virtual ranks. Signals are not watched."""
     program = partial(_rank, file=file, overrides=overrides, resume=resume, steps=steps)
-    run_virtual(ranks, program, deadline_seconds=120)
+    try:
+        run_virtual(ranks, program, deadline_seconds=120)
+    finally:
+        for thread in threading.enumerate():
+            if thread.name == "hpctrain-checkpoint":
+                thread.join()
 
 
 def work_virtual(
