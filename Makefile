@@ -21,7 +21,7 @@
 # make faults   faults put into small jobs, how each ends and who names it, and 200 trainings killed and resumed (half an hour)
 # make gpu-plans   a plan of cuDNN for every convolution of every model on an H100 and an A100; needs no GPU, installs 1.5 GB
 # make gpu-floor   bytes, FLOP, launches and predicted time of ResNet-50 on a GPU: arithmetic, needs no GPU
-# make gpu-check   all that a GPU has to prove, in 9 minutes on it at most; results in GPU_OUT (gpu-check)
+# make gpu-check   checks and measurements that need a GPU, in at most 9 minutes; results in GPU_OUT (gpu-check)
 # make gpu-wheels  what a machine with a GPU and no package index lacks, to be taken there in .whl/
 # make gpu-rehearse   gpu-check on the emulated device, with a GPU machine's versions of everything (Python 3.12, 2 GB of packages)
 # make parity   compare with PyTorch, torchvision and onnxruntime (installs them into the virtual environment, PyTorch for the CPU)
@@ -64,8 +64,8 @@ GPU_PLANS_PY := $(GPU_PLANS_VENV)/bin/python
 TEST_ENV = OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= \
 	HPCTRAIN_TEST_LEVEL=$(LEVEL)
 
-# Tests of one process run in one process more than there are cores, as some tests wait. Each process begins with a stretch of neighbours,
-# so that they share what a module prepares.
+# Tests of one process run in one process more than there are cores, as some tests wait. Each process begins with neighbouring tests,
+# which share what their module prepares.
 TEST_PROCESSES ?= $(shell expr $$(env -u OMP_NUM_THREADS nproc) + 1)
 QUICK_SHARES := 1 2 3 4
 SPREAD := -n $(TEST_PROCESSES) --maxprocesses 8 --dist worksteal
@@ -124,7 +124,7 @@ lint-words: $(VENV)/installed-dev
 unit: $(VENV)/installed-dev
 	$(TEST_ENV) $(PY) -m pytest $(SPREAD) -m "parallel[1]"
 
-# Parts of about ten seconds share the cores: each process reads and imports the files of its share only.
+# Targets of about ten seconds each share the cores. A test process reads and imports only the files of its share.
 quick: $(VENV)/installed-dev
 	$(MAKE) --jobs $(shell env -u OMP_NUM_THREADS nproc) --keep-going --output-sync=target LEVEL=quick \
 		lint-types $(addprefix quick-,$(QUICK_SHARES)) lint-rules lint-format lint-imports lint-words

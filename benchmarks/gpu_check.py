@@ -1,12 +1,12 @@
-"""Everything that a GPU has to prove, in one command of nine minutes at most.
+"""Checks and measures everything that needs a GPU, in at most nine minutes.
 
     python -m benchmarks.gpu_check --out gpu-check                    # on a GPU
     python -m benchmarks.gpu_check --device emulated --out rehearsal  # on this CPU, with small sizes
     python -m benchmarks.gpu_check --only facts build --out gpu-check
 
-Each stage is a process of its own with a time limit; it writes OUT/<stage>.json with every figure at once, and its output goes to
-OUT/<stage>.log. A stage that fails does not keep the others from running. The exit code is 1 where one failed, else 0; parts of
-the package that are not written are "not built yet", and do not fail.
+Each stage is a process of its own with a time limit. It writes each figure to OUT/<stage>.json at once, and its output goes to
+OUT/<stage>.log. The others run after a stage that fails, except after a ladder that makes no device. The exit code is 1 if a
+stage failed, else 0. Parts of the package that are not written are "not built yet", and do not fail.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=540.0, help="seconds for all stages (default 540)")
     parser.add_argument("--only", nargs="+", choices=_NAMES, default=_NAMES, metavar="STAGE", help=f"of {', '.join(_NAMES)}")
     parser.add_argument(
-        "--publish", type=Path, help="folder; after each stage, all results in one JSON and all output in one log"
+        "--publish", type=Path, help="folder that gets all results in one JSON and all output in one log after each stage"
     )
-    parser.add_argument("--setup-failure", default="", help="in words, what could not be installed: reported, nothing more")
+    parser.add_argument("--setup-failure", default="", help="what could not be installed; reported as the failed stage setup")
     parser.add_argument("--run-here", choices=_NAMES, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
@@ -46,14 +46,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     by_name = {stage.name: stage for stage in STAGES}
     settings.out.mkdir(parents=True, exist_ok=True)
     if chosen.run_here is not None:
-        faulthandler.register(signal.SIGTERM, chain=True)  # where a stage is that its limit ends
+        faulthandler.register(signal.SIGTERM, chain=True)  # the log then shows where a stage was when its limit ended it
         run_here(by_name[chosen.run_here], settings)
         return 0
     contents = [setup_failure(settings, chosen.setup_failure)] if chosen.setup_failure else []
-    before = list(contents)
+    setup = list(contents)
 
     def after(so_far: list[dict[str, Any]]) -> None:
-        contents[:] = before + so_far
+        contents[:] = setup + so_far
         print(f"{so_far[-1]['stage']}: {so_far[-1]['status']}, {so_far[-1]['seconds']:.0f} s", flush=True)
         if chosen.publish is not None:
             publish(chosen.publish, settings.out, contents)

@@ -22,7 +22,7 @@ SKIP_CODE = 77
 
 
 def available(device: str) -> str | None:
-    """Why PyTorch cannot be timed here; None where it can."""
+    """Return why PyTorch cannot be timed here; None if it can."""
     try:
         import torch
     except ImportError as error:
@@ -33,9 +33,9 @@ def available(device: str) -> str | None:
 
 
 class PeerStep:
-    """Forward, loss, backward and momentum update of one network on made-up images that stay on the device."""
+    """Forward, loss, backward and momentum update of one network on synthetic images that stay on the device."""
 
-    def __init__(self, model: str, batch: int, pixels: int, device: str, *, compiled: str) -> None:
+    def __init__(self, model: str, batch: int, pixels: int, device: str, *, mode: str) -> None:
         import torch
 
         sys.path.insert(0, str(Path(__file__).parents[1] / "hpctrain" / "bench"))
@@ -47,9 +47,9 @@ class PeerStep:
         self._torch, self._device = torch, device
         network = network.to(device).to(memory_format=torch.channels_last)
         self._optimizer = torch.optim.SGD(network.parameters(), lr=_LEARNING_RATE, momentum=_MOMENTUM, fused=device == "cuda")
-        if compiled:
-            torch._dynamo.reset()  # else another batch size is taken for one that changes from step to step
-        self._network = torch.compile(network, dynamic=False, mode=compiled) if compiled else network
+        if mode:
+            torch._dynamo.reset()  # else the next batch size would be compiled as one that changes from step to step
+        self._network = torch.compile(network, dynamic=False, mode=mode) if mode else network
         self._images = torch.randn(batch, channels, pixels, pixels, device=device).to(memory_format=torch.channels_last)
         self._labels = torch.randint(0, classes, (batch,), device=device)
         self._loss = torch.nn.CrossEntropyLoss()
@@ -95,7 +95,7 @@ def one(chosen: argparse.Namespace, batch: int) -> dict[str, Any]:
         torch.cuda.reset_peak_memory_stats()
     begin = time.perf_counter()
     try:
-        step = PeerStep(chosen.model, batch, chosen.pixels, chosen.device, compiled=chosen.compile)
+        step = PeerStep(chosen.model, batch, chosen.pixels, chosen.device, mode=chosen.compile)
         step.run()
         step.wait()
         facts["first_step_seconds"] = time.perf_counter() - begin
@@ -114,7 +114,12 @@ def main() -> int:
     parser.add_argument("--batch", type=int, nargs="+", default=[256, 32])
     parser.add_argument("--pixels", type=int, default=224, help="of both sides of an image")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu only tries the program")
-    parser.add_argument("--compile", default="", metavar="MODE", help="of torch.compile: default, reduce-overhead (CUDA graphs)")
+    parser.add_argument(
+        "--compile",
+        default="",
+        metavar="MODE",
+        help="mode of torch.compile, such as reduce-overhead (CUDA graphs); plain by default",
+    )
     parser.add_argument("--repeats", type=int, default=_REPEATS)
     parser.add_argument("--steps", type=int, default=_STEPS, help="steps of one repeat")
     chosen = parser.parse_args()

@@ -56,7 +56,7 @@ _SWAPS: dict[type, str] = {
     ast.Div: "*",
     ast.Mod: "//",
 }
-# Finds its file by its own place: the jobs that tests start get no variable of the project from the environment.
+# The probe finds its file by its own path, because jobs that tests start get no HPCTRAIN_ variables.
 _PROBE = """import os
 from pathlib import Path
 _hits = Path(__file__).parents[1] / "build/mutants/hits.tsv"
@@ -71,7 +71,7 @@ def hit(k):
         except OSError:
             pass
 """
-# A test that prints nothing for this many seconds, and for this many times its processor time in the probe, has failed.
+# A test has failed if it prints nothing for this many seconds plus this many times its processor time in the probe.
 _PATIENCE_SECONDS, _PATIENCE_FACTOR = 120, 20
 _TESTS_PER_PROCESS = 200
 
@@ -189,7 +189,7 @@ def probe(mutants: list[dict[str, Any]], checkout: Path, level: str, paths: list
 def _store(mutants: list[dict[str, Any]], hits: Path, costs: Path) -> None:
     """Store the tests that reach each mutant, from the files that a probe has written.
 
-    What a fixture or an import reaches, it reaches for all tests of its file.
+    A mutant that a fixture or an import reaches counts as reached by all tests of that file.
     """
     seconds: dict[str, float] = defaultdict(float)
     for line in costs.read_text().splitlines():
@@ -319,7 +319,7 @@ def _environment(checkout: Path, level: str) -> dict[str, str]:
 
 
 def _write(mutant: dict[str, Any], checkout: Path, text: str) -> None:
-    """Put a text, in parentheses, in the place of a mutant's old text."""
+    """Replace a mutant's old text by `text` in parentheses."""
     source, begin, end = place(mutant, checkout)
     (checkout / mutant["file"]).write_text(f"{source[:begin]}({text}){source[end:]}")
 

@@ -1,4 +1,4 @@
-"""Stage 2: every kernel of every source is built for the device, and every convolution of two networks gets its plans."""
+"""Stage `build`: builds every kernel of every source for the device, and the plans of every convolution of two networks."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def kernel_names(source: str, *, on_cpu: bool) -> tuple[str, ...]:
 
 
 def build_kernels(device: Device, report: StageReport) -> None:
-    """Every source, by asking for one kernel of it after another."""
+    """Build every source, by asking for its kernels one after another."""
     seconds = {}
     for source in sources.names():
         begin, failure = time.perf_counter(), ""
@@ -63,7 +63,7 @@ def build_kernels(device: Device, report: StageReport) -> None:
         for name in names:
             try:
                 device.kernel(source, name)
-            except Exception as error:  # of the source, as a rule: each of its names would compile it again
+            except Exception as error:  # usually of the whole source, which each other kernel would compile again
                 failure = f"{name}: {type(error).__name__}: {str(error)[:500]}"
                 break
         seconds[source] = time.perf_counter() - begin
@@ -73,7 +73,7 @@ def build_kernels(device: Device, report: StageReport) -> None:
 
 
 class PlanRecorder:
-    """A device that remembers which plans it was asked for; one that it does not have is remembered, and stood in for.
+    """A device that records the plans that it is asked for, and returns an empty plan in place of one that it does not have.
 
     Attributes:
         plans: workspace bytes by key. failures: by key, in words.
@@ -99,7 +99,7 @@ class PlanRecorder:
 
 
 def make_convolutions(device: Device, model: str, batch: int, precision: Precision) -> PlanRecorder:
-    """Make the operators of all convolutions of a training step; gives what these asked the device for."""
+    """Make the operators of all convolutions of a training step; return the recorder of the plans that they asked for."""
     recorder = PlanRecorder(device)
     kernels = CudaKernelSet(CudaRuntime(cast(Device, recorder), device.stream("compute"), precision))
     builder = GraphBuilder(TensorSpec((batch, *catalogue.image_shape(model)), kernels.runtime.dtype))
@@ -113,7 +113,7 @@ def make_convolutions(device: Device, model: str, batch: int, precision: Precisi
 
 
 def build_plans(device: Device, report: StageReport, model: str, batch: int, precision: Precision) -> None:
-    """The plan of every convolution of a training step."""
+    """Make the plan of every convolution of a training step."""
     begin = time.perf_counter()
     recorder = make_convolutions(device, model, batch, precision)
     seconds, name = time.perf_counter() - begin, f"{model} {batch} {precision}"

@@ -43,7 +43,7 @@ class Case:
         return {role: exact(value, fine) for role, value in default_parameters(self.spec, "float64", seed=8).items()}
 
     def terms(self, array: str, output: tuple[int, ...]) -> int:
-        """Return the number of products that each element of a result of cuDNN or cuBLAS sums; 1 for other operators.
+        """Return the number of products that cuDNN or cuBLAS sums for each element of a result; 1 for other operators.
 
         Args:
             array: name of the result. output: shape of the operator's output.
@@ -51,16 +51,16 @@ class Case:
         spec = self.spec
         if isinstance(spec, Conv2dSpec):
             window, rows = int(np.prod(spec.window.kernel)), int(np.prod(output[:3]))
-            inside, outside = spec.channels_in // spec.groups, spec.channels_out // spec.groups
+            channels_in, channels_out = spec.channels_in // spec.groups, spec.channels_out // spec.groups
         elif isinstance(spec, LinearSpec):
-            window, rows, inside, outside = 1, output[0], self.shapes[0][1], output[1]
+            window, rows, channels_in, channels_out = 1, output[0], self.shapes[0][1], output[1]
         else:
             return 1
-        return {"output": window * inside, "d input 0": window * outside}.get(array, rows)
+        return {"output": window * channels_in, "d input 0": window * channels_out}.get(array, rows)
 
 
 def exact(values: np.ndarray, fine: bool = False) -> np.ndarray:
-    """Round to bfloat16, so that every dtype holds the same numbers; `fine`: to float32, whose last bits TF32 drops."""
+    """Return values rounded to bfloat16, which every dtype holds; `fine`: to float32, which has more bits than TF32."""
     if fine:
         return values.astype(np.float32).astype(np.float64)
     return bfloat16_values(bfloat16_bits(values)).astype(np.float64).reshape(values.shape)
@@ -75,7 +75,7 @@ def _case(name: str, spec: Spec, *shapes: tuple[int, ...], library: bool = False
 
 
 def cases(*, small: bool) -> tuple[Case, ...]:
-    """All cases; `small` ones are over in a moment on the emulated device."""
+    """Return all cases; `small`: in sizes that the emulated device computes in seconds."""
     n, side, wide = (2, 9, 16) if small else (16, 28, 128)
     image, odd = (n, side, side, wide), (3, 7, 5, 13)
     blocks = []

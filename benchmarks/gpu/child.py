@@ -1,4 +1,4 @@
-"""Programs that a stage starts: their output goes to the stage's log as it comes, so a stage that is stopped leaves it."""
+"""Runs programs for a stage. Their output goes to the stage's log at once, so that a stopped stage has it in its log."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from pathlib import Path
 def watch(
     command: Sequence[str], *, seconds: float = math.inf, cwd: Path | None = None, on_line: Callable[[str], None] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program, print its output and errors as they come, and return both as one text.
+    """Run a program, print its output and errors at once, and return its exit code with both as one text.
 
     Args:
-        seconds: after which the program is killed; may be infinite. on_line: called with each line as soon as it is whole.
+        seconds: time limit of the program; may be infinite. on_line: called with each line as soon as it is complete.
 
     Raises:
-        subprocess.TimeoutExpired: the program was killed; the exception has the output.
+        subprocess.TimeoutExpired: the program was killed at its limit; the exception has the output.
     """
     decoder, text, line = codecs.getincrementaldecoder("utf-8")("replace"), "", ""
     end = time.monotonic() + seconds
@@ -34,7 +34,7 @@ def watch(
             data = b" "
             while data:
                 if not selector.select(None if end == math.inf else max(0.0, end - time.monotonic())):
-                    process.kill()  # not waiting for the end of its output: processes that it has started may hold that open
+                    process.kill()  # without reading to the end: its children may hold the pipe open
                     raise subprocess.TimeoutExpired(command, seconds, text)
                 data = os.read(process.stdout.fileno(), 1 << 16)
                 piece = decoder.decode(data, final=not data)

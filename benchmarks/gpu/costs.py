@@ -38,8 +38,8 @@ GRADIENT_BYTES = 4  # of a parameter's gradient, value or momentum
 class Work:
     """Kernels of one kind that one operation starts.
 
-    kind: what they do. products: convolutions and matrix products, whose time depends on `flops` too; each is one launch here,
-    though a plan may take several.
+    kind: what they do. products: whether they are convolutions or matrix products, whose time also depends on `flops`. Each of
+    these counts as one launch, though a plan may take several.
     """
 
     phase: Phase
@@ -63,12 +63,12 @@ class Sizes:
 
     @property
     def dtype(self) -> str:
-        """Of activations."""
+        """The dtype of activations."""
         return "bfloat16" if self.cast else "float32"
 
     @classmethod
     def of(cls, precision: str) -> Sizes:
-        """For "bfloat16", "tf32" or "float32"."""
+        """Return the sizes of "bfloat16", "tf32" or "float32"."""
         activation = item_bytes("float32" if precision == "tf32" else precision)
         return cls(activation, activation < GRADIENT_BYTES)
 
@@ -88,16 +88,16 @@ class Context:
     sizes: Sizes
 
     def passes(self, phase: Phase, kind: str, elements: int, launches: int = 1) -> Work:
-        """Kernels that read and write so many elements of activations in all."""
+        """Return the work of kernels that read and write `elements` activations in total."""
         return Work(phase, kind, launches, elements * self.sizes.activation)
 
     def added(self) -> int:
-        """Elements that are read once more, because the first input's gradient is added to."""
+        """Return the number of elements that are read once more because the first input's gradient is added to."""
         return self.inputs[0] if self.adds[0] else 0
 
 
 def costs(graph: Graph, precision: str) -> Iterator[tuple[Node, Work]]:
-    """The work of all nodes of a fused graph for a training step, in forward order."""
+    """Yield the work of all nodes of a fused graph for a training step, in forward order."""
     wanted = needed_gradients(graph)
     for node in graph.nodes:
         tensors = [graph.tensors[number] for number in node.inputs]
@@ -114,7 +114,7 @@ def costs(graph: Graph, precision: str) -> Iterator[tuple[Node, Work]]:
 
 
 def needed_gradients(graph: Graph) -> set[int]:
-    """Tensors whose gradient a step computes: those with a parameter before them."""
+    """Return the tensors whose gradient a step computes: those with a parameter before them."""
     wanted: set[int] = set()
     for node in graph.nodes:
         if node.parameters or wanted.intersection(node.inputs):
@@ -123,7 +123,7 @@ def needed_gradients(graph: Graph) -> set[int]:
 
 
 def of_spec(spec: Spec, tensors: Sequence[TensorSpec], context: Context) -> Iterator[Work]:
-    """The work of one operation."""
+    """Yield the work of one operation."""
     match spec:
         case WithRelu():
             yield from _product(spec.inner, tensors[0], context, relu=True)
@@ -142,10 +142,9 @@ def of_spec(spec: Spec, tensors: Sequence[TensorSpec], context: Context) -> Iter
 
 
 def _product(spec: Conv2dSpec | LinearSpec, x: TensorSpec, context: Context, *, relu: bool) -> Iterator[Work]:
-    """y = x w: each of the three products reads two of x, w and y and writes the third.
+    """Yield the work of y = x w. Each of the three products reads two of x, w and y and writes the third.
 
-    Matrix products write float32 gradients of weights from bfloat16, and add to the input's gradient themselves; cuDNN's plans
-    do neither.
+    Matrix products write float32 gradients of weights from bfloat16, and add to the input's gradient. cuDNN's plans do neither.
     """
     linear = isinstance(spec, LinearSpec)
     if not linear and not relu and CudaPatchConv2d.fits(spec, _activations(x, context), input_gradient=context.wants[0]):
@@ -173,7 +172,11 @@ def _product(spec: Conv2dSpec | LinearSpec, x: TensorSpec, context: Context, *, 
 
 
 def _patches(spec: Conv2dSpec, context: Context, flops: int) -> Iterator[Work]:
-    """Patches of x are written, and read by two products; rows of patches, weights and their gradient are filled up to packs."""
+    """Yield the work of a convolution as a product of patches.
+
+    One kernel writes the patches, and two products read them. Rows of patches, of weights and of their gradient are filled up to
+    whole packs.
+    """
     item, weight, channels = context.sizes.activation, math.prod(spec.weight_shape), spec.channels_out
     pack = _PACK_BYTES // item
     width = -(-weight // channels // pack) * pack
@@ -186,12 +189,12 @@ def _patches(spec: Conv2dSpec, context: Context, flops: int) -> Iterator[Work]:
 
 
 def _activations(x: TensorSpec, context: Context) -> TensorSpec:
-    """`x` in the dtype of a training: graphs here are built without one."""
+    """Return `x` in the dtype of activations; graphs are built without it."""
     return TensorSpec(x.shape, context.sizes.dtype)
 
 
 def _sum_launches(rows: int, columns: int, item: int) -> int:
-    """Sums over rows take a second kernel where a first block of threads does not reach all of them, four rows each."""
+    """Return the launches of a sum over rows: 2 if one block with four rows per thread does not reach all rows."""
     width = _PACK_BYTES // item
     packs = columns // (width if columns % width == 0 else 1)
     wide = min(32, 1 << (packs - 1).bit_length())
@@ -199,9 +202,10 @@ def _sum_launches(rows: int, columns: int, item: int) -> int:
 
 
 def _batch_norm(spec: BatchNormSpec, context: Context) -> Iterator[Work]:
-    """Moments and their finish, then the output; sums and their finish, then the input's gradient.
+    """Yield moments and their finish, then the output; sums and their finish, then the input's gradient.
 
-    What the ReLU stopped is made again from x; behind an addition it is kept as one byte for each 16 bytes of activations.
+    Backward computes from x again what the ReLU has stopped. After an addition, forward keeps it, one byte for each 16 bytes of
+    activations.
     """
     y, add, item = context.output, int(spec.add), context.sizes.activation
     mask = y * item // _PACK_BYTES if spec.add and spec.relu else 0

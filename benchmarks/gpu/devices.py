@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-#: shares of the data sheet's figures that an H100's copy and large product reach; also taken for the A100, which nobody measured
+#: shares of the data sheet's figures that an H100's copy and large product reach; assumed for the A100, which was not measured
 _COPY_SHARE, _PRODUCT_SHARE = 3.0 / 3.35, 798.0 / 989.4
 
 
@@ -76,12 +76,14 @@ DEVICES = {
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What a prediction assumes: fitted to steps of ResNet-50 (8, 32 and 256 images) and ResNet-18 (128) on an H100.
+    """What a prediction assumes.
 
-    copy_share: of the copy's bandwidth that kernels reach. product_share: of a large product's rate that convolutions reach.
-    A kernel takes the longer of loading and computing, as if both overlapped wholly.
-    device_launch_seconds: that a kernel costs on the device in addition to its work (start and tail), in a CUDA graph or not.
-    host_launch_seconds: that enqueuing one kernel from Python takes. graph_launch_seconds: that launching a graph takes.
+    The first three are fitted to steps of ResNet-50 (8, 32 and 256 images) and ResNet-18 (128 images) on an H100. A kernel takes
+    the longer of loading and computing, as if the two overlapped wholly.
+
+    copy_share: share of a copy's bandwidth that kernels reach. product_share: share of a large product's rate that convolutions
+    reach. device_launch_seconds: cost of a kernel on the device in addition to its work, in a CUDA graph or not.
+    host_launch_seconds: time to enqueue one kernel from Python. graph_launch_seconds: time to launch a graph.
     """
 
     copy_share: float = 0.95

@@ -1,4 +1,4 @@
-"""Stage 2: which device, which software, and what a copy, a matrix product and a launch cost."""
+"""Stage `facts`: which device, which software, and what a copy, a matrix product and a launch cost."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ _NOTHING = 'extern "C" __global__ void nothing() {}'
 
 
 def run(settings: Settings, report: StageReport) -> None:
-    """Record the facts; on a GPU also its speeds, which must be positive and finite to count as checked."""
+    """Record the facts and, on a GPU, its speeds; a check fails if a speed is not positive and finite."""
     report.add("machine", {name: value for name, value in machine().items() if name != "node"})
     report.add("versions", versions(_PACKAGES))
     for name, command in _PROGRAMS.items():
         report.add(name, output_of(command))
-    print(json.dumps(report.content, indent=1), flush=True)  # all that needs no device
+    print(json.dumps(report.content, indent=1), flush=True)  # in the log before a device that may fail
     device = settings.make_device()
     facts = {name: getattr(device, name) for name in ("name", "capability", "multiprocessors", "dtypes")}
     report.add("device_facts", facts)
@@ -70,7 +70,7 @@ def run(settings: Settings, report: StageReport) -> None:
 
 
 def versions(packages: Sequence[str]) -> dict[str, str | None]:
-    """Versions of what is installed; None where it is not."""
+    """Return the version of each package; None if it is not installed."""
     numbers: dict[str, str | None] = {}
     for package in packages:
         try:
@@ -103,19 +103,19 @@ def add_properties(report: StageReport) -> None:
 
 
 class Bench:
-    """Speeds of a GPU, by its own events and by the host's clock: medians of `_REPEATS` turns after one to warm up."""
+    """Measures speeds of a GPU by its events or by the host's clock: medians of 9 turns after one to warm up."""
 
     def __init__(self, device: CupyDevice) -> None:
         self._device, self._stream = device, device.stream("facts")
         self._nothing = device.kernel("nothing", "nothing", text=_NOTHING)
 
     def copy(self) -> float:
-        """TB/s of a copy within the device, of bytes read and written."""
+        """Return TB/s of a copy within the device, counting bytes read and written."""
         source, target = (self._device.allocate(_COPY_BYTES) for _ in range(2))
         return 2 * _COPY_BYTES / self._event_seconds(lambda: self._device.copy(self._stream, target, source)) / 1e12
 
     def product(self) -> float:
-        """TFLOP/s of a large bfloat16 product of random digits: zeros take less power, and so less time."""
+        """Return TFLOP/s of a large bfloat16 product of random numbers; zeros would take less power, and so less time."""
         shape, random = (_PRODUCT_SIZE, _PRODUCT_SIZE), np.random.default_rng(0)
         a, b, c = (self._device.allocate(2 * _PRODUCT_SIZE**2).view("bfloat16").reshape(shape) for _ in range(3))
         host = self._device.pinned(a.nbytes)
@@ -126,21 +126,21 @@ class Bench:
         return 2 * _PRODUCT_SIZE**3 / seconds / 1e12
 
     def upload(self) -> float:
-        """GB/s from pinned memory to the device."""
+        """Return GB/s from pinned memory to the device."""
         host, target = self._device.pinned(_COPY_BYTES), self._device.allocate(_COPY_BYTES)
         return _COPY_BYTES / self._event_seconds(lambda: self._device.upload(self._stream, target, host)) / 1e9
 
     def launch(self) -> float:
-        """Microseconds of the host for the launch of an empty kernel."""
+        """Return the host's microseconds to launch an empty kernel."""
         return self._host_seconds(self._launch_many) / _LAUNCHES * 1e6
 
     def graph_launch(self) -> float:
-        """Microseconds of the host for the launch of a graph of many empty kernels."""
+        """Return the host's microseconds to launch a graph of 200 empty kernels."""
         graph = self._graph()
         return self._host_seconds(lambda: graph.launch(self._stream)) * 1e6
 
     def graph_kernel(self) -> float:
-        """Microseconds of the device for each empty kernel in a graph."""
+        """Return the device's microseconds for each empty kernel of a graph."""
         graph = self._graph()
         return self._event_seconds(lambda: graph.launch(self._stream)) / _LAUNCHES * 1e6
 
@@ -179,7 +179,7 @@ _SPEEDS = {
 
 
 def measure(bench: Bench, report: StageReport) -> None:
-    """Measure each speed; one that fails is a failed check."""
+    """Measure each speed; add a failed check for one that cannot be measured."""
     for name, unit in _SPEEDS.items():
         try:
             value = getattr(bench, name)()

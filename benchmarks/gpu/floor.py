@@ -85,15 +85,15 @@ class Clock:
     assumptions: Assumptions = field(default_factory=Assumptions)
 
     def bytes_alone(self, work: Work) -> float:
-        """Return the seconds of all that has to move, at the copy's bandwidth."""
+        """Return the seconds to move all bytes at the bandwidth of a copy."""
         return work.bytes / self.device.copy_bandwidth
 
     def floor(self, work: Work) -> float:
-        """Return the seconds that the work takes at least: of moving or of computing at a large product's rate."""
+        """Return the least seconds: the longer of moving the bytes and of computing at a large product's rate."""
         return max(self.bytes_alone(work), self._flops_alone(work))
 
     def predicted(self, work: Work) -> float:
-        """Return the seconds of `floor` with the assumed shares of both rates, and what every launch costs the device."""
+        """Return the expected seconds: as `floor`, at the assumed shares of both rates, plus the cost of the launches."""
         assumed = self.assumptions
         longer = max(self.bytes_alone(work) / assumed.copy_share, self._flops_alone(work) / assumed.product_share)
         return longer + work.launches * assumed.device_launch_seconds
@@ -103,7 +103,7 @@ class Clock:
 
 
 def prediction(step: Step, clock: Clock) -> dict[str, float]:
-    """Seconds of a step and images per second, by what limits it.
+    """Return the seconds of a step and images per second, by what limits it.
 
     A step in one CUDA graph costs the host one launch and the device the rest; launch by launch it lasts as long as the slower
     of the two takes.

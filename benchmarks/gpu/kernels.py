@@ -1,4 +1,4 @@
-"""Stage 3: every operator against float64 NumPy, a GPU also against the emulated device, and all roundings to bfloat16."""
+"""Stage `kernels`: every operator against float64 NumPy, and a GPU's against emulated ones; all roundings to bfloat16."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from hpctrain.errors import BackendError
 
 #: of float64 NumPy, relative to the largest element of the array
 TOLERANCES = {"float64": 1e-10, "float32": 1e-5, "tf32": 1e-4, "bfloat16": 1e-2}
-#: Roundings of float32 by the square root of a sum's length. Sums of n products in float32, one product after another, are off by
-#: up to sqrt(n) half units of the largest sum; an H100's 3x3 weight gradients, n = 12,544, by 2.3 sqrt(n). Factors rounded to
-#: TF32 are off by 3e-4 for every n, which is five times the limit of n = 12,544.
-_UNITS = 8 * 2.0**-24
-#: in the error of a set that has no such operator
+#: Limit for float32 sums of n products, divided by sqrt(n): 8 half units in the last place. A sum of one product after another
+#: is off by up to sqrt(n) half units of the largest sum; an H100's 3x3 weight gradients (n = 12,544) are off by 2.3 sqrt(n).
+#: Factors rounded to TF32 lead to errors of 3e-4 for every n, five times the limit at n = 12,544.
+_LIMIT_BY_ROOT = 8 * 2.0**-24
+#: part of the error of a set that has no such operator
 NO_OPERATOR = "has no "
 
 
 def run(settings: Settings, report: StageReport) -> None:
-    """All cases in all precisions, then the loss, then the roundings."""
+    """Compare all cases in all precisions, then the loss and arithmetic, then the roundings."""
     device = settings.make_device()
     if not settings.emulated and build.compiler():
-        build.prepare(map(sources.text, sources.names()))  # of the twins, all cores at once
+        build.prepare(map(sources.text, sources.names()))  # the twins' sources, on all cores
     missing: set[str] = set()
     for precision in settings.precisions():
         kernels = kernel_set(device, precision)
@@ -53,7 +53,7 @@ def run(settings: Settings, report: StageReport) -> None:
 
 
 def kernel_set(device: Device, precision: Precision) -> CudaKernelSet:
-    """The cuda set on one device."""
+    """Return the cuda set on a device."""
     return CudaKernelSet(CudaRuntime(device, device.stream("compute"), precision))
 
 
@@ -65,7 +65,7 @@ def compare_all(
     report: StageReport,
     missing: set[str],
 ) -> None:
-    """A check for each case; the largest errors by array are recorded. `twin`: the same on the emulated device."""
+    """Add a check for each case, and record its largest error by array. twin: the same set on the emulated device."""
     rows: list[dict[str, Any]] = []
     for case in chosen:
         try:
@@ -86,7 +86,7 @@ def compare_all(
 
 
 def compare(kernels: CudaKernelSet, twin: CudaKernelSet | None, precision: Precision, case: Case) -> dict[str, Any]:
-    """Return the errors of one case by array, relative to the largest element of NumPy's, and the array nearest its limit."""
+    """Return the errors of a case by array, relative to NumPy's largest element, and the array that is nearest its limit."""
     fine = case.library and precision == "float32"
     actual, expected = results(kernels, kernels.runtime.dtype, case, fine), reference(case, fine)
     errors = differences(actual, expected)
@@ -99,18 +99,18 @@ def compare(kernels: CudaKernelSet, twin: CudaKernelSet | None, precision: Preci
 
 
 def tolerance(precision: Precision, terms: int) -> float:
-    """Return the largest error of sums of so many products, relative to the largest sum."""
-    return max(TOLERANCES[precision], _UNITS * terms**0.5) if precision == "float32" else TOLERANCES[precision]
+    """Return the limit for errors of sums of `terms` products, relative to the largest sum."""
+    return max(TOLERANCES[precision], _LIMIT_BY_ROOT * terms**0.5) if precision == "float32" else TOLERANCES[precision]
 
 
 @cache
 def reference(case: Case, fine: bool = False) -> dict[str, np.ndarray]:
-    """Return NumPy's results in float64: the same for all precisions whose inputs are the same numbers."""
+    """Return NumPy's results in float64. Precisions with the same inputs share them."""
     return results(NumpyKernelSet(), "float64", case, fine)
 
 
 def results(kernels: KernelSet, dtype: str, case: Case, fine: bool = False) -> dict[str, np.ndarray]:
-    """Return all that one operator writes in a step, on the host, float64. fine: inputs have all bits of float32."""
+    """Return everything that an operator writes in a step, in float64 on the host. fine: inputs have all bits of float32."""
     operator = OperatorRun(kernels, case.spec, case.inputs(fine), case.parameters(fine), dtype)
     written = operator.forward()
     cotangent = exact(np.random.default_rng(9).standard_normal(written["output"].shape), fine)
@@ -118,7 +118,7 @@ def results(kernels: KernelSet, dtype: str, case: Case, fine: bool = False) -> d
 
 
 def differences(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> dict[str, float]:
-    """By array: the largest difference over the largest element; infinite where one is not finite or of another shape."""
+    """Return by array the largest difference over the largest element; infinity if shapes differ or values are not finite."""
     errors = {}
     for name, values in expected.items():
         if actual[name].shape != values.shape or not np.isfinite(actual[name]).all():
@@ -130,7 +130,7 @@ def differences(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) 
 
 
 def compare_loss(kernels: CudaKernelSet, precision: Precision, report: StageReport, missing: set[str]) -> None:
-    """Softmax cross entropy with and without smoothing."""
+    """Compare softmax cross entropy with and without smoothing."""
     logits = 4.0 * exact(np.random.default_rng(10).standard_normal((37, 1000)))
     labels = np.random.default_rng(11).integers(0, 1000, 37)
     for smoothing in (0.0, 0.1):
@@ -147,17 +147,17 @@ def compare_loss(kernels: CudaKernelSet, precision: Precision, report: StageRepo
 
 
 def compare_arithmetic(kernels: CudaKernelSet, precision: Precision, report: StageReport) -> None:
-    """Copies, sums, updates and norms outside of operators, in the dtype of parameters: against NumPy in the same dtype."""
+    """Compare copies, sums, updates and norms outside of operators with NumPy, both in the dtype of parameters."""
     kept = kernels.runtime.parameter_dtype
     errors = differences(arithmetic_results(kernels, kernels.runtime.dtype), arithmetic_results(NumpyKernelSet(), kept))
     worst = max(errors, key=lambda name: errors[name])
-    report.check(f"arithmetic beside {precision}", errors[worst] <= TOLERANCES[kept], f"{worst}: {errors[worst]:.2e}")
+    report.check(f"arithmetic of parameters in {precision}", errors[worst] <= TOLERANCES[kept], f"{worst}: {errors[worst]:.2e}")
 
 
 def loss_results(
     kernels: KernelSet, dtype: str, logits: np.ndarray, labels: np.ndarray, smoothing: float
 ) -> dict[str, np.ndarray]:
-    """Sums and the gradient of the logits."""
+    """Return the sums, and the gradient of the logits."""
     arithmetic = kernels.arithmetic
     x, dx = (arithmetic.zeros(logits.size, dtype).reshape(logits.shape) for _ in range(2))
     arithmetic.from_host(x, logits.astype("float32" if dtype == "bfloat16" else dtype))

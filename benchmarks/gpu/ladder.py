@@ -1,6 +1,7 @@
-"""Stage 1: everything that a training asks of a GPU, one rung after another, each in its own try with its traceback.
+"""Stage `ladder`: everything that a training needs from a GPU, one rung after another.
 
-A rung that fails keeps no other from running but those that need what it makes. Without a device the other stages are not run.
+The traceback of a rung that fails goes to the log. Only rungs that need its result fail with it. If the rung `device` fails, the
+other stages are skipped.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
 from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.kernels.specs import BatchNormSpec
 
-#: libraries whose files are recorded: those that a process loads and those that the system's loader would find
+#: libraries whose files are recorded: those that this process has loaded, and those that the system's loader finds
 _LIBRARIES = re.compile(r"\S*lib(?:cuda|cudart|cublas\w*|cudnn\w*|nccl|nvrtc[\w-]*|torch\w*)\.so\S*")
 _PACKAGES = re.compile(r"cupy|nvidia|cuda|torch|numpy|mpi|pydantic|h5py", re.IGNORECASE)
 _TOLERANCE = 1e-2  # of bfloat16
 
 
 class Ladder:
-    """The rungs, in their order: each is a method that returns what it found."""
+    """The rungs in their order. Each is a method that returns a finding for the report, or raises."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -57,20 +58,20 @@ class Ladder:
         return self._device.stream("compute")
 
     def driver(self) -> Any:
-        """What nvidia-smi says."""
+        """Return the output of nvidia-smi."""
         return output_of(["nvidia-smi"])
 
     def packages(self) -> Any:
-        """Versions of the packages that matter."""
+        """Return the versions of Python and of the packages in `_PACKAGES`."""
         found = {item.metadata["Name"]: item.version for item in distributions() if _PACKAGES.search(item.metadata["Name"] or "")}
         return {"python": sys.version.split()[0], **dict(sorted(found.items()))}
 
     def libraries_of_the_system(self) -> Any:
-        """CUDA's libraries that the loader finds by name."""
+        """Return the libraries of CUDA that the system's loader finds by name."""
         return _LIBRARIES.findall(output_of(["ldconfig", "-p"]))
 
     def cupy(self) -> Any:
-        """Seconds to import CuPy, and the GPUs that it sees."""
+        """Import CuPy; return the seconds and the GPUs that it sees."""
         if self._settings.emulated:
             return "not needed by the emulated device"
         begin = time.perf_counter()
@@ -80,17 +81,17 @@ class Ladder:
         return {"seconds": seconds, "gpus": cupy.cuda.runtime.getDeviceCount(), "driver": cupy.cuda.runtime.driverGetVersion()}
 
     def device(self) -> Any:
-        """The device, and cuBLAS and NVRTC with it."""
+        """Make the device, which loads cuBLAS and NVRTC, and return its properties."""
         return {"name": self._device.name, "capability": self._device.capability, "bytes": self._device.memory_bytes}
 
     def zeroed_memory(self) -> Any:
-        """malloc and memset: what is allocated is zero."""
+        """Check that allocated memory is zero."""
         found = self._download(self._device.allocate(1 << 20))
         assert not found.any(), f"{np.count_nonzero(found)} bytes are not zero"
         return f"{found.size} bytes"
 
     def pinned_copies(self) -> Any:
-        """Bytes go to the device, within it and back, and events mark it."""
+        """Copy bytes to the device, within it and back, and wait for an event."""
         values = np.arange(1 << 20, dtype=np.uint32).view(np.uint8)
         first, second, event = self._upload(values), self._device.allocate(values.size), self._device.event()
         self._device.copy(self._stream, second, first)
@@ -101,7 +102,7 @@ class Ladder:
         return f"{values.size} bytes there and back"
 
     def module(self) -> Any:
-        """One source compiled and loaded, one kernel launched."""
+        """Compile and load one source, and launch one kernel."""
         x = np.linspace(-1, 1, 4096, dtype=np.float32)
         array = self._upload(x.view(np.uint8)).view("float32")
         begin = time.perf_counter()
@@ -112,7 +113,7 @@ class Ladder:
         return {"seconds": seconds}
 
     def product(self) -> Any:
-        """A bfloat16 product of cuBLAS, with sums in float32 that are added to."""
+        """Compare a bfloat16 product of cuBLAS that adds to float32 sums."""
         random = np.random.default_rng(1)
         bits = [bfloat16_bits(random.standard_normal(shape)).reshape(shape) for shape in ((96, 64), (64, 128))]
         a, b = (self._upload(one.reshape(-1).view(np.uint8)).view("bfloat16").reshape(one.shape) for one in bits)
@@ -123,7 +124,7 @@ class Ladder:
         return self._compare(self._download(c.reshape(-1).view("uint8")).view(np.float32).reshape(96, 128), 2 * left @ right)
 
     def cudnn(self) -> Any:
-        """Seconds to import cuDNN's frontend, and whether that loads PyTorch."""
+        """Import cuDNN's frontend, which must not load PyTorch; return the seconds and the version."""
         if self._settings.emulated:
             return "not needed by the emulated device"
         begin = time.perf_counter()
@@ -133,7 +134,7 @@ class Ladder:
         return {"seconds": seconds, "version": library.backend_version_string()}
 
     def handle(self) -> Any:
-        """A handle of cuDNN."""
+        """Make a handle of cuDNN."""
         if self._settings.emulated:
             return "not needed by the emulated device"
         from hpctrain.backend.cuda.cudnn_plans import new_handle
@@ -141,11 +142,11 @@ class Ladder:
         return hex(new_handle())
 
     def plan(self) -> Any:
-        """One plan made and run."""
+        """Make and run one plan."""
         return self._convolve(lambda work: work())
 
     def captured_plan(self) -> Any:
-        """The same in a captured graph."""
+        """Run the same plan in a captured graph."""
 
         def capture(work: Callable[[], None]) -> None:
             with self._device.capture(self._stream) as graph:
@@ -155,7 +156,7 @@ class Ladder:
         return self._convolve(capture)
 
     def sources(self) -> Any:
-        """One kernel of each source; all sources are tried. Seconds by source."""
+        """Load one kernel of each source, even if others fail; return the seconds by source."""
         seconds, faults = {}, []
         for source in sources.names():
             begin = time.perf_counter()
@@ -168,7 +169,7 @@ class Ladder:
         return seconds
 
     def subnormals(self) -> Any:
-        """Momentum of a dead channel: products of subnormal numbers have the bits of the host."""
+        """Check that products of subnormal numbers, such as a dead channel's momentum, have the bits of the host."""
         kernels = CudaKernelSet(CudaRuntime(self._device, self._stream, "float32"))
         array, zeros = (kernels.arithmetic.zeros(256, "float32") for _ in range(2))
         values = (np.arange(1, 257) * 1e-42).astype(np.float32)
@@ -178,7 +179,7 @@ class Ladder:
         return f"{values[0]:.1e} to {values[-1]:.1e}"
 
     def operator(self) -> Any:
-        """A batch norm's step in bfloat16, as trainings run it."""
+        """Compare a batch norm's forward in bfloat16."""
         spec, random = BatchNormSpec(64, relu=True), np.random.default_rng(3)
         x = bfloat16_values(bfloat16_bits(random.standard_normal((8, 14, 14, 64)))).astype(np.float64).reshape(8, 14, 14, 64)
         parameters = {"weight": np.ones(64), "bias": np.zeros(64)}
@@ -187,7 +188,7 @@ class Ladder:
         return self._compare(found, OperatorRun(NumpyKernelSet(), spec, [x], parameters, "float64").forward()["output"])
 
     def loaded_libraries(self) -> Any:
-        """The files of CUDA's libraries in this process, by what was loaded at all."""
+        """Return the files of CUDA's libraries that this process has loaded."""
         maps = Path("/proc/self/maps").read_text()
         return sorted({match for match in _LIBRARIES.findall(maps) if match.startswith("/")})
 
@@ -258,7 +259,7 @@ RUNGS: tuple[Callable[[Ladder], Any], ...] = (
 
 
 def run(settings: Settings, report: StageReport) -> None:
-    """Climb all rungs; each is a check, and its traceback goes to the log."""
+    """Run all rungs. Each adds a check."""
     ladder, findings = Ladder(settings), dict[str, Any]()
     report.add("variables", {name: value for name, value in os.environ.items() if re.match("CUDA|NVIDIA|CUPY|LD_|XDG", name)})
     for rung in RUNGS:

@@ -1,4 +1,4 @@
-"""Stage: NCCL with one rank, every operation of the transport, and what MPI does with this GPU's memory.
+"""Stage `links`: NCCL with one rank, every operation of the transport, and what MPI does with this GPU's memory.
 
 One rank sends nothing to others, but all calls are made, with their streams, events and pointers, and their results compared.
 """
@@ -25,7 +25,7 @@ _DEADLINE_SECONDS = 20.0
 
 
 def run(settings: Settings, report: StageReport) -> None:
-    """The operations, then the trial of MPI, which is told and never fails the stage."""
+    """Record the trial of MPI, which never fails the stage, then check the operations."""
     device = settings.make_device()
     kernels = CudaKernelSet(CudaRuntime(device, device.stream("compute"), "float32"))
     report.add("mpi", device_probe.trial())

@@ -1,4 +1,4 @@
-"""A stage: PyTorch's training steps on the same GPU at the same batches, plain and compiled, each in its own process."""
+"""Stage `peer`: PyTorch's training steps on the same GPU at the same batches, plain and compiled, each in its own process."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from benchmarks.gpu.stage_report import StageReport
 
 _PROGRAM = Path(__file__).parents[1] / "gpu_peer.py"
 _SKIP_CODE = 77
-#: (model, batches, mode of torch.compile), the most telling first: those that the stage's limit leaves no time for are left out.
-#: torch.compile takes about 40 s for each batch of ResNet-50.
+#: (model, batches, mode of torch.compile or "" for none), the most informative first: the last ones are left out if the stage's
+#: limit leaves no time for them. torch.compile takes about 40 s for each batch of ResNet-50.
 RUNS: tuple[tuple[str, tuple[int, ...], str], ...] = (
     ("resnet50", (256, 32), ""),
     ("resnet50", (256, 32), "reduce-overhead"),
@@ -25,7 +25,7 @@ RUNS: tuple[tuple[str, tuple[int, ...], str], ...] = (
     ("vgg16", (64,), ""),
     ("vgg16", (64,), "default"),
 )
-_RESERVE_SECONDS = 3.0  # of the limit, to end
+_RESERVE_SECONDS = 3.0  # of the stage's limit, to end the peer and to report
 
 
 def run(settings: Settings, report: StageReport) -> None:
@@ -46,33 +46,33 @@ def run(settings: Settings, report: StageReport) -> None:
         if "images_per_second" in row:
             report.note(f"{name}: {row['images_per_second']:.0f}/s")
 
-    for model, batches, compiled in runs:
-        left_out += [name_of(model, batch, compiled) for batch in time_peer(model, batches, compiled, end, add, extra)]
+    for model, batches, mode in runs:
+        left_out += [name_of(model, batch, mode) for batch in time_peer(model, batches, mode, end, add, extra)]
     if left_out:
         report.add("left_out", left_out)
         report.note(f"no time for {', '.join(left_out)}")
 
 
-def name_of(model: str, batch: int, compiled: str) -> str:
-    """Return the words for a variant."""
-    return f"{model} {batch}{f' compiled ({compiled})' if compiled else ''}"
+def name_of(model: str, batch: int, mode: str) -> str:
+    """Return the name of a variant in reports."""
+    return f"{model} {batch}{f' compiled ({mode})' if mode else ''}"
 
 
 def time_peer(
     model: str,
     batches: Sequence[int],
-    compiled: str,
+    mode: str,
     end: float,
     add: Callable[[dict[str, Any]], None],
     extra: Sequence[str] = (),
 ) -> Sequence[int]:
-    """Call `add` with the figures of each batch as soon as the peer's process prints them; return the batches without time.
+    """Call `add` with the figures of each batch as soon as the peer prints them. Return the batches that it had no time for.
 
     Args:
-        end: `time.monotonic()` at which the process is killed.
+        end: value of `time.monotonic()` at which the process is killed. add: takes a row of figures. extra: arguments.
 
     Raises:
-        SkippedError: PyTorch or its GPU is not here.
+        SkippedError: this machine has no PyTorch, or PyTorch finds no GPU.
     """
     left = list(batches)
 
@@ -84,12 +84,12 @@ def time_peer(
     command = [sys.executable, str(_PROGRAM), "--model", model, "--batch", *map(str, batches), *extra]
     try:
         seconds = max(0.0, end - time.monotonic())
-        done = watch([*command, *(["--compile", compiled] if compiled else [])], seconds=seconds, on_line=on_line)
+        done = watch([*command, *(["--compile", mode] if mode else [])], seconds=seconds, on_line=on_line)
     except subprocess.TimeoutExpired:
         return left
     lines = done.stdout.strip().splitlines() or ["no output"]
     if done.returncode == _SKIP_CODE:
         raise SkippedError(lines[-1])
     for batch in left:
-        add({"model": model, "compiled": compiled, "failure": lines[-1], "batch": batch})
+        add({"model": model, "compiled": mode, "failure": lines[-1], "batch": batch})
     return ()

@@ -1,4 +1,4 @@
-"""Behind stage 3: input made on the device of pixels that the host has stored: the bits of the host, and images per second."""
+"""Stage `pixels`: input that the device makes from the host's pixels: the host's bits, and images per second."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hpctrain.backend.resampling import Resampling
 
 @dataclass(frozen=True)
 class Sizes:
-    """Images so high and wide (`stored`), of which windows of `size` are made; `batch` of them, `repeats` times."""
+    """stored, size: height and width of stored images and of their windows, in pixels. batch: images. repeats: timed batches."""
 
     stored: int
     size: int
@@ -28,13 +28,13 @@ class Sizes:
     repeats: int
 
 
-#: as ImageNet's in a training of ResNet-50; on the emulated device, what it bears
+#: those of ResNet-50 on ImageNet, and smaller ones for the emulated device
 _SIZES, _SMALL_SIZES = Sizes(232, 224, 256, 50), Sizes(20, 16, 6, 3)
-_CHECKED = 12  # images of a batch whose bits are compared: the host makes them again, which takes longer than all else
+_CHECKED = 12  # images of a batch whose bits are compared; the host, which makes them too, would take too long for more
 
 
 def run(settings: Settings, report: StageReport) -> None:
-    """Bits and rates in all precisions."""
+    """Check bits and measure rates in all precisions."""
     device, sizes = settings.make_device(), _SMALL_SIZES if settings.emulated else _SIZES
     for precision in settings.precisions():
         kernels = kernel_set(device, precision)
@@ -43,7 +43,7 @@ def run(settings: Settings, report: StageReport) -> None:
 
 
 def pixel_batch(sizes: Sizes, seed: int, dtype: str) -> PixelBatch:
-    """Random pixels; windows in random places, every second one mirrored, with a filled rectangle each."""
+    """Return random pixels with windows in random places, every second one mirrored, each with a filled rectangle."""
     random = np.random.default_rng(seed)
     windows = np.zeros(sizes.batch, WINDOW)
     windows["top"], windows["left"] = random.integers(0, sizes.stored - sizes.size + 1, (2, sizes.batch))
@@ -59,7 +59,7 @@ def pixel_batch(sizes: Sizes, seed: int, dtype: str) -> PixelBatch:
 
 
 def resized_batch(sizes: Sizes, seed: int, dtype: str) -> PixelBatch:
-    """Such images, of which parts of random sizes are resized first: some ways shrink, others grow."""
+    """Return such images of which parts of random sizes are resized first: some shrink, others grow."""
     batch, random = pixel_batch(replace(sizes, stored=sizes.size), seed, dtype), np.random.default_rng(seed)
     extents = random.integers(sizes.stored // 4, sizes.stored + 1, (sizes.batch, 2))
     corners = (random.random((sizes.batch, 2)) * (sizes.stored - extents + 1)).astype(np.int64)
@@ -73,7 +73,7 @@ _BATCHES = {"windows": pixel_batch, "resized windows": resized_batch}
 
 
 def check_bits(kernels: CudaKernelSet, sizes: Sizes, report: StageReport) -> None:
-    """Whether the device makes the numbers that the host makes, of batches that follow each other."""
+    """Check that the device makes the bits that the host makes, for batches that follow each other."""
     dtype = kernels.runtime.dtype
     for seed, (left, make) in product(range(3), _BATCHES.items()):
         batch = make(sizes, seed, parameter_dtype(dtype))
@@ -88,7 +88,7 @@ def check_bits(kernels: CudaKernelSet, sizes: Sizes, report: StageReport) -> Non
 
 
 def add_rate(kernels: CudaKernelSet, sizes: Sizes, report: StageReport) -> None:
-    """Images per second of one host thread that hands batches over; the device makes one while the next arrives."""
+    """Measure images per second of one host thread that hands batches over; the device makes one while the next arrives."""
     dtype = kernels.runtime.dtype
     for left, make in _BATCHES.items():
         batch = make(sizes, 0, parameter_dtype(dtype))

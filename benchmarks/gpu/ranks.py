@@ -1,7 +1,7 @@
-"""Stage 6: `hpctrain train` as users run it, on one rank and on two that share a GPU: both must train the same network.
+"""Stage `ranks`: `hpctrain train` as users run it. One rank, and two ranks that share a GPU, must train the same network.
 
-So do two ranks whose averaging waits for the end of backward (`blocking`), and whose messages therefore hide nothing, and two
-that split images and layers. How fast the first two ways are is told, too, with a network whose gradients are worth hiding.
+Two ranks average during backward (`sharded`, `bucketed`) or after it (`blocking`), or split images and layers. A larger network
+measures how many images per second `bucketed` and `blocking` make.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ schedule: constant
 averager: {averager}
 output: {folder}/runs-{name}
 """
-#: trainings that are timed: the first epoch measures and captures, the second is told of
+#: timed trainings: the first epoch measures and captures graphs, the second one counts
 _MADE_UP = ("data.train=synthetic", "data.test=null", "epochs=2")
 _TIMED = (
     *_MADE_UP,
@@ -51,7 +51,7 @@ _TOLERANCE = 1e-2  # roundings turn ReLUs at inputs near zero
 
 
 def run(settings: Settings, report: StageReport) -> None:
-    """One rank on the CPU, one on the device, two on the device: with samples of their own, and sharing them."""
+    """Train on one rank on the CPU, on one on the device, and on two on the device that split the batch or the layers."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_data(folder)
@@ -69,7 +69,7 @@ def run(settings: Settings, report: StageReport) -> None:
 
 
 def add_overlap(folder: Path, settings: Settings, report: StageReport) -> None:
-    """Images per second of two ranks whose messages travel beside backward, and behind it."""
+    """Measure images per second of two ranks whose messages travel during backward, and after it."""
     options, rates = _SMALL_TIMED if settings.emulated else _TIMED, {}
     for name, averager in (("overlapped", "bucketed"), ("behind", "blocking")):
         losses_of(folder, name, train(folder, name, "cuda", 2, averager, options), report)
@@ -79,17 +79,17 @@ def add_overlap(folder: Path, settings: Settings, report: StageReport) -> None:
             rates[name] = float(lines[-1]["images_per_second"])
     report.add("images per second of two ranks", rates)
     if len(rates) == 2:
-        report.note(f"messages beside backward {rates['overlapped']:,.0f} images/s, behind it {rates['behind']:,.0f}")
+        report.note(f"messages during backward {rates['overlapped']:,.0f} images/s, after it {rates['behind']:,.0f}")
 
 
 def mpiexec() -> str | None:
-    """The launcher beside this Python, else on PATH: the first is sure to be the one of its MPI."""
-    beside = Path(sys.executable).with_name("mpiexec")
-    return str(beside) if beside.exists() else shutil.which("mpiexec")
+    """Return the launcher next to this Python, which belongs to its MPI, else the one on PATH; None if there is none."""
+    sibling = Path(sys.executable).with_name("mpiexec")
+    return str(sibling) if sibling.exists() else shutil.which("mpiexec")
 
 
 def make_data(folder: Path) -> None:
-    """Two small files of images that can be learnt."""
+    """Write two small files of images that can be learnt."""
     random = np.random.default_rng(0)
     patterns = random.integers(0, 200, (3, 14, 14, 1))
     for name, count in (("train", 100), ("test", 20)):
@@ -101,7 +101,7 @@ def make_data(folder: Path) -> None:
 def train(
     folder: Path, name: str, backend: str, ranks: int, averager: str = "sharded", more: Sequence[str] = ()
 ) -> subprocess.CompletedProcess[str]:
-    """`hpctrain train` on so many ranks, 0: without a launcher; `more` arguments behind the configuration."""
+    """Run `hpctrain train` on `ranks` ranks, 0: without a launcher. more: arguments after the configuration."""
     config = folder / f"{name}.yaml"
     config.write_text(_CONFIG.format(backend=backend, folder=folder, name=name, averager=averager))
     launcher = (str(mpiexec()), "-n", str(ranks)) if ranks else ()
@@ -113,12 +113,12 @@ def train(
 def checked_losses(
     folder: Path, name: str, backend: str, ranks: int, report: StageReport, averager: str = "sharded"
 ) -> list[float]:
-    """The losses of a training that has to end well."""
+    """Train, and return the losses; a failure is a failed check."""
     return losses_of(folder, name, train(folder, name, backend, ranks, averager), report)
 
 
 def losses_of(folder: Path, name: str, done: subprocess.CompletedProcess[str], report: StageReport) -> list[float]:
-    """Training losses by epoch of a job that has ended; none where it failed, which is a failed check."""
+    """Return the training losses by epoch of a job that has ended; none if it failed, which is a failed check."""
     text = "" if done.returncode == 0 else f"code {done.returncode}: {done.stdout.strip()[-300:]}"
     report.check(f"training {name} ends well", done.returncode == 0, text)
     finished = latest(folder / f"runs-{name}", "ranks")
@@ -130,7 +130,7 @@ def losses_of(folder: Path, name: str, done: subprocess.CompletedProcess[str], r
 
 
 def compare(name: str, losses: Sequence[float], aims: Sequence[float], report: StageReport) -> None:
-    """A check that two trainings had the same losses."""
+    """Check that two trainings had the same losses."""
     same = bool(losses) and len(losses) == len(aims) and bool(np.allclose(losses, aims, rtol=_TOLERANCE))
     report.check(name, same, f"{list(losses)} and {list(aims)}")
     report.note(f"{name}: {'yes' if same else 'NO'}")

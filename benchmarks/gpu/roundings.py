@@ -22,7 +22,7 @@ _STRETCH = 1 << 12  # patterns around a corner, on the emulated device
 
 
 def check_roundings(device: Device, emulated: bool, report: StageReport) -> None:
-    """One launch over everything on a GPU, stretches around corners on the emulated device."""
+    """Compare all 2^32 patterns in one launch on a GPU, and ranges around corners on the emulated device."""
     if emulated:
         stretches = [(max(0, min(corner - _STRETCH // 2, (1 << 32) - _STRETCH)), _STRETCH) for corner in _CORNERS]
     else:
@@ -56,7 +56,7 @@ def _download(device: Device, stream: Any, array: DeviceArray) -> np.ndarray:
 
 
 def rounding_kernel(device: Device) -> DeviceKernel:
-    """The kernel of this folder's source, built as the package builds its own."""
+    """Return the kernel of this folder's source, built as the package builds its own."""
     return cast(Any, device).kernel(SOURCE.stem, _NAME, text=sources.text(SOURCE.stem, SOURCE.parent))
 
 

@@ -1,4 +1,4 @@
-"""Stage 4: compute-sanitizer watches every kernel of our own once: accesses out of bounds, then races in shared memory."""
+"""Stage `sanitizer`: compute-sanitizer watches all kernels of our own: accesses out of bounds, then races in shared memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOOLS = ("memcheck", "racecheck")
 
 
 def run(settings: Settings, report: StageReport) -> None:
-    """First without a sanitizer, so that a program that fails by itself is told from one that is caught."""
+    """Run the program without a sanitizer, which shows whether it fails by itself, then under each tool."""
     program = [sys.executable, "-m", "benchmarks.gpu.small_cases", *settings.arguments()]
     check_program("alone", program, report)
     if settings.emulated:
@@ -25,13 +25,13 @@ def run(settings: Settings, report: StageReport) -> None:
     if shutil.which(_SANITIZER) is None:
         raise SkippedError(f"{_SANITIZER} is not here")
     for tool in TOOLS:
-        # Libraries raise errors inside themselves that they handle: calls that fail are no fault of a kernel.
+        # Libraries handle errors of their own calls: a call that fails is no fault of a kernel.
         options = ["--tool", tool, "--error-exitcode", str(_ERROR_CODE), "--print-limit", "20", "--report-api-errors", "no"]
         check_program(tool, [_SANITIZER, *options, *program], report)
 
 
 def check_program(name: str, command: Sequence[str], report: StageReport) -> None:
-    """Check that a program ends well; the check has its last lines if it does not."""
+    """Check that a program ends with code 0; if not, the check has the last 500 characters of its output."""
     print(f"---- {name}", flush=True)
     done = watch(command)
     summary = re.findall(r"ERROR SUMMARY.*|RACECHECK SUMMARY.*|^\d+ cases$", done.stdout, re.MULTILINE)

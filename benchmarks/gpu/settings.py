@@ -1,6 +1,6 @@
 """The settings of all stages of `gpu_check`, and the device that they work on.
 
-The process that starts the stages imports this file and nothing of hpctrain: it reports where hpctrain cannot be imported.
+The process that starts the stages imports this file and nothing of hpctrain, so that it can report a broken hpctrain.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ class SkippedError(Exception):
 
 @dataclass(frozen=True)
 class Settings:
-    """device: "cuda", a GPU, or "emulated", this CPU, with sizes that it bears. out: folder of the results.
+    """What a stage is run with.
 
-    limit: seconds after which the stage is stopped.
+    device: "cuda" for a GPU, or "emulated" for this CPU, with smaller sizes. out: folder of the results. limit: seconds after
+    which the stage is stopped.
     """
 
     device: Literal["cuda", "emulated"]
@@ -44,16 +45,17 @@ class Settings:
         return self.device == "emulated"
 
     def arguments(self) -> list[str]:
-        """For the command line of a stage's process."""
+        """Return the arguments of a stage's process that name the device and the folder."""
         return ["--device", self.device, "--out", os.fspath(self.out)]
 
     def environment(self) -> Mapping[str, str]:
-        """Return the environment of a stage's process: the device of the package, and output that arrives at once."""
+        """Return the environment of a stage's process, which names hpctrain's device and leaves output unbuffered."""
         inherited = {name: value for name, value in os.environ.items() if name != _DEVICE_VARIABLE} | {"PYTHONUNBUFFERED": "1"}
         return inherited | ({_DEVICE_VARIABLE: f"emulated:{EMULATED_SEED}"} if self.emulated else {})
 
     def make_device(self) -> Device:
-        """
+        """Make the device of the settings.
+
         Raises:
             BackendError: there is no GPU that can be used.
         """
@@ -63,11 +65,11 @@ class Settings:
         return EmulatedDevice(EMULATED_SEED) if self.emulated else choose.make_device("float32", choose.NodePlace())
 
     def precisions(self) -> tuple[Precision, ...]:
-        """In which operators are checked: a GPU's kernels have no float64."""
+        """Return the precisions in which operators are checked; a GPU's kernels have no float64."""
         return ("float64", "float32", "bfloat16") if self.emulated else ("float32", "tf32", "bfloat16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that `Settings` come from."""
+    """Add the options of `Settings`."""
     parser.add_argument("--device", choices=("cuda", "emulated"), default="cuda")
     parser.add_argument("--out", type=Path, default=Path("gpu-check"), help="folder of the results")

@@ -1,4 +1,4 @@
-"""Stage: seconds of a training step, with captured graphs and without, over the floor of the same step; peak memory."""
+"""Stage `speed`: seconds of a training step, with captured graphs and without, over the floor of the same step; peak memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
 from hpctrain.nn.hooks import StepHooks
 
 _REPEATS, _WARM_UP, _STEPS = 9, 4, 5
-_FIGURES = ("model", "batch", "precision", "graphs", "loss", "remark")  # kept of the emulated device
+_FIGURES = ("model", "batch", "precision", "graphs", "loss", "remark")  # recorded of the emulated device
 _RUNS: tuple[tuple[Task, Precision], ...] = (
     (Task("resnet50", 256, 224, batches=1), "bfloat16"),
     (Task("resnet50", 32, 224, batches=1), "bfloat16"),
@@ -30,7 +30,7 @@ _SMALL_RUNS: tuple[tuple[Task, Precision], ...] = ((Task("small", 2, 28, batches
 
 
 def run(settings: Settings, report: StageReport) -> None:
-    """Every network with graphs, then without; on the emulated device one step of each, which is no measurement."""
+    """Time every network with graphs, then without; on the emulated device, only run one step of each."""
     device = settings.make_device()
     runs, (repeats, steps) = (_SMALL_RUNS, (1, 1)) if settings.emulated else (_RUNS, (_REPEATS, _STEPS))
     rows: list[dict[str, Any]] = []
@@ -57,7 +57,7 @@ def run(settings: Settings, report: StageReport) -> None:
 def measure(
     device: Device, task: Task, precision: Precision, *, graphs: bool, repeats: int = _REPEATS, steps: int = _STEPS
 ) -> dict[str, Any]:
-    """Return the seconds of a step in `repeats` turns of `steps` each, after a warm-up; images are on the device before."""
+    """Time a step, as means over `steps` steps in each of `repeats` turns after a warm-up. Images are on the device before."""
     gc.collect()  # networks of the runs before, with their arenas
     before, begin = device.memory_used(), time.perf_counter()
     kernels = CudaKernelSet(CudaRuntime(device, device.stream("compute"), precision, graphs=graphs))
@@ -91,12 +91,12 @@ def measure(
 
 
 def figures_of(device: Device) -> DeviceFigures:
-    """The kind of GPU that this one is, by its name; an H100 where it is none of those known."""
+    """Return the figures of this kind of GPU, by its name; an H100's if it is unknown."""
     return next((figures for name, figures in DEVICES.items() if name in device.name.lower()), DEVICES["h100"])
 
 
 def floor(device: Device, task: Task, precision: Precision, seconds: float) -> dict[str, float | str]:
-    """The step's floor on this kind of GPU, and how many times as long it took."""
+    """Return the floor and the predicted time of a step on this kind of GPU, and its measured time over the floor."""
     figures = figures_of(device)
     counted: Precision = "float32" if precision == "float64" else precision
     predicted = prediction(step_of(task.model, task.batch, counted), Clock(figures, counted))
@@ -109,7 +109,7 @@ def floor(device: Device, task: Task, precision: Precision, seconds: float) -> d
 
 
 class DeviceLaps(StepHooks):
-    """Seconds of the device by (operator, phase): the stream is waited for behind each operator, so the sum is above a step's."""
+    """Seconds of the device by (operator, phase). Each operator is waited for, so the sum exceeds a step's seconds."""
 
     def __init__(self, stream: Any) -> None:
         self.seconds: dict[tuple[str, str], list[float]] = {}
@@ -128,7 +128,7 @@ class DeviceLaps(StepHooks):
 
 
 def layer_seconds(device: Device, task: Task, precision: Precision, steps: int = 5) -> Sequence[dict[str, Any]]:
-    """Median seconds of each operator's phases, without graphs."""
+    """Return the median seconds of each operator's phases, without graphs."""
     kernels = CudaKernelSet(CudaRuntime(device, device.stream("compute"), precision, graphs=False))
     run, laps = TrainingRun(task, kernels, kernels.runtime.dtype, resident=True), DeviceLaps(kernels.runtime.stream)
     run.step()

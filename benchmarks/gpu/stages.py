@@ -21,16 +21,16 @@ from benchmarks.gpu.stage_report import FAILED, NOT_BUILT, RUNNING, SKIPPED, Sta
 
 _GRACE_SECONDS = 5.0
 _WIDTH = 80
-_LINE, _MOST_CHECKS, _LOG_LINES = 400, 10, 12  # of what is printed of a stage's failures
-_CHARACTERS = 10_000  # of what is printed of all failures
-_LOG_BYTES = 1 << 20  # of all output in what is published: the end of each stage's
+_LINE, _MOST_CHECKS, _LOG_LINES = 400, 10, 12  # printed of a failed stage: characters of a line, checks, last lines of the log
+_CHARACTERS = 10_000  # printed of all failed stages
+_LOG_BYTES = 1 << 20  # of the published log, which has the end of each stage's output
 
 
 @dataclass(frozen=True)
 class Stage:
-    """name: also of its module below benchmarks.gpu, whose `run(settings, report)` is the stage. limit: seconds on a GPU.
+    """One stage: `run(settings, report)` of the module `name` in benchmarks.gpu.
 
-    rehearsal: seconds on the emulated device.
+    limit: most seconds on a GPU. rehearsal: most seconds on the emulated device.
     """
 
     name: str
@@ -38,12 +38,12 @@ class Stage:
     rehearsal: float = 60
 
     def function(self) -> Callable[[Settings, StageReport], None]:
-        """The stage itself."""
+        """Import the stage's module and return its function."""
         function: Callable[[Settings, StageReport], None] = import_module(f"benchmarks.gpu.{self.name}").run
         return function
 
 
-#: The limits are about twice what an H100 took, except for `peer`, which takes all that the others leave of nine minutes.
+#: Limits are at least twice the seconds of an H100 (benchmarks/results/gpu/h100.json); `peer` has what they leave of 9 minutes.
 STAGES = (
     Stage("ladder", 30, rehearsal=120),  # compiles all sources
     Stage("facts", 10),
@@ -61,7 +61,7 @@ STAGES = (
 
 
 def run_here(stage: Stage, settings: Settings) -> None:
-    """Run a stage in this process; its report says how it ended."""
+    """Run a stage in this process. Its report has the status with which it ended."""
     report = StageReport(settings.out / f"{stage.name}.json", stage.name, settings.device)
     try:
         stage.function()(settings, report)
@@ -77,7 +77,7 @@ def run_here(stage: Stage, settings: Settings) -> None:
 
 
 def run_apart(stage: Stage, settings: Settings, limit: float) -> dict[str, Any]:
-    """Run a stage in a process of its own for at most `limit` seconds; gives its JSON, which says how it ended."""
+    """Run a stage in a process of its own for at most `limit` seconds. Return its JSON with the status."""
     path = settings.out / f"{stage.name}.json"
     path.unlink(missing_ok=True)
     command = [sys.executable, "-m", "benchmarks.gpu_check", "--run-here", stage.name, *settings.arguments()]
@@ -89,7 +89,7 @@ def run_apart(stage: Stage, settings: Settings, limit: float) -> dict[str, Any]:
     content: dict[str, Any] = {"stage": stage.name, "device": settings.device, "status": RUNNING, "summary": "", "checks": []}
     with contextlib.suppress(OSError, json.JSONDecodeError):
         content = json.loads(path.read_text())
-    if content["status"] == RUNNING or (code != 0 and content["status"] != FAILED):  # also where it died after its report
+    if content["status"] == RUNNING or (code != 0 and content["status"] != FAILED):  # or it died after its report
         content["status"] = FAILED
         content["summary"] = "; ".join(filter(None, (ended, content["summary"])))
     content["seconds"] = round(time.monotonic() - begin, 1)
@@ -98,7 +98,7 @@ def run_apart(stage: Stage, settings: Settings, limit: float) -> dict[str, Any]:
 
 
 def _run(command: Sequence[str], settings: Settings, limit: float, log: Any) -> int | None:
-    """Return the process's exit code; None: its limit has ended it. All processes that it has started end with it."""
+    """Return the process's exit code; None if its limit has ended it, and all processes that it had started with it."""
     process = subprocess.Popen(
         command,
         stdout=log,
@@ -123,9 +123,10 @@ def _end(process: subprocess.Popen) -> None:
 
 
 def run_all(stages: Sequence[Stage], settings: Settings, total: float, after: Callable[[list[dict[str, Any]]], None]) -> None:
-    """All stages in turn, whatever the ones before did; `after` is called with the JSON of all so far.
+    """Run all stages in turn, also after failures. Skip the rest if the ladder makes no device.
 
-    total: seconds for all; stages that it does not reach are skipped.
+    Args:
+        total: seconds for all; stages that have none left are skipped. after: takes the JSON of all so far after each stage.
     """
     settings.out.mkdir(parents=True, exist_ok=True)
     end, contents = time.monotonic() + total, list[dict[str, Any]]()
@@ -145,7 +146,7 @@ def run_all(stages: Sequence[Stage], settings: Settings, total: float, after: Ca
 
 
 def setup_failure(settings: Settings, text: str) -> dict[str, Any]:
-    """Return the JSON of a stage "setup" that says what could not be installed before the others."""
+    """Return the JSON of a failed stage "setup". text: what could not be installed."""
     report = StageReport(settings.out / "setup.json", "setup", settings.device)
     report.check("all that was carried is installed", False, text)
     report.finish()
@@ -153,13 +154,13 @@ def setup_failure(settings: Settings, text: str) -> dict[str, Any]:
 
 
 def _no_device(contents: Sequence[dict[str, Any]]) -> bool:
-    """Return whether the ladder began and made no device; one that cannot be imported proves nothing."""
+    """Return whether the ladder ran and made no device. One that cannot be imported has no checks and shows nothing."""
     checks = [check for content in contents if content["stage"] == "ladder" for check in content["checks"]]
     return bool(checks) and not any(check["name"] == "device" and check["passed"] for check in checks)
 
 
 def table(contents: Sequence[dict[str, Any]]) -> str:
-    """A line or more for each stage, 80 columns."""
+    """Return one or more lines for each stage, at most 80 columns wide."""
     lines = [f"{'stage':<10}{'status':<15}{'s':>4}  {'checks':>7}  "]
     for content in contents:
         passed = sum(check["passed"] for check in content["checks"])
@@ -176,7 +177,7 @@ def failures(contents: Sequence[dict[str, Any]], out: Path) -> str:
 
 
 def _failure(content: dict[str, Any], log: Path, characters: int) -> str:
-    """Return at most so many characters; the log's end has the half of them that checks leave, or more."""
+    """Return the failed checks, and the end of the log in the half of `characters`, or more, that they leave."""
     failed = [check for check in content["checks"] if not check["passed"]]
     lines = [f"==== {content['stage']}: {content['summary']}"[:_LINE]]
     lines += [f"  {check['name']}: {check['text']}"[:_LINE] for check in failed[:_MOST_CHECKS]]

@@ -1,4 +1,4 @@
-"""Last stage of a rehearsal: the tests of the backend in a GPU machine's versions of Python and of all packages."""
+"""Stage `tests` of a rehearsal: the tests of the backend in a GPU machine's versions of Python and of all packages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def run(settings: Settings, report: StageReport) -> None:
     """Run the tests of the backend and of these stages that are neither slow nor of several ranks."""
     if not settings.emulated:
         raise SkippedError("what the tests prove does not depend on the GPU; the rehearsal runs them")
-    os.environ.pop(DEVICE_VARIABLE, None)  # tests name their devices themselves
+    os.environ.pop(DEVICE_VARIABLE, None)  # each test chooses its device
     done = watch([sys.executable, "-m", "pytest", *_ARGUMENTS], cwd=_TOP)
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
     last = (done.stdout.strip().splitlines() or ["no output"])[-1].strip("= ")

@@ -1,4 +1,4 @@
-"""Stage 5: a network learns on the device as it does on the CPU; twice the same bits, with and without captured graphs."""
+"""Stage `training`: a network learns as on the CPU, and with the same bits again, with and without captured graphs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _ALL = {"float64": 1e-8, "float32": 5e-2, "tf32": 0.1, "bfloat16": 0.2}
 
 
 def run(settings: Settings, report: StageReport) -> None:
-    """Curves in all precisions against the CPU's, and repeats of each."""
+    """Compare curves in all precisions with the CPU's, and with repeats of each."""
     device = settings.make_device()
     task, curve = (_SMALL_TASK, cpu_curve(_SMALL_TASK, _SMALL_STEPS)) if settings.emulated else (TASK, stored_curve())
     for precision in settings.precisions():
@@ -47,7 +47,7 @@ def cpu_curve(task: Task, steps: int) -> list[float]:
 
 
 def stored_curve() -> list[float]:
-    """Return the CPU's losses of `TASK` by its file.
+    """Return the stored losses of `TASK` on the CPU.
 
     Raises:
         ValueError: the file is of another task.
@@ -62,7 +62,7 @@ def stored_curve() -> list[float]:
 
 
 def check_precision(device: Device, precision: Precision, task: Task, curve: Sequence[float], report: StageReport) -> None:
-    """One precision: the curve, its repeat without graphs, and the memory that steps take."""
+    """Check one precision: the curve, repeats with and without graphs, and the memory that steps take."""
     captured, memory = train(device, precision, task, len(curve), graphs=True)
     plain, _ = train(device, precision, task, len(curve), graphs=False)
     losses = np.array([loss for loss, _ in captured])
@@ -76,7 +76,7 @@ def check_precision(device: Device, precision: Precision, task: Task, curve: Seq
     report.check(f"graphs change no bit in {precision}", same, "losses and parameters of all steps")
     again, _ = train(device, precision, task, len(curve), graphs=True)
     report.check(f"a repeat changes no bit in {precision}", again == captured, "losses and parameters of all steps")
-    half = len(memory) // 2  # until then modules are loaded, graphs captured and buffers taken; all later steps are alike
+    half = len(memory) // 2  # by then modules are loaded, graphs captured and buffers allocated; later steps must take nothing
     growth = memory[-1] - memory[half]
     report.check(f"no step takes memory in {precision}", growth <= 0, f"{growth} bytes after step {half + 1} of {len(memory)}")
     report.note(f"{precision} {losses[0]:.3f} to {losses[-1]:.3f}, off by {every:.1e}")
@@ -85,8 +85,8 @@ def check_precision(device: Device, precision: Precision, task: Task, curve: Seq
 def train(
     device: Device, precision: Precision, task: Task, steps: int, *, graphs: bool
 ) -> tuple[list[tuple[float, str]], list[int]]:
-    """The loss and a digest of all parameters and statistics behind each step, and the device's memory in use."""
-    gc.collect()  # what the run before held is free before this one counts
+    """Return the loss and a digest of parameters and statistics after each step, and the device's bytes in use after each."""
+    gc.collect()  # frees what the run before has held
     kernels = CudaKernelSet(CudaRuntime(device, device.stream("compute"), precision, graphs=graphs))
     run, results, memory = TrainingRun(task, kernels, kernels.runtime.dtype), [], []
     for _ in range(steps):
@@ -97,7 +97,7 @@ def train(
 
 
 def digest(arrays: Mapping[str, np.ndarray]) -> str:
-    """The hash of all bits, by name."""
+    """Return a hash of all names and bits."""
     total = hashlib.sha256()
     for name, array in sorted(arrays.items()):
         total.update(name.encode() + array.tobytes())
@@ -105,7 +105,7 @@ def digest(arrays: Mapping[str, np.ndarray]) -> str:
 
 
 def main() -> int:
-    """Write the CPU's losses of `TASK` again; 20 steps take half a minute."""
+    """Compute and write the losses of `TASK` on the CPU. 20 steps take half a minute."""
     made_by = (
         "python -m benchmarks.gpu.training: mean losses of single steps of the NumPy kernels in float64, rounded to 7 decimals"
     )

@@ -110,7 +110,7 @@ class Finiteness:
         rank: of this process in the world, for messages.
 
     Attributes:
-        finding: the first that this rank has seen; None where all was finite.
+        finding: the first non-finite values that this rank has seen; None if all were finite.
     """
 
     def __init__(self, network: Network, averagers: Mapping[str, GradientAverager], rank: int) -> None:
@@ -184,7 +184,7 @@ class Finiteness:
         return Cause(step, first, tuple(sorted(ranks)), len(gathered), tuple(sources))
 
     def forget(self) -> None:
-        """Nothing was seen: what was is undone."""
+        """Forget the finding, because its step was undone or other values were loaded."""
         self.finding = None
 
     def error(self, gather: Gather, advice: str) -> DivergedError | None:

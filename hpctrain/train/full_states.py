@@ -13,23 +13,23 @@ from hpctrain.train.shards import Shards
 
 
 def full_states(averager: GradientAverager, shards: Shards) -> Iterator[tuple[Parameter, dict[str, np.ndarray]]]:
-    """Each parameter of the averager with its `full_state`. After a drain; collective where anything is sharded or split.
+    """Yield each parameter of the averager with its `full_state`. After a drain; collective if anything is sharded or split.
 
-    The other parts of a split parameter are in other averaging groups, which may treat theirs in another way, as parts differ in
-    size: one group exchanges gradients or keeps them back where another does not, or every rank of one group updates what ranks
-    of another own and round. So states that one part has and another lacks are zeros there.
+    The parts of a split parameter are in several averaging groups. As parts differ in size, a group may exchange or keep back
+    gradients while another does not, and all ranks of a group may update its part while those of another own and round shares of
+    theirs. If a part lacks a state that another part has, the state is zero for it.
     """
     for name, parameter in averager.group.parameters.items():
         state = averager.full_state(parameter)
-        yield parameter, state if shards.is_whole(name) else _as_others(averager, parameter, state, shards)
+        yield parameter, state if shards.is_whole(name) else _with_states_of_all_parts(averager, parameter, state, shards)
 
 
-def _as_others(
+def _with_states_of_all_parts(
     averager: GradientAverager, parameter: Parameter, state: Mapping[str, np.ndarray], shards: Shards
 ) -> dict[str, np.ndarray]:
-    """Return the state of this rank's part with all names that any part has, in one order. Collective.
+    """Return the state of this rank's part, sorted by name, with zeros for states that only other parts have. Collective.
 
-    What is kept back has as many holders as in any part.
+    Gradients that are kept back have as many holders as in the part with the most.
     """
     kept_back = tuple(averager.by_holder)
     optional = kept_back if averager.rounded is None else (*kept_back, PARAMETER_ERROR)

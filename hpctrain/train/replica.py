@@ -38,7 +38,7 @@ from hpctrain.train.weight_average import WeightAverage, evaluated_with
 from hpctrain.train.weight_watch import CheckCadence, WeightWatch, message_size
 
 _NO_CHECKS = CheckCadence()
-# What overflows is told in one sentence on every rank; NumPy's warnings would come before it.
+# After an overflow every rank raises one error; NumPy's warnings would only precede it.
 _without_warnings = np.errstate(over="ignore", invalid="ignore", divide="ignore")
 
 #: the strategy for one group of parameters, such as the class `Sharded` itself
@@ -180,8 +180,8 @@ class Replica:
         """The first part of a step: its update. `settle` and `post` follow, in this order. Collective.
 
         Returns:
-            Why the step has changed nothing; None where it has, as every step of a replica does that does not skip. The sums of
-            a step that has changed nothing are zeros, its samples included.
+            The cause if the step was undone, else None. Only a replica that skips non-finite steps undoes any. The sums of an
+            undone step are zeros, its samples included.
         """
         self._current_lr = lr
         self.passes.check(batch.counts)
@@ -209,7 +209,7 @@ class Replica:
         if totals.non_finite or not well:
             self.drain()
             self._raise_diverged()
-            self._raise_corrupted()
+            self._raise_corrupted()  # all values are finite, so checksums differ
         self.loop.heard(totals)
         blend = self.network.statistics.blend if self.average is None else self.average.blend
         write = partial(blend, totals.statistics, totals.count)
@@ -334,12 +334,16 @@ class Replica:
         self.parameters_written()
 
     def _raise_diverged(self) -> None:
-        """Raise what any rank has seen of numbers that are not finite, alike on all; nothing where none has. Collective."""
+        """Raise an error if any rank has seen non-finite values, the same on all ranks. Collective; after `drain`.
+
+        Raises:
+            CorruptedStateError: damage to the memory of some ranks explains them. DivergedError: it does not.
+        """
         advice = f"lower optimizer.lr ({self.lr:g} there), warm up longer, or set optimizer.clip_norm."
         error = self._step.finiteness.error(self._reduction.gather, advice)
         if error is not None:
             if self.watch is not None and self.watch.explains(self._reduction.gather(self._step.finiteness.finding)):
-                self._raise_corrupted()  # NaN in the memory of one rank reaches all of them in one step
+                self._raise_corrupted()  # NaN in the memory of one rank reaches all ranks within a step
             raise error.of_all_ranks()
 
     def _raise_corrupted(self) -> None:

@@ -60,7 +60,7 @@ class StateHashes:
         self._index = {key: number for number, key in enumerate(shapes)}
 
     def _agreed_states(self, replica: Replica) -> dict[str, list[str]]:
-        """Return the parameters that have each state anywhere: a rank without elements of one knows of none."""
+        """Return the parameters with each state on any rank. A rank without elements of a parameter does not know its states."""
         averagers = replica.averagers.values()
         known = {
             (state, segment.parameter) for averager in averagers for segment, states in each_once(averager) for state in states
@@ -104,10 +104,11 @@ def _shapes(replica: Replica, states: Mapping[str, Sequence[str]]) -> dict[str, 
     }
 
 
-def _pieces(replica: Replica, known: Mapping[str, Sequence[str]]) -> Iterator[_Piece]:
+def _pieces(replica: Replica, with_state: Mapping[str, Sequence[str]]) -> Iterator[_Piece]:
     """Yield all elements that this rank accounts for.
 
-    known: the parameters that have each state anywhere. Parts that lack it are zeros of it, as in a checkpoint (`full_states`).
+    Args:
+        with_state: by state, the parameters that have it on any rank. A part without it counts as zeros, as in `full_states`.
     """
     network, groups = replica.network, replica.groups
     for averager in replica.averagers.values():
@@ -115,7 +116,7 @@ def _pieces(replica: Replica, known: Mapping[str, Sequence[str]]) -> Iterator[_P
         for segment, states in each_once(averager):
             name, start, position = _place(replica, segment, group.segment(segment.parameter))
             yield _Piece(parameter_key(name), group.data[segment.start : segment.stop], start, position)
-            for state in (state for state, names in known.items() if name in names):
+            for state in (state for state, names in with_state.items() if name in names):
                 values = states[state] if state in states else np.zeros(segment.size, group.dtype)
                 yield _Piece(optimizer_key(state, name), values, start, position)
     for group_name, group in network.frozen_groups.items():

@@ -1,7 +1,7 @@
-"""Steps that leave no trace where something of them is not finite: all ranks agree on that before anybody goes on.
+"""Undoes steps with non-finite values. All ranks agree on each step before any of them goes on.
 
-A step updates as it always does, slice by slice. Behind its last update every rank looks at what it has made, one number tells
-all ranks whether anybody saw something, and if so each of them goes back to its copy of what there was before the step.
+A step updates as usual, slice by slice. After its last update every rank checks the values that it has updated, and ranks sum one
+number. If any rank has found a non-finite value, each restores its copy from before the step.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from hpctrain.train.weight_watch import WeightWatch
 
 
 class StepGuard:
-    """Keeps what a step changes, and undoes the step where any rank has seen what is not finite. Making it is collective.
+    """Keeps what a step changes, and undoes the step if any rank has found a non-finite value. Making it is collective.
 
     Args:
-        averagers: by parameter group. comm: all ranks that train together; of which a copy is made.
-        finiteness: looks at what this rank has updated. watch: learns of an undone step; None: no checks.
+        averagers: by parameter group. comm: all ranks that train together; the guard makes a copy of it.
+        finiteness: checks what this rank has updated. watch: is informed of undone steps; None if the replica has no checks.
     """
 
     def __init__(
@@ -43,12 +43,12 @@ class StepGuard:
         self._bad_ranks = np.zeros(1, np.float64)
 
     def begin(self) -> None:
-        """A step begins."""
+        """Copy what the next step changes."""
         for copy in self._copies:
             copy.keep()
 
     def end(self, step: int, *, finite: bool) -> Cause | None:
-        """Complete the step on every rank; undo it if it was not finite anywhere, and say why. Collective.
+        """Complete the step on every rank. If any rank has found a non-finite value, undo it and return the cause. Collective.
 
         Args:
             step: counted from 1. finite: this rank's loss and batch statistics.
@@ -64,7 +64,7 @@ class StepGuard:
             return None
         cause = self._finiteness.cause(step, seen, finite=finite, gather=comm.allgather_object)
         if self._watch is not None:
-            self._watch.verify()  # the copies remove the traces of damage
+            self._watch.verify()  # before the copies overwrite what may be damaged
             self._watch.step_undone()
         for copy in self._copies:
             copy.restore()

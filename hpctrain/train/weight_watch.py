@@ -253,7 +253,7 @@ class WeightWatch:
         return True
 
     def verify(self) -> bool:
-        """Compare what only this rank writes with what it wrote, and return whether any of it has changed. After a drain."""
+        """Return whether any values that only this rank writes differ from what it has written. After a drain."""
         for guard in self._guards:
             guard.verify()
         return any(guard.found for guard in self._guards)
@@ -261,11 +261,11 @@ class WeightWatch:
     def explains(self, findings: Sequence[Finding | None]) -> bool:
         """Return whether damage to some ranks explains non-finite values. Collective; after a drain, and before `error`.
 
-        Compares sums again that were taken while parameters were finite, and those that are not sent yet. Once all ranks of a
+        Compare the sums again that were taken while parameters were finite, and those that are not sent yet. Once all ranks of a
         group hold non-finite parameters, their sums may differ without damage: the sum of two NaN is the first of them.
 
         Args:
-            findings: by position, what each rank has seen first; at least one has seen something.
+            findings: by position, what each rank has seen first; at least one is not None.
         """
         if any(self._comm.allgather_object(self.verify())):
             return True
@@ -273,10 +273,10 @@ class WeightWatch:
         bad = [bool(one and one.step == first and one.fault and one.fault.held is Held.PARAMETERS) for one in findings]
         everywhere = any(all(bad[position] for position in group) for kind in self._alike for group in kind if len(group) > 1)
         finite_until = first - everywhere
-        nothing = [Checksums() for _ in self._parts]
-        taken = [(self._sent_step, self._sent), (self._sent[0].step, (*self._sent[:_KINDS], *nothing))] if self._sent else []
+        no_parts = [Checksums() for _ in self._parts]
+        taken = [(self._sent_step, self._sent), (self._sent[0].step, (*self._sent[:_KINDS], *no_parts))] if self._sent else []
         while self._reads:
-            taken.append((self._reads[0].step, (*self._next_reads(), *nothing)))
+            taken.append((self._reads[0].step, (*self._next_reads(), *no_parts)))
         for step, sums in taken:
             self._sent = sums
             if step is not None and step <= finite_until and not self._are_well():
@@ -284,13 +284,13 @@ class WeightWatch:
         return False
 
     def forget(self) -> None:
-        """Parameters and state were loaded: what is remembered of them does not hold any more."""
+        """Forget all remembered sums, because parameters and state were loaded."""
         self.step_undone()
         self.statistics.forget()
         self._frozen.forget()
 
     def step_undone(self) -> None:
-        """Parameters and the optimiser's state are again as they were before a step; statistics were not written."""
+        """Forget sums of parameters and optimiser state, because a step was undone. Statistics were not written."""
         self._all_equal_at, self._looks = -1, None
         self._vouches = dict.fromkeys(self._vouches, False)
         for guard in self._guards:
@@ -323,11 +323,11 @@ class WeightWatch:
         return self._optimizers[name].vouches if rounded is None else all(guard.remembered for guard in rounded)
 
     def _turn(self, step: int, parts: Sequence[object]) -> int:
-        """The part that a step looks at."""
+        """Return the index of the part that a step looks at."""
         return step // self._every % len(parts)
 
     def _with_schedules(self, look: Checksums, kind: int) -> Checksums:
-        """A look, and the schedules of the parameter groups of its kind."""
+        """Return a look with the checksums of the schedules of its kind's parameter groups."""
         schedules = {name: averager.schedule for name, averager in self._averagers.items() if _kind(name) == kind}
         sums = {name: zlib.crc32(one.digest().encode()) for name, one in schedules.items() if one is not None}
         names = [*look.names, *(f"the schedule of parameters {name}" for name in sums)]

@@ -1,4 +1,4 @@
-"""Data files that are kept in memory or that a disk does not give back, and files that are not regular."""
+"""Data files that are kept in memory, and files that are not regular."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hpctrain.data.format import ImageArray, ImageFile
 from hpctrain.data.read_counts import CountedImages, ReadCounts
 from hpctrain.data.sample_memory import SampleMemory, bytes_for, held_in
 
-#: kind -> device numbers of a device of characters that is written to; none: a pipe
+#: by kind, the numbers of a character device; None: a pipe
 NODES = {"null": (1, 3), "zero": (1, 5), "full": (1, 7), "pipe": None}
 
 
@@ -41,7 +41,7 @@ def make_node(path: Path, kind: str) -> Path:
 
 
 def in_memory(file: ImageFile, limit_bytes: int = 1 << 20) -> SampleMemory:
-    """The images of a file, as many of them in memory as fit into a limit."""
+    """Return the images of a file, with as many of them in memory as fit into `limit_bytes`."""
     image_bytes = int(np.prod(file.shape))
     held = held_in(limit_bytes, len(file), image_bytes)
     memory, counts = SharedMemory(np.zeros(bytes_for(held, image_bytes), np.uint8)), ReadCounts()
@@ -49,5 +49,5 @@ def in_memory(file: ImageFile, limit_bytes: int = 1 << 20) -> SampleMemory:
 
 
 def cached(file: ImageFile, *, cache: bool) -> ImageArray | None:
-    """The images in memory, or None: as the loader reads them by itself."""
+    """Return the images in memory, or None, for which the loader reads them from the file."""
     return in_memory(file) if cache else None

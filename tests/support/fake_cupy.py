@@ -89,7 +89,9 @@ class FakeCupy:
         for name, module in self.modules.items():
             monkeypatch.setitem(sys.modules, name, module)
         for importer in (IMPORTER, LINKS):
-            sys.modules.pop(importer, None)  # for good: one that was loaded with a fake must not come back after the test
+            sys.modules.pop(
+                importer, None
+            )  # not restored: a module that was loaded with a fake must not come back after the test
         monkeypatch.setattr(ctypes, "CDLL", lambda name, *more: self.cublas if name == "libcublas.so.13" else real(name, *more))
 
     def names(self) -> list[str]:
@@ -247,7 +249,7 @@ class FakeNvrtc:
     def getVersion(self) -> tuple[int, int]:
         if self.missing:
             raise RuntimeError('Failure finding "libnvrtc.so.13": No such file\nand where it was looked for')
-        return (0, 0)  # of no NVRTC, whose binaries are kept by version
+        return (0, 0)  # a version of no real NVRTC, as binaries are cached by version
 
     def getSupportedArchs(self) -> tuple[int, ...]:
         return self.architectures

@@ -17,8 +17,8 @@ from hpctrain.nn.compile import validate
 
 # What a launcher, or the MPI of the test process itself, leaves in the environment: it would make the job's ranks its children.
 _LAUNCHER_PREFIXES = ("PMI", "PALS_", "MPI_LOCAL", "OMPI_", "PRTE_", "SLURM_", "HYDRA_", "HYDI_", "HPCTRAIN_")
-# Where Python may not keep compiled modules, every rank of every job would compile the package. Without buffers it writes a line
-# and the line's end one after the other, and another rank's line may come between them.
+# If Python may not keep compiled modules, every rank of every job compiles the package. If it does not buffer, it writes a line
+# and the line's end separately, and another rank's line may come between them.
 _LEFT_OUT = (*_LAUNCHER_PREFIXES, "PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED")
 
 

@@ -1,4 +1,4 @@
-"""What is recorded of made-up programs: steps, flight records, words to a reporter, and lines of a test."""
+"""Made-up recordings: traced steps, flight records, a reporter's lines; and the line numbers of a test."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hpctrain.train.metrics import Reporter
 
 
 class Heard(Reporter):
-    """Attributes: lines: said, in order. records: (kind, values), in order."""
+    """A reporter that keeps what it gets. lines: in order. records: (kind, values), in order."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -28,7 +28,7 @@ class Heard(Reporter):
 
 
 def line(offset: int = 0) -> str:
-    """ "FILE.py:LINE" of the call, or of so many lines further down."""
+    """Return "FILE.py:LINE" of the call, or of the line that is `offset` lines below it."""
     frame = inspect.currentframe()
     assert frame is not None
     assert frame.f_back is not None
@@ -48,12 +48,12 @@ class Script:
         self.tracer.add(category, name, round(start * MS), round(stop * MS), track, number)
 
     def events(self) -> Events:
-        """All that was recorded."""
+        """Return all recorded events."""
         return self.tracer.events()
 
 
 def record_step(at: float, script: Script) -> None:
-    """10 ms: loading 1, a forward with a wait of 2 in its hook, an update in that wait, backward, nothing for 0.5."""
+    """Record a step of 10 ms: loading 1, a forward with a wait of 2 in its hook, an update in that wait, backward, idle 0.5."""
     script(Category.LOADING, "data loading", at, at + 1)
     script(Category.UPDATE, "conv.weight", at + 2, at + 2.5)  # in the wait
     script(Category.WAIT, "conv.weight", at + 1.5, at + 3.5, 7, "column")
@@ -62,14 +62,14 @@ def record_step(at: float, script: Script) -> None:
     script(Category.FORWARD, "fc", at + 6, at + 7)
     script(Category.PARAMETERS, "fc", at + 7, at + 8)
     script(Category.INPUT, "fc", at + 8, at + 8.5)
-    script(Category.COMMUNICATION, "fc.weight", at + 8, at + 9, 8, "column")  # 8 .. 9, nobody waits
+    script(Category.COMMUNICATION, "fc.weight", at + 8, at + 9, 8, "column")  # 8 .. 9, without a wait
     script(Category.COMMUNICATION, "conv.weight", at - 1, at + 3.5, 7, "column")  # begun in the step before
     script(Category.PARAMETERS, "conv", at + 8.5, at + 9.5)
     script(Category.STEP, "step", at, at + 10)
 
 
 def recorded_table(steps: int = 4) -> TimeTable:
-    """The table of so many steps, and of one operation for a step that is not recorded."""
+    """Return the table of `steps` steps, and of one operation for a step that is not recorded."""
     script = Script()
     for number in range(steps):
         record_step(100 + 10 * number, script)
@@ -86,7 +86,7 @@ ALL = "all gradients of 0-3"
 
 
 def operation(number: int, purpose: str, *, started: bool = True, done: bool = False, **more: Any) -> RecordedOperation:
-    """Queued one second after the other; number and sequence are the same here."""
+    """Return an operation that was queued in second `number`, which is its sequence, too."""
     at = number * SECOND
     text = more.pop("operation", "reduce-scatter of 64 float32 elements" if started else "")
     return RecordedOperation(number, more.pop("queue", ALL), purpose, number, text, at, at * started, at * done, **more)
@@ -121,6 +121,6 @@ def record(rank: int, *operations: RecordedOperation, ranks: int = 4, **more: An
 
 
 def waiting(rank: int, awaited: RecordedOperation, *before: RecordedOperation, **more: Any) -> FlightRecord:
-    """Since the 40th second, for an operation of its queue."""
+    """Return the record of a rank that has waited since second 40 for an operation of its queue."""
     given = {"wait": awaited.purpose, "wait_number": awaited.number, "wait_since_ns": 40 * SECOND, **more}
     return record(rank, *before, awaited, **given)

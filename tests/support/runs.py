@@ -50,9 +50,9 @@ _TURNED = 6  # by a quarter
 
 
 def write_pictures(directory: Path, classes: tuple[str, ...] = ("ant", "bee"), *, seed: int = 0) -> list[Path]:
-    """Write some pictures of each class to a directory of its name; their paths, sorted.
+    """Write some pictures of each class to a directory of its name; return their paths, sorted.
 
-    The brightness of a picture follows from its class, so that a network can learn to tell them.
+    The brightness of a picture follows from its class, so that a network can learn the classes.
     """
     random = np.random.default_rng(seed)
     for number, name in enumerate(classes):
@@ -79,7 +79,7 @@ Result = TypeVar("Result")
 
 
 def train_virtual(ranks: int, file: Path, *overrides: str, resume: str | None = None, steps: int = 0) -> None:
-    """`hpctrain train file overrides --resume resume --steps steps` on virtual ranks. Signals are not watched."""
+    """Run `hpctrain train file overrides --resume resume --steps steps` on virtual ranks. Signals are not watched."""
     program = partial(_rank, file=file, overrides=overrides, resume=resume, steps=steps)
     try:
         run_virtual(ranks, program, deadline_seconds=120)
@@ -92,7 +92,7 @@ def train_virtual(ranks: int, file: Path, *overrides: str, resume: str | None = 
 def work_virtual(
     ranks: int, file: Path, overrides: Sequence[str], work: Callable[[Session], Result], ranks_per_node: int | None = None
 ) -> list[Result]:
-    """The results of `work` on each virtual rank of a job with a configuration. ranks_per_node: None: all are on one node."""
+    """Return the results of `work` on each virtual rank of a job. ranks_per_node: None if all are on one node."""
     return run_virtual(
         ranks, lambda comm: work(_session(comm, file, overrides)), deadline_seconds=120, ranks_per_node=ranks_per_node
     )
@@ -169,7 +169,7 @@ class TrainedRun:
 
 
 def train(directory: Path, *overrides: str, layout: str = "single", dtype: str = "float64") -> TrainedRun:
-    """Make all of it below a directory, by two virtual ranks. overrides: of the run, not of the configuration that stays."""
+    """Make a `TrainedRun` in a directory, by two virtual ranks. overrides: of the run; the configuration file lacks them."""
     for split, size, fit, seed in (("train", 9, "crop", 0), ("test", 11, "squash", 1)):
         write_pictures(directory / split, CLASSES, seed=seed)
         tree = folder.scan(directory / split)
@@ -194,7 +194,7 @@ def write_run(
     events: Sequence[Mapping[str, Any]] = (),
     torn: str = "",
 ) -> RunDirectory:
-    """A run of so many epochs of `STEPS` steps, with `intervals` records in each, whose loss is 2 / place in epochs."""
+    """Write a run of `epochs` epochs of `STEPS` steps, with `intervals` records in each, whose loss is 2 / place in epochs."""
     run = RunDirectory.create(output, "quick", config=config, versions={"numpy": "2.4", "mpi": "MPICH"}, git={"revision": "abc"})
     lines = [*records(epochs, intervals), *events]
     run.metrics_path.write_text("".join(json.dumps(line) + "\n" for line in lines) + torn)
@@ -202,7 +202,7 @@ def write_run(
 
 
 def records(epochs: int, intervals: int) -> Iterator[dict[str, Any]]:
-    """The lines of its metrics. The mean of each stretch alone is 2 / its end, in epochs."""
+    """Yield the lines of its metrics. The mean loss of each interval alone is 2 / its end, in epochs."""
     yield {"kind": "start", "time": 0.0, "epochs": epochs, "samples": SAMPLES, "done_samples": 0, "last_sample": epochs * SAMPLES}
     for epoch in range(1, epochs + 1):
         total = 0.0
@@ -219,7 +219,7 @@ def records(epochs: int, intervals: int) -> Iterator[dict[str, Any]]:
 
 
 def write_checkpoint(run: RunDirectory, step: int, **parameters: Sequence[float]) -> Path:
-    """A checkpoint with these parameters."""
+    """Write a checkpoint with these parameters."""
     path = checkpoint_path(run.checkpoints, step)
     tensors = {f"parameters/{name}": np.array(values) for name, values in parameters.items()}
     checkpoint.write(path, CheckpointContent(tensors, {"epoch": 1}))
@@ -227,7 +227,7 @@ def write_checkpoint(run: RunDirectory, step: int, **parameters: Sequence[float]
 
 
 def write_trace(run: RunDirectory, *, ranks: int = 2, operators: int = 3) -> None:
-    """The files of a trace: of two steps of 10 ms, of which a rank computes half and waits a tenth."""
+    """Write the files of a trace: two steps of 10 ms, in which a rank computes half and waits a tenth."""
     layers = tuple(
         Row(f"layer{number}.conv", "layer", 1e-3, 4e-4, 3e-4, 3e-4, 2e-3, 1e-3, 1e-3, 1.0) for number in range(operators)
     )
@@ -240,7 +240,7 @@ def write_trace(run: RunDirectory, *, ranks: int = 2, operators: int = 3) -> Non
 
 
 def trace_events(rank: int, operators: int) -> Iterator[dict[str, Any]]:
-    """Events of one rank, in microseconds: steps of 10,000 that begin `rank` * 100 late."""
+    """Yield the events of one rank, in microseconds: steps of 10,000 that begin `rank` * 100 late."""
     yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
     for step in range(2):
         begin = 10_000.0 * step + 100 * rank
@@ -257,7 +257,7 @@ def trace_events(rank: int, operators: int) -> Iterator[dict[str, Any]]:
 
 
 def confusion_of(matrix: Sequence[Sequence[int]], undecided: int = 0) -> ConfusionMatrix:
-    """The counts of labels (first dim) that were taken for each class; so many samples of the first class for none."""
+    """Return the counts of labels (first dim) by predicted class; `undecided` samples of the first class have none."""
     cells = [(label, rival, count) for label, counts in enumerate(matrix) for rival, count in enumerate(counts) if count]
     cells += [(0, len(matrix), undecided)] if undecided else []
     labels, rivals, counts = np.array(sorted(cells), np.int64).reshape(-1, 3).T

@@ -1,7 +1,7 @@
 """Which tests a run leaves out, by its level (docs/testing.md): quick, usual, or all.
 
 Cases are drawn by HPCTRAIN_TEST_SEED, by default the date. A test that is named on the command line runs with all its cases.
-HPCTRAIN_TEST_SHARE=2/4 takes the second of four shares of the files, for processes that then need not read all of them.
+HPCTRAIN_TEST_SHARE=2/4 takes the second of four shares of the files, so that each of four processes imports only its share.
 """
 
 from __future__ import annotations

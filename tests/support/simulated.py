@@ -61,7 +61,7 @@ def job_of(
     options: Mapping[str, Any] | None = None,
     kernels: KernelSet | None = None,
 ) -> Job:
-    """A job. model: a layer, or a name of the catalogue with options."""
+    """Return a job. model: a layer, or a name of the catalogue with options."""
     layer = catalogue.build(model, options or {}) if isinstance(model, str) else model
 
     def graph_of(samples: int) -> Graph:
@@ -90,7 +90,7 @@ def machine_of(
     flops_per_second: float = 1e10,
     within: Link | None = None,
 ) -> Machine:
-    """A machine of equal links with no cost of a core's time."""
+    """Return a machine of equal links that cost no time of a core."""
     link = Link((LinkSegment(0, alpha_seconds, 1.0 / bytes_per_second),))
     rate = OperatorRate(flops_per_second, flops_per_second, 1e-6)
     return Machine(

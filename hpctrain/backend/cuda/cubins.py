@@ -1,7 +1,7 @@
-"""Binaries of CUDA sources, compiled by NVRTC and kept in the user's cache directory.
+"""Compiles CUDA sources by NVRTC, and keeps the binaries in the user's cache directory.
 
-CuPy's own compiler is not used: it appends `-ftz=true`, which flushes subnormal numbers to zero, and it needs the headers of
-CUDA's runtime, which come in a package of their own.
+CuPy's own compiler is not used. It appends `-ftz=true`, which flushes subnormal numbers to zero, and it needs the headers of
+CUDA's runtime, which come in a separate package.
 """
 
 from __future__ import annotations
@@ -17,24 +17,26 @@ from typing import Any
 from hpctrain.errors import BackendError
 from hpctrain.paths import user_directory
 
-#: of NVRTC, for all kernels; the architecture follows
+#: NVRTC's options for all kernels; `binary` adds the architecture
 OPTIONS = ("-std=c++17", "-ftz=false", "-prec-div=true", "-prec-sqrt=true")
-_LOG_LINES = 6  # of the compiler, in an error
+_LOG_LINES = 6  # of the compiler's log in an error
 
 Library = Any  # cupy_backends.cuda.libs.nvrtc; it has no types
 
 
 def binary(nvrtc: Library, name: str, text: str, capability: tuple[int, int], environ: Mapping[str, str] = os.environ) -> bytes:
-    """Return the binary of a CUDA source for GPUs of a compute capability: from the cache, or compiled.
+    """Return the binary of a CUDA source for a compute capability. Read it from the cache, or compile it and store it there.
 
-    A GPU that is newer than NVRTC gets PTX of the newest architecture that NVRTC knows, which the driver compiles. The cache is
-    `kernels` in `$XDG_CACHE_HOME/hpctrain`; where it cannot be written, each process compiles.
+    If the GPU is newer than NVRTC, the binary is PTX of NVRTC's newest architecture, which the driver compiles. The cache is the
+    folder `kernels` in `$XDG_CACHE_HOME/hpctrain`. If it cannot be written, each process compiles.
 
     Args:
-        nvrtc: CuPy's module. name: of the source, for messages. text: in one piece, without files to include.
+        nvrtc: CuPy's module of that name. name: of the source, for messages. text: the source; it must not include files.
+        capability: (major, minor) compute capability of the GPU. environ: names the cache directory.
 
     Raises:
-        BackendError: NVRTC knows no architecture that the GPU runs, or refuses the source; the message holds its first lines.
+        BackendError: NVRTC knows no architecture that the GPU runs, or refuses the source. The message has the first lines of
+            NVRTC's log.
     """
     wanted = 10 * capability[0] + capability[1]
     known = [int(number) for number in nvrtc.getSupportedArchs()]
@@ -51,12 +53,12 @@ def binary(nvrtc: Library, name: str, text: str, capability: tuple[int, int], en
     directory = user_directory("XDG_CACHE_HOME", ".cache", environ)
     path = None if directory is None else directory / "kernels" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.{kind}"
     with contextlib.suppress(OSError):
-        if path is not None and (kept := path.read_bytes()):
-            return kept
+        if path is not None and (cached := path.read_bytes()):
+            return cached
     compiled = _compile(nvrtc, name, text, options, kind)
     with contextlib.suppress(OSError):
         if path is not None:
-            _keep(path, compiled)
+            _store(path, compiled)
     return compiled
 
 
@@ -73,8 +75,8 @@ def _compile(nvrtc: Library, name: str, text: str, options: tuple[str, ...], kin
         nvrtc.destroyProgram(program)
 
 
-def _keep(path: Path, compiled: bytes) -> None:
-    """Write the file under a name of its own, then rename it: other ranks read all of it or nothing."""
+def _store(path: Path, compiled: bytes) -> None:
+    """Write the file under a temporary name, then rename it, so that other ranks never read a part of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     number, name = tempfile.mkstemp(dir=path.parent)
     try:
@@ -82,5 +84,5 @@ def _keep(path: Path, compiled: bytes) -> None:
             file.write(compiled)
         os.replace(name, path)
     except OSError:
-        os.unlink(name)  # of a disk that is full, which every process would fill further
+        os.unlink(name)  # else every process would leave a part on a disk that is full
         raise

@@ -23,8 +23,8 @@ FIRST, SECOND, OUT, BIAS = 1, 2, 3, 4
 def library() -> Library:
     """Return the package cudnn, loaded at first use.
 
-    While it is imported PyTorch is hidden from it: cudnn would load PyTorch, which takes seconds in each process, to translate
-    dtypes that are not used here.
+    Hide PyTorch during the import. The package would import it, which takes seconds in each process, to translate dtypes that
+    are not used here.
 
     Raises:
         MissingLibraryError: it, or cuDNN itself, is not installed.

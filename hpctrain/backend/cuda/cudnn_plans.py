@@ -1,7 +1,7 @@
 """Plans of cuDNN for convolutions: which engine computes a graph, how, and in how much workspace.
 
-Plans are made for a device that is here (by its cuDNN handle), or for one that is not (by its properties): then they are all the
-same, but cannot be run. Every plan is deterministic. CuPy is not needed: streams, memory and handles are integers.
+Plans are made for a device of this machine, by its cuDNN handle, or for any other device, by its properties. The latter are the
+same plans, but cannot be run. Every plan is deterministic. CuPy is not needed: streams, memory and handles are integers.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from hpctrain.backend.cuda.cudnn_graphs import BIAS, FIRST, OUT, SECOND, Graph, 
 from hpctrain.backend.cuda.device import ConvolutionKey
 from hpctrain.errors import BackendError
 
-#: no plan works in more; without a limit some take gigabytes, such as 6 for float32 and 256 images of 224 x 224 x 64
+#: largest workspace of a plan; without a limit some take gigabytes: 6 GB for float32 and 256 images of 224 x 224 x 64
 WORKSPACE_LIMIT_BYTES = 512 << 20
 
 
 class CudnnQueue:
-    """A handle of cuDNN, and the stream that it is told to use.
+    """A handle of cuDNN, and the stream that it uses.
 
     Args:
-        handle: None where there is no device, and nothing can run.
+        handle: None if there is no device; then nothing can run.
     """
 
     def __init__(self, cudnn: Library, handle: int | None) -> None:
         self._cudnn, self._handle, self._stream = cudnn, handle, -1
 
     def on(self, stream: int) -> int:
-        """The handle, whose work is enqueued on this stream from here on."""
+        """Return the handle, which enqueues its work on this stream from now on."""
         assert self._handle is not None, "plans for a device that is not here cannot be run"
         if stream != self._stream:
             self._cudnn.set_stream(handle=self._handle, stream=stream)
@@ -52,7 +52,7 @@ class ConvolutionPlan:
         self._graph, self._index, self._queue = graph, index, queue
 
     def run(self, stream: int, first: int, second: int, out: int, workspace: int, bias: int = 0) -> None:
-        """Enqueue it on a CUDA stream; arguments are addresses, `workspace` and `bias` 0 where there are none."""
+        """Enqueue the convolution on a CUDA stream. Arguments are addresses; `workspace` and `bias` may be 0."""
         pointers = {FIRST: first, SECOND: second, OUT: out}
         if self.key.fused:
             pointers[BIAS] = bias
@@ -60,14 +60,15 @@ class ConvolutionPlan:
 
 
 class CudnnPlans:
-    """Makes plans and keeps them by key: for each the first of the heuristic's list that can be built.
+    """Makes and keeps one plan for each key: the first of the heuristic's list that can be built.
 
-    The fastest of the first three, by time, is no faster for ResNet-50 on an H100, and takes seconds at each start.
+    Plans are not timed. Steps of ResNet-50 on an H100 took as long with the fastest of the first three, and timing these took 10
+    to 20 s at each start (docs/performance.md).
 
     Args:
-        handle: of cuDNN, from `new_handle`. capability: the compute capability of its device.
-        properties: a device's, in JSON, as `cudnn.create_device_properties(number).serialize()` returns them: plans for it are
-            made and not run. Either a handle or properties.
+        handle: of cuDNN, from `new_handle`. capability: (major, minor) compute capability of its device.
+        properties: of a device, the object in the JSON of `cudnn.create_device_properties(number).serialize()`. Plans for it are
+            made, but cannot be run. Pass either properties, or a handle with its capability.
         workspace_limit_bytes: of a plan.
     """
 
@@ -79,9 +80,10 @@ class CudnnPlans:
         capability: tuple[int, int] | None = None,
         workspace_limit_bytes: int = WORKSPACE_LIMIT_BYTES,
     ) -> None:
-        assert (handle is None) == (capability is None) != (properties is None), "a handle with its capability, or properties"
+        assert (handle is None) == (capability is None) != (properties is None), "pass a handle and its capability, or properties"
         self._cudnn = cudnn_graphs.library()
-        self._queue, self._place = CudnnQueue(self._cudnn, handle), _place(self._cudnn, handle, capability, properties)
+        self._queue = CudnnQueue(self._cudnn, handle)
+        self._device = _device_arguments(self._cudnn, handle, capability, properties)
         self._limit = workspace_limit_bytes
         self._plans: dict[ConvolutionKey, ConvolutionPlan] = {}
 
@@ -89,7 +91,7 @@ class CudnnPlans:
         """Return the plan for a key, made at the first request.
 
         Raises:
-            BackendError: cuDNN has none.
+            BackendError: cuDNN has no plan for it.
         """
         if key not in self._plans:
             self._plans[key] = self._make(key)
@@ -98,20 +100,20 @@ class CudnnPlans:
     def _make(self, key: ConvolutionKey) -> ConvolutionPlan:
         unsupported = self._cudnn.cudnnGraphNotSupportedError
         try:
-            graph = cudnn_graphs.build(self._cudnn, key, **self._place)
+            graph = cudnn_graphs.build(self._cudnn, key, **self._device)
             self._list_plans(graph, key)
         except unsupported as error:
-            raise self._none(key, str(error)) from error
+            raise self._no_plan(key, str(error)) from error
         for index in range(graph.get_execution_plan_count()):
             try:
                 graph.build_plan_at_index(index)
             except unsupported:  # left out, or not for this device
                 continue
             return ConvolutionPlan(key, graph, index, self._queue)
-        raise self._none(key, "every plan of its list is left out")
+        raise self._no_plan(key, "every plan of its list is left out")
 
     def _list_plans(self, graph: Graph, key: ConvolutionKey) -> None:
-        """Have the heuristic list plans, and leave out those whose results differ from run to run, or from what is asked for."""
+        """Have the heuristic list plans. Leave out those that are not deterministic, less precise than the key, or too large."""
         cudnn, note = self._cudnn, self._cudnn.numerical_note
         graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
         left_out = [note.NONDETERMINISTIC, note.WINOGRAD_TILE_4x4, note.WINOGRAD_TILE_6x6, note.WINOGRAD_TILE_13x13]
@@ -119,7 +121,7 @@ class CudnnPlans:
         graph.deselect_workspace_greater_than(self._limit)
         graph.check_support()
 
-    def _none(self, key: ConvolutionKey, reason: str) -> BackendError:
+    def _no_plan(self, key: ConvolutionKey, reason: str) -> BackendError:
         version = self._cudnn.backend_version_string()
         first = reason.strip().splitlines()[0] if reason.strip() else "no reason given"
         return BackendError(
@@ -129,7 +131,7 @@ class CudnnPlans:
 
 
 def new_handle() -> int:
-    """A handle of cuDNN on the current CUDA device.
+    """Return a new handle of cuDNN on the current CUDA device.
 
     Raises:
         MissingLibraryError: cuDNN or its frontend is not installed.
@@ -137,10 +139,13 @@ def new_handle() -> int:
     return int(cudnn_graphs.library().create_handle())
 
 
-def _place(
+def _device_arguments(
     cudnn: Library, handle: int | None, capability: tuple[int, int] | None, properties: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Return what `cudnn.pygraph` needs of a device. Without `sm_version` it asks libcudart, which nothing else here loads."""
+    """Return the arguments of `cudnn.pygraph` that describe a device.
+
+    Without `sm_version` the frontend would ask libcudart, which nothing else here loads.
+    """
     if properties is not None:
         device = cudnn.create_device_properties(json.dumps(dict(properties)))
         return {"device_property": device, "sm_version": properties["deviceVer"] // 10}

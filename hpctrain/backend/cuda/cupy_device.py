@@ -1,6 +1,6 @@
-"""A GPU by way of CuPy: memory, streams, events, kernels compiled by NVRTC, graphs. With `cupy_links`, all that imports cupy.
+"""A GPU by way of CuPy: memory, streams, events, kernels compiled by NVRTC, graphs. Besides it, only `cupy_links` imports CuPy.
 
-CuPy's arrays and memory pools are not used: what is allocated here is allocated once, and stays.
+CuPy's arrays and memory pools are not used: each array is an allocation of its own, and the last reference to it frees it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hpctrain.errors import BackendError
 _runtime = cupy.cuda.runtime
 _FIRST_WITH_BFLOAT16 = 8  # compute capability
 _TIMED_ROUNDS = 9
-_BUSY_BYTES = 1 << 29  # takes a GPU of today 0.2 ms to set: longer than the host takes to enqueue a plan
+_BUSY_BYTES = 1 << 29  # setting them takes an H100 0.2 ms, longer than the host takes to enqueue a plan
 _NO_MEMORY, _NO_DEVICE = 2, 100  # cudaErrorMemoryAllocation, cudaErrorNoDevice
 _SUCCESS, _NOT_READY = 0, 600  # cudaSuccess, cudaErrorNotReady
 
@@ -43,7 +43,7 @@ class CupyEvent:
     def done(self) -> bool:
         status = int(_runtime.eventQuery(self.raw.ptr))
         if status not in (_SUCCESS, _NOT_READY):
-            self.raw.synchronize()  # raises the GPU's error, which would else be waited for until a deadline
+            self.raw.synchronize()  # raises the GPU's error, which would otherwise surface only at a deadline
         return status == _SUCCESS
 
     def synchronize(self) -> None:
@@ -109,7 +109,7 @@ class CupyConvolution:
 
 
 class CupyGroups:
-    """Implements `LinkMaker` by NCCL, for the device of a name."""
+    """Implements `LinkMaker` by NCCL. device: its name."""
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -162,7 +162,7 @@ class CupyDevice:
         if not size_bytes:
             return DeviceArray(0, (0,), "uint8", None)
         try:
-            memory = cupy.cuda.Memory(size_bytes)  # cudaMalloc: aligned to 256 bytes; cudaFree when nobody has it
+            memory = cupy.cuda.Memory(size_bytes)  # cudaMalloc: aligned to 256 bytes; cudaFree at the last reference
         except _runtime.CUDARuntimeError as error:
             if error.status != _NO_MEMORY:
                 raise
@@ -190,7 +190,11 @@ class CupyDevice:
         return CupyEvent()
 
     def kernel(self, source: str, name: str, *, text: str | None = None) -> CupyKernel:
-        """Return the kernel `name` of kernels/<source>.cu, or of `text`. Its source is compiled at the first request."""
+        """Return the kernel `name` of kernels/<source>.cu, or of `text`. Load the source's binary at the first request.
+
+        Raises:
+            BackendError: as `cubins.binary`.
+        """
         if (source, name) not in self._kernels:
             if source not in self._modules:
                 module = cupy.cuda.function.Module()
@@ -224,9 +228,10 @@ class CupyDevice:
         return self._convolutions[key]
 
     def median_seconds(self, stream: CupyStream, work: Callable[[], None]) -> float:
-        """Return the seconds that the GPU takes for what `work` enqueues: the median of several turns after one to warm up.
+        """Return the median seconds that the GPU takes for what `work` enqueues, over 9 turns after one to warm up.
 
-        The stream is kept busy until `work` is enqueued, so that the host's time to enqueue does not count. Waits.
+        A memset keeps the stream busy until `work` is enqueued, so that the host's time to enqueue does not count. Waits for the
+        GPU.
         """
         seconds, busy = [], self.allocate(_BUSY_BYTES)
         work()
@@ -266,9 +271,9 @@ class CupyDevice:
     def capture(self, stream: DeviceStream) -> Iterator[CupyGraph]:
         raw, graph = _stream(stream), CupyGraph()
         collects = gc.isenabled()
-        gc.disable()  # garbage that holds device memory would be freed inside, which ends the capture
-        # CuPy's own default lets allocations pass, which would then be made once and not in each launch.
+        gc.disable()  # a collection may free device memory, which makes the capture invalid
         try:
+            # CuPy's own default mode permits allocations, which would then be made once and not in each launch.
             raw.begin_capture(mode=_runtime.streamCaptureModeThreadLocal)
             try:
                 yield graph
@@ -287,7 +292,7 @@ class CupyDevice:
 
 
 def gpu_count() -> int:
-    """GPUs that this process sees.
+    """Return the number of GPUs that this process sees.
 
     Raises:
         BackendError: there is no driver for this CUDA; the message is its reason.
@@ -301,7 +306,7 @@ def gpu_count() -> int:
 
 
 def _by_value(kernel: str, place: int, argument: Argument) -> np.generic:
-    """An argument in the bytes that the kernel takes. CuPy would make int64 of a Python int, and would let None crash."""
+    """Return an argument in the bytes that the kernel takes. CuPy would make int64 of a Python int, and None would crash."""
     if argument is None:
         return np.uint64(0)
     if isinstance(argument, DeviceArray):
@@ -322,14 +327,14 @@ def _event(event: DeviceEvent) -> Any:
 
 
 def _address(array: np.ndarray) -> int:
-    """The address of C-contiguous elements on the host."""
+    """Return the address of C-contiguous elements on the host."""
     if not array.flags.c_contiguous:
         raise ValueError("Copies to and from a device need C-contiguous arrays.")
     return int(array.ctypes.data)
 
 
 def _load_libraries() -> tuple[ctypes.CDLL, Any]:
-    """Load cuBLAS and NVRTC; return the library of the first and CuPy's module of the second.
+    """Load cuBLAS and NVRTC. Return the library of cuBLAS and CuPy's module of NVRTC.
 
     CuPy finds them in wheels and toolkits. cuDNN, which uses both, then opens them by name and gets the loaded ones.
 

@@ -15,7 +15,7 @@ from hpctrain.backend.cuda.device_array import DeviceArray
 from hpctrain.backend.device_messages import Peers
 from hpctrain.errors import BackendError
 
-_FIRST_WITH_SLICES = 23000  # tells devices apart by UUID; those before by PCI bus, which slices of a GPU share
+_FIRST_WITH_SLICES = 23000  # NCCL 2.30 identifies devices by UUID; earlier ones by PCI bus, which slices of a GPU share
 
 
 class CupyLinks:
@@ -83,16 +83,16 @@ class CupyLinks:
 
 
 def nccl_fault(device: str) -> str | None:
-    """Return why NCCL cannot be used here, in one clause; None where it can.
+    """Return the reason why NCCL cannot be used here, as a clause; None if it can.
 
     Args:
-        device: its name. That of a slice of a GPU names MIG.
+        device: name of this process's device; that of a slice of a GPU contains "MIG".
     """
     library = _nccl()
     if library is None:
         return "CuPy finds no NCCL, which comes with the package nvidia-nccl-cu12 or nvidia-nccl-cu13"
     if "MIG" in device and (version := int(library.get_version())) < _FIRST_WITH_SLICES:
-        return f"NCCL {version // 10000}.{version // 100 % 100} takes all slices of a GPU (MIG) for one, which 2.30 does not"
+        return f"NCCL {version // 10000}.{version // 100 % 100} takes all slices of a GPU (MIG) for one device (2.30 is needed)"
     return None
 
 

@@ -21,7 +21,7 @@ _OPERATION = {False: 0, True: 1}  # CUBLAS_OP_N, CUBLAS_OP_T
 _DATA_TYPE = {"float32": 0, "bfloat16": 14}  # CUDA_R_32F, CUDA_R_16BF
 # CUBLAS_COMPUTE_32F, _32F_PEDANTIC (no tensor cores), _32F_FAST_TF32
 _COMPUTE_TYPE: dict[Precision, int] = {"bfloat16": 68, "float32": 69, "tf32": 77}
-_MOST = 2**31 - 1  # of its 32 bits
+_MOST_ROWS = 2**31 - 1  # cuBLAS takes sizes as 32-bit integers
 _DEFAULT_ALGORITHM = -1  # CUBLAS_GEMM_DEFAULT
 # CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION: sums of bfloat16 products that are split are float32 to the end
 _MATH_MODE = 16
@@ -62,7 +62,7 @@ class MatrixProducts:
 
         Raises:
             ValueError: matrices that do not fit each other. BackendError: a dtype or precision that GPUs do not compute in, or
-                more rows or columns than cuBLAS counts.
+                more than 2**31 - 1 rows or columns.
         """
         rows, inner = a.shape[::-1] if transpose_a else a.shape
         inner_b, cols = b.shape[::-1] if transpose_b else b.shape
@@ -73,9 +73,9 @@ class MatrixProducts:
         if not rows or not cols or not inner:
             assert accumulate or not c.size, "sums over nothing are the caller's"
             return
-        if max(rows, cols, inner) > _MOST:
+        if max(rows, cols, inner) > _MOST_ROWS:
             raise BackendError(
-                f"cuBLAS multiplies matrices of at most {_MOST} rows and columns, not {rows} x {inner} by {inner} x {cols}; "
+                f"cuBLAS multiplies matrices of at most {_MOST_ROWS} rows and columns, not {rows} x {inner} by {inner} x {cols}; "
                 "train with smaller micro-batches."
             )
         status = self._library.cublasGemmEx(

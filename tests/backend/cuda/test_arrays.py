@@ -238,7 +238,7 @@ def test_nothing_is_asked_of_cublas_without_elements(shape: tuple[int, int, int]
 
 @pytest.mark.parametrize("shape", [(1 << 31, 1, 1), (1, 1 << 31, 1), (1, 1, (1 << 32) + 1)])
 def test_more_rows_than_cublas_counts_are_refused(shape: tuple[int, int, int]) -> None:
-    """Its 32 bits would make 1 of the last one, and a product of a part."""
+    """32 bits would turn the last size into 1, and cuBLAS would multiply a part."""
     bench, (m, k, n) = Bench(), shape
     options = {"transpose_a": False, "transpose_b": False, "accumulate": False}
     with pytest.raises(BackendError, match=r"at most 2147483647 rows and columns, not \d+ x \d+ by .*; train with smaller micro"):

@@ -117,13 +117,13 @@ def test_a_missing_library_is_one_sentence(monkeypatch, error: Exception) -> Non
 
 @pytest.mark.parametrize("loaded", [False, True])
 def test_cudnn_is_imported_without_pytorch(monkeypatch, tmp_path, loaded: bool) -> None:
-    """It would import PyTorch where that is installed. Whoever wants PyTorch afterwards gets it, or keeps it."""
+    """It would import PyTorch if that is installed. A loaded PyTorch stays, and a later import of PyTorch works."""
     (tmp_path / "torch.py").write_text("")
     text = "try:\n    import torch\nexcept ImportError:\n    torch = None\n"
     (tmp_path / "cudnn.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("cudnn", "torch"):
-        monkeypatch.setitem(sys.modules, name, None)  # so that what was there, or nothing, is there again at the end
+        monkeypatch.setitem(sys.modules, name, None)  # which restores the earlier state at the end
         del sys.modules[name]
     torch = importlib.import_module("torch") if loaded else None
     assert cudnn_graphs.library().torch is torch
@@ -203,7 +203,7 @@ def test_tensor_cores_compute_in_other_precisions(cudnn, dtype: str, precision: 
 
 
 def test_plans_say_which_gpu_they_are_for(cudnn) -> None:
-    """The frontend would else look for CUDA's runtime by its bare name, which wheels do not bring."""
+    """The frontend would otherwise load CUDA's runtime by its bare name, which wheels do not contain."""
     CudnnPlans(new_handle(), capability=(12, 1)).plan(PLANNED_CONVOLUTION)
     assert cudnn.graphs[0].arguments["sm_version"] == 121
     assert cudnn.graphs[0].arguments["handle"] == cudnn.handle

@@ -162,7 +162,7 @@ def test_binaries_are_kept_between_processes_by_text_and_architecture(load: Load
     kept = list((Path(os.environ["XDG_CACHE_HOME"]) / "hpctrain" / "kernels").iterdir())
     assert len(kept) == 3
     for path in kept:
-        path.write_bytes(b"")  # of a machine that stopped just then
+        path.write_bytes(b"")  # as a machine leaves it that stops while it writes
     assert cubins.binary(fake.nvrtc, "one", "text", (9, 0)) == bits[0]
     assert fake.nvrtc.programs == {}
 
@@ -171,7 +171,7 @@ def test_binaries_are_kept_between_processes_by_text_and_architecture(load: Load
 def test_without_a_cache_each_process_compiles(
     load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, obstacle: str
 ) -> None:
-    """And leaves no half files."""
+    """No partial files are left."""
     _, fake = load()
     if obstacle == "a full disk":
         monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
@@ -427,7 +427,7 @@ def test_the_calls_of_the_real_nvrtc() -> None:
 
 @real
 def test_the_real_nvrtc_keeps_subnormal_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """CuPy's own compiler flushes them to zero, whatever it is asked for, so that a dead channel's momentum is not the host's."""
+    """CuPy's own compiler flushes them to zero with any options, so a dead channel's momentum would not be the host's."""
     from cupy_backends.cuda.libs import nvrtc
 
     environ, newer = {"XDG_CACHE_HOME": str(tmp_path)}, (99, 9)
@@ -488,7 +488,7 @@ def test_identities_tell_gpus_of_a_node_and_slices_of_a_gpu_apart(load: Load) ->
 
 @pytest.mark.parametrize(("version", "fault"), [(22907, "NCCL 2.29 takes all slices of a GPU (MIG) for one"), (23000, None)])
 def test_slices_of_a_gpu_are_joined_by_an_nccl_that_tells_them_apart(load: Load, version: int, fault: str | None) -> None:
-    """An older one refuses two ranks with one PCI bus, when it is too late to choose another transport."""
+    """An older NCCL refuses two ranks with one PCI bus only when it is too late to choose another transport."""
     module, fake = load()
     fake.nccl_version = version
     assert module.CupyDevice().groups.fault() is None

@@ -1,11 +1,11 @@
-// Batch norm over (rows, channels), channels last (Ioffe and Szegedy, ICML 2015), with the addition of a second input and a ReLU behind it.
+// Batch norm over (rows, channels), channels last (Ioffe and Szegedy, ICML 2015), then optionally the sum with a second input and a ReLU.
 //
 // Blocks are (packs of channels, rows): a thread keeps to its channels, so the coefficients stay in registers. Sums over rows are made in
-// two launches: the first sums a part of the rows for each blockIdx.y, the second the parts, in float64. Deviations are taken from a row of
-// the part, so that a large mean costs no digits. Coefficients are (7, channels), by the names below.
+// two launches: blocks of the first sum a part of the rows for each blockIdx.y, the second adds the parts in float64. Deviations are taken
+// from one row of the part, so that a large mean costs no digits. Coefficients are (7, channels), by the names below.
 //
-// All blocks of a sum go through the rows together, from the last one to the first: what was written before ends with the last rows, and
-// what is read next begins with the first ones, so that caches still hold a share of both.
+// All blocks of a sum pass over the rows together, from the last row to the first. The kernel before has written the last rows last, and
+// the kernel after reads the first rows first, so that caches still hold a share of both.
 //
 // ReLU: backward makes the sign of the output again from x; where a second input was added it reads a bit that forward left.
 #include "common.cuh"
@@ -44,7 +44,8 @@ template <int W, class S> __device__ __forceinline__ void sum_rows(const Pack<S,
   }
 }
 
-// The row that deviations of a part of the rows are taken from; `high` rows of a part follow each other.
+// The first row that a block reads of its part, from which the part's deviations are taken. A part consists of groups of `high` adjacent
+// rows.
 __device__ __forceinline__ int64_t first_row(int part, int64_t high, int64_t rows) { return rows - 1 - part * high; }
 
 // Sums of the deviations from a row of each part, and of their squares.
@@ -85,7 +86,7 @@ __device__ __forceinline__ bool channel_moments(const S* partial, const T* x, in
   double total = 0, squares = 0, first = 0;
   if (c < channels && parts) {
     first = value(x[first_row(0, high, rows) * channels + c]);
-    // Every part has `whole` rows; of those that are left the first parts have `high`, one the rest.
+    // Every part has at least `whole` rows. Of the rows that are left, the first parts have `high` each, and one part has the rest.
     const int64_t whole = rows / (parts * high) * high, left = rows - whole * parts;
 #pragma unroll 4
     for (int p = threadIdx.x; p < parts; p += 32) {

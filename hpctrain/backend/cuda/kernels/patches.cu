@@ -1,12 +1,13 @@
-// The patches of an image that a convolution's windows see, as rows of a matrix: row (n, i, j) holds window_h * span elements of x, zero
-// outside of the image, and zeros up to whole packs. span: window columns * channels, which lie next to each other in x.
+// Copies the patch of x under each window of a convolution to a row of a matrix. Row (n, i, j) holds window_h * span elements, with zeros
+// where the window leaves the image, and ends with zeros up to a whole pack. `span` is the window's columns times channels, which are
+// adjacent in x.
 //
-// A thread keeps to one pack of a row, so the divisions that find its elements are made once. Most windows lie inside of the image, and
-// are read without a check.
+// A thread writes the same pack of each of its rows, so that it divides only once to find the pack's elements. Most windows lie inside of
+// the image, and are read without checks.
 #include "common.cuh"
 
-struct Shape { int height, width, rows, columns; };  // of x in pixels and elements, of windows in both dims
-struct Move { int y, x, top, left; };                // from window to window, x and left in elements; of the first one before the image
+struct Shape { int height, width, rows, columns; };  // height of x in pixels, its width in elements; windows along both
+struct Move { int y, x, top, left; };                // steps from window to window, and padding; x and left in elements
 
 template <class T, int W>
 __device__ __forceinline__ void patches(const T* x, T* out, const Shape& shape, const Move& move, int window_h, int span, int64_t rows) {

@@ -1,4 +1,4 @@
-"""Batch normalisation (Ioffe and Szegedy, ICML 2015), with an addition and a ReLU behind it, wholly on the device."""
+"""Batch normalisation (Ioffe and Szegedy, ICML 2015) on the device, with an optional addition and ReLU after it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from hpctrain.backend.kernels.specs import BatchNormSpec, TensorSpec
 
 #: coefficients of a channel in batch_norm.cu
 _COEFFICIENTS = 7
-#: rows that each thread of a block sums at least, where there are so many
+#: least rows that each thread of a sum reads, if there are as many
 _ROWS = 4
-#: blocks for each multiprocessor: of a sum as many as run at once, of other passes many more, so that the last ones are few
-_SUM_WAVES, _WAVES = 3, 32
+#: blocks per multiprocessor: those of a sum all run at once; other passes have more, so that few multiprocessors idle at the end
+_SUM_BLOCKS, _PASS_BLOCKS = 3, 32
 _WARP = 32
 #: bits of the last argument but two of bn_backward_input: a gradient is asked for, and is added to
 _GRADIENT, _ADD_GRADIENT, _RESIDUAL, _ADD_RESIDUAL = 1, 2, 4, 8
@@ -33,8 +33,8 @@ class ChannelBlocks:
     """How blocks of threads divide (rows, channels): packs of channels along x, rows along y.
 
     Attributes:
-        width: elements of a pack. block: threads along both. sums, passes: blocks along both, of kernels that sum over rows and
-            of kernels that write each row.
+        width: elements of a pack. block: threads along both.
+        sums: blocks along both of kernels that sum over rows. passes: the same of kernels that write each row.
     """
 
     width: int
@@ -44,25 +44,25 @@ class ChannelBlocks:
 
     @classmethod
     def of(cls, rows: int, channels: int, dtype: str, multiprocessors: int) -> ChannelBlocks:
-        """A block is as wide as a warp, narrower where a row has fewer packs, so that few threads are idle."""
+        """Return blocks as wide as a warp, or narrower if a row has fewer packs, so that few threads are idle."""
         width = pack_width(item_bytes(dtype), channels)
         packs = channels // width
         tiles = -(-packs // _WARP)
         wide = -(-packs // tiles)
         high = THREADS // wide
 
-        def grid(waves: int, rows_of_a_thread: int) -> Extent:
-            return (tiles, min(max(1, waves * multiprocessors // tiles), -(-rows // (rows_of_a_thread * high))))
+        def grid(blocks: int, rows_of_a_thread: int) -> Extent:
+            return (tiles, min(max(1, blocks * multiprocessors // tiles), -(-rows // (rows_of_a_thread * high))))
 
-        return cls(width, (wide, high), grid(_SUM_WAVES, _ROWS), grid(_WAVES, 1))
+        return cls(width, (wide, high), grid(_SUM_BLOCKS, _ROWS), grid(_PASS_BLOCKS, 1))
 
 
 class CudaBatchNorm(InPlace, CudaOperator):
     """y = gamma * (x - mean) / sqrt(var + epsilon) + beta, with the addition of a second input and the ReLU of a fused spec.
 
-    Statistics and coefficients are in the dtype of parameters, made in float64 from sums over parts of the rows. Backward reads x
-    and dy alone: what the ReLU stopped is made again from x, or, behind an addition, is one bit an element that forward keeps.
-    `backward_parameters` makes coefficients that `backward_input` reads, so it comes first.
+    Statistics and coefficients are in the dtype of parameters, made in float64 from sums over parts of the rows. Backward reads
+    only x and dy. It computes from x again what the ReLU has stopped; after an addition, forward keeps one bit per element for
+    this. `backward_parameters` makes coefficients that `backward_input` reads, so it comes first.
     """
 
     def __init__(self, spec: BatchNormSpec, *inputs: TensorSpec, training: bool, runtime: CudaRuntime) -> None:
@@ -82,7 +82,7 @@ class CudaBatchNorm(InPlace, CudaOperator):
             self.declare(scratch=[coefficients])
 
     def more_scratch(self, channels: int) -> Sequence[Request]:
-        """Arrays that a training operator works with next to the sums over parts."""
+        """Return the arrays that a training operator needs in addition to the sums over parts."""
         return ()
 
     def bind(self, buffers: Buffers) -> None:
@@ -111,7 +111,7 @@ class CudaBatchNorm(InPlace, CudaOperator):
         self._finish_gradients(partial, gradients["weight"], gradients["bias"], np.int32(blocks.sums[1]))
 
     def _finish_gradients(self, partial: DeviceArray, d_gamma: DeviceArray, d_beta: DeviceArray, parts: np.int32) -> None:
-        """Gradients of the parameters and coefficients of the input's, from sums over so many parts."""
+        """Compute gradients of parameters, and coefficients of the input's gradient, from the sums over `parts` parts."""
         rows = np.int64(self._rows)
         self._launch_channels("bn_backward_finish", partial, self._coefficients, d_gamma, d_beta, parts, rows, *self._channels)
 
@@ -124,7 +124,7 @@ class CudaBatchNorm(InPlace, CudaOperator):
             self._launch_packs(name, passes, *self._read_backward(), grad, residual, np.int32(flags), np.int64(self._rows))
 
     def _measure(self) -> None:
-        """Statistics of the batch, and the coefficients that follow."""
+        """Compute the statistics of the batch, and the coefficients that follow from them."""
         buffers, blocks, partial = self.buffers, self._blocks, self.scratch[0]
         x = buffers.inputs[0]
         rows, high = np.int64(self._rows), np.int64(blocks.block[1])
@@ -132,13 +132,13 @@ class CudaBatchNorm(InPlace, CudaOperator):
         self._finish_moments(partial, x, np.int32(blocks.sums[1]), rows, high)
 
     def _finish_moments(self, partial: DeviceArray, x: DeviceArray, *sizes: np.generic) -> None:
-        """Statistics and coefficients, from sums over parts. sizes: their number, that of rows, and of a block's."""
+        """Compute statistics and coefficients from sums over parts. sizes: number of parts, of rows, and of a block's rows."""
         constants = *self._channels, np.float64(self.norm.epsilon)
         arrays = *self._affine, self._coefficients, *self._batch_statistics
         self._launch_channels("bn_moments_finish", partial, x, *arrays, *sizes, *constants)
 
     def _recall(self) -> None:
-        """The coefficients of evaluation, from the running statistics."""
+        """Compute the coefficients of evaluation from the running statistics."""
         statistics = self.buffers.statistics["running_mean"], self.buffers.statistics["running_var"]
         arguments = *statistics, *self._affine, self._coefficients, *self._channels, np.float64(self.norm.epsilon)
         self._launch_each_channel("bn_evaluation", *arguments)
@@ -153,7 +153,7 @@ class CudaBatchNorm(InPlace, CudaOperator):
 
     @property
     def _kind(self) -> str:
-        """In the names of kernels: where what the ReLU stopped is known from."""
+        """Return the part of kernels' names that says how backward finds what the ReLU has stopped."""
         return "_mask" if self._stores_mask else "_relu" if self.norm.relu else ""
 
     @property
@@ -178,12 +178,12 @@ class CudaBatchNorm(InPlace, CudaOperator):
         self.runtime.launch("batch_norm", kernel, grid, blocks.block, *arguments, *self._channels)
 
     def _launch_each_channel(self, name: str, *arguments: Argument) -> None:
-        """Enqueue a kernel with one thread a channel."""
+        """Enqueue a kernel with one thread per channel."""
         grid = (-(-self.norm.channels // THREADS),)
         self.runtime.launch("batch_norm", f"{name}_{self.tag}", grid, (THREADS,), *arguments)
 
     def _launch_channels(self, name: str, *arguments: Argument) -> None:
-        """Enqueue a kernel with one warp a channel."""
+        """Enqueue a kernel with one warp per channel."""
         grid, block = (-(-self.norm.channels * _WARP // THREADS),), (_WARP, THREADS // _WARP)
         self.runtime.launch("batch_norm", f"{name}_{self.tag}", grid, block, *arguments)
 

@@ -1,4 +1,4 @@
-"""Convolutions that are matrix products: of pixels where a window is one pixel, and of patches where pixels have few channels."""
+"""Convolutions as matrix products: of pixels if a window is one pixel, of patches if pixels have few channels."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from hpctrain.backend.kernels.cuda.runtime import THREADS, CudaRuntime
 from hpctrain.backend.kernels.specs import Conv2dSpec, Spec, TensorSpec
 
 _PACK_BYTES = 16
-_WAVES = 32  # blocks for each multiprocessor
-_MOST = 2**31 - 1
+_BLOCKS = 32  # per multiprocessor
+_MOST_ELEMENTS = 2**31 - 1  # that patches.cu counts with 32 bits
 
 
 class _Products(CudaOperator):
-    """y (rows, K) = a (rows, width) @ weight (K, width)^T, a row being a pixel of the output; no bias.
+    """A convolution without bias as y (rows, K) = a (rows, width) @ weight (K, width)^T; a row is a pixel of the output.
 
     Products sum in the dtype of parameters, and the weight's gradient is written in it.
     """
@@ -49,7 +49,7 @@ class _Products(CudaOperator):
 class CudaPointwiseConv2d(_Products):
     """A convolution of single pixels: stride 1, no padding, one group.
 
-    The product adds the input's gradient to what is there.
+    cuBLAS itself adds the input's gradient to what other readers of the input have written.
     """
 
     @staticmethod
@@ -81,9 +81,9 @@ class CudaPointwiseConv2d(_Products):
 class CudaPatchConv2d(_Products):
     """A convolution of pixels with so few channels that tensor cores would mostly multiply zeros: the first one of a network.
 
-    A kernel copies the patch of x under each window to a row of `patches`, which is as wide as whole packs; forward keeps them
-    for the weight's gradient. Patches are as large as x times the window over the stride: 3.8 MB for an image of 224 x 224 in
-    bfloat16 and 7 x 7 windows of stride 2. The input gets no gradient.
+    A kernel copies the patch of x under each window to a row of `patches`, whose width is a multiple of a pack. Forward keeps the
+    patches for the weight's gradient. They take the bytes of x times the area of the window over that of the stride: 3.8 MB for
+    an image of 224 x 224 in bfloat16 and 7 x 7 windows of stride 2. The input gets no gradient.
     """
 
     def __init__(self, spec: Conv2dSpec, x: TensorSpec, *, training: bool, runtime: CudaRuntime, arithmetic: Arithmetic) -> None:
@@ -101,16 +101,17 @@ class CudaPatchConv2d(_Products):
 
     @staticmethod
     def fits(spec: Spec, x: TensorSpec, *, input_gradient: bool) -> bool:
-        """Return whether this class computes the convolution: with one group, no bias and no dilation.
+        """Return whether this class computes the convolution: one group, no bias, no dilation, no gradient of the input.
 
-        A block's threads hold a whole row of patches, and numbers of 32 bits count the elements of the rows under a window.
+        A block needs a thread for each pack of a row of patches. 32-bit integers must count the elements of the image's rows that
+        a window covers.
         """
         if not isinstance(spec, Conv2dSpec) or spec.bias or spec.groups != 1 or input_gradient:
             return False
         window, pack = spec.window, _PACK_BYTES // item_bytes(x.dtype)
-        columns = -(-math.prod(spec.weight_shape[1:]) // pack)
-        under = window.kernel[0] * x.shape[2] * spec.channels_in
-        return window.dilation == (1, 1) and spec.channels_in < pack and columns <= THREADS and under <= _MOST
+        packs = -(-math.prod(spec.weight_shape[1:]) // pack)
+        covered = window.kernel[0] * x.shape[2] * spec.channels_in
+        return window.dilation == (1, 1) and spec.channels_in < pack and packs <= THREADS and covered <= _MOST_ELEMENTS
 
     def forward(self, context: StepContext) -> None:
         if not self.output.size:
@@ -144,7 +145,7 @@ class CudaPatchConv2d(_Products):
         images, rows, columns, _ = self.output.shape
         high = max(1, THREADS // self._packs)
         count = images * rows * columns
-        grid = (min(-(-count // high), _WAVES * self.runtime.device.multiprocessors),)
+        grid = (min(-(-count // high), _BLOCKS * self.runtime.device.multiprocessors),)
         (step_y, step_x), (top, _, left, _) = window.stride, window.padding
         sizes = height, width * channels, rows, columns, step_y, step_x * channels, top, left * channels
         arguments = *sizes, window.kernel[0], window.kernel[1] * channels
@@ -160,4 +161,5 @@ def _rows(array: DeviceArray) -> DeviceArray:
 
 
 def _whole(array: DeviceArray) -> tuple[tuple[int, int], ...]:
+    """Return the box of all elements."""
     return tuple((0, size) for size in array.shape)

@@ -243,7 +243,7 @@ def patches(channels: int, kernel: tuple[int, int], stride: tuple[int, int] = (1
 def test_convolutions_are_products_where_these_compute_them(
     cuda_kernels, monkeypatch, spec: Conv2dSpec | WithRelu, width: int, precision: str, options: dict[str, bool], kind: type
 ) -> None:
-    """Rows of 2**31 elements under a window would be counted with 32 bits, and their end be read from before the image."""
+    """32 bits do not count rows of 2**31 elements under a window; the end of these would be read from before the image."""
     kernels = cuda_kernels(precision)
     monkeypatch.setattr(kernels.runtime.device, "convolution", lambda key: SimpleNamespace(workspace_bytes=0))
     channels = getattr(spec, "inner", spec).channels_in
@@ -315,7 +315,7 @@ def test_nan_reaches_the_windows_that_see_it_and_no_others(cuda_kernels, precisi
 
 
 def test_patches_far_into_a_batch_are_found(cuda_kernels) -> None:
-    """Two windows 2**32 elements behind the beginning of x, of which only they are memory."""
+    """Two windows are read 2**32 elements after the start of x, of which only they are allocated."""
     kernels, far = cuda_kernels("float32"), 1 << 30
     x, out = (kernels.allocate(4 * count).view("float32") for count in (3 * 4, 2 * 8))
     kernels.arithmetic.from_host(x, np.arange(12, dtype=np.float32))
@@ -343,7 +343,7 @@ FIRST_OF_RESNETS = Conv2dSpec(3, 8, Window((7, 7), (2, 2), (3,) * 4), bias=False
 def test_patches_of_more_rows_than_threads(
     emulated_device, monkeypatch: pytest.MonkeyPatch, spec: Conv2dSpec, shape: tuple[int, ...], precision: str
 ) -> None:
-    monkeypatch.setattr("hpctrain.backend.kernels.cuda.conv2d_products._WAVES", 1)
+    monkeypatch.setattr("hpctrain.backend.kernels.cuda.conv2d_products._BLOCKS", 1)
     compare_products(spec, shape, precision, 5)
 
 
