@@ -1,12 +1,15 @@
 """Checks and measures everything that needs a GPU, in at most nine minutes.
 
-    python -m benchmarks.gpu_check --out gpu-check                    # on a GPU
-    python -m benchmarks.gpu_check --device emulated --out rehearsal  # on this CPU, with small sizes
+    python -m benchmarks.gpu_check --out gpu-check         # on a GPU
     python -m benchmarks.gpu_check --only facts build --out gpu-check
+    python -m benchmarks.gpu_check --device emulated --out rehearsal
 
-Each stage is a process of its own with a time limit. It writes each figure to OUT/<stage>.json at once, and its output goes to
-OUT/<stage>.log. The others run after a stage that fails, except after a ladder that makes no device. The exit code is 1 if a
-stage failed, else 0. Parts of the package that are not written are "not built yet", and do not fail.
+The last one works on this CPU, with small sizes. Each stage is a process of its
+own with a time limit. It writes each figure to OUT/<stage>.json at once, and
+its output goes to OUT/<stage>.log. After a stage that fails the others still
+run, except after a ladder that makes no device. The exit code is 1 if a stage
+failed, else 0. Stages that need a part of the package that is not written are
+"not built yet", and do not fail.
 """
 
 from __future__ import annotations

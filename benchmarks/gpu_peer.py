@@ -1,9 +1,11 @@
-"""Training steps of PyTorch on one GPU: what our engine is compared with, in a process that imports nothing of hpctrain.
+"""Times training steps of PyTorch on one GPU, with which hpctrain's are compared.
 
-    python benchmarks/gpu_peer.py --model resnet50 --batch 256 32 [--compile default]
+    python benchmarks/gpu_peer.py --model resnet50 --batch 256 32 [--compile MODE]
 
-bfloat16 autocast, channels last, SGD with momentum (fused), cuDNN's autotuning, images on the device before the step. The
-networks are those of hpctrain/bench/torch_models.py. Prints one JSON line for each batch; a batch that does not fit says so.
+bfloat16 autocast, channels last, SGD with momentum (fused), cuDNN's autotuning,
+images on the device before the step. The networks are those of
+hpctrain/bench/torch_models.py; the process imports nothing of hpctrain. Prints
+one JSON line for each batch, which has the failure if the batch does not fit.
 """
 
 from __future__ import annotations
@@ -108,7 +110,7 @@ def one(chosen: argparse.Namespace, batch: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Measure what the command line says; 77: PyTorch or its GPU is not here."""
+    """Time the batches of the command line. Return 77 if PyTorch is not installed or finds no GPU."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="resnet50")
     parser.add_argument("--batch", type=int, nargs="+", default=[256, 32])

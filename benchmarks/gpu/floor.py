@@ -159,7 +159,7 @@ def tables(step: Step, clock: Clock) -> str:
     """Rows added up by stage and by kind, and the prediction; 80 columns."""
     head = (
         f"{step.model}, batch {step.batch}, {step.precision}, {clock.device.name}: {step.total('launches')} launches, "
-        f"{step.total('bytes') / step.batch / 1e6:.0f} MB\nand {step.total('flops') / step.batch / 1e9:.1f} GFLOP an image"
+        f"{step.total('bytes') / step.batch / 1e6:.0f} MB\nand {step.total('flops') / step.batch / 1e9:.1f} GFLOP per image"
     )
     by_stage = table("image", step, clock, lambda row: row.stage)
     by_kind = table("kind", step, clock, lambda row: row.work.kind)
@@ -167,13 +167,13 @@ def tables(step: Step, clock: Clock) -> str:
 
 
 def table(title: str, step: Step, clock: Clock, group: Callable[[Row], str]) -> str:
-    """Launches, bytes and FLOP an image, and predicted time by group, both ways."""
+    """Return a table of launches, of bytes and FLOP per image, and of predicted time, by group, forward and backward."""
     groups: defaultdict[str, list[Row]] = defaultdict(list)
     for row in step.rows:
         groups[group(row)].append(row)
     whole = sum(clock.predicted(row.work) for row in step.rows)
-    widths = "{:<20}{:>7}{:>10}{:>10}{:>9}{:>8}{:>8}{:>8}"
-    lines = [widths.format(title, "starts", "MB fwd", "MB bwd", "GFLOP", "ms fwd", "ms bwd", "share")]
+    widths = "{:<20}{:>8}{:>10}{:>10}{:>8}{:>8}{:>8}{:>8}"
+    lines = [widths.format(title, "launches", "MB fwd", "MB bwd", "GFLOP", "ms fwd", "ms bwd", "share")]
     for name, rows in [*groups.items(), ("all", list(step.rows))]:
         lines.append(widths.format(name[:20], *_cells(rows, step.batch, clock, whole)))
     return "\n".join(lines)

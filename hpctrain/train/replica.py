@@ -334,11 +334,7 @@ class Replica:
         self.parameters_written()
 
     def _raise_diverged(self) -> None:
-        """Raise an error if any rank has seen non-finite values, the same on all ranks. Collective; after `drain`.
-
-        Raises:
-            CorruptedStateError: damage to the memory of some ranks explains them. DivergedError: it does not.
-        """
+        """Raise an error if any rank has seen non-finite values, the same on all ranks. Collective; after `drain`."""
         advice = f"lower optimizer.lr ({self.lr:g} there), warm up longer, or set optimizer.clip_norm."
         error = self._step.finiteness.error(self._reduction.gather, advice)
         if error is not None:

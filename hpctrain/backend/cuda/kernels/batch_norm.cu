@@ -1,8 +1,8 @@
 // Batch norm over (rows, channels), channels last (Ioffe and Szegedy, ICML 2015), then optionally the sum with a second input and a ReLU.
 //
 // Blocks are (packs of channels, rows): a thread keeps to its channels, so the coefficients stay in registers. Sums over rows are made in
-// two launches: blocks of the first sum a part of the rows for each blockIdx.y, the second adds the parts in float64. Deviations are taken
-// from one row of the part, so that a large mean costs no digits. Coefficients are (7, channels), by the names below.
+// two launches: in the first, the blocks of each blockIdx.y sum one part of the rows; the second adds the parts in float64. Deviations are
+// taken from one row of the part, so that a large mean costs no digits. Coefficients are (7, channels), by the names below.
 //
 // All blocks of a sum pass over the rows together, from the last row to the first. The kernel before has written the last rows last, and
 // the kernel after reads the first rows first, so that caches still hold a share of both.
