@@ -1,7 +1,7 @@
 # make train    install, fetch Fashion-MNIST, train the quickstart network on 2 ranks
 # make quick    lint and the fast tests, one case of each: a minute
 # make test     all but `thorough` tests, with a sample of their cases: 2, 3 and 4 ranks, one process, Open MPI; 15 minutes on 2 cores
-# make test-all all cases of every test, 1,800 combinations of options, 64 ranks, kills, signals; hours
+# make test-all all cases of every test, 6,000 combinations of options, 64 ranks, kills, signals; hours
 # make check    lint, types, import contract, single-process tests
 # make test-N   the tests that need N ranks
 # make test-mpich     all but the tests on Open MPI
@@ -11,7 +11,7 @@
 # make grid-full     two networks at full width on a grid, one step (takes 12 GB)
 # make grid-seeds    split layers next to every averaging strategy, with messages in several adversarial orders
 # make many-ranks   64 ranks on this machine: they train as one rank does, on MPICH, then on Open MPI; MANY_RANKS=16: fewer; 10 minutes
-# make combinations  options combined so that every pair meets, against one rank: HPCTRAIN_COMBINATIONS (600) of each of three seeds
+# make combinations  options combined so that every pair meets, against one rank: HPCTRAIN_COMBINATIONS (2,000) of each of three seeds
 # make site     the pages of docs/ as a web site in build/site; a warning is a failure
 # make docs     write the reference parts of docs/ (options.md, the table of keys in config.md) and jobs/ from the program
 # make slurm-packages   Debian's packages of Slurm, for the tests on a real one, where root and apt-get are there; never fails
@@ -32,7 +32,7 @@ BIN := $(VENV)/bin
 PY := $(BIN)/python
 RANKS ?= 2
 TEST_RANKS ?= 2 3 4
-HPCTRAIN_COMBINATIONS ?= 600
+HPCTRAIN_COMBINATIONS ?= 2000
 MANY_RANKS ?= 64
 SIGNALS ?= 10000
 

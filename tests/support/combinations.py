@@ -1,6 +1,6 @@
 """Options of the program combined, each combination against one rank in float64: the net under all features.
 
-    python -m tests.support.combinations                          600 combinations of each of three seeds
+    python -m tests.support.combinations                          2,000 combinations of each of three seeds
     python -m tests.support.combinations net=plain grid=3x1 ...   one of them; options left out have their first value
 
 See docs/testing.md.
@@ -346,7 +346,7 @@ class Tally:
 def main(arguments: Sequence[str]) -> int:
     """Run one combination, or those of some seeds; 1 where any fails."""
     parser = argparse.ArgumentParser(description="Combinations of options against one rank in float64.")
-    parser.add_argument("--count", type=int, default=600, help="combinations of a seed")
+    parser.add_argument("--count", type=int, default=2000, help="combinations of a seed")
     parser.add_argument("--seeds", type=int, nargs="*", default=[1, 2, 3], help="seeds of drawing")
     parser.add_argument("--refused", action="store_true", help="list the pairs of values that the program refuses")
     parser.add_argument("row", nargs="*", metavar="option=value", help="one combination")

@@ -1,7 +1,7 @@
 """Combinations of options, drawn so that legal pairs meet, against one rank in float64.
 
 Level usual runs those of the day's seed that hold most pairs for their cost, 97 % of all legal ones; level all runs each.
-`make combinations` runs 600 of each of three seeds.
+`make combinations` runs 2,000 of each of three seeds.
 """
 
 import itertools
