@@ -129,10 +129,11 @@ def keep(rank: int | None, held: frozenset[Signals], mark: Mark = _mark_nothing,
     sys.stdout.flush()
     sys.stderr.flush()
     keeper = os.getpid()
+    # Before the child runs: the keeper of a launcher that ends meanwhile has another parent, and would watch nothing.
+    watched = launchers(started_by(os.environ).rank_variable)
     child = os.fork()
     if child:
         os.close(said)
-        watched = launchers(started_by(os.environ).rank_variable)
         _watch(_Rank(child, rank, heard, pulse, mark, record, MemoryGroup.own(), watched), held)
     os.close(heard)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)  # no rank outlives its keeper

@@ -138,6 +138,11 @@ class WeightWatch:
                 averager.rounded.guards = self._rounded[name]
                 self._guards += self._rounded[name]
 
+    @property
+    def checks_to_see_all(self) -> int:
+        """Number of checks until each part was looked at."""
+        return max(map(len, self._parts))
+
     def _watch_reads(self) -> tuple[tuple[list[str], ...], tuple[list[bool], ...]]:
         """Make averagers sum the parameters that steps read, if other ranks have copies.
 
