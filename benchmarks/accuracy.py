@@ -25,7 +25,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from hpctrain.storage.atomic_write import write_json
-from hpctrain.storage.run_directory import resumable, runs
+from hpctrain.runs.directory import resumable, runs
 from tests.support.jobs import find_mpiexec
 
 _RESULTS = Path(__file__).resolve().parent / "results"

@@ -25,8 +25,8 @@ import numpy as np
 
 import hpctrain
 from benchmarks.lab import Lab, take_down_at_termination
-from hpctrain.data import block_reader
-from hpctrain.data import format as data_format
+from hpctrain.data import readers
+from hpctrain.data import image_file as data_format
 from tests.support.jobs import clean_environment
 
 CACHES: dict[str, dict[str, Any]] = {
@@ -62,7 +62,7 @@ def _slow_down(bytes_per_second: float) -> None:
             time.sleep(count / bytes_per_second)
             return count
 
-    block_reader.os = SlowSystem()  # type: ignore[assignment]
+    readers.os = SlowSystem()  # type: ignore[assignment]
 
 
 def rank(path: Path, cache: dict[str, Any], epochs: int, bytes_per_second: float | None) -> None:

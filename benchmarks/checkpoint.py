@@ -35,7 +35,7 @@ _FIRST_STEPS = 3  # that compile and fill caches
 #: the program, with slow writes, and with the times of rank 0 in a file
 _PROGRAM = """
 import json, os, runpy, sys, time
-from hpctrain.experiment.checkpoints import RunCheckpoints
+from hpctrain.run.checkpoints import RunCheckpoints
 from hpctrain.train.replica import Replica
 from hpctrain.train.step import TrainingStep
 rate, out = float(os.environ["BYTES_PER_SECOND"]), os.environ["TIMES"]

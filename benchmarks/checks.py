@@ -25,9 +25,9 @@ import numpy as np
 
 from hpctrain.averaging.read_sums import ReadSums
 from hpctrain.averaging.slice_sizes import RULE_LINK, slice_elements
-from hpctrain.averaging.slices import Slice, cut, fused
+from hpctrain.averaging.slicing import Slice, cut, fused
 from hpctrain.averaging.strategies.blocking import Blocking
-from hpctrain.backend.kernels.onednn.kernel_set import OnednnKernelSet
+from hpctrain.backend.onednn.kernel_set import OnednnKernelSet
 from hpctrain.bench.machine import machine
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator

@@ -23,7 +23,7 @@ from hpctrain.bench.machine import machine
 from hpctrain.compress.cast16 import Cast16
 from hpctrain.compress.error_feedback import ErrorFeedback
 from hpctrain.compress.selection import Selection
-from hpctrain.compress.top_k import TopK, kept_at
+from hpctrain.averaging.top_k import TopK, kept_at
 from hpctrain.storage.atomic_write import write_json
 
 BASE = "np.abs(x).sum()"

@@ -24,7 +24,7 @@ import numpy as np
 
 from benchmarks.pairs import interval
 from hpctrain.bench.machine import machine
-from hpctrain.data import format as data_format
+from hpctrain.data import image_file as data_format
 from hpctrain.storage.atomic_write import write_json
 from tests.support.jobs import clean_environment, find_mpiexec
 

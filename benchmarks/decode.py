@@ -24,7 +24,7 @@ from PIL import Image
 from benchmarks.compress import Work, measure
 from benchmarks.pairs import paired, ratio
 from hpctrain.bench.machine import machine
-from hpctrain.data import decoder
+from hpctrain.data import decoding
 from hpctrain.data.pipeline import Pipeline
 from hpctrain.storage.atomic_write import write_json
 
@@ -52,9 +52,9 @@ def _pillow(content: bytes) -> Any:
 
 def decoders() -> dict[str, Decode]:
     """Those that are installed, by name."""
-    found: dict[str, Decode] = {"Pillow": _pillow, "hpctrain": lambda content: decoder.decode(content, None)}
-    if decoder.simplejpeg is not None:
-        found["simplejpeg"] = lambda content: decoder.simplejpeg.decode_jpeg(content, "RGB")
+    found: dict[str, Decode] = {"Pillow": _pillow, "hpctrain": lambda content: decoding.decode(content, None)}
+    if decoding.simplejpeg is not None:
+        found["simplejpeg"] = lambda content: decoding.simplejpeg.decode_jpeg(content, "RGB")
     if importlib.util.find_spec("cv2"):
         import cv2
 
@@ -71,7 +71,7 @@ def chains() -> dict[str, Callable[[Sequence[bytes]], object]]:
     def ours(contents: Sequence[bytes]) -> object:
         nonlocal epoch
         epoch += 1
-        images = np.stack([decoder.decode(content, (PIXELS, PIXELS)) for content in contents])
+        images = np.stack([decoding.decode(content, (PIXELS, PIXELS)) for content in contents])
         return pipeline(images, np.arange(len(contents)), epoch, np.empty((len(contents), CROP, CROP, 3), np.float32))
 
     found: dict[str, Callable[[Sequence[bytes]], object]] = {"hpctrain": ours}
@@ -104,7 +104,7 @@ def works(contents: Sequence[bytes]) -> dict[str, Work]:
         return lambda: [decode(content) for content in contents]
 
     found = {f"decode: {name}": each(decode) for name, decode in decoders().items()}
-    found[f"decode to {PIXELS} px: hpctrain"] = each(lambda content: decoder.decode(content, (PIXELS, PIXELS)))
+    found[f"decode to {PIXELS} px: hpctrain"] = each(lambda content: decoding.decode(content, (PIXELS, PIXELS)))
     found[f"decode to {PIXELS} px: Pillow"] = each(lambda content: _through_pillow(content))
     found |= {f"to the network: {name}": _on(chain, contents) for name, chain in chains().items()}
     return found
@@ -116,11 +116,11 @@ def _on(chain: Callable[[Sequence[bytes]], object], contents: Sequence[bytes]) -
 
 def _through_pillow(content: bytes) -> np.ndarray:
     """`decoder.decode` where simplejpeg is not installed."""
-    kept, decoder.simplejpeg = decoder.simplejpeg, None
+    kept, decoding.simplejpeg = decoding.simplejpeg, None
     try:
-        return decoder.decode(content, (PIXELS, PIXELS))
+        return decoding.decode(content, (PIXELS, PIXELS))
     finally:
-        decoder.simplejpeg = kept
+        decoding.simplejpeg = kept
 
 
 def table(name: str, count: int, seconds: Mapping[str, list[float]]) -> str:
@@ -143,7 +143,7 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     files = sorted(chosen.directory.rglob("*.jpg"))
     small = [path.read_bytes() for path in random.Random(1).sample(files, min(chosen.images, len(files)))]
-    result: dict[str, Any] = {"images": len(small), "machine": machine(), "decoder": decoder.versions(), "seconds": {}}
+    result: dict[str, Any] = {"images": len(small), "machine": machine(), "decoder": decoding.versions(), "seconds": {}}
     for name, contents in (("files as they are", small), ("large: 400 x 533", [large(content) for content in small])):
         result.setdefault("bytes", {})[name] = sum(map(len, contents)) // len(contents)
         seconds = measure(works(contents), chosen.rounds)

@@ -25,12 +25,12 @@ from hpctrain.comm.single import SingleCommunicator
 from hpctrain.config.dump import dump
 from hpctrain.config.schema import Config
 from hpctrain.data.loader import Batch, Loader
-from hpctrain.errors import ConfigError
-from hpctrain.experiment.automatic_choice import Resolved
-from hpctrain.experiment.build import Parts, build
+from hpctrain.core.errors import ConfigError
+from hpctrain.job.automatic_choice import Resolved
+from hpctrain.run.build import Parts, build
 from hpctrain.experiment.initial_weights import start_from_weights
-from hpctrain.experiment.options import filled
-from hpctrain.experiment.session import Session
+from hpctrain.config.options import filled
+from hpctrain.job.session import Session
 from hpctrain.launch.launcher import Launcher
 from hpctrain.launch.threads import ThreadPlan
 from hpctrain.models.interchange import export

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain.bench.machine import machine
-from hpctrain.data import format as data_format
+from hpctrain.data import image_file as data_format
 from hpctrain.storage.atomic_write import write_json
 from tests.support.jobs import run_job
 

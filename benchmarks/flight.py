@@ -24,7 +24,7 @@ from hpctrain.flight.heartbeat import Heartbeat
 from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.flight.report import records_in
 from hpctrain.storage.atomic_write import write_json
-from hpctrain.storage.run_directory import RunDirectory
+from hpctrain.runs.directory import RunDirectory
 from tests.support.jobs import run_job
 
 OUT = Path(__file__).resolve().parent / "results" / "flight.json"

@@ -19,7 +19,7 @@ from benchmarks.process import cpu_seconds, sent_bytes
 from benchmarks.shapes import Shape, made_up_batch
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.averaging.strategies.sharded import Sharded
-from hpctrain.backend.backend import make_backend
+from hpctrain.backend.choice import make_backend
 from hpctrain.comm import mpi
 from hpctrain.comm.grid import ProcessGrid
 from hpctrain.comm.progress import ProgressEngine
@@ -31,7 +31,7 @@ from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.rank_graph import make_network
 from hpctrain.train.replica import Replica
-from hpctrain.virtual.counters import Counters, CountingCommunicator
+from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
 
 _LR = 1e-4
 _WARMUP = 3

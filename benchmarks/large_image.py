@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain.averaging.strategies.blocking import Blocking
-from hpctrain.backend.backend import make_backend
+from hpctrain.backend.choice import make_backend
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.grid import ProcessGrid
 from hpctrain.comm.progress import ProgressEngine
@@ -32,11 +32,11 @@ from hpctrain.data.loader import Batch
 from hpctrain.data.sampler import Sampler
 from hpctrain.launch.process_memory import resident_bytes
 from hpctrain.models.families import vgg
-from hpctrain.nn.layer import Layer
-from hpctrain.nn.layers.adaptive_average_pool import AdaptiveAveragePool
-from hpctrain.nn.layers.flatten import Flatten
-from hpctrain.nn.layers.linear import Linear
-from hpctrain.nn.layers.sequential import Sequential
+from hpctrain.nn.layers import Layer
+from hpctrain.nn.layers_parts.adaptive_average_pool import AdaptiveAveragePool
+from hpctrain.nn.layers_parts.flatten import Flatten
+from hpctrain.nn.layers_parts.linear import Linear
+from hpctrain.nn.layers_parts.sequential import Sequential
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan

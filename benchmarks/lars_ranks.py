@@ -20,9 +20,9 @@ from benchmarks.process import cpu_seconds
 from hpctrain.averaging.norm_groups import covered_slices
 from hpctrain.averaging.strategies.sharded import Sharded, ShardedOptions
 from hpctrain.averaging.strategy import PlannedGroup
-from hpctrain.backend.backend import make_backend
-from hpctrain.backend.kernels.graph import GraphBuilder
-from hpctrain.backend.kernels.specs import TensorSpec
+from hpctrain.backend.choice import make_backend
+from hpctrain.backend.graph import GraphBuilder
+from hpctrain.backend.specs import TensorSpec
 from hpctrain.comm import mpi
 from hpctrain.comm.base import Communicator
 from hpctrain.models import catalogue

@@ -28,8 +28,8 @@ from benchmarks.augmentations import images_of
 from benchmarks.compress import Work, measure
 from benchmarks.crops import MEAN, OURS, SIDE, STD, table, with_opencv
 from hpctrain.bench.machine import machine
-from hpctrain.data import decoder
-from hpctrain.data import format as data_format
+from hpctrain.data import decoding
+from hpctrain.data import image_file as data_format
 from hpctrain.data.loader import Loader
 from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.sampler import Sampler
@@ -69,7 +69,7 @@ def of_jpeg(files: list[bytes]) -> dict[str, Work]:
             ids = np.arange(first, min(first + BATCH, len(files)))
             images = raw[: len(ids)]
             for number, sample in enumerate(ids.tolist()):
-                images[number] = decoder.decode(files[sample], None)
+                images[number] = decoding.decode(files[sample], None)
             if leaves_pixels:
                 pipeline.unfinished(images, ids, epoch, images)
             else:
@@ -147,7 +147,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="JSON of all rounds")
     chosen = parser.parse_args(arguments)
     images = images_of(STORED, chosen.count)
-    result: dict[str, Any] = {"images": chosen.count, "machine": machine(), "decoder": decoder.versions(), "seconds": {}}
+    result: dict[str, Any] = {"images": chosen.count, "machine": machine(), "decoder": decoding.versions(), "seconds": {}}
     with tempfile.TemporaryDirectory() as folder:
         path, files = Path(folder) / "train.h5", encoded(images)
         file = written(images, path)

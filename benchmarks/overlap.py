@@ -28,7 +28,7 @@ from benchmarks.lab import Lab, LabError, missing, take_down_at_termination
 from benchmarks.overlap_report import SHARED_MEMORY, markdown, plot, report
 from benchmarks.shapes import SHAPES, Shape
 from hpctrain.bench.machine import machine
-from hpctrain.experiment.averager import AVERAGERS
+from hpctrain.averaging.averagers import AVERAGERS
 from hpctrain.storage.atomic_write import write_json
 from tests.support.jobs import clean_environment, find_mpiexec
 

@@ -20,22 +20,22 @@ import numpy as np
 from benchmarks.overlap_rounds import Measured, Turns, mean_over_ranks, rounds, say_and_wait
 from benchmarks.process import be_nice, cpu_seconds, sent_bytes
 from benchmarks.shapes import Shape, made_up_batch
-from hpctrain.backend.backend import make_backend
-from hpctrain.backend.kernels.specs import LinearSpec
+from hpctrain.backend.choice import make_backend
+from hpctrain.backend.specs import LinearSpec
 from hpctrain.comm import mpi, progress_mode
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.grid import ProcessGrid
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.progress_mode import ProgressMode
-from hpctrain.comm.two_level import levels, node_numbers
+from hpctrain.comm.groups import levels, node_numbers
 from hpctrain.data.loader import Place
-from hpctrain.experiment.averager import make_strategy
+from hpctrain.averaging.averagers import make_strategy
 from hpctrain.models import catalogue
 from hpctrain.nn.network import Network
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.train.replica import Replica
-from hpctrain.virtual.counters import Counters, CountingCommunicator
+from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
 
 PEER_KINDS = ("ddp", "compute-only")
 _LR = 1e-4

@@ -7,17 +7,17 @@ import os
 import numpy as np
 
 from benchmarks.planner_points import AVERAGERS, NETWORKS, Point
-from hpctrain.backend.backend import make_backend
+from hpctrain.backend.choice import make_backend
 from hpctrain.comm.base import Communicator
 from hpctrain.config.schema import Config
 from hpctrain.data.arrays import ArrayLoader
 from hpctrain.data.loader import Batch, Place
 from hpctrain.data.sampler import Sampler
-from hpctrain.experiment.automatic_choice import Resolved
-from hpctrain.experiment.build import build_replica
-from hpctrain.experiment.dry_run import prepare
+from hpctrain.job.automatic_choice import Resolved
+from hpctrain.run.build import build_replica
+from hpctrain.planner.planned_run import prepare
 from hpctrain.experiment.planned_run import PlannedRun
-from hpctrain.experiment.session import Session
+from hpctrain.job.session import Session
 from hpctrain.launch.launcher import detect
 from hpctrain.launch.threads import set_threads
 from hpctrain.train.replica import Replica

@@ -23,7 +23,7 @@ from benchmarks.planner_scaling_report import markdown, plot
 from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.config.load import load
 from hpctrain.experiment import planned_job
-from hpctrain.experiment.dry_run import prepare
+from hpctrain.planner.planned_run import prepare
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.planner import machine_file
 from hpctrain.planner.job import Candidate, Job

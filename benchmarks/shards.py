@@ -21,9 +21,9 @@ import numpy as np
 
 from benchmarks.pairs import ratio
 from hpctrain.averaging.shard_gradients import ShardGradients
-from hpctrain.backend.kernels.base import StepContext
+from hpctrain.backend.operators import StepContext
 from hpctrain.backend.kernels.onednn import convolution
-from hpctrain.backend.kernels.onednn.kernel_set import OnednnKernelSet
+from hpctrain.backend.onednn.kernel_set import OnednnKernelSet
 from hpctrain.models import catalogue
 from hpctrain.nn.hooks import StepHooks
 from hpctrain.nn.network import Network

@@ -12,8 +12,8 @@ from typing import Any
 
 from benchmarks.shapes import SHAPES
 from hpctrain.averaging.strategy import PlannedGroup
-from hpctrain.errors import HpctrainError
-from hpctrain.experiment.averager import make_strategy
+from hpctrain.core.errors import HpctrainError
+from hpctrain.averaging.averagers import make_strategy
 from hpctrain.nn.parameter import GroupLayout
 
 #: averager, with its options under their names; None: the local update alone

@@ -29,12 +29,12 @@ from hpctrain.averaging.sparse_choice import SELECTION_SECONDS, PartOnLink, cros
 from hpctrain.bench.machine import machine as machine_here
 from hpctrain.comm.link import LinkModel
 from hpctrain.config.schema import Config
-from hpctrain.errors import HpctrainError
+from hpctrain.core.errors import HpctrainError
 from hpctrain.experiment import planned_job
-from hpctrain.experiment.dry_run import prepare
+from hpctrain.planner.planned_run import prepare
 from hpctrain.experiment.planned_run import PlannedRun
 from hpctrain.planner import machine_file
-from hpctrain.planner.compute_costs import ComputeCosts
+from hpctrain.planner.compute_costs_rest import ComputeCosts
 from hpctrain.planner.machine import Machine
 from hpctrain.planner.predict import predict
 from hpctrain.planner.rate_costs import RateCosts

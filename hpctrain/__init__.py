@@ -16,23 +16,23 @@ if TYPE_CHECKING:
     from hpctrain.api import model as model
     from hpctrain.api import schedule as schedule
     from hpctrain.api import start as start
-    from hpctrain.errors import DivergedError as DivergedError
-    from hpctrain.errors import HpctrainError as HpctrainError
-    from hpctrain.experiment.job import Job as Job
+    from hpctrain.core.errors import DivergedError as DivergedError
+    from hpctrain.core.errors import HpctrainError as HpctrainError
+    from hpctrain.run.python_job import Job as Job
     from hpctrain.experiment.network_choice import Automatic as Automatic
-    from hpctrain.nn.layer import Layer as Layer
-    from hpctrain.nn.layers.adaptive_average_pool import AdaptiveAveragePool as AdaptiveAveragePool
-    from hpctrain.nn.layers.average_pool import AveragePool as AveragePool
-    from hpctrain.nn.layers.batch_norm import BatchNorm as BatchNorm
-    from hpctrain.nn.layers.conv2d import Conv2d as Conv2d
-    from hpctrain.nn.layers.dropout import Dropout as Dropout
-    from hpctrain.nn.layers.flatten import Flatten as Flatten
-    from hpctrain.nn.layers.linear import Linear as Linear
-    from hpctrain.nn.layers.max_pool import MaxPool as MaxPool
-    from hpctrain.nn.layers.relu import ReLU as ReLU
-    from hpctrain.nn.layers.residual import Residual as Residual
-    from hpctrain.nn.layers.sequential import Sequential as Sequential
-    from hpctrain.train.metrics import RunningSums as RunningSums
+    from hpctrain.nn.layers import Layer as Layer
+    from hpctrain.nn.layers_parts.adaptive_average_pool import AdaptiveAveragePool as AdaptiveAveragePool
+    from hpctrain.nn.layers_parts.average_pool import AveragePool as AveragePool
+    from hpctrain.nn.layers_parts.batch_norm import BatchNorm as BatchNorm
+    from hpctrain.nn.layers_parts.conv2d import Conv2d as Conv2d
+    from hpctrain.nn.layers_parts.dropout import Dropout as Dropout
+    from hpctrain.nn.layers_parts.flatten import Flatten as Flatten
+    from hpctrain.nn.layers_parts.linear import Linear as Linear
+    from hpctrain.nn.layers_parts.max_pool import MaxPool as MaxPool
+    from hpctrain.nn.layers_parts.relu import ReLU as ReLU
+    from hpctrain.nn.layers_parts.residual import Residual as Residual
+    from hpctrain.nn.layers_parts.sequential import Sequential as Sequential
+    from hpctrain.train.metrics_rest import RunningSums as RunningSums
     from hpctrain.train.replica import Replica as Replica
 
 #: name -> the module that has it
@@ -40,23 +40,23 @@ _HOMES = {
     "model": "hpctrain.api",
     "schedule": "hpctrain.api",
     "start": "hpctrain.api",
-    "DivergedError": "hpctrain.errors",
-    "HpctrainError": "hpctrain.errors",
-    "Job": "hpctrain.experiment.job",
+    "DivergedError": "hpctrain.core.errors",
+    "HpctrainError": "hpctrain.core.errors",
+    "Job": "hpctrain.run.python_job",
     "Automatic": "hpctrain.experiment.network_choice",
-    "Layer": "hpctrain.nn.layer",
-    "AdaptiveAveragePool": "hpctrain.nn.layers.adaptive_average_pool",
-    "AveragePool": "hpctrain.nn.layers.average_pool",
-    "BatchNorm": "hpctrain.nn.layers.batch_norm",
-    "Conv2d": "hpctrain.nn.layers.conv2d",
-    "Dropout": "hpctrain.nn.layers.dropout",
-    "Flatten": "hpctrain.nn.layers.flatten",
-    "Linear": "hpctrain.nn.layers.linear",
-    "MaxPool": "hpctrain.nn.layers.max_pool",
-    "ReLU": "hpctrain.nn.layers.relu",
-    "Residual": "hpctrain.nn.layers.residual",
-    "Sequential": "hpctrain.nn.layers.sequential",
-    "RunningSums": "hpctrain.train.metrics",
+    "Layer": "hpctrain.nn.layers",
+    "AdaptiveAveragePool": "hpctrain.nn.layers_parts.adaptive_average_pool",
+    "AveragePool": "hpctrain.nn.layers_parts.average_pool",
+    "BatchNorm": "hpctrain.nn.layers_parts.batch_norm",
+    "Conv2d": "hpctrain.nn.layers_parts.conv2d",
+    "Dropout": "hpctrain.nn.layers_parts.dropout",
+    "Flatten": "hpctrain.nn.layers_parts.flatten",
+    "Linear": "hpctrain.nn.layers_parts.linear",
+    "MaxPool": "hpctrain.nn.layers_parts.max_pool",
+    "ReLU": "hpctrain.nn.layers_parts.relu",
+    "Residual": "hpctrain.nn.layers_parts.residual",
+    "Sequential": "hpctrain.nn.layers_parts.sequential",
+    "RunningSums": "hpctrain.train.metrics_rest",
     "Replica": "hpctrain.train.replica",
 }
 

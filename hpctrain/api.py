@@ -23,17 +23,17 @@ from typing import Any
 import numpy as np
 
 from hpctrain.cli.failure import job_ends_on_error
-from hpctrain.cli.job_process import JobProcess
+from hpctrain.cli.job_process_rest import JobProcess
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
-from hpctrain.errors import ConfigError, CorruptedStateError, DivergedError
-from hpctrain.experiment import flight_records
-from hpctrain.experiment.job import Job, Stopped
+from hpctrain.core.errors import ConfigError, CorruptedStateError, DivergedError
+from hpctrain.job import flight_records
+from hpctrain.run.python_job import Job, Stopped
 from hpctrain.experiment.loop_checkpoints import LoopCheckpoints
 from hpctrain.experiment.network_choice import Automatic
-from hpctrain.experiment.same_start import check_same_program
-from hpctrain.experiment.session import on_grid
+from hpctrain.job.same_start import check_same_program
+from hpctrain.job.session import on_grid
 from hpctrain.experiment.started_job import StartedJob
 from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.launch.exit_codes import STOPPED
@@ -43,7 +43,7 @@ from hpctrain.launch.threads import set_threads
 from hpctrain.log import get_logger
 from hpctrain.models import catalogue
 from hpctrain.nearest import choices
-from hpctrain.nn.layer import Layer
+from hpctrain.nn.layers import Layer
 from hpctrain.optim.schedules import SCHEDULES
 from hpctrain.optim.schedules.base import LearningRateSchedule
 from hpctrain.parallel.groups import GridGroups

@@ -7,7 +7,7 @@ import os
 import sys
 import warnings
 
-from hpctrain import rank_log
+from hpctrain.core import log
 from hpctrain.speaker import beginning_with, colours, place
 
 _FORMAT = "%(asctime)s %(levelname).1s %(message)s"
@@ -33,7 +33,7 @@ def configure(rank: int, size: int | None = None, *, level: int = logging.INFO) 
     handler = _WholeLines("" if rank == 0 else place(rank, size))
     handler.setLevel(level if rank == 0 else max(level, logging.WARNING))
     root.addHandler(handler)
-    kept = rank_log.own()
+    kept = log.own()
     if kept is not None:
         root.addHandler(kept)
     root.setLevel(handler.level if kept is None else logging.DEBUG)
@@ -44,7 +44,7 @@ def leave_warnings_to_rank_0(rank: int) -> None:
     """Keep Python's own warnings, which all ranks meet alike, off the terminal on other ranks than 0, which log them to files."""
     if rank == 0 or sys.warnoptions:
         return
-    warnings_log, kept = logging.getLogger("py.warnings"), rank_log.own()
+    warnings_log, kept = logging.getLogger("py.warnings"), log.own()
     warnings_log.addHandler(logging.NullHandler() if kept is None else kept)
     warnings_log.propagate = False
     if "error" not in {action for action, *_ in warnings.filters}:

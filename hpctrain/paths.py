@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from hpctrain.errors import ConfigError
+from hpctrain.core.errors import ConfigError
 
 _VARIABLE = re.compile(r"\$(?:([A-Za-z_][A-Za-z_0-9]*)|\{([^}]*)\})")
 

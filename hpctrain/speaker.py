@@ -9,7 +9,7 @@ import os
 import platform
 from collections.abc import Mapping
 
-from hpctrain.plain_text import escaped
+from hpctrain.core.text import escaped
 
 # A pipe takes so many bytes of one write without bytes of others in between (POSIX: 512 at least; Linux: 4096).
 _WHOLE_BYTES = 4096

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from hpctrain.boxes import Interval
+from hpctrain.core.intervals import Interval
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import hypothesis
 import numpy as np
 import pytest
 
-from hpctrain import user_code
+from hpctrain.core import user_code
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.launch.launcher import detect

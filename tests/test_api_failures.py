@@ -16,9 +16,10 @@ from click.testing import CliRunner
 
 import hpctrain
 from hpctrain.cli.main import cli
-from hpctrain.flight.ring import End, file_name, read
+from hpctrain.launch.exit_codes import End
+from hpctrain.flight.ring import file_name, read
 from hpctrain.launch.exit_codes import DEADLINE, STOPPED
-from hpctrain.launch.signals import STOPS
+from hpctrain.launch.signal_mask import STOPS
 from hpctrain.speaker import place
 from hpctrain.storage import checkpoint
 from tests.support.jobs import Outcome

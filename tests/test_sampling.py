@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hpctrain.backend.cuda.emulator import build
-from hpctrain.errors import BackendError
+from hpctrain.core.errors import BackendError
 from tests.support import emulated, sampling
 from tests.support.emulated import EmulatedDevices
 from tests.support.marking import STARTS, JobMarker

@@ -6,8 +6,8 @@ import numpy as np
 
 from hpctrain.backend.arithmetic import Array, UpdateRun
 from hpctrain.backend.dtypes import parameter_dtype
-from hpctrain.backend.kernels.base import KernelSet
-from hpctrain.boxes import whole
+from hpctrain.backend.operators import KernelSet
+from hpctrain.core.intervals import whole
 
 _SIZE = 5_003  # no multiple of any pack
 _RUNS = (UpdateRun(0, 1_000, 1.0, 1e-4), UpdateRun(1_000, 1_001, 0.5, 0.0), UpdateRun(1_001, _SIZE, 2.0, 0.01))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 
 from hpctrain.backend.cuda.device import ConvolutionKey, DeviceConvolution, Precision
-from hpctrain.backend.cuda.emulator.device import EmulatedDevice
-from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
+from hpctrain_testing.emulator.device import EmulatedDevice
+from hpctrain.backend.cuda.kernel_set import CudaKernelSet
 from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
 from hpctrain.backend.kernels.fused_specs import WithRelu
-from hpctrain.backend.kernels.graph import Graph, GraphBuilder
-from hpctrain.backend.kernels.specs import Conv2dSpec, TensorSpec, Window
+from hpctrain.backend.graph import Graph, GraphBuilder
+from hpctrain.backend.specs import Conv2dSpec, TensorSpec, Window
 from hpctrain.models import catalogue
 
 

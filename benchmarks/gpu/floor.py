@@ -15,8 +15,8 @@ from typing import Any
 from benchmarks.gpu.costs import Sizes, Work, costs, loss, update
 from benchmarks.gpu.devices import Assumptions, DeviceFigures
 from hpctrain.backend.kernels.fusion import fuse
-from hpctrain.backend.kernels.graph import Graph, GraphBuilder
-from hpctrain.backend.kernels.specs import Conv2dSpec, TensorSpec
+from hpctrain.backend.graph import Graph, GraphBuilder
+from hpctrain.backend.specs import Conv2dSpec, TensorSpec
 from hpctrain.models import catalogue
 
 NO_OPTIONS: Mapping[str, object] = MappingProxyType({})

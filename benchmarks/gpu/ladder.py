@@ -24,14 +24,14 @@ from benchmarks.gpu.facts import output_of
 from benchmarks.gpu.operator_run import OperatorRun
 from benchmarks.gpu.settings import Settings
 from benchmarks.gpu.stage_report import StageReport
-from hpctrain.backend.cuda import cudnn_graphs, sources
+from hpctrain.backend.cuda import cudnn_graphs, sources_rest
 from hpctrain.backend.cuda.device import ConvolutionKey, Device, DeviceStream
 from hpctrain.backend.cuda.device_array import DeviceArray
 from hpctrain.backend.cuda.half import bfloat16_bits, bfloat16_values
-from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
+from hpctrain.backend.cuda.kernel_set import CudaKernelSet
 from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
-from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
-from hpctrain.backend.kernels.specs import BatchNormSpec
+from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.specs import BatchNormSpec
 
 #: libraries whose files are recorded: those that this process has loaded, and those that the system's loader finds
 _LIBRARIES = re.compile(r"\S*lib(?:cuda|cudart|cublas\w*|cudnn\w*|nccl|nvrtc[\w-]*|torch\w*)\.so\S*")
@@ -137,7 +137,7 @@ class Ladder:
         """Make a handle of cuDNN."""
         if self._settings.emulated:
             return "not needed by the emulated device"
-        from hpctrain.backend.cuda.cudnn_plans import new_handle
+        from hpctrain.backend.cuda.libraries import new_handle
 
         return hex(new_handle())
 
@@ -158,7 +158,7 @@ class Ladder:
     def sources(self) -> Any:
         """Load one kernel of each source, even if others fail; return the seconds by source."""
         seconds, faults = {}, []
-        for source in sources.names():
+        for source in sources_rest.names():
             begin = time.perf_counter()
             try:
                 self._device.kernel(source, kernel_names(source, on_cpu="float64" in self._device.dtypes)[0])

@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.gpu.settings import Settings, SkippedError
 from benchmarks.gpu.stage_report import StageReport
-from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
+from hpctrain.backend.cuda.kernel_set import CudaKernelSet
 from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
 from hpctrain.comm import device_probe, nccl
 from hpctrain.comm.base import Array, Handle

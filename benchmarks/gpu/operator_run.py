@@ -9,8 +9,8 @@ import numpy as np
 from hpctrain.backend.arithmetic import Array
 from hpctrain.backend.dtypes import parameter_dtype
 from hpctrain.backend.kernels.abilities import InputView
-from hpctrain.backend.kernels.base import Buffers, KernelSet, StepContext
-from hpctrain.backend.kernels.specs import BatchNormSpec, Spec, TensorSpec
+from hpctrain.backend.operators import Buffers, KernelSet, StepContext
+from hpctrain.backend.specs import BatchNormSpec, Spec, TensorSpec
 
 _BATCH_STATISTICS = ("batch_mean", "batch_var")
 

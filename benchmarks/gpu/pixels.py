@@ -13,9 +13,9 @@ from benchmarks.gpu.settings import Settings
 from benchmarks.gpu.stage_report import StageReport
 from hpctrain.backend.cuda.half import bfloat16_bits, bfloat16_values
 from hpctrain.backend.dtypes import parameter_dtype
-from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
+from hpctrain.backend.cuda.kernel_set import CudaKernelSet
 from hpctrain.backend.pixel_batch import WINDOW, PixelBatch
-from hpctrain.backend.resampling import Resampling
+from hpctrain.backend.pixels import Resampling
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ import numpy as np
 from benchmarks.gpu.child import watch
 from benchmarks.gpu.settings import Settings, SkippedError
 from benchmarks.gpu.stage_report import StageReport
-from hpctrain.data import format as data_format
-from hpctrain.storage.run_directory import latest
+from hpctrain.data import image_file as data_format
+from hpctrain.runs.directory import latest
 
 _CONFIG = """
 name: ranks

@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 
 from benchmarks.gpu.stage_report import StageReport
-from hpctrain.backend.cuda import sources
+from hpctrain.backend.cuda import sources_rest
 from hpctrain.backend.cuda.device import Device, DeviceKernel
 from hpctrain.backend.cuda.device_array import DeviceArray
 from hpctrain.backend.cuda.half import bfloat16_bits, bfloat16_values
@@ -57,7 +57,7 @@ def _download(device: Device, stream: Any, array: DeviceArray) -> np.ndarray:
 
 def rounding_kernel(device: Device) -> DeviceKernel:
     """Return the kernel of this folder's source, built as the package builds its own."""
-    return cast(Any, device).kernel(SOURCE.stem, _NAME, text=sources.text(SOURCE.stem, SOURCE.parent))
+    return cast(Any, device).kernel(SOURCE.stem, _NAME, text=sources_rest.text(SOURCE.stem, SOURCE.parent))
 
 
 def _agrees_with_numpy() -> bool:

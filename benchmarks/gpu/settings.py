@@ -60,7 +60,7 @@ class Settings:
             BackendError: there is no GPU that can be used.
         """
         from hpctrain.backend.cuda import choose
-        from hpctrain.backend.cuda.emulator.device import EmulatedDevice
+        from hpctrain_testing.emulator.device import EmulatedDevice
 
         return EmulatedDevice(EMULATED_SEED) if self.emulated else choose.make_device("float32", choose.NodePlace())
 

@@ -13,7 +13,7 @@ from benchmarks.gpu.arithmetic_cases import arithmetic_results
 from benchmarks.gpu.cases import cases
 from benchmarks.gpu.kernels import NO_OPERATOR, kernel_set, results
 from benchmarks.gpu.settings import Settings, add_arguments
-from hpctrain.errors import BackendError
+from hpctrain.core.errors import BackendError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -15,7 +15,7 @@ from benchmarks.gpu.settings import Settings
 from benchmarks.gpu.stage_report import StageReport
 from benchmarks.gpu.training_run import Task, TrainingRun
 from hpctrain.backend.cuda.device import Device, Precision
-from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
+from hpctrain.backend.cuda.kernel_set import CudaKernelSet
 from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
 from hpctrain.nn.hooks import StepHooks
 

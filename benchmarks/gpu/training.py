@@ -15,9 +15,9 @@ import numpy as np
 from benchmarks.gpu.settings import Settings
 from benchmarks.gpu.stage_report import StageReport
 from benchmarks.gpu.training_run import Task, TrainingRun
-from hpctrain.backend.backend import make_backend
+from hpctrain.backend.choice import make_backend
 from hpctrain.backend.cuda.device import Device, Precision
-from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
+from hpctrain.backend.cuda.kernel_set import CudaKernelSet
 from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
 
 #: the CPU's losses of the first steps of `TASK`: `python -m benchmarks.gpu.training` makes the file again

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hpctrain.backend.kernels.base import KernelSet, LossHandle, StepContext
+from hpctrain.backend.operators import KernelSet, LossHandle, StepContext
 from hpctrain.models import catalogue
 from hpctrain.nn.hooks import StepHooks
 from hpctrain.nn.network import Network

@@ -9,13 +9,13 @@ from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, OperationKind, Stream
 from hpctrain.averaging.rounding import caster
 from hpctrain.averaging.strategy import Strategy
-from hpctrain.comm import transports
+from hpctrain.comm import transports_rest
 from hpctrain.comm.base import Communicator, GradientSums
 from hpctrain.comm.link import calibrate, measure_operation_seconds
-from hpctrain.comm.sixteen_bit import sums_over
+from hpctrain.comm.sums import sums_over
 from hpctrain.comm.tree_sums import tree_sums_over
-from hpctrain.comm.two_level import across_nodes, in_levels
-from hpctrain.errors import CollectiveMismatchError
+from hpctrain.comm.groups import across_nodes, in_levels
+from hpctrain.core.errors import CollectiveMismatchError
 
 
 def make_averager(strategy: Strategy, setup: AveragerSetup, stored: CollectiveSchedule | None = None) -> GradientAverager:
@@ -72,9 +72,9 @@ def _reaching(
     reached: dict[Stream, Communicator] = {}
     for stream in by_device:
         shared = setup.transport == "nccl" and reached
-        comm = next(iter(reached.values())) if shared else transports.reaching(setup.transport, streams[stream], arithmetic)
+        comm = next(iter(reached.values())) if shared else transports_rest.reaching(setup.transport, streams[stream], arithmetic)
         reached[stream] = comm
-    by_host = {stream: transports.staged(comm, arithmetic) for stream, comm in streams.items() if stream not in reached}
+    by_host = {stream: transports_rest.staged(comm, arithmetic) for stream, comm in streams.items() if stream not in reached}
     if sums is not None:
         sums = by_host[Stream.GRADIENTS].sums_of(sums)
     return reached | by_host, sums

@@ -7,15 +7,15 @@ from dataclasses import replace
 from typing import ClassVar
 
 from hpctrain.averaging import slice_sizes
-from hpctrain.averaging.allreduce_averager import AllreduceAverager
+from hpctrain.averaging.allreduce import AllreduceAverager
 from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, Operation, OperationKind, Stream
 from hpctrain.averaging.rounding import Rounding, words_of_rounding
 from hpctrain.averaging.slice_sizes import Sizes
-from hpctrain.averaging.slices import Slice, fingerprint
+from hpctrain.averaging.slicing import Slice, fingerprint
 from hpctrain.averaging.strategy import Strategy, words_of_shards
 from hpctrain.comm.link import LinkModel
-from hpctrain.comm.two_level import Levels, levels
+from hpctrain.comm.groups import Levels, levels
 
 
 class AllreduceStrategy(Strategy):

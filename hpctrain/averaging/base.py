@@ -20,16 +20,16 @@ import numpy as np
 
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, Stream
 from hpctrain.averaging.lazy_interval import LazyInterval
-from hpctrain.averaging.norms import JointNorms
+from hpctrain.averaging.group_sums import JointNorms
 from hpctrain.averaging.read_sums import ReadSums
-from hpctrain.averaging.rounded_parameters import RoundedParameters
+from hpctrain.averaging.sixteen_bits import RoundedParameters
 from hpctrain.averaging.shard_gradients import ShardGradients
 from hpctrain.averaging.tree_norms import TreeNorms
-from hpctrain.boxes import Interval
+from hpctrain.core.intervals import Interval
 from hpctrain.comm.base import Array, Communicator, GradientSums
 from hpctrain.comm.link import LinkModel
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.comm.transports import Transport
+from hpctrain.comm.transports_rest import Transport
 from hpctrain.nn.parameter import FlatGroup, Parameter, Segment
 from hpctrain.optim.base import Norms, Optimizer
 

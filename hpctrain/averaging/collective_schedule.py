@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from hpctrain.averaging.rounding import Rounding
-from hpctrain.averaging.slices import INDEX_BYTES, Compression, Slice, layer_slices
-from hpctrain.errors import CheckpointError
+from hpctrain.averaging.slicing import INDEX_BYTES, Compression, Slice, layer_slices
+from hpctrain.core.errors import CheckpointError
 
 #: attribute of a slice -> the key that stored schedules have it under
 _STORED_KEYS = {"sufficient_factors": "factors"}

@@ -11,7 +11,7 @@ from enum import StrEnum
 
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, OperationKind
 from hpctrain.averaging.norm_groups import covered_slices
-from hpctrain.averaging.slices import layer_slices
+from hpctrain.averaging.slicing import layer_slices
 
 
 class EventKind(StrEnum):

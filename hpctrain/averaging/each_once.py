@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from hpctrain.averaging.base import GradientAverager
 from hpctrain.backend.arithmetic import Array
-from hpctrain.boxes import even_interval
+from hpctrain.core.intervals import even_interval
 from hpctrain.nn.parameter import Segment
 
 

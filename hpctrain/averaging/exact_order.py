@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hpctrain.averaging.strategy import Strategy
-from hpctrain.errors import ConfigError, OptionError
+from hpctrain.core.errors import ConfigError, OptionError
 
 
 def check_order(name: str, strategy: Strategy) -> None:

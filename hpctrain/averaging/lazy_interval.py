@@ -13,7 +13,8 @@ from functools import partial
 import numpy as np
 
 from hpctrain.comm.base import Communicator, Handle
-from hpctrain.comm.progress import ProgressEngine, Ticket
+from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.posting_queue import Ticket
 from hpctrain.comm.single import Complete
 
 _NUMBERS = 3  # |f|^2, |G|^2 and |f - G|^2

@@ -7,9 +7,9 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from heapq import heappop, heappush
 
-from hpctrain.averaging.compute_times import Times
+from hpctrain.averaging.step_times import Times
 from hpctrain.averaging.slice_traffic import SliceTraffic
-from hpctrain.averaging.slices import Slice, layer_slices
+from hpctrain.averaging.slicing import Slice, layer_slices
 from hpctrain.comm.link import LinkModel
 
 #: among what could be sent now, the least goes first: (order, ready time, whether it is a gather) -> key

@@ -5,7 +5,7 @@ from __future__ import annotations
 from time import perf_counter_ns
 from typing import NoReturn
 
-from hpctrain.comm.progress import Ticket
+from hpctrain.comm.posting_queue import Ticket
 
 
 class LocalEvent(Ticket):

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 
 from hpctrain.averaging.collective_schedule import ALL_SLICES, CollectiveSchedule, OperationKind
-from hpctrain.averaging.slices import Slice
+from hpctrain.averaging.slicing import Slice
 from hpctrain.nn.parameter import GroupLayout
 
 # A message more costs latency and processor time as any other does; one for an eighth of the elements and two slices, of two

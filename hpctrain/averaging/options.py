@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from hpctrain.averaging.rounding import check_wire
 from hpctrain.averaging.slice_sizes import Sizes
-from hpctrain.comm.sixteen_bit import Wire
-from hpctrain.errors import OptionError
+from hpctrain.comm.sums import Wire
+from hpctrain.core.errors import OptionError
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,16 @@ import numpy as np
 from hpctrain.averaging.base import AveragerSetup
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, Operation, OperationKind, Stream
 from hpctrain.averaging.norm_groups import covered_slices
-from hpctrain.averaging.norms import JointStep
+from hpctrain.averaging.group_sums import JointStep
 from hpctrain.averaging.read_sums import StepReads
-from hpctrain.averaging.rounded_parameters import RoundedParameters
+from hpctrain.averaging.sixteen_bits import RoundedParameters
 from hpctrain.averaging.rounding import caster
-from hpctrain.averaging.slices import Slice, layer_slices
+from hpctrain.averaging.slicing import Slice, layer_slices
 from hpctrain.averaging.sufficient_factors import SufficientFactorExchange
 from hpctrain.comm.base import Array, Communicator, GradientSums, Handle
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import Complete
-from hpctrain.comm.stages import Finished
+from hpctrain.comm.order import Finished
 from hpctrain.nn.parameter import Segment
 from hpctrain.optim.base import Norms
 

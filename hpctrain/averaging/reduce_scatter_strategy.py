@@ -15,19 +15,19 @@ from typing import Any, ClassVar
 from hpctrain.averaging import slice_sizes
 from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager
 from hpctrain.averaging.collective_schedule import ALL_SLICES, CollectiveSchedule, Operation, OperationKind, Stream
-from hpctrain.averaging.compute_times import Times
+from hpctrain.averaging.step_times import Times
 from hpctrain.averaging.link_simulation import Urgency, best_order
 from hpctrain.averaging.norm_groups import norm_groups, slices_of_groups
-from hpctrain.averaging.reduce_scatter_averager import ReduceScatterAverager
+from hpctrain.averaging.reduce_scatter import ReduceScatterAverager
 from hpctrain.averaging.rounding import Rounding, words_of_rounding
 from hpctrain.averaging.slice_traffic import SliceTraffic
-from hpctrain.averaging.slices import Slice, cut, fingerprint, fused, layer_slices, sufficient_factor_slices
+from hpctrain.averaging.slicing import Slice, cut, fingerprint, fused, layer_slices, sufficient_factor_slices
 from hpctrain.averaging.strategy import PlannedGroup, Strategy, words_of_shards
 from hpctrain.averaging.sufficient_factors import FcExchange, exchanging_layers
 from hpctrain.averaging.tree_norms import BLOCK
 from hpctrain.comm.link import LinkModel
-from hpctrain.comm.two_level import Levels, levels
-from hpctrain.errors import OptionError
+from hpctrain.comm.groups import Levels, levels
+from hpctrain.core.errors import OptionError
 from hpctrain.optim.base import NormsNeeded
 
 

@@ -10,10 +10,10 @@ from typing import get_args
 import numpy as np
 
 from hpctrain.averaging.slice_sizes import parts_of
-from hpctrain.boxes import even
-from hpctrain.comm.sixteen_bit import Caster, Wire
+from hpctrain.core.intervals import even
+from hpctrain.comm.sums import Caster, Wire
 from hpctrain.compress.cast16 import Bits16, Cast16
-from hpctrain.errors import OptionError
+from hpctrain.core.errors import OptionError
 
 #: bytes of a rounded number
 SIXTEEN_BITS = 2

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from hpctrain.averaging.compute_times import Times
+from hpctrain.averaging.step_times import Times
 from hpctrain.comm.link import LinkModel
 from hpctrain.nn.parameter import GroupLayout
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hpctrain.averaging.rounding import Rounding, wire_bytes
-from hpctrain.averaging.slices import INDEX_BYTES, Slice
+from hpctrain.averaging.slicing import INDEX_BYTES, Slice
 from hpctrain.comm.link import LinkModel
 
 

@@ -9,12 +9,12 @@ import numpy as np
 
 from hpctrain.averaging.base import Agreement, AveragerSetup
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
-from hpctrain.averaging.compute_times import Times
-from hpctrain.averaging.reduce_scatter_averager import ReduceScatterAverager, ReduceScatterStep
-from hpctrain.averaging.sparse_operations import SparseOperations
+from hpctrain.averaging.step_times import Times
+from hpctrain.averaging.reduce_scatter import ReduceScatterAverager, ReduceScatterStep
+from hpctrain.averaging.strategies.sparse import SparseOperations
 from hpctrain.averaging.sparse_residual import SparseSettings
 from hpctrain.comm.base import Array
-from hpctrain.comm.two_level import Levels
+from hpctrain.comm.groups import Levels
 from hpctrain.nn.parameter import Parameter
 
 _RESIDUAL, _VELOCITY = "sparse_gradient", "sparse_momentum"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hpctrain.averaging.slices import INDEX_BYTES
+from hpctrain.averaging.slicing import INDEX_BYTES
 from hpctrain.comm.link import LinkModel
 
 #: of an element of a part, float32, on one core of a server: 2 ns to add the residual and to choose (benchmarks/compress.py), and

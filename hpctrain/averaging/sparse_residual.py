@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hpctrain.averaging.slices import Compression
+from hpctrain.averaging.slicing import Compression
 from hpctrain.comm.base import Communicator, Handle
 from hpctrain.compress.error_feedback import ErrorFeedback
 from hpctrain.compress.selection import Selection
-from hpctrain.compress.top_k import TopK
+from hpctrain.averaging.top_k import TopK
 
 
 @dataclass(frozen=True)

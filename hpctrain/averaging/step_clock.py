@@ -7,8 +7,8 @@ from statistics import median
 
 import numpy as np
 
-from hpctrain.averaging.compute_times import Times, upper_medians
-from hpctrain.boxes import even
+from hpctrain.averaging.step_times import Times, upper_medians
+from hpctrain.core.intervals import even
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine
 

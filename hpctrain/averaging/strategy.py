@@ -15,8 +15,8 @@ from hpctrain.averaging.rounding import Rounding
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.link import LinkModel
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.comm.sixteen_bit import Wire
-from hpctrain.comm.two_level import Levels
+from hpctrain.comm.sums import Wire
+from hpctrain.comm.groups import Levels
 from hpctrain.nn.parameter import GroupLayout
 from hpctrain.optim.base import NormsNeeded
 

@@ -15,8 +15,8 @@ from typing import Literal
 
 import numpy as np
 
-from hpctrain.averaging.slices import Slice
-from hpctrain.boxes import even
+from hpctrain.averaging.slicing import Slice
+from hpctrain.core.intervals import even
 from hpctrain.comm.base import Array, Communicator, Handle
 from hpctrain.nn.parameter import FlatGroup, GroupLayout
 

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from hpctrain.boxes import Interval
+from hpctrain.core.intervals import Interval
 from hpctrain.nn.parameter import FlatGroup, Segment
 from hpctrain.optim.base import Norms
 from hpctrain.summation_tree import TreeAddition, additions, cover

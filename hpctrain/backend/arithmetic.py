@@ -15,7 +15,7 @@ import numpy as np
 
 from hpctrain.backend.device_messages import DeviceMessages
 from hpctrain.backend.mirrors import HostMirrors
-from hpctrain.boxes import Box
+from hpctrain.core.intervals import Box
 
 Array = Any  # numpy.ndarray or DeviceArray: the kernel set decides
 

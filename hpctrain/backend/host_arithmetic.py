@@ -21,7 +21,7 @@ from hpctrain.backend.arithmetic import (
 )
 from hpctrain.backend.dtypes import item_bytes
 from hpctrain.backend.host_checksums import HostFetch, HostWatchedArrays
-from hpctrain.boxes import Box, slices
+from hpctrain.core.intervals import Box, slices
 
 #: elements of one chunk of a descent: data, gradient, momentum and both work buffers are 640 KiB in float32 and stay in a
 #: second-level cache; smaller ones lose more to calls than they win (measured)

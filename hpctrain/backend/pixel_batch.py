@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hpctrain.backend.resampling import Resampling
+from hpctrain.backend.pixels import Resampling
 
 #: What is left to do to one image. The pixel of the result at (y, x) is that of the image at (top + y, left + x * step), where
 #: step is 1 or -1; outside of the box `shown` it is black. Behind normalisation one number takes the place of the box `filled`.

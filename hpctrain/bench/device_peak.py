@@ -6,8 +6,8 @@ import time
 
 from hpctrain.backend.cuda.device import Device
 from hpctrain.backend.dtypes import item_bytes
-from hpctrain.backend.kernels.base import KernelSet
-from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
+from hpctrain.backend.operators import KernelSet
+from hpctrain.backend.cuda.kernel_set import CudaKernelSet
 
 _PEAK_SIZE = 8192
 _SLOW_SIZE = 128  # where the device is the CPU

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.backend.kernels.onednn.kernel_set import OnednnKernelSet
+from hpctrain.backend.onednn.kernel_set import OnednnKernelSet
 from hpctrain.bench.device_peak import device_gemm_peak, device_of
 from hpctrain.bench.engine_profile import PrimitiveTime, profile
 from hpctrain.bench.engine_step import (
@@ -173,7 +173,7 @@ def compare(task: Workload, backend: str, python: str, threads: int, rounds: int
 
 def print_tables(found: Measurement, compared: Mapping[str, Mapping[str, float]] | None) -> None:
     """A line of totals, the operators with their times, and the comparison where there is one."""
-    from hpctrain.console import PlainConsole
+    from hpctrain.core.console import PlainConsole
 
     console = PlainConsole(file=sys.stdout, width=None if sys.stdout.isatty() else 130)
     console.print(_totals(found), highlight=False)

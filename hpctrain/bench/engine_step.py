@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hpctrain.backend.backend import make_backend
-from hpctrain.backend.kernels.base import CapturesWork, StepContext
-from hpctrain.errors import ConfigError
+from hpctrain.backend.choice import make_backend
+from hpctrain.backend.operators import CapturesWork, StepContext
+from hpctrain.core.errors import ConfigError
 from hpctrain.models import catalogue
 from hpctrain.nn.compile.steps import SelfMade
 from hpctrain.nn.hooks import StepHooks

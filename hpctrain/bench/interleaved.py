@@ -19,8 +19,8 @@ from typing import IO, Any
 
 import numpy as np
 
-from hpctrain.errors import HpctrainError
-from hpctrain.launch.signals import release
+from hpctrain.core.errors import HpctrainError
+from hpctrain.launch.signal_mask import release
 
 _TIMEOUT_SECONDS = 600.0
 _TAIL = 2000

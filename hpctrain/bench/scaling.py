@@ -23,14 +23,14 @@ from typing import Any, Literal
 from hpctrain.bench.machine import machine
 from hpctrain.config.load import load
 from hpctrain.config.schema import Config
-from hpctrain.errors import ConfigError, HpctrainError, LaunchError
-from hpctrain.experiment.check import check_names, refusal
+from hpctrain.core.errors import ConfigError, HpctrainError, LaunchError
+from hpctrain.config.checks import check_names, refusal
 from hpctrain.experiment.compute_only import RESULT_FILE
-from hpctrain.experiment.trace_report import TABLE_FILE
-from hpctrain.input_file import read_text
+from hpctrain.run.trace_report import TABLE_FILE
+from hpctrain.core.files import read_text
 from hpctrain.launch.threads import usable_cores
 from hpctrain.storage.atomic_write import write_bytes, write_json
-from hpctrain.storage.run_directory import RunDirectory
+from hpctrain.runs.directory import RunDirectory
 
 Mode = Literal["weak", "strong"]
 

@@ -55,7 +55,7 @@ def check_output(path: Path, option: str = "", *, streams: bool = False) -> None
     Raises:
         ConfigError: the file cannot be written; the message has the option, the path and the reason.
     """
-    from hpctrain.errors import ConfigError
+    from hpctrain.core.errors import ConfigError
     from hpctrain.storage.atomic_write import check_target
 
     try:
@@ -78,7 +78,7 @@ class Seconds(click.FloatRange):
 def keys(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
     """The keys of configurations that begin so, each with its =; of a section that is not named yet, the section alone."""
     from hpctrain.config.faults import known_paths, section_at
-    from hpctrain.config.source import dotted
+    from hpctrain.core.yaml_source import dotted
 
     depth = incomplete.count(".") + 1
     paths = [path for path in known_paths() if len(path) == depth and dotted(path).startswith(incomplete)]

@@ -10,8 +10,8 @@ from pathlib import Path
 import click
 
 from hpctrain.cli.arguments import FilePath
-from hpctrain.errors import DataError
-from hpctrain.plain_text import echo, echo_block, escaped
+from hpctrain.core.errors import DataError
+from hpctrain.core.text import echo, echo_block, escaped
 
 
 @click.command()
@@ -66,7 +66,7 @@ def _latest_start() -> Path:
 def _logs(run: Path, ranks: list[int]) -> str:
     """Where the log files of ranks lie that have kept some; empty where none has."""
     from hpctrain.rank_spans import spans
-    from hpctrain.storage.run_directory import RunDirectory
+    from hpctrain.runs.directory import RunDirectory
 
     kept = [rank for rank in ranks if RunDirectory(run).log_path(rank).is_file()]
     if not kept:
@@ -80,7 +80,7 @@ def directory_of(run: Path) -> Path:
     Raises:
         DataError: the pointer file is damaged.
     """
-    from hpctrain.storage.run_directory import RunDirectory
+    from hpctrain.runs.directory import RunDirectory
 
     kept = RunDirectory(run).flight_records()
     return kept if kept.is_dir() else run

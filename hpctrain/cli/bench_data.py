@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import click
 
 from hpctrain.cli.arguments import FILE, OVERRIDES, OutputFile
-from hpctrain.cli.bench_scaling import RankCounts
-from hpctrain.plain_text import echo, echo_block
+from hpctrain.cli.bench import RankCounts
+from hpctrain.core.text import echo, echo_block
 
 if TYPE_CHECKING:
     from hpctrain.bench.data import DataRates
@@ -54,7 +54,7 @@ def data(
     plan = set_threads(detect(os.environ), None if config.threads == "auto" else config.threads)  # before NumPy is imported
     from hpctrain.bench.data import measure
     from hpctrain.bench.machine import machine
-    from hpctrain.experiment.check import check_names
+    from hpctrain.config.checks import check_names
     from hpctrain.storage.atomic_write import write_json
 
     check_names(config, source)

@@ -68,7 +68,7 @@ def engine(
     plan = set_threads(detect(os.environ), threads)  # before NumPy is imported
     from hpctrain.bench.engine import compare, measure, print_tables
     from hpctrain.bench.engine_step import workload
-    from hpctrain.errors import BackendError
+    from hpctrain.core.errors import BackendError
     from hpctrain.storage.atomic_write import write_json
 
     task = workload(model, batch, pixels)

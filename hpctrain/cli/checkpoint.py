@@ -13,8 +13,8 @@ import click
 
 from hpctrain.cli.arguments import FilePath
 from hpctrain.cli.failure import Commands
-from hpctrain.errors import CheckpointError
-from hpctrain.plain_text import echo, echo_block
+from hpctrain.core.errors import CheckpointError
+from hpctrain.core.text import echo, echo_block
 
 if TYPE_CHECKING:
     from hpctrain.storage.checkpoint import CheckpointContent
@@ -127,7 +127,7 @@ def convert(path: Path, layout: str | None, shards: int | None, out: Path) -> No
     """
     from hpctrain.storage.checkpoint import is_sharded
     from hpctrain.storage.convert import convert as write_converted
-    from hpctrain.storage.run_owner import owned, run_of
+    from hpctrain.runs.owner import owned, run_of
 
     _, file = files_of(path)[-1]
     sharded = layout == "sharded" if layout is not None else not is_sharded(file)
@@ -154,7 +154,7 @@ def prune(path: Path, keep: int, drop_best: bool) -> None:
     from hpctrain.storage import checkpoint as storage
     from hpctrain.storage.leftovers import ABANDONED_SECONDS, remove_left
     from hpctrain.storage.run_marker import is_run
-    from hpctrain.storage.run_owner import owned
+    from hpctrain.runs.owner import owned
 
     directory = _directory(path)
     if not directory.is_dir():

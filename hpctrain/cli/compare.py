@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from hpctrain.cli.arguments import FilePath, OutputFile
-from hpctrain.plain_text import echo_block
+from hpctrain.core.text import echo_block
 
 
 @click.command()
@@ -22,7 +22,7 @@ def compare(runs: tuple[Path, ...], as_json: bool, out: Path | None) -> None:
     Each RUN is a run directory. Bits are compared by the hashes that runs keep every few steps (hashes.every_steps), and by
     checkpoints of the same step, tensor by tensor.
     """
-    from hpctrain.errors import ConfigError
+    from hpctrain.core.errors import ConfigError
 
     if len(runs) < 2:
         raise ConfigError("One run cannot be compared; give two run directories or more, or use `hpctrain report`.")
@@ -33,13 +33,13 @@ def compare(runs: tuple[Path, ...], as_json: bool, out: Path | None) -> None:
     if as_json:
         echo_block(json.dumps(comparison.to_json(), indent=1))
     else:
-        from hpctrain.console import PlainConsole
+        from hpctrain.core.console import PlainConsole
 
         console = PlainConsole(width=None if sys.stdout.isatty() else 80)
         for renderable in lines(comparison):
             console.print(renderable)
     if out is not None:
-        from hpctrain.cli.report import write_report
+        from hpctrain.cli.runs import write_report
         from hpctrain.report.figures import check_matplotlib
 
         check_matplotlib()

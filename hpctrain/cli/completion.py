@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from hpctrain.errors import ConfigError
+from hpctrain.core.errors import ConfigError
 
 _VARIABLE = "_HPCTRAIN_COMPLETE"
 

@@ -13,7 +13,7 @@ from hpctrain.cli.arguments import FILE, OVERRIDES, FilePath
 from hpctrain.cli.arguments import examples as complete_examples
 from hpctrain.cli.failure import Commands
 from hpctrain.cli.loading import load_config
-from hpctrain.plain_text import echo, echo_block
+from hpctrain.core.text import echo, echo_block
 
 
 @click.group(cls=Commands)
@@ -31,8 +31,8 @@ def show(file: Path, overrides: tuple[str, ...]) -> None:
     starts the same run. Options of the model that follow from the data, such as its classes, are left out.
     """
     from hpctrain.config.dump import dump
-    from hpctrain.experiment.check import check_names
-    from hpctrain.experiment.options import filled
+    from hpctrain.config.checks import check_names
+    from hpctrain.config.options import filled
 
     loaded, source = load_config(file, overrides)
     check_names(loaded, source)
@@ -48,8 +48,8 @@ def check(file: Path, overrides: tuple[str, ...]) -> None:
     Checks keys, types, ranges, names and their options of FILE with OVERRIDES such as optimizer.lr=0.2. Each fault is one line
     on standard error; the exit code is then 2. If the training file exists, batch norms are checked for its image sizes.
     """
-    from hpctrain.experiment.check import check_names
-    from hpctrain.experiment.single_values import single_values_of
+    from hpctrain.config.checks import check_names
+    from hpctrain.run.single_values import single_values_of
 
     loaded, source = load_config(file, overrides)
     check_names(loaded, source)

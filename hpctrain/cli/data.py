@@ -13,7 +13,7 @@ from hpctrain.cli.arguments import FilePath, OutputFile
 from hpctrain.cli.data_check import check
 from hpctrain.cli.failure import USER_ERROR, Commands
 from hpctrain.cli.progress import progress
-from hpctrain.plain_text import echo, echo_block
+from hpctrain.core.text import echo, echo_block
 
 if TYPE_CHECKING:
     from hpctrain.data.convert.common import LeftOut
@@ -57,7 +57,7 @@ def info(file: Path) -> None:
     """Print what a data file holds."""
     import numpy as np
 
-    from hpctrain.data.format import ImageFile
+    from hpctrain.data.image_file import ImageFile
 
     opened = ImageFile.open(file)
     height, width, channels = opened.shape
@@ -80,7 +80,7 @@ def verify(file: Path) -> None:
 
     It says whether the file is as it was written; `check` says which samples are not, and more.
     """
-    from hpctrain.data.format import ImageFile
+    from hpctrain.data.image_file import ImageFile
 
     opened = ImageFile.open(file)
     opened.verify()
@@ -332,7 +332,7 @@ def _class_names(names_file: Path | None) -> Sequence[str] | None:
     if names_file is None:
         return None
     from hpctrain.data.convert.common import read_names
-    from hpctrain.data.format import ImageFile
+    from hpctrain.data.image_file import ImageFile
 
     return ImageFile.open(names_file).class_names if names_file.suffix in (".h5", ".hdf5") else read_names(names_file)
 

@@ -9,7 +9,7 @@ import click
 
 from hpctrain.cli.arguments import FilePath
 from hpctrain.cli.progress import progress
-from hpctrain.plain_text import echo, echo_block
+from hpctrain.core.text import echo, echo_block
 
 # NumPy and HDF5 are imported inside the command: the command line itself must start fast, and set threads before NumPy is there.
 
@@ -31,7 +31,7 @@ def check(file: Path, as_json: bool, strict: bool, threads: int | None) -> None:
     """
     from hpctrain.data.check import check_file
     from hpctrain.data.convert.common import default_threads
-    from hpctrain.data.format import read_contents
+    from hpctrain.data.image_file import read_contents
 
     with progress(f"checking {file.name}", len(read_contents(file).labels)) as advance:
         checked = check_file(file, default_threads() if threads is None else threads, advance)

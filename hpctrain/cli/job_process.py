@@ -1,101 +1,289 @@
-"""A process of a job, from its launcher to its end: what a command and a program of the user's know of it at any point.
+"""A process of a job that has a configuration, from its launcher to its session.
 
-Imports no NumPy: thread counts must be set before it loads.
+Where ranks are lost and the configuration says so, it makes a new session over those that are left.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Sequence
+import gc
+import os
+import platform
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from hpctrain import log
-from hpctrain.flight import start_records
+from hpctrain.core import log
+from hpctrain.cli.job_process_rest import JobProcess
+from hpctrain.cli.loading import load_config
+from hpctrain.cli.log_ranks import NONE, begin_log
+from hpctrain.core.errors import HpctrainError, LaunchError, RankLostError
 from hpctrain.flight.recorder import FlightRecorder
-from hpctrain.flight.ring import End
-from hpctrain.launch import shared_segments
-from hpctrain.launch.launcher import Launcher
+from hpctrain.launch.exit_codes import End
+from hpctrain.launch import keeper
+from hpctrain.launch.launcher import Launcher, detect, lone_fault
+from hpctrain.launch.signals import SignalWatch
+from hpctrain.launch.threads import ThreadPlan, set_threads
+from hpctrain.log import get_logger
+from hpctrain.version import __version__
 
 if TYPE_CHECKING:
     from hpctrain.comm.base import Communicator
-    from hpctrain.comm.progress import ProgressEngine
+    from hpctrain.config.schema import Config
+    from hpctrain.core.yaml_source import Source
+    from hpctrain.job.session import Session
+    from hpctrain.run.smoke import SmokeTrial
 
-#: that the ranks may take to end MPI together
-LEAVE_SECONDS = 60.0
+_log = get_logger(__name__)
+
+#: of a job whose configuration could not be read
+DEADLINE_SECONDS = 300.0
+
+#: gives a configuration and the places of its values
+ReadConfig = Callable[[], "tuple[Config, Source]"]
+#: trains over a session, from a source or the beginning, repeating a run's averaging or not; calls the last argument once it is
+#: done; True where it was stopped
+Training = Callable[["Session", str | None, str | None, Callable[[], None]], bool]
 
 
-class JobProcess:
-    """The knowledge of this process so far: enough to end the job from any point.
+class ConfiguredProcess(JobProcess):
+    """A process of a configured job.
+
+    Args:
+        watch: of its signals, which is told where its rank has another number. log_ranks: that keep log files, as of `begin_log`.
+        smoke: whether sessions only try the configuration out. options: of the command; they must be equal on all ranks.
 
     Attributes:
-        world: of all ranks, from `start_world` on. flight: the process's record.
-        exits: what is undone when the run is over. watched: of it, what watches the process in the present world.
+        world: all ranks, once MPI has started, and later those that are left. memory: of the run, for where ranks are lost.
+        flight: the record of the process in the present world.
     """
 
-    def __init__(self, launcher: Launcher) -> None:
-        self.launcher = launcher
-        self.world: Communicator | None = None
-        self.flight: FlightRecorder = start_records.taken()
-        self.exits, self.watched = contextlib.ExitStack(), contextlib.ExitStack()
-        self._removed = shared_segments.Removed()
+    def __init__(
+        self, watch: SignalWatch | None = None, log_ranks: str = NONE, *, smoke: bool = False, **options: object
+    ) -> None:
+        super().__init__(detect(os.environ))
+        self._log_ranks, self._smoke = log_ranks, smoke
+        self._options = {"smoke": smoke, **options}
+        self._trial: SmokeTrial | None = None
+        from hpctrain.job.lost_ranks import RunMemory  # here: `hpctrain --help` loads this module and does not need it
 
-    def rank(self) -> int:
-        """This process's rank, as far as it is known; else 0."""
-        return self.world.rank if self.world is not None else self.launcher.rank or 0
-
-    def abort(self, code: int) -> None:
-        """End the whole job."""
-        if self.world is not None:
-            self.world.abort(code)
-
-    def failed(self, sentence: str, ranks: Sequence[int] = ()) -> None:
-        """Keep the error in the flight record, before anybody ends the job for it. ranks: at which its cause lies."""
-        self.flight.ended(End.FAILED, sentence, ranks)
-
-    def start_world(self, deadline_seconds: float) -> Communicator:
-        """MPI's world, or one of this process alone (see `session.start_world`). Collective; removes what dead jobs have left."""
-        from hpctrain.experiment import session
-
-        if self.launcher.starts_mpi:
-            shared_segments.announce()
-            if not self.launcher.local_rank:
-                self._removed = shared_segments.remove_stale()
-        with self.flight.waiting("the start of MPI"):
-            self.world = session.start_world(self.launcher, deadline_seconds, self.flight)
-        if self.launcher.starts_mpi:
-            log.configure(self.world.rank, self.world.size)
-            shared_segments.remember()
-            self.exits.callback(shared_segments.forget)
-        return self.world
-
-    def watch(self, world: Communicator, deadline_seconds: float) -> None:
-        """From now on the heartbeat watches this process. Collective."""
-        from hpctrain.experiment.flight_records import watched
-
-        self.exits.push(self.watched)  # before what was there at the start
-        self.watched.enter_context(watched(self.flight, world, deadline_seconds))
-
-    def started(self, progress: ProgressEngine) -> None:
-        """The engine is there: its deadlines are explained by all ranks' records, and what was removed is told."""
-        from hpctrain.experiment.flight_records import explain_deadlines
-
-        explain_deadlines(progress)
-        if self._removed.count:
-            log.get_logger(__name__).info(str(self._removed))
-            self._removed = shared_segments.Removed()
-
-    def finish(self) -> None:
-        """The run is over, and well."""
-        self.exits.close()
+        self.memory, self._watch = RunMemory(), watch
+        self._config: Config | None = None
+        self._prepared: tuple[Config, ThreadPlan] | HpctrainError = HpctrainError("No configuration was read yet.")
+        self._asked = False  # this rank was at the end of the run, and has asked the others
+        self._revision: Mapping[str, object] = {}
+        self._device_messages: str | None = None
 
     def end_mpi(self) -> None:
-        """End MPI, where it has started. Collective."""
-        if self.launcher.starts_mpi:
-            from hpctrain.comm import mpi
-
-            mpi.finish(LEAVE_SECONDS)
+        if not self.memory.shrunk:  # what is left of MPI after a loss cannot always end: see `leave`
+            super().end_mpi()
 
     def leave(self, code: int) -> NoReturn:
-        """End this process in good order. Collective: MPI ends first, so that no launcher takes the code for a crash."""
-        self.end_mpi()
-        raise SystemExit(code)
+        if self.memory.shrunk and self.world is not None:
+            from hpctrain.comm import mpi
+
+            keeper.own().finished()
+            mpi.leave(self.world, code)
+        super().leave(code)
+
+    def refuse_alone(self) -> None:
+        """Raise if this process would train alone although its job was allocated several ranks.
+
+        Raises:
+            LaunchError: this process is the only rank of a job with several.
+        """
+        fault = lone_fault(self.launcher, os.environ)
+        if fault is not None:
+            raise LaunchError(fault)
+
+    def start(self, file: Path, overrides: tuple[str, ...], resume: str | None = None, repeated: str | None = None) -> Session:
+        """Configuration and threads (before NumPy is imported), then MPI; what is wrong with them, all ranks say alike.
+
+        MPI starts in any case: a rank alone with its error would leave the others waiting for it.
+
+        Args:
+            resume, repeated: as `--resume` and `--schedule-from` name earlier runs, whose automatic choices go on.
+        """
+        return self.start_from(partial(load_config, file, overrides), resume, repeated)
+
+    def start_from(self, read: ReadConfig, resume: str | None = None, repeated: str | None = None) -> Session:
+        """The same for a configuration that `read` gives. It may set the threads, and load NumPy then."""
+        self._begin(read)
+        return self._session(resume, repeated)
+
+    def train(self, file: Path, overrides: tuple[str, ...], work: Training, resume: str | None, repeated: str | None) -> bool:
+        """The result of `work`, which starts again on the ranks that are left where some are lost and the configuration says so.
+
+        Args:
+            work: trains from a source, or the beginning, repeating a run's averaging or not. resume, repeated: as for `start`.
+        """
+        self._begin(partial(load_config, file, overrides), trains=True)
+        while True:
+            try:
+                return self._attempt(work, resume, repeated)
+            except RankLostError as error:
+                if self._config is None or not self._goes_on():
+                    raise
+                self.flight.ended(End.WENT_ON, str(error))
+            except HpctrainError as error:
+                if self.memory.lost:  # the user knows nothing of the loss, without which there was no error; another start may do
+                    raise RankLostError(f"{self.memory.loss()}, and without it the run cannot go on.\n{error}") from error
+                raise
+            self.watched.close()
+            repeated = None
+            self._shrink(self._config)
+
+    def _attempt(self, work: Training, resume: str | None, repeated: str | None) -> bool:
+        if self.memory.shrunk:
+            self.memory.agree(self._joined)
+            resume = self.memory.resume(resume)
+        return work(self._session(resume, repeated, goes_on=True), resume, repeated, self._complete)
+
+    def _goes_on(self) -> bool:
+        """Whether this process, which has learnt of a loss, goes on without the rank."""
+        from hpctrain.comm import mpi
+
+        shrinks = self._config is not None and self._config.on_lost_rank.shrinks
+        return shrinks and self.launcher.starts_mpi and mpi.goes_on_without_lost_ranks()
+
+    def _complete(self) -> None:
+        """Nothing, where all ranks are done, or the job ends without a lost one. Collective."""
+        from hpctrain.comm import mpi
+
+        self._asked = self._goes_on()
+        if self._asked and not mpi.all_done(self._joined, done=True):
+            raise RankLostError("A rank was lost at the end of the run; start again with --resume.")
+
+    def _shrink(self, config: Config) -> None:
+        """Go over to a world of the ranks that are left. Collective over them."""
+        from hpctrain.comm import mpi
+
+        before, step = self._joined, self.flight.step_begun
+        self.flight = FlightRecorder()
+        if not self._asked:  # ranks agree once in each world, here or at the end of the run, whichever a rank comes to
+            mpi.all_done(before, done=False)
+        self._asked = False
+        self.world, lost = mpi.shrunk(before, self.flight)
+        self.memory.loses(before.size, lost, step)
+        if self._watch is not None:
+            self._watch.renumber(self.world.rank)
+        gc.collect()  # replica, loaders and groups of the old world, and the errors that hold them, refer to each other
+        if self.world.size < config.on_lost_rank.least:
+            raise RankLostError(
+                f"{self.memory.loss()}, which leaves {self.world.size}, but on_lost_rank.least is {config.on_lost_rank.least}; "
+                "start again with --resume."
+            )
+
+    @property
+    def _joined(self) -> Communicator:
+        assert self.world is not None, "MPI has started"
+        return self.world
+
+    def _begin(self, read: ReadConfig, *, trains: bool = False) -> None:
+        """Read the configuration, set the threads, load the program, and start MPI even where a step before has failed."""
+        try:
+            self._prepared = self._prepare(read)
+            self._config = self._prepared[0]
+        except HpctrainError as error:
+            self._prepared = error
+        self._load(trains=trains)
+        from hpctrain.experiment.transport import tried
+        from hpctrain.runs.directory import git_state
+
+        _collect_again()
+        self._revision = git_state() if self.rank() == 0 else {}  # starts processes, too
+        self._device_messages = tried(self._config, self.launcher)  # and this one
+        self.flight.phase("")
+        self.start_world(self._deadline_seconds)
+        self.exits.callback(self.end_mpi)  # while its segments are still written down: who is killed here has left them
+
+    def _load(self, *, trains: bool) -> None:
+        """Load the job's modules while no rank waits for another, so that one slow file system does not delay all ranks."""
+        from hpctrain.experiment import automatic
+        from hpctrain.storage import checkpoint  # noqa: F401  h5py starts a process, which is unsafe once MPI runs
+
+        if self._config is not None:
+            automatic.load(self._config)
+            if self._config.trace:
+                from hpctrain.run import trace_report  # noqa: F401
+        if trains:
+            from hpctrain.run import training  # noqa: F401
+
+    @property
+    def _deadline_seconds(self) -> float:
+        return DEADLINE_SECONDS if self._config is None else self._config.deadline_seconds
+
+    def _session(self, resume: str | None, repeated: str | None, *, goes_on: bool = False) -> Session:
+        """A session over the world as it is now. Collective.
+
+        goes_on: without lost ranks, where the configuration says so.
+        """
+        from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
+        from hpctrain.experiment.automatic import resolve
+        from hpctrain.job.lost_ranks import check_offered
+        from hpctrain.job.same_start import check_same_start
+        from hpctrain.job.session import Session
+        from hpctrain.experiment.started_job import StartedJob
+        from hpctrain.experiment.user_code import check_alike
+
+        world = self._joined
+        self.watch(world, self._deadline_seconds)
+        config, threads = raise_on_all_ranks(world, lambda: _given(self._prepared))
+        if goes_on:
+            raise_on_all_ranks(world, lambda: check_offered(config, self.launcher))
+        check_same_start(world, config, leads_node=not self.launcher.local_rank, options=self._options)
+        check_alike(world)
+        if goes_on and config.on_lost_rank.shrinks:  # any rank may be the first one of a smaller world
+            self._revision = world.broadcast_object(self._revision)
+        started = StartedJob(world, threads.threads, config.deadline_seconds)
+        notes: tuple[str, ...] = ()
+        if self._smoke:
+            from hpctrain.run.smoke import smoke_trial
+
+            self._trial = self._trial or smoke_trial(config, started)  # which the ranks that are left go on with
+            config, notes = self._trial.config, self._trial.notes
+        resolved = resolve(config, started, resume, repeated)
+        resolved = replace(resolved, lines=(*notes, *resolved.lines))
+        session = Session.start(resolved, self.launcher, threads, world, self._revision, self.flight, self._device_messages)
+        self.started(session.progress)
+        return session
+
+    def _prepare(self, read: ReadConfig) -> tuple[Config, ThreadPlan]:
+        self.flight.phase("reading the configuration")
+        begin_log(self._log_ranks, self.launcher)
+        self.exits.callback(log.end)
+        _tell_start(self.launcher, self.flight)
+        config, source = read()
+        threads = set_threads(self.launcher, None if config.threads == "auto" else config.threads)
+        from hpctrain.config.checks import check_names
+        from hpctrain.config.options import filled
+
+        check_names(config, source)
+        may_report = self.rank() == 0 or config.on_lost_rank.shrinks
+        if may_report and any(reporter.name == "tensorboard" for reporter in config.metrics.all_reporters):
+            from hpctrain.train.reporters.tensorboard import tensorboard_writer
+
+            tensorboard_writer()  # what is missing is told before the job starts, and no process is started once MPI runs
+        return filled(config), threads
+
+
+def _collect_again() -> None:
+    """Enable Python's garbage collector if it is off, and exempt all objects that exist now from collection."""
+    if not gc.isenabled():
+        gc.freeze()
+        gc.enable()
+
+
+def _tell_start(launcher: Launcher, flight: FlightRecorder) -> None:
+    """Log the identity of this process to its file, and the path of its flight record until the run has a directory."""
+    _log.debug("flight record until there is a run directory: %s", flight.begun_at)
+    words = " ".join(sys.argv[1:])
+    _log.debug("process %d on %s, hpctrain %s, launcher %s: %s", os.getpid(), platform.node(), __version__, launcher.name, words)
+
+
+def _given(prepared: tuple[Config, ThreadPlan] | HpctrainError) -> tuple[Config, ThreadPlan]:
+    if isinstance(prepared, HpctrainError):
+        raise prepared
+    return prepared

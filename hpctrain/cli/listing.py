@@ -8,9 +8,9 @@ import shutil
 import click
 
 from hpctrain.cli.failure import Commands
-from hpctrain.plain_text import echo_block
+from hpctrain.core.text import echo_block
 
-# The kinds of `experiment/options.py`, which imports NumPy; a test compares them.
+# The kinds of `config/options.py`, which imports NumPy; a test compares them.
 KINDS = ("models", "optimizers", "averagers", "schedules", "augmentations", "reporters")
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print names with their options, types and defaults as JSON.")
 _MOST_COLUMNS = 100
@@ -39,7 +39,7 @@ for _kind in KINDS:
 
 def _table(kind: str) -> str:
     """Names and sentences in two columns, as wide as the terminal; those of installed packages last."""
-    from hpctrain.experiment.options import choices, registry
+    from hpctrain.config.options import choices, registry
 
     width = min(shutil.get_terminal_size((80, 24)).columns, _MOST_COLUMNS)
     formatter = click.HelpFormatter(width=width)
@@ -49,7 +49,7 @@ def _table(kind: str) -> str:
 
 
 def _as_json(kind: str) -> str:
-    from hpctrain.experiment.options import choices, registry
+    from hpctrain.config.options import choices, registry
 
     content: dict[str, object] = {
         choice.name: {

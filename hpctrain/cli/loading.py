@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hpctrain.config.schema import Config
-    from hpctrain.config.source import KeyPath, Source
+    from hpctrain.core.yaml_source import KeyPath, Source
 
 
 def load_config(file: Path, overrides: tuple[str, ...]) -> tuple[Config, Source]:
@@ -22,6 +22,6 @@ def load_config(file: Path, overrides: tuple[str, ...]) -> tuple[Config, Source]
 
 
 def _refusal(path: KeyPath, name: str) -> str | None:
-    from hpctrain.experiment.check import refusal
+    from hpctrain.config.checks import refusal
 
     return refusal(path, name)

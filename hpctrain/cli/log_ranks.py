@@ -8,8 +8,9 @@ from typing import Any
 
 import click
 
-from hpctrain import log, rank_log
-from hpctrain.errors import ConfigError
+from hpctrain import log
+from hpctrain.core import log as rank_log
+from hpctrain.core.errors import ConfigError
 from hpctrain.launch.launcher import Launcher
 from hpctrain.nearest import nearest
 

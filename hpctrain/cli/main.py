@@ -7,7 +7,7 @@ import importlib
 import click
 
 from hpctrain.cli.failure import Commands
-from hpctrain.plain_text import echo_block
+from hpctrain.core.text import echo_block
 
 # command -> (module, attribute); listed, not discovered, so that `hpctrain --help` imports nothing else
 _COMMANDS = {
@@ -20,16 +20,16 @@ _COMMANDS = {
     "sites": ("hpctrain.cli.sites", "sites"),
     "config": ("hpctrain.cli.config", "config"),
     "plan": ("hpctrain.cli.plan", "plan"),
-    "calibrate": ("hpctrain.cli.calibrate", "calibrate"),
+    "calibrate": ("hpctrain.cli.machine", "calibrate"),
     "doctor": ("hpctrain.cli.doctor", "doctor"),
-    "bench": ("hpctrain.cli.bench", "bench"),
+    "bench": ("hpctrain.cli.bench_rest", "bench"),
     "data": ("hpctrain.cli.data", "data"),
     "checkpoint": ("hpctrain.cli.checkpoint", "checkpoint"),
     "weights": ("hpctrain.cli.weights", "weights"),
     "autopsy": ("hpctrain.cli.autopsy", "autopsy"),
     "trace": ("hpctrain.cli.trace", "trace"),
     "watch": ("hpctrain.cli.watch", "watch"),
-    "report": ("hpctrain.cli.report", "report"),
+    "report": ("hpctrain.cli.runs", "report"),
     "compare": ("hpctrain.cli.compare", "compare"),
     "list": ("hpctrain.cli.listing", "listing"),
     "completion": ("hpctrain.cli.completion", "completion"),

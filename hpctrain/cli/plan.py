@@ -13,7 +13,7 @@ from hpctrain.cli.failure import Commands
 from hpctrain.cli.loading import load_config
 from hpctrain.cli.plan_search import search
 from hpctrain.cli.plan_simulate import simulate
-from hpctrain.plain_text import echo, echo_block
+from hpctrain.core.text import echo, echo_block
 
 if TYPE_CHECKING:
     from hpctrain.comm.link import LinkModel
@@ -117,12 +117,12 @@ def show(
     """
     task = _task(file, overrides, ranks, image, classes, machine)
     from hpctrain.cli import plan_tables
-    from hpctrain.experiment import dry_run
+    from hpctrain.planner import planned_run
     from hpctrain.experiment.pinned_memory import pinned_memory
 
-    report = dry_run.description(task)
-    averaged = dry_run.group_schedules(task, _link(alpha_seconds, beta_seconds_per_byte), ranks_per_node)
-    places, pinned = dry_run.rank_map(task.plan, ranks_per_node), pinned_memory(task, averaged)
+    report = planned_run.description(task)
+    averaged = planned_run.group_schedules(task, _link(alpha_seconds, beta_seconds_per_byte), ranks_per_node)
+    places, pinned = planned_run.rank_map(task.plan, ranks_per_node), pinned_memory(task, averaged)
     if as_json:
         for line in plan_tables.json_lines(plan_tables.as_dict(task, report, averaged, places, pinned)):
             echo(line)
@@ -162,10 +162,10 @@ def schedule(
     """
     task = _task(file, overrides, ranks, image, classes, machine)
     from hpctrain.cli import plan_tables
-    from hpctrain.experiment import dry_run
+    from hpctrain.planner import planned_run
 
     link = _link(alpha_seconds, beta_seconds_per_byte)
-    averaged = dry_run.group_schedules(task, link, ranks_per_node)
+    averaged = planned_run.group_schedules(task, link, ranks_per_node)
     if as_json:
         if task.assumption:
             echo(task.assumption, err=True)
@@ -183,13 +183,13 @@ def _task(
     classes: int | None,
     machine: str | None,
 ) -> PlannedRun:
-    from hpctrain.experiment.check import check_names
-    from hpctrain.experiment.dry_run import prepare
+    from hpctrain.config.checks import check_names
+    from hpctrain.planner.planned_run import prepare
 
     config, source = load_config(file, overrides)
     check_names(config, source)
     if config.automatic:
-        from hpctrain.experiment.automatic_search import planned
+        from hpctrain.run.automatic_search import planned
 
         config = planned(config, ranks, machine, image, classes)
     return prepare(config, ranks, image, classes)

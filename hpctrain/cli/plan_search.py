@@ -11,8 +11,8 @@ import click
 from hpctrain.cli import planner_options
 from hpctrain.cli.arguments import FILE, OVERRIDES, OutputFile, Seconds
 from hpctrain.cli.loading import load_config
-from hpctrain.errors import ConfigError
-from hpctrain.plain_text import echo, echo_block
+from hpctrain.core.errors import ConfigError
+from hpctrain.core.text import echo, echo_block
 
 if TYPE_CHECKING:
     from hpctrain.config.schema import Config
@@ -74,7 +74,7 @@ def search(
     """
     if write is not None and write.exists() and file.exists() and write.samefile(file):
         raise ConfigError(f"--write {write} is the configuration itself, whose comments would be lost; give another name.")
-    from hpctrain.experiment.check import check_names
+    from hpctrain.config.checks import check_names
 
     config, source = load_config(file, overrides)
     check_names(config, source)

@@ -11,13 +11,13 @@ import click
 from hpctrain.cli import planner_options
 from hpctrain.cli.arguments import FILE, OVERRIDES, OutputFile
 from hpctrain.cli.loading import load_config
-from hpctrain.plain_text import echo, echo_block
+from hpctrain.core.text import echo, echo_block
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hpctrain.config.schema import Config
-    from hpctrain.experiment.simulated_scaling import SimulatedPoint, SimulatedStudy
+    from hpctrain.planner.configured_search import SimulatedPoint, SimulatedStudy
 
 
 @click.command()
@@ -90,14 +90,14 @@ def simulate(
     and memory. The machine need not be there, nor the data.
     """
     configs = _configs(file, overrides, averagers)
-    from hpctrain.experiment import simulated_scaling
+    from hpctrain.planner import configured_search
     from hpctrain.experiment.planner_search import progress_of
     from hpctrain.planner import machine_file
     from hpctrain.planner.prediction import SimulationOptions
 
     slow_factors = planner_options.slow_ranks(slow, ranks[-1])
     progress = progress_of(next(iter(configs.values())))
-    study = simulated_scaling.SimulatedStudy(
+    study = configured_search.SimulatedStudy(
         configs=configs,
         ranks=ranks,
         mode=mode,
@@ -107,18 +107,18 @@ def simulate(
         image=image,
         classes=classes,
     )
-    points = simulated_scaling.run(study)
+    points = configured_search.run(study)
     _print(study, points, as_json=as_json)
     if trace is not None:
-        echo(simulated_scaling.write_trace(trace, points[len(ranks) - 1], study.title), err=as_json)
+        echo(configured_search.write_trace(trace, points[len(ranks) - 1], study.title), err=as_json)
     if png is not None:
-        drawn = simulated_scaling.plot(png, points, study.title)
+        drawn = configured_search.plot(png, points, study.title)
         echo(drawn or f"{png} is not drawn: matplotlib is not installed (extra `export`).", err=as_json or not drawn)
 
 
 def _configs(file: Path, overrides: tuple[str, ...], averagers: tuple[str, ...]) -> dict[str, Config]:
     """The configuration with each averager, by its label."""
-    from hpctrain.experiment.check import check_names
+    from hpctrain.config.checks import check_names
 
     configs = {}
     for averager in averagers or ("",):
@@ -129,10 +129,10 @@ def _configs(file: Path, overrides: tuple[str, ...], averagers: tuple[str, ...])
 
 
 def _print(study: SimulatedStudy, points: Sequence[SimulatedPoint], *, as_json: bool) -> None:
-    from hpctrain.cli import planner_tables
-    from hpctrain.experiment import simulated_scaling
+    from hpctrain.cli import simulation_tables
+    from hpctrain.planner import configured_search
 
     if as_json:
-        echo_block(json.dumps(simulated_scaling.facts(study, points), indent=1))
+        echo_block(json.dumps(configured_search.facts(study, points), indent=1))
     else:
-        planner_tables.print_scaling(study, points)
+        simulation_tables.print_scaling(study, points)

@@ -9,8 +9,8 @@ from typing import Any
 import click
 
 from hpctrain.cli.arguments import FilePath
-from hpctrain.cli.bench_scaling import RankCounts
-from hpctrain.errors import ConfigError
+from hpctrain.cli.bench import RankCounts
+from hpctrain.core.errors import ConfigError
 
 ELLIPSIS = "..."
 _MOST_RANKS = 1_000_000

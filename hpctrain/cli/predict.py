@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 import click
 
 from hpctrain.cli.arguments import PASS_STYLE, FilePath
-from hpctrain.cli.configured_process import ConfiguredProcess
+from hpctrain.cli.job_process import ConfiguredProcess
 from hpctrain.cli.failure import job_ends_on_error
 from hpctrain.launch.exit_codes import USER_ERROR
 from hpctrain.launch.launcher import detect
 from hpctrain.launch.threads import set_threads
-from hpctrain.plain_text import echo
+from hpctrain.core.text import echo
 
 if TYPE_CHECKING:
     from hpctrain.config.schema import Config
-    from hpctrain.config.source import Source
+    from hpctrain.core.yaml_source import Source
     from hpctrain.train.progress_bar import PassStyle
 
 _RUNS = Path("runs")
@@ -92,7 +92,7 @@ def predict(
     with job_ends_on_error(job.rank, job.abort, job.failed):
         session = job.start_from(chosen.read)
         from hpctrain.cli.prediction_tables import print_lines, print_table
-        from hpctrain.experiment.prediction import PredictionRequest, run_prediction
+        from hpctrain.run.prediction import PredictionRequest, run_prediction
         from hpctrain.train.progress_bar import pass_on_stderr
 
         source: str = session.world.broadcast_object(chosen.source)
@@ -130,7 +130,7 @@ class _Choice:
         """The configuration, with the defaults for all that concerns other ranks than those of this job."""
         set_threads(detect(os.environ), None)  # before NumPy is loaded, which a checkpoint alone may need to be read
         from hpctrain.cli.loading import load_config
-        from hpctrain.experiment.stored_run import FRESH, find_run
+        from hpctrain.run.stored_run import FRESH, find_run
 
         if self._file is not None:
             return load_config(self._file, (*FRESH, *self._overrides))

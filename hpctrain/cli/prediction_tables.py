@@ -13,9 +13,9 @@ from pathlib import Path
 from rich.cells import cell_len
 from rich.table import Table
 
-from hpctrain.console import PlainConsole
-from hpctrain.experiment.prediction import PredictedPicture, Predictions
-from hpctrain.plain_text import echo, escaped
+from hpctrain.core.console import PlainConsole
+from hpctrain.run.prediction import PredictedPicture, Predictions
+from hpctrain.core.text import echo, escaped
 
 _COLUMNS = 80  # where there is no terminal
 _MOST_OF_A_NAME, _PROBABILITY, _GAP = 30, 11, 2

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from hpctrain.plain_text import echo
+from hpctrain.core.text import echo
 
 if TYPE_CHECKING:
     from hpctrain.train.progress_bar import ProgressBar

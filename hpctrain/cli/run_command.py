@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hpctrain.cli.arguments import Seconds
-from hpctrain.errors import LaunchError
-from hpctrain.plain_text import echo
+from hpctrain.core.errors import LaunchError
+from hpctrain.core.text import echo
 
 if TYPE_CHECKING:
     from hpctrain.launch.supervisor import Attempt
@@ -55,7 +55,7 @@ def run(restarts: int, pause: float, requeue: bool, command: tuple[str, ...]) ->
     from hpctrain.cli.run_traces import RunTraces
     from hpctrain.launch import process_mark
     from hpctrain.launch.supervised_command import SupervisedCommand
-    from hpctrain.storage.run_owner import SUPERVISOR
+    from hpctrain.runs.owner import SUPERVISOR
 
     rules = Rules(restarts, pause, requeue, excludes=training.uses_srun and "SLURM_JOB_ID" in os.environ)
     os.environ[SUPERVISOR] = str(process_mark.own())

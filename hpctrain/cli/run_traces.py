@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hpctrain.cli.autopsy import directory_of
-from hpctrain.errors import DataError
+from hpctrain.core.errors import DataError
 from hpctrain.flight.autopsy import autopsy
 from hpctrain.flight.report import records_in
 from hpctrain.flight.ring import FlightRecord
 from hpctrain.launch.supervisor import Traces
-from hpctrain.storage.run_directory import RunDirectory, runs
-from hpctrain.storage.run_owner import living_owner, owners
+from hpctrain.runs.directory import RunDirectory, runs
+from hpctrain.runs.owner import living_owner, owners
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d{8,})(\.h5|\.shards)?")
 # An attempt has one run: its own, or the one that it resumed, which is seldom an old one.

@@ -11,10 +11,10 @@ import click
 
 from hpctrain.cli.arguments import FilePath
 from hpctrain.cli.failure import job_ends_on_error
-from hpctrain.errors import ConfigError
+from hpctrain.core.errors import ConfigError
 from hpctrain.flight import start_records
 from hpctrain.launch.launcher import detect
-from hpctrain.plain_text import echo
+from hpctrain.core.text import echo
 
 #: that ranks which have not started MPI yet may take to do it, where one of them ends the job
 START_SECONDS = 60.0

@@ -7,17 +7,8 @@ from itertools import groupby
 from textwrap import fill
 from typing import Any
 
-from hpctrain.backend.kernels.specs import BatchNormSpec
-from hpctrain.cli.planner_tables import (
-    console,
-    machine_lines,
-    measured_line,
-    megabytes,
-    milliseconds,
-    print_whole,
-    size_lines,
-    table,
-)
+from hpctrain.backend.specs import BatchNormSpec
+from hpctrain.cli.simulation_tables import console, machine_lines, measured_line, megabytes, milliseconds, print_whole, size_lines, table
 from hpctrain.experiment.candidate_keys import keys_of, overrides
 from hpctrain.experiment.planner_search import PlannedSearch
 from hpctrain.parallel.parallel_plan import ParallelPlan

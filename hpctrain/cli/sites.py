@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hpctrain.cli.arguments import sites as complete_sites
-from hpctrain.plain_text import echo, echo_block
+from hpctrain.core.text import echo, echo_block
 
 if TYPE_CHECKING:
     from hpctrain.site.profile_files import Site

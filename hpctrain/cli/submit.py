@@ -8,7 +8,7 @@ import click
 
 from hpctrain.cli.arguments import OVERRIDES, FilePath, sites
 from hpctrain.cli.loading import load_config
-from hpctrain.plain_text import echo, echo_block
+from hpctrain.core.text import echo, echo_block
 
 
 @click.command()
@@ -59,14 +59,14 @@ def submit(
     OVERRIDES such as optimizer.lr=0.2 win over the file. The script is kept in jobs/ of the output directory, beside its log.
     Submitted again, the same command goes on from the newest checkpoint of the run of that name.
     """
-    from hpctrain.experiment.check import check_names
+    from hpctrain.config.checks import check_names
     from hpctrain.site import profile_files
     from hpctrain.site.job import JobRequest, check_backend, plan_job
     from hpctrain.site.script import render
     from hpctrain.site.submission import job_files
     from hpctrain.site.submission import submit as hand_over
-    from hpctrain.storage.run_directory import latest
-    from hpctrain.storage.run_owner import living_owner
+    from hpctrain.runs.directory import latest
+    from hpctrain.runs.owner import living_owner
 
     config, source = load_config(file, overrides)
     check_names(config, source)

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from hpctrain.cli.arguments import FilePath
-from hpctrain.plain_text import echo
+from hpctrain.core.text import echo
 
 
 @click.command()
@@ -19,8 +19,8 @@ def trace(run: Path, whole: bool) -> None:
 
     RUN is the directory of a run with trace=true. Rows that took most of a step come first.
     """
-    from hpctrain.errors import DataError
-    from hpctrain.input_file import json_object, read_bytes
+    from hpctrain.core.errors import DataError
+    from hpctrain.core.files import json_object, read_bytes
     from hpctrain.trace import time_table, time_table_text
 
     path = run / "time_table.json"

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 import click
 
 from hpctrain.cli.arguments import FILE, OVERRIDES, PASS_STYLE, FilePath, OutputFile, check_output
-from hpctrain.cli.configured_process import ConfiguredProcess
+from hpctrain.cli.job_process import ConfiguredProcess
 from hpctrain.cli.failure import job_ends_on_error
 from hpctrain.cli.log_ranks import log_ranks_option
 from hpctrain.launch.exit_codes import FINISHED, STOPPED
 from hpctrain.launch.signals import SignalWatch
 
 if TYPE_CHECKING:
-    from hpctrain.experiment.session import Session
-    from hpctrain.train.console_reporter import ProgressStyle
+    from hpctrain.job.session import Session
+    from hpctrain.train.reporting import ProgressStyle
     from hpctrain.train.progress_bar import PassStyle
 
 COMPUTE_ONLY_STEPS = 20
@@ -91,7 +91,7 @@ def train(
         watch.end_at_once()
 
     def work(session: Session, source: str | None, repeated: str | None, complete: Callable[[], None]) -> bool:
-        from hpctrain.experiment.run import run_training
+        from hpctrain.run.training import run_training
 
         return run_training(
             session,
@@ -109,7 +109,7 @@ def train(
         job.refuse_alone()
         if compute_only:
             session = job.start(file, (*overrides, "trace=true"))
-            from hpctrain.experiment.run import run_compute_only
+            from hpctrain.run.training import run_compute_only
 
             run_compute_only(session, steps or COMPUTE_ONLY_STEPS, style)
         else:
@@ -144,7 +144,7 @@ def _check_options(resume: str | None, steps: int, schedule_from: str | None, *,
 def _remove_trial(job: ConfiguredProcess) -> None:
     """Rank 0 removes the run directory of a trial that has passed, which no rank writes to any more, and says so."""
     if job.rank() == 0 and job.memory.directory is not None:
-        from hpctrain.experiment.smoke import remove_run
+        from hpctrain.run.smoke import remove_run
 
         print(remove_run(job.memory.directory), flush=True)
 
@@ -195,9 +195,9 @@ def evaluate(
     job = ConfiguredProcess(log_ranks=log_ranks, averaged=averaged, flip=flip, counts=counts)
     with job_ends_on_error(job.rank, job.abort, job.failed):
         session = job.start(file, overrides, checkpoint)
-        from hpctrain.cli.evaluation_tables import print_json, print_text, write_confusion
+        from hpctrain.cli.result_tables import print_json, print_text, write_confusion
         from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
-        from hpctrain.experiment.evaluation import run_evaluation
+        from hpctrain.run.evaluation import run_evaluation
         from hpctrain.train.progress_bar import pass_on_stderr
 
         if target is not None:

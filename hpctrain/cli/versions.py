@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from importlib.metadata import PackageNotFoundError, version
 
-from hpctrain.errors import MissingLibraryError
+from hpctrain.core.errors import MissingLibraryError
 from hpctrain.version import __version__
 
 _PACKAGES = ("numpy", "mpi4py", "h5py", "cupy-cuda12x", "cupy-cuda13x")
@@ -42,7 +42,7 @@ def _mpi() -> str:
 
 def _kernels() -> str:
     from hpctrain.backend.kernels.onednn import library
-    from hpctrain.backend.kernels.onednn.kernel_set import available
+    from hpctrain.backend.onednn.kernel_set import available
 
     reason = available()
     if reason is not None:

@@ -14,8 +14,8 @@ from hpctrain.cli.arguments import FilePath, Seconds
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hpctrain.experiment.run_state import RunReader, RunState
-    from hpctrain.storage.run_directory import RunDirectory
+    from hpctrain.runs.state import RunReader, RunState
+    from hpctrain.runs.directory import RunDirectory
 
 _RUNS = Path("runs")
 
@@ -44,8 +44,8 @@ def watch(run: Path | None, runs: Path, once: bool, interval: float) -> None:
     a line.
     """
     from hpctrain.cli.watch_screen import COLUMNS
-    from hpctrain.console import PlainConsole
-    from hpctrain.experiment.run_state import RunReader
+    from hpctrain.core.console import PlainConsole
+    from hpctrain.runs.state import RunReader
 
     reader = RunReader(_directory(run, runs), follows=not once)
     console = PlainConsole(width=None if sys.stdout.isatty() else COLUMNS)
@@ -65,12 +65,12 @@ def _directory(run: Path | None, runs: Path) -> RunDirectory:
     Raises:
         CheckpointError: there is none.
     """
-    from hpctrain.errors import CheckpointError
-    from hpctrain.storage import run_directory
+    from hpctrain.core.errors import CheckpointError
+    from hpctrain.runs import directory
 
     if run is not None:
-        return run_directory.RunDirectory.open(run)
-    for newest in run_directory.runs(runs, None):
+        return directory.RunDirectory.open(run)
+    for newest in directory.runs(runs, None):
         return newest
     raise CheckpointError(f"There is no run in {runs}; give the directory of one, or that of all by --runs.")
 

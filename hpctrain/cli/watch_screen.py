@@ -13,9 +13,10 @@ from rich.text import Text
 
 from hpctrain.cli.text_curve import text_curve
 from hpctrain.experiment.run_events import events_of
-from hpctrain.experiment.run_state import SILENT_SECONDS, RunState
-from hpctrain.flight.ring import End, FlightRecord
-from hpctrain.plain_text import escaped
+from hpctrain.runs.state import SILENT_SECONDS, RunState
+from hpctrain.launch.exit_codes import End
+from hpctrain.flight.ring import FlightRecord
+from hpctrain.core.text import escaped
 from hpctrain.train.progress_text import duration_text, fitting, loss_text
 
 #: where there is no terminal

@@ -12,8 +12,8 @@ import click
 
 from hpctrain.cli.arguments import FilePath, OutputFile
 from hpctrain.cli.failure import Commands
-from hpctrain.errors import CheckpointError, ConfigError
-from hpctrain.plain_text import echo, echo_block
+from hpctrain.core.errors import CheckpointError, ConfigError
+from hpctrain.core.text import echo, echo_block
 
 _FILE = click.argument("file", type=FilePath(path_type=Path))
 _CLASSES = click.option(
@@ -48,7 +48,7 @@ def import_weights(file: Path, model: str, classes: int | None, options: tuple[s
     Its names and shapes must be those of torchvision's model. The new file has the same arrays to the last bit; give its path
     as init.weights in a configuration.
     """
-    from hpctrain.experiment.model_weights import of_file
+    from hpctrain.run.model_weights import of_file
     from hpctrain.storage.weights_file import SAFETENSORS, check_suffix
 
     check_suffix(out, (SAFETENSORS,))
@@ -76,7 +76,7 @@ def export(
     PyTorch files need PyTorch, and ONNX files the extra `onnx`: these have the model too, for images (N, C, H, W) of the size
     that it was trained on, normalised.
     """
-    from hpctrain.experiment.model_weights import SUFFIXES, of_checkpoint, of_file
+    from hpctrain.run.model_weights import SUFFIXES, of_checkpoint, of_file
     from hpctrain.storage import weights_file
 
     weights_file.check_suffix(out, SUFFIXES)
@@ -130,7 +130,7 @@ def _parsed(options: Sequence[str]) -> dict[str, Any]:
     Raises:
         ConfigError: a word of another form.
     """
-    from hpctrain.config.source import read_yaml
+    from hpctrain.core.yaml_source import read_yaml
 
     values = {}
     for word in options:

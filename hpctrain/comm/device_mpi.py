@@ -18,7 +18,7 @@ from hpctrain.backend.device_messages import WorkMark
 from hpctrain.comm.base import Array, Communicator, Handle
 from hpctrain.comm.mpi_buffers import piece
 from hpctrain.comm.part_sums import PartSums
-from hpctrain.comm.staged import PostingOrder, StagedOperation
+from hpctrain.comm.transports import PostingOrder, StagedOperation
 
 
 class _BehindKernels:

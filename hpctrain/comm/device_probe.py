@@ -15,7 +15,7 @@ import numpy as np
 from hpctrain.backend.cuda import choose
 from hpctrain.backend.cuda.choose import NodePlace
 from hpctrain.comm import mpi
-from hpctrain.errors import BackendError, MissingLibraryError
+from hpctrain.core.errors import BackendError, MissingLibraryError
 from hpctrain.launch.launcher import without_launcher
 
 #: the words for what was found; a reason stands behind UNAWARE and a colon

@@ -11,8 +11,8 @@ from __future__ import annotations
 from enum import StrEnum
 
 from hpctrain.comm.base import Communicator
-from hpctrain.comm.two_level import node_numbers
-from hpctrain.errors import ShapeError
+from hpctrain.comm.groups import node_numbers
+from hpctrain.core.errors import ShapeError
 
 
 class GridAxis(StrEnum):

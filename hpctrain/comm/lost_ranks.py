@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from hpctrain.comm.base import Handle
-from hpctrain.errors import RankLostError
+from hpctrain.core.errors import RankLostError
 from hpctrain.rank_spans import spans
 
 # A poll takes a microsecond, and waits that last sleep for 50 between two: the look is at most some 10 ms late.

@@ -27,7 +27,7 @@ from hpctrain.comm.mpi_handle import MpiHandle
 from hpctrain.comm.poll_policy import WaitPolicy
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.watchdog import guard
-from hpctrain.errors import MissingLibraryError, RankLostError
+from hpctrain.core.errors import MissingLibraryError, RankLostError
 from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.launch import keeper
 from hpctrain.launch.launcher import keeps_job_of_lost_ranks

@@ -17,8 +17,8 @@ from hpctrain.backend.arithmetic import Arithmetic
 from hpctrain.backend.device_messages import DeviceGroup, DeviceMessages, WorkMark
 from hpctrain.comm.base import Array, Communicator, Handle
 from hpctrain.comm.mpi_buffers import piece
-from hpctrain.comm.staged import StagedCommunicator
-from hpctrain.errors import BackendError
+from hpctrain.comm.transports import StagedCommunicator
+from hpctrain.core.errors import BackendError
 
 
 class NcclHandle:

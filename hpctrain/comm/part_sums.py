@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hpctrain.backend.arithmetic import Arithmetic
-from hpctrain.boxes import even
+from hpctrain.core.intervals import even
 from hpctrain.comm.base import Array, Communicator, Handle
 from hpctrain.comm.mpi_buffers import piece
 from hpctrain.comm.spare_buffers import SpareBuffers
-from hpctrain.comm.stages import Finished, Stages
+from hpctrain.comm.order import Finished, Stages
 
 
 class PartSums:

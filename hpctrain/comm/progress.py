@@ -17,14 +17,14 @@ from typing import Any, NoReturn, TextIO
 from hpctrain.comm.base import Communicator, Handle
 from hpctrain.comm.message_account import MessageAccount
 from hpctrain.comm.poll_policy import FurtherPolls, WaitPolicy
-from hpctrain.comm.posting_queue import PostingQueue as PostingQueue
-from hpctrain.comm.posting_queue import Ticket as Ticket
+from hpctrain.comm.posting_queue import PostingQueue
+from hpctrain.comm.posting_queue import Ticket
 from hpctrain.comm.progress_thread import ProgressThread
-from hpctrain.errors import CommunicationTimeoutError
+from hpctrain.core.errors import CommunicationTimeoutError
 from hpctrain.flight.notes import FlightNotes
 from hpctrain.flight.recorder import FlightRecorder
-from hpctrain.flight.ring import End
-from hpctrain.launch import exit_codes, last_words
+from hpctrain.launch.exit_codes import End
+from hpctrain.launch import exit_codes, process_end
 from hpctrain.trace.tracer import Category, Tracer
 
 #: exit code of a job that ended at a deadline (as of timeout(1))
@@ -284,10 +284,10 @@ class ProgressEngine:
         if self.flight is not None:
             self.flight.ended(End.DEADLINE, sentence)
         if self._stream is None:
-            last_words.await_turn(self.rank, self.deadline_seconds)
+            process_end.await_turn(self.rank, self.deadline_seconds)
         lines = [sentence, "unfinished on this rank:"]
         lines += [f"  {ticket}" for queue in self._queues.values() for ticket in queue.unfinished()]
-        last_words.say(self.rank, [*lines, "stacks of all threads:"], self._stream)
-        last_words.say(self.rank, self.explain(), self._stream, stacks=False)
+        process_end.say(self.rank, [*lines, "stacks of all threads:"], self._stream)
+        process_end.say(self.rank, self.explain(), self._stream, stacks=False)
         self._abort(TIMEOUT_EXIT_CODE)
         raise CommunicationTimeoutError(sentence)  # only where `abort` came back

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from hpctrain.comm.base import Communicator
-from hpctrain.errors import CommunicationTimeoutError, HpctrainError, RankLostError
+from hpctrain.core.errors import CommunicationTimeoutError, HpctrainError, RankLostError
 
 T = TypeVar("T")
 

@@ -12,10 +12,10 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from hpctrain.boxes import even
+from hpctrain.core.intervals import even
 from hpctrain.comm.base import Communicator, Handle
 from hpctrain.comm.spare_buffers import SpareBuffers
-from hpctrain.comm.stages import Finished, Stages
+from hpctrain.comm.order import Finished, Stages
 from hpctrain.summation_tree import ShardsOfRank
 
 #: this rank's terms of a sum, in order: one array, or a tuple of arrays of one size

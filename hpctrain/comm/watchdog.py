@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 
 from hpctrain.comm.progress import TIMEOUT_EXIT_CODE
-from hpctrain.launch import keeper, last_words
+from hpctrain.launch import keeper, process_end
 
 # A phase that holds the interpreter lock stops the thread that prints. Then faulthandler, which needs no lock, ends the process.
 _BACKSTOP_SECONDS = 2.0
@@ -26,7 +26,7 @@ def guard(phase: str, deadline_seconds: float, *, rank: int | None = None) -> It
     assert sys.__stderr__ is not None
     timer = threading.Timer(deadline_seconds, _give_up, (phase, deadline_seconds, rank))
     timer.daemon = True
-    backstop = deadline_seconds + last_words.turn_seconds(rank or 0, deadline_seconds) + _BACKSTOP_SECONDS
+    backstop = deadline_seconds + process_end.turn_seconds(rank or 0, deadline_seconds) + _BACKSTOP_SECONDS
     faulthandler.dump_traceback_later(backstop, exit=True, file=sys.__stderr__)
     keeper.own().pulse.guard(True)
     timer.start()
@@ -39,6 +39,6 @@ def guard(phase: str, deadline_seconds: float, *, rank: int | None = None) -> It
 
 
 def _give_up(phase: str, deadline_seconds: float, rank: int | None) -> None:
-    last_words.await_turn(rank, deadline_seconds)
-    last_words.say(rank, [f"{phase} did not end within the deadline of {deadline_seconds:g} s; stacks of all threads:"])
+    process_end.await_turn(rank, deadline_seconds)
+    process_end.say(rank, [f"{phase} did not end within the deadline of {deadline_seconds:g} s; stacks of all threads:"])
     os._exit(TIMEOUT_EXIT_CODE)

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from hpctrain.config.section import Integer, Named, Number, PathText, Section, Text, Threads, switch
+from hpctrain.config.values import Integer, Named, Number, PathText, Section, Text, Threads, switch
 from hpctrain.config.size import AUTO, Size
 
 MOST_PIXELS = 65_536

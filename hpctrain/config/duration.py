@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from hpctrain.config.section import DECIMAL
+from hpctrain.config.values import DECIMAL
 
 #: in place of a duration: until the end of the Slurm job
 SLURM: Literal["slurm"] = "slurm"

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from hpctrain.config.section import Integer, Number, Section
+from hpctrain.config.values import Integer, Number, Section
 
 
 class EvaluateConfig(Section):

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import ConfigDict, Field, model_validator
 
-from hpctrain.config.section import Integer, Section, switch
+from hpctrain.config.values import Integer, Section, switch
 
 DEFAULT_SHARDS = 8
 MOST_SHARDS = 1_000_000  # far beyond any machine: what is larger is a slip of the pen

@@ -7,8 +7,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpctrain.errors import ConfigError
-from hpctrain.input_file import read_bytes
+from hpctrain.core.errors import ConfigError
+from hpctrain.core.files import read_bytes
 from hpctrain.nearest import choices
 
 # Links to the folders of these names at the top of the repository; a wheel holds the files themselves.

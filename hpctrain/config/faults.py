@@ -11,11 +11,11 @@ from pydantic import BaseModel, ValidationError
 from hpctrain.config.data_section import SYNTHETIC, DataConfig
 from hpctrain.config.open_section import AUTO, OpenSection
 from hpctrain.config.schema import Config
-from hpctrain.config.section import Named
-from hpctrain.config.source import KeyPath, dotted
+from hpctrain.config.values import Named
+from hpctrain.core.yaml_source import KeyPath, dotted
 from hpctrain.nearest import nearest
-from hpctrain.plain_text import escaped
-from hpctrain.rules import rule
+from hpctrain.core.text import escaped
+from hpctrain.core.sentences import rule
 
 _SHOWN_CHARACTERS = 60
 

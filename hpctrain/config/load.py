@@ -8,15 +8,15 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from hpctrain import user_code
+from hpctrain.core import user_code
 from hpctrain.config.data_section import SYNTHETIC, DataConfig
 from hpctrain.config.faults import faults, names_in, nearest_sibling, section_at
 from hpctrain.config.open_section import AUTO, OpenSection
 from hpctrain.config.schema import Config, LostRankConfig, NonFiniteConfig, PlanConfig
-from hpctrain.config.section import Named
-from hpctrain.config.source import KeyPath, Source, dotted, read_yaml
-from hpctrain.errors import ConfigError
-from hpctrain.input_file import TEXT_BYTES, read_text
+from hpctrain.config.values import Named
+from hpctrain.core.yaml_source import KeyPath, Source, dotted, read_yaml
+from hpctrain.core.errors import ConfigError
+from hpctrain.core.files import TEXT_BYTES, read_text
 
 #: (path of a section, its name) -> the sentence that refuses the name; None where a registry has it
 Refusal = Callable[[KeyPath, str], str | None]

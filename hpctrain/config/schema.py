@@ -16,7 +16,7 @@ from hpctrain.config.duration import Duration
 from hpctrain.config.evaluation_sections import EarlyStopConfig, EmaConfig, EvaluateConfig
 from hpctrain.config.exact_section import ExactConfig
 from hpctrain.config.open_section import AUTO, OPEN_SECTIONS, OpenSection, or_auto
-from hpctrain.config.section import Integer, Named, Number, PathText, Section, Text, Threads
+from hpctrain.config.values import Integer, Named, Number, PathText, Section, Text, Threads
 
 _MOST_NAME_BYTES = 200  # with the time and number of a run, at most the 255 bytes that file systems allow
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.boxes import Box, whole
+from hpctrain.core.intervals import Box, whole
 from hpctrain.data.loader import Batch, MixedWith, Share, TileOfRank, cut
 from hpctrain.data.mixing import Mixing
 from hpctrain.data.sampler import Sampler, counts
-from hpctrain.errors import DataError, ShapeError
+from hpctrain.core.errors import DataError, ShapeError
 
 # Images are examined in blocks of the first size. If they exceed the second, as memory maps may, some blocks are skipped.
 _BLOCK_BYTES, _MOST_BYTES = 1 << 22, 1 << 29

@@ -11,18 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.data.block_reader import BlockReader
-from hpctrain.data.format import ImageFile, read_contents
-from hpctrain.data.stored import (
-    Stored,
-    changed_datasets,
-    check_names,
-    check_place,
-    check_statistics,
-    check_structure,
-    sum_of,
-)
-from hpctrain.errors import DataError
+from hpctrain.data.readers import BlockReader
+from hpctrain.data.image_file import ImageFile, read_contents
+from hpctrain.data.format import Stored, changed_datasets, check_names, check_place, check_statistics, check_structure, sum_of
+from hpctrain.core.errors import DataError
 
 #: called with the number of samples that were just looked at
 Advance = Callable[[int], None]
@@ -169,7 +161,7 @@ class _Samples:
         """Note the pixels of picture files, by sample, and which of them cannot be decoded, or to other pixels."""
         from hpctrain.data.convert.common import in_order
         from hpctrain.data.convert.packing import PictureForm
-        from hpctrain.data.decoder import Fit
+        from hpctrain.data.decoding import Fit
 
         height, width, channels = self.file.shape
         fit: Fit = "squash" if self.file.fit == "squash" else "crop"

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hpctrain.data.format import ImageFile
-from hpctrain.data.stored import normal_name
-from hpctrain.errors import DataError
+from hpctrain.data.image_file import ImageFile
+from hpctrain.data.format import normal_name
+from hpctrain.core.errors import DataError
 
 
 def difference(names: Sequence[str], others: Sequence[str]) -> str | None:

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from hpctrain.backend.pixel_batch import WINDOW
-from hpctrain.backend.resampling import Resampling
-from hpctrain.boxes import Box
+from hpctrain.backend.pixels import Resampling
+from hpctrain.core.intervals import Box
 from hpctrain.data.augmentations.base import (
     Augmentation,
     FillingAugmentation,

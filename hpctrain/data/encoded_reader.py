@@ -11,12 +11,12 @@ from typing import cast
 
 import numpy as np
 
-from hpctrain.data import decoder
-from hpctrain.data.block_reader import BlockReader
-from hpctrain.data.decoder import Fit
+from hpctrain.data import decoding
+from hpctrain.data.readers import BlockReader
+from hpctrain.data.decoding import Fit
 from hpctrain.data.extents import Extents
-from hpctrain.data.stored import sum_of
-from hpctrain.errors import DataError
+from hpctrain.data.format import sum_of
+from hpctrain.core.errors import DataError
 
 #: whose pixels are compared with those that the file was made of: enough to find another decoder, few enough to cost nothing
 _COMPARED_SAMPLES = 16
@@ -90,7 +90,7 @@ class EncodedReader(BlockReader):
         if zlib.crc32(content) != self._sums[sample]:
             return "its bytes changed since the file was written"
         try:
-            out[...] = decoder.decode(content, self._size, self._fit, self.shape[3], self._max_pixels)
+            out[...] = decoding.decode(content, self._size, self._fit, self.shape[3], self._max_pixels)
         except DataError as error:
             return str(error).rstrip(".")
         if self._to_compare > 0:
@@ -136,6 +136,6 @@ class EncodedReader(BlockReader):
     def _compare(self, sample: int, pixels: np.ndarray) -> None:
         if sum_of(pixels) != self._pixel_sums[sample]:
             raise DataError(
-                f"Sample {sample} of the data file {self._path} decodes to other pixels here ({decoder.versions()}) than where "
+                f"Sample {sample} of the data file {self._path} decodes to other pixels here ({decoding.versions()}) than where "
                 "the file was made; convert it again on this machine, or install those libraries' versions."
             )

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.data.block_reader import BlockReader
-from hpctrain.data.format import ImageFile
-from hpctrain.data.stored import digest_of
+from hpctrain.data.readers import BlockReader
+from hpctrain.data.image_file import ImageFile
+from hpctrain.data.format import digest_of
 
 #: limits on the samples whose stored bytes are compared, in number and in bytes; at least two samples are
 _MOST_SAMPLES, _MOST_BYTES = 16, 1 << 20

@@ -22,8 +22,8 @@ from hpctrain.data.classes import difference
 from hpctrain.data.convert import idx
 from hpctrain.data.convert.common import Advance, no_progress
 from hpctrain.data.files import system_errors_as
-from hpctrain.data.format import ImageFile
-from hpctrain.errors import DataError
+from hpctrain.data.image_file import ImageFile
+from hpctrain.core.errors import DataError
 from hpctrain.log import get_logger
 from hpctrain.storage.atomic_write import write_bytes
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hpctrain.errors import DataError
+from hpctrain.core.errors import DataError
 
 
 @contextmanager

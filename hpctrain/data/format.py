@@ -1,256 +1,287 @@
-"""The data format: an HDF5 file with all images of a split in one contiguous block, as pixels or as picture files.
-
-| object        | shape          | type    | what it holds |
-|---------------|----------------|---------|---------------|
-| `images`      | (N, H, W, C)   | uint8   | version 2: pixels, contiguous, unfiltered: readable by offset |
-| `blob`        | (bytes,)       | uint8   | version 3: JPEG and PNG files one behind another, in place of `images` |
-| `offsets`     | (N + 1,)       | int64   | version 3: of each file in `blob`, and of its end |
-| `labels`      | (N,)           | int64   | 0 .. classes - 1 |
-| `class_names` | (classes,)     | UTF-8   | of fixed length, padded with zero bytes |
-| `mean`, `std` | (C,)           | float64 | per channel over the pixels of the whole file, in units of 0..1 |
-| `sums`        | (N,)           | uint32  | crc32 of each sample's stored bytes; early files of version 2 have none |
-| `pixel_sums`  | (N,)           | uint32  | version 3: crc32 of the pixels that each picture file decodes to |
-
-Attributes of the root: `format`, `version`; of each dataset: `sha256` of its bytes; of `images` or `blob`: `fit`, "crop" or
-"squash", where pictures were brought to one size; of `blob`: `form`, the (H, W, C) that they are brought to, and `max_pixels` of
-the largest picture, if that is not the decoder's own limit. HDF5 opens the file, without locks, to find where the images lie;
-from then on they are a memory map, so that reading a sample is a copy from the page cache. Everything but the images is compared
-with its checksum whenever the file is opened.
-
-HDF5's own structures have checksums from its 1.10 format on, except the heap of variable-length values, where a damaged byte can
-make HDF5 loop without end; hence texts of fixed length. Version 1 had neither and is read by `format_version_1`, without HDF5.
-"""
+"""The contents of a data file as they are stored, and the rules that they keep."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import json
+import unicodedata
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import h5py
 import numpy as np
 
-from hpctrain.data import stored
-from hpctrain.data.block_reader import BlockReader
-from hpctrain.data.extents import Extents
-from hpctrain.data.files import require_file, system_errors_as
-from hpctrain.data.image_writer import EncodedFileWriter, ImageFileWriter, write
-from hpctrain.data.mapped_reader import MappedReader
-from hpctrain.data.stored import ENCODED_VERSION, FORMAT, VERSION, Stored, changed, check
-from hpctrain.data.unreadable import UnreadableError, reason
-from hpctrain.errors import DataError
+from hpctrain.core.errors import DataError
 
-__all__ = ["FORMAT", "VERSION", "EncodedFileWriter", "ImageFile", "ImageFileWriter", "write"]
-
-_SIGNATURE = b"\x89HDF\r\n\x1a\n"
-
-
-class ReadImages(Protocol):
-    """Images that are no array, but are read, or made, sample by sample."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """(N, H, W, C)."""
-
-    def __getitem__(self, index: int | slice | tuple[int | slice, slice, slice]) -> np.ndarray:
-        """Pixels (uint8) of a sample or of several, of whole images or of a region, as of an array."""
-
-    def take(self, samples: np.ndarray, out: np.ndarray) -> np.ndarray:
-        """Whole images of samples (n,), written to `out` (n, H, W, C), which is returned."""
+FORMAT = "hpctrain-images"
+VERSION = 2
+#: of files that hold picture files in place of pixels
+ENCODED_VERSION = 3
+_CHUNK_BYTES = 16 << 20
+_LARGEST = 1e37  # of a normalised pixel; float32 ends at 3.4e38
+#: attribute of the images: how pictures were brought to their size
+FIT = "fit"
+#: attribute of the picture files: (H, W, C) that each is brought to
+FORM = "form"
+#: attribute of the picture files: pixels of the largest picture that is decoded, if other than the decoder's own limit
+MAX_PIXELS = "max_pixels"
+#: the datasets of a file of pixels that have a checksum: all but "sums", which earlier versions of hpctrain did not write
+DATASETS = ("images", "labels", "class_names", "mean", "std")
+_ENCODED_DATASETS = ("blob", "offsets", "sums", "pixel_sums", "labels", "class_names", "mean", "std")
+_SUMS = "sums"
 
 
-ImageArray = np.ndarray | ReadImages
-
-
-class ImageFile:
-    """An open data file, with a read-only memory map and a descriptor, which end with the object.
+@dataclass(frozen=True)
+class StoredImages:
+    """Where the images lie.
 
     Attributes:
-        images: (N, H, W, C) uint8, read-only map, or what is read, decoded or made as one. To touch a map that its disk does
-            not give back ends the process; what trains reads `pixels`.
-        pixels: the same images, by what raises an error then. labels: (N,) int64, in memory.
-        class_names: one per class. mean, std: (C,) float64, in units of 0..1.
-        fit: how pictures were brought to the images' size ("crop", "squash"); None: nobody knows.
-        sums: (N,) crc32 of each sample's stored bytes; None: the file has none.
+        shape, dtype: as the file says. offset: of the first byte in the file; None where they do not lie in one block.
+        stored_bytes: that the file keeps for them.
+        offsets: (N + 1,) of each picture file in the block, and of the block's end; None: the block holds pixels.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        images: ImageArray,
-        labels: np.ndarray,
-        class_names: tuple[str, ...],
-        moments: tuple[np.ndarray, np.ndarray],
-        manifest: dict[str, str],
-        pixels: ImageArray | None = None,
-        fit: str | None = None,
-        sums: np.ndarray | None = None,
-    ) -> None:
-        self.path = path
-        self.images = images
-        self.pixels = images if pixels is None else pixels
-        self.labels = labels
-        self.class_names = class_names
-        self.mean, self.std = moments
-        self.manifest = manifest
-        self.fit = fit
-        self.sums = sums
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    offset: int | None
+    stored_bytes: int
+    offsets: np.ndarray | None = None
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """(H, W, C) of every image."""
-        height, width, channels = self.images.shape[1:]
-        return height, width, channels
-
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes of all samples in the file; 0 of images that are made up."""
-        return self.pixels.extents.size_bytes if isinstance(self.pixels, BlockReader) else 0
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    @property
-    def stored_digest(self) -> str:
-        """sha256 of the images as they are stored: pixels, or picture files."""
-        return self.manifest["blob" if "blob" in self.manifest else "images"]
-
-    def decode_by(self, threads: int) -> None:
-        """From now on so many threads decode pictures, where the file holds picture files."""
-        if isinstance(self.pixels, BlockReader):
-            self.pixels.threads = threads
-
-    def take_labels(self, samples: np.ndarray, out: np.ndarray) -> None:
-        """The labels of samples (n,), written to `out` (n,): of those that were read in their places where they could not be."""
-        if isinstance(self.pixels, BlockReader) and (replaced := self.pixels.replaced):
-            samples = np.array([replaced.get(sample, sample) for sample in samples.tolist()], np.int64)
-        # "clip" because "raise" makes NumPy gather into a copy first; a sampler's samples are in range.
-        np.take(self.labels, samples, out=out, mode="clip")
-
-    @classmethod
-    def open(cls, path: str | Path) -> ImageFile:
-        """Open for reading, without file locks (parallel file systems often have none).
-
-        Raises:
-            DataError: missing, not readable, truncated, empty, not of this format, with anything but the images other than its
-                checksum says, or with a label outside 0 .. classes - 1.
-        """
-        contents = read_contents(Path(path))
-        check(Path(path), contents)
-        return cls.of(Path(path), contents)
-
-    @classmethod
-    def of(cls, path: Path, contents: Stored) -> ImageFile:
-        """The file with these contents, whose structure was checked.
-
-        Raises:
-            DataError: it cannot be mapped into memory.
-        """
-        moments = np.asarray(contents.mean, np.float64), np.asarray(contents.std, np.float64)
-        labels = np.asarray(contents.labels, np.int64)
-        images, reader = _map(path, contents)
-        digests = dict(contents.digests)
-        return cls(path, images, labels, contents.class_names, moments, digests, reader, contents.fit, contents.sums)
-
-    def verify(self) -> None:
-        """Compare the samples' stored bytes with their sha256; reads the whole file. The rest was compared when it was opened.
-
-        Raises:
-            DataError: they changed since the file was written. UnreadableError: they cannot be read.
-        """
-        assert isinstance(self.pixels, BlockReader), "a file"
-        digest = hashlib.sha256()
-        for _, block, failed in self.pixels.blocks():
-            for sample, why in failed.items():
-                raise UnreadableError(self.pixels.sentence(sample, why))
-            digest.update(block.data)
-        name = "blob" if "blob" in self.manifest else "images"
-        if digest.hexdigest() != self.stored_digest:
-            raise changed(self.path, [name])
+    def needed_bytes(self) -> int:
+        """Bytes of all samples."""
+        return int(np.prod(self.shape, dtype=object)) if self.offsets is None else int(self.offsets[-1])
 
 
-def read_contents(path: Path) -> Stored:
-    """All of a data file but its images, unchecked.
+@dataclass(frozen=True)
+class Stored:
+    """All of a data file but its pixels.
+
+    Attributes:
+        labels, mean, std: arrays of whatever shape and dtype the file says. class_names: decoded.
+        digests: sha256 of each dataset, in hexadecimal; of a file of picture files also "images", which stands for what the
+            pictures decode to.
+        fit: how pictures were brought to the images' size ("crop", "squash"); None: they have their own, or nobody knows.
+        sums: (N,) crc32 of each sample's stored bytes; None: the file has none. pixel_sums: (N,) of what pictures decode to.
+        max_pixels: size limit of a picture that is decoded; None: the decoder's own limit.
+    """
+
+    images: StoredImages
+    labels: np.ndarray
+    mean: np.ndarray
+    std: np.ndarray
+    class_names: tuple[str, ...]
+    digests: Mapping[str, str]
+    fit: str | None = None
+    sums: np.ndarray | None = None
+    pixel_sums: np.ndarray | None = None
+    max_pixels: int | None = None
+
+
+def text(value: object) -> str:
+    """A text attribute: of fixed length (bytes, since version 2) or of variable length (str, version 1)."""
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def read(file: h5py.File) -> Stored:
+    """Everything that an open HDF5 file says.
 
     Raises:
-        DataError: missing, not readable, truncated, empty, or not of this format.
+        Exception: whatever h5py raises where the file is damaged.
     """
-    require_file(
-        path,
-        "data file",
-        "make it with `hpctrain data convert`, or with `hpctrain data fetch fashion-mnist --out DIRECTORY`",
+    encoded = "blob" in file
+    block = file["blob" if encoded else "images"]
+    names = _values(file, "class_names").tolist()
+    labels, mean, std = (_values(file, name) for name in ("labels", "mean", "std"))
+    offsets, pixel_sums = (_values(file, name) if encoded else None for name in ("offsets", "pixel_sums"))
+    fit = text(block.attrs[FIT]) if FIT in block.attrs else None
+    shape = block.shape
+    if offsets is not None:
+        shape = (max(0, len(offsets) - 1), *(int(size) for size in block.attrs[FORM]))
+    datasets = _ENCODED_DATASETS if encoded else DATASETS + ((_SUMS,) if _SUMS in file else ())
+    digests = {name: text(file[name].attrs["sha256"]) for name in datasets}
+    if encoded:
+        digests["images"] = hashlib.sha256(f"{digests['blob']} {shape} {fit}".encode()).hexdigest()
+    return Stored(
+        StoredImages(shape, block.dtype, block.id.get_offset(), block.id.get_storage_size(), offsets),
+        labels,
+        mean,
+        std,
+        tuple(name.decode() for name in names),
+        digests,
+        fit,
+        _values(file, _SUMS) if _SUMS in file else None,
+        pixel_sums,
+        int(block.attrs[MAX_PIXELS]) if MAX_PIXELS in block.attrs else None,
     )
-    try:
-        return _read(path)
-    except DataError:
-        raise
-    except Exception as error:  # h5py raises almost anything for damaged files
-        if (why := reason(error)) is not None:
-            raise DataError(f"The data file {path} cannot be read: {why}.") from error
-        raise _damaged(path, "truncated" if "truncated" in str(error) else "damaged, or not an HDF5 file") from error
 
 
-def _read(path: Path) -> Stored:
-    with path.open("rb") as file:
-        start = file.read(len(_SIGNATURE) + 1)
-    if not start.startswith(_SIGNATURE):
-        raise _damaged(path)
-    if start[-1:] < b"\2":  # the superblock's version: HDF5's old format, of our version 1
-        return _read_old(path)
-    with h5py.File(path, "r", locking=False) as opened:
-        _check_format(path, {name: opened.attrs.get(name) for name in ("format", "version")}, (VERSION, ENCODED_VERSION))
-        return stored.read(opened)
+def _values(file: h5py.File, name: str) -> np.ndarray:
+    """Return the values of a dataset.
+
+    A dataset may claim more values than were ever written, and would fill memory when it is read.
+
+    Raises:
+        ValueError: the file holds fewer bytes than the dataset claims.
+    """
+    dataset = file[name]
+    if dataset.nbytes > dataset.id.get_storage_size():
+        raise ValueError(f"{name} has {dataset.nbytes} bytes, of which the file holds {dataset.id.get_storage_size()}")
+    return np.asarray(dataset[()])
 
 
-def _read_old(path: Path) -> Stored:
-    from hpctrain.data import format_version_1
+def check(path: Path, contents: Stored) -> None:
+    """Make sure that all of it fits together, and that everything but the images has its checksum.
 
-    with format_version_1.OldFile(path) as old:
-        try:
-            header = old.header()
-        except Exception as error:  # version 1 uses only one of the old format's many forms
-            if "truncated" in str(error):
-                raise
-            raise _damaged(path, "damaged, or an HDF5 file of another program") from error
-        version = header.get("version")
-        if stored.text(header.get("format")) == FORMAT and version in (VERSION, ENCODED_VERSION):
-            raise DataError(
-                f"{path} has version {version} of the data format, but was rewritten in HDF5's old format, which hpctrain reads "
-                "of version 1 alone; convert the pictures again, or this file with `hpctrain data convert hdf5`."
-            )
-        _check_format(path, header, (1,))
-        return old.contents()
+    Raises:
+        DataError: names what is wrong.
+    """
+    check_structure(path, contents)
+    check_names(path, contents.class_names)
+    check_labels(path, contents.labels, len(contents.class_names))
+    check_statistics(str(path), contents.mean, contents.std)
+    wrong = changed_datasets(contents)
+    if wrong:
+        raise changed(path, wrong)
+    check_place(path, contents.images)
 
 
-def _damaged(path: Path, state: str = "damaged, or not an HDF5 file") -> DataError:
-    return DataError(f"The data file {path} is {state}; make it again with `hpctrain data convert` or `fetch`.")
+def check_structure(path: Path, contents: Stored) -> None:
+    """Make sure that there are as many of everything as there are samples.
 
-
-def _check_format(path: Path, header: Mapping[str, object], readable: tuple[int, ...]) -> None:
-    if stored.text(header.get("format")) != FORMAT:
-        raise DataError(f"{path} is an HDF5 file, but not a data file of hpctrain; make one with `hpctrain data convert hdf5`.")
-    if header.get("version") not in readable:
+    Raises:
+        DataError: names what is wrong.
+    """
+    images, labels = contents.images, contents.labels
+    if labels.ndim != 1 or labels.dtype.kind != "i" or contents.mean.ndim != 1 or contents.mean.dtype.kind != "f":
+        raise DataError(f"{path} does not hold labels (N,) int64 and means (C,) float64; convert it again.")
+    if len(images.shape) != 4 or min(images.shape[1:]) < 1 or images.dtype != np.uint8 or images.offset is None:
+        raise DataError(f"{path} does not hold contiguous uint8 images (N, H, W, C); convert it again.")
+    if not labels.size:
+        raise DataError(f"The data file {path} holds no image; at least one is needed.")
+    if images.shape[0] != len(labels) or images.shape[3] != len(contents.mean):
         raise DataError(
-            f"{path} has version {header.get('version')} of the data format, this hpctrain reads versions 1 to "
-            f"{ENCODED_VERSION}; convert it again."
+            f"{path} holds images of {images.shape}, but {len(labels)} labels and means of {len(contents.mean)} channels."
+        )
+    for sums in (contents.sums, contents.pixel_sums):
+        if sums is not None and (sums.shape != labels.shape or sums.dtype.kind != "u"):
+            raise DataError(f"{path} does not hold one checksum for each of {len(labels)} images; convert it again.")
+    if images.offsets is not None:
+        _check_offsets(path, images.offsets)
+
+
+def check_statistics(origin: str, mean: np.ndarray, std: np.ndarray) -> None:
+    """Make sure that uint8 images normalised with mean and std (C,) are finite numbers, in float32 too.
+
+    Raises:
+        DataError: names the channel whose mean or deviation is not finite, or whose deviation is negative or too small.
+    """
+    if mean.shape != std.shape or mean.ndim != 1 or not len(mean):
+        raise DataError(f"{origin} has means of {mean.shape} and deviations of {std.shape}; both must be (C,), one per channel.")
+    for channel, (average, spread) in enumerate(zip(mean.tolist(), std.tolist(), strict=True)):
+        most = _LARGEST if spread == 0 else _LARGEST * spread
+        if not (0 <= spread <= _LARGEST and abs(average) + 1 <= most):  # false for NaN too
+            raise DataError(
+                f"In {origin} channel {channel} has mean {average} and deviation {spread}; both must be finite, and the "
+                "deviation above 0, or 0 where the channel is only to be centred."
+            )
+
+
+def normal_name(name: str) -> str:
+    """Return a class name in Unicode's composed form (NFC), for comparisons: macOS decomposes the names of files."""
+    return unicodedata.normalize("NFC", name)
+
+
+def check_names(path: Path, names: Sequence[str]) -> None:
+    """Make sure that class names can be stored.
+
+    Raises:
+        DataError: no name, or one that is not valid Unicode or has a zero byte.
+    """
+    if not names:
+        raise DataError(f"{path} has no class; name at least one.")
+    for name in names:
+        if "\0" in name or name.encode(errors="replace").decode() != name:
+            raise DataError(f"{path} has the class name {name!r}; names are valid Unicode without zero bytes.")
+
+
+def check_labels(path: Path, labels: np.ndarray, classes: int, first: int = 0) -> None:
+    """Refuse labels outside 0 .. classes - 1.
+
+    Args:
+        first: number of the sample that `labels` begins with, for the message.
+
+    Raises:
+        DataError: the first label that is outside, and how many are.
+    """
+    wrong = np.flatnonzero((labels < 0) | (labels >= classes))
+    if wrong.size:
+        raise DataError(
+            f"In {path} sample {first + int(wrong[0])} has label {int(labels[wrong[0]])}, which is outside 0..{classes - 1} "
+            f"({classes} classes, {wrong.size} such labels)."
         )
 
 
-def _map(path: Path, contents: Stored) -> tuple[ImageArray, ReadImages]:
-    """The images, and what reads them out of the one block in which they lie."""
-    images = contents.images
-    assert images.offset is not None, "checked"
-    with system_errors_as(f"The data file {path} cannot be mapped into memory"):
-        if images.offsets is None:
-            mapped = np.memmap(path, np.uint8, "r", images.offset, images.shape)
-            return np.asarray(mapped), MappedReader(path, mapped, images.offset)
-        from hpctrain.data.encoded_reader import EncodedReader  # loads Pillow, which pixels do without
+def changed(path: Path, names: Sequence[str]) -> DataError:
+    """The error for datasets that do not have their checksum."""
+    return DataError(f"In {path} {', '.join(names)} changed since the file was written; make it again.")
 
-        block = np.memmap(path, np.uint8, "r", images.offset, (images.needed_bytes,))
-        assert contents.sums is not None, "checked"
-        assert contents.pixel_sums is not None, "checked"
-        extents, sums = Extents.rising(images.offset, images.offsets), (contents.sums, contents.pixel_sums)
-        form, fit = images.shape[1:], contents.fit or "crop"
-        reader = EncodedReader(path, block, extents, sums, form, fit, max_pixels=contents.max_pixels)
-        return reader, reader
+
+def chunks(shape: tuple[int, ...]) -> Iterator[slice]:
+    """Slices of the first dim of a uint8 array, of about 16 MiB each."""
+    samples = max(1, _CHUNK_BYTES // max(1, int(np.prod(shape[1:], dtype=np.int64))))
+    for start in range(0, shape[0], samples):
+        yield slice(start, min(start + samples, shape[0]))
+
+
+def digest_of(values: np.ndarray) -> str:
+    """sha256 of an array's bytes."""
+    return hashlib.sha256(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data).hexdigest()
+
+
+def sum_of(values: np.ndarray) -> int:
+    """crc32 of an array's bytes."""
+    return zlib.crc32(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
+
+
+def names_digest(names: Sequence[str]) -> str:
+    """sha256 of class names."""
+    return hashlib.sha256(json.dumps(list(names), ensure_ascii=False).encode()).hexdigest()
+
+
+def changed_datasets(contents: Stored) -> list[str]:
+    """The names of datasets, all but the images, that do not have their checksum."""
+    actual = {
+        "labels": digest_of(contents.labels.astype("<i8", copy=False)),
+        "mean": digest_of(contents.mean.astype("<f8", copy=False)),
+        "std": digest_of(contents.std.astype("<f8", copy=False)),
+        "class_names": names_digest(contents.class_names),
+    }
+    for name, values in ((_SUMS, contents.sums), ("pixel_sums", contents.pixel_sums)):
+        if values is not None:
+            actual[name] = digest_of(values.astype("<u4", copy=False))
+    if contents.images.offsets is not None:
+        actual["offsets"] = digest_of(contents.images.offsets.astype("<i8", copy=False))
+    return [name for name, digest in actual.items() if contents.digests[name] != digest]
+
+
+def _check_offsets(path: Path, offsets: np.ndarray) -> None:
+    if offsets.ndim != 1 or offsets.dtype.kind != "i" or offsets[0] != 0 or (np.diff(offsets) < 1).any():
+        raise DataError(f"{path} does not hold offsets (N + 1,) int64 that rise from 0; convert it again.")
+
+
+def check_place(path: Path, images: StoredImages) -> None:
+    """Make sure that the images are where they are said to be.
+
+    Raises:
+        DataError: the file has fewer bytes than they need.
+    """
+    needed = images.needed_bytes
+    if images.stored_bytes != needed or images.offset is None:
+        raise DataError(
+            f"The data file {path} is damaged: images of {images.shape} need {needed} bytes, it has {images.stored_bytes}."
+        )
+    if images.offset + needed > path.stat().st_size:
+        raise DataError(f"The data file {path} is truncated: {images.offset + needed} bytes are needed, it has fewer.")

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.data.stored import DATASETS, Stored, StoredImages
+from hpctrain.data.format import DATASETS, Stored, StoredImages
 
 _SUPERBLOCK = struct.Struct("<8s8BHHI4Q")  # signature; versions, sizes of addresses and lengths; nodes; flags; addresses
 _ROOT_ENTRY = struct.Struct("<QQI4xQQ")  # name, object header, cache type, and of the cache: B-tree, heap

@@ -16,11 +16,11 @@ from typing import Protocol, TypedDict
 import numpy as np
 
 from hpctrain.backend.pixel_batch import PixelBatch
-from hpctrain.boxes import Box, clip, relative, shape_of, size_of, whole
-from hpctrain.data.format import ImageArray, ImageFile
+from hpctrain.core.intervals import Box, clip, relative, shape_of, size_of, whole
+from hpctrain.data.image_file import ImageArray, ImageFile
 from hpctrain.data.mixing import Mixing
 from hpctrain.data.pipeline import Pipeline
-from hpctrain.data.sample_memory import SampleMemory
+from hpctrain.data.cache import SampleMemory
 from hpctrain.data.sampler import Sampler, counts, share_of
 from hpctrain.data.sizes import ImageSizes
 

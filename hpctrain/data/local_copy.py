@@ -15,7 +15,7 @@ from collections.abc import Callable
 import numpy as np
 
 from hpctrain.comm.shared_memory import SharedMemory
-from hpctrain.data.format import ReadImages
+from hpctrain.data.image_file import ReadImages
 from hpctrain.data.read_counts import Origin, ReadCounts
 from hpctrain.data.unreadable import stand_ins
 from hpctrain.log import get_logger

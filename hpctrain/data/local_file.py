@@ -24,7 +24,7 @@ import numpy as np
 
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.shared_memory import share
-from hpctrain.data.format import ImageFile
+from hpctrain.data.image_file import ImageFile
 from hpctrain.data.local_copy import LocalCopy, fixed_size, table_bytes
 from hpctrain.paths import expanded
 from hpctrain.storage.atomic_write import write_bytes

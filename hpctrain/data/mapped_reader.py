@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hpctrain.data.block_reader import BlockReader
+from hpctrain.data.readers import BlockReader
 from hpctrain.data.extents import Extents
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from hpctrain.backend import counter_random
-from hpctrain.boxes import Box, relative, size_of
-from hpctrain.errors import ConfigError
+from hpctrain.core.intervals import Box, relative, size_of
+from hpctrain.core.errors import ConfigError
 
 #: above it a Beta distribution would take too many tries to draw from, and mixes nearly by halves
 MOST_ALPHA = 4.0

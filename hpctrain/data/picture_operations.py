@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image, ImageEnhance, ImageOps
 
-from hpctrain.errors import ShapeError
+from hpctrain.core.errors import ShapeError
 
 Resampling = Image.Resampling
 

@@ -13,9 +13,9 @@ import numpy as np
 
 from hpctrain.data.convert.common import in_order, listed
 from hpctrain.data.convert.folder import Search
-from hpctrain.data.decoder import FOREIGN_SUFFIXES, SUFFIXES, Fit, decode
+from hpctrain.data.decoding import FOREIGN_SUFFIXES, SUFFIXES, Fit, decode
 from hpctrain.data.facts import ImageForm
-from hpctrain.errors import DataError, ShapeError
+from hpctrain.core.errors import DataError, ShapeError
 from hpctrain.log import get_logger
 
 _DECODED_CHANNELS = (1, 3)

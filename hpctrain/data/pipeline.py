@@ -12,14 +12,14 @@ import numpy as np
 
 from hpctrain.backend import counter_random
 from hpctrain.backend.pixel_batch import PixelBatch
-from hpctrain.boxes import Box, shape_of, size_of, whole
+from hpctrain.core.intervals import Box, shape_of, size_of, whole
 from hpctrain.data.augmentations import AUGMENTATIONS
 from hpctrain.data.augmentations.base import LEAST_FOR_OPENCV, Augmentation, NormalisedAugmentation
 from hpctrain.data.augmentations.flip import Flip
 from hpctrain.data.batch_threads import BatchThreads
 from hpctrain.data.deferred import can_defer, composed, filling, first_deferred, mirrored_box, resampled
-from hpctrain.data.stored import check_statistics
-from hpctrain.errors import ConfigError, ShapeError
+from hpctrain.data.format import check_statistics
+from hpctrain.core.errors import ConfigError, ShapeError
 
 Read = Callable[[int, Box], np.ndarray]
 

@@ -8,8 +8,8 @@ from enum import StrEnum
 
 import numpy as np
 
-from hpctrain.data.block_reader import BlockReader
-from hpctrain.data.format import ImageArray
+from hpctrain.data.readers import BlockReader
+from hpctrain.data.image_file import ImageArray
 from hpctrain.data.unreadable import stand_ins
 
 

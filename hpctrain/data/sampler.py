@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.backend import counter_random
-from hpctrain.boxes import even
-from hpctrain.errors import ConfigError, DataError
+from hpctrain.core.intervals import even
+from hpctrain.core.errors import ConfigError, DataError
 
 
 def counts(samples: int, ranks: int, split_size: int = 1, shards: int | None = None) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from hpctrain.data.pipeline import Pipeline
-from hpctrain.errors import ConfigError, ShapeError
+from hpctrain.core.errors import ConfigError, ShapeError
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ import numpy as np
 
 from hpctrain.backend.counter_random import key, words
 from hpctrain.config.data_section import SYNTHETIC
-from hpctrain.data.format import ImageFile
-from hpctrain.data.stored import names_digest
+from hpctrain.data.image_file import ImageFile
+from hpctrain.data.format import names_digest
 
 Split = Literal["train", "test"]
 _WINDOWS = 1 << 20  # places in the pool where an image may begin

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.errors import DataError
+from hpctrain.core.errors import DataError
 from hpctrain.launch import process_mark
 from hpctrain.log import get_logger
 from hpctrain.storage.atomic_write import PARTIAL, publish, target_of

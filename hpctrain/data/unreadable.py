@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from hpctrain.errors import DataError
+from hpctrain.core.errors import DataError
 
 #: seconds before a sample is read again, one for each time
 PAUSES_SECONDS = (0.1, 0.4, 1.6)

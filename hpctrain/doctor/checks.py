@@ -6,30 +6,16 @@ from collections.abc import Sequence
 
 from hpctrain.doctor.check import Check
 from hpctrain.doctor.findings import FindingKind, Severity
-from hpctrain.doctor.subjects import (
-    clocks,
-    cores,
-    directories,
-    gpu,
-    grid,
-    hdf5,
-    kernels,
-    launcher,
-    memory,
-    mpi_library,
-    progress,
-    scratch,
-    start_up,
-    versions,
-)
+from hpctrain.doctor.subjects import clocks, cores, directories, gpu, grid, kernels, mpi_library, progress, scratch, start_up, versions
+from hpctrain.doctor import files, ranks, nodes
 
 CHECKS: Sequence[Check] = (
-    launcher.CHECK,
+    ranks.CHECK,
     mpi_library.CHECK,
     grid.CHECK,
     cores.BINDING,
     cores.THREADS,
-    memory.CHECK,
+    nodes.CHECK,
     progress.CHECK,
     gpu.CHECK,
     kernels.CHECK,
@@ -37,8 +23,8 @@ CHECKS: Sequence[Check] = (
     start_up.CHECK,
     directories.DIRECTORY,
     directories.SHARED,
-    hdf5.CHECK,
-    hdf5.SAME,
+    files.CHECK,
+    files.SAME,
     scratch.CHECK,
     clocks.CHECK,
 )

@@ -10,12 +10,13 @@ from typing import Any
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.device_probe import last_line
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.comm.two_level import node_numbers
+from hpctrain.comm.groups import node_numbers
 from hpctrain.config.schema import Config
 from hpctrain.doctor.check import Check, JobView, JoinedPlace, OwnPlace
 from hpctrain.doctor.checks import CHECKS, ENDED, FAILED, HANGS
 from hpctrain.doctor.findings import DoctorFinding
-from hpctrain.doctor.subjects import gpu, launcher, mpi_library
+from hpctrain.doctor.subjects import gpu, mpi_library
+from hpctrain.doctor import ranks
 from hpctrain.doctor.subjects.mpi_library import LibraryFacts
 from hpctrain.doctor.watch import Notebook, RankEnd
 
@@ -115,7 +116,7 @@ def examine_alone(
     if error:
         facts[mpi_library.CHECK.name] = replace(known, error=error) if isinstance(known, LibraryFacts) else LibraryFacts()
     job = JobView(place.launcher, 1, (platform.node(),), (0,), library, place.config)
-    outcome = judge(job, [facts], [check for check in CHECKS if check.name != launcher.CHECK.name])
+    outcome = judge(job, [facts], [check for check in CHECKS if check.name != ranks.CHECK.name])
     return outcome if ended is None else Examination(job, {"job": [ended], **outcome.findings}, outcome.by_rank)
 
 
@@ -139,7 +140,7 @@ def explained(place: OwnPlace, end: RankEnd) -> tuple[DoctorFinding, Callable[[]
     library = note.facts.get(mpi_library.CHECK.name)
     ended = gpu.from_start(end.words)
     if ended is None and isinstance(library, LibraryFacts) and note.phase == STARTS:
-        ended = launcher.wrong_launcher(place.launcher, library.library, library.beside)
+        ended = ranks.wrong_launcher(place.launcher, library.library, library.beside)
     if ended is None:
         words = f": {last_line(end.words)}" if end.code is not None and end.words.strip() else ""
         sentence = f"{_rank_of(place)} {end.in_words} while it was {note.phase}{words}"

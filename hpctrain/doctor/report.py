@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
-from hpctrain.console import PlainConsole
+from hpctrain.core.console import PlainConsole
 from hpctrain.doctor.findings import DoctorFinding, Severity, exit_code
 from hpctrain.doctor.job import Examination
 from hpctrain.doctor.subjects.cores import BINDING, CoreFacts

@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from hpctrain.doctor.findings import exit_code
 from hpctrain.doctor.watch import Notebook, RankEnd
-from hpctrain.errors import HpctrainError, LaunchError, MissingLibraryError
+from hpctrain.core.errors import HpctrainError, LaunchError, MissingLibraryError
 from hpctrain.launch import shared_segments
 from hpctrain.launch.exit_codes import FINISHED, USER_ERROR
 from hpctrain.launch.launcher import Launcher, environment_fault, place_of
 from hpctrain.launch.threads import VARIABLES, set_threads
-from hpctrain.plain_text import echo
+from hpctrain.core.text import echo
 
 if TYPE_CHECKING:
     from hpctrain.comm.base import Communicator
     from hpctrain.config.schema import Config  # `hpctrain --help` loads this module and does not need them
-    from hpctrain.config.source import Source
+    from hpctrain.core.yaml_source import Source
     from hpctrain.doctor.check import OwnPlace
     from hpctrain.doctor.job import Examination, RankNotes
     from hpctrain.doctor.start_facts import OpenedFiles
@@ -161,7 +161,7 @@ class DoctorRank:
     def _with_mpi(self, world: Communicator, place: OwnPlace, notes: RankNotes) -> int:
         """The ranks of MPI's world examine together; a rank that is alone and should not be leaves the word to the first one."""
         from hpctrain.doctor import job
-        from hpctrain.doctor.subjects.launcher import first_of_siblings
+        from hpctrain.doctor.ranks import first_of_siblings
 
         if world.size == 1:
             is_first = place.leads_job if self.launcher.name != "none" else first_of_siblings()
@@ -188,7 +188,7 @@ class DoctorRank:
 def _with_names_checked(configuration: _Read) -> _Read:
     """The same, or what is wrong with its names and options."""
     if isinstance(configuration, tuple):
-        from hpctrain.experiment.check import check_names
+        from hpctrain.config.checks import check_names
 
         try:
             check_names(*configuration)

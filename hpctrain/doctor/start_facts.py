@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 #: the modules from which a training begins
-TRAINING = ("hpctrain.experiment.run", "hpctrain.experiment.resume")
+TRAINING = ("hpctrain.run.training", "hpctrain.run.resume")
 
 
 @dataclass(frozen=True)

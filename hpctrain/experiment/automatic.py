@@ -6,10 +6,10 @@ A run that goes on from a checkpoint on as many ranks keeps what was decided the
 from __future__ import annotations
 
 from hpctrain.config.schema import Config
-from hpctrain.experiment.automatic_choice import Resolved
+from hpctrain.job.automatic_choice import Resolved
 from hpctrain.experiment.started_job import StartedJob
 from hpctrain.storage.atomic_write import write_json
-from hpctrain.storage.run_directory import RunDirectory
+from hpctrain.runs.directory import RunDirectory
 
 
 def resolve(config: Config, started: StartedJob, resume: str | None = None, repeated: str | None = None) -> Resolved:
@@ -25,7 +25,7 @@ def resolve(config: Config, started: StartedJob, resume: str | None = None, repe
     """
     if not config.automatic:
         return Resolved(config)
-    from hpctrain.experiment.automatic_search import choose  # loaded earlier, by `load`
+    from hpctrain.run.automatic_search import choose  # loaded earlier, by `load`
 
     return choose(config, started, resume, repeated)
 
@@ -33,7 +33,7 @@ def resolve(config: Config, started: StartedJob, resume: str | None = None, repe
 def load(config: Config) -> None:
     """Load the modules of `resolve` before ranks wait for each other, so that one slow file system does not delay all ranks."""
     if config.automatic:
-        from hpctrain.experiment import automatic_search  # noqa: F401
+        from hpctrain.run import automatic_search  # noqa: F401
 
 
 def keep(resolved: Resolved, directory: RunDirectory) -> None:

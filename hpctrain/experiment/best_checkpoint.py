@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.config.schema import CheckpointConfig, Config
-from hpctrain.errors import CheckpointError
+from hpctrain.core.errors import CheckpointError
 from hpctrain.storage import best_record, checkpoint
 from hpctrain.storage.best_record import BestRecord
 from hpctrain.storage.bookkeeping import Bookkeeping
-from hpctrain.train.metrics import Reporter, RunningSums
+from hpctrain.train.metrics_rest import Reporter, RunningSums
 from hpctrain.train.progress_text import loss_text
 from hpctrain.train.snapshot import Position
 

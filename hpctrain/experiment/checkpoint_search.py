@@ -12,17 +12,17 @@ from typing import TypeVar
 
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
-from hpctrain.errors import CheckpointError
-from hpctrain.experiment.same_start import Subject, compare
+from hpctrain.core.errors import CheckpointError
+from hpctrain.job.same_start import Subject, compare
 from hpctrain.launch.scheduler import own_job
 from hpctrain.log import get_logger
 from hpctrain.storage import best_record, checkpoint
 from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.storage.hdf5_store import root_digest
-from hpctrain.storage.run_directory import RunDirectory, runs
+from hpctrain.runs.directory import RunDirectory, runs
 from hpctrain.storage.run_marker import marker_of
-from hpctrain.storage.run_owner import run_of, was_owned_by_job
-from hpctrain.storage.shard_file import ShardFacts
+from hpctrain.runs.owner import run_of, was_owned_by_job
+from hpctrain.storage.shards import ShardFacts
 from hpctrain.storage.sharded_checkpoint import manifest_digest, open_sharded
 from hpctrain.storage.sharded_tensors import ShardedTensors, shares
 

@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.boxes import even, even_interval
+from hpctrain.core.intervals import even, even_interval
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.comm.two_level import in_levels, levels
+from hpctrain.comm.groups import in_levels, levels
 from hpctrain.config.evaluation_sections import EvaluateConfig
 from hpctrain.config.schema import AveragerConfig, CheckpointConfig, ChecksConfig, HashesConfig
-from hpctrain.experiment.session import Session
+from hpctrain.job.session import Session
 from hpctrain.nn.network import Network
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.storage.atomic_write import write_json

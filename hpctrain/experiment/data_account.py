@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hpctrain.experiment.session import Session
+from hpctrain.job.session import Session
 from hpctrain.train.data_waits import DataWaits
-from hpctrain.train.metrics import Reporter
+from hpctrain.train.metrics_rest import Reporter
 from hpctrain.train.progress_text import folded
 from hpctrain.train.snapshot import Position
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hpctrain.backend.kernels.base import KernelSet
+from hpctrain.backend.operators import KernelSet
 from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.config.schema import Config
-from hpctrain.config.source import KeyPath
-from hpctrain.errors import ConfigError
+from hpctrain.core.yaml_source import KeyPath
+from hpctrain.core.errors import ConfigError
 
 _HOST_SETS = 'or backend to "onednn" or "numpy"'
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hpctrain.config.schema import Config
-from hpctrain.config.source import KeyPath
-from hpctrain.train.exact_shards import backend_fault, split_fault, statistics_fault
+from hpctrain.core.yaml_source import KeyPath
+from hpctrain.train.passes import backend_fault, split_fault, statistics_fault
 
 _THREADS_FAULT = (
     "threads is auto, which shares out a node's cores among its ranks, but with exact all runs need the same number of threads "

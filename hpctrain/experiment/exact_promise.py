@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.backend.kernels.base import KernelSet
+from hpctrain.backend.operators import KernelSet
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
-from hpctrain.errors import CheckpointError, ConfigError
-from hpctrain.experiment.build import Parts
-from hpctrain.experiment.resume import Start
-from hpctrain.experiment.session import Session
+from hpctrain.core.errors import CheckpointError, ConfigError
+from hpctrain.run.build import Parts
+from hpctrain.run.resume import Start
+from hpctrain.job.session import Session
 from hpctrain.launch.threads import ThreadPlan
 
 #: the key of a checkpoint's metadata

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
 from hpctrain.config.schema import Config
-from hpctrain.config.source import KeyPath
+from hpctrain.core.yaml_source import KeyPath
 from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.sizes import ImageSizes, first_fault
-from hpctrain.errors import HpctrainError, ShapeError
-from hpctrain.experiment.grid import model_graph
+from hpctrain.core.errors import HpctrainError, ShapeError
+from hpctrain.config.grid import model_graph
 from hpctrain.models import catalogue
 from hpctrain.nn.network import ImageShape, Network
 

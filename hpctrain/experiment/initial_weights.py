@@ -11,9 +11,9 @@ import numpy as np
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
 from hpctrain.config.schema import Config
-from hpctrain.errors import CheckpointError
-from hpctrain.experiment.same_start import Subject, compare
-from hpctrain.experiment.session import Session
+from hpctrain.core.errors import CheckpointError
+from hpctrain.job.same_start import Subject, compare
+from hpctrain.job.session import Session
 from hpctrain.models.state_dict import StateEntry, check_finite, check_fits, declared_state
 from hpctrain.nn.network import Network
 from hpctrain.storage import weights_file

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
-from hpctrain.experiment.evaluation import EvaluationParts, build_parts, existing_checkpoint, require_test_set
-from hpctrain.experiment.session import Session
+from hpctrain.run.evaluation import EvaluationParts, build_parts, existing_checkpoint, require_test_set
+from hpctrain.job.session import Session
 from hpctrain.train.confusion import ConfusionMatrix
 from hpctrain.train.predictor import TopClasses, predict
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hpctrain.data.format import ImageFile
+from hpctrain.data.image_file import ImageFile
 
 
 @dataclass(frozen=True)

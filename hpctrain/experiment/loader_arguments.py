@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hpctrain.data.mixing import Mixing
-from hpctrain.errors import ConfigError, ShapeError
-from hpctrain.registry import check_options
+from hpctrain.core.errors import ConfigError, ShapeError
+from hpctrain.core.registry import check_options
 from hpctrain.train.replica import Replica
 
 

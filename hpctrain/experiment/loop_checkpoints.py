@@ -10,14 +10,14 @@ from typing import Any
 
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
-from hpctrain.errors import CheckpointError, DivergedError
+from hpctrain.core.errors import CheckpointError, DivergedError
 from hpctrain.experiment.checkpoint_search import read_together
-from hpctrain.experiment.checkpoints import one_file, shards
+from hpctrain.run.checkpoints import one_file, shards
 from hpctrain.flight.notes import FlightNotes
 from hpctrain.log import get_logger
 from hpctrain.storage import checkpoint
 from hpctrain.storage.sharded_tensors import ShardedTensors
-from hpctrain.train.metrics import Reporter
+from hpctrain.train.metrics_rest import Reporter
 from hpctrain.train.own_loop import BETWEEN
 from hpctrain.train.replica import Replica
 from hpctrain.train.saving import Saver

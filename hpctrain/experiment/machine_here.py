@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 
-from hpctrain.backend.kernels.base import KernelSet
+from hpctrain.backend.operators import KernelSet
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.experiment.calibration_job import facts_here
+from hpctrain.planner.measurement import facts_here
 from hpctrain.launch.threads import usable_cores
 from hpctrain.planner import rate_measurement
 from hpctrain.planner.calibration import MeasureRates, calibrate

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hpctrain.config.duration import SLURM
-from hpctrain.errors import ConfigError
+from hpctrain.core.errors import ConfigError
 from hpctrain.launch.job_clock import SLURM_END, age_seconds, slurm_seconds_left
-from hpctrain.train.time_limit import TimeLimit
+from hpctrain.train.stopping import TimeLimit
 
 
 @dataclass(frozen=True)

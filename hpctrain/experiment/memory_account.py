@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import fmean
 
-from hpctrain.backend.backend import Backend
+from hpctrain.backend.choice import Backend
 from hpctrain.backend.mirrors import PinnedBytes
 from hpctrain.comm.base import Communicator
 from hpctrain.launch.process_memory import peak_resident_bytes
-from hpctrain.train.metrics import Reporter
+from hpctrain.train.metrics_rest import Reporter
 
 
 @dataclass(frozen=True)

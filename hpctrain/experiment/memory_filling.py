@@ -9,9 +9,9 @@ import numpy as np
 from hpctrain.comm.base import Handle
 from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
 from hpctrain.data.filling_plan import FillingPlan
-from hpctrain.data.sample_memory import SampleMemory
-from hpctrain.errors import HpctrainError
-from hpctrain.experiment.session import StartedRank
+from hpctrain.data.cache import SampleMemory
+from hpctrain.core.errors import HpctrainError
+from hpctrain.job.session import StartedRank
 
 # Of a chunk, and what a rank receives in a round.
 _CHUNK_BYTES = 4 << 20

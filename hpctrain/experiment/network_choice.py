@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from hpctrain.backend.backend import make_backend
+from hpctrain.backend.choice import make_backend
 from hpctrain.backend.cuda.choose import NodePlace
 from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
-from hpctrain.errors import ConfigError
+from hpctrain.core.errors import ConfigError
 from hpctrain.experiment import planned_job
 from hpctrain.experiment.start_search import BestCandidate, find
 from hpctrain.experiment.started_job import StartedJob
-from hpctrain.nn.layer import Layer
+from hpctrain.nn.layers import Layer
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.optimizers import OPTIMIZERS
 from hpctrain.planner.job import Job

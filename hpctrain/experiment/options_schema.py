@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from hpctrain.config import dump
-from hpctrain.experiment.options import AUTOMATIC, FOLLOWING, SECTIONS, Choice, Option, choices, registry
+from hpctrain.config.options import AUTOMATIC, FOLLOWING, SECTIONS, Choice, Option, choices, registry
 
 _KINDS = {
     **{f"{section.capitalize()}Config": kind for section, kind in SECTIONS.items()},

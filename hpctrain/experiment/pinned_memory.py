@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.backend.dtypes import item_bytes, parameter_dtype
-from hpctrain.backend.kernels.base import PixelInput
+from hpctrain.backend.operators import PixelInput
 from hpctrain.config.data_section import SYNTHETIC
 from hpctrain.data.deferred import leaves_resize
 from hpctrain.data.facts import DataFacts
-from hpctrain.data.format import ImageFile
+from hpctrain.data.image_file import ImageFile
 from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.sampler import counts
 from hpctrain.experiment.image_sizes import of_largest
-from hpctrain.experiment.images import make_pipeline, open_images
+from hpctrain.run.images import make_pipeline, open_images
 from hpctrain.experiment.planned_run import PlannedRun
 from hpctrain.planner.group_schedules import GroupSchedule
 from hpctrain.planner.mirror_bytes import mirror_bytes

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from hpctrain.backend.kernels.base import KernelSet
-from hpctrain.backend.kernels.graph import Graph, GraphBuilder
-from hpctrain.backend.kernels.specs import TensorSpec
-from hpctrain.experiment.averager import make_strategy
+from hpctrain.backend.operators import KernelSet
+from hpctrain.backend.graph import Graph, GraphBuilder
+from hpctrain.backend.specs import TensorSpec
+from hpctrain.averaging.averagers import make_strategy
 from hpctrain.experiment.planned_run import Image, PlannedRun
 from hpctrain.nn.initialise import constant
-from hpctrain.nn.layer import Layer
+from hpctrain.nn.layers import Layer
 from hpctrain.nn.network import declared
 from hpctrain.nn.parameter import FlatGroup, ParameterSpec
 from hpctrain.optim.base import Optimizer

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from hpctrain.backend.kernels.base import KernelSet
-from hpctrain.backend.kernels.graph import Graph
+from hpctrain.backend.operators import KernelSet
+from hpctrain.backend.graph import Graph
 from hpctrain.config.schema import Config
 from hpctrain.nn.parameter import ParameterSpec
 from hpctrain.parallel.parallel_plan import ParallelPlan

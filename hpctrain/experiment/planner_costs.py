@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from hpctrain.experiment.planned_run import PlannedRun
-from hpctrain.planner.compute_costs import ComputeCosts
+from hpctrain.planner.compute_costs_rest import ComputeCosts
 from hpctrain.planner.machine import Machine
 from hpctrain.planner.measured_costs import MeasuredCosts
 from hpctrain.planner.operator_times import OperatorTimes, Setting, cache_file
-from hpctrain.planner.program_timing import processor_model, setting_here
+from hpctrain.planner.program_timing_rest import processor_model, setting_here
 from hpctrain.planner.rate_costs import RateCosts
 from hpctrain.planner.scaled_costs import ScaledCosts
 

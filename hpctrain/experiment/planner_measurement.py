@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpctrain.errors import ConfigError
+from hpctrain.core.errors import ConfigError
 from hpctrain.experiment import planned_job, planner_costs
 from hpctrain.experiment.planner_search import SearchTask, job_of
 from hpctrain.planner.job import Candidate
 from hpctrain.planner.operator_times import OperatorTimes, Setting, cache_file
-from hpctrain.planner.program_timing import Coverage, ensure_measured, processor_model
+from hpctrain.planner.program_timing_rest import Coverage, ensure_measured, processor_model
 
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _PATIENCE_SECONDS = 600.0  # of a process for the others: one that failed never comes

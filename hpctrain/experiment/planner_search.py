@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from hpctrain.comm.grid import check_grid
 from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.config.schema import AveragerConfig, Config, GridConfig, PlanConfig
-from hpctrain.experiment import grid, planned_job, planner_costs
+from hpctrain.config import grid
+from hpctrain.experiment import planned_job, planner_costs
 from hpctrain.experiment.candidate_keys import with_candidate
-from hpctrain.experiment.dry_run import prepare
+from hpctrain.planner.planned_run import prepare
 from hpctrain.experiment.planned_run import Image, PlannedRun
 from hpctrain.planner.averaging_costs import AveragerChoice
 from hpctrain.planner.machine import Machine

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hpctrain.data.read_counts import summed
-from hpctrain.experiment.build import Parts
-from hpctrain.experiment.session import Session
+from hpctrain.run.build import Parts
+from hpctrain.job.session import Session
 from hpctrain.experiment.unreadable import UnreadableReport
-from hpctrain.train.metrics import Reporter
+from hpctrain.train.metrics_rest import Reporter
 from hpctrain.train.progress_text import folded
 from hpctrain.train.snapshot import Position
 

@@ -7,14 +7,14 @@ from functools import partial
 
 from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
 from hpctrain.data.sampler import Reordering
-from hpctrain.errors import DivergedError
-from hpctrain.experiment.build import Parts
-from hpctrain.experiment.checkpoints import RunCheckpoints
-from hpctrain.experiment.resume import Start, find_start
-from hpctrain.experiment.session import Session
+from hpctrain.core.errors import DivergedError
+from hpctrain.run.build import Parts
+from hpctrain.run.checkpoints import RunCheckpoints
+from hpctrain.run.resume import Start, find_start
+from hpctrain.job.session import Session
 from hpctrain.storage import checkpoint
-from hpctrain.storage.run_directory import RunDirectory, require_owned
-from hpctrain.train.metrics import Reporter
+from hpctrain.runs.directory import RunDirectory, require_owned
+from hpctrain.train.metrics_rest import Reporter
 from hpctrain.train.snapshot import Position
 
 

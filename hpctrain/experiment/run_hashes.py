@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hpctrain.experiment.session import Session
+from hpctrain.job.session import Session
 from hpctrain.storage.bookkeeping import PatientRecords
-from hpctrain.storage.run_directory import RunDirectory
+from hpctrain.runs.directory import RunDirectory
 from hpctrain.trace.tracer import Category
 from hpctrain.train.replica import Replica
 from hpctrain.train.snapshot import Position
@@ -27,7 +27,7 @@ class RunHashes:
         self._hashes: StateHashes | None = None
         if not session.config.hashes.every_steps:
             return
-        from hpctrain.storage.hash_file import HashFile  # here: only runs that keep hashes need it
+        from hpctrain.runs.records import HashFile  # here: only runs that keep hashes need it
         from hpctrain.train.state_hashes import StateHashes
 
         self._hashes = StateHashes(replica)

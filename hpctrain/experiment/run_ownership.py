@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.errors import CheckpointError, CommunicationTimeoutError, HpctrainError, RankLostError
+from hpctrain.core.errors import CheckpointError, CommunicationTimeoutError, HpctrainError, RankLostError
 from hpctrain.storage.leftovers import remove_left
-from hpctrain.storage.run_directory import RunDirectory
-from hpctrain.storage.run_owner import MISSED_SECONDS, Contender, Ownership
+from hpctrain.runs.directory import RunDirectory
+from hpctrain.runs.owner import MISSED_SECONDS, Contender, Ownership
 
 if TYPE_CHECKING:
-    from hpctrain.experiment.session import Session
+    from hpctrain.job.session import Session
 
 _COMMAND = "hpctrain train"
 # Time between two looks at the record of an owner.

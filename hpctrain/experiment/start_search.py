@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hpctrain.experiment.automatic_choice import PredictedStep, chosen_words, predicted_step_of
+from hpctrain.job.automatic_choice import PredictedStep, chosen_words, predicted_step_of
 from hpctrain.experiment.machine_here import measured
 from hpctrain.experiment.start_times import measured_times
 from hpctrain.experiment.started_job import StartedJob
 from hpctrain.planner import machine_file
-from hpctrain.planner.compute_costs import ComputeCosts
+from hpctrain.planner.compute_costs_rest import ComputeCosts
 from hpctrain.planner.job import Candidate, Job
 from hpctrain.planner.machine import Machine
 from hpctrain.planner.measured_costs import MeasuredCosts

@@ -10,7 +10,7 @@ from hpctrain.log import get_logger
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.planner.job import Candidate, Job
 from hpctrain.planner.operator_times import OperatorTimes, cache_file
-from hpctrain.planner.program_timing import ensure_measured, setting_here
+from hpctrain.planner.program_timing_rest import ensure_measured, setting_here
 from hpctrain.planner.search_space import SearchSpace, grid_shapes
 
 _log = get_logger(__name__)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from statistics import fmean
 
 from hpctrain.comm.base import Communicator
-from hpctrain.experiment.automatic_choice import PredictedStep
+from hpctrain.job.automatic_choice import PredictedStep
 from hpctrain.train.progress_text import folded
-from hpctrain.train.step_times import MeasuredStep
+from hpctrain.train.accounts import MeasuredStep
 
 #: fewer tell nothing
 FEWEST_STEPS = 14

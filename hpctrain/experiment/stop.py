@@ -10,7 +10,7 @@ from hpctrain.launch.exit_codes import STOPPED
 from hpctrain.launch.signals import SignalWatch
 from hpctrain.rank_spans import spans
 from hpctrain.storage.checkpoint import checkpoints
-from hpctrain.storage.run_directory import RunDirectory
+from hpctrain.runs.directory import RunDirectory
 from hpctrain.train.trainer import Outcome
 
 

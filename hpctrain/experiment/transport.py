@@ -7,9 +7,9 @@ import os
 from hpctrain.backend.arithmetic import Arithmetic
 from hpctrain.backend.cuda import choose
 from hpctrain.comm.base import Communicator
-from hpctrain.comm.transports import Transport
+from hpctrain.comm.transports_rest import Transport
 from hpctrain.config.schema import Config
-from hpctrain.errors import BackendError, ConfigError
+from hpctrain.core.errors import BackendError, ConfigError
 from hpctrain.experiment.device_faults import transport_fault
 from hpctrain.launch.launcher import Launcher
 

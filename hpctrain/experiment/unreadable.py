@@ -7,13 +7,13 @@ import platform
 from collections.abc import Collection, Sequence
 
 from hpctrain.config.schema import Config
-from hpctrain.data.block_reader import BlockReader
-from hpctrain.data.format import ImageFile
+from hpctrain.data.readers import BlockReader
+from hpctrain.data.image_file import ImageFile
 from hpctrain.data.unreadable import ReadPolicy, pauses_within
-from hpctrain.errors import ConfigError
-from hpctrain.experiment.session import Session
+from hpctrain.core.errors import ConfigError
+from hpctrain.job.session import Session
 from hpctrain.rank_spans import spans
-from hpctrain.train.metrics import Reporter
+from hpctrain.train.metrics_rest import Reporter
 from hpctrain.train.snapshot import Position
 
 SKIP = "skip"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from hpctrain import user_code
+from hpctrain.core import user_code
 from hpctrain.comm.base import Communicator
 from hpctrain.config.schema import Config
-from hpctrain.experiment.options import named, names
-from hpctrain.experiment.same_start import Subject, compare
+from hpctrain.config.options import named, names
+from hpctrain.job.same_start import Subject, compare
 
 
 def check_alike(world: Communicator) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from signal import Signals
 
 from hpctrain.flight.findings import Autopsy, latest_seconds, named, place, posted_at, silence, silent_seconds
-from hpctrain.flight.ring import End, FlightRecord, RecordedOperation
+from hpctrain.launch.exit_codes import End
+from hpctrain.flight.ring import FlightRecord, RecordedOperation
 from hpctrain.flight.waits import held_up
 
 # Collectives whose sizes are the same on all ranks.

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import TextIO
 
 from hpctrain.flight.recorder import FlightRecorder
-from hpctrain.flight.ring import End
-from hpctrain.launch import last_words
+from hpctrain.launch.exit_codes import End
+from hpctrain.launch import process_end
 from hpctrain.launch.exit_codes import DEADLINE
 from hpctrain.launch.pulse import Pulse
 
@@ -107,7 +107,7 @@ class Heartbeat:
         """End a keeper that is stopped or hangs, and this process with it, so that the launcher notices an end."""
         sentence = "the parent process of this rank was stopped, or hung; both processes are ended"
         self._recorder.ended(End.FAILED, sentence)
-        last_words.say(self._rank, [f"{sentence}."], self._stream, stacks=False)
+        process_end.say(self._rank, [f"{sentence}."], self._stream, stacks=False)
         self._end_keeper()
 
     def _give_up(self) -> None:
@@ -115,8 +115,8 @@ class Heartbeat:
         sentence = f"nothing has moved for the deadline of {self._deadline_seconds:g} s, in {self._recorder.doing}"
         self._recorder.ended(End.DEADLINE, sentence)
         if self._stream is None:
-            last_words.await_turn(self._rank, self._deadline_seconds)
-        last_words.say(self._rank, [f"{sentence}; stacks of all threads:"], self._stream)
-        last_words.say(self._rank, self._explain(), self._stream, stacks=False)
+            process_end.await_turn(self._rank, self._deadline_seconds)
+        process_end.say(self._rank, [f"{sentence}; stacks of all threads:"], self._stream)
+        process_end.say(self._rank, self._explain(), self._stream, stacks=False)
         self._abort(DEADLINE)
         os._exit(DEADLINE)

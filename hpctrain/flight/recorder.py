@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from hpctrain.flight.ring import End, Field, RingWriter, Word, file_name, record_at
+from hpctrain.launch.exit_codes import End
+from hpctrain.flight.ring import Field, RingWriter, Word, file_name, record_at
 from hpctrain.flight.source_lines import SourceLines
 from hpctrain.rank_spans import spans
 

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.errors import DataError
+from hpctrain.core.errors import DataError
 from hpctrain.flight.autopsy import autopsy, newest
 from hpctrain.flight.findings import place
-from hpctrain.flight.ring import End, FlightRecord, file_name, read
+from hpctrain.launch.exit_codes import End
+from hpctrain.flight.ring import FlightRecord, file_name, read
 
 _ENDS = {
     End.RUNNING: "did not say",

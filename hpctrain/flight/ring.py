@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-from hpctrain.errors import DataError
+from hpctrain.core.errors import DataError
 from hpctrain.launch import process_mark
 from hpctrain.launch.exit_codes import FINISHED, STOPPED
-from hpctrain.launch.exit_codes import End as End
+from hpctrain.launch.exit_codes import End
 from hpctrain.rank_spans import ranks_of
 
 MAGIC = int.from_bytes(b"hpcFLY02", "little")

@@ -14,7 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from hpctrain.flight.recorder import FlightRecorder
-from hpctrain.flight.ring import End, file_name
+from hpctrain.launch.exit_codes import End
+from hpctrain.flight.ring import file_name
 from hpctrain.launch.launcher import Launcher
 from hpctrain.launch.processes import launcher_process, status_of
 

@@ -24,11 +24,11 @@ from typing import NoReturn
 
 from hpctrain.launch.exit_codes import BUG, DEADLINE, FINISHED, SIGNALLED, STOPPED, USER_ERROR, End
 from hpctrain.launch.launcher import may_overlook_exit_codes, place_of, started_by
-from hpctrain.launch.memory_group import MemoryGroup
+from hpctrain.launch.control_groups import MemoryGroup
 from hpctrain.launch.processes import WatchedProcess, launchers, status_of
 from hpctrain.launch.pulse import Pulse
-from hpctrain.launch.signals import HELD
-from hpctrain.plain_text import escaped
+from hpctrain.launch.signal_mask import HELD
+from hpctrain.core.text import escaped
 
 #: 0 in the environment: no keeper, as for a debugger that follows the process it has started
 SWITCH = "HPCTRAIN_KEEPER"

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hpctrain.errors import LaunchError
+from hpctrain.core.errors import LaunchError
 from hpctrain.speaker import place
 
 #: set by the user: how many ranks the job must have

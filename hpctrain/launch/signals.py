@@ -16,16 +16,16 @@ import time
 from collections.abc import Callable, Iterator
 from signal import Signals
 
-from hpctrain import rank_log
-from hpctrain.launch import last_words
+from hpctrain.core import log
+from hpctrain.launch import process_end
 from hpctrain.launch.exit_codes import SIGNALLED
 from hpctrain.launch.launcher import place_of
-from hpctrain.launch.signal_mask import HELD as HELD
-from hpctrain.launch.signal_mask import OF_PROGRAMS as OF_PROGRAMS
-from hpctrain.launch.signal_mask import STACKS as STACKS
-from hpctrain.launch.signal_mask import STOPS as STOPS
-from hpctrain.launch.signal_mask import hold as hold
-from hpctrain.launch.signal_mask import release as release
+from hpctrain.launch.signal_mask import HELD
+from hpctrain.launch.signal_mask import OF_PROGRAMS
+from hpctrain.launch.signal_mask import STACKS
+from hpctrain.launch.signal_mask import STOPS
+from hpctrain.launch.signal_mask import hold
+from hpctrain.launch.signal_mask import release
 
 # One request may arrive several times: from the terminal, the launcher, the parent process. What comes later is another one.
 AGAIN_SECONDS = 3.0
@@ -138,7 +138,7 @@ class SignalWatch:
             self._stop(number, now)
         elif number == STACKS and now - self._stacks_at >= _STACKS_SECONDS:
             self._stacks_at = now
-            last_words.say(self._rank, [f"{number.name} received, the run goes on; stacks of all threads:"])
+            process_end.say(self._rank, [f"{number.name} received, the run goes on; stacks of all threads:"])
 
     def _run(self) -> None:
         while not self._closed:
@@ -177,4 +177,4 @@ class SignalWatch:
         clear = "\r\x1b[2K" if os.isatty(2) else ""
         with contextlib.suppress(OSError):
             os.write(2, f"{clear}hpctrain: {place}{sentence}\n".encode())
-        rank_log.also(sentence, logging.WARNING, last=True)
+        log.also(sentence, logging.WARNING, last=True)

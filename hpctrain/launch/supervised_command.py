@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from signal import Signals
 
-from hpctrain.errors import LaunchError
+from hpctrain.core.errors import LaunchError
 from hpctrain.launch.exit_codes import SIGNALLED
 from hpctrain.launch.signal_mask import HELD, STOPS, release
 from hpctrain.launch.signals import AGAIN_SECONDS

@@ -9,7 +9,7 @@ from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.errors import LaunchError
+from hpctrain.core.errors import LaunchError
 from hpctrain.launch.cpu_quota import whole_quota
 from hpctrain.launch.launcher import Launcher
 from hpctrain.launch.processes import launcher_process

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.errors import LaunchError
+from hpctrain.core.errors import LaunchError
 
 _PROGRAM, _TRAIN, _RESUME = "hpctrain", "train", "--resume"
 _SRUN = "srun"

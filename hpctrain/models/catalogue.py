@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hpctrain.errors import ConfigError, OptionError
-from hpctrain.nn.layer import Layer
-from hpctrain.registry import Registry, check_options, parameters_of
+from hpctrain.core.errors import ConfigError, OptionError
+from hpctrain.nn.layers import Layer
+from hpctrain.core.registry import Registry, check_options, parameters_of
 
 FAMILIES: Registry[Layer] = Registry("hpctrain.models.families", "model", None)
 
-_A_MODEL = "a model is a class derived from hpctrain.nn.layer.Layer, or a function that returns a layer, such as a Sequential"
+_A_MODEL = "a model is a class derived from hpctrain.nn.layers.Layer, or a function that returns a layer, such as a Sequential"
 
 #: values of options that follow from the data or from other keys, where a model without defaults for them is built without these
 _PLACEHOLDERS: Mapping[str, object] = {

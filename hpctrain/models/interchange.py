@@ -9,8 +9,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from hpctrain.errors import CheckpointError
-from hpctrain.nn.layer import join
+from hpctrain.core.errors import CheckpointError
+from hpctrain.nn.layers import join
 from hpctrain.nn.network import Network
 from hpctrain.nn.parameter import ParameterSpec
 

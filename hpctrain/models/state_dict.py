@@ -13,10 +13,10 @@ from itertools import chain, islice
 import numpy as np
 from numpy.typing import DTypeLike
 
-from hpctrain.errors import CheckpointError
+from hpctrain.core.errors import CheckpointError
 from hpctrain.models.interchange import exported_shape
 from hpctrain.nearest import nearest
-from hpctrain.nn.layer import Layer, join
+from hpctrain.nn.layers import Layer, join
 from hpctrain.nn.parameter import ParameterSpec
 
 #: torch's counter beside the running statistics of each batch norm: nothing depends on it here, and files may lack it

@@ -8,8 +8,8 @@ from typing import Any
 
 from hpctrain.backend.arithmetic import Arithmetic
 from hpctrain.backend.kernels.abilities import FollowsOperator, SufficientFactors
-from hpctrain.backend.kernels.base import Array, Buffers, LocalStatistics, Operator, StatisticsMerger, StepContext
-from hpctrain.backend.kernels.specs import TensorSpec
+from hpctrain.backend.operators import Array, Buffers, LocalStatistics, Operator, StatisticsMerger, StepContext
+from hpctrain.backend.specs import TensorSpec
 from hpctrain.nn.compile.plan import Action, ExecutionPlan, PlannedStep, Region, StepMemory
 from hpctrain.nn.parameter import Parameter
 from hpctrain.nn.statistics import ProgramStatistics

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpctrain.backend.kernels.abilities import CallsHost
-from hpctrain.backend.kernels.base import Array, CapturedWork, CapturesWork, KernelSet, StepContext
+from hpctrain.backend.operators import Array, CapturedWork, CapturesWork, KernelSet, StepContext
 from hpctrain.nn.compile.plan import Action, Actions, ExecutionPlan
 from hpctrain.nn.hooks import StepHooks
 from hpctrain.nn.parameter import Parameter

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hpctrain.backend.kernels.base import Array, Operator, StepContext
-from hpctrain.backend.kernels.specs import Shape, Spec, TensorSpec, Window
-from hpctrain.nn.layer import Leaf
+from hpctrain.backend.operators import Array, Operator, StepContext
+from hpctrain.backend.specs import Shape, Spec, TensorSpec, Window
+from hpctrain.nn.layers import Leaf
 
 
 class ArrayLayer(Leaf):

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from hpctrain.backend.kernels.base import Operator
-from hpctrain.backend.kernels.graph import Graph
+from hpctrain.backend.operators import Operator
+from hpctrain.backend.graph import Graph
 
 
 @dataclass(frozen=True)

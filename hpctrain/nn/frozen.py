@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from hpctrain.backend.kernels.graph import Graph, Node
-from hpctrain.backend.kernels.specs import BatchNormSpec
-from hpctrain.errors import ConfigError
+from hpctrain.backend.graph import Graph, Node
+from hpctrain.backend.specs import BatchNormSpec
+from hpctrain.core.errors import ConfigError
 from hpctrain.nearest import nearest
-from hpctrain.nn.layer import Layer
+from hpctrain.nn.layers import Layer
 
 
 def frozen_layers(model: Layer, patterns: Sequence[str]) -> frozenset[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hpctrain.backend.kernels.base import Array
+from hpctrain.backend.operators import Array
 from hpctrain.nn.parameter import Parameter
 
 

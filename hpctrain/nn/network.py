@@ -11,17 +11,17 @@ from types import MappingProxyType
 
 from hpctrain.backend.alignment import aligned
 from hpctrain.backend.dtypes import parameter_dtype
-from hpctrain.backend.kernels.base import Array, CapturesWork, KernelSet, LocalStatistics, StatisticsMerger
-from hpctrain.backend.kernels.graph import Graph, GraphBuilder
-from hpctrain.backend.kernels.specs import SoftmaxCrossEntropySpec, TensorSpec
-from hpctrain.errors import ShapeError
+from hpctrain.backend.operators import Array, CapturesWork, KernelSet, LocalStatistics, StatisticsMerger
+from hpctrain.backend.graph import Graph, GraphBuilder
+from hpctrain.backend.specs import SoftmaxCrossEntropySpec, TensorSpec
+from hpctrain.core.errors import ShapeError
 from hpctrain.nn.captured_program import CapturedProgram
 from hpctrain.nn.compile.compiler import compile_graph
 from hpctrain.nn.compile.plan import ExecutionPlan
 from hpctrain.nn.distribution import Distribution, Shard, Undistributed
 from hpctrain.nn.frozen import frozen_layers, layer_of, with_frozen
 from hpctrain.nn.initialise import first_value
-from hpctrain.nn.layer import Layer, join
+from hpctrain.nn.layers import Layer, join
 from hpctrain.nn.parameter import FlatGroup, Parameter, ParameterSpec, StatisticSpec
 from hpctrain.nn.program import Program
 from hpctrain.nn.side_by_side import SideBySide, alike

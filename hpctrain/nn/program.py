@@ -9,7 +9,7 @@ import numpy as np
 
 from hpctrain.backend.arithmetic import Fetch
 from hpctrain.backend.kernels.abilities import DeferredStart, ParameterCopies, RecomputedOutput, SufficientFactors
-from hpctrain.backend.kernels.base import Array, KernelSet, LossHandle, LossOperator, PixelInput, StatisticsMerger, StepContext
+from hpctrain.backend.operators import Array, KernelSet, LossHandle, LossOperator, PixelInput, StatisticsMerger, StepContext
 from hpctrain.backend.kernels.labels import MixedLabels
 from hpctrain.backend.pixel_batch import PixelBatch
 from hpctrain.nn.binder import Binder, BoundStep

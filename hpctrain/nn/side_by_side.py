@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from hpctrain.backend.kernels.base import StepContext
+from hpctrain.backend.operators import StepContext
 from hpctrain.nn.compile.plan import ExecutionPlan
 from hpctrain.nn.hooks import StepHooks
 from hpctrain.nn.program import Program

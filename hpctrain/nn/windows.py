@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hpctrain.backend.kernels.specs import Edges, Pair, Window
-from hpctrain.errors import ShapeError
+from hpctrain.backend.specs import Edges, Pair, Window
+from hpctrain.core.errors import ShapeError
 
 PairLike = int | Pair
 EdgesLike = int | Pair | Edges

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpctrain.errors import OptionError
+from hpctrain.core.errors import OptionError
 from hpctrain.optim.base import Norms
 
 #: added to |g|, so that a gradient of zeros is not divided by

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Literal, get_args
 
-from hpctrain.errors import OptionError
+from hpctrain.core.errors import OptionError
 from hpctrain.nn.parameter import Segment
 
 DecayExclude = Literal["norm_and_bias", "none"]

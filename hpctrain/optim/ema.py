@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hpctrain.backend.arithmetic import Array
-from hpctrain.errors import ConfigError
+from hpctrain.core.errors import ConfigError
 from hpctrain.nn.parameter import FlatGroup, Segment
 from hpctrain.optim.base import Norms, NormsNeeded, Optimizer
 from hpctrain.optim.packing import Packing

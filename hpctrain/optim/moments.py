@@ -9,11 +9,11 @@ from itertools import groupby
 from typing import ClassVar
 
 from hpctrain.backend.arithmetic import Array, Corrections, MomentDescent, MomentRule, UpdateRun
-from hpctrain.errors import OptionError
+from hpctrain.core.errors import OptionError
 from hpctrain.nn.parameter import FlatGroup, Segment
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.decay import DecayExclude, check_decay, is_excluded
-from hpctrain.optim.momentum import merged
+from hpctrain.optim.descent import merged
 from hpctrain.optim.packing import Packing
 from hpctrain.optim.update_counts import UpdateCounts
 

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping, Sequence
 
 from hpctrain.backend.arithmetic import Arithmetic
-from hpctrain.backend.kernels.base import StatisticsMerger
+from hpctrain.backend.operators import StatisticsMerger
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.grid import GridAxis, ProcessGrid
 from hpctrain.comm.progress import ProgressEngine

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpctrain.backend.kernels.abilities import AnyArrays
-from hpctrain.backend.kernels.base import Operator, StepContext
-from hpctrain.backend.kernels.specs import Conv2dSpec, Spec, TensorSpec, Window
-from hpctrain.boxes import Interval, consecutive, replace_dim, whole
-from hpctrain.errors import ShapeError
+from hpctrain.backend.operators import Operator, StepContext
+from hpctrain.backend.specs import Conv2dSpec, Spec, TensorSpec, Window
+from hpctrain.core.intervals import Interval, consecutive, replace_dim, whole
+from hpctrain.core.errors import ShapeError
 from hpctrain.parallel import layout
 from hpctrain.parallel.layout import Layout, LayoutKind
 from hpctrain.parallel.receptive_field import local_window, window_receptive_field

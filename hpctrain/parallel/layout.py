@@ -2,7 +2,7 @@
 
 A tensor of the graph always lies in a partition (SAMPLES, TILES or CHANNELS): every element has one owner, and so has its
 gradient. An operation that reads more, a halo or everything, reads a box of its own whose gradient is a partial sum; see
-`hpctrain.parallel.transfer`.
+`hpctrain.parallel.moves`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from hpctrain.backend.kernels.specs import Pair, Shape
-from hpctrain.boxes import Box, Interval, consecutive, even_intervals, replace_dim, whole
+from hpctrain.backend.specs import Pair, Shape
+from hpctrain.core.intervals import Box, Interval, consecutive, even_intervals, replace_dim, whole
 
 
 class LayoutKind(StrEnum):

@@ -6,14 +6,14 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from hpctrain.backend.kernels.base import Array, KernelSet, LossOperator, Operator
-from hpctrain.backend.kernels.graph import Graph, Node
-from hpctrain.backend.kernels.specs import DropoutSpec, SoftmaxCrossEntropySpec, Spec, TensorSpec
+from hpctrain.backend.operators import Array, KernelSet, LossOperator, Operator
+from hpctrain.backend.graph import Graph, Node
+from hpctrain.backend.specs import DropoutSpec, SoftmaxCrossEntropySpec, Spec, TensorSpec
 from hpctrain.nn.compile.compiler import compile_graph
 from hpctrain.nn.compile.plan import ExecutionPlan
 from hpctrain.parallel.partition_graph import PartitionedGraph
 from hpctrain.parallel.split_group import unused_group
-from hpctrain.parallel.transfer import moved, moved_back
+from hpctrain.parallel.moves import moved, moved_back
 
 _OPERATORS = 1024  # that are kept: a few dozen kinds of a network, at the sizes of a few ranks
 _PLANS = 64  # that are kept: a few kinds of ranks for each of a search's grids

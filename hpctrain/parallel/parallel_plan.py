@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from hpctrain.backend.kernels.specs import Pair
-from hpctrain.errors import ConfigError
+from hpctrain.backend.specs import Pair
+from hpctrain.core.errors import ConfigError
 from hpctrain.nearest import choices
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hpctrain.backend.kernels.graph import Graph, GraphBuilder, Node
-from hpctrain.backend.kernels.specs import Conv2dSpec, LinearSpec, Spec, TensorSpec
-from hpctrain.boxes import Box, Interval, shape_of
+from hpctrain.backend.graph import Graph, GraphBuilder, Node
+from hpctrain.backend.specs import Conv2dSpec, LinearSpec, Spec, TensorSpec
+from hpctrain.core.intervals import Box, Interval, shape_of
 from hpctrain.nn.distribution import Shard
 from hpctrain.parallel import layout
 from hpctrain.parallel.interior import InteriorSplit, JoinRowsSpec, NoInterior, split_interior

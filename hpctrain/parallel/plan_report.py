@@ -1,155 +1,299 @@
-"""The report of a plan over a model, in integers, as `hpctrain.parallel.plan_reporter` makes it.
-
-Ranks are counted by position, c * Pr + r. Words are elements of the run's dtype that a rank hands to the communicator for others
-in one training step; statistics are float64 and counted apart.
-"""
+"""Makes the report of a plan: owners of all elements, words that travel, memory. Pure arithmetic; the same on every rank."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from operator import add
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
 
-from hpctrain.backend.kernels.specs import Shape
-from hpctrain.boxes import Box
-from hpctrain.parallel.layout import LayoutKind
-from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
+from hpctrain.backend import dtypes
+from hpctrain.backend.operators import KernelSet
+from hpctrain.backend.graph import Graph, Node
+from hpctrain.backend.specs import BatchNormSpec, Shape
+from hpctrain.core.intervals import Interval, intersect, shape_of, size_of, whole
+from hpctrain.parallel.layout import Layout, LayoutKind
+from hpctrain.parallel.local_graph import LocalGraph, local_graphs, training_plan
+from hpctrain.parallel.parallel_plan import ParallelPlan
+from hpctrain.parallel.partition_graph import PartitionedGraph, PartitionStep, partition_graph
+from hpctrain.parallel.plan_report_rest import GroupReport, LayerReport, MemoryReport, PlanReport, RedistributionReport, Traffic, Words, add_words, nothing
+from hpctrain.parallel.moves import moved, moved_back
 
-STATISTIC_BYTES = 8
 
-Words = tuple[int, ...]
+def report_plan(
+    graph_of: Callable[[int], Graph],
+    plan: ParallelPlan,
+    counts: Sequence[int],
+    parameters: Mapping[str, Shape],
+    kernels: KernelSet | None = None,
+) -> PlanReport:
+    """The report of `plan` over a model.
+
+    Args:
+        graph_of: gives the model lowered for a number of samples. counts: samples of a step by position. parameters: whole shapes
+            by full name. kernels: the kernel set that would compute; given, memory is planned as a program plans it.
+
+    Raises:
+        ConfigError: a pattern of the plan that matches no layer.
+    """
+    assert len(counts) == plan.rows * plan.cols
+    shares = [tuple(counts[first : first + plan.rows]) for first in range(0, len(counts), plan.rows)]
+    sample = graph_of(1)
+    plan.check([node.name for node in sample.nodes])
+    # Split groups with the same samples have the same report, and there are at most two sizes of batch among many groups.
+    by_share = {share: _GroupReporter(graph_of(sum(share)), plan, share, parameters, kernels) for share in dict.fromkeys(shares)}
+    split_groups = [by_share[share] for share in shares]
+    entries = _by_position([group.entries for group in split_groups], plan.rows)
+    memory = None if kernels is None else tuple(of_rank for group in split_groups for of_rank in group.memory)
+    item_bytes = sample.tensors[0].item_bytes
+    groups = _parameter_groups(plan, split_groups, parameters)
+    return PlanReport(plan, tuple(counts), sample.tensors[0].dtype, item_bytes, entries, groups, memory)
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """Words by position. statistics_*: float64 words of batch statistics."""
+_Entry = LayerReport | RedistributionReport
+_Key = tuple[str, str]  # the step's name and that of its input's producer: the same in every split group
 
-    forward: Words
-    backward: Words
-    statistics_forward: Words
-    statistics_backward: Words
 
-    def bytes_forward(self, item_bytes: int) -> Words:
-        return _bytes(self.forward, self.statistics_forward, item_bytes)
+class _GroupReporter:
+    """Reports one split group: its entries by key, over its Pr ranks."""
 
-    def bytes_backward(self, item_bytes: int) -> Words:
-        return _bytes(self.backward, self.statistics_backward, item_bytes)
+    def __init__(
+        self,
+        graph: Graph,
+        plan: ParallelPlan,
+        counts: tuple[int, ...],
+        parameters: Mapping[str, Shape],
+        kernels: KernelSet | None,
+    ) -> None:
+        self._plan, self._parameters, self.ranks = plan, parameters, len(counts)
+        self._graph = graph
+        self._partitioned: PartitionedGraph = partition_graph(graph, plan, counts)
+        self._needs_gradient = _needs_gradient(self._partitioned)
+        self._readers = _readers(self._partitioned)
+        self.shards = self._partitioned.shards()
+        self.entries = dict(self._entries())
+        self.memory: tuple[MemoryReport, ...] = ()
+        if kernels is not None:
+            graphs = local_graphs(self._partitioned, range(self.ranks))
+            self.memory = tuple(self._memory(rank, graph, kernels) for rank, graph in enumerate(graphs))
 
-    def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(
-            add_words(self.forward, other.forward),
-            add_words(self.backward, other.backward),
-            add_words(self.statistics_forward, other.statistics_forward),
-            add_words(self.statistics_backward, other.statistics_backward),
+    def _entries(self) -> Iterator[tuple[_Key, _Entry]]:
+        halos: dict[str, list[PartitionStep]] = {}
+        producers = {step.output: step.name for step in self._partitioned.steps}
+        for step in self._partitioned.steps:
+            if step.move is not None:
+                reader = self._readers.get(step.output, "output")
+                # A halo belongs to the layer that reads it, a redistribution stands for itself.
+                if step.summed or not _is_halo(step):
+                    yield (step.name, producers.get(step.inputs[0], "input")), self._redistribution(step, reader)
+                else:
+                    halos.setdefault(reader, []).append(step)
+            elif step.node is not None and step.sharding is not None:
+                yield (step.node.name, ""), self._layer(step.node, step, halos.get(step.node.name, []))
+
+    def _redistribution(self, step: PartitionStep, reader: str) -> RedistributionReport:
+        assert step.move is not None
+        source, target = step.move
+        traffic = self._traffic(step)
+        boxes = self._partitioned.layouts[step.output].boxes
+        words = tuple(size_of(box) for box in boxes)
+        if step.summed:
+            return RedistributionReport(step.name, reader, "parts of a sum", source.kind.value, traffic, words)
+        return RedistributionReport(step.name, reader, source.kind.value, _kind(target), traffic, words)
+
+    def _layer(self, node: Node, step: PartitionStep, halos: Sequence[PartitionStep]) -> LayerReport:
+        sharding = step.sharding
+        assert sharding is not None
+        assert step.use is not None
+        traffic = self._statistics(node, step)
+        extra: Words = (0,) * self.ranks
+        for halo in halos:
+            traffic = traffic + self._traffic(halo)
+            assert halo.move is not None
+            extra = add_words(extra, tuple(size_of(box) for box in halo.move[1].boxes))
+        held = [self._held(node, rank) for rank in range(self.ranks)]
+        return LayerReport(
+            name=node.name,
+            operation=_operation(node),
+            use=step.use,
+            kind=sharding.writes.kind,
+            shape=sharding.writes.shape,
+            owns=sharding.writes.boxes,
+            halo=tuple(self._halo(halos, rank) for rank in range(self.ranks)),
+            traffic=traffic,
+            parameters=tuple(held),
+            activations=add_words(tuple(size_of(box) for box in sharding.writes.boxes), extra),
         )
 
+    def _traffic(self, step: PartitionStep) -> Traffic:
+        """A move's words, or its adjoint's first where it is a sum; none in backward where no gradient is asked for."""
+        assert step.move is not None
+        of_move, of_adjoint = moved(*step.move), moved_back(*step.move)
+        forward, backward = (of_adjoint, of_move) if step.summed else (of_move, of_adjoint)
+        zeros = (0,) * self.ranks
+        return Traffic(forward, backward if self._needs_gradient[step.inputs[0]] else zeros, zeros, zeros)
 
-@dataclass(frozen=True)
-class LayerReport:
-    """One layer of the model on the grid.
+    def _statistics(self, node: Node, step: PartitionStep) -> Traffic:
+        """Count, mean and M2 of every other rank forward, two sums backward, per channel; see `batch_norm.RankStatistics`.
 
-    operation: a word and the window. kind: how its output is split. shape: of the output of the first split group's
-    samples. owns: each position's box of its group's output. halo: (rows, columns) of input images that each position gets from
-    others, for its windows. traffic: halos and statistics. parameters: elements held by each position. activations: words of
-    each position's output, and of its input with the halo where there is one.
+        The sums are those that the input's gradient needs: a batch norm of the images themselves sends none.
+        """
+        assert step.sharding is not None
+        passes_back = any(self._needs_gradient[tensor] for tensor in step.inputs)
+        sizes = {"all": self._plan.rows * self._plan.cols, "data": self._plan.cols, "split": self._plan.rows}
+        forward, backward = [], []
+        for spec in step.sharding.specs:
+            others = channels = 0
+            if isinstance(spec, BatchNormSpec) and spec.synchronised:
+                others, channels = sizes[spec.merge] - 1, spec.channels
+            forward.append(others * (2 * channels + 1))
+            backward.append(others * 2 * channels if passes_back else 0)
+        return replace(nothing(self.ranks), statistics_forward=tuple(forward), statistics_backward=tuple(backward))
+
+    def _halo(self, halos: Sequence[PartitionStep], rank: int) -> tuple[int, int]:
+        """Rows and columns of the image that this rank reads and does not own, in one or two pieces (the halos of both edges)."""
+        rows = columns = 0
+        for step in halos:
+            assert step.move is not None
+            source, target = step.move
+            owned, wanted = source.boxes[rank], target.boxes[rank]
+            if intersect(wanted, whole(source.shape)) is None:  # padding alone
+                continue
+            rows += _beyond(wanted[1], owned[1], source.shape[1])
+            columns += _beyond(wanted[2], owned[2], source.shape[2])
+        return rows, columns
+
+    def _held(self, node: Node, rank: int) -> int:
+        return sum(held(self._parameters[name], self.shards.get(name), rank) for name in node.parameters.values())
+
+    def _memory(self, rank: int, local: LocalGraph, kernels: KernelSet) -> MemoryReport:
+        item = local.graph.tensors[0].item_bytes
+        arena = training_plan(local, kernels).arena_bytes
+        parameters = sum(held(shape, self.shards.get(name), rank) for name, shape in self._parameters.items())
+        of_parameters = dtypes.item_bytes(dtypes.parameter_dtype(local.graph.tensors[0].dtype))
+        return MemoryReport(arena, message_words(local) * item, parameters * of_parameters)
+
+
+def message_words(local: LocalGraph) -> int:
+    """Words of message buffers: one that all moves share, and one of its own for each that travels under computation."""
+    shared = [words.sent + words.received for words in local.moves.values() if not words.early]
+    separate = [words.sent + words.received for words in local.moves.values() if words.early]
+    return max(shared, default=0) + sum(separate)
+
+
+def held(shape: Shape, shard: Sequence[Interval] | None, rank: int) -> int:
+    """Elements of a parameter of `shape` on one rank; `shard`: each rank's interval of its output channels."""
+    size = math.prod(shape)
+    if shard is None:
+        return size
+    start, stop = shard[rank]
+    return size // shard[-1][1] * (stop - start)
+
+
+def _parameter_groups(
+    plan: ParallelPlan, split_groups: Sequence[_GroupReporter], parameters: Mapping[str, Shape]
+) -> tuple[GroupReport, ...]:
+    """Whole parameters are averaged over all ranks, split ones over the data group, whose ranks hold the same shard."""
+    shards = split_groups[0].shards  # the same in each
+    everywhere, split = [], []
+    for rank in range(plan.rows):
+        sizes = {name: held(shape, shards.get(name), rank) for name, shape in parameters.items()}
+        split.append(sum(size for name, size in sizes.items() if name in shards))
+        everywhere.append(sum(sizes.values()) - split[-1])
+    reports = (
+        GroupReport("all", plan.rows * plan.cols, tuple(everywhere) * plan.cols),
+        GroupReport("model", plan.cols, tuple(split) * plan.cols),
+    )
+    return tuple(report for report in reports if any(report.elements))
+
+
+def _by_position(groups: Sequence[Mapping[_Key, _Entry]], split_size: int) -> tuple[_Entry, ...]:
+    """The entries of all split groups, joined so that sequences go by position.
+
+    A group without samples has fewer moves than the others: its empty tensors lie the same in layouts that differ elsewhere.
     """
-
-    name: str
-    operation: str
-    use: Parallelism
-    kind: LayoutKind
-    shape: Shape
-    owns: tuple[Box, ...]
-    halo: tuple[tuple[int, int], ...]
-    traffic: Traffic
-    parameters: Words
-    activations: Words
+    fullest = max(groups, key=len)
+    assert all(entries.keys() <= fullest.keys() for entries in groups)
+    return tuple(
+        _join([entries[key] if key in entries else _unmoved(entry, split_size) for entries in groups])
+        for key, entry in fullest.items()
+    )
 
 
-@dataclass(frozen=True)
-class RedistributionReport:
-    """A move between layers whose layouts differ, before `reader`; or a sum, after the layer that left its summands.
-
-    source, target: how the tensor is split, "everything" where every rank gets all of it, "parts of a sum".
-    activations: words that each position's result takes.
-    """
-
-    name: str
-    reader: str
-    source: str
-    target: str
-    traffic: Traffic
-    activations: Words
+def _unmoved(entry: _Entry, split_size: int) -> _Entry:
+    """The same move in a split group where it moves nothing."""
+    return replace(entry, traffic=nothing(split_size), activations=(0,) * split_size)
 
 
-@dataclass(frozen=True)
-class MemoryReport:
-    """Bytes of one position.
-
-    activations: the arena of a training step, gradients of activations included. messages: the buffers of the split group.
-    parameters: their values; their gradients take the same again.
-    """
-
-    activations: int
-    messages: int
-    parameters: int
-
-
-@dataclass(frozen=True)
-class GroupReport:
-    """A group of parameters that are averaged together: elements that each position holds, over how many ranks."""
-
-    name: str
-    ranks: int
-    elements: Words
-
-
-@dataclass(frozen=True)
-class PlanReport:
-    """A plan over a model. counts: samples of each position. entries: in forward order. memory: None without kernels."""
-
-    plan: ParallelPlan
-    counts: tuple[int, ...]
-    dtype: str
-    item_bytes: int
-    entries: tuple[LayerReport | RedistributionReport, ...]
-    groups: tuple[GroupReport, ...]
-    memory: tuple[MemoryReport, ...] | None
-
-    @property
-    def layers(self) -> tuple[LayerReport, ...]:
-        return tuple(entry for entry in self.entries if isinstance(entry, LayerReport))
-
-    @property
-    def redistributions(self) -> tuple[RedistributionReport, ...]:
-        return tuple(entry for entry in self.entries if isinstance(entry, RedistributionReport))
-
-    @property
-    def traffic(self) -> Traffic:
-        """The words of a whole step; the averaging of gradients is left out."""
-        total = nothing(len(self.counts))
-        for entry in self.entries:
-            total = total + entry.traffic
-        return total
-
-    @property
-    def parameters(self) -> Words:
-        """Elements of all parameters that each position holds."""
-        total: Words = (0,) * len(self.counts)
-        for layer in self.layers:
-            total = add_words(total, layer.parameters)
-        return total
+def _join(of_groups: Sequence[_Entry]) -> _Entry:
+    """One entry of all split groups: their sequences by rank follow each other by position."""
+    first = of_groups[0]
+    traffic = Traffic(
+        _chain(entry.traffic.forward for entry in of_groups),
+        _chain(entry.traffic.backward for entry in of_groups),
+        _chain(entry.traffic.statistics_forward for entry in of_groups),
+        _chain(entry.traffic.statistics_backward for entry in of_groups),
+    )
+    activations = _chain(entry.activations for entry in of_groups)
+    if isinstance(first, RedistributionReport):
+        return replace(first, traffic=traffic, activations=activations)
+    layers = [entry for entry in of_groups if isinstance(entry, LayerReport)]
+    return replace(
+        first,
+        owns=tuple(box for layer in layers for box in layer.owns),
+        halo=tuple(halo for layer in layers for halo in layer.halo),
+        traffic=traffic,
+        parameters=_chain(layer.parameters for layer in layers),
+        activations=activations,
+    )
 
 
-def nothing(ranks: int) -> Traffic:
-    """No words of so many ranks."""
-    zeros = (0,) * ranks
-    return Traffic(zeros, zeros, zeros, zeros)
+def _needs_gradient(graph: PartitionedGraph) -> list[bool]:
+    """For each tensor, whether backward computes its gradient: not that of the images, nor of tensors before any parameter."""
+    needs = [False] * len(graph.layouts)
+    for step in graph.steps:
+        trained = step.node is not None and step.node.trains
+        needs[step.output] = trained or any(needs[i] for i in step.inputs)
+    return needs
 
 
-def add_words(a: Words, b: Words) -> Words:
-    """Position by position."""
-    return tuple(map(add, a, b))
+def _readers(graph: PartitionedGraph) -> dict[int, str]:
+    """The first layer that reads each tensor."""
+    readers: dict[int, str] = {}
+    for step in graph.steps:
+        if step.node is not None:
+            for tensor in step.inputs:
+                readers.setdefault(tensor, step.node.name)
+    return readers
 
 
-def _bytes(words: Words, statistics: Words, item_bytes: int) -> Words:
-    return tuple(item_bytes * n + STATISTIC_BYTES * s for n, s in zip(words, statistics, strict=True))
+def _is_halo(step: PartitionStep) -> bool:
+    assert step.move is not None
+    source, target = step.move
+    return source.kind is LayoutKind.TILES and not target.is_partition and _kind(target) != "everything"
+
+
+def _kind(layout: Layout) -> str:
+    if layout.is_partition:
+        return layout.kind.value
+    everywhere = all(shape_of(box) == layout.shape for box in layout.boxes)
+    return "everything" if everywhere else layout.kind.value
+
+
+def _operation(node: Node) -> str:
+    name = type(node.spec).__name__.removesuffix("Spec").lower()
+    window = getattr(node.spec, "window", None)
+    if window is None:
+        return name
+    kernel, stride = "x".join(map(str, window.kernel)), window.stride
+    return f"{name} {kernel}" + (f"/{stride[0]}" if stride != (1, 1) else "")
+
+
+def _beyond(wanted: Interval, owned: Interval, size: int) -> int:
+    """Elements of `wanted` inside of 0 .. size that are not in `owned`."""
+    start, stop = max(0, wanted[0]), min(size, wanted[1])
+    return max(0, stop - start) - max(0, min(stop, owned[1]) - max(start, owned[0]))
+
+
+def _chain(of_groups: Iterator[Words]) -> Words:
+    return tuple(chain.from_iterable(of_groups))

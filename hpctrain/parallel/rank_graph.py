@@ -6,12 +6,12 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from hpctrain.backend.kernels.base import KernelSet, Operator
-from hpctrain.backend.kernels.graph import Graph
-from hpctrain.boxes import Box
+from hpctrain.backend.operators import KernelSet, Operator
+from hpctrain.backend.graph import Graph
+from hpctrain.core.intervals import Box
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.nn.distribution import Shard
-from hpctrain.nn.layer import Layer
+from hpctrain.nn.layers import Layer
 from hpctrain.nn.network import ImageShape, Network
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.layout import LayoutKind

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hpctrain.backend.kernels.specs import Pair, Window
-from hpctrain.boxes import Interval
+from hpctrain.backend.specs import Pair, Window
+from hpctrain.core.intervals import Interval
 
 
 @dataclass(frozen=True)

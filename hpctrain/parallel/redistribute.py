@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hpctrain.backend.kernels.abilities import Accumulating, AnyArrays, CallsHost, DeferredStart, RecomputedOutput
-from hpctrain.backend.kernels.base import Buffers, Operator, StepContext
-from hpctrain.backend.kernels.specs import Shape, TensorSpec
-from hpctrain.boxes import shape_of
-from hpctrain.comm.progress import Ticket
+from hpctrain.backend.operators import Buffers, Operator, StepContext
+from hpctrain.backend.specs import Shape, TensorSpec
+from hpctrain.core.intervals import shape_of
+from hpctrain.comm.posting_queue import Ticket
 from hpctrain.parallel.layout import Layout
 from hpctrain.parallel.split_group import SplitGroup
-from hpctrain.parallel.transfer import TransferRunner, transfer
+from hpctrain.parallel.moves import TransferRunner, transfer
 
 # A halo is kept for backward and put around the rank's own tile again, instead of both together, unless that saves little memory.
 _RECOMPUTE_SHARE = 0.5

@@ -10,23 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
-from hpctrain.backend.kernels.graph import Node
-from hpctrain.backend.kernels.specs import (
-    AdaptiveAveragePoolSpec,
-    AddSpec,
-    BatchNormSpec,
-    Conv2dSpec,
-    DropoutSpec,
-    FlattenSpec,
-    LinearSpec,
-    Pair,
-    PoolSpec,
-    ReluSpec,
-    Shape,
-    Spec,
-    Window,
-)
-from hpctrain.boxes import Interval, even_intervals, replace_dim, shape_of, whole
+from hpctrain.backend.graph import Node
+from hpctrain.backend.specs import AdaptiveAveragePoolSpec, AddSpec, BatchNormSpec, Conv2dSpec, DropoutSpec, FlattenSpec, LinearSpec, Pair, PoolSpec, ReluSpec, Shape, Spec, Window
+from hpctrain.core.intervals import Interval, even_intervals, replace_dim, shape_of, whole
 from hpctrain.parallel import layout
 from hpctrain.parallel.layout import Layout, LayoutKind
 from hpctrain.parallel.parallel_plan import Parallelism

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from hpctrain.backend.arithmetic import Arithmetic, Array
 from hpctrain.backend.host_arithmetic import HostArithmetic
 from hpctrain.comm.base import Communicator
-from hpctrain.comm.progress import ProgressEngine, Ticket
+from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.posting_queue import Ticket
 from hpctrain.comm.single import SingleCommunicator
-from hpctrain.comm.staged import StagedCommunicator
+from hpctrain.comm.transports import StagedCommunicator
 
 
 class SplitGroup:

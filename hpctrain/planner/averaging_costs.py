@@ -13,11 +13,11 @@ from typing import Any
 from hpctrain.averaging import slice_sizes
 from hpctrain.averaging.collective_schedule import OperationKind
 from hpctrain.averaging.rounding import Rounding
-from hpctrain.averaging.slices import Compression
+from hpctrain.averaging.slicing import Compression
 from hpctrain.averaging.sufficient_factors import moves_less
-from hpctrain.comm.two_level import Levels, levels
+from hpctrain.comm.groups import Levels, levels
 from hpctrain.planner.collective_costs import unhindered_seconds
-from hpctrain.planner.compute_costs import ComputeCosts
+from hpctrain.planner.compute_costs_rest import ComputeCosts
 from hpctrain.planner.grid_placements import GridPlacements
 from hpctrain.planner.machine import Machine
 from hpctrain.planner.message_costs import MessageCosts

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.comm.two_level import node_numbers
+from hpctrain.comm.groups import node_numbers
 from hpctrain.planner import link_fit, machine_file
 from hpctrain.planner.link_measurement import SIZES, LinkProbe, MessagePoint
 from hpctrain.planner.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate

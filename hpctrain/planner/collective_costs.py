@@ -10,7 +10,7 @@ buffer's size in bytes, P the number of ranks:
                         Bruck's for any other P, with as many rounds; from there on a ring: P - 1 rounds of n / P
     allreduce           up to 2 KiB recursive doubling: ceil(log2 P) rounds of n; from there on halving and then doubling
     all-to-all          all messages at once, one to each rank that gets anything
-    in two levels       as comm/two_level.py does: each level is a collective by itself
+    in two levels       as comm/groups.py does: each level is a collective by itself
 
 Ranks that halve or double in numbers that are no power of two send whole buffers to a partner first, and get them at the end.
 """
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hpctrain.averaging.collective_schedule import OperationKind
-from hpctrain.comm.two_level import Levels
+from hpctrain.comm.groups import Levels
 from hpctrain.planner.machine import Link, Machine
 from hpctrain.planner.tasks import GroupPlacement
 

@@ -9,12 +9,12 @@ import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
-from hpctrain.errors import BackendError
+from hpctrain.core.errors import BackendError
 from hpctrain.nn.compile.compiler import compile_graph
 from hpctrain.parallel.layout import Layout
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.planner.averaging_costs import AveragerChoice, AveragingCosts
-from hpctrain.planner.compute_costs import ComputeCosts
+from hpctrain.planner.compute_costs_rest import ComputeCosts
 from hpctrain.planner.job import Candidate, Job
 from hpctrain.planner.layer_costs import (
     SegmentCost,

@@ -9,7 +9,7 @@ import numpy as np
 
 from hpctrain.backend.kernels.abilities import SufficientFactors
 from hpctrain.backend.kernels.fused_specs import WithRelu
-from hpctrain.backend.kernels.specs import LinearSpec
+from hpctrain.backend.specs import LinearSpec
 from hpctrain.nn.compile.plan import ExecutionPlan, PlannedStep
 
 _WARM_UP = 2

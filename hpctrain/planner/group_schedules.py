@@ -9,10 +9,10 @@ import numpy as np
 
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
 from hpctrain.averaging.rounding import Rounding
-from hpctrain.averaging.slices import Slice
+from hpctrain.averaging.slicing import Slice
 from hpctrain.averaging.strategy import PlannedGroup, Strategy
 from hpctrain.backend.dtypes import parameter_dtype
-from hpctrain.boxes import Interval
+from hpctrain.core.intervals import Interval
 from hpctrain.comm.link import LinkModel
 from hpctrain.data.sampler import counts as counts_over
 from hpctrain.nn.distribution import Shard

@@ -8,8 +8,8 @@ from functools import cached_property
 from typing import Any
 
 from hpctrain.averaging.strategy import PlannedGroup, Strategy
-from hpctrain.backend.kernels.base import KernelSet
-from hpctrain.backend.kernels.graph import Graph
+from hpctrain.backend.operators import KernelSet
+from hpctrain.backend.graph import Graph
 from hpctrain.nn.parameter import ParameterSpec
 from hpctrain.optim.base import NormsNeeded
 from hpctrain.parallel.parallel_plan import ParallelPlan

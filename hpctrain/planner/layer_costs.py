@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hpctrain.backend import dtypes
-from hpctrain.backend.kernels.graph import Graph, GraphBuilder, Node
-from hpctrain.backend.kernels.specs import BatchNormSpec, LinearSpec, TensorSpec
-from hpctrain.boxes import shape_of
+from hpctrain.backend.graph import Graph, GraphBuilder, Node
+from hpctrain.backend.specs import BatchNormSpec, LinearSpec, TensorSpec
+from hpctrain.core.intervals import shape_of
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator
 from hpctrain.data.sampler import counts as counts_over
@@ -23,14 +23,14 @@ from hpctrain.nn.compile.steps import Steps, make_steps
 from hpctrain.parallel import layout
 from hpctrain.parallel.layout import Layout
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
-from hpctrain.parallel.plan_report import STATISTIC_BYTES
+from hpctrain.parallel.plan_report_rest import STATISTIC_BYTES
 from hpctrain.parallel.redistribute import RedistributeSpec, ReduceScatterSpec
 from hpctrain.parallel.sharding_rules import OperatorSharding, SplitContext, shard
 from hpctrain.parallel.split_group import SplitGroup
-from hpctrain.parallel.transfer import transfer
+from hpctrain.parallel.moves import transfer
 from hpctrain.planner.averaging_costs import AveragedParts, LinearSize
 from hpctrain.planner.collective_costs import stages, unhindered_seconds
-from hpctrain.planner.compute_costs import ComputeCosts
+from hpctrain.planner.compute_costs_rest import ComputeCosts
 from hpctrain.planner.grid_placements import grid_placements
 from hpctrain.planner.job import Job
 from hpctrain.planner.machine import Machine

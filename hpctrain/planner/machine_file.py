@@ -13,13 +13,13 @@ from pydantic import BaseModel, ValidationError
 
 from hpctrain.config import examples
 from hpctrain.config.faults import show
-from hpctrain.config.source import KeyPath, Source, dotted, read_yaml
-from hpctrain.errors import ConfigError
-from hpctrain.input_file import TEXT_BYTES, read_text
+from hpctrain.core.yaml_source import KeyPath, Source, dotted, read_yaml
+from hpctrain.core.errors import ConfigError
+from hpctrain.core.files import TEXT_BYTES, read_text
 from hpctrain.nearest import choices, nearest
 from hpctrain.planner.machine import Machine
 from hpctrain.planner.machine_schema import MachineFields
-from hpctrain.rules import rule
+from hpctrain.core.sentences import rule
 from hpctrain.storage.atomic_write import write_text
 
 _FOLDER = "configs/machines/"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from hpctrain.config.section import Integer, Number, Section, Text
+from hpctrain.config.values import Integer, Number, Section, Text
 from hpctrain.planner.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hpctrain.averaging.collective_schedule import OperationKind
-from hpctrain.averaging.compute_times import Times
+from hpctrain.averaging.step_times import Times
 from hpctrain.averaging.dependencies import EventKind
 from hpctrain.comm.link import LinkModel
-from hpctrain.comm.two_level import Levels
+from hpctrain.comm.groups import Levels
 from hpctrain.nn.parameter import GroupLayout
 from hpctrain.planner.collective_costs import stages, unhindered_seconds
 from hpctrain.planner.machine import Machine

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 from hpctrain.averaging.collective_schedule import OperationKind
 from hpctrain.averaging.rounding import Rounding
-from hpctrain.averaging.slices import INDEX_BYTES, Compression
-from hpctrain.comm.sixteen_bit import Wire
-from hpctrain.comm.two_level import Levels
+from hpctrain.averaging.slicing import INDEX_BYTES, Compression
+from hpctrain.comm.sums import Wire
+from hpctrain.comm.groups import Levels
 from hpctrain.planner.collective_costs import Stage, across_nodes, stages, within_nodes
 from hpctrain.planner.machine import Machine, OperatorClass
 from hpctrain.planner.tasks import GroupPlacement

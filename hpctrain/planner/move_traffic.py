@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hpctrain.backend.kernels.base import Operator
-from hpctrain.boxes import size_of
+from hpctrain.backend.operators import Operator
+from hpctrain.core.intervals import size_of
 from hpctrain.nn.compile.plan import Action
 from hpctrain.parallel.redistribute import RedistributeOperator, RedistributeSpec, ReduceScatterOperator, ReduceScatterSpec
-from hpctrain.parallel.transfer import Transfer
+from hpctrain.parallel.moves import Transfer
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from typing import Any
 
-from hpctrain.backend.kernels.specs import TensorSpec
+from hpctrain.backend.specs import TensorSpec
 from hpctrain.nn.compile.plan import Action, PlannedStep, StepMemory
 from hpctrain.parallel.redistribute import RedistributeOperator, RedistributeSpec
 from hpctrain.planner.move_traffic import is_move, transfer_of

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpctrain.input_file import read_text
+from hpctrain.core.files import read_text
 from hpctrain.log import get_logger
 from hpctrain.paths import user_directory
 from hpctrain.planner.operator_key import OperatorKey

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hpctrain.backend.dtypes import item_bytes
 from hpctrain.backend.kernels.fused_specs import WithRelu
-from hpctrain.backend.kernels.specs import BatchNormSpec, Conv2dSpec, LinearSpec, Spec
+from hpctrain.backend.specs import BatchNormSpec, Conv2dSpec, LinearSpec, Spec
 from hpctrain.nn.compile.plan import Action, PlannedStep, StepMemory
 from hpctrain.planner.machine import OperatorClass
 from hpctrain.planner.move_traffic import is_move, move_traffic

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from hpctrain.planner.compute_costs import ComputeCosts
+from hpctrain.planner.compute_costs_rest import ComputeCosts
 from hpctrain.planner.job import Candidate, Job
 from hpctrain.planner.machine import Machine
 from hpctrain.planner.prediction import Prediction, SimulationOptions
-from hpctrain.planner.simulation.simulate import simulate
+from hpctrain.planner.simulation.simulate_rest import simulate
 from hpctrain.planner.step_bytes import exchanged_bytes
 from hpctrain.planner.step_program import step_program
 

@@ -1,192 +1,217 @@
-"""The times of candidates' operators, measured as they follow each other in a step: alone they would find other caches."""
+"""One rank's step of a model, run by itself with a clock between its actions: the times that predictions are made of."""
 
 from __future__ import annotations
 
-import platform
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from hpctrain.backend.dtypes import parameter_dtype
-from hpctrain.backend.kernels.base import KernelSet
-from hpctrain.backend.kernels.graph import Graph
-from hpctrain.backend.kernels.onednn.library import processor_flags
-from hpctrain.boxes import even
-from hpctrain.data.sampler import counts as counts_over
+from hpctrain.backend.operators import KernelSet, StatisticsMerger, StepContext
+from hpctrain.backend.graph import Graph, Node
+from hpctrain.backend.specs import SoftmaxCrossEntropySpec
 from hpctrain.nn.compile.compiler import compile_graph
-from hpctrain.nn.compile.plan import Action, ExecutionPlan
+from hpctrain.nn.compile.plan import Action
 from hpctrain.nn.distribution import Shard
-from hpctrain.parallel.partition_graph import partition_graph
-from hpctrain.planner.factor_products import FactorProduct, products_of, time_product
-from hpctrain.planner.job import Candidate, Job
-from hpctrain.planner.measured_costs import input_key, others_key, product_key, update_key
-from hpctrain.planner.operator_key import OperatorKey, operator_key
-from hpctrain.planner.operator_times import OperatorTimes, Setting
-from hpctrain.planner.stand_ins import StandInGroup, stand_in_mergers
-from hpctrain.planner.timed_program import ProgramTimes, TimedProgram, clock_of
-from hpctrain.version import __version__
+from hpctrain.nn.initialise import first_value
+from hpctrain.nn.network import local_spec
+from hpctrain.nn.parameter import FlatGroup, ParameterSpec, StatisticSpec
+from hpctrain.nn.program import Program
+from hpctrain.nn.statistics import FlatStatistics
+from hpctrain.optim.optimizers.sgd import Sgd
 
-#: instruction sets that kernels are chosen by
-_INSTRUCTION_SETS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "avx_vnni", "amx_tile", "amx_bf16")
-_STEPS = 7
-_UNTIMED = (Action.BEGIN, Action.FREE)
-# Parameters, gradients and momentum, and as many again for temporaries.
-_COPIES_OF_PARAMETERS = 4
+_LEARNING_RATE = 0.0  # no step learns anything, so weights stay what they are and finite
+_WARM_UP = 2
+# What stand-ins leave in message buffers are no numbers of a training: they may overflow.
+_without_warnings = np.errstate(over="ignore", invalid="ignore", divide="ignore")
+_FILL = {"running_mean": 0.0, "running_var": 1.0}
 
 
 @dataclass(frozen=True)
-class RankProgram:
-    """A rank's program. graph: its own, not yet fused. shards: its parts of parameters.
+class ProgramTimes:
+    """An undisturbed step, from those that were timed, in seconds.
 
-    split_ranks, data_ranks: of its two groups. exchanged_samples: whose inputs and errors it may make gradients of; 0 where none
-    are exchanged.
+    actions: of (action, position) of the plan; what begins early counts in the phase that it ends in. input: the copy of the
+    images. update: of all parameters, with the look at finite numbers. others: loss, sums and statistics. step: whole steps
+    without a clock between actions; 0 where none were run.
     """
 
-    graph: Graph
-    shards: Mapping[str, Shard]
-    split_ranks: int
-    data_ranks: int
-    exchanged_samples: int
+    actions: Mapping[tuple[Action, int], float]
+    input: float
+    update: float
+    others: float
+    step: float
+
+    @property
+    def sum(self) -> float:
+        """All of a step, added up."""
+        return sum(self.actions.values()) + self.input + self.update + self.others
 
 
-@dataclass(frozen=True)
-class Coverage:
-    """An account of a measurement. programs: that were run. left: that the time or the memory did not allow."""
+class TimedProgram:
+    """A rank's graph with made-up parameters and images, and steps of it without communication.
 
-    programs: int
-    left: int
-    seconds: float
+    Args:
+        graph: of one rank, made with stand-ins for the others (see `stand_ins`). kernels: who computes.
+        specs: of the model's parameters, whole; those that the graph does not use are left out.
+        shards: the parts of parameters that the rank has; others are whole. mergers: by group, of batch statistics.
+        dtype: of activations. clock: gives seconds.
+
+    Attributes:
+        plan: what runs. parameters: numbers that are updated.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        kernels: KernelSet,
+        specs: Mapping[str, ParameterSpec],
+        *,
+        shards: Mapping[str, Shard],
+        mergers: Mapping[str, StatisticsMerger],
+        dtype: str = "float32",
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        held = parameter_dtype(dtype)
+        used = dict.fromkeys(name for node in graph.nodes for name in node.parameters.values())
+        self._group = FlatGroup(
+            {name: local_spec(specs[name], shards.get(name)) for name in used},
+            held,
+            arithmetic=kernels.arithmetic,
+            shadow_dtype=kernels.shadow_dtype,
+        )
+        for name, parameter in self._group.parameters.items():
+            shard, value = shards.get(name), first_value(specs[name], name, 0, held)
+            kernels.arithmetic.from_host(parameter.data, value if shard is None else value[shard.index])
+        self._group.refresh_shadow()
+        self._statistics = FlatStatistics(_statistic_specs(graph), held, arithmetic=kernels.arithmetic)
+        self.plan = compile_graph(graph, kernels, training=True)
+        self._program = Program(
+            self.plan,
+            kernels=kernels,
+            parameters=self._group.parameters,
+            statistics=self._statistics,
+            memory=kernels.allocate(self.plan.arena_bytes),
+            loss=kernels.make_loss(SoftmaxCrossEntropySpec()),
+            mergers=mergers,
+        )
+        self._kernels, self._clock = kernels, clock
+        self._optimizer = Sgd(momentum=0.9, weight_decay=1e-4)
+        self._optimizer.bind(self._group, self._group.segments)
+        random = np.random.default_rng(0)
+        shape = self.plan.tensors[0].shape
+        self._images = random.standard_normal(shape, np.float32).astype(held)
+        samples, classes = self.plan.tensors[self.plan.output].shape
+        self._labels = random.integers(0, classes, samples)
+        # Operators that draw numbers by sample read the ids of the split group's samples, of which theirs may be any.
+        first = max((getattr(node.spec, "first_sample", 0) for node in graph.nodes), default=0)
+        ids = np.arange(first + max(tensor.shape[0] for tensor in self.plan.tensors))
+        self._context = StepContext(sample_ids=ids, global_count=max(1, samples))
+        self._marks: list[float] = []
+
+    @property
+    def parameters(self) -> int:
+        """Numbers that are updated."""
+        return self._group.size
+
+    @_without_warnings
+    def measure(self, steps: int, before: Callable[[], None] = lambda: None, *, wholes: bool = False) -> ProgramTimes:
+        """The least disturbed of so many steps with a clock between actions; two steps come before, which are not counted.
+
+        before: is called before each step: a barrier, where several ranks measure at the same time.
+        wholes: run as many steps without that clock, in turn with the others.
+        """
+        laps, whole_seconds = [], []
+        for number in range(-_WARM_UP, steps):
+            before()
+            lap = self._run(stepwise=True)
+            if wholes:
+                before()
+                begin = self._clock()
+                self._run(stepwise=False)
+                whole_seconds.append(self._clock() - begin)
+            if number >= 0:
+                laps.append(lap)
+        whole = float(np.median(whole_seconds[_WARM_UP:])) if wholes else 0.0
+        return self._times(typical(np.array(laps)).tolist(), whole)
+
+    def _times(self, laps: list[float], step: float) -> ProgramTimes:
+        """Laps in the order of `_run`, by what they are."""
+        forward, backward = self.plan.forward, self.plan.backward
+        loss_at = 1 + len(forward)
+        phases = [(Action.FORWARD if action is Action.BEGIN else action, k) for action, k in forward]
+        phases += [(Action.INPUT if action is Action.BEGIN else action, k) for action, k in backward]
+        actions: dict[tuple[Action, int], float] = {}
+        for phase, seconds in zip(phases, laps[1:loss_at] + laps[loss_at + 2 : -2], strict=True):
+            actions[phase] = actions.get(phase, 0.0) + seconds
+        loss, look = laps[loss_at : loss_at + 2]
+        sums, update = laps[-2:]
+        return ProgramTimes(actions, laps[0], look + update, loss + sums, step)
+
+    def _run(self, *, stepwise: bool) -> list[float]:
+        """Run one step as a training does, and return the seconds of its laps.
+
+        Laps: input, forward's actions, loss, look, backward's, sums, update.
+        """
+        program, arithmetic, data = self._program, self._kernels.arithmetic, self._group.data
+        self._marks = [self._clock()]
+        program.set_input(self._images)
+        self._mark()
+        program.begin(self._context)
+        for span in _spans(len(self.plan.forward), stepwise):
+            program.run_forward(span, self._context)
+            self._mark()
+        loss, statistics = program.loss(self._labels, self._context.global_count), self._statistics.fetch_batch()
+        self._mark()
+        look = arithmetic.fetch_finite([data])
+        self._mark()
+        for span in _spans(len(self.plan.backward), stepwise):
+            program.run_backward(span)
+            self._mark()
+        count = loss.result().count
+        terms = self._statistics.weighted(count, count, statistics.result())
+        self._statistics.not_finite(terms)
+        self._statistics.blend(terms, count)
+        look.result()
+        self._mark()
+        self._optimizer.update(self._group.segments, _LEARNING_RATE, None)
+        self._mark()
+        return np.diff(self._marks).tolist()
+
+    def _mark(self) -> None:
+        self._kernels.wait()
+        self._marks.append(self._clock())
 
 
-def setting_here(kernels: KernelSet, threads: int, concurrency: int) -> Setting:
-    """The setting of this process: the processor that it runs on, and the versions of all that computes."""
-    version = getattr(kernels, "version", "")
-    versions = f"{kernels.name} {version}".strip() + f", NumPy {np.__version__}, hpctrain {__version__}"
-    return Setting(_processor(), versions, threads, concurrency)
+def typical(laps: np.ndarray) -> np.ndarray:
+    """Seconds of each lap (L,) of an undisturbed step, from those of several steps (steps, L); their sum is the least sum.
+
+    Others that use the machine only ever lengthen steps, by half and more for seconds at a time, so the least is what repeats.
+    Least laps alone would add up to too little: something disturbs most steps somewhere.
+    """
+    medians: np.ndarray = np.median(laps, axis=0)
+    total = float(medians.sum())
+    return medians * (float(np.min(laps.sum(axis=1))) / total) if total else medians
 
 
-def rank_programs(job: Job, candidate: Candidate) -> Iterator[RankProgram]:
-    """The programs of the ranks that may differ: first, middle and last of each kind of split group, largest first."""
-    plan = candidate.plan
-    positions = counts_over(job.batch, candidate.ranks, plan.rows)
-    largest = [even(count, candidate.micro_batches)[0] for count in positions]
-    groups = dict.fromkeys(tuple(largest[first : first + plan.rows]) for first in range(0, len(largest), plan.rows))
-    exchanged = job.batch if candidate.ranks > 1 and candidate.micro_batches == 1 else 0
-    for counts in groups:
-        graph = job.graph_of(sum(counts))
-        if plan.rows == 1:
-            yield RankProgram(graph, {}, 1, plan.cols, exchanged)
-            continue
-        partitioned = partition_graph(graph, plan, counts)
-        for rank in dict.fromkeys((0, plan.rows // 2, plan.rows - 1)):
-            local = partitioned.local(rank, StandInGroup(rank, plan.rows))
-            yield RankProgram(local, partitioned.shards_of(rank), plan.rows, plan.cols, exchanged)
+def _spans(actions: int, stepwise: bool) -> list[range]:
+    return [range(i, i + 1) for i in range(actions)] if stepwise else [range(actions)]
 
 
-def keys_of(plan: ExecutionPlan) -> dict[tuple[Action, int], OperatorKey]:
-    """The key of each action of a plan that takes time."""
+def _statistic_specs(graph: Graph) -> dict[str, StatisticSpec]:
     return {
-        (action, k): operator_key(plan.steps[k], action, plan.memory[k])
-        for action, k in (*plan.forward, *plan.backward)
-        if action not in _UNTIMED
+        name: StatisticSpec((_channels(node),), _FILL.get(role, 0.0), 0.1)
+        for node in graph.nodes
+        for role, name in node.statistics.items()
     }
 
 
-def record(times: OperatorTimes, plan: ExecutionPlan, parameters: int, step: ProgramTimes) -> None:
-    """Keep all times of a step; of operators with the same key their mean. parameters: numbers that were updated."""
-    by_key: dict[OperatorKey, list[float]] = {}
-    for phase, key in keys_of(plan).items():
-        by_key.setdefault(key, []).append(step.actions[phase])
-    for key, seconds in by_key.items():
-        times.put(key, float(np.mean(seconds)))
-    times.put(update_key(parameters), step.update)
-    times.put(input_key(plan.tensors[0].bytes), step.input)
-    times.put(others_key(len(plan.steps)), step.others)
+def _channels(node: Node) -> int:
+    return int(getattr(node.spec, "channels", 0))
 
 
-def ensure_measured(
-    job: Job,
-    candidates: Iterable[Candidate],
-    times: OperatorTimes,
-    *,
-    budget_seconds: float,
-    memory_bytes: int,
-    before: Callable[[], None] = lambda: None,
-    agree: Callable[[bool], bool] = lambda go_on: go_on,
-) -> Coverage:
-    """Measure what the candidates compute and `times` does not know yet, those with the most unknown operators first.
-
-    Where several ranks of a node measure at the same time, so that they find caches and memory as busy as in a step, all call
-    this with the same arguments, and both functions are collective among them.
-
-    Args:
-        memory_bytes: of this rank; programs that take more are left out.
-        before: is called before each step: a barrier. agree: makes one decision of all ranks': whether to go on.
-    """
-    begin, done, left = time.perf_counter(), 0, 0
-    for program in _most_unknown_first(job, candidates, times):
-        plan = compile_graph(program.graph, job.kernels, training=True)
-        if not _unknown(program, plan, times):
-            continue
-        fits = plan.arena_bytes + _COPIES_OF_PARAMETERS * _parameter_bytes(job) <= memory_bytes
-        if not fits or not agree(time.perf_counter() - begin < budget_seconds):
-            left += 1
-            continue
-        _measure(job, program, times, before)
-        done += 1
-    return Coverage(done, left, time.perf_counter() - begin)
-
-
-def _most_unknown_first(job: Job, candidates: Iterable[Candidate], times: OperatorTimes) -> list[RankProgram]:
-    programs = [program for candidate in candidates for program in rank_programs(job, candidate)]
-    unknown = [_unknown(program, compile_graph(program.graph, job.kernels, training=True), times) for program in programs]
-    order = sorted(range(len(programs)), key=lambda i: -unknown[i])
-    return [programs[i] for i in order if unknown[i]]
-
-
-def _unknown(program: RankProgram, plan: ExecutionPlan, times: OperatorTimes) -> int:
-    keys = {*keys_of(plan).values(), *map(product_key, _products(program, plan))}
-    return sum(not times.measured(key) for key in keys)
-
-
-def _products(program: RankProgram, plan: ExecutionPlan) -> list[FactorProduct]:
-    return products_of(plan, program.exchanged_samples) if program.exchanged_samples else []
-
-
-def _measure(job: Job, program: RankProgram, times: OperatorTimes, before: Callable[[], None]) -> None:
-    clock = clock_of(times.setting.threads, on_host=job.kernels.arithmetic.on_host)
-    timed = TimedProgram(
-        program.graph,
-        job.kernels,
-        job.specs,
-        shards=program.shards,
-        mergers=stand_in_mergers(program.split_ranks, program.data_ranks),
-        dtype=job.dtype,
-        clock=clock,
-    )
-    record(times, timed.plan, timed.parameters, timed.measure(_STEPS, before))
-    for product in _products(program, timed.plan):
-        if not times.measured(product_key(product)):
-            times.put(product_key(product), time_product(product, parameter_dtype(job.dtype), _STEPS, clock, before))
-
-
-def _parameter_bytes(job: Job) -> int:
-    return sum(int(np.prod(spec.shape)) for spec in job.specs.values()) * np.dtype(np.float32).itemsize
-
-
-def processor_model(cpuinfo: str = "/proc/cpuinfo") -> str:
-    """The processor's name, as machine files give it as the source of what was measured."""
-    try:
-        with open(cpuinfo, encoding="ascii", errors="replace") as file:
-            models = (line.partition(":")[2].strip() for line in file if line.startswith("model name"))
-            return next(models, platform.machine())
-    except OSError:
-        return platform.machine()
-
-
-def _processor(cpuinfo: str = "/proc/cpuinfo") -> str:
-    """The model and the instruction sets that kernels are chosen by."""
-    known = processor_flags(cpuinfo)
-    return " ".join([processor_model(cpuinfo), *(flag for flag in _INSTRUCTION_SETS if flag in known)])
+def clock_of(threads: int, *, on_host: bool = True) -> Callable[[], float]:
+    """CPU seconds where one thread of the host computes, which others on its core do not lengthen; else wall-clock seconds."""
+    return time.process_time if threads == 1 and on_host else time.perf_counter

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from hpctrain.boxes import even
+from hpctrain.core.intervals import even
 from hpctrain.data.sampler import counts as counts_over
 from hpctrain.nn.network import ALL, MODEL
 from hpctrain.parallel.local_graph import LocalGraph, local_graphs, whole_graph

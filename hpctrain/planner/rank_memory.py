@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, OperationKind
-from hpctrain.averaging.slices import layer_slices
+from hpctrain.averaging.slicing import layer_slices
 from hpctrain.backend.dtypes import item_bytes, parameter_dtype
 from hpctrain.parallel.local_graph import LocalGraph, training_plan
-from hpctrain.parallel.plan_reporter import message_words
+from hpctrain.parallel.plan_report import message_words
 from hpctrain.planner.job import Job
 
 # Of a data loader: the batch that a step reads, and the one that is being made.

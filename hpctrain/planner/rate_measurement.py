@@ -6,17 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
-from hpctrain.backend.kernels.base import KernelSet
+from hpctrain.backend.operators import KernelSet
 from hpctrain.models import catalogue
-from hpctrain.nn.layer import Layer
-from hpctrain.nn.layers.flatten import Flatten
-from hpctrain.nn.layers.linear import Linear
-from hpctrain.nn.layers.sequential import Sequential
+from hpctrain.nn.layers import Layer
+from hpctrain.nn.layers_parts.flatten import Flatten
+from hpctrain.nn.layers_parts.linear import Linear
+from hpctrain.nn.layers_parts.sequential import Sequential
 from hpctrain.nn.network import Network
 from hpctrain.planner.machine import OperatorClass, OperatorRate
 from hpctrain.planner.operator_work import OperatorWork, work_of
 from hpctrain.planner.stand_ins import stand_in_mergers
-from hpctrain.planner.timed_program import TimedProgram, clock_of
+from hpctrain.planner.program_timing import TimedProgram, clock_of
 
 _STEPS = 4
 

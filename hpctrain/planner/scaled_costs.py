@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hpctrain.nn.compile.plan import Action, PlannedStep, StepMemory
-from hpctrain.planner.compute_costs import ComputeCosts
+from hpctrain.planner.compute_costs_rest import ComputeCosts
 from hpctrain.planner.factor_products import FactorProduct
 
 

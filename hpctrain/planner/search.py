@@ -10,10 +10,10 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from hpctrain.errors import ConfigError, HpctrainError
+from hpctrain.core.errors import ConfigError, HpctrainError
 from hpctrain.parallel.parallel_plan import Parallelism
 from hpctrain.planner.averaging_costs import AveragerChoice
-from hpctrain.planner.compute_costs import ComputeCosts
+from hpctrain.planner.compute_costs_rest import ComputeCosts
 from hpctrain.planner.estimates import Estimate, GridEstimates, memory_factor
 from hpctrain.planner.job import Candidate, Job
 from hpctrain.planner.machine import Machine

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hpctrain.backend.kernels.graph import Graph
-from hpctrain.backend.kernels.specs import Conv2dSpec, LinearSpec
-from hpctrain.errors import ConfigError
+from hpctrain.backend.graph import Graph
+from hpctrain.backend.specs import Conv2dSpec, LinearSpec
+from hpctrain.core.errors import ConfigError
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.planner.averaging_costs import AveragerChoice
 from hpctrain.planner.prediction import SimulationOptions

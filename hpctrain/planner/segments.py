@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hpctrain.backend.kernels.graph import Graph, Node
-from hpctrain.backend.kernels.specs import Conv2dSpec, LinearSpec
+from hpctrain.backend.graph import Graph, Node
+from hpctrain.backend.specs import Conv2dSpec, LinearSpec
 
 
 @dataclass(frozen=True)

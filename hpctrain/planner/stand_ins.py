@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from hpctrain.comm.base import Handle
-from hpctrain.comm.progress import ProgressEngine, Ticket
+from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.posting_queue import Ticket
 from hpctrain.comm.single import SingleCommunicator
 from hpctrain.parallel.batch_norm import merge_moments
 from hpctrain.parallel.split_group import SplitGroup

@@ -13,16 +13,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
-from hpctrain.averaging.compute_times import Times, upper_medians
+from hpctrain.averaging.step_times import Times, upper_medians
 from hpctrain.averaging.reduce_scatter_strategy import ReduceScatterStrategy
 from hpctrain.averaging.strategy import Strategy
 from hpctrain.backend.dtypes import item_bytes, parameter_dtype
-from hpctrain.backend.kernels.graph import Graph
-from hpctrain.backend.kernels.specs import BatchNormSpec
+from hpctrain.backend.graph import Graph
+from hpctrain.backend.specs import BatchNormSpec
 from hpctrain.nn.network import ALL
 from hpctrain.parallel.local_graph import training_plan
 from hpctrain.planner import placements
-from hpctrain.planner.compute_costs import ComputeCosts
+from hpctrain.planner.compute_costs_rest import ComputeCosts
 from hpctrain.planner.group_schedules import GroupStrategy, group_strategies
 from hpctrain.planner.job import Candidate, Job
 from hpctrain.planner.machine import Machine

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
 from hpctrain.averaging.dependencies import LocalEventKey
 from hpctrain.averaging.rounding import Rounding
-from hpctrain.comm.two_level import Levels
+from hpctrain.comm.groups import Levels
 from hpctrain.trace.tracer import Category
 
 

@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hpctrain.errors import CheckpointError, DataError
+from hpctrain.core.errors import CheckpointError, DataError
 from hpctrain.report.differences import ComparedSetting, differences
 from hpctrain.report.record import RunRecord, read_runs
-from hpctrain.report.summary import Summary, summary
+from hpctrain.report.run_record import Summary, summary
 from hpctrain.storage.checkpoint import CheckpointContent, checkpoints, read
-from hpctrain.storage.hash_file import read_hashes
-from hpctrain.storage.run_directory import RunDirectory
+from hpctrain.runs.records import read_hashes
+from hpctrain.runs.directory import RunDirectory
 
 _PARAMETERS = "parameters/"
 

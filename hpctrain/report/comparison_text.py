@@ -10,7 +10,7 @@ from rich.table import Table
 
 from hpctrain.report.comparison import Comparison
 from hpctrain.report.differences import ComparedSetting
-from hpctrain.report.summary import texts
+from hpctrain.report.run_record import texts
 
 
 def lines(comparison: Comparison) -> Iterator[RenderableType]:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from hpctrain.errors import DataError
-from hpctrain.experiment.run_state import Record
+from hpctrain.core.errors import DataError
+from hpctrain.runs.state import Record
 from hpctrain.report.curves import panels
 from hpctrain.report.differences import side_by_side
 from hpctrain.report.judged_set import JudgedSet
 from hpctrain.report.page import Line, Page, PagePart, Table
 from hpctrain.report.panel_figures import panel_drawing
 from hpctrain.report.record import RunRecord
-from hpctrain.report.summary import UNKNOWN, summary, texts
+from hpctrain.report.run_record import UNKNOWN, summary, texts
 from hpctrain.report.trace_figures import layer_drawing, read_steps, timeline_drawing
 from hpctrain.train.progress_text import loss_text
 

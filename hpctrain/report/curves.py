@@ -9,7 +9,7 @@ from typing import TypeGuard
 
 import numpy as np
 
-from hpctrain.experiment.run_state import Record
+from hpctrain.runs.state import Record
 from hpctrain.report.record import RunRecord
 
 TRAINING, TEST, AVERAGED = "training", "test", "test, averaged weights"

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpctrain.config.source import read_yaml
-from hpctrain.errors import CheckpointError, ConfigError, DataError
-from hpctrain.experiment.run_state import RunReader, RunState
-from hpctrain.experiment.trace_report import TABLE_FILE, TRACE_FILE
-from hpctrain.input_file import json_object, read_bytes
+from hpctrain.core.yaml_source import read_yaml
+from hpctrain.core.errors import CheckpointError, ConfigError, DataError
+from hpctrain.runs.state import RunReader, RunState
+from hpctrain.run.trace_report import TABLE_FILE, TRACE_FILE
+from hpctrain.core.files import json_object, read_bytes
 from hpctrain.storage import best_record
 from hpctrain.storage.checkpoint import checkpoints
-from hpctrain.storage.run_directory import RunDirectory
+from hpctrain.runs.directory import RunDirectory
 from hpctrain.trace import time_table
 from hpctrain.trace.time_table import TimeTable
 

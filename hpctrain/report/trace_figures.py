@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.errors import DataError
-from hpctrain.input_file import json_object, read_bytes
+from hpctrain.core.errors import DataError
+from hpctrain.core.files import json_object, read_bytes
 from hpctrain.report.figures import WIDTH_INCHES, Drawing, Style
 from hpctrain.trace.step_lanes import MESSAGES, PROGRAM, StepLanes, last_steps
 from hpctrain.trace.time_table import Row, TimeTable

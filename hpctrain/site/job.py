@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.config.duration import is_bare_number, parse_duration
-from hpctrain.errors import ConfigError
-from hpctrain.input_file import read_text
-from hpctrain.plain_text import shortened
+from hpctrain.core.errors import ConfigError
+from hpctrain.core.files import read_text
+from hpctrain.core.text import shortened
 from hpctrain.site.profile_files import Site
 
 #: that a look at the nodes may take before a training; it ends itself within a minute, if its launcher does not hang

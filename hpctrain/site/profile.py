@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 
-from hpctrain.config.section import Integer, Section, one_line
+from hpctrain.config.values import Integer, Section, one_line
 
 Scheduler = Literal["slurm", "pbs", "hostfile", "local"]
 

@@ -8,9 +8,9 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from hpctrain.config.faults import show
-from hpctrain.config.source import KeyPath, dotted
+from hpctrain.core.yaml_source import KeyPath, dotted
 from hpctrain.nearest import choices, nearest
-from hpctrain.rules import rule
+from hpctrain.core.sentences import rule
 from hpctrain.site.profile import SiteProfile
 
 # What patterns of the schema ask for, in words.

@@ -10,9 +10,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from hpctrain.config.source import KeyPath, Source, read_yaml
-from hpctrain.errors import ConfigError
-from hpctrain.input_file import TEXT_BYTES, read_text
+from hpctrain.core.yaml_source import KeyPath, Source, read_yaml
+from hpctrain.core.errors import ConfigError
+from hpctrain.core.files import TEXT_BYTES, read_text
 from hpctrain.nearest import choices
 from hpctrain.paths import user_directory
 from hpctrain.site.profile import SiteProfile

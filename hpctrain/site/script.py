@@ -9,8 +9,8 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from hpctrain.errors import ConfigError
-from hpctrain.plain_text import escaped, forbidden, shell_word, shortened
+from hpctrain.core.errors import ConfigError
+from hpctrain.core.text import escaped, forbidden, shell_word, shortened
 from hpctrain.site.job import SiteJob
 from hpctrain.site.profile_files import Site
 

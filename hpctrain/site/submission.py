@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
-from hpctrain.errors import LaunchError
-from hpctrain.plain_text import shell_word
+from hpctrain.core.errors import LaunchError
+from hpctrain.core.text import shell_word
 from hpctrain.site.job import JobFiles, SiteJob
 from hpctrain.site.profile_files import Site
 from hpctrain.site.script import ENDINGS, render

@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
-from hpctrain.errors import CheckpointError, CheckpointRemovedError
-from hpctrain.input_file import kind_of
+from hpctrain.core.errors import CheckpointError, CheckpointRemovedError
+from hpctrain.core.files import kind_of
 from hpctrain.launch import process_mark
 from hpctrain.launch.process_mark import ProcessMark
 

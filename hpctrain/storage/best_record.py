@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hpctrain.errors import CheckpointError, DataError
-from hpctrain.input_file import json_object, read_bytes
+from hpctrain.core.errors import CheckpointError, DataError
+from hpctrain.core.files import json_object, read_bytes
 from hpctrain.storage.atomic_write import remove_unfinished, write_json
-from hpctrain.storage.run_directory import runs
+from hpctrain.runs.directory import runs
 
 #: in the directory of checkpoints
 NAME = "best.json"

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from hpctrain.boxes import Box, relative, whole
-from hpctrain.errors import CheckpointError
+from hpctrain.core.intervals import Box, relative, whole
+from hpctrain.core.errors import CheckpointError
 from hpctrain.log import get_logger
 from hpctrain.nearest import choices
 from hpctrain.storage.atomic_write import not_written, replacing, synchronise_directory

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
-from hpctrain.boxes import Box, whole
-from hpctrain.errors import CheckpointError
+from hpctrain.core.intervals import Box, whole
+from hpctrain.core.errors import CheckpointError
 from hpctrain.storage.atomic_write import replacing
 from hpctrain.storage.checkpoint import CheckpointContent, facts, is_sharded, read, remove, restore
 from hpctrain.storage.hdf5_store import digest_of, write_store
-from hpctrain.storage.shard_file import Part, write_shard
+from hpctrain.storage.shards import Part, write_shard
 from hpctrain.storage.sharded_checkpoint import SUFFIX, publish, unfinished
 from hpctrain.storage.write_shares import WriteShares
 

@@ -19,7 +19,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from hpctrain.errors import CheckpointError
+from hpctrain.core.errors import CheckpointError
 from hpctrain.storage.store_file import StoreFile
 from hpctrain.version import __version__
 

@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hpctrain.errors import CheckpointError
-from hpctrain.input_file import json_object, read_bytes
+from hpctrain.core.errors import CheckpointError
+from hpctrain.core.files import json_object, read_bytes
 from hpctrain.log import get_logger
 from hpctrain.storage.atomic_write import write_bytes
 

@@ -14,12 +14,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpctrain.boxes import size_of
-from hpctrain.errors import CheckpointError
-from hpctrain.input_file import TEXT_BYTES, read_bytes
+from hpctrain.core.intervals import size_of
+from hpctrain.core.errors import CheckpointError
+from hpctrain.core.files import TEXT_BYTES, read_bytes
 from hpctrain.storage.atomic_write import not_written, partial_path, synchronise_directory, write_bytes
 from hpctrain.storage.hdf5_store import plain
-from hpctrain.storage.shard_file import ShardFacts
+from hpctrain.storage.shards import ShardFacts
 from hpctrain.storage.sharded_tensors import ShardedTensors
 
 SUFFIX = ".shards"

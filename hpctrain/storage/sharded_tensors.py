@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from hpctrain.boxes import Box, intersect, relative, shape_of, whole
-from hpctrain.storage.shard_file import ShardFacts, ShardPlaces, ShardReader
+from hpctrain.core.intervals import Box, intersect, relative, shape_of, whole
+from hpctrain.storage.shards import ShardFacts, ShardPlaces, ShardReader
 
 #: more open files than this a process need not have
 _MOST_READERS = 64

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.errors import CheckpointError
-from hpctrain.input_file import read_bytes
+from hpctrain.core.errors import CheckpointError
+from hpctrain.core.files import read_bytes
 from hpctrain.storage.atomic_write import replacing
 
 SAFETENSORS = ".safetensors"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hpctrain.boxes import Box, even_interval, replace_dim, shape_of, size_of
+from hpctrain.core.intervals import Box, even_interval, replace_dim, shape_of, size_of
 
 #: a smaller part is written by one of those that hold it, for each part of a file costs some time of its own
 _SMALLEST_SHARED_BYTES = 1 << 16

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from hpctrain.models.interchange import exported_shape
-from hpctrain.nn.layer import Layer, join
+from hpctrain.nn.layers import Layer, join
 
 
 def parameter_count(model: Layer) -> int:

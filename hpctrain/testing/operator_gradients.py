@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from hpctrain.backend.kernels.base import KernelSet, LocalStatistics, StatisticsMerger, StepContext
-from hpctrain.backend.kernels.specs import Spec
+from hpctrain.backend.operators import KernelSet, LocalStatistics, StatisticsMerger, StepContext
+from hpctrain.backend.specs import Spec
 from hpctrain.testing.operators import OperatorBench, default_parameters
 
 

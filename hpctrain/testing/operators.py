@@ -15,8 +15,8 @@ import numpy as np
 
 from hpctrain.backend.dtypes import parameter_dtype
 from hpctrain.backend.kernels.abilities import Accumulating, InPlace, InputView, ParameterCopies
-from hpctrain.backend.kernels.base import Array, Buffers, KernelSet, LocalStatistics, Operator, StatisticsMerger, StepContext
-from hpctrain.backend.kernels.specs import NHWC, BatchNormSpec, Conv2dSpec, LinearSpec, Spec, TensorSpec
+from hpctrain.backend.operators import Array, Buffers, KernelSet, LocalStatistics, Operator, StatisticsMerger, StepContext
+from hpctrain.backend.specs import NHWC, BatchNormSpec, Conv2dSpec, LinearSpec, Spec, TensorSpec
 from hpctrain.testing.transfers import empty, poison, put, take
 
 

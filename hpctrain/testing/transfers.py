@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hpctrain.backend.dtypes import item_bytes
-from hpctrain.backend.kernels.base import Array, KernelSet
+from hpctrain.backend.operators import Array, KernelSet
 
 
 def empty(kernels: KernelSet, shape: tuple[int, ...], dtype: str) -> Array:

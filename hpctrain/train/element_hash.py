@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hpctrain.boxes import Box, Interval
+from hpctrain.core.intervals import Box, Interval
 
 #: hash values are modulo this
 MODULUS = 1 << 64

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from hpctrain.averaging.base import GradientAverager
-from hpctrain.averaging.rounded_parameters import PARAMETER_ERROR
+from hpctrain.averaging.sixteen_bits import PARAMETER_ERROR
 from hpctrain.nn.parameter import Parameter
 from hpctrain.train.shards import Shards
 

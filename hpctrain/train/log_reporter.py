@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hpctrain import rank_log
+from hpctrain.core import log
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.train.metrics import Reporter, RunningSums
+from hpctrain.train.metrics_rest import Reporter, RunningSums
 
 _INTERVAL = "interval"
 
@@ -63,8 +63,8 @@ class LogReporter(Reporter):
 
 
 def _info(text: str) -> None:
-    rank_log.also(text, logging.INFO)
+    log.also(text, logging.INFO)
 
 
 def _debug(text: str) -> None:
-    rank_log.also(text, logging.DEBUG)
+    log.also(text, logging.DEBUG)

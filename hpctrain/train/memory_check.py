@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 
-from hpctrain.errors import BackendError
+from hpctrain.core.errors import BackendError
 from hpctrain.nn.network import Network
 
 # The latest network of this process that was checked, with the samples of a pass.

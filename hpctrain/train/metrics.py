@@ -1,113 +1,146 @@
-"""Metrics of a run: sums turned into means, and the base of those who receive them."""
+"""The small message of a step: sums and flags of all ranks, posted nonblocking and read one step later."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from typing import Any
 
-from hpctrain.train.step_reduction import StepTotals
+import numpy as np
+
+from hpctrain.backend.operators import LossSums
+from hpctrain.comm.base import Communicator, GradientSums
+from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.posting_queue import Ticket
+from hpctrain.comm.tree_sums import tree_sums_over
+from hpctrain.summation_tree import ShardsOfRank
+
+#: what a rank has to tell travels in the same number as whether it was asked to stop: sums below 2^53 are exact
+_NEWS = 1 << 24
+_HEAD = 6  # loss, top1, top5, count, non-finite ranks, ranks asked to stop; batch statistics follow
 
 
-@dataclass
-class RunningSums:
-    """Sums over steps of an epoch, of an interval, or of an evaluation. All means are by sample."""
+@dataclass(frozen=True)
+class StepTotals:
+    """One step over all ranks: sums, never means.
 
-    loss: float = 0.0
-    top1: int = 0
-    top5: int = 0
-    count: int = 0
-
-    def add(self, totals: StepTotals | None) -> None:
-        """Add one step's sums over all ranks, where there are any."""
-        if totals is not None:
-            self.loss += totals.loss
-            self.top1 += totals.top1
-            self.top5 += totals.top5
-            self.count += totals.count
-
-    def means(self) -> dict[str, float]:
-        """loss, top1 and top5 by sample (fractions); nan where there was no sample."""
-        if not self.count:
-            return {"loss": float("nan"), "top1": float("nan"), "top5": float("nan")}
-        return {"loss": self.loss / self.count, "top1": self.top1 / self.count, "top5": self.top5 / self.count}
-
-
-@dataclass
-class EvaluationSums(RunningSums):
-    """Sums over a test set; averaged: the same with the averaged weights, where there are any."""
-
-    averaged: RunningSums | None = None
-
-    @classmethod
-    def of(cls, sums: RunningSums, averaged: RunningSums) -> EvaluationSums:
-        """Those with the weights, and with their average."""
-        return cls(sums.loss, sums.top1, sums.top5, sums.count, averaged)
-
-    def means(self) -> dict[str, float]:
-        """Also ema_loss, ema_top1 and ema_top5: those with the averaged weights."""
-        averaged = {} if self.averaged is None else self.averaged.means()
-        return super().means() | {f"ema_{name}": value for name, value in averaged.items()}
-
-
-class Reporter:
-    """Receives what happens in a run, and does nothing with it: the base of those that do, which rank 0 has.
-
-    A constructor may take the keywords `directory`, the run's, and `done_steps`, those of earlier parts of the run.
-
-    Attributes:
-        width: columns of the terminal that it writes to; None where there is none.
+    non_finite: ranks on which the loss, a batch statistic or a parameter is not finite. stop: ranks that were asked to stop.
+    statistics: float64, flat, count-weighted sums of the batch statistics.
+    news: sum of what ranks have to tell of a checkpoint that is being written (see `Saver.news`).
+    checks: float64, sums of the ranks' numbers for checks of replicas (see `AgreedChecksums`); empty without checks.
     """
 
-    width: int | None = None
+    loss: float
+    top1: int
+    top5: int
+    count: int
+    non_finite: int
+    stop: int
+    statistics: np.ndarray
+    news: int = 0
+    checks: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
-    def start(self, epochs: int, samples_per_epoch: int, done_samples: int, last_sample: int) -> None:
-        """Training begins, or goes on behind `done_samples`; it will end behind `last_sample`, counted over all epochs."""
 
-    def step(self, epoch: int, step: int, sums: RunningSums, lr: float, images_per_second: float) -> None:
-        """The totals of one step are known; epochs and steps count from 1. `sums` are the epoch's so far."""
+class StepReduction:
+    """Two buffers in turn: while one travels, the next step fills the other.
 
-    @contextmanager
-    def evaluation(self, samples: int) -> Iterator[Callable[[int], None]]:
-        """While this lasts, so many samples are evaluated; what it gives is called with the number of those that are done."""
-        yield lambda done: None
+    Args:
+        comm: the ranks that share the step's samples out, on a communicator of its own. progress: the process's engine.
+        statistics_size: elements of the flat batch statistics.
+        shards: those of this rank, whose sums are added in the order of their tree: each micro-batch is one of them. None: a
+            rank adds its micro-batches up one after another.
+        checks: how many numbers for checks a message carries.
+    """
 
-    def flush(self) -> None:
-        """Training ends inside an epoch: the latest step is recorded, too."""
+    def __init__(
+        self,
+        comm: Communicator,
+        progress: ProgressEngine,
+        statistics_size: int,
+        shards: ShardsOfRank | None = None,
+        *,
+        checks: int = 0,
+    ) -> None:
+        self._comm = comm
+        self._progress = progress
+        self._shards = shards
+        rows = 1 if shards is None else shards.count  # one for each term of this rank
+        self._statistics = slice(_HEAD, _HEAD + statistics_size)
+        self._buffers = [np.zeros((rows, _HEAD + statistics_size + checks), np.float64) for _ in range(2)]
+        self._sums: GradientSums = comm
+        self._additions = () if shards is None else shards.additions
+        self._left = (0,) if shards is None else shards.sums
+        self._turn = self._added = 0
+        self._ticket: Ticket | None = None
 
-    def record(self, kind: str, values: Mapping[str, Any]) -> None:
-        """Write one line of metrics.
+    def agree(self) -> None:
+        """Make what sums in the order of shards need. Collective; once, before the first message."""
+        if self._shards is not None:
+            self._sums = tree_sums_over(self._comm, self._shards, allreduces=True) or self._comm
 
-        kind: "interval", "epoch", "evaluation", "progress", "resume", "skip", "shrink", "rollback", "checkpoint", "steps",
-        "data", "reads", "memory", "unreadable", "image_size" or "stop".
+    def clear(self) -> None:
+        """Start a step: nothing summed yet."""
+        self._current[...] = 0.0
+        self._added = 0
+
+    @property
+    def _current(self) -> np.ndarray:
+        return self._buffers[self._turn]
+
+    def add(self, sums: LossSums, statistics: np.ndarray, *, finite: bool = True) -> None:
+        """Add what one micro-batch of this rank gave.
+
+        Args:
+            statistics: float64, weighted by the samples that they stand for; left out where not all is finite.
+            finite: whether all that this rank trains is finite, beside the loss.
         """
+        row = self._current[self._added]
+        if self._shards is not None:
+            self._added = (self._added + 1) % self._shards.count
+        head = row[:_HEAD]
+        finite_loss = math.isfinite(sums.loss)
+        head[:4] += (sums.loss if finite_loss else 0.0, sums.top1, sums.top5, sums.count)
+        if not (finite and finite_loss):
+            head[4] = 1.0
+            return
+        row[self._statistics] += statistics
 
-    def say(self, text: str) -> None:
-        """One line for people."""
+    @property
+    def finite(self) -> bool:
+        """Whether all that this rank has added since `clear` is finite."""
+        return not self._current[:, 4].any()
 
-    def close(self) -> None:
-        """The run ends, in whatever way."""
+    def gather(self, value: Any) -> list[Any]:
+        """Everyone's picklable value, in the order of the communicator. Collective; waits, so not in an ordinary step."""
+        return self._comm.allgather_object(value)
 
+    def post(self, *, stop: bool, news: int = 0, checks: np.ndarray | None = None) -> None:
+        """Send this step's message; the previous one must have been read. Collective; does not wait."""
+        assert self._ticket is None, "the previous message has not been read"
+        rows, sums = self._current, self._sums
+        non_finite = not self.finite
+        rows[:, 4] = 0.0
+        for step in self._additions:
+            rows[step.left] += rows[step.right]
+        last = rows[self._left[-1]]
+        last[4:6] = float(non_finite), float(stop + _NEWS * news)
+        if checks is not None:
+            last[self._statistics.stop :] = checks
+        terms = last if len(self._left) == 1 else tuple(rows[place] for place in self._left)
+        self._ticket = self._progress.queue(self._comm).post(lambda: sums.iallreduce(terms), "step message")
+        self._turn = 1 - self._turn
 
-class Rate:
-    """Images per second over the last interval and since the start, from counts and a clock."""
+    def read(self) -> StepTotals | None:
+        """Wait for the message that is on its way; return None where there is none.
 
-    def __init__(self, clock: Any = time.perf_counter) -> None:
-        self._clock = clock
-        self._begin = clock()
-        self._count = 0
-
-    def restart(self) -> None:
-        """Forget the time so far (after an evaluation or a checkpoint, which are not training)."""
-        self._begin = self._clock()
-        self._count = 0
-
-    def add(self, count: int) -> None:
-        self._count += count
-
-    def per_second(self) -> float:
-        """Images per second since `restart`."""
-        elapsed = self._clock() - self._begin
-        return self._count / elapsed if elapsed > 0 else 0.0
+        The statistics are valid until the next `clear` but one.
+        """
+        if self._ticket is None:
+            return None
+        self._progress.wait(self._ticket)
+        self._ticket = None
+        values = self._buffers[1 - self._turn][self._left[-1]]
+        loss, top1, top5, count, non_finite, flags = (float(v) for v in values[:_HEAD])
+        news, stop = divmod(round(flags), _NEWS)
+        statistics, checks = values[self._statistics], values[self._statistics.stop :]
+        return StepTotals(loss, round(top1), round(top5), round(count), round(non_finite), stop, statistics, news, checks)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hpctrain.boxes import even
+from hpctrain.core.intervals import even
 from hpctrain.data.loader import Share
 
 

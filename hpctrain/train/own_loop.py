@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hpctrain.errors import DivergedError
+from hpctrain.core.errors import DivergedError
 from hpctrain.flight.notes import FlightNotes
 from hpctrain.log import get_logger
 from hpctrain.train.finiteness import Cause
 from hpctrain.train.saving import Saver
 from hpctrain.train.snapshot import Position
-from hpctrain.train.step_reduction import StepTotals
+from hpctrain.train.metrics import StepTotals
 
 _log = get_logger(__name__)
 #: the phase of a program that is in no call of hpctrain

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from hpctrain.averaging.base import GradientAverager
-from hpctrain.boxes import Box, relative, size_of, whole
+from hpctrain.core.intervals import Box, relative, size_of, whole
 from hpctrain.comm.base import Communicator
 from hpctrain.nn.network import Network
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.storage.checkpoint import optimizer_key, parameter_key
-from hpctrain.storage.shard_file import Part
+from hpctrain.storage.shards import Part
 from hpctrain.storage.write_shares import WriteShares
 from hpctrain.train.full_states import full_states
 from hpctrain.train.shards import Shards

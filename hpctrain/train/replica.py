@@ -19,21 +19,21 @@ from hpctrain.optim.ema import EmaRule
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.rank_graph import GridDistribution
 from hpctrain.storage.checkpoint import CheckpointContent
-from hpctrain.storage.shard_file import Part
+from hpctrain.storage.shards import Part
 from hpctrain.trace.tracer import Tracer
 from hpctrain.train import owned_parts, snapshot
 from hpctrain.train.confusion import ConfusionCounts
-from hpctrain.train.evaluator import evaluate
-from hpctrain.train.exact_shards import Passes
+from hpctrain.train.evaluation import evaluate
+from hpctrain.train.passes import Passes
 from hpctrain.train.finiteness import Cause
-from hpctrain.train.metrics import RunningSums
+from hpctrain.train.metrics_rest import RunningSums
 from hpctrain.train.own_loop import OwnLoop
 from hpctrain.train.replica_averagers import make_averagers, make_optimizers, make_strategies, slices_of
 from hpctrain.train.shards import Shards
 from hpctrain.train.snapshot import Position
 from hpctrain.train.step import TrainingStep
 from hpctrain.train.step_guard import StepGuard
-from hpctrain.train.step_reduction import StepReduction, StepTotals
+from hpctrain.train.metrics import StepReduction, StepTotals
 from hpctrain.train.weight_average import WeightAverage, evaluated_with
 from hpctrain.train.weight_watch import CheckCadence, WeightWatch, message_size
 

@@ -9,17 +9,17 @@ from functools import partial
 from hpctrain.averaging.agreement import make_averager
 from hpctrain.averaging.base import AveragerSetup, GradientAverager
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
-from hpctrain.averaging.norms import JointNorms
+from hpctrain.averaging.group_sums import JointNorms
 from hpctrain.averaging.strategy import PlannedGroup, Strategy
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.comm.transports import Transport
-from hpctrain.errors import BackendError
+from hpctrain.comm.transports_rest import Transport
+from hpctrain.core.errors import BackendError
 from hpctrain.nn.network import ALL, MODEL, Network
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.ema import EmaRule, with_ema
 from hpctrain.optim.guarded import GuardedOptimizer, guarded
 from hpctrain.parallel.groups import GridGroups
-from hpctrain.train.exact_shards import Passes
+from hpctrain.train.passes import Passes
 from hpctrain.train.tracing import timed_optimizer
 
 

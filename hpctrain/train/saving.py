@@ -15,10 +15,10 @@ from typing import Any
 
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.raise_on_all_ranks import on_ranks, raise_on_all_ranks
-from hpctrain.errors import CheckpointError, CheckpointRemovedError
+from hpctrain.core.errors import CheckpointError, CheckpointRemovedError
 from hpctrain.flight.notes import FlightNotes
 from hpctrain.storage.background_writer import BackgroundWriter
-from hpctrain.train.metrics import Reporter
+from hpctrain.train.metrics_rest import Reporter
 
 #: between two polls at the states of all ranks, where the program waits for them
 _LOOK_SECONDS = 0.05

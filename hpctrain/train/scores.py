@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from hpctrain.backend.kernels.base import StepContext
+from hpctrain.backend.operators import StepContext
 from hpctrain.data.loader import Batch, BatchSource
 from hpctrain.nn.network import Network
 from hpctrain.nn.program import Program

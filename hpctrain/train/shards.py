@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from hpctrain.boxes import Box, replace_dim, whole
+from hpctrain.core.intervals import Box, replace_dim, whole
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.nn.distribution import Shard

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from hpctrain.averaging.base import GradientAverager, for_holders
-from hpctrain.averaging.rounded_parameters import PARAMETER_ERROR
+from hpctrain.averaging.sixteen_bits import PARAMETER_ERROR
 from hpctrain.data.sampler import Reordering
-from hpctrain.errors import CheckpointError
+from hpctrain.core.errors import CheckpointError
 from hpctrain.nn.network import Network
 from hpctrain.optim.ema import EMA
 from hpctrain.storage.checkpoint import (
@@ -24,7 +24,7 @@ from hpctrain.storage.checkpoint import (
 )
 from hpctrain.train.early_stop import Stagnation
 from hpctrain.train.full_states import full_states
-from hpctrain.train.metrics import RunningSums
+from hpctrain.train.metrics_rest import RunningSums
 from hpctrain.train.shards import Shards
 from hpctrain.train.weight_average import WeightAverage
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from hpctrain.averaging.each_once import each_once
 from hpctrain.backend.arithmetic import Array
-from hpctrain.boxes import even_interval
+from hpctrain.core.intervals import even_interval
 from hpctrain.nn.parameter import Segment
 from hpctrain.storage.checkpoint import optimizer_key, parameter_key
 from hpctrain.train.element_hash import MODULUS, ElementHash, PartPosition, digest

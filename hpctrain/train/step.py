@@ -9,7 +9,7 @@ import numpy as np
 
 from hpctrain.averaging.base import GradientAverager
 from hpctrain.backend.arithmetic import Fetch
-from hpctrain.backend.kernels.base import Array, LossHandle, StepContext
+from hpctrain.backend.operators import Array, LossHandle, StepContext
 from hpctrain.backend.kernels.labels import MixedLabels
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.data.loader import Batch
@@ -17,10 +17,10 @@ from hpctrain.nn.hooks import StepHooks
 from hpctrain.nn.network import Network
 from hpctrain.nn.parameter import FlatGroup, Parameter
 from hpctrain.trace.tracer import HOOKS, Category, Tracer
-from hpctrain.train.exact_shards import Passes
+from hpctrain.train.passes import Passes
 from hpctrain.train.finiteness import Finiteness, Look
 from hpctrain.train.micro_batches import MicroBatch, micro_batches_of
-from hpctrain.train.step_reduction import StepReduction
+from hpctrain.train.metrics import StepReduction
 from hpctrain.train.tracing import TracingHooks
 from hpctrain.train.weight_watch import WeightWatch
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from hpctrain.averaging.base import GradientAverager
-from hpctrain.averaging.undo_copy import UndoCopy
+from hpctrain.averaging.averager_state import UndoCopy
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.train.finiteness import Cause, Finiteness

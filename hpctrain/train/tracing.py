@@ -7,7 +7,7 @@ from contextlib import closing
 
 import numpy as np
 
-from hpctrain.backend.kernels.base import Array
+from hpctrain.backend.operators import Array
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.data.loader import Batch
 from hpctrain.nn.hooks import StepHooks

@@ -9,7 +9,7 @@ import numpy as np
 
 from hpctrain.backend.arithmetic import Arithmetic, Array, Fetch, WatchedArrays
 from hpctrain.backend.host_arithmetic import HostArithmetic
-from hpctrain.boxes import even_intervals
+from hpctrain.core.intervals import even_intervals
 
 _HOST = HostArithmetic()
 

@@ -13,7 +13,7 @@ from hpctrain.nn.frozen import layer_of
 from hpctrain.nn.network import Network
 from hpctrain.optim.ema import EMA, EmaRule
 from hpctrain.train.confusion import ConfusionCounts
-from hpctrain.train.metrics import EvaluationSums, RunningSums
+from hpctrain.train.metrics_rest import EvaluationSums, RunningSums
 
 
 class WeightAverage:

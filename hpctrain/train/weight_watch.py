@@ -18,7 +18,7 @@ import numpy as np
 from hpctrain.averaging.base import GradientAverager
 from hpctrain.averaging.read_sums import ReadSums
 from hpctrain.backend.arithmetic import Fetch
-from hpctrain.errors import CorruptedStateError
+from hpctrain.core.errors import CorruptedStateError
 from hpctrain.nn.network import ALL, Network
 from hpctrain.nn.parameter import FlatGroup
 from hpctrain.optim.guarded import GuardedOptimizer

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from hpctrain.comm.link import LinkModel
-from hpctrain.errors import CollectiveMismatchError
-from hpctrain.virtual.operations import Array, Moments, PostedOperation, Posting
+from hpctrain.core.errors import CollectiveMismatchError
+from hpctrain_testing.virtual.operations import Array, Moments, PostedOperation, Posting
 
 
 class Allreduce(PostedOperation):

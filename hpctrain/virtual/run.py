@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 from hpctrain.comm.base import Handle
 from hpctrain.comm.link import LinkModel
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.virtual.communicator import ThreadCommunicator
-from hpctrain.virtual.world import VirtualWorld
+from hpctrain_testing.virtual.communicator import ThreadCommunicator
+from hpctrain_testing.virtual.run import VirtualWorld
 
 Result = TypeVar("Result")
 

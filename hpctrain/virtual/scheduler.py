@@ -9,8 +9,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 
-from hpctrain.virtual.operations import PostedOperation, Posting, RankState
-from hpctrain.virtual.policies import Policy
+from hpctrain_testing.virtual.operations import PostedOperation, Posting, RankState
+from hpctrain_testing.virtual.scheduler import Policy
 from hpctrain.virtual.rank import RankEnded, Status, source_line
 from hpctrain.virtual.wait_graph import deadlock_of
 

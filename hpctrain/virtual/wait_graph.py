@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 
-from hpctrain.errors import DeadlockError
-from hpctrain.virtual.operations import Posting, RankState
+from hpctrain.core.errors import DeadlockError
+from hpctrain_testing.virtual.operations import Posting, RankState
 from hpctrain.virtual.rank import SourceLine, Status, source_line
 
 _MOST_POSTINGS = 4

@@ -15,33 +15,33 @@ import pytest
 from hpctrain.averaging import agreement, slice_sizes, step_clock
 from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
-from hpctrain.averaging.compute_times import Times
+from hpctrain.averaging.step_times import Times
 from hpctrain.averaging.each_once import each_once
 from hpctrain.averaging.local_event import LocalEvent
 from hpctrain.averaging.parameter_swap import copy_parameters, swap_parameters
-from hpctrain.averaging.reduce_scatter_averager import ReduceScatterAverager
+from hpctrain.averaging.reduce_scatter import ReduceScatterAverager
 from hpctrain.averaging.reduce_scatter_strategy import ReduceScatterStrategy
 from hpctrain.averaging.step_clock import StepClock
 from hpctrain.averaging.strategies.blocking import Blocking, BlockingAverager
 from hpctrain.averaging.strategies.bucketed import Bucketed
-from hpctrain.averaging.strategies.lazy import Lazy
+from hpctrain.averaging.strategies.lazy_rest import Lazy
 from hpctrain.averaging.strategies.overlap import Overlap
 from hpctrain.averaging.strategies.priority import Priority
 from hpctrain.averaging.strategies.sharded import Sharded
-from hpctrain.averaging.strategies.sparse import Sparse
+from hpctrain.averaging.strategies.sparse_rest import Sparse
 from hpctrain.averaging.strategy import Strategy
-from hpctrain.averaging.undo_copy import UndoCopy
+from hpctrain.averaging.averager_state import UndoCopy
 from hpctrain.backend.arithmetic import Array, Descent
 from hpctrain.backend.host_arithmetic import HostArithmetic
-from hpctrain.backend.kernels.base import Operator, StepContext
-from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
-from hpctrain.backend.kernels.specs import Spec, TensorSpec
+from hpctrain.backend.operators import Operator, StepContext
+from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.specs import Spec, TensorSpec
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.link import LinkModel
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import Complete, SingleCommunicator
-from hpctrain.errors import OptionError
-from hpctrain.experiment.averager import make_strategy
+from hpctrain.core.errors import OptionError
+from hpctrain.averaging.averagers import make_strategy
 from hpctrain.nn.parameter import FlatGroup, ParameterSpec
 from hpctrain.optim.ema import EMA, EmaRule
 from hpctrain.optim.optimizers.adamw import Adamw
@@ -49,8 +49,8 @@ from hpctrain.optim.optimizers.lars import Lars
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.train.snapshot import Position
-from hpctrain.virtual.communicator import ThreadCommunicator
-from hpctrain.virtual.counters import Counters, CountingCommunicator
+from hpctrain_testing.virtual.communicator import ThreadCommunicator
+from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
 from tests.support.averaging import OPTIMIZERS, STRATEGIES, averaged, make_group, one_step, planned

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpctrain.averaging import slice_sizes, slices
+from hpctrain.averaging import slice_sizes, slicing
 from hpctrain.averaging.allreduce_strategy import AllreduceStrategy
 from hpctrain.averaging.base import GradientAverager, for_holders
 from hpctrain.averaging.collective_schedule import OperationKind
 from hpctrain.averaging.dependencies import EventKind
-from hpctrain.averaging.reduce_scatter_averager import ReduceScatterAverager
-from hpctrain.averaging.slices import Slice, fused
+from hpctrain.averaging.reduce_scatter import ReduceScatterAverager
+from hpctrain.averaging.slicing import Slice, fused
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.averaging.strategies.priority import Priority
 from hpctrain.averaging.strategies.sharded import Sharded
@@ -25,11 +25,11 @@ from hpctrain.comm.grid import GridAxis, ProcessGrid
 from hpctrain.comm.link import LinkModel
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator
-from hpctrain.comm.two_level import TwoLevel
-from hpctrain.errors import DivergedError
+from hpctrain.comm.groups import TwoLevel
+from hpctrain.core.errors import DivergedError
 from hpctrain.optim.optimizers.sgd import Sgd
-from hpctrain.virtual.communicator import ThreadCommunicator
-from hpctrain.virtual.counters import Counters, CountingCommunicator
+from hpctrain_testing.virtual.communicator import ThreadCommunicator
+from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
 from tests.support import combinations
 from tests.support.averaging import (
@@ -105,7 +105,7 @@ SLICED: dict[str, tuple[type[Strategy], dict[str, object]]] = {
 def test_linear_layers_may_exchange_factors_and_gather_in_slices(
     monkeypatch: pytest.MonkeyPatch, strategy: str, optimizer: str
 ) -> None:
-    monkeypatch.setattr(slices, "_LEAST_ROWS", 1)
+    monkeypatch.setattr(slicing, "_LEAST_ROWS", 1)
     alone = _alone(optimizer)
     kind, options = SLICED[strategy]
 
@@ -219,7 +219,7 @@ def test_two_levels_equal_blocking(strategy: str, optimizer: str) -> None:
 def test_no_schedule_changes_a_bit_of_two_levels(
     monkeypatch: pytest.MonkeyPatch, strategy: str, optimizer: str, nodes: tuple[int, ...], seeds: range
 ) -> None:
-    monkeypatch.setattr(slices, "_LEAST_ROWS", 1)  # linear layers in several slices
+    monkeypatch.setattr(slicing, "_LEAST_ROWS", 1)  # linear layers in several slices
     expected = _run_on_nodes(strategy, optimizer, nodes, len(nodes), steps=6)[0]
     for seed in seeds:
         for data in _run_on_nodes(strategy, optimizer, nodes, len(nodes), seed, steps=6):

@@ -21,7 +21,7 @@ from hpctrain.averaging.strategy import Strategy
 from hpctrain.comm.link import LinkModel
 from hpctrain.nn.parameter import FlatGroup, ParameterSpec, Segment
 from hpctrain.optim.base import Norms, NormsNeeded, Optimizer
-from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
 from tests.support.averaging import averaged
 

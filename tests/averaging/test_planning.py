@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.averaging.compute_times import Times, upper_medians
+from hpctrain.averaging.step_times import Times, upper_medians
 from hpctrain.averaging.link_simulation import (
     LinkSimulation,
     Urgency,
@@ -22,14 +22,14 @@ from hpctrain.averaging.link_simulation import (
 from hpctrain.averaging.rounding import Rounding
 from hpctrain.averaging.slice_sizes import RULE_LINK, bucket_bytes, credit_window, parts_of, slice_bytes, slice_elements
 from hpctrain.averaging.slice_traffic import SliceTraffic
-from hpctrain.averaging.slices import Compression, Slice, cut, fused, layer_slices, per_parameter, sufficient_factor_slices
+from hpctrain.averaging.slicing import Compression, Slice, cut, fused, layer_slices, per_parameter, sufficient_factor_slices
 from hpctrain.averaging.step_clock import StepClock, over_ranks
-from hpctrain.boxes import even
+from hpctrain.core.intervals import even
 from hpctrain.comm.link import LinkModel
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.errors import ConfigError
+from hpctrain.core.errors import ConfigError
 from hpctrain.nn.parameter import FlatGroup, GroupLayout, ParameterSpec
-from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
 
 sizes = st.lists(st.integers(0, 40), min_size=1, max_size=12)

@@ -16,25 +16,25 @@ from hpctrain.averaging import slice_sizes
 from hpctrain.averaging.agreement import check_same_schedule
 from hpctrain.averaging.allreduce_strategy import AllreduceStrategy
 from hpctrain.averaging.collective_schedule import ALL_SLICES, CollectiveSchedule, Operation, OperationKind, Stream
-from hpctrain.averaging.compute_times import Times
+from hpctrain.averaging.step_times import Times
 from hpctrain.averaging.dependencies import EventKind, LocalEventKey, dependencies
 from hpctrain.averaging.norm_groups import covered_slices, norm_groups, slices_of_groups
 from hpctrain.averaging.reduce_scatter_strategy import ReduceScatterStrategy
-from hpctrain.averaging.slices import Compression, Slice, cut, fused, layer_slices
+from hpctrain.averaging.slicing import Compression, Slice, cut, fused, layer_slices
 from hpctrain.averaging.strategies.bucketed import Bucketed
 from hpctrain.averaging.strategies.overlap import Overlap
 from hpctrain.averaging.strategies.priority import Priority
 from hpctrain.averaging.strategies.sharded import Sharded
 from hpctrain.averaging.strategy import PlannedGroup
-from hpctrain.backend.kernels.graph import GraphBuilder
-from hpctrain.backend.kernels.specs import TensorSpec
-from hpctrain.boxes import even
+from hpctrain.backend.graph import GraphBuilder
+from hpctrain.backend.specs import TensorSpec
+from hpctrain.core.intervals import even
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.link import LinkModel
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator
-from hpctrain.errors import CheckpointError, CollectiveMismatchError, ConfigError, OptionError
-from hpctrain.experiment.averager import make_strategy
+from hpctrain.core.errors import CheckpointError, CollectiveMismatchError, ConfigError, OptionError
+from hpctrain.averaging.averagers import make_strategy
 from hpctrain.models.families import vgg
 from hpctrain.nn.network import declared
 from hpctrain.nn.parameter import GroupLayout, ParameterSpec

@@ -12,9 +12,9 @@ import pytest
 from hpctrain.averaging import slice_sizes
 from hpctrain.averaging.base import GradientAverager
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
-from hpctrain.averaging.rounded_parameters import PARAMETER_ERROR, RoundedParameters
+from hpctrain.averaging.sixteen_bits import PARAMETER_ERROR, RoundedParameters
 from hpctrain.averaging.rounding import Rounding, caster, check_wire, wire_bytes, words_of_rounding
-from hpctrain.averaging.slices import Slice
+from hpctrain.averaging.slicing import Slice
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.averaging.strategies.bucketed import Bucketed
 from hpctrain.averaging.strategies.overlap import Overlap
@@ -22,14 +22,14 @@ from hpctrain.averaging.strategies.priority import Priority
 from hpctrain.averaging.strategies.sharded import Sharded
 from hpctrain.averaging.strategy import Strategy
 from hpctrain.comm.base import Communicator
-from hpctrain.comm.sixteen_bit import Wire
-from hpctrain.errors import OptionError
+from hpctrain.comm.sums import Wire
+from hpctrain.core.errors import OptionError
 from hpctrain.nn.parameter import FlatGroup, ParameterSpec
 from hpctrain.optim.base import Norms
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.planner.group_schedules import exchanged_bytes
-from hpctrain.virtual.communicator import ThreadCommunicator
-from hpctrain.virtual.counters import Counters, CountingCommunicator
+from hpctrain_testing.virtual.communicator import ThreadCommunicator
+from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine, wait
 from tests.support.averaging import OPTIMIZERS, Watched, averaged, make_group, planned, run_steps, shares
 from tests.support.bfloat16 import UNIT, rounded

@@ -14,7 +14,7 @@ import pytest
 from hpctrain.averaging.base import GradientAverager, for_holders
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, OperationKind
 from hpctrain.averaging.slice_sizes import RULE_LINK
-from hpctrain.averaging.slices import Compression
+from hpctrain.averaging.slicing import Compression
 from hpctrain.averaging.sparse_choice import (
     SELECTION_SECONDS,
     PartOnLink,
@@ -23,16 +23,16 @@ from hpctrain.averaging.sparse_choice import (
 )
 from hpctrain.averaging.sparse_residual import SparsePart, SparseSettings
 from hpctrain.averaging.strategies.sharded import Sharded
-from hpctrain.averaging.strategies.sparse import Sparse
+from hpctrain.averaging.strategies.sparse_rest import Sparse
 from hpctrain.averaging.strategy import Strategy
 from hpctrain.comm.link import LinkModel
 from hpctrain.compress.selection import Selection
-from hpctrain.compress.top_k import TopK
+from hpctrain.averaging.top_k import TopK
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.optimizers.lars import Lars
 from hpctrain.optim.optimizers.sgd import Sgd
-from hpctrain.virtual.communicator import ThreadCommunicator
-from hpctrain.virtual.counters import Counters, CountingCommunicator
+from hpctrain_testing.virtual.communicator import ThreadCommunicator
+from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine, wait
 from tests.support.averaging import LR, OraclePart, SparseOracle, averaged, make_group, one_step, run_steps, shares, watched
 

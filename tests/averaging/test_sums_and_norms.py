@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.averaging import slices
+from hpctrain.averaging import slicing
 from hpctrain.averaging.base import GradientAverager
 from hpctrain.averaging.collective_schedule import OperationKind
-from hpctrain.averaging.norms import JointNorms
+from hpctrain.averaging.group_sums import JointNorms
 from hpctrain.averaging.read_sums import ReadSums
 from hpctrain.averaging.shard_gradients import ShardGradients
-from hpctrain.averaging.slices import cut, fused, sufficient_factor_slices
+from hpctrain.averaging.slicing import cut, fused, sufficient_factor_slices
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.averaging.strategies.bucketed import Bucketed
 from hpctrain.averaging.strategies.overlap import Overlap
@@ -25,7 +25,7 @@ from hpctrain.averaging.strategies.priority import Priority
 from hpctrain.averaging.strategies.sharded import Sharded
 from hpctrain.averaging.sufficient_factors import SufficientFactorExchange, exchanging_layers, linear_layers, moves_less
 from hpctrain.averaging.tree_norms import BLOCK, TreeNorms
-from hpctrain.boxes import even
+from hpctrain.core.intervals import even
 from hpctrain.comm.base import Communicator, Handle
 from hpctrain.comm.grid import GridAxis, ProcessGrid
 from hpctrain.comm.progress import ProgressEngine
@@ -35,8 +35,8 @@ from hpctrain.optim.base import Norms, Optimizer
 from hpctrain.optim.optimizers.lars import Lars
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.summation_tree import ShardsOfRank
-from hpctrain.virtual.communicator import ThreadCommunicator
-from hpctrain.virtual.counters import Counters, CountingCommunicator
+from hpctrain_testing.virtual.communicator import ThreadCommunicator
+from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
 from tests.support.averaging import HIDDEN, INPUTS, LR, OUTPUTS, STRATEGIES, averaged, make_group, one_step, shares
 
@@ -516,8 +516,8 @@ def test_the_exchange_moves_inputs_errors_and_rows(monkeypatch: pytest.MonkeyPat
         for rank, count in enumerate(shares(7, ranks)):
             inputs += count * (k - k // ranks - (rank < k % ranks))
     expected = (ranks - 1) * (2 * rest + sum(m * batch + k * m for k, m in linear)) + inputs
-    for least_rows in (slices._LEAST_ROWS, 1):  # whole weights, and weights in slices of few rows
-        monkeypatch.setattr(slices, "_LEAST_ROWS", least_rows)
+    for least_rows in (slicing._LEAST_ROWS, 1):  # whole weights, and weights in slices of few rows
+        monkeypatch.setattr(slicing, "_LEAST_ROWS", least_rows)
         monkeypatch.setitem(STRATEGIES, "exchange", (Sharded, {"bucket_bytes": 16, "fc_exchange": "always"}))  # type: ignore[arg-type]
         total = sum(counters.total().exchanged_bytes for counters, _ in _count("exchange", ranks))
         assert total == expected * ITEM_BYTES

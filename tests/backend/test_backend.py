@@ -6,12 +6,12 @@ import logging
 
 import pytest
 
-from hpctrain.backend import backend as module
-from hpctrain.backend.backend import make_backend
+from hpctrain.backend import choice as module
+from hpctrain.backend.choice import make_backend
 from hpctrain.backend.cuda.choose import DEVICE_VARIABLE, NodePlace
-from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
-from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
-from hpctrain.errors import BackendError
+from hpctrain.backend.cuda.kernel_set import CudaKernelSet
+from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.core.errors import BackendError
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.bench import data, engine_profile, scaling
 from hpctrain.bench.data import AUGMENT, NORMALISE, READ, WHOLE, DataRates, StageRate
 from hpctrain.bench.device_peak import device_gemm_peak, device_of
@@ -25,8 +25,8 @@ from hpctrain.bench.interleaved import Rounds, SteppingError, Turn, interleave, 
 from hpctrain.bench.scaling import Point, ScalingStudy, with_efficiency
 from hpctrain.config.load import parse
 from hpctrain.config.schema import Config
-from hpctrain.data import format as data_format
-from hpctrain.errors import ConfigError, LaunchError
+from hpctrain.data import image_file as data_format
+from hpctrain.core.errors import ConfigError, LaunchError
 from tests.support.emulated import CudaKernelsFactory
 
 

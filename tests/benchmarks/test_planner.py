@@ -17,8 +17,8 @@ from benchmarks.planner_points import AVERAGERS, NETWORKS, POINTS, SHARED_MEMORY
 from benchmarks.planner_scaling import on_some_cores, one_rank_per_node, variations
 from benchmarks.posting_ranks import delays_of, facts_of
 from benchmarks.quiet import QuietCores
-from hpctrain.backend.kernels.graph import GraphBuilder
-from hpctrain.backend.kernels.specs import TensorSpec
+from hpctrain.backend.graph import GraphBuilder
+from hpctrain.backend.specs import TensorSpec
 from hpctrain.comm.base import Communicator
 from hpctrain.data.loader import Place
 from hpctrain.models import catalogue

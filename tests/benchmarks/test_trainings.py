@@ -18,13 +18,13 @@ from benchmarks.finetune import OURS, PEER, RANDOM
 from benchmarks.large_batch import Curve
 from benchmarks.lars_ranks import norm_messages, updates
 from hpctrain.averaging.strategy import PlannedGroup
-from hpctrain.backend.kernels.onednn.kernel_set import OnednnKernelSet, available
+from hpctrain.backend.onednn.kernel_set import OnednnKernelSet, available
 from hpctrain.config.load import load
-from hpctrain.experiment.averager import make_strategy
+from hpctrain.averaging.averagers import make_strategy
 from hpctrain.models import catalogue
 from hpctrain.nn.network import Network
 from hpctrain.nn.parameter import FlatGroup, GroupLayout, ParameterSpec
-from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual
 from tests.support.faults import FAULTS
 from tests.support.runs import make_unmarked

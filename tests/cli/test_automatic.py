@@ -104,7 +104,7 @@ def test_what_cannot_be_chosen_is_said_in_one_sentence(folder: Path, change: lis
 
 
 @pytest.mark.slow
-@pytest.mark.thorough  # tests/experiment/test_automatic_runs.py measures machines
+@pytest.mark.thorough  # tests/run/test_automatic_runs.py measures machines
 def test_without_a_machine_the_ranks_measure_it_and_the_run_keeps_it(job: Start, folder: Path) -> None:
     outcome = _train(2, folder, "machine=null", "--steps", "1", start=job)
     assert "grid, plan, averager auto: " in outcome.stdout

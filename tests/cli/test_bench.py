@@ -11,15 +11,15 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from hpctrain.backend.kernels.onednn.kernel_set import available
+from hpctrain.backend.onednn.kernel_set import available
 from hpctrain.bench import data as measurement
 from hpctrain.bench.data import AUGMENT, NORMALISE, READ, WHOLE, DataRates, StageRate
 from hpctrain.cli.bench_data import table
-from hpctrain.cli.bench_scaling import RankCounts
+from hpctrain.cli.bench import RankCounts
 from hpctrain.cli.main import cli
 from hpctrain.planner import machine_file
 from hpctrain.storage import checkpoint
-from hpctrain.storage.run_directory import RunDirectory
+from hpctrain.runs.directory import RunDirectory
 from tests.support.here import run_here
 from tests.support.jobs import Outcome
 from tests.support.tiny_runs import Start, assert_same, hpctrain, newest_checkpoint, newest_run, prepare

@@ -11,7 +11,7 @@ import pytest
 
 from hpctrain.storage import best_record, checkpoint
 from hpctrain.storage.best_record import BestRecord
-from hpctrain.storage.run_directory import RunDirectory
+from hpctrain.runs.directory import RunDirectory
 from tests.support.run_in_process import Killed
 from tests.support.tiny_runs import hpctrain, newest_run, prepare
 

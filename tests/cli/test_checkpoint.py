@@ -14,7 +14,7 @@ from hpctrain.cli.main import cli
 from hpctrain.storage import best_record
 from hpctrain.storage.best_record import BestRecord
 from hpctrain.storage.checkpoint import SEQUENCE, CheckpointContent, checkpoint_path, parameter_key, read, write
-from hpctrain.storage.run_owner import owned
+from hpctrain.runs.owner import owned
 from tests.support.runs import make_unmarked
 
 

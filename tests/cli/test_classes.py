@@ -7,7 +7,7 @@ import h5py
 import numpy as np
 import pytest
 
-from hpctrain.data import format as data_format
+from hpctrain.data import image_file as data_format
 from hpctrain.storage import checkpoint
 from tests.support.jobs import Outcome
 from tests.support.tiny_runs import accuracy, assert_same, hpctrain, newest_checkpoint, newest_run, sentence

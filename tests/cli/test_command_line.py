@@ -22,12 +22,12 @@ from hpctrain.cli.listing import KINDS
 from hpctrain.cli.loading import load_config
 from hpctrain.cli.main import cli
 from hpctrain.config.faults import known_paths, section_at
-from hpctrain.config.source import dotted
-from hpctrain.errors import ConfigError
-from hpctrain.experiment import options
+from hpctrain.core.yaml_source import dotted
+from hpctrain.core.errors import ConfigError
+from hpctrain.config import options
 from hpctrain.site import profile_files
 from hpctrain.version import __version__
-from tests.experiment.test_grids_and_image_sizes import BATCH_NORM_CONFIG as CONFIG
+from tests.run.test_grids_and_image_sizes import BATCH_NORM_CONFIG as CONFIG
 from tests.support.data_files import make_node
 from tests.support.job_scripts import SITES
 from tests.support.jobs import clean_environment

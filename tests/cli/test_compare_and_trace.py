@@ -14,10 +14,11 @@ from hpctrain.cli.compare import compare
 from hpctrain.cli.main import cli
 from hpctrain.cli.run_traces import RunTraces
 from hpctrain.flight.recorder import FlightRecorder
-from hpctrain.flight.ring import End, file_name, mark_end
+from hpctrain.launch.exit_codes import End
+from hpctrain.flight.ring import file_name, mark_end
 from hpctrain.launch.supervisor import Traces
-from hpctrain.storage.hash_file import HashFile
-from hpctrain.storage.run_owner import SUPERVISOR, owned
+from hpctrain.runs.records import HashFile
+from hpctrain.runs.owner import SUPERVISOR, owned
 from hpctrain.trace.time_table import Late, Row, TimeTable, from_json
 from hpctrain.trace.time_table_text import lines
 from tests.support.runs import make_unmarked, write_checkpoint, write_run

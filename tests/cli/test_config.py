@@ -11,13 +11,13 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from hpctrain.backend.backend import NAMES, PRECISIONS
-from hpctrain.backend.kernels.graph import Graph
+from hpctrain.backend.choice import NAMES, PRECISIONS
+from hpctrain.backend.graph import Graph
 from hpctrain.cli.main import cli
 from hpctrain.config.load import load
 from hpctrain.config.schema import Config
-from hpctrain.experiment import grid
-from hpctrain.experiment.options import filled
+from hpctrain.config import grid
+from hpctrain.config.options import filled
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.parallel.partition_graph import PartitionedGraph, partition_graph
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from hpctrain.cli.configured_process import ConfiguredProcess, ReadConfig
+from hpctrain.cli.job_process import ConfiguredProcess, ReadConfig
 from hpctrain.comm import mpi
 from hpctrain.comm.single import SingleCommunicator
 from hpctrain.config.load import parse
 from hpctrain.config.schema import Config
-from hpctrain.errors import RankLostError, ShapeError
+from hpctrain.core.errors import RankLostError, ShapeError
 from hpctrain.experiment import transport
 from hpctrain.flight.recorder import FlightRecorder
-from hpctrain.flight.ring import End
+from hpctrain.launch.exit_codes import End
 from hpctrain.launch.launcher import Launcher
 
 TEXT = """

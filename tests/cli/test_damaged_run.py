@@ -13,9 +13,10 @@ from click.testing import CliRunner
 
 from hpctrain.cli.main import cli
 from hpctrain.flight.recorder import FlightRecorder
-from hpctrain.flight.ring import End, file_name
-from hpctrain.storage.hash_file import HashFile
-from hpctrain.storage.run_directory import RunDirectory
+from hpctrain.launch.exit_codes import End
+from hpctrain.flight.ring import file_name
+from hpctrain.runs.records import HashFile
+from hpctrain.runs.directory import RunDirectory
 from tests.support.runs import write_checkpoint, write_run, write_trace
 from tests.support.sampling import amount
 

@@ -15,10 +15,10 @@ from click.testing import CliRunner
 from PIL import Image
 
 from hpctrain.cli.data import data
-from hpctrain.data import decoder
+from hpctrain.data import decoding
 from hpctrain.data import fetch as fetching
-from hpctrain.data import format as data_format
-from hpctrain.data.format import ImageFile
+from hpctrain.data import image_file as data_format
+from hpctrain.data.image_file import ImageFile
 from tests.support.runs import write_pictures
 
 
@@ -266,7 +266,7 @@ def test_a_limit_of_pixels_holds_for_a_data_file_too(tmp_path, keep, monkeypatch
     """A conversion with --max-pixels stores the limit, so that training decodes the kept picture files without the option."""
     (tmp_path / "tree" / "ant").mkdir(parents=True)
     Image.new("RGB", (10, 8), (7, 7, 7)).save(tmp_path / "tree" / "ant" / "a.jpg")
-    monkeypatch.setattr(decoder, "MAX_PIXELS", 79)
+    monkeypatch.setattr(decoding, "MAX_PIXELS", 79)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 79)
     convert = ("convert", "folder", tmp_path / "tree", tmp_path / "out.h5", "--size", 4, *keep)
     run(*convert, fails_with="None of 1 image")

@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from hpctrain.cli.failure import BUG, USER_ERROR, Commands, job_ends_on_error
 from hpctrain.cli.listing import KINDS
 from hpctrain.cli.main import cli
-from hpctrain.errors import DataError, RankLostError
+from hpctrain.core.errors import DataError, RankLostError
 from hpctrain.speaker import place
 from tests.support.here import run_here
 from tests.support.jobs import Outcome
@@ -168,7 +168,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     import numpy as np
     from PIL import Image
 
-    from hpctrain.data import format as data_format
+    from hpctrain.data import image_file as data_format
 
     (tmp_path / "file").write_text("neither YAML: nor: data\n")
     (tmp_path / "bytes").write_bytes(b"name: \xff\n")

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpctrain.data import format as data_format
+from hpctrain.data import image_file as data_format
 from hpctrain.speaker import place
 from hpctrain.storage import checkpoint
 from tests.support.here import run_here
@@ -95,7 +95,7 @@ def _said(outcome: Outcome) -> list[str]:
 _FAILS = """
 import os
 from hpctrain.__main__ import main
-from hpctrain.errors import DataError
+from hpctrain.core.errors import DataError
 
 rank = int(os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"])
 if rank == {rank}:

@@ -10,8 +10,8 @@ pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra exp
 
 from click.testing import CliRunner
 
-from hpctrain.cli.report import report
-from hpctrain.errors import ConfigError
+from hpctrain.cli.runs import report
+from hpctrain.core.errors import ConfigError
 from tests.support.here import run_here
 from tests.support.runs import CLASSES, train, write_run, write_trace
 

@@ -14,7 +14,7 @@ pytest.importorskip("playwright", reason="Playwright is not installed (make brow
 
 from playwright.sync_api import sync_playwright
 
-from hpctrain.cli.report import write_report
+from hpctrain.cli.runs import write_report
 from tests.support.runs import write_run, write_trace
 
 BROWSER = shutil.which("chromium")

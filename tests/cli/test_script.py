@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.flight.ring import End, file_name, read
+from hpctrain.launch.exit_codes import End
+from hpctrain.flight.ring import file_name, read
 from hpctrain.launch.exit_codes import DEADLINE, SIGNALLED, STOPPED
 from hpctrain.speaker import place
 from tests.support.jobs import Outcome

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpctrain.backend.kernels.onednn.kernel_set import available
+from hpctrain.backend.onednn.kernel_set import available
 from hpctrain.launch.exit_codes import FINISHED, STOPPED
 from hpctrain.storage import checkpoint
-from hpctrain.storage.run_directory import RunDirectory, latest
+from hpctrain.runs.directory import RunDirectory, latest
 from tests.support.here import run_here
 from tests.support.jobs import Outcome
 from tests.support.kills import WRITERS, moments, run_writer

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hpctrain.cli.autopsy import directory_of
 from hpctrain.cli.log_ranks import names
 from hpctrain.cli.main import cli
-from hpctrain.errors import ConfigError
+from hpctrain.core.errors import ConfigError
 from hpctrain.rank_spans import spans
 from hpctrain.speaker import place
 from tests.support import faults

@@ -17,29 +17,21 @@ from click.testing import CliRunner, Result
 from rich.console import Console
 
 from hpctrain.cli import plan_tables
-from hpctrain.cli.evaluation_tables import print_json, print_text, write_confusion
+from hpctrain.cli.result_tables import print_json, print_text, write_confusion
 from hpctrain.cli.main import cli
-from hpctrain.cli.planner_tables import (
-    machine_lines,
-    measured_line,
-    megabytes,
-    milliseconds,
-    print_whole,
-    scaling_table,
-    size_lines,
-)
+from hpctrain.cli.simulation_tables import machine_lines, measured_line, megabytes, milliseconds, print_whole, scaling_table, size_lines
 from hpctrain.cli.prediction_tables import print_lines, print_table
 from hpctrain.cli.search_tables import as_dict, print_search, words
-from hpctrain.experiment.evaluation import Evaluation
+from hpctrain.run.evaluation import Evaluation
 from hpctrain.experiment.planner_search import PlannedSearch, job_of
-from hpctrain.experiment.prediction import PredictedClass, PredictedPicture, Predictions
-from hpctrain.experiment.simulated_scaling import SimulatedPoint
+from hpctrain.run.prediction import PredictedClass, PredictedPicture, Predictions
+from hpctrain.planner.configured_search import SimulatedPoint
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.planner.job import Candidate
 from hpctrain.planner.search import SearchChoice, SearchResult
 from hpctrain.train.confusion import ConfusionMatrix
-from hpctrain.train.metrics import RunningSums
-from tests.experiment.test_planned_runs import grid_task as task
+from hpctrain.train.metrics_rest import RunningSums
+from tests.run.test_planned_runs import grid_task as task
 from tests.planner.test_computation_costs import MACHINE
 from tests.support import predictions
 
@@ -235,7 +227,7 @@ def test_a_candidate_in_words(candidate: Candidate, text: str) -> None:
 
 
 def test_all_lines_fit_but_the_command(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpctrain.cli.planner_tables._COLUMNS", 80)
+    monkeypatch.setattr("hpctrain.cli.simulation_tables._COLUMNS", 80)
     command = "mpiexec " + "x" * 200
     print_search(outcome(), 5, command)
     lines = capsys.readouterr().out.splitlines()

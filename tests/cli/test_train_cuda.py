@@ -15,7 +15,7 @@ import pytest
 
 from hpctrain.backend.cuda.choose import DEVICE_VARIABLE
 from hpctrain.config.load import parse
-from hpctrain.experiment.dry_run import description, prepare
+from hpctrain.planner.planned_run import description, prepare
 from tests.support.emulated import EmulatedDeviceFactory
 from tests.support.here import run_here
 from tests.support.jobs import Outcome

@@ -12,12 +12,12 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from hpctrain import user_code
+from hpctrain.core import user_code
 from hpctrain.cli.main import cli
 from tests.support.here import run_here
 from tests.support.jobs import Outcome
 from tests.support.tiny_runs import newest_run, write_images
-from tests.test_registry import offer
+from tests.core.test_registry import offer
 
 Job = Callable[..., Outcome]
 
@@ -31,15 +31,15 @@ import numpy as np
 
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.data.augmentations.base import Augmentation
-from hpctrain.nn.layers.adaptive_average_pool import AdaptiveAveragePool
-from hpctrain.nn.layers.conv2d import Conv2d
-from hpctrain.nn.layers.flatten import Flatten
-from hpctrain.nn.layers.linear import Linear
-from hpctrain.nn.layers.relu import ReLU
-from hpctrain.nn.layers.sequential import Sequential
+from hpctrain.nn.layers_parts.adaptive_average_pool import AdaptiveAveragePool
+from hpctrain.nn.layers_parts.conv2d import Conv2d
+from hpctrain.nn.layers_parts.flatten import Flatten
+from hpctrain.nn.layers_parts.linear import Linear
+from hpctrain.nn.layers_parts.relu import ReLU
+from hpctrain.nn.layers_parts.sequential import Sequential
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.schedules.base import LearningRateSchedule
-from hpctrain.train.metrics import Reporter
+from hpctrain.train.metrics_rest import Reporter
 
 
 def model(classes: int, channels_in: int, features: int = 6):
@@ -259,7 +259,7 @@ def test_the_commands_know_options_of_the_users_code(folder: Path) -> None:
         ("model.featurs=3", ['has no option "featurs"', '"features"']),
         ("model.features=wide", ['"features"', "must be an integer"]),
         ("model=own_code.py:modle", ['defines no "modle"', '"model"']),
-        ("model=own_code.py:Steps", ["a model is a class derived from hpctrain.nn.layer.Layer, or a function"]),
+        ("model=own_code.py:Steps", ["a model is a class derived from hpctrain.nn.layers.Layer, or a function"]),
         ("model=own_code.py:no_model", ["makes None, but a model is"]),
         ("model.features=-1", ['Model "own_code.py:model" is refused: features -1 must be above 0.']),
         ("model=own_code.py:NUMBER", ["is 3, but a model is"]),

@@ -27,9 +27,9 @@ from hpctrain.cli.main import cli
 from hpctrain.cli.progress import LINE_SECONDS, progress
 from hpctrain.cli.text_curve import text_curve
 from hpctrain.cli.watch_screen import news, screen
-from hpctrain.experiment.run_state import RunState
-from hpctrain.flight.ring import End
-from hpctrain.storage.run_directory import RunDirectory, runs
+from hpctrain.runs.state import RunState
+from hpctrain.launch.exit_codes import End
+from hpctrain.runs.directory import RunDirectory, runs
 from tests.support.jobs import clean_environment
 from tests.support.recorded import SECOND, record
 

@@ -15,7 +15,7 @@ from hpctrain.models.state_dict import declared_state, is_counter, with_counters
 from hpctrain.nn.initialise import generator
 from hpctrain.storage import best_record, weights_file
 from hpctrain.storage.checkpoint import averaged_statistic_key, checkpoints, optimizer_key, parameter_key, read
-from hpctrain.storage.run_directory import latest
+from hpctrain.runs.directory import latest
 from hpctrain.storage.weights_file import WeightsFile
 from tests.support.run_in_process import prepare, train
 

@@ -15,22 +15,22 @@ from hypothesis import strategies as st
 
 from hpctrain.backend.arithmetic import Arithmetic
 from hpctrain.backend.cuda import choose
-from hpctrain.backend.cuda.emulator.device import EmulatedDevice
+from hpctrain_testing.emulator.device import EmulatedDevice
 from hpctrain.backend.cuda.emulator.errors import EmulatedDeviceError
-from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
+from hpctrain.backend.cuda.kernel_set import CudaKernelSet
 from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
 from hpctrain.backend.mirrors import StagedBytes, Transit
-from hpctrain.comm import device_probe, mpi, transports, two_level
+from hpctrain.comm import device_probe, mpi, transports_rest, groups
 from hpctrain.comm.base import Communicator, Handle
 from hpctrain.comm.device_mpi import DeviceMpiCommunicator, over_mpi
 from hpctrain.comm.device_probe import AWARE, UNAWARE, UNTRIED
 from hpctrain.comm.nccl import NcclCommunicator, NcclHandle, group_fault, over_nccl
 from hpctrain.comm.single import Complete
-from hpctrain.comm.staged import StagedCommunicator, StagedOperation
-from hpctrain.comm.transports import Transport, reaching
-from hpctrain.comm.two_level import TwoLevel, in_levels, levels
-from hpctrain.errors import BackendError, DeadlockError, MissingLibraryError
-from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain.comm.transports import StagedCommunicator, StagedOperation
+from hpctrain.comm.transports_rest import Transport, reaching
+from hpctrain.comm.groups import TwoLevel, in_levels, levels
+from hpctrain.core.errors import BackendError, DeadlockError, MissingLibraryError
+from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual, wait
 from tests.support.device_operations import (
     OPERATIONS,
@@ -180,7 +180,7 @@ def test_stages_within_nodes_have_one_order(seed: int, emulated_device: Emulated
 @pytest.mark.usefixtures("emulated_device")  # has its kernels built; what hangs is not done at the end
 def test_without_turns_ranks_wait_for_each_other(monkeypatch: pytest.MonkeyPatch, emulated_device: EmulatedDeviceFactory) -> None:
     """Gathers within a node begin when those between nodes are complete, which is another moment on each rank."""
-    monkeypatch.setattr(TwoLevel, "_turn", lambda self: two_level._at_once)
+    monkeypatch.setattr(TwoLevel, "_turn", lambda self: groups._at_once)
     wrong = 0
     for seed in range(10):
         try:
@@ -250,7 +250,7 @@ def test_only_those_with_a_second_stage_sum(emulated_device: EmulatedDeviceFacto
 
 def test_bytes_are_those_of_the_operations(emulated_device: EmulatedDeviceFactory) -> None:
     def program(comm: ThreadCommunicator) -> None:
-        rank = DeviceRank(comm, emulated_device(comm.rank), transports.staged)
+        rank = DeviceRank(comm, emulated_device(comm.rank), transports_rest.staged)
         for operation in (reduce_scatter, allgather_in_place, of_the_host):
             operation(rank)
         mirrors = rank.kernels.arithmetic.mirrors()

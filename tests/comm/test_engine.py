@@ -15,7 +15,7 @@ from hpctrain.comm.poll_policy import MORE_RANKS_THAN_CORES, SLEEPS_AT_ONCE, Fur
 from hpctrain.comm.posting_queue import PostingQueue, Ticket
 from hpctrain.comm.progress import TIMEOUT_EXIT_CODE, ProgressEngine
 from hpctrain.comm.single import Complete, SingleCommunicator
-from hpctrain.errors import CommunicationTimeoutError
+from hpctrain.core.errors import CommunicationTimeoutError
 from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.speaker import place
 from hpctrain.trace.tracer import Category, Tracer

@@ -18,10 +18,10 @@ from hpctrain.comm.grid import GridAxis, ProcessGrid, check_grid, coordinates
 from hpctrain.comm.link import LinkModel, calibrate, measure_operation_seconds
 from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
 from hpctrain.comm.single import SingleCommunicator
-from hpctrain.comm.two_level import Levels, TwoLevel, across_nodes, in_levels, levels, node_numbers, within_node
-from hpctrain.errors import CommunicationTimeoutError, DataError, HpctrainError, RankLostError, ShapeError
-from hpctrain.virtual.communicator import ThreadCommunicator
-from hpctrain.virtual.counters import Counters, CountingCommunicator
+from hpctrain.comm.groups import Levels, TwoLevel, across_nodes, in_levels, levels, node_numbers, within_node
+from hpctrain.core.errors import CommunicationTimeoutError, DataError, HpctrainError, RankLostError, ShapeError
+from hpctrain_testing.virtual.communicator import ThreadCommunicator
+from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine, wait
 from tests.support.jobs import run_job
 

@@ -14,7 +14,7 @@ from hpctrain.comm import shared_memory
 from hpctrain.comm.shared_memory import share
 from hpctrain.comm.single import SingleCommunicator
 from hpctrain.speaker import place
-from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual, wait
 from tests.support.jobs import Outcome, run_job
 

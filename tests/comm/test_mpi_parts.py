@@ -14,7 +14,7 @@ from hpctrain.backend.cuda.device_array import DeviceArray
 from hpctrain.comm.lost_ranks import LostRanks, named
 from hpctrain.comm.mpi_buffers import MpiBuffers, dtype_char, not_empty, piece
 from hpctrain.comm.mpi_handle import MpiHandle
-from hpctrain.errors import RankLostError
+from hpctrain.core.errors import RankLostError
 
 FAILED, PENDING, REVOKED, OTHER = 75, 76, 77, 17
 

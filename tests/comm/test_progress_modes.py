@@ -16,9 +16,9 @@ from hpctrain.comm.progress import TIMEOUT_EXIT_CODE, ProgressEngine
 from hpctrain.comm.progress_mode import OverlapMeasurement, ProgressMode, apply, choose, measure
 from hpctrain.comm.progress_thread import ProgressThread
 from hpctrain.comm.single import Complete, SingleCommunicator
-from hpctrain.errors import CommunicationTimeoutError
+from hpctrain.core.errors import CommunicationTimeoutError
 from hpctrain.trace.tracer import THREAD_TRACK, Category, Tracer
-from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual
 from tests.support.interleaved_thread import InterleavedThread
 

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from hpctrain.cli.main import cli
 from hpctrain.config import examples
 from hpctrain.config.schema import Config
-from hpctrain.errors import ConfigError
+from hpctrain.core.errors import ConfigError
 from tests.support.reference_pages import (
     DOCS,
     FINDINGS_HEADING,

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from hpctrain.config.load import load, parse
 from hpctrain.config.schema import Config
-from hpctrain.config.source import Source, read_yaml
-from hpctrain.errors import ConfigError
-from hpctrain.experiment.check import check_names
+from hpctrain.core.yaml_source import Source, read_yaml
+from hpctrain.core.errors import ConfigError
+from hpctrain.config.checks import check_names
 from tests.support.data_files import make_node
 from tests.support.sampling import amount
 

@@ -14,8 +14,8 @@ from hpctrain.config.dump import dump, json_schema
 from hpctrain.config.faults import known_paths, section_at, show
 from hpctrain.config.load import parse
 from hpctrain.config.schema import Config, PlanConfig
-from hpctrain.config.section import Named
-from hpctrain.errors import ConfigError
+from hpctrain.config.values import Named
+from hpctrain.core.errors import ConfigError
 from tests.support.sampling import amount
 
 SMALL = {

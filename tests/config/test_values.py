@@ -15,10 +15,10 @@ from hpctrain.config.duration import parse_duration
 from hpctrain.config.exact_section import DEFAULT_SHARDS, ExactConfig
 from hpctrain.config.faults import known_paths, section_at
 from hpctrain.config.load import parse
-from hpctrain.config.section import plain
+from hpctrain.config.values import plain
 from hpctrain.config.size import parse_size
-from hpctrain.config.source import dotted
-from hpctrain.errors import ConfigError
+from hpctrain.core.yaml_source import dotted
+from hpctrain.core.errors import ConfigError
 
 _REST = """
 model: small

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hpctrain.data import format as data_format
+from hpctrain.data import image_file as data_format
 from hpctrain.data.convert.packing import PictureForm, pack
-from hpctrain.data.format import ImageFile
+from hpctrain.data.image_file import ImageFile
 from tests.support.write_fixtures import write_data_version_1
 
 

@@ -19,11 +19,11 @@ from hpctrain.comm.shared_memory import SharedMemory
 from hpctrain.comm.single import SingleCommunicator
 from hpctrain.data import local_file
 from hpctrain.data.filling_plan import FillingPlan
-from hpctrain.data.format import ImageFile
+from hpctrain.data.image_file import ImageFile
 from hpctrain.data.local_copy import LocalCopy, LocalSamples, fixed_size, table_bytes
 from hpctrain.data.local_file import LocalFile, LocalRequest, open_local
 from hpctrain.data.read_counts import CountedImages, ReadCounts
-from hpctrain.data.sample_memory import NodeRank, SampleMemory, bytes_for, held_in
+from hpctrain.data.cache import NodeRank, SampleMemory, bytes_for, held_in
 from hpctrain.data.unreadable import UnreadableError
 from hpctrain.virtual.run import run_virtual
 from tests.support.sampling import amount

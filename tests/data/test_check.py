@@ -6,11 +6,11 @@ import h5py
 import numpy as np
 import pytest
 
-from hpctrain.data import format as data_format
+from hpctrain.data import image_file as data_format
 from hpctrain.data.check import check_file
-from hpctrain.data.format import ImageFile
-from hpctrain.data.stored import digest_of
-from hpctrain.errors import DataError
+from hpctrain.data.image_file import ImageFile
+from hpctrain.data.format import digest_of
+from hpctrain.core.errors import DataError
 
 
 def kinds(checked):

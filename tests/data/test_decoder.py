@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from hpctrain.data import decoder
-from hpctrain.data.decoder import _central_box, decode
-from hpctrain.errors import DataError
+from hpctrain.data import decoding
+from hpctrain.data.decoding import _central_box, decode
+from hpctrain.core.errors import DataError
 from tests.support.sampling import amount
 
 
@@ -134,9 +134,9 @@ JPEG_KINDS = jpeg_kinds()
 def same_with_and_without(content, size, fit, channels, monkeypatch):
     """What a decoding gives, or says: the same with simplejpeg and without."""
     results = []
-    for library in {id(library): library for library in (decoder.simplejpeg, None)}.values():
+    for library in {id(library): library for library in (decoding.simplejpeg, None)}.values():
         with monkeypatch.context() as patched:
-            patched.setattr(decoder, "simplejpeg", library)
+            patched.setattr(decoding, "simplejpeg", library)
             try:
                 results.append(decode(content, size, fit, channels))
             except DataError as error:
@@ -216,7 +216,7 @@ DAMAGED_METADATA = {
 @pytest.mark.parametrize("kind", DAMAGED_METADATA)
 def test_damaged_metadata_does_not_matter_to_pixels(kind, monkeypatch):
     content, turns = DAMAGED_METADATA[kind]
-    sound = encoded(random_image(), "JPEG" if content.startswith(decoder._JPEG) else "PNG")
+    sound = encoded(random_image(), "JPEG" if content.startswith(decoding._JPEG) else "PNG")
     expected = np.rot90(decode(sound, None), -1) if turns else decode(sound, None)
     assert np.array_equal(same_with_and_without(content, None, "crop", 3, monkeypatch), expected)
 
@@ -285,7 +285,7 @@ def test_values_without_a_known_range_are_refused_and_not_clipped(values, words)
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "WEBP", "TIFF", "BMP"])
 def test_the_limit_of_pixels_can_be_raised_by_name(kind, monkeypatch):
-    monkeypatch.setattr(decoder, "MAX_PIXELS", 70)
+    monkeypatch.setattr(decoding, "MAX_PIXELS", 70)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 30)
     content = encoded(random_image(11, 7), kind)
     with pytest.raises(DataError, match="it has 77 pixels, the limit is 70; --max-pixels 77 allows them"):
@@ -295,7 +295,7 @@ def test_the_limit_of_pixels_can_be_raised_by_name(kind, monkeypatch):
 
 def test_a_bomb_is_refused_before_its_pixels_have_memory():
     header = struct.pack(">IIBBBBB", 60000, 60000, 8, 2, 0, 0, 0)
-    bomb = decoder._PNG + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(1 << 20))) + chunk(b"IEND", b"")
+    bomb = decoding._PNG + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(1 << 20))) + chunk(b"IEND", b"")
     with pytest.raises(DataError, match="it has 3,600,000,000 pixels, the limit is 178,956,970; --max-pixels 3600000000"):
         decode(bomb, (5, 5))
 

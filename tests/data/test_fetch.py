@@ -14,8 +14,8 @@ import pytest
 
 from hpctrain.data import fetch as fetching
 from hpctrain.data.fetch import Split, fetch
-from hpctrain.data.format import ImageFile
-from hpctrain.errors import DataError
+from hpctrain.data.image_file import ImageFile
+from hpctrain.core.errors import DataError
 
 
 def idx_bytes(array):

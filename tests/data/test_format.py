@@ -16,13 +16,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from hpctrain.data import format as data_format
-from hpctrain.data import stored
+from hpctrain.data import image_file as data_format
+from hpctrain.data import format
 from hpctrain.data.classes import difference, in_order_of
 from hpctrain.data.facts import DataFacts, ImageForm
-from hpctrain.data.format import ImageFile, ImageFileWriter
-from hpctrain.data.image_writer import _moments
-from hpctrain.errors import DataError
+from hpctrain.data.image_file import ImageFile, ImageFileWriter
+from hpctrain.data.writer import _moments
+from hpctrain.core.errors import DataError
 
 
 def random_images(count, shape=(7, 9, 3)):
@@ -229,9 +229,9 @@ def test_files_with_wrong_content_are_refused(make_file, change, message):
 def test_a_file_that_ends_before_its_images_do_is_refused(make_file, place, message):
     path = make_file()[0].path
     with h5py.File(path) as opened:
-        contents = stored.read(opened)
+        contents = format.read(opened)
     with pytest.raises(DataError, match=message):
-        stored.check(path, replace(contents, images=replace(contents.images, **place)))
+        format.check(path, replace(contents, images=replace(contents.images, **place)))
 
 
 def one_value_changed(name):
@@ -403,7 +403,7 @@ def test_moments_are_those_of_exact_fractions(histogram):
 @given(st.floats(allow_nan=True), st.floats(allow_nan=True))
 def test_statistics_that_pass_give_finite_pixels_in_float32(mean, std):
     try:
-        stored.check_statistics("a file", np.array([mean]), np.array([std]))
+        format.check_statistics("a file", np.array([mean]), np.array([std]))
     except DataError:
         return
     with np.errstate(over="raise", invalid="raise"):
@@ -413,7 +413,7 @@ def test_statistics_that_pass_give_finite_pixels_in_float32(mean, std):
 
 @given(st.integers(0, 300), st.integers(0, 4000), st.integers(1, 4000))
 def test_chunks_cover_all_samples_once_in_pieces_of_bounded_size(samples, height, width):
-    pieces = list(stored.chunks((samples, height, width, 3)))
+    pieces = list(format.chunks((samples, height, width, 3)))
     assert [index for piece in pieces for index in range(piece.start, piece.stop)] == list(range(samples))
     largest = max(1, (16 << 20) // max(1, height * width * 3))
     assert all(piece.stop - piece.start <= largest for piece in pieces)
@@ -421,9 +421,9 @@ def test_chunks_cover_all_samples_once_in_pieces_of_bounded_size(samples, height
 
 def test_digests_depend_on_the_values_and_not_on_their_place():
     values = np.arange(24, dtype=np.int64).reshape(4, 6)
-    assert stored.digest_of(values[:, ::2]) == stored.digest_of(values[:, ::2].copy())
-    assert stored.digest_of(values) != stored.digest_of(values + 1)
-    assert stored.names_digest(["a,b"]) != stored.names_digest(["a", "b"])
+    assert format.digest_of(values[:, ::2]) == format.digest_of(values[:, ::2].copy())
+    assert format.digest_of(values) != format.digest_of(values + 1)
+    assert format.names_digest(["a,b"]) != format.names_digest(["a", "b"])
 
 
 def test_json_keeps_every_bit(make_file):

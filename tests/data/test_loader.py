@@ -14,7 +14,7 @@ from hpctrain.data.mixing import Mixing
 from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.sampler import Sampler, counts
 from hpctrain.data.sizes import ImageSizes
-from hpctrain.errors import ShapeError
+from hpctrain.core.errors import ShapeError
 from tests.support.data_files import in_memory
 from tests.support.sampling import amount
 

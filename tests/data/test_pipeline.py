@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from hpctrain.boxes import clip, hull, relative, shape_of, size_of
+from hpctrain.core.intervals import clip, hull, relative, shape_of, size_of
 from hpctrain.data.batch_threads import CHUNK_BYTES, BatchThreads, default_threads
 from hpctrain.data.deferred import can_defer, filling
 from hpctrain.data.pipeline import Pipeline

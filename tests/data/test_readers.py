@@ -10,17 +10,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hpctrain.data import block_reader, decoder
-from hpctrain.data.block_reader import BlockReader
+from hpctrain.data import readers, decoding
+from hpctrain.data.readers import BlockReader
 from hpctrain.data.encoded_reader import EncodedReader
 from hpctrain.data.extents import Extents
-from hpctrain.data.format import ImageFile
+from hpctrain.data.image_file import ImageFile
 from hpctrain.data.loader import Loader
 from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.sampler import Sampler
-from hpctrain.data.stored import digest_of
+from hpctrain.data.format import digest_of
 from hpctrain.data.unreadable import PAUSES_SECONDS, ReadPolicy, UnreadableError, pauses_within, reason
-from hpctrain.errors import DataError
+from hpctrain.core.errors import DataError
 from tests.support.data_files import cached
 from tests.support.sampling import amount
 
@@ -33,7 +33,7 @@ AT_ONCE = (0.0,)  # pauses
 def way(request, monkeypatch):
     """Both ways to read: the second is that of systems that forbid the first."""
     if request.param == "read from the file":
-        monkeypatch.setattr(block_reader, "_copy", lambda *arguments: (block_reader.ctypes.set_errno(errno.EPERM), -1)[1])
+        monkeypatch.setattr(readers, "_copy", lambda *arguments: (readers.ctypes.set_errno(errno.EPERM), -1)[1])
     return request.param
 
 
@@ -51,7 +51,7 @@ class BadDisk:
     def __init__(self, monkeypatch, file, bad, error=errno.EIO, times=10**9):
         self.bad, self.error, self.left, self.file, self.calls = bad, error, dict.fromkeys(bad, times), file, 0
         self.preadv = os.preadv
-        monkeypatch.setattr(block_reader, "_copy", lambda *arguments: (block_reader.ctypes.set_errno(errno.EFAULT), -1)[1])
+        monkeypatch.setattr(readers, "_copy", lambda *arguments: (readers.ctypes.set_errno(errno.EFAULT), -1)[1])
         monkeypatch.setattr(os, "preadv", self)
 
     def __call__(self, descriptor, buffers, at):
@@ -155,7 +155,7 @@ def test_others_stand_in_for_samples_that_cannot_be_read(make_file, monkeypatch,
     file, images, labels = make_file(count=9, shape=SHAPE)
     file.pixels.policy = ReadPolicy(3, " (on node7)", AT_ONCE)
     disk = BadDisk(monkeypatch, file, bad)
-    monkeypatch.setattr(block_reader.get_logger("hpctrain"), "propagate", True)
+    monkeypatch.setattr(readers.get_logger("hpctrain"), "propagate", True)
     caplog.set_level("INFO", logger="hpctrain")
     instead = {}
     for sample in bad:
@@ -202,7 +202,7 @@ def test_pauses_are_made_for_the_first_of_them_only(make_file, monkeypatch):
     file, _, _ = make_file(count=9, shape=SHAPE)
     file.pixels.policy = ReadPolicy(9, "", (1.0, 2.0))
     slept = []
-    monkeypatch.setattr(block_reader.time, "sleep", slept.append)
+    monkeypatch.setattr(readers.time, "sleep", slept.append)
     BadDisk(monkeypatch, file, {3, 4, 5, 6})
     file.pixels[:]
     assert slept == [1.0, 2.0]
@@ -248,7 +248,7 @@ def fetched(reader, samples):
 @pytest.mark.parametrize("at_once", [1, 3, 1024])
 def test_stored_bytes_come_in_any_order(reader, samples, at_once, monkeypatch):
     reader, contents = reader
-    monkeypatch.setattr(block_reader, "_PIECES_AT_ONCE", at_once)
+    monkeypatch.setattr(readers, "_PIECES_AT_ONCE", at_once)
     assert fetched(reader, samples) == ([contents[sample] for sample in samples], {})
     assert [reader.stored(sample) for sample in samples] == [contents[sample] for sample in samples]
 
@@ -257,7 +257,7 @@ def test_stored_bytes_come_in_any_order(reader, samples, at_once, monkeypatch):
 @pytest.mark.parametrize("chunk", [1, 100, 4000, 1 << 20])
 def test_blocks_cover_all_samples_in_order(reader, chunk, monkeypatch):
     reader, contents = reader
-    monkeypatch.setattr(block_reader, "_CHUNK_BYTES", chunk)
+    monkeypatch.setattr(readers, "_CHUNK_BYTES", chunk)
     blocks = list(reader.blocks())
     assert np.concatenate([numbers for numbers, _, _ in blocks]).tolist() == list(range(7))
     assert b"".join(block.tobytes() for _, block, _ in blocks) == b"".join(contents)
@@ -390,8 +390,8 @@ def test_others_stand_in_for_damaged_pictures(make_encoded, cache, prefetch):
 
 def test_another_decoder_is_told(make_encoded, monkeypatch):
     encoded, _ = make_encoded()
-    decode = decoder.decode
-    monkeypatch.setattr(decoder, "decode", lambda *arguments: decode(*arguments) ^ 1)
+    decode = decoding.decode
+    monkeypatch.setattr(decoding, "decode", lambda *arguments: decode(*arguments) ^ 1)
     with pytest.raises(DataError, match=r"Sample 3 of the data file .* decodes to other pixels here \(.*Pillow") as caught:
         encoded.pixels[3]
     assert not isinstance(caught.value, UnreadableError), "no sample stands in for this"

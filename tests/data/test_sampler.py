@@ -17,13 +17,13 @@ from hpctrain.data.classes import in_order_of
 from hpctrain.data.convert import folder
 from hpctrain.data.facts import DataFacts, ImageForm
 from hpctrain.data.files import require_directory, require_file, require_new, system_errors_as
-from hpctrain.data.format import ImageFile
+from hpctrain.data.image_file import ImageFile
 from hpctrain.data.loader import Loader
 from hpctrain.data.pictures import DecodedPictures, picture_files
 from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.sampler import Reordering, Sampler, counts, share_of
 from hpctrain.data.synthetic import synthetic_file
-from hpctrain.errors import ConfigError, DataError, ShapeError
+from hpctrain.core.errors import ConfigError, DataError, ShapeError
 from tests.support.data_files import cached
 from tests.support.runs import write_pictures
 

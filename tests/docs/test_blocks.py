@@ -40,18 +40,18 @@ from PIL import Image
 
 from hpctrain.averaging.agreement import make_averager
 from hpctrain.averaging.base import AveragerSetup
-from hpctrain.averaging.norms import JointNorms
+from hpctrain.averaging.group_sums import JointNorms
 from hpctrain.averaging.strategies.sharded import Sharded
 from hpctrain.averaging.strategy import PlannedGroup
-from hpctrain.backend.kernels import specs
+from hpctrain.backend import specs
 from hpctrain.cli import data as data_commands
 from hpctrain.cli.main import cli
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator
 from hpctrain.config.load import parse
-from hpctrain.data import format as data_format
+from hpctrain.data import image_file as data_format
 from hpctrain.data.fetch import CLASS_NAMES
-from hpctrain.experiment.check import check_names
+from hpctrain.config.checks import check_names
 from hpctrain.nn.parameter import FlatGroup
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.planner import machine_file
@@ -217,7 +217,7 @@ KINDS = (
     Kind(r"python -m hpctrain ", takes),
     Kind(r"python -m pytest ", is_test, "is what runs this test"),
     Kind(r"mpiexec .*-m hpctrain train .*--log-ranks", takes, "trains to the end; tests/cli/test_starting.py does it"),
-    Kind(r"mpiexec --with-ft ulfm .*-m hpctrain ", takes, "needs Open MPI; tests/experiment/test_lost_rank_jobs.py does it"),
+    Kind(r"mpiexec --with-ft ulfm .*-m hpctrain ", takes, "needs Open MPI; tests/run/test_lost_rank_jobs.py does it"),
     Kind(r"mpiexec .*-m mpi4py -m hpctrain ", takes),
     Kind(r"mpiexec .*-m mpi4py \S+\.py$", nothing, "starts the page's program, which a test of its own runs"),
     Kind(r"srun .*-m mpi4py -m hpctrain ", takes, "needs Slurm"),

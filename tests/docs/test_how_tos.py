@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from hpctrain.backend.kernels import specs
-from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
-from hpctrain.backend.kernels.specs import TensorSpec
+from hpctrain.backend import specs
+from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.specs import TensorSpec
 from hpctrain.cli.main import cli
-from hpctrain.data.format import ImageFile
+from hpctrain.data.image_file import ImageFile
 from hpctrain.models import catalogue
 from hpctrain.parallel import sharding_rules
-from hpctrain.storage.run_directory import RunDirectory
+from hpctrain.runs.directory import RunDirectory
 from tests.support import how_tos
 from tests.support.runs import train_virtual
 

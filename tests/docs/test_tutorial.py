@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hpctrain.data import format as data_format
+from hpctrain.data import image_file as data_format
 from hpctrain.data.fetch import CLASS_NAMES
 from tests.docs.test_blocks import BEGINNINGS, Block, blocks
 from tests.support import stand_ins, wheel

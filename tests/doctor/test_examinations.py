@@ -26,10 +26,10 @@ from hpctrain.doctor.subjects.cores import CoreFacts
 from hpctrain.doctor.subjects.gpu import GpuFacts
 from hpctrain.doctor.subjects.mpi_library import LibraryFacts
 from hpctrain.doctor.watch import Notebook, RankEnd
-from hpctrain.errors import ConfigError
+from hpctrain.core.errors import ConfigError
 from hpctrain.launch.launcher import Launcher
 from hpctrain.speaker import place
-from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual
 from tests.support.doctored import keys, view
 from tests.support.jobs import clean_environment

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.errors import DataError
+from hpctrain.core.errors import DataError
 from hpctrain.flight.autopsy import autopsy, newest
 from hpctrain.flight.findings import Autopsy, latest_seconds, named, place, posted_at, silence, silent_seconds
 from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.flight.report import as_json, explanation, records_in, table
-from hpctrain.flight.ring import End, FlightRecord
+from hpctrain.launch.exit_codes import End
+from hpctrain.flight.ring import FlightRecord
 from hpctrain.flight.waits import held_up
 from tests.support.recorded import SECOND, operation, record, waiting
 

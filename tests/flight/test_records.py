@@ -15,26 +15,14 @@ import pytest
 from hpctrain.comm.posting_queue import PostingQueue
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator
-from hpctrain.errors import DataError
+from hpctrain.core.errors import DataError
 from hpctrain.flight import source_lines, start_records
 from hpctrain.flight.heartbeat import Heartbeat
 from hpctrain.flight.notes import FlightNotes
 from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.flight.report import find_records
-from hpctrain.flight.ring import (
-    _NAME_BYTES,
-    _NO_ROOM,
-    SLOTS,
-    End,
-    Field,
-    FlightRecord,
-    RingWriter,
-    Word,
-    file_name,
-    mark_end,
-    read,
-    record_at,
-)
+from hpctrain.flight.ring import _NAME_BYTES, _NO_ROOM, SLOTS, Field, FlightRecord, RingWriter, Word, file_name, mark_end, read, record_at
+from hpctrain.launch.exit_codes import End
 from hpctrain.flight.source_lines import SourceLines
 from hpctrain.flight.start_records import KEPT, RECORDS, latest, place_of_start, recorded, taken
 from hpctrain.launch.launcher import Launcher
@@ -385,7 +373,7 @@ def test_a_file_of_the_package_is_named_from_there() -> None:
     package = Path(source_lines.__file__).parents[1]
     namespace: dict[str, object] = {"lines": SourceLines(names.add), "sys": sys}
     exec(compile("\n\nplace = lines.place(sys._getframe())", str(package / "train" / "evaluator.py"), "exec"), namespace)
-    assert names.texts[1] == "train/evaluator.py:3"
+    assert names.texts[1] == "train/evaluation.py:3"
 
 
 def test_code_that_is_made_without_end_fills_no_record() -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from hpctrain.storage import checkpoint
-from hpctrain.storage.run_directory import latest
+from hpctrain.runs.directory import latest
 from tests.support.two_hosts import DEADLINE_SECONDS, TwoHosts, flavour, missing, two_hosts
 
 pytestmark = [pytest.mark.job, pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing() or "")]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.errors import LaunchError
+from hpctrain.core.errors import LaunchError
 from hpctrain.launch.launcher import (
     Launcher,
     check_world,

@@ -14,11 +14,12 @@ from signal import Signals
 
 import pytest
 
-from hpctrain import rank_log
-from hpctrain.launch import last_words, signal_mask
+from hpctrain.core import log as rank_log
+from hpctrain.launch import process_end, signal_mask
 from hpctrain.launch.output_file import ForgivingFile
 from hpctrain.launch.shared_segments import Removed, _folder, forget, remember, remove_stale
-from hpctrain.launch.signals import HELD, STOPS, SignalWatch
+from hpctrain.launch.signal_mask import HELD, STOPS
+from hpctrain.launch.signals import SignalWatch
 from hpctrain.launch.streams import flush_to_reader
 from hpctrain.speaker import place
 from tests.cli.test_starting import folder as folder
@@ -249,16 +250,16 @@ def test_a_run_whose_output_finds_no_room_trains_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 64, 4096])
 def test_few_ranks_speak_at_a_time(ranks: int) -> None:
-    turns = [last_words.turn_seconds(rank, 300.0) for rank in range(ranks)]
+    turns = [process_end.turn_seconds(rank, 300.0) for rank in range(ranks)]
     assert (turns, turns[:4]) == (sorted(turns), [0.0, 1.0, 2.0, 2.0][:ranks])
     assert turns[-1] <= 13
-    assert max(last_words.turn_seconds(rank, 2.0) for rank in range(ranks)) <= 0.5
+    assert max(process_end.turn_seconds(rank, 2.0) for rank in range(ranks)) <= 0.5
 
 
 def test_every_line_has_the_place_and_the_file_has_them_too(capfd: pytest.CaptureFixture[str], tmp_path: object) -> None:
     log = rank_log.begin()
     try:
-        last_words.say(3, ["nothing has moved;", "stacks of all threads:"])
+        process_end.say(3, ["nothing has moved;", "stacks of all threads:"])
         assert "nothing has moved" in log._waiting[-1]
         assert "in test_every_line_has_the_place" in log._waiting[-1]
     finally:
@@ -271,7 +272,7 @@ def test_every_line_has_the_place_and_the_file_has_them_too(capfd: pytest.Captur
 
 def test_a_stream_takes_their_place(capfd: pytest.CaptureFixture[str]) -> None:
     stream = io.StringIO()
-    last_words.say(0, ["one", "two"], stream, stacks=False)
+    process_end.say(0, ["one", "two"], stream, stacks=False)
     assert (stream.getvalue(), capfd.readouterr().err) == (f"{place(0)}one\n{place(0)}two\n", "")
 
 

@@ -16,7 +16,7 @@ from hpctrain.launch import exit_codes, process_mark, processes, scheduler
 from hpctrain.launch.available_memory import available_bytes
 from hpctrain.launch.cpu_quota import cpu_quota, whole_quota
 from hpctrain.launch.job_clock import age_seconds, slurm_seconds_left
-from hpctrain.launch.memory_group import MemoryGroup
+from hpctrain.launch.control_groups import MemoryGroup
 from hpctrain.launch.process_mark import ProcessMark
 from hpctrain.launch.process_memory import peak_resident_bytes, resident_bytes
 from hpctrain.launch.processes import ProcessStatus, WatchedProcess, launchers, status_of

@@ -55,7 +55,7 @@ def _run(program: str) -> Outcome:
 
 
 _NOWHERE = """
-from hpctrain.errors import LaunchError
+from hpctrain.core.errors import LaunchError
 try:
     runner.run(["./nowhere"])
 except LaunchError as error:

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpctrain.backend.kernels.graph import Graph, GraphBuilder
-from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
-from hpctrain.backend.kernels.specs import Conv2dSpec, LinearSpec, TensorSpec
-from hpctrain.errors import ConfigError, OptionError, ShapeError
+from hpctrain.backend.graph import Graph, GraphBuilder
+from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.specs import Conv2dSpec, LinearSpec, TensorSpec
+from hpctrain.core.errors import ConfigError, OptionError, ShapeError
 from hpctrain.models import catalogue
 from hpctrain.models.parts import MOST_CHANNELS, scaled, stochastic_depths
 from hpctrain.nn import initialise
 from hpctrain.nn.network import Network, declared
-from hpctrain.testing.layer_gradients import check_gradients
+from hpctrain.testing.layers import check_gradients
 from hpctrain.testing.models import exported_shapes, parameter_count
 
 #: model -> (published number of parameters, digest of names and shapes in order, which tests/parity compares with torchvision's)

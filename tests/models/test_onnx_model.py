@@ -12,19 +12,19 @@ pytest.importorskip("onnxruntime", reason="onnxruntime is not installed (make pa
 
 import onnxruntime
 
-from hpctrain.backend.kernels.base import StepContext
-from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
-from hpctrain.backend.kernels.specs import Shape
-from hpctrain.errors import BackendError, CheckpointError
+from hpctrain.backend.operators import StepContext
+from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.specs import Shape
+from hpctrain.core.errors import BackendError, CheckpointError
 from hpctrain.models import catalogue, interchange, onnx_model
 from hpctrain.nn.custom import ArrayLayer
-from hpctrain.nn.layer import Layer
-from hpctrain.nn.layers.average_pool import AveragePool
-from hpctrain.nn.layers.conv2d import Conv2d
-from hpctrain.nn.layers.flatten import Flatten
-from hpctrain.nn.layers.linear import Linear
-from hpctrain.nn.layers.max_pool import MaxPool
-from hpctrain.nn.layers.sequential import Sequential
+from hpctrain.nn.layers import Layer
+from hpctrain.nn.layers_parts.average_pool import AveragePool
+from hpctrain.nn.layers_parts.conv2d import Conv2d
+from hpctrain.nn.layers_parts.flatten import Flatten
+from hpctrain.nn.layers_parts.linear import Linear
+from hpctrain.nn.layers_parts.max_pool import MaxPool
+from hpctrain.nn.layers_parts.sequential import Sequential
 from hpctrain.nn.network import Network
 from tests.support.nets import plain, residual
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.backend.kernels.base import StepContext
-from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
-from hpctrain.errors import CheckpointError
+from hpctrain.backend.operators import StepContext
+from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.core.errors import CheckpointError
 from hpctrain.models import catalogue, interchange
 from hpctrain.models.state_dict import check_finite, check_fits, classes_in, declared_state, is_counter, with_counters
 from hpctrain.nn.initialise import generator

@@ -15,23 +15,23 @@ from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.averaging.strategies.bucketed import Bucketed
 from hpctrain.averaging.strategies.sharded import Sharded
 from hpctrain.averaging.strategy import Strategy
-from hpctrain.backend.cuda.emulator.device import EmulatedDevice
-from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
+from hpctrain_testing.emulator.device import EmulatedDevice
+from hpctrain.backend.cuda.kernel_set import CudaKernelSet
 from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
-from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.comm.base import Communicator, Handle
 from hpctrain.comm.grid import GridAxis, ProcessGrid
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
 from hpctrain.comm.single import SingleCommunicator
-from hpctrain.comm.sixteen_bit import Wire, sums_over
-from hpctrain.comm.transports import Transport, reaching
-from hpctrain.comm.two_level import in_levels, levels
-from hpctrain.errors import DataError, ShapeError
+from hpctrain.comm.sums import Wire, sums_over
+from hpctrain.comm.transports_rest import Transport, reaching
+from hpctrain.comm.groups import in_levels, levels
+from hpctrain.core.errors import DataError, ShapeError
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.parallel.batch_norm import RankStatistics
-from hpctrain.virtual.communicator import ThreadCommunicator
-from hpctrain.virtual.counters import Count, Counters, CountingCommunicator
+from hpctrain_testing.virtual.communicator import ThreadCommunicator
+from hpctrain_testing.virtual.counters import Count, Counters, CountingCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
 from tests.support.averaging import OPTIMIZERS, Watched, averaged, make_group, run_steps

@@ -15,14 +15,14 @@ from hpctrain.averaging.agreement import check_same_schedule
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.averaging.strategies.bucketed import Bucketed
 from hpctrain.averaging.strategies.sharded import Sharded, ShardedOptions
-from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
-from hpctrain.backend.kernels.onednn.kernel_set import OnednnKernelSet
+from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.onednn.kernel_set import OnednnKernelSet
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator
-from hpctrain.errors import CollectiveMismatchError
+from hpctrain.core.errors import CollectiveMismatchError
 from hpctrain.models import catalogue
-from hpctrain.nn.layer import Layer
+from hpctrain.nn.layers import Layer
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.optimizers.lars import Lars
 from hpctrain.optim.optimizers.sgd import Sgd

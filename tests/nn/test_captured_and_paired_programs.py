@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from hpctrain.backend.host_arithmetic import HostArithmetic
-from hpctrain.backend.kernels.base import Array, CapturedWork, CapturesWork, KernelSet, Operator, StepContext
-from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
-from hpctrain.backend.kernels.onednn.conv2d import Conv2dOperator
-from hpctrain.backend.kernels.onednn.kernel_set import OnednnKernelSet
+from hpctrain.backend.operators import Array, CapturedWork, CapturesWork, KernelSet, Operator, StepContext
+from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.onednn.conv2d import Conv2dOperator
+from hpctrain.backend.onednn.kernel_set import OnednnKernelSet
 from hpctrain.models import catalogue
 from hpctrain.nn.captured_program import CapturedProgram
 from hpctrain.nn.hooks import StepHooks
-from hpctrain.nn.layer import Layer
+from hpctrain.nn.layers import Layer
 from hpctrain.nn.network import Network
 from hpctrain.nn.parameter import Parameter
 from hpctrain.nn.program import Program

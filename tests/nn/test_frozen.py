@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from hpctrain.backend.kernels.base import KernelSet, StepContext
-from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
-from hpctrain.backend.kernels.onednn.kernel_set import OnednnKernelSet, available
-from hpctrain.errors import ConfigError
+from hpctrain.backend.operators import KernelSet, StepContext
+from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.onednn.kernel_set import OnednnKernelSet, available
+from hpctrain.core.errors import ConfigError
 from hpctrain.nn.compile.plan import Action
 from hpctrain.nn.frozen import frozen_layers, layer_of
-from hpctrain.nn.layer import Layer
+from hpctrain.nn.layers import Layer
 from hpctrain.nn.network import Network
 from tests.support import nets
 

@@ -11,29 +11,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.backend.kernels.base import StepContext
-from hpctrain.backend.kernels.graph import GraphBuilder
-from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
-from hpctrain.backend.kernels.specs import AddSpec, TensorSpec
-from hpctrain.errors import ConfigError, ShapeError
+from hpctrain.backend.operators import StepContext
+from hpctrain.backend.graph import GraphBuilder
+from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.specs import AddSpec, TensorSpec
+from hpctrain.core.errors import ConfigError, ShapeError
 from hpctrain.nn import initialise
-from hpctrain.nn.layer import Layer
-from hpctrain.nn.layers.adaptive_average_pool import AdaptiveAveragePool
-from hpctrain.nn.layers.average_pool import AveragePool
-from hpctrain.nn.layers.batch_norm import BatchNorm
-from hpctrain.nn.layers.conv2d import Conv2d
-from hpctrain.nn.layers.dropout import Dropout
-from hpctrain.nn.layers.flatten import Flatten
-from hpctrain.nn.layers.linear import Linear
-from hpctrain.nn.layers.max_pool import MaxPool
-from hpctrain.nn.layers.pad_channels import PadChannels
-from hpctrain.nn.layers.relu import ReLU
-from hpctrain.nn.layers.residual import Residual
-from hpctrain.nn.layers.sequential import Sequential
-from hpctrain.nn.layers.stochastic_depth import StochasticDepth
+from hpctrain.nn.layers import Layer
+from hpctrain.nn.layers_parts.adaptive_average_pool import AdaptiveAveragePool
+from hpctrain.nn.layers_parts.average_pool import AveragePool
+from hpctrain.nn.layers_parts.batch_norm import BatchNorm
+from hpctrain.nn.layers_parts.conv2d import Conv2d
+from hpctrain.nn.layers_parts.dropout import Dropout
+from hpctrain.nn.layers_parts.flatten import Flatten
+from hpctrain.nn.layers_parts.linear import Linear
+from hpctrain.nn.layers_parts.max_pool import MaxPool
+from hpctrain.nn.layers_parts.pad_channels import PadChannels
+from hpctrain.nn.layers_parts.relu import ReLU
+from hpctrain.nn.layers_parts.residual import Residual
+from hpctrain.nn.layers_parts.sequential import Sequential
+from hpctrain.nn.layers_parts.stochastic_depth import StochasticDepth
 from hpctrain.nn.network import Network
 from hpctrain.nn.windows import edges, pair, window
-from hpctrain.testing.layer_gradients import check_gradients, head_network
+from hpctrain.testing.layers import check_gradients, head_network
 
 IMAGE = (7, 9, 3)
 

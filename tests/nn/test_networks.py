@@ -6,19 +6,19 @@ import numpy as np
 import pytest
 
 from hpctrain.backend.host_arithmetic import HostArithmetic
-from hpctrain.backend.kernels.base import Array, StepContext
-from hpctrain.backend.kernels.graph import Graph, GraphBuilder
-from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
-from hpctrain.backend.kernels.specs import ReluSpec, TensorSpec
-from hpctrain.boxes import even_intervals
-from hpctrain.errors import ShapeError
+from hpctrain.backend.operators import Array, StepContext
+from hpctrain.backend.graph import Graph, GraphBuilder
+from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.specs import ReluSpec, TensorSpec
+from hpctrain.core.intervals import even_intervals
+from hpctrain.core.errors import ShapeError
 from hpctrain.models import catalogue
 from hpctrain.nn import initialise
 from hpctrain.nn.distribution import Shard, Undistributed
-from hpctrain.nn.layer import Layer
-from hpctrain.nn.layers.conv2d import Conv2d
-from hpctrain.nn.layers.linear import Linear
-from hpctrain.nn.layers.sequential import Sequential
+from hpctrain.nn.layers import Layer
+from hpctrain.nn.layers_parts.conv2d import Conv2d
+from hpctrain.nn.layers_parts.linear import Linear
+from hpctrain.nn.layers_parts.sequential import Sequential
 from hpctrain.nn.network import ALL, MODEL, Network, local_spec
 from hpctrain.nn.parameter import ParameterSpec, StatisticSpec
 from hpctrain.nn.statistics import FlatStatistics

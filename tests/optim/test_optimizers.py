@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.backend import host_arithmetic
-from hpctrain.errors import ConfigError
+from hpctrain.core.errors import ConfigError
 from hpctrain.nn.parameter import FlatGroup, ParameterSpec, Segment
 from hpctrain.optim.base import Norms, NormsNeeded, Optimizer
 from hpctrain.optim.clip import clip_scale

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.errors import ConfigError
+from hpctrain.core.errors import ConfigError
 from hpctrain.optim.schedules import SCHEDULES
 from hpctrain.optim.schedules.base import LearningRateSchedule
 from hpctrain.optim.schedules.constant import Constant

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.backend.arithmetic import UpdateRun
-from hpctrain.errors import ConfigError
+from hpctrain.core.errors import ConfigError
 from hpctrain.nn.parameter import FlatGroup, ParameterSpec, Segment
 from hpctrain.optim.base import NormsNeeded, Optimizer
 from hpctrain.optim.ema import EMA, EmaRule, with_ema

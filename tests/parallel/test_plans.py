@@ -10,35 +10,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.backend.kernels.graph import Graph, GraphBuilder, Node
-from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
-from hpctrain.backend.kernels.specs import (
-    AdaptiveAveragePoolSpec,
-    AddSpec,
-    BatchNormSpec,
-    Conv2dSpec,
-    DropoutSpec,
-    FlattenSpec,
-    LinearSpec,
-    PoolSpec,
-    ReluSpec,
-    Spec,
-    TensorSpec,
-    Window,
-)
-from hpctrain.boxes import even_intervals, relative, shape_of, whole
+from hpctrain.backend.graph import Graph, GraphBuilder, Node
+from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.specs import AdaptiveAveragePoolSpec, AddSpec, BatchNormSpec, Conv2dSpec, DropoutSpec, FlattenSpec, LinearSpec, PoolSpec, ReluSpec, Spec, TensorSpec, Window
+from hpctrain.core.intervals import even_intervals, relative, shape_of, whole
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator
-from hpctrain.errors import ConfigError
+from hpctrain.core.errors import ConfigError
 from hpctrain.models import catalogue
 from hpctrain.nn.compile.compiler import compile_graph
-from hpctrain.nn.layer import Layer
-from hpctrain.nn.layers.conv2d import Conv2d
-from hpctrain.nn.layers.flatten import Flatten
-from hpctrain.nn.layers.linear import Linear
-from hpctrain.nn.layers.relu import ReLU
-from hpctrain.nn.layers.residual import Residual
-from hpctrain.nn.layers.sequential import Sequential
+from hpctrain.nn.layers import Layer
+from hpctrain.nn.layers_parts.conv2d import Conv2d
+from hpctrain.nn.layers_parts.flatten import Flatten
+from hpctrain.nn.layers_parts.linear import Linear
+from hpctrain.nn.layers_parts.relu import ReLU
+from hpctrain.nn.layers_parts.residual import Residual
+from hpctrain.nn.layers_parts.sequential import Sequential
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.parallel import layout
 from hpctrain.parallel.interior import InteriorSplit, JoinRowsSpec, NoInterior, split_interior
@@ -51,7 +38,7 @@ from hpctrain.parallel.receptive_field import local_window, receptive_field, win
 from hpctrain.parallel.redistribute import NothingSpec, PartialMeanSpec, RedistributeSpec, ReduceScatterSpec
 from hpctrain.parallel.sharding_rules import OperatorSharding, SplitContext, shard
 from hpctrain.parallel.split_group import SplitGroup, unused_group
-from hpctrain.parallel.transfer import transfer
+from hpctrain.parallel.moves import transfer
 from tests.support import nets
 from tests.support.distributed import Double
 from tests.support.planned import job_of

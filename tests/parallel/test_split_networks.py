@@ -12,30 +12,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.backend.kernels.base import Array, StepContext
-from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
-from hpctrain.backend.kernels.specs import Shape, TensorSpec, Window
-from hpctrain.boxes import consecutive, even_intervals
+from hpctrain.backend.operators import Array, StepContext
+from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.specs import Shape, TensorSpec, Window
+from hpctrain.core.intervals import consecutive, even_intervals
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.grid import ProcessGrid
 from hpctrain.data.loader import cut
-from hpctrain.errors import ShapeError
+from hpctrain.core.errors import ShapeError
 from hpctrain.nn.custom import ArrayLayer
 from hpctrain.nn.initialise import constant
-from hpctrain.nn.layer import Layer
-from hpctrain.nn.layers.adaptive_average_pool import AdaptiveAveragePool
-from hpctrain.nn.layers.average_pool import AveragePool
-from hpctrain.nn.layers.batch_norm import BatchNorm
-from hpctrain.nn.layers.conv2d import Conv2d
-from hpctrain.nn.layers.dropout import Dropout
-from hpctrain.nn.layers.flatten import Flatten
-from hpctrain.nn.layers.linear import Linear
-from hpctrain.nn.layers.max_pool import MaxPool
-from hpctrain.nn.layers.pad_channels import PadChannels
-from hpctrain.nn.layers.relu import ReLU
-from hpctrain.nn.layers.residual import Residual
-from hpctrain.nn.layers.sequential import Sequential
-from hpctrain.nn.layers.stochastic_depth import StochasticDepth
+from hpctrain.nn.layers import Layer
+from hpctrain.nn.layers_parts.adaptive_average_pool import AdaptiveAveragePool
+from hpctrain.nn.layers_parts.average_pool import AveragePool
+from hpctrain.nn.layers_parts.batch_norm import BatchNorm
+from hpctrain.nn.layers_parts.conv2d import Conv2d
+from hpctrain.nn.layers_parts.dropout import Dropout
+from hpctrain.nn.layers_parts.flatten import Flatten
+from hpctrain.nn.layers_parts.linear import Linear
+from hpctrain.nn.layers_parts.max_pool import MaxPool
+from hpctrain.nn.layers_parts.pad_channels import PadChannels
+from hpctrain.nn.layers_parts.relu import ReLU
+from hpctrain.nn.layers_parts.residual import Residual
+from hpctrain.nn.layers_parts.sequential import Sequential
+from hpctrain.nn.layers_parts.stochastic_depth import StochasticDepth
 from hpctrain.nn.network import Network
 from hpctrain.nn.parameter import ParameterSpec
 from hpctrain.parallel.batch_norm import RankStatistics, merge_moments
@@ -44,8 +44,8 @@ from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.partition_graph import partition_graph
 from hpctrain.parallel.rank_graph import GridDistribution
 from hpctrain.parallel.redistribute import RedistributeOperator
-from hpctrain.parallel.transfer import moved
-from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain.parallel.moves import moved
+from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
 from tests.support.distributed import Double, Trial, alone, largest_difference, on_virtual_ranks

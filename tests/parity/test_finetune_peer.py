@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("torch", reason="PyTorch is not installed (make parity installs it)")
 
-from hpctrain.errors import ConfigError
+from hpctrain.core.errors import ConfigError
 from hpctrain.models.interchange import export
 
 pytestmark = [pytest.mark.torch, pytest.mark.job]  # imports of torch ask the system for its processor

@@ -16,8 +16,8 @@ pytest.importorskip("torch", reason="PyTorch is not installed (make parity insta
 import torch
 
 from hpctrain.backend.counter_random import keep_mask, key
-from hpctrain.backend.kernels.base import StepContext
-from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.operators import StepContext
+from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.models import catalogue, interchange
 from hpctrain.nn.frozen import layer_of
 from hpctrain.nn.network import Network

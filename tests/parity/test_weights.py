@@ -14,10 +14,10 @@ pytest.importorskip("torch", reason="PyTorch is not installed (make parity insta
 import torch
 from click.testing import CliRunner
 
-from hpctrain.backend.kernels.base import StepContext
-from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.operators import StepContext
+from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.cli.main import cli
-from hpctrain.errors import CheckpointError
+from hpctrain.core.errors import CheckpointError
 from hpctrain.models import catalogue, interchange
 from hpctrain.models.state_dict import declared_state, with_counters
 from hpctrain.nn.network import Network

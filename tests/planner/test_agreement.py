@@ -5,21 +5,21 @@ from statistics import mean
 
 import pytest
 
-from hpctrain.backend.kernels.graph import Graph, GraphBuilder
-from hpctrain.backend.kernels.specs import TensorSpec
+from hpctrain.backend.graph import Graph, GraphBuilder
+from hpctrain.backend.specs import TensorSpec
 from hpctrain.comm.link import LinkModel
 from hpctrain.config.load import load
 from hpctrain.data.sampler import counts
-from hpctrain.experiment.dry_run import averaging_bytes, description, group_schedules, prepare
+from hpctrain.planner.planned_run import averaging_bytes, description, group_schedules, prepare
 from hpctrain.experiment.planned_job import candidate, job
 from hpctrain.experiment.planned_run import PlannedRun
 from hpctrain.models import catalogue
 from hpctrain.nn.network import declared
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
-from hpctrain.parallel.plan_report import LayerReport, PlanReport
-from hpctrain.parallel.plan_reporter import report_plan
-from hpctrain.planner import formulas
-from hpctrain.planner.formulas import weighted_layers
+from hpctrain.parallel.plan_report_rest import LayerReport, PlanReport
+from hpctrain.parallel.plan_report import report_plan
+from hpctrain_testing import formulas
+from hpctrain_testing.formulas import weighted_layers
 from hpctrain.planner.machine import Machine
 from hpctrain.planner.predict import predict
 from hpctrain.planner.prediction import Prediction

@@ -9,17 +9,17 @@ import pytest
 
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, Operation, OperationKind, Stream
 from hpctrain.averaging.rounding import Rounding
-from hpctrain.averaging.slices import Compression, Slice
-from hpctrain.backend.kernels.specs import TensorSpec
-from hpctrain.boxes import even_intervals, intersect, shape_of, size_of
+from hpctrain.averaging.slicing import Compression, Slice
+from hpctrain.backend.specs import TensorSpec
+from hpctrain.core.intervals import even_intervals, intersect, shape_of, size_of
 from hpctrain.comm.link import LinkModel
-from hpctrain.comm.sixteen_bit import Wire
-from hpctrain.comm.two_level import Levels, levels
+from hpctrain.comm.sums import Wire
+from hpctrain.comm.groups import Levels, levels
 from hpctrain.nn.compile.plan import Action
 from hpctrain.parallel import layout
 from hpctrain.parallel.layout import Layout
 from hpctrain.parallel.redistribute import RedistributeSpec, ReduceScatterSpec
-from hpctrain.parallel.transfer import moved, moved_back
+from hpctrain.parallel.moves import moved, moved_back
 from hpctrain.planner.averaging_costs import AveragedParts, AveragerChoice, AveragingCosts, LinearSize
 from hpctrain.planner.collective_costs import Kind, Stage, stages, unhindered_seconds
 from hpctrain.planner.grid_placements import grid_placements

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
-from hpctrain.backend.kernels.specs import DropoutSpec, ReluSpec, TensorSpec
+from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.specs import DropoutSpec, ReluSpec, TensorSpec
 from hpctrain.models import catalogue
 from hpctrain.nn.compile.compiler import compile_graph
 from hpctrain.nn.compile.plan import Action, ExecutionPlan, PlannedStep, StepMemory
@@ -26,7 +26,7 @@ from hpctrain.planner.operator_key import OperatorKey, operator_key
 from hpctrain.planner.operator_times import REACH, OperatorTimes, Setting, cache_file, interpolated
 from hpctrain.planner.operator_work import class_of, work_of
 from hpctrain.planner.rate_costs import RateCosts
-from hpctrain.planner.sampled_costs import SampledCosts, SampledTimes, sampled_rates
+from hpctrain.planner.compute_costs import SampledCosts, SampledTimes, sampled_rates
 from hpctrain.planner.scaled_costs import ScaledCosts
 from hpctrain.planner.stand_ins import StandInGroup
 from hpctrain.trace.tracer import Category, Tracer

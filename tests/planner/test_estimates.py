@@ -10,24 +10,24 @@ from dataclasses import replace
 
 import pytest
 
-from hpctrain.backend.kernels.specs import AddSpec, BatchNormSpec, Conv2dSpec, LinearSpec
+from hpctrain.backend.specs import AddSpec, BatchNormSpec, Conv2dSpec, LinearSpec
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator
 from hpctrain.data.sampler import counts
 from hpctrain.nn.compile.plan import Action
 from hpctrain.nn.compile.steps import make_steps
-from hpctrain.nn.layer import Layer
-from hpctrain.nn.layers.adaptive_average_pool import AdaptiveAveragePool
-from hpctrain.nn.layers.conv2d import Conv2d
-from hpctrain.nn.layers.flatten import Flatten
-from hpctrain.nn.layers.linear import Linear
-from hpctrain.nn.layers.relu import ReLU
-from hpctrain.nn.layers.residual import Residual
-from hpctrain.nn.layers.sequential import Sequential
+from hpctrain.nn.layers import Layer
+from hpctrain.nn.layers_parts.adaptive_average_pool import AdaptiveAveragePool
+from hpctrain.nn.layers_parts.conv2d import Conv2d
+from hpctrain.nn.layers_parts.flatten import Flatten
+from hpctrain.nn.layers_parts.linear import Linear
+from hpctrain.nn.layers_parts.relu import ReLU
+from hpctrain.nn.layers_parts.residual import Residual
+from hpctrain.nn.layers_parts.sequential import Sequential
 from hpctrain.parallel.layout import Layout
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.partition_graph import partition_graph
-from hpctrain.parallel.plan_reporter import report_plan
+from hpctrain.parallel.plan_report import report_plan
 from hpctrain.parallel.split_group import SplitGroup
 from hpctrain.planner.averaging_costs import AveragedParts, AveragerChoice
 from hpctrain.planner.estimates import Estimate, GridEstimates, unsplit_plan

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.comm.link import LinkModel
-from hpctrain.errors import ConfigError
+from hpctrain.core.errors import ConfigError
 from hpctrain.planner import calibration, link_fit, link_measurement, machine_file
 from hpctrain.planner.calibration import RankFacts, calibrate
 from hpctrain.planner.link_measurement import SIZES, LinkProbe, MessagePoint
 from hpctrain.planner.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
-from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
 from tests.support.sampling import amount
 

@@ -14,11 +14,11 @@ import pytest
 
 from hpctrain.averaging.dependencies import EventKind
 from hpctrain.averaging.strategies.sharded import Sharded
-from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
-from hpctrain.backend.kernels.specs import BatchNormSpec
+from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.specs import BatchNormSpec
 from hpctrain.comm.link import LinkModel
 from hpctrain.data.sampler import counts
-from hpctrain.nn.layer import Layer
+from hpctrain.nn.layers import Layer
 from hpctrain.nn.network import declared
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.ema import EmaRule
@@ -26,7 +26,7 @@ from hpctrain.optim.optimizers.adamw import Adamw
 from hpctrain.optim.optimizers.lamb import Lamb
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
-from hpctrain.parallel.plan_reporter import report_plan
+from hpctrain.parallel.plan_report import report_plan
 from hpctrain.planner.group_schedules import GroupSchedule, averaging_bytes, group_schedules, group_strategies
 from hpctrain.planner.mirror_bytes import mirror_bytes
 from hpctrain.planner.rank_classes import AlikeRanks, alike_ranks

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hpctrain.averaging.dependencies import EventKind, LocalEventKey
-from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.models import catalogue
 from hpctrain.nn.compile.compiler import compile_graph
 from hpctrain.nn.compile.plan import Action
@@ -25,11 +25,11 @@ from hpctrain.planner.measured_costs import product_key
 from hpctrain.planner.measured_times import times_of
 from hpctrain.planner.operator_times import OperatorTimes
 from hpctrain.planner.operator_work import OperatorWork
-from hpctrain.planner.program_timing import ensure_measured, keys_of, rank_programs, setting_here
+from hpctrain.planner.program_timing_rest import ensure_measured, keys_of, rank_programs, setting_here
 from hpctrain.planner.rate_measurement import RateTask, measure, rates
 from hpctrain.planner.stand_ins import StandInGroup, StandInStatistics, stand_in_mergers
 from hpctrain.planner.tasks import Compute, EndBackward, EndExchange, Happens, NeedsParameters, Task
-from hpctrain.planner.timed_program import TimedProgram, clock_of, typical
+from hpctrain.planner.program_timing import TimedProgram, clock_of, typical
 from hpctrain.trace.tracer import Category
 
 NETWORK = Network(catalogue.build("resnet20", {"width": 4}), (16, 16, 3), NumpyKernelSet())

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from hpctrain.errors import CheckpointError, DataError
+from hpctrain.core.errors import CheckpointError, DataError
 from hpctrain.experiment.judgement import JudgedImage, Judgement
 from hpctrain.report import judged_set, theme
 from hpctrain.report.comparison import compared, told
@@ -24,11 +24,11 @@ from hpctrain.report.curves import MOST_POINTS, TEST, TRAINING, panels, thinned
 from hpctrain.report.differences import ABSENT, ComparedSetting, side_by_side
 from hpctrain.report.judged_set import Cell, result_of
 from hpctrain.report.record import read_runs
-from hpctrain.report.summary import UNKNOWN, summary, texts
+from hpctrain.report.run_record import UNKNOWN, summary, texts
 from hpctrain.storage import best_record
 from hpctrain.storage.best_record import BestRecord
-from hpctrain.storage.hash_file import HashFile
-from hpctrain.storage.run_directory import RunDirectory
+from hpctrain.runs.records import HashFile
+from hpctrain.runs.directory import RunDirectory
 from tests.support.runs import confusion_of, write_checkpoint, write_run, write_trace
 
 

@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra export)")
 
-from hpctrain.errors import ConfigError, DataError
+from hpctrain.core.errors import ConfigError, DataError
 from hpctrain.experiment.judgement import JudgedImage, Judgement
 from hpctrain.report import figures, trace_figures
 from hpctrain.report.contents import report_page

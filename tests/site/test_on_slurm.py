@@ -19,7 +19,7 @@ import pytest
 
 import hpctrain
 from hpctrain.launch.exit_codes import SIGNALLED, STOPPED, USER_ERROR
-from hpctrain.storage.run_directory import latest
+from hpctrain.runs.directory import latest
 from tests.support.signal_storm import final_tensors, prepare, same_bits
 from tests.support.slurm_cluster import NODES, SlurmCluster, SlurmJob, SlurmUser, missing, slurm_cluster
 

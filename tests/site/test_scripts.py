@@ -19,13 +19,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from hpctrain.errors import ConfigError, LaunchError
+from hpctrain.core.errors import ConfigError, LaunchError
 from hpctrain.site import profile_files
 from hpctrain.site.job import JobFiles, JobRequest, plan_job
 from hpctrain.site.profile import ScratchFields, SetupFields, VariableFields
 from hpctrain.site.script import render
 from hpctrain.site.submission import Submission, job_files, submit
-from tests.experiment.test_saved_runs import DOUBLE_HOUR, clock
+from tests.run.test_saved_runs import DOUBLE_HOUR, clock
 from tests.support import stand_ins
 from tests.support.job_scripts import SITES
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from hpctrain.errors import ConfigError
+from hpctrain.core.errors import ConfigError
 from hpctrain.site import profile_files
 from hpctrain.site.job import JobFiles, JobRequest, SiteJob, check_backend, plan_job
 from hpctrain.site.profile import NOT_SAID, ContainerFields, NodeFields, SiteProfile, Sourced

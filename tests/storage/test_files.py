@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.boxes import Box, relative, size_of, whole
+from hpctrain.core.intervals import Box, relative, size_of, whole
 from hpctrain.launch import process_mark
 from hpctrain.launch.process_mark import ProcessMark
 from hpctrain.storage import atomic_write, bookkeeping, store_file, write_shares
@@ -37,7 +37,7 @@ from hpctrain.storage.background_writer import BackgroundWriter
 from hpctrain.storage.bookkeeping import Bookkeeping, PatientRecords
 from hpctrain.storage.hdf5_target import Hdf5Target
 from hpctrain.storage.leftovers import remove_left
-from hpctrain.storage.run_directory import RunDirectory
+from hpctrain.runs.directory import RunDirectory
 from hpctrain.storage.store_file import StoreFile
 from hpctrain.storage.write_shares import WriteShares
 from tests.support.data_files import NODES, make_node

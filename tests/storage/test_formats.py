@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from hypothesis.extra import numpy as hnp
 
-from hpctrain.errors import CheckpointError, DataError
+from hpctrain.core.errors import CheckpointError, DataError
 from hpctrain.storage import weights_file
-from hpctrain.storage.hash_file import HashFile, HashRecord, read_hashes
+from hpctrain.runs.records import HashFile, HashRecord, read_hashes
 from hpctrain.storage.hdf5_store import read_store, write_store
 from hpctrain.storage.metrics_file import cut_back, unreadable_path
 from hpctrain.storage.weights_file import WeightsFile

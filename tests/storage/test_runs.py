@@ -17,24 +17,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.errors import CheckpointError, ConfigError, DataError, RunOwnedError
+from hpctrain.core.errors import CheckpointError, ConfigError, DataError, RunOwnedError
 from hpctrain.launch import process_mark
 from hpctrain.launch.process_mark import ProcessMark
 from hpctrain.launch.scheduler import SchedulerJob
-from hpctrain.storage import best_record, run_owner
+from hpctrain.storage import best_record
+from hpctrain.runs import owner as run_owner
 from hpctrain.storage.best_record import BestRecord
 from hpctrain.storage.checkpoint import CheckpointContent, checkpoint_path, write
-from hpctrain.storage.run_directory import (
-    RunDirectory,
-    git_state,
-    latest,
-    restore,
-    resumable,
-    runs,
-    small_files,
-    software_versions,
-)
-from hpctrain.storage.run_owner import Contender, Owner, Ownership, living_owner, owned, owners, run_of, was_owned_by_job
+from hpctrain.runs.directory import RunDirectory, git_state, latest, restore, resumable, runs, small_files, software_versions
+from hpctrain.runs.owner import Contender, Owner, Ownership, living_owner, owned, owners, run_of, was_owned_by_job
 from tests.support.runs import make_unmarked
 
 CONFIG = "model:\n  name: small\nname: quickstart\noutput: runs\n"
@@ -220,7 +212,7 @@ def test_a_damaged_line_in_the_middle_is_named(tmp_path):
 def test_what_was_appended_survives_a_kill(tmp_path):
     run = create(tmp_path)
     code = (
-        "import os, signal, sys\nfrom pathlib import Path\nfrom hpctrain.storage.run_directory import RunDirectory\n"
+        "import os, signal, sys\nfrom pathlib import Path\nfrom hpctrain.runs.directory import RunDirectory\n"
         "run = RunDirectory.open(Path(sys.argv[1]))\n"
         "for step in range(225): run.append_metrics({'step': step})\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.boxes import Box, relative
-from hpctrain.errors import CheckpointError
+from hpctrain.core.intervals import Box, relative
+from hpctrain.core.errors import CheckpointError
 from hpctrain.storage import checkpoint, sharded_checkpoint, sharded_tensors
 from hpctrain.storage.checkpoint import CheckpointContent, checkpoint_path, prune, read, read_newest, set_aside, write
 from hpctrain.storage.leftovers import remove_left
-from hpctrain.storage.shard_file import Part, ShardFacts, ShardReader, runs, write_shard
+from hpctrain.storage.shards import Part, ShardFacts, ShardReader, runs, write_shard
 from hpctrain.storage.sharded_checkpoint import moved_away, publish, unfinished
 from hpctrain.storage.sharded_tensors import ShardedTensors, shares
 from tests.support.crashes import crash_at

@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
 from hpctrain.cli.main import cli
 from hpctrain.data.facts import DataFacts
-from hpctrain.data.format import ImageFile
-from hpctrain.errors import CheckpointError
-from hpctrain.experiment.resume import data_of
+from hpctrain.data.image_file import ImageFile
+from hpctrain.core.errors import CheckpointError
+from hpctrain.run.resume import data_of
 from hpctrain.storage import checkpoint, write_shares
 from hpctrain.storage import checkpoint as module
 from hpctrain.storage import convert as convert_module
@@ -46,7 +46,7 @@ from hpctrain.storage.checkpoint import (
     write,
 )
 from hpctrain.storage.convert import convert
-from hpctrain.storage.run_directory import RunDirectory
+from hpctrain.runs.directory import RunDirectory
 from tests.support.runs import train_virtual
 from tests.support.write_fixtures import CASES, CLASSES, SAMPLES, SHAPE, STEPS, arithmetic
 
@@ -282,7 +282,7 @@ if stage == "any":
         print(step, flush=True)
 elif stage == "full":
     import resource
-    from hpctrain.errors import CheckpointError
+    from hpctrain.core.errors import CheckpointError
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     for limit in range(0, 400_000, 9999):
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))

@@ -10,7 +10,7 @@ import sys
 from functools import partial
 
 import hpctrain
-from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.optim.optimizers.sgd import Sgd
 from tests.support import nets
 from tests.support.training import Task, made_up

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Mapping
 
 from benchmarks.engine import NETS
-from hpctrain.backend.backend import make_backend
-from hpctrain.backend.kernels.graph import GraphBuilder
-from hpctrain.backend.kernels.specs import TensorSpec
+from hpctrain.backend.choice import make_backend
+from hpctrain.backend.graph import GraphBuilder
+from hpctrain.backend.specs import TensorSpec
 from hpctrain.bench.engine_step import workload
 from hpctrain.models import catalogue
 from hpctrain.nn.compile.compiler import compile_graph

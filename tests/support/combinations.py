@@ -23,16 +23,16 @@ from unittest import mock
 
 import numpy as np
 
-from hpctrain import registry
+from hpctrain.core import registry
 from hpctrain.averaging.strategies.blocking import Blocking
-from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.data import batch_threads
-from hpctrain.errors import ConfigError, ShapeError
-from hpctrain.experiment.averager import make_strategy
-from hpctrain.storage.hash_file import HashRecord
+from hpctrain.core.errors import ConfigError, ShapeError
+from hpctrain.averaging.averagers import make_strategy
+from hpctrain.runs.records import HashRecord
 from hpctrain.train.replica import StrategyFactory
-from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
 from tests.support.device_views import ViewingCommunicator
 from tests.support.dimensions import (

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain.backend.arithmetic import Arithmetic
-from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
+from hpctrain.backend.cuda.kernel_set import CudaKernelSet
 from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
 from hpctrain.comm.base import Communicator
 from hpctrain.testing.transfers import empty, put, take

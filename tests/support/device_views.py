@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hpctrain.backend.cuda.device_array import DeviceArray
-from hpctrain.backend.cuda.emulator.memory import borrowed, on_host
+from hpctrain_testing.emulator.memory import borrowed, on_host
 from hpctrain.comm.base import Array, Communicator, Handle
 
 

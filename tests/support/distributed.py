@@ -8,15 +8,15 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from hpctrain.backend.kernels.base import Array, KernelSet, LocalStatistics, StatisticsMerger, StepContext
-from hpctrain.backend.kernels.graph import Graph, GraphBuilder
-from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
-from hpctrain.backend.kernels.specs import AddSpec, SoftmaxCrossEntropySpec, TensorSpec
-from hpctrain.boxes import Box, consecutive, even_intervals, intersect, relative, whole
+from hpctrain.backend.operators import Array, KernelSet, LocalStatistics, StatisticsMerger, StepContext
+from hpctrain.backend.graph import Graph, GraphBuilder
+from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.specs import AddSpec, SoftmaxCrossEntropySpec, TensorSpec
+from hpctrain.core.intervals import Box, consecutive, even_intervals, intersect, relative, whole
 from hpctrain.data.loader import cut
 from hpctrain.nn.compile.compiler import compile_graph
 from hpctrain.nn.distribution import Distribution, Shard, Undistributed
-from hpctrain.nn.layer import Layer
+from hpctrain.nn.layers import Layer
 from hpctrain.nn.network import declared
 from hpctrain.nn.parameter import FlatGroup, ParameterSpec
 from hpctrain.nn.program import Program
@@ -27,7 +27,7 @@ from hpctrain.parallel.layout import Layout
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.parallel.rank_graph import GridDistribution
 from hpctrain.parallel.split_group import SplitGroup
-from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
 
 

@@ -13,20 +13,20 @@ from typing import Any
 
 import pytest
 
-from hpctrain.backend.cuda import sources
+from hpctrain.backend.cuda import sources_rest
 from hpctrain.backend.cuda.device import Precision
 from hpctrain.backend.cuda.emulator import build
-from hpctrain.backend.cuda.emulator.device import EmulatedDevice
-from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
+from hpctrain_testing.emulator.device import EmulatedDevice
+from hpctrain.backend.cuda.kernel_set import CudaKernelSet
 from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
-from hpctrain.errors import BackendError
+from hpctrain.core.errors import BackendError
 
 #: a source of tests alone
 PLANTED = Path(__file__).parents[1] / "backend" / "cuda" / "emulator" / "sources" / "planted.cu"
 #: its text with each of the ways to switch between threads
 PLANTED_TEXTS = {
-    "registers": sources.text(PLANTED.stem, PLANTED.parent),
-    "ucontext": f"#define CPU_UCONTEXT\n{sources.text(PLANTED.stem, PLANTED.parent)}",
+    "registers": sources_rest.text(PLANTED.stem, PLANTED.parent),
+    "ucontext": f"#define CPU_UCONTEXT\n{sources_rest.text(PLANTED.stem, PLANTED.parent)}",
 }
 
 EmulatedDeviceFactory = Callable[..., EmulatedDevice]
@@ -83,4 +83,4 @@ class EmulatedDevices:
 
 def prepare() -> None:
     """Build all sources of the package and of the tests."""
-    build.prepare([*map(sources.text, sources.names()), *PLANTED_TEXTS.values()])
+    build.prepare([*map(sources_rest.text, sources_rest.names()), *PLANTED_TEXTS.values()])

@@ -20,7 +20,7 @@ import pytest
 
 from hpctrain.backend.cuda.device_array import DeviceArray
 from hpctrain.backend.cuda.emulator import build
-from hpctrain.backend.cuda.emulator.kernel import CpuKernel
+from hpctrain_testing.emulator.kernels import CpuKernel
 from hpctrain.backend.cuda.half import bfloat16_bits, bfloat16_values
 
 #: the module that imports CuPy

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 from hpctrain.backend.cuda.choose import DEVICE_VARIABLE
 from hpctrain.cli.main import cli
-from hpctrain.data import format as data_format
+from hpctrain.data import image_file as data_format
 from hpctrain.flight.start_records import RECORDS
 from tests.support.jobs import Outcome, run_job
 
@@ -144,7 +144,7 @@ FAULTS: tuple[Fault, ...] = (
         "operations in another order",
         """
         from dataclasses import replace
-        from hpctrain.averaging.allreduce_averager import AllreduceAverager
+        from hpctrain.averaging.allreduce import AllreduceAverager
         def reverse(begin, self, *rest):
             self.schedule = replace(self.schedule, operations=tuple(reversed(self.schedule.operations)))
             return begin(self, *rest)

@@ -15,7 +15,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from hpctrain.backend.kernels.onednn.kernel_set import OnednnKernelSet
+from hpctrain.backend.onednn.kernel_set import OnednnKernelSet
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from tests.support.grid_matrix import (
     NETS,

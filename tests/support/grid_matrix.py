@@ -16,8 +16,8 @@ from functools import lru_cache, partial
 import numpy as np
 
 from hpctrain.averaging.strategies.blocking import Blocking
-from hpctrain.backend.kernels.base import KernelSet
-from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.operators import KernelSet
+from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator

@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from hpctrain.backend.kernels.graph import Graph, GraphBuilder
-from hpctrain.backend.kernels.specs import BatchNormSpec, TensorSpec
+from hpctrain.backend.graph import Graph, GraphBuilder
+from hpctrain.backend.specs import BatchNormSpec, TensorSpec
 from hpctrain.data.sampler import counts
 from hpctrain.models import catalogue
-from hpctrain.nn.layer import Layer
-from hpctrain.nn.layers.conv2d import Conv2d
-from hpctrain.nn.layers.dropout import Dropout
-from hpctrain.nn.layers.flatten import Flatten
-from hpctrain.nn.layers.linear import Linear
-from hpctrain.nn.layers.max_pool import MaxPool
-from hpctrain.nn.layers.relu import ReLU
-from hpctrain.nn.layers.sequential import Sequential
+from hpctrain.nn.layers import Layer
+from hpctrain.nn.layers_parts.conv2d import Conv2d
+from hpctrain.nn.layers_parts.dropout import Dropout
+from hpctrain.nn.layers_parts.flatten import Flatten
+from hpctrain.nn.layers_parts.linear import Linear
+from hpctrain.nn.layers_parts.max_pool import MaxPool
+from hpctrain.nn.layers_parts.relu import ReLU
+from hpctrain.nn.layers_parts.sequential import Sequential
 from hpctrain.nn.network import declared
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
-from hpctrain.parallel.plan_report import LayerReport, PlanReport, Words
-from hpctrain.parallel.plan_reporter import report_plan
+from hpctrain.parallel.plan_report_rest import LayerReport, PlanReport, Words
+from hpctrain.parallel.plan_report import report_plan
 
 _MIXED = {"features.*": Parallelism.DOMAIN, "classifier.*": Parallelism.MODEL}
 # Its classifier begins with a dropout: where the samples already lie, it moves nothing.

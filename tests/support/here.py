@@ -22,15 +22,15 @@ from unittest.mock import patch
 
 from hpctrain import log
 from hpctrain.cli import failure
-from hpctrain.cli.configured_process import ConfiguredProcess
-from hpctrain.cli.job_process import JobProcess
+from hpctrain.cli.job_process import ConfiguredProcess
+from hpctrain.cli.job_process_rest import JobProcess
 from hpctrain.cli.main import cli
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator
-from hpctrain.experiment import session
+from hpctrain.job import session
 from hpctrain.launch.launcher import Launcher
-from hpctrain.storage import run_directory
-from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain.runs import directory
+from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine, wait
 from tests.support.jobs import Outcome, clean_environment
 
@@ -50,7 +50,7 @@ def run_here(ranks: int, arguments: Sequence[str], *, env: Mapping[str, str] | N
         stack.enter_context(patch.object(sys, "argv", ["hpctrain", *words[2:]]))
         stack.enter_context(patch.object(sys, "path", [*sys.path]))
         stack.enter_context(contextlib.chdir(cwd or Path.cwd()))
-        stack.enter_context(patch.object(run_directory, "git_state", dict))  # it starts processes
+        stack.enter_context(patch.object(directory, "git_state", dict))  # it starts processes
         stack.enter_context(patch.object(SingleCommunicator, "abort", lambda world, code: None))  # it ends this process
         stack.enter_context(_recorded(processes))
         streams = stack.enter_context(_captured())

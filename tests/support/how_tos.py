@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from hpctrain.backend.kernels import specs
-from hpctrain.backend.kernels.numpy import kernel_set as numpy_set
-from hpctrain.backend.kernels.onednn import kernel_set as onednn_set
+from hpctrain.backend import specs
+from hpctrain.backend.numpy import kernel_set as numpy_set
+from hpctrain.backend.onednn import kernel_set as onednn_set
 from hpctrain.cli import data as data_commands
 
 Calls = list[tuple[str, Any]]

@@ -18,42 +18,42 @@ from typing import cast
 
 import numpy as np
 
-from hpctrain.backend.backend import Backend
+from hpctrain.backend.choice import Backend
 from hpctrain.comm.grid import ProcessGrid
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
 from hpctrain.config.dump import dump
 from hpctrain.config.schema import Config
-from hpctrain.data import format as data_format
+from hpctrain.data import image_file as data_format
 from hpctrain.data.facts import DataFacts
-from hpctrain.data.format import ImageFile
+from hpctrain.data.image_file import ImageFile
 from hpctrain.data.loader import Batch, BatchSource, Loader
 from hpctrain.data.mapped_reader import MappedReader
 from hpctrain.data.pipeline import Pipeline
-from hpctrain.experiment import collective_schedules
-from hpctrain.experiment.automatic_choice import Resolved
-from hpctrain.experiment.build import Parts, build_trainer
+from hpctrain.run import reproducibility
+from hpctrain.job.automatic_choice import Resolved
+from hpctrain.run.build import Parts, build_trainer
 from hpctrain.experiment.checkpoint_search import AUTO
-from hpctrain.experiment.checkpoints import RunCheckpoints
-from hpctrain.experiment.data_cache import give_levels
-from hpctrain.experiment.images import Images, make_loader
-from hpctrain.experiment.resume import Start, find_start
+from hpctrain.run.checkpoints import RunCheckpoints
+from hpctrain.run.data_cache import give_levels
+from hpctrain.run.images import Images, make_loader
+from hpctrain.run.resume import Start, find_start
 from hpctrain.experiment.rollback import rollback
 from hpctrain.experiment.run_hashes import RunHashes
-from hpctrain.experiment.session import Session
+from hpctrain.job.session import Session
 from hpctrain.launch.launcher import Launcher
 from hpctrain.launch.threads import ThreadPlan
 from hpctrain.optim.schedules import SCHEDULES
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.storage import checkpoint
-from hpctrain.storage.hash_file import HashRecord, read_hashes
-from hpctrain.storage.run_directory import RunDirectory
-from hpctrain.train.metrics import Reporter, RunningSums
+from hpctrain.runs.records import HashRecord, read_hashes
+from hpctrain.runs.directory import RunDirectory
+from hpctrain.train.metrics_rest import Reporter, RunningSums
 from hpctrain.train.replica import Replica, StrategyFactory
 from hpctrain.train.snapshot import Position
-from hpctrain.train.step_reduction import StepTotals
-from hpctrain.train.time_limit import TimeLimit
-from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain.train.metrics import StepTotals
+from hpctrain.train.stopping import TimeLimit
+from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from tests.support.training import ArraysByEpoch, Result, Task, replica_on, result_of, stored
 
 
@@ -143,7 +143,7 @@ class PartOfRun:
         session = Session(Launcher("none"), threads, comm, grid, GridGroups(grid), progress, Resolved(self.config), {})
         start = find_start(session, AUTO)
         parts = self._parts(session)
-        collective_schedules.agree(session, parts, None if start is None else start.content)
+        reproducibility.agree(session, parts, None if start is None else start.content)
         reporter = _Sums(self.sums) if session.is_root else Reporter()
         outcome = self._train(session, parts, start, reporter)
         return replace(outcome, result=result_of(parts.replica))

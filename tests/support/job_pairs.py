@@ -35,7 +35,7 @@ from benchmarks.lab import Lab, take_down_at_termination
 from hpctrain.launch.exit_codes import FINISHED, USER_ERROR
 from hpctrain.storage import checkpoint
 from hpctrain.storage.atomic_write import write_json
-from hpctrain.storage.run_owner import owners
+from hpctrain.runs.owner import owners
 from tests.support.jobs import StartedJob
 
 #: a meeting, whether the first job is killed, and the seed of all other choices

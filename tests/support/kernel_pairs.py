@@ -9,8 +9,8 @@ import numpy as np
 
 from hpctrain.backend.dtypes import parameter_dtype
 from hpctrain.backend.kernels.abilities import InputView
-from hpctrain.backend.kernels.base import Array, Buffers, KernelSet, Operator, StepContext
-from hpctrain.backend.kernels.specs import NHWC, Spec, TensorSpec
+from hpctrain.backend.operators import Array, Buffers, KernelSet, Operator, StepContext
+from hpctrain.backend.specs import NHWC, Spec, TensorSpec
 from hpctrain.testing import transfers
 
 

@@ -28,7 +28,7 @@ from typing import Any
 import psutil
 
 from hpctrain.launch.exit_codes import FINISHED
-from hpctrain.storage.run_directory import latest, software_versions
+from hpctrain.runs.directory import latest, software_versions
 from tests.support.signal_storm import Setting, StormJob, final_tensors, prepare, same_bits
 
 #: by name, the overrides of the trainings that are killed

@@ -29,10 +29,10 @@ from hpctrain.backend.arithmetic import (
 from hpctrain.backend.cuda.device_array import DeviceArray
 from hpctrain.backend.host_arithmetic import HostArithmetic
 from hpctrain.backend.kernels import abilities
-from hpctrain.backend.kernels.base import Buffers, LossHandle, LossOperator, LossSums, Operator, StepContext
-from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
-from hpctrain.backend.kernels.specs import SoftmaxCrossEntropySpec, Spec, TensorSpec
-from hpctrain.boxes import Box
+from hpctrain.backend.operators import Buffers, LossHandle, LossOperator, LossSums, Operator, StepContext
+from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.specs import SoftmaxCrossEntropySpec, Spec, TensorSpec
+from hpctrain.core.intervals import Box
 
 ABILITIES = [
     abilities.InPlace,

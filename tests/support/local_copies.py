@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.storage.run_directory import latest
+from hpctrain.runs.directory import latest
 from tests.support.jobs import Outcome
 from tests.support.signal_storm import prepare
 

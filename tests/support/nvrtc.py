@@ -7,7 +7,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from hpctrain.backend.cuda import cubins
+from hpctrain.backend.cuda import sources
 
 _FOLDERS = ("nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib")
 
@@ -33,7 +33,7 @@ def compile_source(library: ctypes.CDLL, text: str, architecture: str) -> tuple[
     """The size of the binary (0 where there is none) and all that the compiler says."""
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
     assert not library.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"kernel.cu", 0, None, None)
-    options = [option.encode() for option in (*cubins.OPTIONS, f"-arch={architecture}")]
+    options = [option.encode() for option in (*sources.OPTIONS, f"-arch={architecture}")]
     flags = (ctypes.c_char_p * len(options))(*options)
     library.nvrtcCompileProgram(program, len(flags), flags)
     library.nvrtcGetProgramLogSize(program, ctypes.byref(size))

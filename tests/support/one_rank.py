@@ -15,7 +15,7 @@ from hpctrain.averaging.agreement import make_averager
 from hpctrain.averaging.base import AveragerSetup
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.averaging.strategy import PlannedGroup
-from hpctrain.backend.kernels.base import StepContext
+from hpctrain.backend.operators import StepContext
 from hpctrain.backend.kernels.labels import MixedLabels
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator
@@ -24,7 +24,7 @@ from hpctrain.nn.frozen import layer_of
 from hpctrain.nn.network import Network
 from hpctrain.optim.ema import EmaRule, with_ema
 from hpctrain.train.replica import StrategyFactory
-from hpctrain.train.step_reduction import StepTotals
+from hpctrain.train.metrics import StepTotals
 from tests.support.training import Result, Task, made_up
 
 #: of a step: positions in its batch, in groups that are passed through the network one after the other

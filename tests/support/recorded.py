@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hpctrain.flight.ring import End, FlightRecord, RecordedOperation
+from hpctrain.launch.exit_codes import End
+from hpctrain.flight.ring import FlightRecord, RecordedOperation
 from hpctrain.trace.time_table import TimeTable, tabulate
 from hpctrain.trace.tracer import Category, Events, Tracer
-from hpctrain.train.metrics import Reporter
+from hpctrain.train.metrics_rest import Reporter
 
 
 class Heard(Reporter):

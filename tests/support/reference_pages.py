@@ -17,9 +17,9 @@ from pydantic_core import PydanticUndefined
 
 from hpctrain.cli.main import cli
 from hpctrain.config.faults import known_paths, section_at, show
-from hpctrain.config.source import KeyPath, dotted
+from hpctrain.core.yaml_source import KeyPath, dotted
 from hpctrain.doctor.checks import CHECKS, JOB_KINDS
-from hpctrain.experiment.options import FOLLOWING, Choice, choices
+from hpctrain.config.options import FOLLOWING, Choice, choices
 
 _HEAD = """# Commands
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from hpctrain.backend.cuda.emulator.device import EmulatedDevice
+from hpctrain_testing.emulator.device import EmulatedDevice
 from hpctrain.backend.cuda.half import bfloat16_bits, bfloat16_values
 from hpctrain.backend.dtypes import parameter_dtype
-from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
+from hpctrain.backend.cuda.kernel_set import CudaKernelSet
 from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
-from hpctrain.backend.kernels.specs import Spec
+from hpctrain.backend.specs import Spec
 from hpctrain.testing.operators import OperatorBench
 
 DTYPES = ["float64", "float32", "bfloat16"]

@@ -16,22 +16,22 @@ from PIL import Image
 from hpctrain.comm.grid import ProcessGrid
 from hpctrain.config.load import load
 from hpctrain.data.convert import folder
-from hpctrain.experiment.automatic_choice import Resolved
-from hpctrain.experiment.grid import columns
-from hpctrain.experiment.options import filled
-from hpctrain.experiment.run import run_training
-from hpctrain.experiment.session import Session
-from hpctrain.experiment.trace_report import TABLE_FILE, TRACE_FILE
+from hpctrain.job.automatic_choice import Resolved
+from hpctrain.config.grid import columns
+from hpctrain.config.options import filled
+from hpctrain.run.training import run_training
+from hpctrain.job.session import Session
+from hpctrain.run.trace_report import TABLE_FILE, TRACE_FILE
 from hpctrain.launch.launcher import detect
 from hpctrain.launch.signals import SignalWatch
 from hpctrain.launch.threads import ThreadPlan
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.storage import checkpoint
 from hpctrain.storage.checkpoint import CheckpointContent, checkpoint_path
-from hpctrain.storage.run_directory import RunDirectory, latest
+from hpctrain.runs.directory import RunDirectory, latest
 from hpctrain.trace.time_table import Row, TimeTable
 from hpctrain.train.confusion import ConfusionMatrix
-from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
 
 

@@ -32,9 +32,9 @@ import numpy as np
 import psutil
 
 from hpctrain.launch.exit_codes import FINISHED, STOPPED
-from hpctrain.launch.signals import HELD, STOPS
+from hpctrain.launch.signal_mask import HELD, STOPS
 from hpctrain.storage import checkpoint
-from hpctrain.storage.run_directory import latest, software_versions
+from hpctrain.runs.directory import latest, software_versions
 from tests.support.jobs import StartedJob, find_mpiexec
 
 QUIET = tuple(number for number in HELD if number not in STOPS)
@@ -89,7 +89,7 @@ class Tally:
 
 def prepare(folder: Path, images: int = 1024, epochs: int = 6) -> None:
     """Data and configuration for jobs in `folder`."""
-    from hpctrain.data import format as data_format
+    from hpctrain.data import image_file as data_format
 
     draws = np.random.default_rng(0)
     for name, count in (("train", images), ("test", 64)):

@@ -7,15 +7,15 @@ from typing import Any
 
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, Operation, OperationKind, Stream
 from hpctrain.averaging.dependencies import EventKind, LocalEventKey
-from hpctrain.averaging.slices import Slice
-from hpctrain.backend.kernels.base import KernelSet
-from hpctrain.backend.kernels.graph import Graph, GraphBuilder
-from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
-from hpctrain.backend.kernels.specs import TensorSpec
-from hpctrain.experiment.averager import make_strategy
+from hpctrain.averaging.slicing import Slice
+from hpctrain.backend.operators import KernelSet
+from hpctrain.backend.graph import Graph, GraphBuilder
+from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.specs import TensorSpec
+from hpctrain.averaging.averagers import make_strategy
 from hpctrain.models import catalogue
 from hpctrain.nn.compile.plan import Action, PlannedStep, StepMemory
-from hpctrain.nn.layer import Layer
+from hpctrain.nn.layers import Layer
 from hpctrain.nn.network import declared
 from hpctrain.optim.base import NormsNeeded
 from hpctrain.planner.factor_products import FactorProduct

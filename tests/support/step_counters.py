@@ -29,13 +29,13 @@ from weakref import WeakSet
 import numpy as np
 
 from hpctrain.averaging.strategies.overlap import Overlap
-from hpctrain.backend.backend import make_backend
-from hpctrain.backend.kernels.onednn.binding import Call, Engine, Primitive
+from hpctrain.backend.choice import make_backend
+from hpctrain.backend.onednn.binding import Call, Engine, Primitive
 from hpctrain.bench.engine_step import EngineStep, Workload, workload
 from hpctrain.models import catalogue
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.train.replica import Replica
-from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
 from tests.support.training import Task, train
 

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from hpctrain.backend.kernels.base import KernelSet, StepContext
-from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.operators import KernelSet, StepContext
+from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.bench import torch_models
 from hpctrain.models import catalogue, interchange
 from hpctrain.nn.network import Network

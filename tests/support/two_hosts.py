@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.lab import Lab
 from benchmarks.lab import missing as missing_for_a_lab
-from hpctrain.data import format as data_format
+from hpctrain.data import image_file as data_format
 from tests.support.jobs import clean_environment, find_mpiexec
 
 HOSTS = ("h0", "h1")

@@ -21,8 +21,8 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from hpctrain.data import format as data_format
-from hpctrain.data.format import ImageFile
+from hpctrain.data import image_file as data_format
+from hpctrain.data.image_file import ImageFile
 
 SAMPLES, SHAPE, CLASSES = 29, (6, 5, 1), ("a", "b", "c")
 STEPS = 3  # of the end, whatever its case's own number

@@ -11,25 +11,25 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from unittest.mock import patch
 
-from hpctrain.backend.kernels.base import KernelSet
-from hpctrain.backend.kernels.graph import Graph, GraphBuilder
-from hpctrain.backend.kernels.specs import TensorSpec
+from hpctrain.backend.operators import KernelSet
+from hpctrain.backend.graph import Graph, GraphBuilder
+from hpctrain.backend.specs import TensorSpec
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator
 from hpctrain.models import catalogue
 from hpctrain.nn.compile import compiler
-from hpctrain.nn.compile.liveness import Timeline, Use
+from hpctrain.nn.compile.memory import Timeline, Use
 from hpctrain.nn.compile.packing import Block
 from hpctrain.nn.compile.plan import Action, Actions, ExecutionPlan, Key, Region
 from hpctrain.nn.compile.sharing import Sharing
 from hpctrain.nn.compile.steps import Steps, make_steps
-from hpctrain.nn.layer import Layer
-from hpctrain.nn.layers.conv2d import Conv2d
-from hpctrain.nn.layers.flatten import Flatten
-from hpctrain.nn.layers.linear import Linear
-from hpctrain.nn.layers.relu import ReLU
-from hpctrain.nn.layers.residual import Residual
-from hpctrain.nn.layers.sequential import Sequential
+from hpctrain.nn.layers import Layer
+from hpctrain.nn.layers_parts.conv2d import Conv2d
+from hpctrain.nn.layers_parts.flatten import Flatten
+from hpctrain.nn.layers_parts.linear import Linear
+from hpctrain.nn.layers_parts.relu import ReLU
+from hpctrain.nn.layers_parts.residual import Residual
+from hpctrain.nn.layers_parts.sequential import Sequential
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.partition_graph import partition_graph
 from hpctrain.parallel.split_group import SplitGroup

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from hpctrain.averaging.base import GradientAverager
-from hpctrain.averaging.lazy_averager import LazyAverager
-from hpctrain.data.format import ImageFile
+from hpctrain.averaging.strategies.lazy import LazyAverager
+from hpctrain.data.image_file import ImageFile
 from hpctrain.data.sampler import Reordering
-from hpctrain.errors import HpctrainError
-from hpctrain.train.metrics import RunningSums
+from hpctrain.core.errors import HpctrainError
+from hpctrain.train.metrics_rest import RunningSums
 from hpctrain.train.snapshot import Position
-from hpctrain.train.step_reduction import StepTotals
+from hpctrain.train.metrics import StepTotals
 from tests.support.combinations import TOLERANCE, run
 from tests.support.dimensions import parsed, refusal
 from tests.support.interrupted import Course, by_epoch, other_order_from

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpctrain.backend.kernels.base import KernelSet, Operator, StepContext
-from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
-from hpctrain.backend.kernels.specs import Spec, TensorSpec
+from hpctrain.backend.operators import KernelSet, Operator, StepContext
+from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.specs import Spec, TensorSpec
 from hpctrain.models import catalogue, interchange
 from hpctrain.nn import initialise
 from hpctrain.nn.custom import ArrayLayer, ArraySpec
 from hpctrain.nn.network import Network
 from hpctrain.nn.parameter import ParameterSpec
-from hpctrain.testing.layer_gradients import check_gradients
+from hpctrain.testing.layers import check_gradients
 from hpctrain.testing.models import exported_shapes, parameter_count
 from hpctrain.testing.operator_gradients import assert_close, check_gradient, numerical_gradient
 from hpctrain.testing.transfers import empty, poison, put, take

@@ -12,28 +12,28 @@ import numpy as np
 import pytest
 
 from hpctrain.averaging.base import for_holders
-from hpctrain.averaging.rounded_parameters import PARAMETER_ERROR
+from hpctrain.averaging.sixteen_bits import PARAMETER_ERROR
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.averaging.strategies.bucketed import Bucketed, BucketedOptions
-from hpctrain.averaging.strategies.lazy import Lazy, LazyOptions
+from hpctrain.averaging.strategies.lazy_rest import Lazy, LazyOptions
 from hpctrain.averaging.strategies.sharded import Sharded, ShardedOptions
-from hpctrain.averaging.strategies.sparse import Sparse, SparseOptions
-from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
-from hpctrain.boxes import whole
+from hpctrain.averaging.strategies.sparse_rest import Sparse, SparseOptions
+from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.core.intervals import whole
 from hpctrain.data.sampler import Reordering
-from hpctrain.errors import CheckpointError
-from hpctrain.nn.layer import Layer
+from hpctrain.core.errors import CheckpointError
+from hpctrain.nn.layers import Layer
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.storage import checkpoint, write_shares
 from hpctrain.storage.checkpoint import CheckpointContent, checkpoint_path, open_checkpoint, optimizer_key, read, write
-from hpctrain.storage.shard_file import write_shard
+from hpctrain.storage.shards import write_shard
 from hpctrain.storage.sharded_checkpoint import publish, unfinished
 from hpctrain.storage.sharded_tensors import ShardedTensors
-from hpctrain.train.metrics import RunningSums
+from hpctrain.train.metrics_rest import RunningSums
 from hpctrain.train.replica import Replica, StrategyFactory
 from hpctrain.train.snapshot import Position
-from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
 from tests.support.training import Task, batches, replica_of

@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.averaging.strategies.bucketed import Bucketed, BucketedOptions
-from hpctrain.averaging.strategies.lazy import Lazy, LazyOptions
+from hpctrain.averaging.strategies.lazy_rest import Lazy, LazyOptions
 from hpctrain.averaging.strategies.overlap import Overlap
 from hpctrain.averaging.strategies.priority import Priority, PriorityOptions
 from hpctrain.averaging.strategies.sharded import Sharded, ShardedOptions
-from hpctrain.averaging.strategies.sparse import Sparse, SparseOptions
-from hpctrain.backend.cuda.emulator.device import EmulatedDevice
-from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
+from hpctrain.averaging.strategies.sparse_rest import Sparse, SparseOptions
+from hpctrain_testing.emulator.device import EmulatedDevice
+from hpctrain.backend.cuda.kernel_set import CudaKernelSet
 from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
-from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
-from hpctrain.boxes import even_intervals, relative, replace_dim, whole
+from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.core.intervals import even_intervals, relative, replace_dim, whole
 from hpctrain.optim.ema import EmaRule
 from hpctrain.optim.optimizers.adamw import Adamw
 from hpctrain.optim.optimizers.sgd import Sgd
@@ -34,7 +34,7 @@ from hpctrain.train.replica import Replica, StrategyFactory
 from hpctrain.train.state_hashes import StateHashes, state_hashes
 from hpctrain.train.watch_report import Checksums, RankReport, ReplicaDifference, difference
 from hpctrain.train.watched_parts import PartChecksums, PartGuard, WatchedPiece, cut
-from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
 from tests.support.training import Task, batches, replica_of

@@ -10,14 +10,14 @@ import pytest
 
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.averaging.strategies.sharded import Sharded
-from hpctrain.backend.kernels.base import StepContext
-from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
-from hpctrain.backend.kernels.numpy.loss import SoftmaxCrossEntropy
-from hpctrain.backend.kernels.specs import SoftmaxCrossEntropySpec
+from hpctrain.backend.operators import StepContext
+from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.numpy.classifier import SoftmaxCrossEntropy
+from hpctrain.backend.specs import SoftmaxCrossEntropySpec
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.data.arrays import ArrayLoader
 from hpctrain.data.sampler import Sampler
-from hpctrain.errors import CheckpointError
+from hpctrain.core.errors import CheckpointError
 from hpctrain.models import interchange
 from hpctrain.nn.frozen import layer_of
 from hpctrain.nn.network import Network
@@ -27,13 +27,13 @@ from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.train import confusion
 from hpctrain.train.confusion import ClassScore, ConfusionCounts, ConfusionMatrix
-from hpctrain.train.evaluator import evaluate
-from hpctrain.train.metrics import EvaluationSums, RunningSums
+from hpctrain.train.evaluation import evaluate
+from hpctrain.train.metrics_rest import EvaluationSums, RunningSums
 from hpctrain.train.predictor import TopClasses, predict
 from hpctrain.train.replica import Replica, StrategyFactory
 from hpctrain.train.scores import log_probabilities, log_softmax, pairs
 from hpctrain.train.snapshot import Position
-from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
 from tests.support.training import Task, batches, made_up, replica_of

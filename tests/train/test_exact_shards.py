@@ -17,11 +17,11 @@ from hpctrain.averaging.strategies.bucketed import Bucketed
 from hpctrain.averaging.strategies.overlap import Overlap
 from hpctrain.averaging.strategies.priority import Priority
 from hpctrain.averaging.strategies.sharded import Sharded
-from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
-from hpctrain.backend.kernels.onednn.kernel_set import OnednnKernelSet
+from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.onednn.kernel_set import OnednnKernelSet
 from hpctrain.data.arrays import ArrayLoader
 from hpctrain.data.sampler import Sampler
-from hpctrain.errors import ConfigError
+from hpctrain.core.errors import ConfigError
 from hpctrain.optim.optimizers.adamw import Adamw
 from hpctrain.optim.optimizers.lamb import Lamb
 from hpctrain.optim.optimizers.lars import Lars
@@ -29,8 +29,8 @@ from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.train.snapshot import Position
-from hpctrain.virtual.communicator import ThreadCommunicator
-from hpctrain.virtual.counters import Counters, CountingCommunicator
+from hpctrain_testing.virtual.communicator import ThreadCommunicator
+from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
 from tests.support.training import Task, batches, distance, made_up, replica_of, train

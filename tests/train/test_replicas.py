@@ -12,32 +12,32 @@ import pytest
 
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.averaging.strategies.bucketed import Bucketed
-from hpctrain.averaging.strategies.lazy import Lazy
+from hpctrain.averaging.strategies.lazy_rest import Lazy
 from hpctrain.averaging.strategies.overlap import Overlap
 from hpctrain.averaging.strategies.priority import Priority
 from hpctrain.averaging.strategies.sharded import Sharded
 from hpctrain.backend.cuda.device import Precision
 from hpctrain.backend.cuda.half import bfloat16_bits, bfloat16_values
-from hpctrain.backend.kernels.base import KernelSet
-from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
+from hpctrain.backend.operators import KernelSet
+from hpctrain.backend.cuda.kernel_set import CudaKernelSet
 from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
-from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.comm.grid import ProcessGrid
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator
 from hpctrain.data.arrays import ArrayLoader
 from hpctrain.data.sampler import Sampler
-from hpctrain.errors import BackendError, CorruptedStateError, DivergedError
+from hpctrain.core.errors import BackendError, CorruptedStateError, DivergedError
 from hpctrain.flight.notes import FlightNotes
 from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.models import interchange
-from hpctrain.nn.layer import Layer
-from hpctrain.nn.layers.conv2d import Conv2d
-from hpctrain.nn.layers.flatten import Flatten
-from hpctrain.nn.layers.linear import Linear
-from hpctrain.nn.layers.pad_channels import PadChannels
-from hpctrain.nn.layers.residual import Residual
-from hpctrain.nn.layers.sequential import Sequential
+from hpctrain.nn.layers import Layer
+from hpctrain.nn.layers_parts.conv2d import Conv2d
+from hpctrain.nn.layers_parts.flatten import Flatten
+from hpctrain.nn.layers_parts.linear import Linear
+from hpctrain.nn.layers_parts.pad_channels import PadChannels
+from hpctrain.nn.layers_parts.residual import Residual
+from hpctrain.nn.layers_parts.sequential import Sequential
 from hpctrain.nn.network import Network
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.optimizers.lars import Lars
@@ -45,13 +45,13 @@ from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.rank_graph import make_network
-from hpctrain.train.metrics import RunningSums
+from hpctrain.train.metrics_rest import RunningSums
 from hpctrain.train.own_loop import BETWEEN, OwnLoop
 from hpctrain.train.replica import Replica, StrategyFactory
 from hpctrain.train.replica_averagers import slices_of
 from hpctrain.train.snapshot import Position
 from hpctrain.train.weight_watch import CheckCadence
-from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
 from tests.support.emulated import EmulatedDeviceFactory

@@ -17,17 +17,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from hpctrain import rank_log
+from hpctrain.core import log as rank_log
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.config.schema import MetricsConfig, ReporterConfig
-from hpctrain.storage.run_directory import RunDirectory
-from hpctrain.train.console_reporter import ConsoleReporter, ProgressStyle
+from hpctrain.runs.directory import RunDirectory
+from hpctrain.train.reporting import ConsoleReporter, ProgressStyle
 from hpctrain.train.log_reporter import LogReporter
-from hpctrain.train.metrics import Rate, Reporter, RunningSums
+from hpctrain.train.metrics_rest import Rate, Reporter, RunningSums
 from hpctrain.train.progress_bar import ProgressBar, pass_on_stderr
 from hpctrain.train.progress_text import TimeLeft, duration_text, fitting, loss_text
 from hpctrain.train.reporters import make_reporter
-from hpctrain.train.step_reduction import StepTotals
+from hpctrain.train.metrics import StepTotals
 
 
 @pytest.fixture

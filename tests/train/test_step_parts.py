@@ -13,18 +13,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.averaging.strategies.blocking import Blocking
-from hpctrain.backend.kernels.base import LossSums
-from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.operators import LossSums
+from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.message_account import MessageAccount
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.single import SingleCommunicator
 from hpctrain.data.loader import Batch, Share
-from hpctrain.errors import BackendError
-from hpctrain.nn.layers.flatten import Flatten
-from hpctrain.nn.layers.linear import Linear
-from hpctrain.nn.layers.relu import ReLU
-from hpctrain.nn.layers.sequential import Sequential
+from hpctrain.core.errors import BackendError
+from hpctrain.nn.layers_parts.flatten import Flatten
+from hpctrain.nn.layers_parts.linear import Linear
+from hpctrain.nn.layers_parts.relu import ReLU
+from hpctrain.nn.layers_parts.sequential import Sequential
 from hpctrain.nn.network import Network
 from hpctrain.optim.optimizers.lars import Lars
 from hpctrain.optim.optimizers.sgd import Sgd
@@ -38,11 +38,11 @@ from hpctrain.train.operator_sample import OperatorSample
 from hpctrain.train.replica import Replica
 from hpctrain.train.snapshot import Position
 from hpctrain.train.step import GradientSum
-from hpctrain.train.step_reduction import StepReduction, StepTotals
-from hpctrain.train.step_times import MeasuredStep, StepTimes
-from hpctrain.train.time_limit import TimeLimit
+from hpctrain.train.metrics import StepReduction, StepTotals
+from hpctrain.train.accounts import MeasuredStep, StepTimes
+from hpctrain.train.stopping import TimeLimit
 from hpctrain.train.tracing import TimedOptimizer, timed_optimizer, traced_steps
-from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
 from tests.support.averaging import make_group
@@ -269,7 +269,7 @@ def test_what_happens_between_stretches_and_in_a_step_with_more_to_do_is_no_step
 
 
 def test_the_latest_steps_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpctrain.train.step_times._MOST_STEPS", 5)
+    monkeypatch.setattr("hpctrain.train.accounts._MOST_STEPS", 5)
     assert _after([(1.0, 0.0)] * 40 + [(3.0, 2.0)] * 5) == MeasuredStep(3.0, 2.0, 5)
 
 

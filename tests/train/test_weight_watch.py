@@ -13,28 +13,28 @@ import pytest
 
 from hpctrain.averaging.base import GradientAverager
 from hpctrain.averaging.strategies.blocking import Blocking
-from hpctrain.averaging.strategies.lazy import Lazy
+from hpctrain.averaging.strategies.lazy_rest import Lazy
 from hpctrain.averaging.strategies.overlap import Overlap
 from hpctrain.averaging.strategies.sharded import Sharded
-from hpctrain.averaging.strategies.sparse import Sparse
+from hpctrain.averaging.strategies.sparse_rest import Sparse
 from hpctrain.averaging.strategy import Strategy
 from hpctrain.backend.cuda.device import Precision
-from hpctrain.backend.cuda.emulator.device import EmulatedDevice
-from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
+from hpctrain_testing.emulator.device import EmulatedDevice
+from hpctrain.backend.cuda.kernel_set import CudaKernelSet
 from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
-from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
-from hpctrain.errors import CorruptedStateError, DivergedError
+from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.core.errors import CorruptedStateError, DivergedError
 from hpctrain.nn.network import MODEL
 from hpctrain.optim.optimizers.lars import Lars
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.optim.schedules.constant import Constant
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
-from hpctrain.train.metrics import Reporter
+from hpctrain.train.metrics_rest import Reporter
 from hpctrain.train.replica import Replica
 from hpctrain.train.snapshot import Position
 from hpctrain.train.trainer import Cadence, Trainer
 from hpctrain.train.weight_watch import CheckCadence
-from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
 from tests.support.averaging import STRATEGIES

@@ -8,9 +8,9 @@ import pytest
 
 from hpctrain.comm.base import Communicator, Handle
 from hpctrain.virtual.collectives import Allgather, Allreduce, Broadcast
-from hpctrain.virtual.communicator import ThreadCommunicator
-from hpctrain.virtual.counters import Count, Counters, CountingCommunicator
-from hpctrain.virtual.operations import Moments, Posting, RankState
+from hpctrain_testing.virtual.communicator import ThreadCommunicator
+from hpctrain_testing.virtual.counters import Count, Counters, CountingCommunicator
+from hpctrain_testing.virtual.operations import Moments, Posting, RankState
 from hpctrain.virtual.rank import SourceLine
 from hpctrain.virtual.run import run_virtual, wait
 

@@ -12,9 +12,9 @@ import pytest
 
 from hpctrain.comm.base import Handle
 from hpctrain.comm.link import LinkModel
-from hpctrain.errors import CommunicationTimeoutError, DeadlockError
+from hpctrain.core.errors import CommunicationTimeoutError, DeadlockError
 from hpctrain.virtual import rank, run
-from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.rank import SourceLine, source_line
 from hpctrain.virtual.run import run_virtual, virtual_engine, wait
 from tests.support.recorded import line

@@ -8,9 +8,9 @@ from hpctrain.averaging.allreduce_strategy import AllreduceStrategy
 from hpctrain.averaging.options import check_at_least_one, check_sizes, words_of_sizes
 from hpctrain.averaging.rounding import check_wire
 from hpctrain.averaging.slice_sizes import Sizes
-from hpctrain.averaging.slices import Slice, fused
+from hpctrain.averaging.slicing import Slice, fused
 from hpctrain.comm.link import LinkModel
-from hpctrain.comm.sixteen_bit import Wire
+from hpctrain.comm.sums import Wire
 
 
 @dataclass(frozen=True)

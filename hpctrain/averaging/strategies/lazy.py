@@ -1,85 +1,169 @@
-"""Lazy averaging: front layers add up their gradients locally and are averaged every few steps only. It changes the optimisation.
-
-Lee, Kang, Al-Bahrani, Agrawal, Choudhary and Liao, "Improving scalability of parallel CNN training by adaptively adjusting
-parameter update frequency", JPDC 2022. The messages of front layers leave last, when no backward is left to hide them under.
-"""
+"""Runs lazy averaging: gradients of front layers are added up on this rank, and summed over the ranks every few steps only."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
+from typing import Any
 
-from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager
-from hpctrain.averaging.lazy_averager import LazyAverager
-from hpctrain.averaging.lazy_interval import LazyInterval
-from hpctrain.averaging.options import check_at_least_one
-from hpctrain.averaging.strategies.sharded import Sharded, ShardedOptions
-from hpctrain.averaging.strategy import PlannedGroup
-from hpctrain.comm.base import Communicator
-from hpctrain.comm.progress import ProgressEngine
+import numpy as np
+
+from hpctrain.averaging.base import Agreement, AveragerSetup
+from hpctrain.averaging.collective_schedule import OperationKind, Stream
+from hpctrain.averaging.dependencies import EventKind
+from hpctrain.averaging.lazy_interval import LazyInterval, LazyStep
+from hpctrain.averaging.reduce_scatter import ReduceScatterAverager
+from hpctrain.comm.base import Array, Handle
+from hpctrain.comm.posting_queue import Ticket
+from hpctrain.nn.parameter import Parameter
+
+_ADDED = "lazy_gradient"
 
 
-@dataclass(frozen=True)
-class LazyOptions(ShardedOptions):
-    """Options of `lazy`, beside those of `sharded`.
+class LazyAverager(ReduceScatterAverager):
+    """Averages the lazy parameters every few steps, the sum of their gradients since the last time; all others always.
+
+    In a step that does not average them their slices are neither summed, updated nor gathered.
 
     Args:
-        layers: Number of layers, counted from the input, whose gradients are summed over several steps; of a network that has
-            fewer, all.
-        max_interval: Most steps between two averagings of these layers; 1 averages them in every step.
-        check_every: Number of averagings from one check of the interval to the next.
-
-    Raises:
-        OptionError: a value below 1, or sizes given and to be measured.
+        lazy: the parameters of the front layers; no slice holds some of them beside others. interval: that of the network.
+        others: as for the base.
     """
 
-    layers: int = 8
-    max_interval: int = 8
-    check_every: int = 4
+    pending = _ADDED
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_at_least_one(layers=self.layers, max_interval=self.max_interval, check_every=self.check_every)
+    def __init__(
+        self, setup: AveragerSetup, agreement: Agreement, *, lazy: Collection[str], interval: LazyInterval, **others: Any
+    ) -> None:
+        super().__init__(setup, agreement, **others)
+        slices = self.schedule.slices
+        self._lazy, self._interval, self._place = lazy, interval, interval.join()
+        self._lazy_slices = frozenset(k for k, piece in enumerate(slices) if piece.parameters[0] in lazy)
+        stop = max((self.group.segment(name).stop for name in lazy), default=0)
+        self._arithmetic = self.group.arithmetic
+        self._added = self._arithmetic.zeros(stop, self.group.dtype)
+        self.holders = self.comm.size
+        self._now = LazyStep(averages=True, compares=False)
+        alone = self._comm.size == 1
+        #: f: this rank's gradients alone, and by slice what it owns of their sum over the ranks; no copies where it is alone
+        self._latest = self._arithmetic.zeros(0 if alone else stop, self.group.dtype)
+        self._latest_sums: dict[int, Array] = {}
+        for k in () if alone else sorted(self._lazy_slices, reverse=True):
+            owned = slices[k].owned_size(self._comm.rank, self._comm.size)
+            self._latest_sums[k] = self._arithmetic.zeros(owned, self.group.dtype)
+        self._sums_of = self._comm if agreement.sums is None else agreement.sums
+        self._squares_alone = np.zeros(3, np.float64)
 
+    @property
+    def interval(self) -> int:
+        """Steps from one averaging of the front layers to the next, the same on every rank."""
+        return self._interval.interval
 
-class Lazy(Sharded):
-    """Sharded averaging that sums the gradients of front layers over several steps: it changes the optimisation.
+    # -- a step --------------------------------------------------------------------------------------------------------------
 
-    Slices of the front layers, which hold nothing else, are reduced, updated and gathered every `interval` steps, with the sum
-    since the last time. In between these layers keep their parameters, and so does the optimiser's state of their owners. The
-    interval starts at 1 and adapts (see `next_interval`): what one averaging finds holds from the next one on. Finding out costs
-    a second reduce-scatter of these layers, so it is done every `check_every` averagings only.
+    def begin_step(self, lr: float, counts: Sequence[int] | None = None) -> None:
+        self._now = self._interval.begin_step(self._place)
+        super().begin_step(lr, counts)
+        if self._now.compares:
+            self._queue_comparison()
 
-    Linear layers among them never exchange inputs and errors: what is added up over steps is gradients.
-    """
+    def _left_out(self) -> frozenset[int]:
+        return frozenset() if self._now.averages else self._lazy_slices
 
-    sums_shards = False
-    Options = LazyOptions
-    options: LazyOptions
+    def grad_ready(self, parameter: Parameter) -> None:
+        if parameter.size and parameter.name in self._lazy:
+            segment = self.group.segment(parameter.name)
+            place = slice(segment.start, segment.stop)
+            gradient, added = self.group.grad[place], self._added[place]
+            if not self._now.averages:
+                self._arithmetic.add(added, gradient)
+            elif not self._now.compares:
+                self._arithmetic.add(gradient, added)
+                self._arithmetic.fill(added, 0.0)
+            else:
+                self._add_up_and_keep(place, gradient, added)
+        super().grad_ready(parameter)
 
-    def __init__(self, group: PlannedGroup, options: LazyOptions | None = None) -> None:
-        super().__init__(group, options)
-        self._lazy = self.apart = _front(group, self.options.layers)
-        self.exchanging = {weight: biases for weight, biases in self.exchanging.items() if weight not in self._lazy}
+    def _add_up_and_keep(self, place: slice, gradient: Array, added: Array) -> None:
+        """Make G of f, and keep what the comparison needs of f."""
+        if self._latest_sums:
+            self._arithmetic.copy(self._latest[place], gradient)
+            self._arithmetic.add(gradient, added)
+        else:
+            latest, difference = self._arithmetic.square_sums((gradient, added))  # the sum so far is G - f
+            self._arithmetic.add(gradient, added)
+            self._squares_alone += (latest, self._arithmetic.square_sums((gradient,))[0], difference)
+        self._arithmetic.fill(added, 0.0)
 
-    def words(self) -> str:
-        _, _, options = super().words().partition(", ")
-        return f"lazy, layers {self.options.layers} with {len(self._lazy)} parameters of this group, {options}"
+    def drain(self) -> None:
+        super().drain()
+        self._interval.settle()
 
-    def interval(self, comm: Communicator, progress: ProgressEngine, members: int) -> LazyInterval:
-        chosen = self.options
-        return LazyInterval(comm, progress, members, max_interval=chosen.max_interval, check_every=chosen.check_every)
+    # -- the comparison of f and G -------------------------------------------------------------------------------------------
 
-    def averager(self, setup: AveragerSetup, agreement: Agreement) -> GradientAverager:
-        interval = setup.interval
-        if interval is None:
-            assert not self.group.several_groups, "the groups of a network share their interval"
-            interval = self.interval(setup.comm, setup.progress, 1)
-        return self._made(partial(LazyAverager, lazy=self._lazy, interval=interval), setup, agreement)
+    def _queue_comparison(self) -> None:
+        """Queue the sums of the last gradients alone, behind all that updates wait for."""
+        assert self._step is not None
+        self._arithmetic.fill(self._latest, 0.0)
+        self._squares_alone[...] = 0.0
+        events = self._step.events[EventKind.GRADIENT]
+        after: list[Ticket] = []
+        for k in sorted(self._lazy_slices, reverse=True):
+            piece = self.schedule.slices[k]
+            ready: list[Ticket] = [events[name] for name in piece.parameters]
+            if k in self._latest_sums:
+                text = f"reduce-scatter of the latest gradient of {piece.name}"
+                ready = [self._queues[Stream.GRADIENTS].post(partial(self._start_latest, k), text, ready)]
+            after += ready
+        for ticket, (operation, _, _) in zip(self._step.tickets, self._posting, strict=True):
+            if operation.kind is OperationKind.REDUCE_SCATTER and operation.slice in self._lazy_slices:
+                after.append(ticket)
+        self._interval.compare(self._add_squares, after)
 
+    def _start_latest(self, k: int) -> Handle:
+        piece = self.schedule.slices[k]
+        latest = self._latest[piece.start : piece.stop]
+        return self._sums_of.ireduce_scatter(latest, self._latest_sums[k], piece.counts(self._comm.size))
 
-def _front(group: PlannedGroup, layers: int) -> frozenset[str]:
-    """The group's parameters of the network's first so many layers: names that differ behind the last dot are of one layer."""
-    owners = list(dict.fromkeys(name.rpartition(".")[0] for name in group.network_parameters))
-    front = set(owners[:layers])
-    return frozenset(name for name in group.layout.specs if name.rpartition(".")[0] in front)
+    def _add_squares(self, squares: np.ndarray) -> None:
+        """Add |f|^2, |G|^2 and |f - G|^2 of what this rank owns."""
+        squares += self._squares_alone
+        for k, latest in self._latest_sums.items():
+            total = self._operations.sum_of(k)
+            of_latest, of_total = self._arithmetic.square_sums((latest, total))
+            self._arithmetic.subtract(latest, total)
+            squares += (of_latest, of_total, self._arithmetic.square_sums((latest,))[0])
+
+    # -- gradients that are not averaged yet ---------------------------------------------------------------------------------
+
+    def held_gradients(self) -> Mapping[str, Array]:
+        segments = (self.group.segment(name) for name in self._lazy)
+        return {segment.parameter: self._added[segment.start : segment.stop] for segment in segments}
+
+    def changed(self) -> Sequence[Array]:
+        return [*super().changed(), self._added]
+
+    def full_state(self, parameter: Parameter) -> dict[str, np.ndarray]:
+        """Also the gradients added up since the last averaging, each rank's. Collective."""
+        state = super().full_state(parameter)
+        if parameter.name in self._lazy:
+            segment = self.group.segment(parameter.name)
+            added = np.ascontiguousarray(self._arithmetic.to_host(self._added[segment.start : segment.stop]))
+            by_rank = np.empty((self.holders, segment.size), added.dtype)
+            handle = self.comm.iallgather(added, by_rank.reshape(-1), [segment.size] * self.holders)
+            self.progress.wait_handle(handle, f"{_ADDED} of {parameter.name}")
+            state[_ADDED] = by_rank
+        return state
+
+    def load_state(self, parameter: Parameter, state: Mapping[str, np.ndarray]) -> None:
+        super().load_state(parameter, state)
+        if parameter.name in self._lazy:
+            segment = self.group.segment(parameter.name)
+            self._arithmetic.from_host(self._added[segment.start : segment.stop], state[_ADDED][self.comm.rank])
+
+    def counters(self) -> dict[str, int]:
+        return {**super().counters(), **self._interval.counters()}
+
+    def load_counters(self, counters: Mapping[str, int]) -> None:
+        super().load_counters(counters)
+        self._interval.load_counters(counters)

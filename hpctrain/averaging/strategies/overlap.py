@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hpctrain.averaging.allreduce_strategy import AllreduceStrategy
 from hpctrain.averaging.options import WireOptions
-from hpctrain.averaging.slices import Slice, per_parameter
+from hpctrain.averaging.slicing import Slice, per_parameter
 from hpctrain.comm.link import LinkModel
 
 

@@ -10,16 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hpctrain.averaging import slice_sizes
-from hpctrain.averaging.compute_times import Times
+from hpctrain.averaging.step_times import Times
 from hpctrain.averaging.link_simulation import Urgency, reductions_first
 from hpctrain.averaging.options import check_at_least_one, check_sizes, words_of_sizes
 from hpctrain.averaging.reduce_scatter_strategy import ReduceScatterStrategy
 from hpctrain.averaging.rounding import check_wire
 from hpctrain.averaging.slice_sizes import Sizes
-from hpctrain.averaging.slices import Slice
+from hpctrain.averaging.slicing import Slice
 from hpctrain.averaging.sufficient_factors import FcExchange
 from hpctrain.comm.link import LinkModel
-from hpctrain.comm.sixteen_bit import Wire
+from hpctrain.comm.sums import Wire
 
 
 @dataclass(frozen=True)

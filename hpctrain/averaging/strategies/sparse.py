@@ -1,195 +1,205 @@
-"""Sparse averaging: only the largest elements of gradients cross between nodes. It changes the optimisation.
+"""The operations of a schedule with compressed slices: sums within nodes, largest elements across them.
 
-Shi et al., "Towards scalable distributed training of deep learning on public cloud clusters", arXiv 2010.10458 (HiTopKComm). What
-is not sent is added to the next step's gradient. It sends less where links between nodes are slow.
+Shi et al., "Towards scalable distributed training of deep learning on public cloud clusters", arXiv 2010.10458 (HiTopKComm): a
+dense reduce-scatter within the node, the largest elements of each part across nodes among ranks of equal number, a dense
+allgather within the node; here of parameters, as ranks of equal number update the part, each for its node.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, ClassVar, Literal
+from collections.abc import Callable, Mapping
 
-from hpctrain.averaging import slice_sizes
-from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager
-from hpctrain.averaging.collective_schedule import Operation, OperationKind, Stream
-from hpctrain.averaging.compute_times import Times
-from hpctrain.averaging.link_simulation import Urgency, reductions_first
-from hpctrain.averaging.options import check_at_least_one, check_sizes, words_of_sizes
-from hpctrain.averaging.reduce_scatter_strategy import ReduceScatterStrategy
-from hpctrain.averaging.slice_sizes import Sizes
-from hpctrain.averaging.slices import Compression, Slice, cut, fused
-from hpctrain.averaging.sparse_averager import SparseAverager
-from hpctrain.averaging.sparse_choice import SELECTION_SECONDS, PartOnLink, sparse_pays
-from hpctrain.averaging.sparse_residual import SparseSettings
-from hpctrain.averaging.strategy import PlannedGroup
-from hpctrain.averaging.sufficient_factors import FcExchange
-from hpctrain.comm.link import LinkModel
-from hpctrain.errors import ConfigError, OptionError
+import numpy as np
 
-Compress = Literal["auto", "always"]
+from hpctrain.averaging.base import AveragerSetup
+from hpctrain.averaging.collective_schedule import CollectiveSchedule, Operation, OperationKind, Stream
+from hpctrain.averaging.owner_operations import OwnerOperations, StepUpdate
+from hpctrain.averaging.sparse_residual import SparsePart, SparseSettings
+from hpctrain.comm.base import Array, Communicator, Handle
+from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.single import Complete
+from hpctrain.comm.groups import Levels, within_node
+from hpctrain.compress.selection import Selection
+from hpctrain.nn.parameter import Segment
 
 
-@dataclass(frozen=True)
-class SparseOptions:
-    """Options of `sparse`.
+class SparseOperations(OwnerOperations):
+    """Those of owners, with the exchange of largest elements. Making it is collective.
 
     Args:
-        density: Share of a gradient's elements that a node sends to the others, above 0 and at most 1.
-        warmup_density: Share in the first step, from which it falls exponentially to `density` in `warmup_steps` steps.
-        warmup_steps: Steps until `density` is reached; 0 starts with it.
-        compress: Which of the large parameters are sent so: "auto" takes those for which it takes less time than sending them
-            whole, by bytes and messages (and on a measured link by the work of choosing), "always" takes all.
-        least_elements: Least elements of such a parameter; smaller ones, biases and the parameters of batch norms are sent whole.
-        momentum_correction: Factor of a momentum that each node adds up before it chooses what to send, in [0, 1); it needs an
-            optimizer without momentum. 0 leaves the momentum to the optimizer.
-        factor_masking: With momentum correction, the momentum of elements that are sent starts again from zero.
-        bucket_bytes: Least size of a slice of fused small layers, in bytes; null chooses it as `sizes` says.
-        sizes: How sizes that are not given are found, and which slices are worth compressing: "rule" decides alike in every run
-            on as many ranks, so that runs repeat bit by bit; "measured" follows the link, which is measured at the start.
-        two_level: Ranks of a node sum their gradients before the node chooses, where all nodes have as many; without it, every
-            rank chooses for itself.
-        replan: The order of the allgathers is planned again after a few steps, by measured times.
-        window: Most operations in flight on each communicator; null sets no limit.
+        two: the levels of the streams; None: every rank is a node.
 
-    Raises:
-        OptionError: a density outside of (0, 1], a warm-up that begins below the density, or another value out of range.
+    Attributes:
+        nodes: those that exchange; 1 where one rank is alone.
     """
 
-    #: gradients of linear layers are chosen from like all others
-    fc_exchange: ClassVar[FcExchange] = "never"
-
-    density: float = 0.01
-    warmup_density: float = 0.25
-    warmup_steps: int = 0
-    compress: Compress = "auto"
-    least_elements: int = 2048
-    momentum_correction: float = 0.0
-    factor_masking: bool = True
-    bucket_bytes: int | None = None
-    sizes: Sizes = "rule"
-    two_level: bool = True
-    replan: bool = True
-    window: int | None = None
-
-    def __post_init__(self) -> None:
-        check_at_least_one(least_elements=self.least_elements, bucket_bytes=self.bucket_bytes, window=self.window)
-        check_sizes(self.sizes, bucket_bytes=self.bucket_bytes)
-        if not 0.0 < self.density <= 1.0:
-            raise OptionError(f"density is {self.density}, but must be above 0 and at most 1; a usual value is 0.01.", "density")
-        if self.warmup_steps < 0:
-            raise OptionError(f"warmup_steps is {self.warmup_steps}, but must be at least 0.", "warmup_steps")
-        if self.warmup_steps and not self.density <= self.warmup_density <= 1.0:
-            raise OptionError(
-                f"warmup_density is {self.warmup_density}, but must be from density, {self.density}, to 1; "
-                f"the nearest legal value is {1.0 if self.warmup_density > 1.0 else self.density}.",
-                "warmup_density",
-            )
-        if not 0.0 <= self.momentum_correction < 1.0:
-            raise OptionError(
-                f"momentum_correction is {self.momentum_correction}, but must be in [0, 1); a usual value is 0.9.",
-                "momentum_correction",
-            )
-
-
-class Sparse(ReduceScatterStrategy):
-    """Send only the largest gradients between nodes, and add the rest to the next step's; it changes the optimisation.
-
-    Gradients of large parameters are summed within a node to the ranks that own a part. A node sends the largest elements of
-    each part with their positions. Ranks that own the same part on all nodes add these in the same order and update the part,
-    and parameters are gathered within the node. Small parameters go as with `sharded`, and all of it overlaps as there.
-
-    Raises:
-        ConfigError: several ranks, all on one node. OptionError: momentum correction beside an optimizer's momentum.
-    """
-
-    sums_shards = False
-    Options = SparseOptions
-    options: SparseOptions
-    streams = (Stream.GRADIENTS, Stream.NODES, Stream.PARAMETERS)
-
-    def __init__(self, group: PlannedGroup, options: Any = None) -> None:
-        super().__init__(group, options)
-        chosen = self.options
-        if chosen.momentum_correction and group.momentum:
-            raise OptionError(
-                f"momentum_correction is {chosen.momentum_correction}, but the optimizer has a momentum of {group.momentum}, "
-                f"too; set optimizer.momentum of sgd or lars to 0, or leave momentum_correction out.",
-                "momentum_correction",
-            )
-        if chosen.two_level and group.nodes is not None and group.ranks > 1 and len(set(group.nodes)) == 1:
-            raise ConfigError(
-                f"The averager sparse saves bytes between nodes, but all {group.ranks} ranks are on one node; choose sharded, or "
-                f"set averager.two_level to false to treat every rank as a node."
-            )
-
-    def words(self) -> str:
-        chosen = self.options
-        return (
-            f"sparse, density {chosen.density}, compress {chosen.compress}, least_elements {chosen.least_elements}, "
-            f"bucket_bytes {chosen.bucket_bytes}, replan {chosen.replan}, window {chosen.window}{words_of_sizes(chosen.sizes)}"
+    def __init__(
+        self,
+        setup: AveragerSetup,
+        schedule: CollectiveSchedule,
+        streams: Mapping[Stream, Communicator],
+        settings: SparseSettings,
+        two: Levels | None,
+    ) -> None:
+        super().__init__(setup, schedule, streams, 0)
+        self.nodes = self._comm.size if two is None else two.nodes
+        self._settings = settings
+        self._number, self._node = divmod(self._comm.rank, self.nodes)
+        # Each has one order of operations, that of the stream on which they are posted.
+        self._reduce_within, self._gather_within = (
+            None if two is None else within_node(streams[stream], two, f"{setup.comm.name} {stream}")
+            for stream in (Stream.GRADIENTS, Stream.PARAMETERS)
         )
+        scratch = Selection(setup.group.dtype)
+        self._parts: dict[int, SparsePart] = {}
+        for k, piece in enumerate(schedule.slices):
+            if piece.compression is not None:
+                size, dtype = piece.owned_size(self._comm.rank, self._comm.size), setup.group.dtype
+                self._parts[k] = SparsePart(size, dtype, piece.compression, settings, streams[Stream.NODES], scratch, (k,))
+        #: of dense slices: momentum that the owner keeps, as compressed ones have theirs before the choice
+        self._velocities: dict[int, np.ndarray] = {}
+        #: of dense slices: what an earlier run kept back of them, until the first step adds it; the same ones on every rank
+        self._left: dict[int, np.ndarray] = {}
+        self._added: dict[int, np.ndarray] = {}  # those that the step under way has added
+        if settings.momentum_correction:
+            sizes = {k: self._bounds(k)[1] - self._bounds(k)[0] for k in range(len(schedule.slices)) if k not in self._parts}
+            self._velocities = {k: np.zeros(size, setup.group.dtype) for k, size in sizes.items()}
 
-    def slice_elements(self, link: LinkModel | None) -> tuple[int, int]:
-        group = self.group
-        return slice_sizes.slice_elements(self.options.bucket_bytes, group.layout, group.ranks, link)
+    def _bounds(self, k: int) -> tuple[int, int]:
+        """[start, stop) of this rank's part of a slice."""
+        return self._schedule.slices[k].part(self._comm.rank, self._comm.size)
 
-    @property
-    def urgency(self) -> Urgency:
-        return reductions_first
+    def begin_step(self) -> None:
+        """A step begins, and the one before can no longer be undone."""
+        self._added.clear()
 
-    def window(self, slices: Sequence[Slice], link: LinkModel | None, times: Times | None) -> int | None:
-        return self.options.window
+    def undo(self) -> None:
+        """The last step was undone: what it has added of what an earlier run kept back is still to be added."""
+        self._left |= self._added
 
-    @property
-    def nodes(self) -> int:
-        """Those that exchange: the ranks themselves, where there is one level."""
-        return self.group.ranks if self.levels is None else self.levels.nodes
+    def kept_back(self) -> list[np.ndarray]:
+        """The arrays of residuals and momentum that steps change."""
+        of_parts = (array for part in self._parts.values() for array in (part.residual, part.velocity))
+        return [*of_parts, *self._velocities.values()]
 
-    def _slices(self, link: LinkModel | None) -> tuple[Slice, ...]:
-        """Large parameters in compressed slices, where that pays; the others fused and cut as `sharded` does."""
-        layout, (least, most) = self.group.layout, self.slice_elements(link)
-        small = [one.parameter for one in layout.segments if not one.decay or one.size < self.options.least_elements]
-        candidates = fused(layout, least, small if self.nodes > 1 else list(layout.specs))
-        compressed: list[Slice] = []
-        for candidate in candidates:
-            pieces = cut(layout, [candidate], most)
-            if self._pays(max(piece.size for piece in pieces), link):
-                compression = Compression(self.nodes, self.options.density)
-                compressed += [replace(piece, compression=compression) for piece in pieces]
-        chosen = {name for piece in compressed for name in piece.parameters}
-        dense = cut(layout, fused(layout, least, chosen), most)
-        return tuple(sorted((*compressed, *dense), key=lambda piece: piece.start))
+    # -- starts ----------------------------------------------------------------------------------------------------------------
 
-    def _pays(self, size: int, link: LinkModel | None) -> bool:
-        """Whether a slice of `size` elements is sent in part: by the first rank's part, which is the largest."""
-        if self.options.compress == "always":
-            return True
-        elements = -(-size * self.nodes // self.group.ranks)
-        seconds = SELECTION_SECONDS if self.options.sizes == "measured" else 0.0  # the rule's link has no time of its own
-        part = PartOnLink(elements, self.nodes, self.group.layout.item_bytes, seconds)
-        return sparse_pays(part, link or slice_sizes.RULE_LINK, Compression(self.nodes, self.options.density).kept(elements))
+    def start(self, operation: Operation, update: StepUpdate) -> Handle:
+        if operation.kind is not OperationKind.SPARSE:
+            return super().start(operation, update)
+        begin, end = self._bounds(operation.slice)
+        gradient = self._sums.get(operation.slice, self._group.grad[begin:end])
+        return self._parts[operation.slice].send(self._group.arithmetic.to_host(gradient), update.number)
 
-    def _operations(self, slices: Sequence[Slice], times: Times, link: LinkModel | None) -> tuple[Operation, ...]:
-        """Those of a reduce-scatter strategy; the exchange across nodes follows the sum within them, or is all there is."""
-        operations: list[Operation] = []
-        for operation in super()._operations(slices, times, link):
-            within = operation.kind is OperationKind.REDUCE_SCATTER and slices[operation.slice].compression is not None
-            if not within or self.nodes < self.group.ranks:
-                operations.append(operation)
-            if within:
-                operations.append(Operation(OperationKind.SPARSE, operation.slice, Stream.NODES))
-        return tuple(operations)
+    def _start_sum(self, k: int) -> Handle:
+        if k not in self._parts:
+            return super()._start_sum(k)
+        assert self._reduce_within is not None, "a node of one rank has nothing to sum"
+        piece = self._schedule.slices[k]
+        gradient = self._group.grad[piece.start : piece.stop]
+        return self._reduce_within.ireduce_scatter(gradient, self._sums[k], piece.counts(self._comm.size))
 
-    def averager(self, setup: AveragerSetup, agreement: Agreement) -> GradientAverager:
-        chosen = self.options
-        settings = SparseSettings(
-            chosen.density,
-            chosen.warmup_density,
-            chosen.warmup_steps,
-            chosen.momentum_correction,
-            chosen.factor_masking,
-        )
-        replan = partial(self.replan, link=agreement.link) if self.replans(agreement.schedule) else None
-        return SparseAverager(setup, agreement, settings=settings, two=self.levels, replan=replan)
+    def _gather(self, k: int, comm: Communicator) -> Handle:
+        if k not in self._parts:
+            return super()._gather(k, comm)
+        if self._gather_within is None:
+            return Complete()
+        piece = self._schedule.slices[k]
+        return self._gather_within.iallgather(None, self._group.data[piece.start : piece.stop], piece.counts(self._comm.size))
+
+    def _finish_gradient(self, k: int) -> None:
+        begin, end = self._bounds(k)
+        gradient = self._group.grad[begin:end]
+        if k in self._parts:
+            self._receive(k, gradient)
+            return
+        super()._finish_gradient(k)
+        if k in self._left or k in self._velocities:
+            values = self._group.arithmetic.to_host(gradient)
+            self._group.arithmetic.from_host(gradient, self._corrected(k, values))
+
+    def _receive(self, k: int, gradient: Array) -> None:
+        """Write the sum of what all nodes sent; messages, and what is kept back, lie on the host."""
+        if self._group.arithmetic.on_host:
+            self._parts[k].receive(gradient)
+            return
+        total = np.empty(gradient.size, self._group.dtype)
+        self._parts[k].receive(total)
+        self._group.arithmetic.from_host(gradient, total)
+
+    def _corrected(self, k: int, gradient: np.ndarray) -> np.ndarray:
+        """The gradient of a dense slice with what was left of it, and the momentum that both give."""
+        left = self._left.pop(k, None)
+        if left is not None:
+            self._added[k] = left
+            gradient = gradient + left
+        velocity = self._velocities.get(k)
+        if velocity is None:
+            return gradient
+        velocity *= self._settings.momentum_correction
+        velocity += gradient
+        return velocity
+
+    # -- what is kept back, in a checkpoint: an array of each node, of which the sum matters -----------------------------------
+
+    def keeps_back(self, name: str) -> bool:
+        """Whether some of a parameter's gradient is kept back, or may be; the same on every rank."""
+        return any(k in self._parts or k in self._left for k in self.touching[name])
+
+    def residual(self, name: str, progress: ProgressEngine) -> np.ndarray:
+        """(nodes, size) of what is kept back of one whole parameter; for dense slices the first node has it. Collective."""
+        return self._by_node(name, lambda k: self._parts[k].residual if k in self._parts else self._left.get(k), progress)
+
+    def velocity(self, name: str, progress: ProgressEngine) -> np.ndarray:
+        """The momentum before the choice, as `residual`. Collective."""
+        return self._by_node(name, lambda k: self._parts[k].velocity if k in self._parts else self._velocities[k], progress)
+
+    def load_residual(self, name: str, by_node: np.ndarray) -> None:
+        """Take what `residual` gave, that of other nodes included."""
+        segment = self._group.segment(name)
+        for k in self.touching[name]:
+            begin, end = self._bounds(k)
+            if k in self._parts:
+                self._load(segment, begin, by_node[self._node], self._parts[k].residual)
+                continue
+            piece = self._schedule.slices[k]
+            inside = segment.part(piece.start, piece.stop)
+            if by_node[:, inside.start - segment.start : inside.stop - segment.start].any():
+                left = self._left.setdefault(k, np.zeros(end - begin, by_node.dtype))
+                self._load(segment, begin, by_node.sum(axis=0), left)
+
+    def load_velocity(self, name: str, by_node: np.ndarray) -> None:
+        """Take what `velocity` gave."""
+        segment = self._group.segment(name)
+        for k in self.touching[name]:
+            begin, _ = self._bounds(k)
+            if k in self._parts:
+                self._load(segment, begin, by_node[self._node], self._parts[k].velocity)
+            else:
+                self._load(segment, begin, by_node.sum(axis=0), self._velocities[k])
+
+    def _load(self, segment: Segment, begin: int, whole: np.ndarray, part: np.ndarray) -> None:
+        """Copy what a rank's part, which begins at `begin`, has of one whole parameter."""
+        inside = segment.part(begin, begin + part.size)
+        part[inside.start - begin : inside.stop - begin] = whole[inside.start - segment.start : inside.stop - segment.start]
+
+    def _by_node(self, name: str, of_slice: Callable[[int], np.ndarray | None], progress: ProgressEngine) -> np.ndarray:
+        """(nodes, size) of a parameter from all ranks' parts. of_slice: gives this rank's; None: no rank has anything."""
+        segment, comm = self._group.segment(name), self._comm
+        by_node = np.zeros((self.nodes, segment.size), self._group.dtype)
+        for k in self.touching[name]:
+            values = of_slice(k)
+            if values is None:
+                continue
+            piece, begin = self._schedule.slices[k], self._bounds(k)[0]
+            parts = [segment.part(*piece.part(rank, comm.size)) for rank in range(comm.size)]
+            mine, counts = parts[comm.rank], [share.size for share in parts]
+            gathered = np.empty(sum(counts), self._group.dtype)
+            handle = comm.iallgather(np.ascontiguousarray(values[mine.start - begin : mine.stop - begin]), gathered, counts)
+            progress.wait_handle(handle, f"gradients kept back of {name}")
+            place = 0
+            for rank, share in enumerate(parts):
+                target = by_node[rank % piece.copies, share.start - segment.start : share.stop - segment.start]
+                target[...] = gathered[place : place + share.size]
+                place += share.size
+        return by_node

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from hpctrain.backend.cuda import cudnn_graphs
 from hpctrain.backend.cuda.device import Device, Precision
-from hpctrain.errors import BackendError, MissingLibraryError
+from hpctrain.core.errors import BackendError, MissingLibraryError
 
 #: set by developers: "emulated" or "emulated:SEED" computes on this CPU what a GPU would compute
 DEVICE_VARIABLE = "HPCTRAIN_CUDA_DEVICE"
@@ -41,7 +41,7 @@ def make_device(precision: Precision, place: NodePlace) -> Device:
     """
     seed = emulated_seed(os.environ)
     if seed is not None:
-        from hpctrain.backend.cuda.emulator.device import EmulatedDevice
+        from hpctrain_testing.emulator.device import EmulatedDevice
 
         return EmulatedDevice(seed)
     device = _gpu(place)

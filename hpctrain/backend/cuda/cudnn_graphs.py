@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from hpctrain.backend.cuda.device import ConvolutionKey, Extent
-from hpctrain.errors import BackendError, MissingLibraryError
+from hpctrain.core.errors import BackendError, MissingLibraryError
 
 Library = Any  # the package cudnn; it has no types
 Graph = Any  # cudnn.pygraph

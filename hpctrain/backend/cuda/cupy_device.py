@@ -16,14 +16,14 @@ from typing import Any
 import cupy
 import numpy as np
 
-from hpctrain.backend.cuda import cubins, sources
-from hpctrain.backend.cuda.cudnn_plans import ConvolutionPlan, CudnnPlans, new_handle
+from hpctrain.backend.cuda import sources as cubins, sources_rest
+from hpctrain.backend.cuda.libraries import ConvolutionPlan, CudnnPlans, new_handle
 from hpctrain.backend.cuda.cupy_links import CupyLinks, nccl_fault
 from hpctrain.backend.cuda.device import Argument, ConvolutionKey, DeviceConvolution, DeviceEvent, DeviceStream, Extent, Precision
 from hpctrain.backend.cuda.device_array import DeviceArray
 from hpctrain.backend.cuda.matrix_products import WORKSPACE_BYTES, MatrixProducts
 from hpctrain.backend.device_messages import Peers
-from hpctrain.errors import BackendError
+from hpctrain.core.errors import BackendError
 
 _runtime = cupy.cuda.runtime
 _FIRST_WITH_BFLOAT16 = 8  # compute capability
@@ -198,7 +198,7 @@ class CupyDevice:
         if (source, name) not in self._kernels:
             if source not in self._modules:
                 module = cupy.cuda.function.Module()
-                module.load(cubins.binary(self._nvrtc, source, text or sources.text(source), self.capability))
+                module.load(cubins.binary(self._nvrtc, source, text or sources_rest.text(source), self.capability))
                 self._modules[source] = module
             self._kernels[source, name] = CupyKernel(name, self._modules[source].get_function(name))
         return self._kernels[source, name]

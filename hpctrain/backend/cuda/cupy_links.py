@@ -13,7 +13,7 @@ from typing import Any
 
 from hpctrain.backend.cuda.device_array import DeviceArray
 from hpctrain.backend.device_messages import Peers
-from hpctrain.errors import BackendError
+from hpctrain.core.errors import BackendError
 
 _FIRST_WITH_SLICES = 23000  # NCCL 2.30 identifies devices by UUID; earlier ones by PCI bus, which slices of a GPU share
 

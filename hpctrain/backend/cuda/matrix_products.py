@@ -10,7 +10,7 @@ from typing import Any
 
 from hpctrain.backend.cuda.device import Precision
 from hpctrain.backend.cuda.device_array import DeviceArray
-from hpctrain.errors import BackendError
+from hpctrain.core.errors import BackendError
 
 #: what NVIDIA recommends for its GPUs since 2022
 WORKSPACE_BYTES = 32 << 20

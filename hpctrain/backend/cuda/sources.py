@@ -1,42 +1,88 @@
-"""The CUDA sources of this package: which there are, and their text in one piece for compilers that read no other files."""
+"""Compiles CUDA sources by NVRTC, and keeps the binaries in the user's cache directory.
+
+CuPy's own compiler is not used. It appends `-ftz=true`, which flushes subnormal numbers to zero, and it needs the headers of
+CUDA's runtime, which come in a separate package.
+"""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-from functools import cache
+import contextlib
+import hashlib
+import os
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-FOLDER = Path(__file__).parent / "kernels"
+from hpctrain.core.errors import BackendError
+from hpctrain.paths import user_directory
 
-_INCLUDE = re.compile(r'#include "([\w.]+)"')
+#: NVRTC's options for all kernels; `binary` adds the architecture
+OPTIONS = ("-std=c++17", "-ftz=false", "-prec-div=true", "-prec-sqrt=true")
+_LOG_LINES = 6  # of the compiler's log in an error
+
+Library = Any  # cupy_backends.cuda.libs.nvrtc; it has no types
 
 
-def names() -> tuple[str, ...]:
-    """Names of all sources, sorted."""
-    return tuple(sorted(path.stem for path in FOLDER.glob("*.cu")))
+def binary(nvrtc: Library, name: str, text: str, capability: tuple[int, int], environ: Mapping[str, str] = os.environ) -> bytes:
+    """Return the binary of a CUDA source for a compute capability. Read it from the cache, or compile it and store it there.
 
+    If the GPU is newer than NVRTC, the binary is PTX of NVRTC's newest architecture, which the driver compiles. The cache is the
+    folder `kernels` in `$XDG_CACHE_HOME/hpctrain`. If it cannot be written, each process compiles.
 
-@cache
-def text(name: str, folder: Path = FOLDER) -> str:
-    """<folder>/<name>.cu with the headers of kernels/ put in, each once; other headers stay as they are.
+    Args:
+        nvrtc: CuPy's module of that name. name: of the source, for messages. text: the source; it must not include files.
+        capability: (major, minor) compute capability of the GPU. environ: names the cache directory.
 
-    Compilers name lines as they are in the files.
+    Raises:
+        BackendError: NVRTC knows no architecture that the GPU runs, or refuses the source. The message has the first lines of
+            NVRTC's log.
     """
-    inserted: set[Path] = set()
+    wanted = 10 * capability[0] + capability[1]
+    known = [int(number) for number in nvrtc.getSupportedArchs()]
+    older = [number for number in known if number <= wanted]
+    if not older:
+        version = ".".join(map(str, nvrtc.getVersion()))
+        raise BackendError(
+            f"NVRTC {version} compiles for compute capability {min(known) / 10} and above, and this GPU has {wanted / 10}; "
+            "install hpctrain[gpu12], whose NVRTC knows older GPUs."
+        )
+    kind = "sm" if wanted in known else "compute"
+    options = (*OPTIONS, f"-arch={kind}_{max(older)}")
+    key = "\0".join((text, *options, repr(nvrtc.getVersion())))
+    directory = user_directory("XDG_CACHE_HOME", ".cache", environ)
+    path = None if directory is None else directory / "kernels" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.{kind}"
+    with contextlib.suppress(OSError):
+        if path is not None and (cached := path.read_bytes()):
+            return cached
+    compiled = _compile(nvrtc, name, text, options, kind)
+    with contextlib.suppress(OSError):
+        if path is not None:
+            _store(path, compiled)
+    return compiled
 
-    def lines(path: Path) -> Iterator[str]:
-        yield f'#line 1 "{path.name}"'
-        for number, line in enumerate(path.read_text().splitlines(), 1):
-            include = _INCLUDE.fullmatch(line)
-            header = FOLDER / include[1] if include else path
-            if include is None or not header.exists():
-                yield line
-            elif header not in inserted:
-                inserted.add(header)
-                yield from lines(header)
-                yield f'#line {number + 1} "{path.name}"'
-            else:
-                yield ""
 
-    return "\n".join([*lines(folder / f"{name}.cu"), ""])
+def _compile(nvrtc: Library, name: str, text: str, options: tuple[str, ...], kind: str) -> bytes:
+    program = nvrtc.createProgram(text, f"{name}.cu", (), ())
+    try:
+        try:
+            nvrtc.compileProgram(program, options)
+        except nvrtc.NVRTCError as error:
+            lines = [line for line in nvrtc.getProgramLog(program).splitlines() if line.strip()]
+            raise BackendError(f"NVRTC refuses the source {name}.cu ({error}): {'; '.join(lines[:_LOG_LINES])}") from error
+        return bytes(nvrtc.getCUBIN(program) if kind == "sm" else nvrtc.getPTX(program))
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def _store(path: Path, compiled: bytes) -> None:
+    """Write the file under a temporary name, then rename it, so that other ranks never read a part of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    number, name = tempfile.mkstemp(dir=path.parent)
+    try:
+        with open(number, "wb") as file:
+            file.write(compiled)
+        os.replace(name, path)
+    except OSError:
+        os.unlink(name)  # else every process would leave a part on a disk that is full
+        raise

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from hpctrain.backend.arithmetic import Arithmetic
 from hpctrain.backend.host_arithmetic import HostArithmetic
-from hpctrain.backend.kernels.base import Operator
+from hpctrain.backend.operators import Operator
 
 
 class AnyArrays:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hpctrain.backend.kernels.specs import Conv2dSpec, LinearSpec, TensorSpec
+from hpctrain.backend.specs import Conv2dSpec, LinearSpec, TensorSpec
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hpctrain.backend.kernels.fused_specs import WithRelu
-from hpctrain.backend.kernels.graph import Graph, Node
-from hpctrain.backend.kernels.specs import AddSpec, BatchNormSpec, Conv2dSpec, DropoutSpec, LinearSpec, ReluSpec, Spec
+from hpctrain.backend.graph import Graph, Node
+from hpctrain.backend.specs import AddSpec, BatchNormSpec, Conv2dSpec, DropoutSpec, LinearSpec, ReluSpec, Spec
 
 
 def fuse(graph: Graph, products: tuple[type, ...] = (Conv2dSpec, LinearSpec), *, training: bool = True) -> Graph:

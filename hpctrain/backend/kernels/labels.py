@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hpctrain.errors import DataError
+from hpctrain.core.errors import DataError
 
 
 @dataclass(frozen=True)

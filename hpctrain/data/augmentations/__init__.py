@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from hpctrain.data.augmentations.base import Augmentation
-from hpctrain.registry import Registry
+from hpctrain.core.registry import Registry
 
 AUGMENTATIONS: Registry[Augmentation] = Registry(__name__, "augmentation", Augmentation)

@@ -13,8 +13,8 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.boxes import Box, whole
-from hpctrain.errors import OptionError
+from hpctrain.core.intervals import Box, whole
+from hpctrain.core.errors import OptionError
 
 MOST_PIXELS = 1 << 15
 #: images of fewer bytes gain nothing from OpenCV that would be worth loading it
@@ -103,7 +103,7 @@ class WindowAugmentation(Augmentation):
 
 
 class ResamplingAugmentation(Augmentation):
-    """An augmentation that resizes a part of each image: results are what `hpctrain.backend.resampling` makes of it.
+    """An augmentation that resizes a part of each image: results are what `hpctrain.backend.pixels` makes of it.
 
     Attributes:
         interpolates: ways that grow are interpolated; else they are filtered, too.

@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.boxes import Box, hull
+from hpctrain.core.intervals import Box, hull
 from hpctrain.data.augmentations.base import LEAST_FOR_OPENCV, WindowAugmentation
 
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.boxes import Box, clip, moved, relative
+from hpctrain.core.intervals import Box, clip, moved, relative
 from hpctrain.data.augmentations.base import MOST_PIXELS, WindowAugmentation
 
 

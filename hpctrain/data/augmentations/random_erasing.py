@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.boxes import Box, intersect, relative, shape_of
+from hpctrain.core.intervals import Box, intersect, relative, shape_of
 from hpctrain.data.augmentations.base import FillingAugmentation, Words
 
 _TRIES = 10

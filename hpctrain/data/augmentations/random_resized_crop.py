@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from hpctrain.boxes import Box, Interval, moved, relative, size_of, whole
+from hpctrain.core.intervals import Box, Interval, moved, relative, size_of, whole
 from hpctrain.data import opencv
 from hpctrain.data.augmentations.base import MOST_PIXELS, Augmentation, ResamplingAugmentation
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.boxes import Box, size_of
+from hpctrain.core.intervals import Box, size_of
 from hpctrain.data.augmentations.base import MOST_PIXELS, Augmentation, ResamplingAugmentation
 from hpctrain.data.augmentations.random_resized_crop import _filtered, _resized
 

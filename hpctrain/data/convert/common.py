@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hpctrain.data.files import read_regular, require_file, system_errors_as
-from hpctrain.data.format import ImageFile
-from hpctrain.data.stored import normal_name
-from hpctrain.errors import DataError
+from hpctrain.data.image_file import ImageFile
+from hpctrain.data.format import normal_name
+from hpctrain.core.errors import DataError
 from hpctrain.launch.available_memory import available_bytes
 from hpctrain.launch.cpu_quota import whole_quota
-from hpctrain.plain_text import escaped
+from hpctrain.core.text import escaped
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

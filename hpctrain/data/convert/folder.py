@@ -16,12 +16,12 @@ from pathlib import Path
 
 from hpctrain.data.convert.common import Advance, LeftOut, default_threads, in_order, listed, no_progress
 from hpctrain.data.convert.packing import DecodedPicture, PictureForm, pack
-from hpctrain.data.decoder import FOREIGN_SUFFIXES, SUFFIXES, Fit
+from hpctrain.data.decoding import FOREIGN_SUFFIXES, SUFFIXES, Fit
 from hpctrain.data.files import require_directory, require_new
-from hpctrain.data.stored import normal_name
-from hpctrain.errors import DataError
+from hpctrain.data.format import normal_name
+from hpctrain.core.errors import DataError
 from hpctrain.log import get_logger
-from hpctrain.plain_text import escaped
+from hpctrain.core.text import escaped
 
 _SPLITS = frozenset({"train", "training", "val", "valid", "validation", "dev", "eval", "test", "testing"})
 #: directories that systems and programs create in any directory, in lower case

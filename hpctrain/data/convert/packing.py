@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from hpctrain.data import decoder
+from hpctrain.data import decoding
 from hpctrain.data.convert.common import Advance
-from hpctrain.data.decoder import Fit, decode, read_picture
-from hpctrain.data.image_writer import DataFileWriter, EncodedFileWriter, ImageFileWriter
+from hpctrain.data.decoding import Fit, decode, read_picture
+from hpctrain.data.writer import DataFileWriter, EncodedFileWriter, ImageFileWriter
 
 _CHUNK_BYTES = 16 << 20
 _CHUNK_ITEMS = 4096
@@ -60,7 +60,7 @@ class PictureForm:
         Args:
             items: tells the pictures from others, as JSON can hold it. skips: those that cannot be decoded are left out.
         """
-        how = [self.size, self.fit, self.channels, self.keep_files, self.max_pixels, skips, list(class_names), decoder.versions()]
+        how = [self.size, self.fit, self.channels, self.keep_files, self.max_pixels, skips, list(class_names), decoding.versions()]
         return hashlib.sha256(json.dumps([how, items]).encode(errors="surrogateescape")).hexdigest()
 
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from hpctrain.comm.grid import check_grid
 from hpctrain.doctor.check import Check, JobView, OwnPlace
 from hpctrain.doctor.findings import DoctorFinding, FindingKind, Severity, fine
-from hpctrain.errors import HpctrainError
-from hpctrain.experiment.grid import check_batch, columns, describe, parallel_plan
-from hpctrain.experiment.single_values import SingleValues, single_values_of
+from hpctrain.core.errors import HpctrainError
+from hpctrain.config.grid import check_batch, columns, describe, parallel_plan
+from hpctrain.run.single_values import SingleValues, single_values_of
 
 WRONG_GRID = FindingKind(
     "wrong-grid",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpctrain.backend.kernels.onednn.kernel_set import available
+from hpctrain.backend.onednn.kernel_set import available
 from hpctrain.doctor.check import Check, JobView, OwnPlace
 from hpctrain.doctor.findings import DoctorFinding, FindingKind, Severity, fine
 

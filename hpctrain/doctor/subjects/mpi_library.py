@@ -14,7 +14,7 @@ from pathlib import Path
 from hpctrain.config.schema import Config
 from hpctrain.doctor.check import Check, JobView, OwnPlace
 from hpctrain.doctor.findings import DoctorFinding, FindingKind, Severity, fine
-from hpctrain.doctor.subjects.launcher import mpiexec_beside_python
+from hpctrain.doctor.ranks import mpiexec_beside_python
 from hpctrain.launch.launcher import without_launcher
 
 NO_LIBRARY = FindingKind(

@@ -11,7 +11,7 @@ from pathlib import Path
 from hpctrain.doctor.check import Check, JobView, OwnPlace, present
 from hpctrain.doctor.findings import DoctorFinding, FindingKind, Severity, fine
 from hpctrain.doctor.subjects.directories import existing, probe_path
-from hpctrain.errors import ConfigError
+from hpctrain.core.errors import ConfigError
 from hpctrain.paths import path_of
 
 NO_SCRATCH = FindingKind(

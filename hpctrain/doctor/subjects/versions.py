@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from hpctrain.doctor.check import Check, JobView, JoinedPlace
 from hpctrain.doctor.findings import DoctorFinding, FindingKind, Severity, fine
-from hpctrain.errors import ConfigError
-from hpctrain.experiment.same_start import check_same_start
-from hpctrain.storage.run_directory import software_versions
+from hpctrain.core.errors import ConfigError
+from hpctrain.job.same_start import check_same_start
+from hpctrain.runs.directory import software_versions
 
 MISMATCH = FindingKind(
     "mismatch",

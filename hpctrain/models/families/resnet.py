@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from hpctrain.errors import OptionError
+from hpctrain.core.errors import OptionError
 from hpctrain.models.parts import (
     MOST_CHANNELS,
     Norm,
@@ -18,14 +18,14 @@ from hpctrain.models.parts import (
     scaled,
     stochastic_depths,
 )
-from hpctrain.nn.layer import Layer
-from hpctrain.nn.layers.adaptive_average_pool import AdaptiveAveragePool
-from hpctrain.nn.layers.conv2d import Conv2d
-from hpctrain.nn.layers.flatten import Flatten
-from hpctrain.nn.layers.linear import Linear
-from hpctrain.nn.layers.max_pool import MaxPool
-from hpctrain.nn.layers.relu import ReLU
-from hpctrain.nn.layers.sequential import Sequential
+from hpctrain.nn.layers import Layer
+from hpctrain.nn.layers_parts.adaptive_average_pool import AdaptiveAveragePool
+from hpctrain.nn.layers_parts.conv2d import Conv2d
+from hpctrain.nn.layers_parts.flatten import Flatten
+from hpctrain.nn.layers_parts.linear import Linear
+from hpctrain.nn.layers_parts.max_pool import MaxPool
+from hpctrain.nn.layers_parts.relu import ReLU
+from hpctrain.nn.layers_parts.sequential import Sequential
 
 IMAGE_SHAPE = (224, 224, 3)
 

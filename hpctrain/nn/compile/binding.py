@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hpctrain.backend.kernels.specs import TensorSpec
-from hpctrain.nn.compile.liveness import Timeline, adds, partial_gradients
+from hpctrain.backend.specs import TensorSpec
+from hpctrain.nn.compile.memory import Timeline, adds, partial_gradients
 from hpctrain.nn.compile.plan import Key, Region, StepMemory
 from hpctrain.nn.compile.sharing import Sharing
 from hpctrain.nn.compile.steps import Steps

@@ -7,10 +7,10 @@ anybody decides what may be overwritten, and no pass changes what another one ha
 from __future__ import annotations
 
 from hpctrain.backend.alignment import ALIGNMENT_BYTES
-from hpctrain.backend.kernels.base import KernelSet
-from hpctrain.backend.kernels.graph import Graph
+from hpctrain.backend.operators import KernelSet
+from hpctrain.backend.graph import Graph
 from hpctrain.nn.compile.binding import Places
-from hpctrain.nn.compile.liveness import Timeline, find_uses
+from hpctrain.nn.compile.memory import Timeline, find_uses
 from hpctrain.nn.compile.order import backward_actions, forward_actions
 from hpctrain.nn.compile.packing import pack
 from hpctrain.nn.compile.plan import Buffer, ExecutionPlan, Region

@@ -14,9 +14,9 @@ from hpctrain.backend.kernels.abilities import (
     OutputReadOnce,
     RecomputedOutput,
 )
-from hpctrain.backend.kernels.base import Operator
-from hpctrain.backend.kernels.graph import Node
-from hpctrain.backend.kernels.specs import TensorSpec
+from hpctrain.backend.operators import Operator
+from hpctrain.backend.graph import Node
+from hpctrain.backend.specs import TensorSpec
 from hpctrain.nn.compile.packing import Block
 
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hpctrain.nn.compile.liveness import Timeline, Use
+from hpctrain.nn.compile.memory import Timeline, Use
 from hpctrain.nn.compile.packing import Block
 from hpctrain.nn.compile.plan import Action, Key
 from hpctrain.nn.compile.steps import Steps

@@ -7,10 +7,10 @@ from functools import cached_property
 from typing import Protocol, runtime_checkable
 
 from hpctrain.backend.kernels.abilities import AnyArrays
-from hpctrain.backend.kernels.base import KernelSet, Operator
-from hpctrain.backend.kernels.graph import Graph, Node
-from hpctrain.backend.kernels.specs import TensorSpec
-from hpctrain.errors import BackendError
+from hpctrain.backend.operators import KernelSet, Operator
+from hpctrain.backend.graph import Graph, Node
+from hpctrain.backend.specs import TensorSpec
+from hpctrain.core.errors import BackendError
 from hpctrain.nn.compile.plan import PlannedStep
 
 

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from hpctrain.optim.base import Optimizer
-from hpctrain.registry import Registry
+from hpctrain.core.registry import Registry
 
 OPTIMIZERS: Registry[Optimizer] = Registry(__name__, "optimizer", Optimizer)

@@ -11,7 +11,7 @@ from hpctrain.backend.arithmetic import Descent, UpdateRun
 from hpctrain.nn.parameter import FlatGroup, Segment
 from hpctrain.optim.base import Norms
 from hpctrain.optim.moments import MomentOptimizer
-from hpctrain.optim.momentum import merged
+from hpctrain.optim.descent import merged
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hpctrain.backend.arithmetic import UpdateRun
-from hpctrain.errors import OptionError
+from hpctrain.core.errors import OptionError
 from hpctrain.nn.parameter import Segment
 from hpctrain.optim.base import Norms
 from hpctrain.optim.clip import clip_scale
-from hpctrain.optim.momentum import MomentumOptimizer, merged
+from hpctrain.optim.descent import MomentumOptimizer, merged
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -9,7 +9,7 @@ from hpctrain.backend.arithmetic import UpdateRun
 from hpctrain.nn.parameter import Segment
 from hpctrain.optim.base import Norms
 from hpctrain.optim.clip import clip_scale
-from hpctrain.optim.momentum import MomentumOptimizer, merged
+from hpctrain.optim.descent import MomentumOptimizer, merged
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

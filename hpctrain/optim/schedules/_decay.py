@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hpctrain.errors import OptionError
+from hpctrain.core.errors import OptionError
 from hpctrain.optim.schedules.base import LearningRateSchedule
 
 

@@ -9,7 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from hpctrain.errors import ConfigError, OptionError
+from hpctrain.core.errors import ConfigError, OptionError
 
 
 @dataclass(frozen=True, kw_only=True)

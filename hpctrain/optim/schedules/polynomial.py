@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from hpctrain.errors import OptionError
+from hpctrain.core.errors import OptionError
 from hpctrain.optim.schedules._decay import Decay
 
 

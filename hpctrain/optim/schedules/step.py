@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
-from hpctrain.errors import OptionError
+from hpctrain.core.errors import OptionError
 from hpctrain.optim.schedules.base import LearningRateSchedule
 
 

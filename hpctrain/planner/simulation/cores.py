@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hpctrain.planner.simulation.event_loop import Act, EventLoop
-from hpctrain.planner.simulation.shared_resource import SharedResource
+from hpctrain.planner.simulation.resources import SharedResource
 
 #: of a core, taken by a rank that waits: it offers its core to others after each poll, and soon sleeps between polls
 _POLLING_SHARE = 0.05

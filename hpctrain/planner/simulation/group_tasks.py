@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, Operation, OperationKind, Stream
 from hpctrain.averaging.dependencies import Dependencies, LocalEventKey, dependencies
 from hpctrain.averaging.norm_groups import covered_slices
-from hpctrain.averaging.slices import Compression, Slice, layer_slices
+from hpctrain.averaging.slicing import Compression, Slice, layer_slices
 from hpctrain.planner.collective_costs import Stage
 from hpctrain.planner.machine import Machine
 from hpctrain.planner.message_costs import MessageCosts

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Protocol
 
-from hpctrain.planner.simulation.shared_resource import SharedJob, SharedResource
+from hpctrain.planner.simulation.resources import SharedJob, SharedResource
 
 # A test of a further operation at the same poll lets so much of an unattended share move beside that of the first: with MPICH
 # over TCP 2, 3, 4 and 6 messages took 1 / 1.28, 1 / 1.50, 1 / 1.80 and 1 / 2.24 of the polls that they take one after another,

@@ -20,7 +20,7 @@ from hpctrain.planner.simulation.operations import MeetingShare, Posted, Simulat
 from hpctrain.planner.simulation.places import SimulatedPlace
 from hpctrain.planner.simulation.queues import OperationQueue
 from hpctrain.planner.simulation.recorder import EventRecorder
-from hpctrain.planner.simulation.shared_resource import SharedResource
+from hpctrain.planner.simulation.resources import SharedResource
 from hpctrain.planner.simulation.transfers import StageTransfer
 from hpctrain.planner.simulation.world import SimulatedWorld
 from hpctrain.trace.tracer import HOOKS, Category

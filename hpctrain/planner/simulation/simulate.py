@@ -1,120 +1,185 @@
-"""One step of a program on a machine, by discrete events."""
+"""The tasks of a rank's steps on a simulated process, and the averaging of its parameter groups."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
-from hpctrain.errors import ConfigError, DeadlockError
-from hpctrain.planner.machine import Machine
-from hpctrain.planner.prediction import SimulatedStep, SimulationOptions
-from hpctrain.planner.simulation.group_tasks import GroupTasks, group_tasks
-from hpctrain.planner.simulation.places import SimulatedPlace, places
-from hpctrain.planner.simulation.processes import SimulatedProcess
-from hpctrain.planner.simulation.step_tasks import StepTasks
-from hpctrain.planner.simulation.world import SimulatedWorld
-from hpctrain.planner.tasks import RankClass, StepProgram
-from hpctrain.trace.time_table import TimeTable, merge, tabulate
-from hpctrain.trace.tracer import Events
+import numpy as np
+
+from hpctrain.averaging.dependencies import EventKind
+from hpctrain.comm.progress_mode import ProgressMode
+from hpctrain.planner import collective_costs
+from hpctrain.planner.collective_costs import Kind, Stage
+from hpctrain.planner.prediction import SimulationOptions
+from hpctrain.planner.simulation.group_tasks import GroupTasks
+from hpctrain.planner.simulation.operations import Posted, SimulatedGroup
+from hpctrain.planner.simulation.processes import SimulatedProcess, Stretch
+from hpctrain.planner.simulation.queues import GroupQueues
+from hpctrain.planner.tasks import (
+    BeginExchange,
+    Compute,
+    EndBackward,
+    EndExchange,
+    Exchange,
+    Happens,
+    Merge,
+    NeedsParameters,
+    StepMessage,
+    Task,
+)
+from hpctrain.trace.tracer import Category
 
 
-def simulate(program: StepProgram, machine: Machine, options: SimulationOptions | None = None) -> SimulatedStep:
-    """Simulate steps of a program until they are alike, and tell the last one.
-
-    Ranks in like surroundings are one process, so that the number of ranks costs nothing. Lazy averaging is simulated as it
-    begins: all layers are averaged in every step.
+class StepTasks:
+    """Runs the steps of one process.
 
     Args:
-        options: None: the defaults.
+        groups: by key, those that the process averages. counted: called at the end of the last step that counts; one more
+            follows, so that others do not miss this rank.
 
-    Raises:
-        ConfigError: slow ranks that the job does not have, or slow ranks or jitter of too many ranks.
-        DeadlockError: ranks that wait for each other without end.
+    Attributes:
+        step_seconds: of the step that counts.
     """
-    options = options or SimulationOptions()
-    _check(program, options)
-    single = bool(options.slow) or options.jitter > 0
-    simulation = _Simulation(program, machine, options, places(program, machine.ranks_per_node, single=single))
-    return simulation.run()
-
-
-def _check(program: StepProgram, options: SimulationOptions) -> None:
-    size = program.all_ranks.ranks
-    for rank, factor in options.slow.items():
-        if not 0 <= rank < size:
-            raise ConfigError(
-                f"Rank {rank} is to be slow, but the job has the ranks 0 to {size - 1}; the nearest one is "
-                f"{min(max(rank, 0), size - 1)}."
-            )
-        if factor <= 0:
-            raise ConfigError(
-                f"Rank {rank} is to take {factor} times as long, but the factor must be above 0; 1 changes nothing."
-            )
-    if options.steps < 1:
-        raise ConfigError(f"The simulation is to have {options.steps} steps, but needs at least 1.")
-    if options.jitter < 0:
-        raise ConfigError(f"The jitter is {options.jitter}, but must not be negative; the nearest legal value is 0.")
-
-
-class _Simulation:
-    """All processes of a program on a machine."""
 
     def __init__(
-        self, program: StepProgram, machine: Machine, options: SimulationOptions, where: Sequence[SimulatedPlace]
+        self,
+        process: SimulatedProcess,
+        groups: Mapping[str, GroupTasks],
+        options: SimulationOptions,
+        counted: Callable[[], None],
     ) -> None:
-        self._program, self._machine, self._options, self._places = program, machine, options, where
-        self._world = SimulatedWorld(program, machine, where)
-        self._running = len(where)
-        self._group_tasks: dict[Hashable, GroupTasks] = {}
-        self._processes = [
-            SimulatedProcess(place, self._world, options.progress, options.slow.get(place.first_rank, 1.0)) for place in where
-        ]
-        self._steps = [
-            StepTasks(process, self._groups_of(process.place), options, self._count_down) for process in self._processes
-        ]
+        self._process, self._options, self._counted = process, options, counted
+        self._loop = process.world.loop
+        self._queues = {name: GroupQueues(tasks) for name, tasks in groups.items()}
+        self._groups = {name: process.world.averaged_group(process.place, name) for name in groups}
+        for name, queues in self._queues.items():
+            for queue in queues.queues.values():
+                process.queues.append(queue)
+                process.group_of[queue] = self._groups[name]
+        self._numbers: dict[str, int] = {}
+        self._exchanges: dict[int, Posted] = {}
+        self._message: Posted | None = None
+        self._random = np.random.default_rng((options.seed, process.place.first_rank)) if options.jitter > 0 else None
+        self._stages: dict[tuple[str, int, int | None], tuple[Stage, ...]] = {}
+        self._do: dict[type[Task], Callable[..., Stretch]] = {
+            Happens: self._happens,
+            NeedsParameters: self._needs_parameters,
+            BeginExchange: self._begin_exchange,
+            EndExchange: self._end_exchange,
+            Merge: self._merge,
+            EndBackward: self._end_backward,
+            StepMessage: self._step_message,
+        }
+        self.step_seconds = 0.0
 
-    def run(self) -> SimulatedStep:
-        """The last step, once all processes have ended it."""
-        for process, steps in zip(self._processes, self._steps, strict=True):
-            process.start(steps.program())
-        if not self._world.loop.run():
-            raise DeadlockError(self._stuck())
-        for process in self._processes:
-            process.finish()
-        events = [process.recorder.events() for process in self._processes]
-        return SimulatedStep(max(steps.step_seconds for steps in self._steps), self._table(events), self._by_name(events))
+    def program(self) -> Stretch:
+        """All steps, one after another."""
+        process, recorder, last = self._process, self._process.recorder, self._options.steps - 1
+        for number in range(self._options.steps + 1):
+            begin = self._loop.now
+            if number == last:
+                recorder.begin()
+            for queues in self._queues.values():
+                queues.begin_step()
+                yield from process.poll()
+            yield from self._run(process.place.rank_class.tasks)
+            recorder.add(Category.STEP, "step", begin, self._loop.now, "", number)
+            if number == last:
+                self.step_seconds = self._loop.now - begin
+                recorder.end(self._loop.now)
+                self._counted()
 
-    def _groups_of(self, place: SimulatedPlace) -> dict[str, GroupTasks]:
-        groups = self._program.groups.items()
-        return {key: self._tasks_of(key, place.rank_class) for key, group in groups if place.rank_class.name in group.members}
+    def _run(self, tasks: Iterable[Task]) -> Stretch:
+        process, do = self._process, self._do
+        polls_between = self._options.progress is not ProgressMode.NONE
+        for task in tasks:
+            if not isinstance(task, Compute):
+                yield from do[type(task)](task)
+                continue
+            begin = self._loop.now
+            yield from process.work(self._seconds(task.seconds))
+            process.recorder.add(task.category, task.row, begin, self._loop.now)
+            if task.polls and polls_between and process.busy:
+                yield from process.poll()
 
-    def _tasks_of(self, key: str, ranks: RankClass) -> GroupTasks:
-        """Processes of one class share them."""
-        if (key, ranks.name) not in self._group_tasks:
-            group, element_seconds = self._program.groups[key], ranks.update_seconds.get(key, 0.0)
-            self._group_tasks[key, ranks.name] = group_tasks(group, self._machine, element_seconds, ranks.product_seconds)
-        return self._group_tasks[key, ranks.name]
+    def _seconds(self, seconds: float) -> float:
+        if self._random is None:
+            return seconds
+        return seconds * max(0.0, 1.0 + self._options.jitter * float(self._random.standard_normal()))
 
-    def _count_down(self) -> None:
-        self._running -= 1
-        if not self._running:
-            self._world.loop.stop()
+    # -- averaging ---------------------------------------------------------------------------------------------------------------
 
-    def _table(self, events: Sequence[Events]) -> TimeTable:
-        tables = [tabulate(recorded, skip=0) for recorded in events]
-        return merge([table for table in tables if table is not None], {}, [place.ranks for place in self._places])
+    def _happens(self, task: Happens) -> Stretch:
+        self._queues[task.group].happens(task.event)
+        # Averagers take note of a last use without a poll; an operator's end follows soon.
+        if task.event.kind is not EventKind.LAST_READ and self._process.busy:
+            yield from self._process.poll()
 
-    def _by_name(self, events: Sequence[Events]) -> dict[str, Events]:
-        """Events by class, of its first process; of single ranks by rank."""
-        result: dict[str, Events] = {}
-        for place, recorded in zip(self._places, events, strict=True):
-            single = bool(self._options.slow) or self._options.jitter > 0
-            result.setdefault(f"rank {place.first_rank}" if single else place.rank_class.name, recorded)
-        return result
+    def _needs_parameters(self, task: NeedsParameters) -> Stretch:
+        queues = self._queues[task.group]
+        for parameter in task.parameters:
+            for posted in queues.gathers_of(parameter):
+                yield from self._process.wait(posted)
+            for k in queues.tasks.touching.get(parameter, ()):
+                yield from self._update_late(queues, k)
 
-    def _stuck(self) -> str:
-        waiting = [
-            f"rank {process.place.first_rank} ({process.place.rank_class.name}) waits for {process.awaited}"
-            for process in self._processes
-            if process.awaited is not None
-        ]
-        return f"The simulated ranks wait for each other without end: {'; '.join(waiting)}."
+    def _update_late(self, queues: GroupQueues, k: int) -> Stretch:
+        """Wait for a slice's sum of the step before and update all of it, unless that has been done."""
+        posted = queues.previous.pending.pop(k, None)
+        if posted is not None:
+            yield from self._process.wait(posted)
+            yield from self._process.update(queues.tasks.late_updates[k], queues.tasks.names[k])
+
+    def _end_backward(self, task: EndBackward) -> Stretch:
+        for name, queues in self._queues.items():
+            for k in list(queues.previous.pending):
+                yield from self._update_late(queues, k)
+            queues.all_happen()
+            yield from self._process.poll()
+            whole = queues.tasks.whole
+            if whole is not None:
+                posted = self._post(self._groups[name], whole.text, f"{name} {whole.stream}", whole.stages)
+                yield from self._process.wait(posted)
+                yield from self._process.update(whole.update_seconds, whole.parameter)
+
+    # -- exchanges and small messages --------------------------------------------------------------------------------------------
+
+    def _begin_exchange(self, task: BeginExchange) -> Stretch:
+        exchange = task.exchange
+        stages = self._exchange_stages(exchange)
+        self._exchanges[task.number] = self._post(self._group("split"), exchange.purpose, "split", stages)
+        yield from ()
+
+    def _end_exchange(self, task: EndExchange) -> Stretch:
+        yield from self._process.wait(self._exchanges[task.number])
+
+    def _merge(self, task: Merge) -> Stretch:
+        group = self._group(task.ranks)
+        stages = self._stages_of("merge", group, task.bytes * group.placement.ranks)
+        yield from self._process.wait(self._post(group, task.purpose, f"{task.ranks} statistics", stages))
+
+    def _step_message(self, task: StepMessage) -> Stretch:
+        if self._message is not None:
+            yield from self._process.wait(self._message)
+        group = self._group("all")
+        self._message = self._post(group, "step message", "step message", self._stages_of("message", group, task.bytes))
+
+    def _exchange_stages(self, exchange: Exchange) -> tuple[Stage, ...]:
+        n_bytes = max(exchange.sent_bytes, exchange.received_bytes)
+        return self._stages_of("exchange", self._group("split"), n_bytes, exchange.peers)
+
+    def _stages_of(self, kind: Kind, group: SimulatedGroup, n_bytes: int, peers: int | None = None) -> tuple[Stage, ...]:
+        key = (str(kind), n_bytes, peers)
+        if key not in self._stages:
+            machine = self._process.world.machine
+            self._stages[key] = collective_costs.stages(machine, kind, n_bytes, group.placement, None, peers)
+        return self._stages[key]
+
+    def _group(self, ranks: str) -> SimulatedGroup:
+        return self._process.world.group(self._process.place, ranks)
+
+    def _post(self, group: SimulatedGroup, text: str, track: str, stages: tuple[Stage, ...]) -> Posted:
+        number = self._numbers[track] = self._numbers.get(track, -1) + 1
+        posted = Posted(text, track, number)
+        self._process.post(group, posted, stages)
+        return posted

@@ -10,7 +10,7 @@ from hpctrain.planner.simulation.cores import Cores
 from hpctrain.planner.simulation.event_loop import EventLoop
 from hpctrain.planner.simulation.operations import Meetings, SimulatedGroup
 from hpctrain.planner.simulation.places import SimulatedPlace
-from hpctrain.planner.simulation.shared_resource import SharedResource
+from hpctrain.planner.simulation.resources import SharedResource
 from hpctrain.planner.tasks import GroupPlacement, StepProgram
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from hpctrain.config.schema import ReporterConfig
-from hpctrain.registry import Registry, parameters_of
-from hpctrain.train.metrics import Reporter
+from hpctrain.core.registry import Registry, parameters_of
+from hpctrain.train.metrics_rest import Reporter
 
 REPORTERS: Registry[Reporter] = Registry(__name__, "reporter", Reporter, given=("directory", "done_steps"))
 

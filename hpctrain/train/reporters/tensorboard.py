@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hpctrain.errors import ConfigError
-from hpctrain.train.metrics import Reporter
+from hpctrain.core.errors import ConfigError
+from hpctrain.train.metrics_rest import Reporter
 
 _FLUSH_SECONDS = 120.0
 # Events that are kept for another file where a disk refuses them.

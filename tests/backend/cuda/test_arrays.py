@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from hpctrain.backend.cuda.device import Precision, grid_for, pack_width
 from hpctrain.backend.cuda.device_array import DeviceArray
-from hpctrain.backend.cuda.emulator.device import EmulatedDevice
+from hpctrain_testing.emulator.device import EmulatedDevice
 from hpctrain.backend.cuda.emulator.rounding import read, write
 from hpctrain.backend.cuda.half import bfloat16_bits, bfloat16_values
 from hpctrain.backend.cuda.matrix_products import WORKSPACE_BYTES, MatrixProducts
 from hpctrain.backend.dtypes import item_bytes
-from hpctrain.errors import BackendError
+from hpctrain.core.errors import BackendError
 from tests.support.fake_cupy import FakeCublas
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from hpctrain.backend.cuda import choose
 from hpctrain.backend.cuda.choose import DEVICE_VARIABLE, NodePlace
-from hpctrain.backend.cuda.emulator.device import EmulatedDevice
-from hpctrain.errors import BackendError, MissingLibraryError
+from hpctrain_testing.emulator.device import EmulatedDevice
+from hpctrain.core.errors import BackendError, MissingLibraryError
 from tests.support.fake_cupy import IMPORTER, FakeCupy
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"

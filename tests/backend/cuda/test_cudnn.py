@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.backend.cuda import cudnn_graphs
-from hpctrain.backend.cuda.cudnn_plans import WORKSPACE_LIMIT_BYTES, CudnnPlans, new_handle
+from hpctrain.backend.cuda.libraries import WORKSPACE_LIMIT_BYTES, CudnnPlans, new_handle
 from hpctrain.backend.cuda.device import ConvolutionKey
-from hpctrain.errors import BackendError, MissingLibraryError
+from hpctrain.core.errors import BackendError, MissingLibraryError
 from tests.support.fake_cudnn import DataType, FakeCudnn, FakeGraph, FakePlan, Heuristic, Note
 
 KEY = ConvolutionKey(

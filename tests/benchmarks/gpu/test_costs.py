@@ -21,12 +21,12 @@ from benchmarks.gpu.floor import Clock, Step, as_dict, graph_of, step_of
 from benchmarks.gpu.training_run import Task, TrainingRun
 from hpctrain.backend.cuda import cudnn_graphs
 from hpctrain.backend.cuda.device import ConvolutionKey, Device, Precision
-from hpctrain.backend.cuda.emulator.device import EmulatedDevice
-from hpctrain.backend.kernels.cuda.kernel_set import CudaKernelSet
+from hpctrain_testing.emulator.device import EmulatedDevice
+from hpctrain.backend.cuda.kernel_set import CudaKernelSet
 from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
-from hpctrain.backend.kernels.graph import Graph, GraphBuilder
-from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
-from hpctrain.backend.kernels.specs import Conv2dSpec, TensorSpec
+from hpctrain.backend.graph import Graph, GraphBuilder
+from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.specs import Conv2dSpec, TensorSpec
 from hpctrain.models import catalogue
 from hpctrain.nn.compile.compiler import compile_graph
 from tests.support.fake_cudnn import FakeCudnn, FakePlan, Note

@@ -13,8 +13,8 @@ import pytest
 from PIL import Image
 
 from hpctrain.data.convert import cifar, common, folder, hdf5, idx, npz
-from hpctrain.data.format import ImageFile
-from hpctrain.errors import DataError
+from hpctrain.data.image_file import ImageFile
+from hpctrain.core.errors import DataError
 from tests.support.sampling import amount
 
 

@@ -21,9 +21,9 @@ from hpctrain.data import unfinished
 from hpctrain.data.convert import common, folder, packing
 from hpctrain.data.convert.common import ConvertedFile, LeftOut
 from hpctrain.data.convert.packing import DecodedPicture, PictureForm, pack
-from hpctrain.data.format import ImageFile
+from hpctrain.data.image_file import ImageFile
 from hpctrain.data.unfinished import BLOCK_OFFSET, UnfinishedFile
-from hpctrain.errors import DataError
+from hpctrain.core.errors import DataError
 from tests.support.folder_trees import Folder, as_another_user
 from tests.support.sampling import amount
 
@@ -517,7 +517,7 @@ def test_a_conversion_that_is_killed_again_and_again_ends_in_the_same_bytes(tmp_
 import os, signal, sys
 import numpy as np
 from pathlib import Path
-from hpctrain.data.image_writer import ImageFileWriter
+from hpctrain.data.writer import ImageFileWriter
 path, kill_at = Path(sys.argv[1]), int(sys.argv[2])
 images = np.random.default_rng(0).integers(0, 256, (40, 16, 16, 3), np.uint8)
 calls = 0

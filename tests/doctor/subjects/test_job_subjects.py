@@ -16,15 +16,16 @@ from hpctrain.config.load import parse
 from hpctrain.doctor.check import JobView, OwnPlace
 from hpctrain.doctor.findings import Severity
 from hpctrain.doctor.start_facts import StartFacts
-from hpctrain.doctor.subjects import grid, launcher, memory, mpi_library, progress, start_up, versions
-from hpctrain.doctor.subjects.launcher import LauncherFacts
-from hpctrain.doctor.subjects.memory import MemoryFacts
+from hpctrain.doctor.subjects import grid, mpi_library, progress, start_up, versions
+from hpctrain.doctor import ranks as launcher, nodes
+from hpctrain.doctor.ranks import LauncherFacts
+from hpctrain.doctor.nodes import MemoryFacts
 from hpctrain.doctor.subjects.mpi_library import LibraryFacts
-from hpctrain.experiment import same_start
+from hpctrain.job import same_start
 from hpctrain.launch.launcher import Launcher
-from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual
-from tests.experiment.test_grids_and_image_sizes import BATCH_NORM_CONFIG as CONFIG
+from tests.run.test_grids_and_image_sizes import BATCH_NORM_CONFIG as CONFIG
 from tests.support.doctored import configuration, keys, view
 
 
@@ -190,7 +191,7 @@ TWO_PASSES = configuration("batch=64", "micro_batches=2")
 def test_what_mends_it_fits(ranks: int, node_gb: int, pass_gb: int, held_gb: int, samples: int) -> None:
     """The second node has the least room, or both have enough; TWO_PASSES has two micro-batches."""
     facts = [MemoryFacts(10**15, pass_gb * GB, held_gb * GB, samples), *[None] * (ranks - 1), MemoryFacts(node_gb * GB)]
-    [found] = memory.judge(view(ranks, ranks, config=TWO_PASSES), [*facts, *[None] * (ranks - 1)])
+    [found] = nodes.judge(view(ranks, ranks, config=TWO_PASSES), [*facts, *[None] * (ranks - 1)])
     need = ranks * (pass_gb + held_gb)
     assert found.key == ("too-little-memory" if need > node_gb else "tight-memory" if need > 0.85 * node_gb else "")
     assert (found.severity is Severity.FAULT) == (need > node_gb)
@@ -205,18 +206,18 @@ def test_what_mends_it_fits(ranks: int, node_gb: int, pass_gb: int, held_gb: int
 
 
 def test_a_rank_needs_less_for_a_pass_where_more_share_the_batch() -> None:
-    one, held, _ = memory.planned_bytes(configuration("batch=64"), 1)
-    four, held_by_four, samples = memory.planned_bytes(configuration("batch=64"), 4)
+    one, held, _ = nodes.planned_bytes(configuration("batch=64"), 1)
+    four, held_by_four, samples = nodes.planned_bytes(configuration("batch=64"), 4)
     assert 3 < one / four < 5
     assert held == held_by_four > 0
     assert samples == 16
-    micro, *_ = memory.planned_bytes(configuration("batch=64", "micro_batches=4"), 1)
+    micro, *_ = nodes.planned_bytes(configuration("batch=64", "micro_batches=4"), 1)
     assert 3 < one / micro < 5
 
 
 def test_ranks_that_split_layers_hold_less() -> None:
-    _, held, _ = memory.planned_bytes(configuration("batch=64"), 2)
-    _, split, _ = memory.planned_bytes(configuration("batch=64", "grid.rows=2", "plan.default=model"), 2)
+    _, held, _ = nodes.planned_bytes(configuration("batch=64"), 2)
+    _, split, _ = nodes.planned_bytes(configuration("batch=64", "grid.rows=2", "plan.default=model"), 2)
     assert split < held
 
 
@@ -225,11 +226,11 @@ def test_ranks_that_split_layers_hold_less() -> None:
     [(["grid=auto"], "the plan is auto"), (["backend=cuda"], "backend cuda"), (["batch=1", "grid.cols=1"], "")],
 )
 def test_where_there_is_no_plan_nothing_is_said(overrides: list[str], reason: str) -> None:
-    facts = memory.gather(OwnPlace(Launcher("none"), configuration(*overrides), Path("runs")))
+    facts = nodes.gather(OwnPlace(Launcher("none"), configuration(*overrides), Path("runs")))
     assert reason in facts.reason
-    assert (bool(facts.reason), memory.judge(view(1), [facts])[0].key) == (bool(reason), "")
-    assert memory.gather(OwnPlace(Launcher("x", 2, 1, 2, 1), None, Path("runs"))) is None
-    leader = memory.gather(OwnPlace(Launcher("x", 2, 1, 1, 0), None, Path("runs")))
+    assert (bool(facts.reason), nodes.judge(view(1), [facts])[0].key) == (bool(reason), "")
+    assert nodes.gather(OwnPlace(Launcher("x", 2, 1, 2, 1), None, Path("runs"))) is None
+    leader = nodes.gather(OwnPlace(Launcher("x", 2, 1, 1, 0), None, Path("runs")))
     assert leader.node_bytes > 0
 
 

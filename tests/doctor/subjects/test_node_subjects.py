@@ -16,19 +16,20 @@ from hypothesis import strategies as st
 from hpctrain.comm.clock import Offset
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.config.load import load
-from hpctrain.data.format import ImageFile
+from hpctrain.data.image_file import ImageFile
 from hpctrain.doctor.check import OwnPlace
 from hpctrain.doctor.findings import Severity
-from hpctrain.doctor.subjects import clocks, cores, directories, gpu, hdf5, kernels, scratch
+from hpctrain.doctor.subjects import clocks, cores, directories, gpu, kernels, scratch
+from hpctrain.doctor import files
 from hpctrain.doctor.subjects.cores import CoreFacts
 from hpctrain.doctor.subjects.directories import DirectoryFacts
 from hpctrain.doctor.subjects.gpu import AWARE, UNAWARE, GpuFacts
-from hpctrain.doctor.subjects.hdf5 import Hdf5Facts
+from hpctrain.doctor.files import Hdf5Facts
 from hpctrain.doctor.subjects.kernels import KernelFacts
 from hpctrain.doctor.subjects.scratch import ScratchFacts
-from hpctrain.errors import DataError
+from hpctrain.core.errors import DataError
 from hpctrain.launch.launcher import Launcher
-from hpctrain.virtual.communicator import ThreadCommunicator
+from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain.virtual.run import run_virtual
 from tests.cli.test_starting import folder as folder
 from tests.support.doctored import HYDRA, configuration, keys, view
@@ -261,7 +262,7 @@ def test_the_environment_names_the_gpus(visible: str, names: tuple[str, ...], mo
 
 
 def looked(folder: Path, *overrides: str) -> Hdf5Facts:
-    facts = hdf5.gather(OwnPlace(ALONE, load(folder / "tiny.yaml", overrides)[0], folder / "runs"))
+    facts = files.gather(OwnPlace(ALONE, load(folder / "tiny.yaml", overrides)[0], folder / "runs"))
     assert facts is not None
     return facts
 
@@ -269,7 +270,7 @@ def looked(folder: Path, *overrides: str) -> Hdf5Facts:
 def test_files_in_order_are_counted(folder: Path) -> None:
     facts = looked(folder)
     assert (facts.data, facts.failure, facts.files) == ((), "", 2)
-    assert hdf5.judge(view(1), [facts])[0].sentence == "Locks work in the run directory; 2 data files can be opened."
+    assert files.judge(view(1), [facts])[0].sentence == "Locks work in the run directory; 2 data files can be opened."
     assert not list(folder.glob(".hpctrain*"))
 
 
@@ -281,7 +282,7 @@ def test_a_lock_that_cannot_be_had_is_told_from_other_faults(folder: Path, monke
 
     with monkeypatch.context() as patch:
         patch.setattr(ImageFile, "open", refuse)
-        found = hdf5.judge(view(1), [looked(folder)])
+        found = files.judge(view(1), [looked(folder)])
     assert (keys(found), found[0].mend) == (["hdf5-lock"], "export HDF5_USE_FILE_LOCKING=FALSE")
     with (folder / "train.h5").open("rb+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -290,7 +291,7 @@ def test_a_lock_that_cannot_be_had_is_told_from_other_faults(folder: Path, monke
 
 def test_missing_and_damaged_files_have_their_own_sentence(folder: Path) -> None:
     (folder / "train.h5").write_bytes(b"no HDF5")
-    found = hdf5.judge(view(1), [looked(folder, "data.test=nowhere.h5")])
+    found = files.judge(view(1), [looked(folder, "data.test=nowhere.h5")])
     assert keys(found) == ["data-file", "data-file"]
     assert "damaged" in found[0].sentence
     assert found[1].sentence == "There is no data file nowhere.h5."
@@ -303,13 +304,13 @@ def test_made_up_images_need_no_file(folder: Path) -> None:
 
 def test_a_file_system_without_locks_is_a_warning_with_its_node() -> None:
     facts = Hdf5Facts("/scratch/runs", "unable to lock file, errno = 38")
-    [found] = hdf5.judge(view(1, 1), [Hdf5Facts("/scratch/runs"), facts])
+    [found] = files.judge(view(1, 1), [Hdf5Facts("/scratch/runs"), facts])
     assert (found.key, found.mend) == ("no-hdf5-locks", "export HDF5_USE_FILE_LOCKING=FALSE")
     assert "in /scratch/runs on nid1: unable to lock file, errno = 38." in found.sentence
 
 
 def test_a_directory_that_cannot_be_written_is_not_taken_for_one_without_locks(tmp_path: Path) -> None:
-    assert hdf5._probe(tmp_path / "nowhere") == ""
+    assert files._probe(tmp_path / "nowhere") == ""
 
 
 FAST = KernelFacts("onednn")

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from hpctrain.backend.kernels.onednn.kernel_set import available
+from hpctrain.backend.onednn.kernel_set import available
 from hpctrain.backend.kernels.onednn.library import processor_flags
 from tests.support.arena_sizes import arena_sizes, arena_sizes_with
 

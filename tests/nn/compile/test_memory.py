@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.backend.alignment import ALIGNMENT_BYTES, aligned
-from hpctrain.backend.kernels.base import KernelSet, Operator, StepContext
-from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
-from hpctrain.backend.kernels.onednn.kernel_set import OnednnKernelSet, available
-from hpctrain.backend.kernels.specs import Spec, TensorSpec
+from hpctrain.backend.operators import KernelSet, Operator, StepContext
+from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.onednn.kernel_set import OnednnKernelSet, available
+from hpctrain.backend.specs import Spec, TensorSpec
 from hpctrain.models import catalogue
 from hpctrain.nn.compile.compiler import compile_graph
 from hpctrain.nn.compile.packing import Block, lower_bound, meetings, pack
 from hpctrain.nn.compile.plan import ExecutionPlan
-from hpctrain.nn.layer import Layer
+from hpctrain.nn.layers import Layer
 from hpctrain.nn.network import Network
 from hpctrain.nn.program import Program
 from tests.support import nets

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.backend.kernels.base import KernelSet
-from hpctrain.backend.kernels.numpy.kernel_set import NumpyKernelSet
-from hpctrain.backend.kernels.onednn.kernel_set import OnednnKernelSet, available
+from hpctrain.backend.operators import KernelSet
+from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.onednn.kernel_set import OnednnKernelSet, available
 from hpctrain.nn.compile import compiler
 from hpctrain.nn.compile.compiler import compile_graph, plan_steps
-from hpctrain.nn.compile.liveness import Use
+from hpctrain.nn.compile.memory import Use
 from hpctrain.nn.compile.order import backward_actions, forward_actions
 from hpctrain.nn.compile.plan import Action, ExecutionPlan, Region
 from hpctrain.nn.compile.plan_facts import LOSS, PlanFacts

@@ -11,7 +11,7 @@ from hpctrain.planner.simulation.attention import Attention
 from hpctrain.planner.simulation.cores import Cores
 from hpctrain.planner.simulation.event_loop import EventLoop
 from hpctrain.planner.simulation.lanes import Lane
-from hpctrain.planner.simulation.shared_resource import SharedResource
+from hpctrain.planner.simulation.resources import SharedResource
 from hpctrain.planner.simulation.transfers import StageTransfer
 
 

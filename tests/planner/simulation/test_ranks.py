@@ -11,9 +11,9 @@ import pytest
 
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, Operation, OperationKind, Stream
 from hpctrain.averaging.dependencies import dependencies
-from hpctrain.averaging.slices import Slice
+from hpctrain.averaging.slicing import Slice
 from hpctrain.comm.progress_mode import ProgressMode
-from hpctrain.errors import ConfigError
+from hpctrain.core.errors import ConfigError
 from hpctrain.planner import collective_costs
 from hpctrain.planner.collective_costs import Stage
 from hpctrain.planner.machine import OperatorClass, OperatorRate

@@ -20,13 +20,13 @@ from hpctrain.averaging.strategies.sharded import Sharded
 from hpctrain.averaging.strategy import PlannedGroup, Strategy
 from hpctrain.comm.link import LinkModel
 from hpctrain.comm.progress_mode import ProgressMode
-from hpctrain.errors import ConfigError, DeadlockError
+from hpctrain.core.errors import ConfigError, DeadlockError
 from hpctrain.nn.parameter import GroupLayout, ParameterSpec
 from hpctrain.planner.collective_costs import stages, unhindered_seconds
 from hpctrain.planner.machine import Machine
 from hpctrain.planner.measured_times import times_of
 from hpctrain.planner.prediction import SimulatedStep, SimulationOptions
-from hpctrain.planner.simulation.simulate import simulate
+from hpctrain.planner.simulation.simulate_rest import simulate
 from hpctrain.planner.tasks import (
     BeginExchange,
     Compute,

@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-from hpctrain.backend.cuda import sources
-from hpctrain.errors import BackendError
+from hpctrain.backend.cuda import sources_rest
+from hpctrain.core.errors import BackendError
 
 _HEADERS = tuple(sorted(Path(__file__).parent.glob("*.h")))
 _LANGUAGE = ("-x", "c++", "-std=c++17", "-DON_CPU", "-Wno-unknown-pragmas", "-ffp-contract=off", "-fno-strict-aliasing")
@@ -33,7 +33,7 @@ def compiler() -> str | None:
 @cache
 def library(source: str) -> ctypes.PyDLL:
     """The library of kernels/<source>.cu. Calls of it hold Python's lock: it runs one kernel at a time."""
-    return build(sources.text(source))
+    return build(sources_rest.text(source))
 
 
 def build(text: str) -> ctypes.PyDLL:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from hpctrain.backend.cuda.device import DeviceStream
 from hpctrain.backend.cuda.emulator.errors import EmulatedDeviceError
-from hpctrain.backend.cuda.emulator.streams import Capture, EmulatedStream, StreamTable
+from hpctrain_testing.emulator.streams import Capture, EmulatedStream, StreamTable
 from hpctrain.backend.cuda.emulator.work import Work
 
 

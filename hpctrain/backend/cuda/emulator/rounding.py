@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hpctrain.backend.cuda.device_array import DeviceArray
-from hpctrain.backend.cuda.emulator.memory import on_host
+from hpctrain_testing.emulator.memory import on_host
 from hpctrain.backend.cuda.half import bfloat16_bits, bfloat16_values
 
 

@@ -6,12 +6,12 @@ import numpy as np
 
 from hpctrain.backend.cuda.device import Argument, Extent, pack_width
 from hpctrain.backend.cuda.device_array import DeviceArray
-from hpctrain.backend.kernels.base import StepContext
+from hpctrain.backend.operators import StepContext
 from hpctrain.backend.kernels.cuda.images import check_images, row_launch
-from hpctrain.backend.kernels.cuda.operator import CudaOperator
+from hpctrain.backend.cuda.operator import CudaOperator
 from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
-from hpctrain.backend.kernels.specs import AdaptiveAveragePoolSpec, TensorSpec
-from hpctrain.errors import BackendError
+from hpctrain.backend.specs import AdaptiveAveragePoolSpec, TensorSpec
+from hpctrain.core.errors import BackendError
 
 _LIMIT = 1 << 31
 # Pixels of a window from which on the rows of threads of a block share it.

@@ -9,7 +9,7 @@ import numpy as np
 from hpctrain.backend.cuda.device import pack_width
 from hpctrain.backend.cuda.device_array import DeviceArray
 from hpctrain.backend.kernels.cuda.runtime import TAGS, CudaRuntime
-from hpctrain.boxes import Box, shape_of, size_of
+from hpctrain.core.intervals import Box, shape_of, size_of
 
 _DIMS = 4
 

@@ -12,7 +12,7 @@ from hpctrain.backend.cuda.device import grid_for
 from hpctrain.backend.cuda.device_array import DeviceArray
 from hpctrain.backend.kernels.cuda.fetch import CudaFetch, FetchBuffers
 from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
-from hpctrain.backend.kernels.cuda.staging import Staging
+from hpctrain.backend.cuda.runtime import Staging
 
 #: words that a block sums in one go: `TILE` of tables.cuh
 TILE = 8192

@@ -7,7 +7,7 @@ import numpy as np
 from hpctrain.backend.cuda.device import pack_width
 from hpctrain.backend.cuda.device_array import DeviceArray
 from hpctrain.backend.dtypes import item_bytes, parameter_dtype
-from hpctrain.backend.kernels.cuda.operator import Request
+from hpctrain.backend.cuda.operator import Request
 from hpctrain.backend.kernels.cuda.runtime import TAGS, THREADS, CudaRuntime
 
 #: rows that a thread sums at least, where there are so many

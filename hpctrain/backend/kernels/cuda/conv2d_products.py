@@ -9,11 +9,11 @@ import numpy as np
 from hpctrain.backend.arithmetic import Arithmetic
 from hpctrain.backend.cuda.device_array import DeviceArray
 from hpctrain.backend.dtypes import item_bytes
-from hpctrain.backend.kernels.base import Buffers, StepContext
+from hpctrain.backend.operators import Buffers, StepContext
 from hpctrain.backend.kernels.cuda.box_copy import copy_box
-from hpctrain.backend.kernels.cuda.operator import CudaOperator
+from hpctrain.backend.cuda.operator import CudaOperator
 from hpctrain.backend.kernels.cuda.runtime import THREADS, CudaRuntime
-from hpctrain.backend.kernels.specs import Conv2dSpec, Spec, TensorSpec
+from hpctrain.backend.specs import Conv2dSpec, Spec, TensorSpec
 
 _PACK_BYTES = 16
 _BLOCKS = 32  # per multiprocessor

@@ -11,7 +11,7 @@ from hpctrain.backend.arithmetic import Corrections, MomentRule, UpdateRun
 from hpctrain.backend.cuda.device import grid_for
 from hpctrain.backend.cuda.device_array import DeviceArray
 from hpctrain.backend.kernels.cuda.runtime import TAGS, CudaRuntime
-from hpctrain.backend.kernels.cuda.staging import Staging
+from hpctrain.backend.cuda.runtime import Staging
 
 #: elements of a block's work and of a thread's: `TILE` and `W` of runs.cuh
 TILE, PACK = 4096, 4

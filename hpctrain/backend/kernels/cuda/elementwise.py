@@ -7,10 +7,10 @@ import numpy as np
 from hpctrain.backend.cuda.device import pack_width
 from hpctrain.backend.cuda.device_array import DeviceArray
 from hpctrain.backend.kernels.abilities import InPlace
-from hpctrain.backend.kernels.base import StepContext
-from hpctrain.backend.kernels.cuda.operator import CudaOperator
+from hpctrain.backend.operators import StepContext
+from hpctrain.backend.cuda.operator import CudaOperator
 from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
-from hpctrain.backend.kernels.specs import AddSpec, ReluSpec, TensorSpec
+from hpctrain.backend.specs import AddSpec, ReluSpec, TensorSpec
 
 
 class _Elementwise(InPlace, CudaOperator):

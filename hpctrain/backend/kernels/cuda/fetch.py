@@ -8,7 +8,7 @@ import numpy as np
 
 from hpctrain.backend.cuda.device_array import DeviceArray
 from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
-from hpctrain.backend.kernels.cuda.staging import PinnedBuffer, host_values
+from hpctrain.backend.cuda.runtime import PinnedBuffer, host_values
 
 #: gives what is asked for from the elements that came
 Reading = Callable[[np.ndarray], np.ndarray]

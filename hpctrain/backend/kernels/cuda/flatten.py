@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from hpctrain.backend.kernels.abilities import InputView
-from hpctrain.backend.kernels.base import Operator, StepContext
-from hpctrain.backend.kernels.specs import Spec, TensorSpec
+from hpctrain.backend.operators import Operator, StepContext
+from hpctrain.backend.specs import Spec, TensorSpec
 
 
 class CudaView(InputView, Operator):

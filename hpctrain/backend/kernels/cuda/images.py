@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from hpctrain.backend.cuda.device import Extent
-from hpctrain.backend.kernels.specs import Shape
-from hpctrain.errors import BackendError
+from hpctrain.backend.specs import Shape
+from hpctrain.core.errors import BackendError
 
 _THREADS = 256
 _WARP = 32

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from hpctrain.backend.cuda.device_array import DeviceArray
-from hpctrain.backend.kernels.base import LossOperator, LossSums
+from hpctrain.backend.operators import LossOperator, LossSums
 from hpctrain.backend.kernels.cuda.fetch import CudaFetch, FetchBuffers
 from hpctrain.backend.kernels.cuda.runtime import TAGS, CudaRuntime
-from hpctrain.backend.kernels.cuda.staging import Staging
+from hpctrain.backend.cuda.runtime import Staging
 from hpctrain.backend.kernels.labels import MixedLabels, checked_labels
-from hpctrain.backend.kernels.specs import SoftmaxCrossEntropySpec
+from hpctrain.backend.specs import SoftmaxCrossEntropySpec
 
 _CLASSES_OF_A_WARP, _WARP, _MOST_THREADS = 128, 32, 256
 _SUMS = 3  # loss, first, among the first few

@@ -11,9 +11,9 @@ import numpy as np
 
 from hpctrain.backend.counter_random import key
 from hpctrain.backend.cuda.device_array import DeviceArray
-from hpctrain.backend.kernels.base import StepContext
+from hpctrain.backend.operators import StepContext
 from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
-from hpctrain.backend.kernels.cuda.staging import Staging
+from hpctrain.backend.cuda.runtime import Staging
 
 #: keys, and at least so many sample ids, that one area has room for
 KEYS, LEAST_IDS = 64, 1024

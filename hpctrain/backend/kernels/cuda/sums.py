@@ -11,7 +11,7 @@ from hpctrain.backend.cuda.device import grid_for
 from hpctrain.backend.cuda.device_array import DeviceArray
 from hpctrain.backend.kernels.cuda.fetch import CudaFetch, FetchBuffers
 from hpctrain.backend.kernels.cuda.runtime import TAGS, CudaRuntime
-from hpctrain.backend.kernels.cuda.staging import Staging
+from hpctrain.backend.cuda.runtime import Staging
 
 #: elements that a block looks at in one go: `TILE` of sums.cu
 TILE = 8192

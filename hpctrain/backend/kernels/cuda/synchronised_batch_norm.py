@@ -9,11 +9,11 @@ import numpy as np
 from hpctrain.backend.arithmetic import Arithmetic
 from hpctrain.backend.cuda.device_array import DeviceArray
 from hpctrain.backend.kernels.abilities import CallsHost
-from hpctrain.backend.kernels.base import Buffers
-from hpctrain.backend.kernels.cuda.batch_norm import CudaBatchNorm
-from hpctrain.backend.kernels.cuda.operator import Request
+from hpctrain.backend.operators import Buffers
+from hpctrain.backend.cuda.batch_norm import CudaBatchNorm
+from hpctrain.backend.cuda.operator import Request
 from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
-from hpctrain.backend.kernels.specs import BatchNormSpec, TensorSpec
+from hpctrain.backend.specs import BatchNormSpec, TensorSpec
 
 
 class CudaSynchronisedBatchNorm(CallsHost, CudaBatchNorm):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from hpctrain.backend.kernels.base import Buffers, StepContext
-from hpctrain.backend.kernels.numpy.operator import NumpyOperator
-from hpctrain.backend.kernels.numpy.taps import split
-from hpctrain.backend.kernels.specs import AdaptiveAveragePoolSpec, TensorSpec
+from hpctrain.backend.operators import Buffers, StepContext
+from hpctrain.backend.numpy.operator import NumpyOperator
+from hpctrain.backend.numpy.windows import split
+from hpctrain.backend.specs import AdaptiveAveragePoolSpec, TensorSpec
 
 _BLOCK_ELEMENTS = 1 << 18
 

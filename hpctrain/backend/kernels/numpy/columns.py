@@ -12,8 +12,8 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from hpctrain.backend.kernels.numpy.memory import Request, Shape
-from hpctrain.backend.kernels.numpy.taps import OutputBlock, Span, blocks, span
-from hpctrain.backend.kernels.specs import Pair, Window
+from hpctrain.backend.numpy.windows import OutputBlock, Span, blocks, span
+from hpctrain.backend.specs import Pair, Window
 
 # Measured: 2-4 MB is the best or near it for 3x3 kernels at 7 to 112 pixels, with 0.5 MB as with 1 MB of L2.
 COLUMN_BYTES = 4 << 20

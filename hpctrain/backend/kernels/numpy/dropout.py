@@ -8,14 +8,14 @@ import numpy as np
 
 from hpctrain.backend.counter_random import keep_mask, key
 from hpctrain.backend.kernels.abilities import InPlace
-from hpctrain.backend.kernels.base import Buffers, Operator, StepContext
-from hpctrain.backend.kernels.numpy.elementwise import flat_blocks
+from hpctrain.backend.operators import Buffers, Operator, StepContext
+from hpctrain.backend.numpy.elementwise import flat_blocks
 from hpctrain.backend.kernels.numpy.flatten import View
-from hpctrain.backend.kernels.numpy.operator import NumpyOperator
+from hpctrain.backend.numpy.operator import NumpyOperator
 from hpctrain.backend.kernels.numpy.rows import RowBlocks
 from hpctrain.backend.kernels.numpy.stochastic_depth import NumpyStochasticDepth
-from hpctrain.backend.kernels.numpy.taps import split
-from hpctrain.backend.kernels.specs import DropoutSpec, Shape, TensorSpec
+from hpctrain.backend.numpy.windows import split
+from hpctrain.backend.specs import DropoutSpec, Shape, TensorSpec
 
 _MASK_ELEMENTS = 1 << 18
 

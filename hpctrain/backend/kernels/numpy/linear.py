@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from hpctrain.backend.kernels.abilities import SufficientFactors
-from hpctrain.backend.kernels.base import StepContext
-from hpctrain.backend.kernels.numpy.operator import NumpyOperator
+from hpctrain.backend.operators import StepContext
+from hpctrain.backend.numpy.operator import NumpyOperator
 from hpctrain.backend.kernels.numpy.reduce import column_sums
-from hpctrain.backend.kernels.numpy.taps import split
-from hpctrain.backend.kernels.specs import LinearSpec, TensorSpec
+from hpctrain.backend.numpy.windows import split
+from hpctrain.backend.specs import LinearSpec, TensorSpec
 
 _BLOCK_BYTES = 1 << 20
 

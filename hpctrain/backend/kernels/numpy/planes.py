@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from hpctrain.backend.kernels.numpy.memory import Request, Shape
-from hpctrain.backend.kernels.numpy.taps import OutputBlock, span
-from hpctrain.backend.kernels.specs import Pair, Window
+from hpctrain.backend.numpy.windows import OutputBlock, span
+from hpctrain.backend.specs import Pair, Window
 
 
 @dataclass

@@ -8,9 +8,9 @@ import numpy as np
 
 from hpctrain.backend.counter_random import keep_mask, key
 from hpctrain.backend.kernels.abilities import InPlace
-from hpctrain.backend.kernels.base import Buffers, StepContext
-from hpctrain.backend.kernels.numpy.operator import NumpyOperator
-from hpctrain.backend.kernels.specs import DropoutSpec, TensorSpec
+from hpctrain.backend.operators import Buffers, StepContext
+from hpctrain.backend.numpy.operator import NumpyOperator
+from hpctrain.backend.specs import DropoutSpec, TensorSpec
 
 _BLOCK_ELEMENTS = 1 << 16  # of a gradient that is added: it stays in a near cache
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from hpctrain.backend.kernels.onednn import constants as c
-from hpctrain.backend.kernels.onednn.binding import Attributes, Descriptor, Engine, Primitive, Unimplemented
+from hpctrain.backend.onednn import constants as c
+from hpctrain.backend.onednn.binding import Attributes, Descriptor, Engine, Primitive, Unimplemented
 from hpctrain.backend.kernels.onednn.geometry import adjoint, convolution_geometry
-from hpctrain.backend.kernels.onednn.layouts import BLOCKS, NCHW, TAGS, blocked_layout, images, in_layout, vector
+from hpctrain.backend.onednn.operator import BLOCKS, NCHW, TAGS, blocked_layout, images, in_layout, vector
 from hpctrain.backend.kernels.onednn.operator import BACKWARD_DATA, BACKWARD_WEIGHTS, FORWARD
 from hpctrain.backend.kernels.onednn.tiling import Tiling
-from hpctrain.backend.kernels.onednn.winograd import Product, WeightGradient
-from hpctrain.backend.kernels.specs import NHWC, Conv2dSpec, TensorSpec
+from hpctrain.backend.onednn.winograd import Product, WeightGradient
+from hpctrain.backend.specs import NHWC, Conv2dSpec, TensorSpec
 
 # What the direct kernels of 3x3 reach of the speed of those of 1x1: with AVX2 they measured 0.7 to 1.0, and 0.5 to 0.7.
 _DIRECT_SPEED = 1.0

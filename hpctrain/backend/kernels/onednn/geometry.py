@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hpctrain.backend.kernels.onednn.binding import dims
-from hpctrain.backend.kernels.specs import Pair, Window
+from hpctrain.backend.onednn.binding import dims
+from hpctrain.backend.specs import Pair, Window
 
 
 def convolution_geometry(window: Window) -> tuple[Any, Any, Any, Any]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hpctrain.backend.kernels.base import Operator
-from hpctrain.backend.kernels.onednn.binding import Primitive
+from hpctrain.backend.operators import Operator
+from hpctrain.backend.onednn.binding import Primitive
 
 FORWARD, BACKWARD, BACKWARD_DATA, BACKWARD_WEIGHTS = "forward", "backward", "backward data", "backward weights"
 

@@ -7,11 +7,11 @@ import math
 import numpy as np
 
 from hpctrain.backend.alignment import aligned
-from hpctrain.backend.kernels.base import StepContext
-from hpctrain.backend.kernels.numpy.conv2d import MANY_WEIGHTS, NumpyConv2d
-from hpctrain.backend.kernels.onednn.binding import Engine
+from hpctrain.backend.operators import StepContext
+from hpctrain.backend.numpy.conv2d import MANY_WEIGHTS, NumpyConv2d
+from hpctrain.backend.onednn.binding import Engine
 from hpctrain.backend.kernels.onednn.regions import Regions, part
-from hpctrain.backend.kernels.specs import Conv2dSpec, TensorSpec
+from hpctrain.backend.specs import Conv2dSpec, TensorSpec
 
 # With few output pixels in all images and many weights, a matrix product reads the weights once, in their own layout. The
 # library's convolutions copy them into blocks and back in every step.

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from hpctrain.backend.kernels.abilities import Accumulating, OutputReadOnce, SufficientFactors
-from hpctrain.backend.kernels.base import Buffers, Operator, StepContext
+from hpctrain.backend.operators import Buffers, Operator, StepContext
 from hpctrain.backend.kernels.fused_specs import WithRelu
-from hpctrain.backend.kernels.onednn.binding import Engine
-from hpctrain.backend.kernels.onednn.elementwise import ReluMask
-from hpctrain.backend.kernels.onednn.layouts import elements
+from hpctrain.backend.onednn.binding import Engine
+from hpctrain.backend.onednn.elementwise import ReluMask
+from hpctrain.backend.onednn.operator import elements
 
 
 class RectifiedOperator(Accumulating, OutputReadOnce, Operator):

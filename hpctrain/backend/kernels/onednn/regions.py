@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hpctrain.backend.alignment import aligned
-from hpctrain.backend.kernels.base import Array
+from hpctrain.backend.operators import Array
 
 
 class Regions:

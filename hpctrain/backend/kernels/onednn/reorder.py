@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from hpctrain.backend.kernels.abilities import Accumulating
-from hpctrain.backend.kernels.base import Array, Buffers, Operator, StepContext
-from hpctrain.backend.kernels.onednn import constants as c
-from hpctrain.backend.kernels.onednn.binding import Attributes, Call, Descriptor, Engine, Primitive
-from hpctrain.backend.kernels.onednn.layouts import images
-from hpctrain.backend.kernels.specs import TensorSpec
+from hpctrain.backend.operators import Array, Buffers, Operator, StepContext
+from hpctrain.backend.onednn import constants as c
+from hpctrain.backend.onednn.binding import Attributes, Call, Descriptor, Engine, Primitive
+from hpctrain.backend.onednn.operator import images
+from hpctrain.backend.specs import TensorSpec
 
 
 class Copy:

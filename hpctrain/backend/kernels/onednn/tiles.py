@@ -10,13 +10,13 @@ from functools import partial
 
 import numpy as np
 
-from hpctrain.backend.kernels.base import Array
-from hpctrain.backend.kernels.onednn import constants as c
-from hpctrain.backend.kernels.onednn.binding import Attributes, Descriptor, Engine, Primitive
+from hpctrain.backend.operators import Array
+from hpctrain.backend.onednn import constants as c
+from hpctrain.backend.onednn.binding import Attributes, Descriptor, Engine, Primitive
 from hpctrain.backend.kernels.onednn.memory import allocate
 from hpctrain.backend.kernels.onednn.reorder import Copy
 from hpctrain.backend.kernels.onednn.tiling import Chunk, Form, Room, Tiling
-from hpctrain.backend.kernels.specs import Pair
+from hpctrain.backend.specs import Pair
 
 Work = Callable[[], object]
 

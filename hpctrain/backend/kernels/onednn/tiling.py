@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hpctrain.backend.kernels.base import Array
-from hpctrain.backend.kernels.onednn.binding import Primitive
+from hpctrain.backend.operators import Array
+from hpctrain.backend.onednn.binding import Primitive
 from hpctrain.backend.kernels.onednn.regions import Regions
-from hpctrain.backend.kernels.specs import Edges, Pair
+from hpctrain.backend.specs import Edges, Pair
 
 # Of tiles in work at once. Each chunk reads all weights, and adds up all of their gradients: smaller ones took longer at 512
 # channels and gained nothing elsewhere, larger ones gained nothing.

@@ -1,0 +1,140 @@
+"""The cuda kernel set: convolutions by cuDNN, matrix products by cuBLAS, all else by CUDA C of our own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from hpctrain.backend.cuda.device import ALIGNMENT_BYTES, CapturedGraph, DeviceStream
+from hpctrain.backend.operators import Array, CapturedWork, CapturesWork, KernelSet, LossOperator, Operator, PixelInput, StepContext
+from hpctrain.backend.kernels.cuda.adaptive_pool import CudaAdaptiveAveragePool
+from hpctrain.backend.cuda.arithmetic import CudaArithmetic
+from hpctrain.backend.cuda.batch_norm import CudaBatchNorm
+from hpctrain.backend.cuda.conv2d import CudaConv2d
+from hpctrain.backend.kernels.cuda.conv2d_products import CudaPatchConv2d, CudaPointwiseConv2d
+from hpctrain.backend.cuda.elementwise import make_dropout
+from hpctrain.backend.kernels.cuda.elementwise import CudaAdd, CudaRelu
+from hpctrain.backend.kernels.cuda.flatten import CudaView
+from hpctrain.backend.cuda.classifier import CudaLinear
+from hpctrain.backend.kernels.cuda.loss import CudaSoftmaxCrossEntropy
+from hpctrain.backend.cuda.pixel_input import CudaPixelInput, ring_bytes
+from hpctrain.backend.cuda.pool import make_pool
+from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
+from hpctrain.backend.kernels.cuda.step_block import StepBlock
+from hpctrain.backend.kernels.cuda.synchronised_batch_norm import CudaSynchronisedBatchNorm
+from hpctrain.backend.kernels.fused_specs import WithRelu
+from hpctrain.backend.kernels.fusion import fuse
+from hpctrain.backend.graph import Graph
+from hpctrain.backend.specs import AdaptiveAveragePoolSpec, AddSpec, BatchNormSpec, Conv2dSpec, DropoutSpec, FlattenSpec, LinearSpec, PoolSpec, ReluSpec, SoftmaxCrossEntropySpec, Spec, TensorSpec
+from hpctrain.backend.mirrors import PinnedBytes
+from hpctrain.backend.pixel_batch import PixelBatch
+from hpctrain.core.errors import BackendError
+
+
+class CudaKernelSet(CapturesWork, PixelInput, KernelSet):
+    """Operators on plain NHWC memory of one device, enqueued on one stream.
+
+    Args:
+        runtime: the device, its stream and the precision.
+    """
+
+    name: ClassVar[str] = "cuda"
+    dtypes: ClassVar[tuple[str, ...]] = ("float32", "bfloat16", "float64")
+    alignment_bytes: int = ALIGNMENT_BYTES
+
+    def __init__(self, runtime: CudaRuntime) -> None:
+        self.runtime = runtime
+        self.captures = runtime.graphs
+        self._own_arithmetic = CudaArithmetic(runtime)
+        self.arithmetic = self._own_arithmetic
+        self.shadow_dtype = None if runtime.dtype == runtime.parameter_dtype else runtime.dtype
+        self.step_block = StepBlock(runtime)
+        self._pixels = CudaPixelInput(runtime)
+
+    def make(self, spec: Spec, inputs: tuple[TensorSpec, ...], *, training: bool, input_gradient: bool = True) -> Operator:
+        match spec:
+            case Conv2dSpec() if CudaPointwiseConv2d.fits(spec):
+                return CudaPointwiseConv2d(spec, *inputs, training=training, runtime=self.runtime, arithmetic=self.arithmetic)
+            case Conv2dSpec() if CudaPatchConv2d.fits(spec, *inputs, input_gradient=input_gradient and training):
+                return CudaPatchConv2d(spec, *inputs, training=training, runtime=self.runtime, arithmetic=self.arithmetic)
+            case Conv2dSpec() | WithRelu(inner=Conv2dSpec()):
+                return CudaConv2d(
+                    spec,
+                    *inputs,
+                    training=training,
+                    input_gradient=input_gradient,
+                    runtime=self.runtime,
+                    arithmetic=self.arithmetic,
+                )
+            case LinearSpec():
+                return CudaLinear(spec, *inputs, training=training, runtime=self.runtime, arithmetic=self.arithmetic)
+            case BatchNormSpec(synchronised=True) if training:
+                return CudaSynchronisedBatchNorm(
+                    spec, *inputs, training=training, runtime=self.runtime, arithmetic=self.arithmetic
+                )
+            case BatchNormSpec():
+                return CudaBatchNorm(spec, *inputs, training=training, runtime=self.runtime)
+            case PoolSpec():
+                return make_pool(spec, *inputs, training=training, runtime=self.runtime)
+            case AdaptiveAveragePoolSpec():
+                return CudaAdaptiveAveragePool(spec, *inputs, training=training, runtime=self.runtime)
+            case FlattenSpec():
+                return CudaView(spec, *inputs)
+            case ReluSpec():
+                return CudaRelu(spec, *inputs, training=training, runtime=self.runtime)
+            case AddSpec():
+                return CudaAdd(spec, *inputs, training=training, runtime=self.runtime)
+            case DropoutSpec():
+                return make_dropout(spec, *inputs, training=training, runtime=self.runtime, block=self.step_block)
+        raise BackendError(f"The cuda kernel set has no operator for {type(spec).__name__}.")
+
+    def make_loss(self, spec: SoftmaxCrossEntropySpec) -> LossOperator:
+        return CudaSoftmaxCrossEntropy(spec, self.runtime)
+
+    def fuse(self, graph: Graph, *, training: bool) -> Graph:
+        return fuse(graph, products=(Conv2dSpec,), training=training)
+
+    def make_input(self, target: Array, images: PixelBatch) -> None:
+        self._pixels.make(target, images)
+
+    def pinned_bytes(self) -> PinnedBytes:
+        mirrors = self._own_arithmetic.made_mirrors
+        return PinnedBytes(0 if mirrors is None else mirrors.pinned_bytes, self._pixels.pinned_bytes)
+
+    def pinned_input_bytes(self, samples: int, stored: tuple[int, int, int], *, resizes: bool) -> int:
+        return ring_bytes(samples, stored, self.runtime.parameter_dtype, resizes=resizes)
+
+    def begin(self, context: StepContext) -> None:
+        self.step_block.begin(context)
+
+    def wait(self) -> None:
+        self.runtime.stream.synchronize()
+
+    def free_bytes(self) -> int:
+        device = self.runtime.device
+        return device.memory_bytes - device.memory_used()
+
+    def used_bytes(self) -> int:
+        return self.runtime.device.memory_used()
+
+    def allocate(self, size_bytes: int) -> Array:
+        return self.runtime.device.allocate(size_bytes)
+
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[CapturedWork]:
+        stream = self.runtime.stream
+        with self.runtime.device.capture(stream) as graph:
+            yield _Graph(graph, stream)
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """A captured graph, launched on the stream that all work of the set is enqueued on."""
+
+    graph: CapturedGraph
+    stream: DeviceStream
+
+    def launch(self) -> None:
+        self.graph.launch(self.stream)

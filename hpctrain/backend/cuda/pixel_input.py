@@ -1,0 +1,143 @@
+"""A network's input made on a device of pixels that the host has stored: they are uploaded while the device computes."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from hpctrain.backend.cuda.device import Argument, DeviceStream, pack_width
+from hpctrain.backend.cuda.device_array import DeviceArray
+from hpctrain.backend.dtypes import parameter_dtype
+from hpctrain.backend.kernels.cuda.images import check_images, row_launch
+from hpctrain.backend.kernels.cuda.runtime import TAGS, CudaRuntime
+from hpctrain.backend.pixel_batch import WINDOW, PixelBatch
+from hpctrain.backend.pixels import Resampling, most_taps
+
+#: batches that have memory of their own: one is read while the next one arrives
+RING = 2
+
+_ALIGNMENT = 16  # of the parts of a batch, in bytes
+
+
+class CudaPixelInput:
+    """Makes input buffers of batches of pixels, one after another.
+
+    The memory of a batch, on the device and pinned, is made at the first batch and again where a larger one comes.
+    """
+
+    def __init__(self, runtime: CudaRuntime) -> None:
+        self._runtime = runtime
+        self._copies: DeviceStream | None = None
+        self._ring: deque[_Slot] = deque()
+        self._table: DeviceArray | None = None
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Pinned memory of all batches."""
+        return sum(slot.pinned.nbytes for slot in self._ring)
+
+    def make(self, target: DeviceArray, images: PixelBatch) -> None:
+        """Enqueue target := images, of one shape; waits only for the upload of the batch before the last.
+
+        Raises:
+            BackendError: images that are too large for the kernel.
+        """
+        assert target.shape == images.shape, f"images {images.shape} do not fit {target!r}"
+        assert images.dtype == parameter_dtype(target.dtype), f"images of {images.dtype} are not rounded to {target!r}"
+        check_images("data path", images.shape, images.pixels.shape)
+        if target.size:
+            boxes = np.zeros((0, 4), np.int32) if images.resampling is None else images.resampling.boxes
+            parts = images.scale, images.shift, images.windows, boxes, images.pixels
+            scale, shift, windows, boxes_there, pixels = self._uploaded(parts)
+            by_channel = (place.view(str(images.dtype)) for place in (scale, shift))
+            resize: tuple[Argument, ...] = ()
+            if images.resampling is not None:
+                resize = self._resize(images.resampling, boxes_there.view("int32"), images.pixels.shape[1:3])
+            self._launch(target, images, (pixels, windows.view("int32"), *by_channel), resize)
+            self._runtime.stream.record(self._ring[-1].read)
+
+    def _uploaded(self, parts: Sequence[np.ndarray]) -> list[DeviceArray]:
+        """Enqueue the upload of a batch's parts, in one copy; what the runtime's stream does from here on comes behind it.
+
+        Gives their places on the device, uint8.
+        """
+        starts = _starts(parts)
+        if not self._ring or self._ring[-1].memory.size < starts[-1]:
+            self._grow(starts[-1])
+        self._ring.rotate(-1)
+        slot = self._ring[-1]
+        slot.fill(parts, starts)
+        assert self._copies is not None, "a ring has a stream"
+        self._copies.wait(slot.read)
+        self._runtime.device.upload(self._copies, slot.memory[: starts[-1]], slot.pinned[: starts[-1]])
+        self._copies.record(slot.uploaded)
+        self._runtime.stream.wait(slot.uploaded)
+        return [slot.memory[start : start + part.nbytes] for start, part in zip(starts, parts, strict=False)]
+
+    def _grow(self, size_bytes: int) -> None:
+        if self._copies is None:
+            self._copies = self._runtime.device.stream("pixels")
+        self._runtime.stream.synchronize()  # it is behind all uploads: nobody uses the memory that goes
+        self._ring.clear()
+        self._ring.extend(_Slot(self._runtime, size_bytes) for _ in range(RING))
+
+    def _resize(self, resampling: Resampling, boxes: DeviceArray, stored: tuple[int, int]) -> tuple[Argument, ...]:
+        """Enqueue the table of taps of images that are `stored` as (h, w); gives the kernel's arguments that come of it."""
+        most = max(most_taps(size, made) for size, made in zip(stored, resampling.size, strict=True))
+        entries = len(resampling.boxes) * sum(resampling.size)
+        if self._table is None or self._table.size < entries * (2 + most):
+            self._table = self._runtime.device.allocate(4 * entries * (2 + most)).view("int32")
+        sizes = [np.int32(number) for number in (*resampling.size, most, resampling.interpolates)]
+        self._runtime.launch_items("pixels", "make_taps", entries, self._table, boxes, *sizes)
+        return boxes, self._table, *sizes
+
+    def _launch(
+        self, target: DeviceArray, images: PixelBatch, parts: Sequence[DeviceArray], resize: tuple[Argument, ...]
+    ) -> None:
+        count, height, width, channels = images.shape
+        size = width * channels
+        pack = 1 if resize else pack_width(target.itemsize, size, (target,))
+        grid, block = row_launch(count * height, size // pack, self._runtime.device.multiprocessors)
+        fill = np.dtype(parameter_dtype(target.dtype)).type(images.fill)
+        sizes = [np.int32(number) for number in (*images.pixels.shape[1:], height, size, count * height)]
+        name = f"{'resample' if resize else 'make'}_input_{TAGS[target.dtype]}_w{pack}"
+        self._runtime.launch("pixels", name, grid, block, target, *parts, fill, *sizes, *resize)
+
+
+class _Slot:
+    """Memory of one batch. uploaded: all of it has come to the device. read: nobody needs it there any more."""
+
+    def __init__(self, runtime: CudaRuntime, size_bytes: int) -> None:
+        device = runtime.device
+        self.pinned, self.memory = device.pinned(size_bytes), device.allocate(size_bytes)
+        self.uploaded, self.read = device.event(), device.event()
+
+    def fill(self, parts: Sequence[np.ndarray], starts: Sequence[int]) -> None:
+        """Put parts of a batch into pinned memory, once its latest upload is done."""
+        self.uploaded.synchronize()
+        for start, part in zip(starts, parts, strict=False):
+            place = self.pinned[start : start + part.nbytes].view(part.dtype).reshape(part.shape)
+            np.copyto(place, part)
+
+
+def _starts(parts: Sequence[np.ndarray]) -> list[int]:
+    """Where each part begins in a batch's memory, in bytes, and where the last one ends."""
+    return _places([part.nbytes for part in parts])
+
+
+def _places(sizes_bytes: Sequence[int]) -> list[int]:
+    starts = [0]
+    for size_bytes in sizes_bytes:
+        starts.append(-(-(starts[-1] + size_bytes) // _ALIGNMENT) * _ALIGNMENT)
+    return starts
+
+
+def ring_bytes(samples: int, stored: tuple[int, int, int], dtype: str, *, resizes: bool) -> int:
+    """Pinned memory of all batches, of at most so many samples of `stored` (h, w, C); `dtype` of the images that are made."""
+    by_channel = stored[2] * np.dtype(dtype).itemsize
+    boxes = 4 * np.dtype(np.int32).itemsize if resizes else 0
+    sizes = by_channel, by_channel, samples * WINDOW.itemsize, samples * boxes, samples * math.prod(stored)
+    return RING * _places(sizes)[-1]

@@ -1,0 +1,117 @@
+"""Max and average pooling."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from hpctrain.backend.cuda.device import Argument, pack_width
+from hpctrain.backend.cuda.device_array import DeviceArray
+from hpctrain.backend.operators import StepContext
+from hpctrain.backend.kernels.cuda.images import check_images, row_launch
+from hpctrain.backend.cuda.operator import CudaOperator
+from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
+from hpctrain.backend.specs import PoolSpec, TensorSpec
+from hpctrain.core.errors import BackendError
+
+_MOST_TAPS = 1 << 16
+#: columns of windows that have kernels of their own in training, where channels fit packs
+_COLUMNS = (2, 3)
+
+
+def make_pool(spec: PoolSpec, x: TensorSpec, *, training: bool, runtime: CudaRuntime) -> CudaOperator:
+    """The operator of either kind.
+
+    Raises:
+        BackendError: a window or images that the kernels cannot count.
+    """
+    kind = CudaMaxPool if spec.kind == "max" else CudaAveragePool
+    return kind(spec, x, training=training, runtime=runtime)
+
+
+class _Pool(CudaOperator):
+    """Launches over rows of the output forward, and of the input backward."""
+
+    def __init__(self, spec: PoolSpec, x: TensorSpec, *, training: bool, runtime: CudaRuntime) -> None:
+        super().__init__(spec, (x,), training=training, runtime=runtime)
+        self.pool = spec
+        check_images(f"{spec.kind} pooling", x.shape, self.output.shape)
+
+    def _dim(self, dim: int) -> tuple[np.int32, ...]:
+        """The arguments that describe a window in one dim: struct Dim of the kernels."""
+        window, size = self.pool.window, self.inputs[0].shape[1 + dim]
+        before, after = window.padding[2 * dim : 2 * dim + 2]
+        counted = (-before, size + after) if self.pool.count_include_pad else (0, size)
+        outputs, taps = self.output.shape[1 + dim], window.kernel[dim]
+        return tuple(map(np.int32, (size, outputs, taps, window.stride[dim], before, window.dilation[dim], *counted)))
+
+    def _launch(self, kernel: str, rows_of: TensorSpec, arrays: tuple[DeviceArray, ...], width: int, *last: Argument) -> None:
+        images, height, columns, channels = rows_of.shape
+        packs = channels // width
+        grid, block = row_launch(images * height, columns * packs, self.runtime.device.multiprocessors)
+        sizes = (np.int32(packs), np.int32(images * height))
+        name = f"{kernel}_{self.tag}_w{width}"
+        self.runtime.launch("pool", name, grid, block, *arrays, *self._dim(0), *self._dim(1), *sizes, *last)
+
+    def _width(self, *arrays: DeviceArray) -> int:
+        return pack_width(arrays[0].itemsize, self.inputs[0].shape[3], arrays)
+
+
+class CudaMaxPool(_Pool):
+    """y = maximum over the window, whose first largest element in row-major order receives the gradient (as in torch).
+
+    Saved: per output the winning tap's number, uint8, or uint16 where the window has more than 255 taps. NaN in a window makes
+    NaN of its output.
+    """
+
+    def __init__(self, spec: PoolSpec, x: TensorSpec, *, training: bool, runtime: CudaRuntime) -> None:
+        super().__init__(spec, x, training=training, runtime=runtime)
+        taps = math.prod(spec.window.kernel)
+        if taps > _MOST_TAPS:
+            rows, columns = spec.window.kernel
+            raise BackendError(
+                f"A max pooling window of {rows} x {columns} has {taps} taps; the cuda kernel set's windows have {_MOST_TAPS} "
+                f"at most, 256 x 256 for example."
+            )
+        self._code = "u8" if taps < 256 else "u16"
+        self.declare(saved=[(self.output.shape, "uint8" if taps < 256 else "uint16")] if training else [])
+
+    def _width(self, *arrays: DeviceArray) -> int:
+        wide = self._code == "u8" or not self.training
+        return super()._width(*arrays) if wide else 1
+
+    def forward(self, context: StepContext) -> None:
+        arrays: tuple[DeviceArray, ...] = (self.buffers.inputs[0], self.buffers.output)
+        width, columns = self._width(*arrays), self.pool.window.kernel[1]
+        if not self.training:
+            self._launch("max_pool", self.output, arrays, width)
+            return
+        special = f"columns{columns}_" if width > 1 and columns in _COLUMNS else ""
+        self._launch(f"max_pool_{special}{self._code}", self.output, (*arrays, self.saved[0]), width)
+
+    def backward_input(self) -> None:
+        grad = self.input_grad()
+        if grad is not None:
+            arrays = (self.output_grad, grad, self.saved[0])
+            width, adds = self._width(*arrays[:2]), np.int32(self.accumulates())
+            self._launch(f"max_pool_backward_{self._code}", self.inputs[0], arrays, width, adds)
+
+
+class CudaAveragePool(_Pool):
+    """y = sum over the window / its divisor: the elements inside the image, or inside the padded image."""
+
+    def __init__(self, spec: PoolSpec, x: TensorSpec, *, training: bool, runtime: CudaRuntime) -> None:
+        super().__init__(spec, x, training=training, runtime=runtime)
+        self.declare()
+
+    def forward(self, context: StepContext) -> None:
+        arrays = (self.buffers.inputs[0], self.buffers.output)
+        self._launch("average_pool", self.output, arrays, self._width(*arrays))
+
+    def backward_input(self) -> None:
+        grad = self.input_grad()
+        if grad is not None:
+            arrays = (self.output_grad, grad)
+            adds = np.int32(self.accumulates())
+            self._launch("average_pool_backward", self.inputs[0], arrays, self._width(*arrays), adds)

@@ -1,0 +1,128 @@
+"""Mirrors of a device's arrays in pinned memory, and copies on two streams beside that of computation: one for each direction.
+
+A copy to the host waits for the gradient that it takes. Were both directions on one stream, sums that have arrived would wait
+behind it. Events order the three streams, and none is left out that an order of the work exists for in which it matters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hpctrain.backend.cuda.device import DeviceEvent
+from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
+from hpctrain.backend.cuda.runtime import host_dtype
+from hpctrain.backend.mirrors import Array, StagedBytes, Transit
+
+
+@dataclass(frozen=True)
+class CudaTransit:
+    """Implements `Transit`.
+
+    begun: behind the work of kernels before the operation. copied: behind its copies to the host; None where there are none.
+    """
+
+    begun: DeviceEvent
+    copied: DeviceEvent | None
+
+    def on_host(self) -> bool:
+        return self.copied is None or self.copied.done
+
+
+@dataclass
+class _Place:
+    """The mirror of the memory of an array, and the event behind the latest copies from it, if any.
+
+    pointer: where the array begins on the device. memory: pinned, uint8, as long as the array.
+    """
+
+    pointer: int
+    memory: np.ndarray
+    read: DeviceEvent | None = None
+
+    def has(self, array: Array) -> bool:
+        """Whether all of the array lies in this one."""
+        return bool(self.pointer <= array.pointer and array.pointer + array.nbytes <= self.pointer + self.memory.size)
+
+    def mirror(self, array: Array) -> np.ndarray:
+        """The part of the mirror that is an array's, flat."""
+        begin = array.pointer - self.pointer
+        part: np.ndarray = self.memory[begin : begin + array.nbytes].view(host_dtype(array))
+        return part
+
+
+class CudaMirrors:
+    """Implements `HostMirrors` on one device. Events are used again by later operations."""
+
+    def __init__(self, runtime: CudaRuntime) -> None:
+        self.copied, self.pinned_bytes = StagedBytes(), 0
+        self._runtime = runtime
+        self._to_host = runtime.device.stream("to the host")
+        self._from_host = runtime.device.stream("from the host")
+        self._places: dict[tuple[int, int], _Place] = {}  # by address and bytes of an array
+        self._covered: list[_Place] = []
+        self._events: list[DeviceEvent] = []
+
+    def mirror(self, array: Array) -> np.ndarray:
+        key = array.pointer, array.nbytes
+        if key not in self._places:
+            covered = next((place for place in self._covered if place.has(array)), None)
+            self._places[key] = self._place(array) if covered is None else covered
+        place = self._places[key]
+        if place.read is not None:
+            place.read.synchronize()
+            self._events.append(place.read)
+            place.read = None
+        return place.mirror(array)
+
+    def cover(self, array: Array, instead_of: Array | None = None) -> None:
+        old = [] if instead_of is None else [place for place in self._covered if place.pointer == instead_of.pointer]
+        for place in old:
+            self._forget(place)
+        self._covered.append(self._place(array))
+
+    def _forget(self, place: _Place) -> None:
+        if place.read is not None:
+            place.read.synchronize()  # or its memory would be given back while it is copied from
+        self._covered.remove(place)
+        self._places = {key: other for key, other in self._places.items() if other is not place}
+        self.pinned_bytes -= place.memory.nbytes
+
+    def _place(self, array: Array) -> _Place:
+        self.pinned_bytes += array.nbytes
+        return _Place(array.pointer, self._runtime.device.pinned(array.nbytes))
+
+    def leave(self, copies: Sequence[tuple[np.ndarray, Array]]) -> CudaTransit:
+        begun = self._event()
+        self._runtime.stream.record(begun)
+        if not copies:
+            return CudaTransit(begun, None)
+        copied = self._event()
+        self._to_host.wait(begun)
+        for mirror, array in copies:
+            assert mirror.dtype == host_dtype(array), f"{array!r} does not go to a mirror of {mirror.dtype}"
+            self._runtime.device.download(self._to_host, mirror, array)
+            self.copied.to_host += array.nbytes
+        self._to_host.record(copied)
+        return CudaTransit(begun, copied)
+
+    def arrive(self, transit: Transit, array: Array, intervals: Sequence[tuple[int, int]]) -> None:
+        assert isinstance(transit, CudaTransit)
+        if intervals:
+            if transit.copied is None:  # else the host has seen that the work before the operation is done
+                self._from_host.wait(transit.begun)
+            place, flat, arrived = self._places[array.pointer, array.nbytes], array.reshape(-1), self._event()
+            mirror = place.mirror(array)
+            for begin, end in intervals:
+                self._runtime.device.upload(self._from_host, flat[begin:end], mirror[begin:end])
+                self.copied.from_host += (end - begin) * array.itemsize
+            self._from_host.record(arrived)
+            self._runtime.stream.wait(arrived)
+            place.read = arrived
+        self._events += [event for event in (transit.begun, transit.copied) if event is not None]
+
+    def _event(self) -> DeviceEvent:
+        """One that nobody asks any more: a stream that waits for an event waits for what it marked then."""
+        return self._events.pop() if self._events else self._runtime.device.event()

@@ -1,0 +1,58 @@
+"""Softmax cross entropy with label smoothing (Szegedy et al., CVPR 2016), and the two accuracies."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hpctrain.backend.operators import Array, LossOperator, LossSums
+from hpctrain.backend.kernels.labels import MixedLabels, checked_labels
+from hpctrain.backend.specs import SoftmaxCrossEntropySpec
+
+
+class SoftmaxCrossEntropy(LossOperator):
+    """Over logits (N, classes), in float64 inside whatever the logits' dtype; labels integer (N,)."""
+
+    def __init__(self, spec: SoftmaxCrossEntropySpec) -> None:
+        self.spec = spec
+
+    def run(self, logits: Array, labels: Array | MixedLabels, global_count: int, d_logits: Array | None) -> LossSums:
+        count, classes = logits.shape
+        if count == 0:
+            return LossSums(0.0, 0, 0, 0)
+        shares = _shares(labels, classes)
+        rows, counted = np.arange(count), max(shares, key=lambda share: share[0])[1]
+        with np.errstate(over="ignore", invalid="ignore"):
+            shifted = logits.astype(np.float64)
+            ranks = _ranks(shifted, counted)
+            shifted -= shifted.max(axis=1, keepdims=True)
+            soft = np.exp(shifted)
+            total = soft.sum(axis=1, keepdims=True)
+            uniform = self.spec.smoothing / classes
+            aim = sum((1.0 - self.spec.smoothing) * weight * shifted[rows, own] for weight, own in shares)
+            if uniform:
+                aim = aim + uniform * shifted.sum(axis=1)
+            loss = float((np.log(total[:, 0]) - aim).sum())
+            if d_logits is not None:
+                soft /= total
+                soft -= uniform
+                for weight, own in shares:
+                    soft[rows, own] -= (1.0 - self.spec.smoothing) * weight
+                np.divide(soft, global_count, out=d_logits, casting="same_kind")
+        return LossSums(loss, int((ranks < 1).sum()), int((ranks < self.spec.top).sum()), count)
+
+
+def _shares(labels: Array | MixedLabels, classes: int) -> list[tuple[float, np.ndarray]]:
+    """Labels (N,), with the share that they have of the target."""
+    if not isinstance(labels, MixedLabels):
+        return [(1.0, checked_labels(labels, classes))]
+    pairs = (labels.weight, labels.first), (1.0 - labels.weight, labels.second)
+    return [(weight, checked_labels(own, classes)) for weight, own in pairs]
+
+
+def _ranks(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """Logits before the label's: greater, or equal at a smaller index; `classes` (always wrong) for rows that hold NaN."""
+    classes = logits.shape[1]
+    own = logits[np.arange(labels.size), labels][:, None]
+    earlier = np.arange(classes) < labels[:, None]
+    ranks = ((logits > own) | ((logits == own) & earlier)).sum(axis=1)
+    return np.asarray(np.where(np.isnan(logits).any(axis=1), max(classes, SoftmaxCrossEntropySpec.top), ranks))

@@ -1,0 +1,64 @@
+"""The NumPy kernel set: the reference that others are tested against, and the fallback where nothing faster runs."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from hpctrain.backend.arithmetic import Arithmetic
+from hpctrain.backend.host_arithmetic import HostArithmetic
+from hpctrain.backend.operators import Array, KernelSet, LossOperator, Operator
+from hpctrain.backend.kernels.numpy.adaptive_pool import NumpyAdaptiveAveragePool
+from hpctrain.backend.numpy.batch_norm import NumpyBatchNorm
+from hpctrain.backend.numpy.conv2d import NumpyConv2d
+from hpctrain.backend.kernels.numpy.dropout import make_dropout
+from hpctrain.backend.numpy.elementwise import Add, Relu
+from hpctrain.backend.kernels.numpy.flatten import View
+from hpctrain.backend.kernels.numpy.linear import NumpyLinear
+from hpctrain.backend.numpy.classifier import SoftmaxCrossEntropy
+from hpctrain.backend.kernels.numpy.memory import allocate
+from hpctrain.backend.numpy.pool import make_pool
+from hpctrain.backend.specs import AdaptiveAveragePoolSpec, AddSpec, BatchNormSpec, Conv2dSpec, DropoutSpec, FlattenSpec, LinearSpec, PoolSpec, ReluSpec, SoftmaxCrossEntropySpec, Spec, TensorSpec
+from hpctrain.core.errors import BackendError
+
+
+class NumpyKernelSet(KernelSet):
+    """float32 and float64 on plain NHWC memory; matrix products by the BLAS that NumPy was built with.
+
+    It fuses nothing: with blocks that stay in the cache, batch norm with ReLU in one operator gains little forward and, since
+    the mask is then made twice, loses more backward. Fused specs that reach it are computed all the same.
+    """
+
+    name: ClassVar[str] = "numpy"
+    dtypes: ClassVar[tuple[str, ...]] = ("float32", "float64")
+    arithmetic: Arithmetic = HostArithmetic(allocate)
+
+    def make(self, spec: Spec, inputs: tuple[TensorSpec, ...], *, training: bool, input_gradient: bool = True) -> Operator:
+        for x in inputs:
+            if x.dtype not in self.dtypes:
+                raise BackendError(f"The numpy kernel set computes in {' or '.join(self.dtypes)}, not in {x.dtype}.")
+        match spec:
+            case Conv2dSpec():
+                return NumpyConv2d(spec, *inputs, training=training)
+            case LinearSpec():
+                return NumpyLinear(spec, *inputs, training=training)
+            case BatchNormSpec():
+                return NumpyBatchNorm(spec, *inputs, training=training)
+            case PoolSpec():
+                return make_pool(spec, *inputs, training=training)
+            case AdaptiveAveragePoolSpec():
+                return NumpyAdaptiveAveragePool(spec, *inputs, training=training)
+            case ReluSpec():
+                return Relu(spec, *inputs, training=training)
+            case AddSpec():
+                return Add(spec, *inputs, training=training)
+            case DropoutSpec():
+                return make_dropout(spec, *inputs, training=training)
+            case FlattenSpec():
+                return View(spec, *inputs)
+        raise BackendError(f"The numpy kernel set has no operator for {type(spec).__name__}.")
+
+    def make_loss(self, spec: SoftmaxCrossEntropySpec) -> LossOperator:
+        return SoftmaxCrossEntropy(spec)
+
+    def allocate(self, size_bytes: int) -> Array:
+        return allocate(size_bytes)

@@ -1,0 +1,152 @@
+"""Max and average pooling."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from hpctrain.backend.operators import Buffers, Operator, StepContext
+from hpctrain.backend.kernels.numpy.memory import Request
+from hpctrain.backend.numpy.operator import NumpyOperator
+from hpctrain.backend.kernels.numpy.planes import PlaneBlock, Planes
+from hpctrain.backend.numpy.windows import OutputBlock, blocks
+from hpctrain.backend.specs import PoolSpec, TensorSpec
+
+_BLOCK_ELEMENTS = 1 << 15
+
+
+def make_pool(spec: PoolSpec, x: TensorSpec, *, training: bool) -> Operator:
+    """The operator of either kind."""
+    kind = NumpyMaxPool if spec.kind == "max" else NumpyAveragePool
+    return kind(spec, x, training=training)
+
+
+class _Pool(NumpyOperator):
+    """Goes over the output in blocks, and over each block tap by tap. Scratch 0 holds the planes of a block."""
+
+    def __init__(self, spec: PoolSpec, x: TensorSpec, *, training: bool) -> None:
+        super().__init__(spec, (x,), training=training)
+        self.pool = spec
+        # No pixel lies in two windows.
+        self.apart = all(step >= extent for step, extent in zip(spec.window.stride, spec.window.extent, strict=True))
+        self.outputs = (self.output.shape[1], self.output.shape[2])
+        self.blocks = list(blocks(x.shape[0], self.outputs, _BLOCK_ELEMENTS // max(1, x.shape[3])))
+        self.planes = Planes(x.shape, self.dtype, spec.window, self.outputs, self.blocks)
+        row = self.outputs[1] * x.shape[3]
+        self.largest = max(((block.n1 - block.n0) * (block.o1 - block.o0) * row for block in self.blocks), default=0)
+
+    def bind(self, buffers: Buffers) -> None:
+        super().bind(buffers)
+        self.x = self.planes.bind(buffers.inputs[0], self.scratch[0])
+        grad = self.input_grad()
+        self.dx = [] if grad is None else self.planes.bind(grad, self.scratch[0])
+
+    def backward_input(self) -> None:
+        grad = self.input_grad()
+        if grad is None:
+            return
+        if not self.accumulates():
+            grad.fill(0)
+        for block, planes in zip(self.blocks, self.dx, strict=True):
+            planes.all.fill(0)
+            self._scatter(block, planes)
+            if self.apart and not self.accumulates():
+                planes.store()
+            else:
+                planes.add_to_image()
+
+    def _scatter(self, block: OutputBlock, planes: PlaneBlock) -> None:
+        """Write the gradient of one block to its planes, which are zero."""
+        raise NotImplementedError
+
+    def _work(self, i: int, like: np.ndarray) -> np.ndarray:
+        """Scratch array i in the shape of a block."""
+        return self.scratch[i][: like.size].reshape(like.shape)
+
+
+class NumpyMaxPool(_Pool):
+    """y = maximum over the window, whose first largest element in row-major order receives the gradient (as in torch).
+
+    Saved: per output the winning tap, counted down from R * S. NaN in a window makes NaN of its output.
+    """
+
+    def __init__(self, spec: PoolSpec, x: TensorSpec, *, training: bool) -> None:
+        super().__init__(spec, x, training=training)
+        self.total = math.prod(spec.window.kernel)
+        code = "uint8" if self.total < 256 else "uint32"
+        block = (self.largest,)
+        work: list[Request] = [(block, "bool"), (block, code), (block, self.dtype)] if training else []
+        self.declare(saved=[(self.output.shape, code)] if training else [], scratch=[self.planes.scratch, *work])
+
+    def forward(self, context: StepContext) -> None:
+        for block, planes in zip(self.blocks, self.x, strict=True):
+            planes.load(-np.inf)
+            y = self.buffers.output[block.images, block.rows]
+            np.copyto(y, planes.taps[-1])
+            if self.training:
+                winners = self.saved[0][block.images, block.rows]
+                winners.fill(1)
+                self._contest(planes, y, winners)
+            else:
+                for values in planes.taps[:-1]:
+                    np.maximum(y, values, out=y)
+
+    def _contest(self, planes: PlaneBlock, y: np.ndarray, winners: np.ndarray) -> None:
+        """From the last tap to the first: "greater or equal" then leaves the first of equals, and the codes only grow."""
+        wins, codes = self._work(1, y), self._work(2, y)
+        for code, values in enumerate(reversed(planes.taps[:-1]), start=2):
+            np.greater_equal(values, y, out=wins)
+            np.multiply(wins.view(np.uint8), codes.dtype.type(code), out=codes)
+            np.maximum(winners, codes, out=winners)
+            np.maximum(y, values, out=y)
+
+    def _scatter(self, block: OutputBlock, planes: PlaneBlock) -> None:
+        dy = self.output_grad[block.images, block.rows]
+        winners = self.saved[0][block.images, block.rows]
+        wins, share = self._work(1, dy), self._work(3, dy)
+        for number, target in enumerate(planes.taps):
+            np.equal(winners, winners.dtype.type(self.total - number), out=wins)
+            if self.apart:
+                np.multiply(dy, wins, out=target)
+            else:
+                np.multiply(dy, wins, out=share)
+                np.add(target, share, out=target)
+
+
+class NumpyAveragePool(_Pool):
+    """y = sum over the window / its divisor: the elements inside the image, or inside the padded image."""
+
+    def __init__(self, spec: PoolSpec, x: TensorSpec, *, training: bool) -> None:
+        super().__init__(spec, x, training=training)
+        rows, columns = (self._counts(dim) for dim in (0, 1))
+        self.factor = (1.0 / (rows[:, None, None] * columns[:, None])).astype(self.dtype)
+        self.declare(scratch=[self.planes.scratch, ((self.largest if training else 0,), self.dtype)])
+
+    def _counts(self, dim: int) -> np.ndarray:
+        """Return the number of taps of each window that count in one dim, int64 (Ho,) or (Wo,).
+
+        Where ceil mode lets a window reach beyond the padding, only the taps inside count, as in torch.
+        """
+        window, size = self.pool.window, self.inputs[0].shape[1 + dim]
+        before, after = window.padding[2 * dim : 2 * dim + 2]
+        start = np.arange(self.outputs[dim])[:, None] * window.stride[dim] - before
+        position = start + np.arange(window.kernel[dim]) * window.dilation[dim]
+        counted = position < size + after if self.pool.count_include_pad else (position >= 0) & (position < size)
+        return np.asarray(np.maximum(counted.sum(axis=1), 1))
+
+    def forward(self, context: StepContext) -> None:
+        for block, planes in zip(self.blocks, self.x, strict=True):
+            planes.load(0)
+            y = self.buffers.output[block.images, block.rows]
+            np.copyto(y, planes.taps[0])
+            for values in planes.taps[1:]:
+                np.add(y, values, out=y)
+            np.multiply(y, self.factor[block.rows], out=y)
+
+    def _scatter(self, block: OutputBlock, planes: PlaneBlock) -> None:
+        dy = self.output_grad[block.images, block.rows]
+        share = self._work(1, dy)
+        np.multiply(dy, self.factor[block.rows], out=share)
+        for target in planes.taps:
+            np.add(target, share, out=target)

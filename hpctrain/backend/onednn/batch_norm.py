@@ -1,0 +1,157 @@
+"""Batch normalisation (Ioffe and Szegedy 2015), with a ReLU or a residual sum and a ReLU behind it.
+
+oneDNN has no kernel for the residual sum, so it is one more primitive: y = bn(x), then y = max(y + r, 0) in place. Backward masks
+dy by y straight into the gradient of r, and batch norm's backward reads it from there.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hpctrain.backend.kernels.abilities import InPlace, JointBackward
+from hpctrain.backend.operators import Array, Buffers, StepContext
+from hpctrain.backend.onednn import constants as c
+from hpctrain.backend.onednn.binding import Attributes, Call, Descriptor, Engine, Primitive
+from hpctrain.backend.onednn.elementwise import Addition, ReluMask
+from hpctrain.backend.onednn.operator import elements, images, rows, vector
+from hpctrain.backend.kernels.onednn.operator import BACKWARD, FORWARD, LibraryOperator
+from hpctrain.backend.kernels.onednn.regions import Regions, part
+from hpctrain.backend.specs import BatchNormSpec, TensorSpec
+
+
+class BatchNormOperator(InPlace, JointBackward, LibraryOperator):
+    """y = gamma (x - mean) / sqrt(var + epsilon) + beta, in x's layout.
+
+    Training leaves the batch's mean and unbiased variance in the statistics "batch_mean" and "batch_var"; the biased variance
+    that backward needs is saved. The unbiased variance of one value per channel is taken as the biased one, 0.
+    """
+
+    def __init__(self, engine: Engine, spec: BatchNormSpec, x: TensorSpec, *, training: bool) -> None:
+        self.spec, self._training = spec, training
+        self.inputs = (x, x) if spec.add else (x,)
+        self.output = x
+        self.needs_inputs = (True, False) if spec.add else (True,)
+        self.needs_output = spec.add
+        count = int(np.prod(x.shape[:-1]))
+        self._unbias = count / (count - 1) if count > 1 else 1.0
+        what = f"batch norm of {x.shape}"
+        self._values = images(engine, x) if len(x.shape) == 4 else rows(engine, x)
+        self._channels = vector(engine, spec.channels)
+        self._make_primitives(engine, what)
+        self._add = Addition(engine, what, elements(engine, x), relu=True) if spec.add else None
+        self._mask = ReluMask(engine, f"{what} backward", elements(engine, x)) if spec.add and training else None
+        saved = Regions()
+        self._mean_part, self._var_part = saved.add(4 * spec.channels), saved.add(4 * spec.channels)
+        workspace_bytes = self._workspace.size_bytes if self._fused_relu and training else 0
+        self._workspace_part = saved.add(workspace_bytes)
+        self.saved_bytes = saved.total_bytes if training else 0
+        scratch = Regions()
+        self._library_part = scratch.add(self._scratchpad_bytes)
+        self.scratch_bytes = scratch.total_bytes
+
+    @property
+    def _fused_relu(self) -> bool:
+        assert isinstance(self.spec, BatchNormSpec)
+        return self.spec.relu and not self.spec.add
+
+    def _make_primitives(self, engine: Engine, what: str) -> None:
+        spec = self.spec
+        assert isinstance(spec, BatchNormSpec)
+        values, own = self._values, Attributes(engine)
+        flags = c.USE_SCALE | c.USE_SHIFT | (c.FUSE_NORM_RELU if self._fused_relu else 0)
+        forward = "batch_normalization_forward"
+        if not self._training:
+            flags |= c.USE_GLOBAL_STATS
+            kind = (c.FORWARD_INFERENCE, values, values, spec.epsilon, flags, own)
+            self._forward_primitive = Primitive(engine, forward, f"{what} forward", *kind)
+            self._scratchpad_bytes = self._forward_primitive.scratchpad_bytes
+            self.primitives = {FORWARD: self._forward_primitive}
+            return
+        kind = (c.FORWARD_TRAINING, values, values, spec.epsilon, flags, own)
+        self._forward_primitive = Primitive(engine, forward, f"{what} forward", *kind)
+        self._backward_primitive = Primitive(
+            engine,
+            "batch_normalization_backward",
+            f"{what} backward",
+            c.BACKWARD,
+            values,
+            values,
+            values,
+            spec.epsilon,
+            flags,
+            self._forward_primitive,
+            own,
+        )
+        self.primitives = {FORWARD: self._forward_primitive, BACKWARD: self._backward_primitive}
+        self._workspace = self._forward_primitive.descriptor(c.QUERY_WORKSPACE_MD)
+        self._scratchpad_bytes = max(self._forward_primitive.scratchpad_bytes, self._backward_primitive.scratchpad_bytes)
+
+    def bind(self, buffers: Buffers) -> None:
+        super().bind(buffers)
+        saved, library = buffers.saved, part(buffers.scratch, self._library_part)
+        if self._training:
+            self._mean = part(saved, self._mean_part).view(np.float32)
+            self._var = part(saved, self._var_part).view(np.float32)
+        else:
+            self._mean, self._var = buffers.statistics["running_mean"], buffers.statistics["running_var"]
+        memories = self._common(buffers)
+        memories[c.ARG_DST] = (self._values, buffers.output)
+        memories[c.ARG_SHIFT] = (self._channels, buffers.parameters["bias"])
+        self._forward = self._forward_primitive.bind(memories, library)
+        if self._add is not None:
+            self._forward_sum = self._add.bind(buffers.output, buffers.inputs[1], buffers.output)
+        if self._training and buffers.gradients:
+            self._bind_backward(buffers, library)
+
+    def _common(self, buffers: Buffers) -> dict[int, tuple[Descriptor, Array]]:
+        memories = {
+            c.ARG_SRC: (self._values, buffers.inputs[0]),
+            c.ARG_MEAN: (self._channels, self._mean),
+            c.ARG_VARIANCE: (self._channels, self._var),
+            c.ARG_SCALE: (self._channels, buffers.parameters["weight"]),
+        }
+        if self._training and self._fused_relu:
+            memories[c.ARG_WORKSPACE] = (self._workspace, part(buffers.saved, self._workspace_part))
+        return memories
+
+    def _bind_backward(self, buffers: Buffers, library: Array) -> None:
+        gradient = buffers.output_grad
+        self._apply_mask: Call | None = None
+        if self._mask is not None:
+            residual = buffers.input_grads[1]
+            masked = gradient if residual is None else residual
+            self._apply_mask = self._mask.bind(buffers.output, gradient, masked)
+            gradient = masked
+        target = buffers.input_grads[0]
+        memories = self._common(buffers)
+        memories[c.ARG_DIFF_DST] = (self._values, gradient)
+        # Where nobody asks for the input's gradient it overwrites the output's, which has no other reader.
+        memories[c.ARG_DIFF_SRC] = (self._values, gradient if target is None else target)
+        memories[c.ARG_DIFF_SCALE] = (self._channels, buffers.gradients["weight"])
+        memories[c.ARG_DIFF_SHIFT] = (self._channels, buffers.gradients["bias"])
+        self._backward = self._backward_primitive.bind(memories, library)
+
+    def forward(self, context: StepContext) -> None:
+        self._forward()
+        if self._add is not None:
+            self._forward_sum()
+        self._backward_done = False
+        if self._training:
+            statistics = self.buffers.statistics
+            np.copyto(statistics["batch_mean"], self._mean)
+            np.multiply(self._var, self._unbias, out=statistics["batch_var"])
+
+    def backward_parameters(self) -> None:
+        self._run_backward()
+
+    def backward_input(self) -> None:
+        self._run_backward()
+
+    def _run_backward(self) -> None:
+        """The parameters' gradients and the input's at once, when the first is asked for: they share their passes over memory."""
+        if self._backward_done:
+            return
+        if self._apply_mask is not None:
+            self._apply_mask()
+        self._backward()
+        self._backward_done = True

@@ -1,0 +1,332 @@
+"""oneDNN's C interface, thinly: descriptors, primitives, and calls that are prepared once and executed many times.
+
+Every status is checked. Functions keep their C names; handles are freed with the Python object that holds them. A `Call` is
+one `dnnl_primitive_execute` with its argument list built beforehand; ctypes releases the interpreter lock while it runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from ctypes import POINTER, byref, c_char, c_char_p, c_float, c_int, c_int64, c_size_t, c_uint, c_void_p
+from typing import Any
+
+from hpctrain.backend.operators import Array
+from hpctrain.backend.onednn import constants as c
+from hpctrain.backend.kernels.onednn.library import load, version
+from hpctrain.core.errors import BackendError
+
+Dims = c_int64 * c.MAX_DIMS
+
+
+class ExecutionArgument(ctypes.Structure):
+    """dnnl_exec_arg_t."""
+
+    _fields_ = (("arg", c_int), ("memory", c_void_p))
+
+
+_PD_HEAD = [POINTER(c_void_p), c_void_p]  # where the descriptor goes, the engine
+_MD = c_void_p
+_DIMS = POINTER(c_int64)
+_SIGNATURES: dict[str, list[Any]] = {
+    "dnnl_engine_create": [POINTER(c_void_p), c_int, c_size_t],
+    "dnnl_engine_destroy": [c_void_p],
+    "dnnl_stream_create": [POINTER(c_void_p), c_void_p, c_uint],
+    "dnnl_stream_destroy": [c_void_p],
+    "dnnl_memory_desc_create_with_strides": [POINTER(c_void_p), c_int, _DIMS, c_int, _DIMS],
+    "dnnl_memory_desc_create_with_tag": [POINTER(c_void_p), c_int, _DIMS, c_int, c_int],
+    "dnnl_memory_desc_clone": [POINTER(c_void_p), c_void_p],
+    "dnnl_memory_desc_destroy": [c_void_p],
+    "dnnl_memory_desc_query": [c_void_p, c_int, c_void_p],
+    "dnnl_memory_create": [POINTER(c_void_p), c_void_p, c_void_p, c_void_p],
+    "dnnl_memory_destroy": [c_void_p],
+    "dnnl_primitive_attr_create": [POINTER(c_void_p)],
+    "dnnl_primitive_attr_destroy": [c_void_p],
+    "dnnl_primitive_attr_set_scratchpad_mode": [c_void_p, c_int],
+    "dnnl_primitive_attr_set_post_ops": [c_void_p, c_void_p],
+    "dnnl_post_ops_create": [POINTER(c_void_p)],
+    "dnnl_post_ops_destroy": [c_void_p],
+    "dnnl_post_ops_append_sum": [c_void_p, c_float, ctypes.c_int32, c_int],
+    "dnnl_post_ops_append_eltwise": [c_void_p, c_int, c_float, c_float],
+    "dnnl_post_ops_append_binary": [c_void_p, c_int, c_void_p],
+    "dnnl_sgemm": [
+        c_char, c_char, c_int64, c_int64, c_int64, c_float, c_void_p, c_int64, c_void_p, c_int64, c_float, c_void_p, c_int64
+    ],
+    "dnnl_primitive_desc_destroy": [c_void_p],
+    "dnnl_primitive_desc_query": [c_void_p, c_int, c_int, c_void_p],
+    "dnnl_primitive_desc_next_impl": [c_void_p],
+    "dnnl_primitive_create": [POINTER(c_void_p), c_void_p],
+    "dnnl_primitive_destroy": [c_void_p],
+    "dnnl_primitive_execute": [c_void_p, c_void_p, c_int, POINTER(ExecutionArgument)],
+    "dnnl_reorder_primitive_desc_create": [POINTER(c_void_p), _MD, c_void_p, _MD, c_void_p, c_void_p],
+    "dnnl_sum_primitive_desc_create": [*_PD_HEAD, _MD, c_int, POINTER(c_float), POINTER(c_void_p), c_void_p],
+    "dnnl_binary_primitive_desc_create": [*_PD_HEAD, c_int, _MD, _MD, _MD, c_void_p],
+    "dnnl_matmul_primitive_desc_create": [*_PD_HEAD, _MD, _MD, _MD, _MD, c_void_p],
+    "dnnl_reduction_primitive_desc_create": [*_PD_HEAD, c_int, _MD, _MD, c_float, c_float, c_void_p],
+    "dnnl_eltwise_forward_primitive_desc_create": [*_PD_HEAD, c_int, c_int, _MD, _MD, c_float, c_float, c_void_p],
+    "dnnl_eltwise_backward_primitive_desc_create": [*_PD_HEAD, c_int, _MD, _MD, _MD, c_float, c_float, c_void_p, c_void_p],
+    "dnnl_pooling_forward_primitive_desc_create": [*_PD_HEAD, c_int, c_int, _MD, _MD, *[_DIMS] * 5, c_void_p],
+    "dnnl_pooling_backward_primitive_desc_create": [*_PD_HEAD, c_int, _MD, _MD, *[_DIMS] * 5, c_void_p, c_void_p],
+    "dnnl_batch_normalization_forward_primitive_desc_create": [*_PD_HEAD, c_int, _MD, _MD, c_float, c_uint, c_void_p],
+    "dnnl_batch_normalization_backward_primitive_desc_create": [
+        *_PD_HEAD, c_int, _MD, _MD, _MD, c_float, c_uint, c_void_p, c_void_p
+    ],
+    "dnnl_convolution_forward_primitive_desc_create": [*_PD_HEAD, c_int, c_int, *[_MD] * 4, *[_DIMS] * 4, c_void_p],
+    "dnnl_convolution_backward_data_primitive_desc_create": [*_PD_HEAD, c_int, *[_MD] * 3, *[_DIMS] * 4, c_void_p, c_void_p],
+    "dnnl_convolution_backward_weights_primitive_desc_create": [*_PD_HEAD, c_int, *[_MD] * 4, *[_DIMS] * 4, c_void_p, c_void_p],
+    "dnnl_inner_product_forward_primitive_desc_create": [*_PD_HEAD, c_int, *[_MD] * 4, c_void_p],
+    "dnnl_inner_product_backward_data_primitive_desc_create": [*_PD_HEAD, *[_MD] * 3, c_void_p, c_void_p],
+    "dnnl_inner_product_backward_weights_primitive_desc_create": [*_PD_HEAD, *[_MD] * 4, c_void_p, c_void_p],
+}  # fmt: skip
+
+
+def dims(values: Sequence[int]) -> Any:
+    """A dnnl_dims_t."""
+    return Dims(*values)
+
+
+class Unimplemented(BackendError):
+    """oneDNN has no kernel for what was asked (dnnl_unimplemented); callers may ask for something else."""
+
+
+def check(status: int, what: str) -> None:
+    """Raise unless oneDNN's status is success.
+
+    Raises:
+        Unimplemented: dnnl_unimplemented.
+        BackendError: any other failure, with oneDNN's name of it.
+    """
+    if status == c.SUCCESS:
+        return
+    name = c.STATUS_NAMES.get(status, f"status {status}")
+    kind = Unimplemented if status == c.UNIMPLEMENTED else BackendError
+    raise kind(f"oneDNN refused {what}: {name}.")
+
+
+class Engine:
+    """A CPU engine with one in-order stream. Owns both; everything made from it keeps it alive."""
+
+    def __init__(self) -> None:
+        try:
+            self.library = load()
+        except OSError as error:
+            raise BackendError(f"The oneDNN library cannot be loaded: {error}.") from error
+        found = version(self.library)
+        self.version = f"{found.major}.{found.minor}.{found.patch}"
+        for name, signature in _SIGNATURES.items():
+            function = getattr(self.library, name)
+            function.argtypes, function.restype = signature, c_int
+        self.library.dnnl_memory_desc_get_size.argtypes = [c_void_p]
+        self.library.dnnl_memory_desc_get_size.restype = c_size_t
+        self.library.dnnl_get_effective_cpu_isa.argtypes = []
+        self.library.dnnl_memory_desc_equal.argtypes = [c_void_p, c_void_p]
+        self.library.dnnl_primitive_desc_query_md.argtypes = [c_void_p, c_int, c_int]
+        self.library.dnnl_primitive_desc_query_md.restype = c_void_p
+        self.handle = self.create("dnnl_engine_create", "an engine", c.CPU, 0)
+        self.stream = self.create("dnnl_stream_create", "a stream", self.handle, c.STREAM_IN_ORDER)
+        weakref.finalize(self, _destroy_engine, self.library, self.stream, self.handle).atexit = False
+
+    @property
+    def block(self) -> int:
+        """Channels per block of the layouts that this processor's kernels prefer: 16 with AVX-512, else 8."""
+        return 16 if self.library.dnnl_get_effective_cpu_isa() & c.ISA_AVX512_CORE == c.ISA_AVX512_CORE else 8
+
+    def create(self, function: str, what: str, *arguments: Any) -> c_void_p:
+        """Call a creating function, whose first argument receives the handle."""
+        handle = c_void_p()
+        check(getattr(self.library, function)(byref(handle), *arguments), what)
+        return handle
+
+    def own(self, holder: object, function: str, handle: c_void_p) -> None:
+        """Free `handle` by `function` when `holder` goes; the engine outlives it."""
+        weakref.finalize(holder, _destroy, self, getattr(self.library, function), handle).atexit = False
+
+    def call(self, function: str, what: str, *arguments: Any) -> None:
+        """Call a function and check its status."""
+        check(getattr(self.library, function)(*arguments), what)
+
+    def multiply(self, a: Array, b: Array, out: Array) -> None:
+        """Write the product of float32 matrices a (m, k) and b (k, n) to `out` (m, n), in the library's threads.
+
+        Each may have a leading dim of 1. In `a` and `b` the elements of a row or of a column must be contiguous, in `out` those
+        of a row. With a fixed number of threads the result is bitwise reproducible.
+
+        Raises:
+            BackendError: oneDNN refuses the sizes.
+        """
+        (m, n), k = out.shape[-2:], a.shape[-1]
+        (turn_a, lead_a), (turn_b, lead_b), (_, lead_out) = map(_leading, (a, b, out))
+        sizes = (m, n, k, 1.0, a.ctypes.data, lead_a, b.ctypes.data, lead_b, 0.0, out.ctypes.data, lead_out)
+        self.call("dnnl_sgemm", f"a product of ({m}, {k}) and ({k}, {n})", turn_a, turn_b, *sizes)
+
+
+def _leading(matrix: Array) -> tuple[bytes, int]:
+    """Return dnnl_sgemm's transposition flag (`b"T"` or `b"N"`) and leading dimension of a matrix."""
+    (rows, columns), (row, column) = matrix.shape[-2:], (stride // matrix.itemsize for stride in matrix.strides[-2:])
+    if column == 1 or columns == 1:
+        return b"N", max(row, columns)
+    assert row == 1 or rows == 1, f"neither rows nor columns of {matrix.shape} with strides {matrix.strides} are contiguous"
+    return b"T", max(column, rows)
+
+
+def _destroy(engine: Engine, function: Callable[[c_void_p], int], handle: c_void_p) -> None:
+    function(handle)
+
+
+def _destroy_engine(library: ctypes.CDLL, stream: c_void_p, engine: c_void_p) -> None:
+    library.dnnl_stream_destroy(stream)
+    library.dnnl_engine_destroy(engine)
+
+
+class Descriptor:
+    """A dnnl_memory_desc_t: logical dims in oneDNN's order (N, C, H, W), (K, C, R, S), data type and memory format."""
+
+    def __init__(self, engine: Engine, handle: c_void_p) -> None:
+        self.engine, self.handle = engine, handle
+        engine.own(self, "dnnl_memory_desc_destroy", handle)
+        self._extent_bytes: int | None = None
+
+    @classmethod
+    def tagged(cls, engine: Engine, shape: Sequence[int], tag: str) -> Descriptor:
+        """By a named format; "any" leaves the choice to the primitive."""
+        what = f"a descriptor of {tuple(shape)} as {tag}"
+        create = "dnnl_memory_desc_create_with_tag"
+        return cls(engine, engine.create(create, what, len(shape), dims(shape), c.F32, c.FORMAT_TAG[tag]))
+
+    @classmethod
+    def strided(cls, engine: Engine, shape: Sequence[int], strides: Sequence[int]) -> Descriptor:
+        """By strides in elements."""
+        what = f"a descriptor of {tuple(shape)} with strides {tuple(strides)}"
+        create = "dnnl_memory_desc_create_with_strides"
+        made = cls(engine, engine.create(create, what, len(shape), dims(shape), c.F32, dims(strides)))
+        made._extent_bytes = 4 * (1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)))
+        return made
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that memory of this format holds, padding included."""
+        return int(self.engine.library.dnnl_memory_desc_get_size(self.handle))
+
+    @property
+    def extent_bytes(self) -> int:
+        """Bytes from the first to the last element; oneDNN's size counts the gaps behind the last one as well."""
+        return self.size_bytes if self._extent_bytes is None else self._extent_bytes
+
+    def equals(self, other: Descriptor) -> bool:
+        """Same dims, type and format."""
+        return bool(self.engine.library.dnnl_memory_desc_equal(self.handle, other.handle))
+
+
+class Attributes:
+    """A dnnl_primitive_attr_t with the user's scratchpad and, optionally, post-operations.
+
+    Args:
+        accumulate: add to the destination instead of overwriting it. relu: apply a ReLU to the result.
+    """
+
+    def __init__(self, engine: Engine, *, accumulate: bool = False, relu: bool = False) -> None:
+        self.handle = engine.create("dnnl_primitive_attr_create", "attributes")
+        engine.own(self, "dnnl_primitive_attr_destroy", self.handle)
+        engine.call("dnnl_primitive_attr_set_scratchpad_mode", "user scratchpads", self.handle, c.SCRATCHPAD_MODE_USER)
+        if not (accumulate or relu):
+            return
+        post = engine.create("dnnl_post_ops_create", "post-operations")
+        try:
+            if accumulate:
+                engine.call("dnnl_post_ops_append_sum", "a sum post-operation", post, 1.0, 0, 0)
+            if relu:
+                engine.call("dnnl_post_ops_append_eltwise", "a ReLU post-operation", post, c.ELTWISE_RELU, 0.0, 0.0)
+            engine.call("dnnl_primitive_attr_set_post_ops", "post-operations", self.handle, post)
+        finally:
+            engine.library.dnnl_post_ops_destroy(post)
+
+
+class Primitive:
+    """A primitive descriptor and the primitive made from it.
+
+    Args:
+        kind: the C name without "dnnl_" and "_primitive_desc_create", for example "convolution_forward".
+        what: names the operation in errors, for example "conv2d 3->64 forward".
+        arguments: those of the C function after the descriptor and the engine; descriptors and attributes as objects.
+    """
+
+    def __init__(self, engine: Engine, kind: str, what: str, *arguments: Any) -> None:
+        self.engine, self.what = engine, what
+        raw = [getattr(argument, "handle", argument) for argument in arguments]
+        head = [] if kind == "reorder" else [engine.handle]
+        self.handle = engine.create(f"dnnl_{kind}_primitive_desc_create", what, *head, *raw)
+        engine.own(self, "dnnl_primitive_desc_destroy", self.handle)
+        self.primitive = engine.create("dnnl_primitive_create", what, self.handle)
+        engine.own(self, "dnnl_primitive_destroy", self.primitive)
+
+    def descriptor(self, query: int, index: int = 0) -> Descriptor:
+        """The format chosen for one of its arguments (a copy)."""
+        found = self.engine.library.dnnl_primitive_desc_query_md(self.handle, query, index)
+        handle = self.engine.create("dnnl_memory_desc_clone", f"a descriptor of {self.what}", found)
+        return Descriptor(self.engine, handle)
+
+    @property
+    def implementation(self) -> str:
+        """oneDNN's name of the chosen kernel, for reports."""
+        text = c_char_p()
+        self.engine.call("dnnl_primitive_desc_query", self.what, self.handle, c.QUERY_IMPL_INFO_STR, 0, byref(text))
+        return (text.value or b"").decode()
+
+    @property
+    def is_plain(self) -> bool:
+        """True where the library has nothing better than its plain loops ("ref"), which are ten times slower or more."""
+        return self.implementation.startswith("ref")
+
+    @property
+    def scratchpad_bytes(self) -> int:
+        """Bytes that every call needs as its scratchpad."""
+        return self.descriptor(c.QUERY_SCRATCHPAD_MD).size_bytes
+
+    def bind(self, memories: Mapping[int, tuple[Descriptor, Array]], scratch: Array | None = None) -> Call:
+        """A call on fixed memory: execution argument -> (format, array whose first byte the memory starts at)."""
+        every = dict(memories)
+        if self.scratchpad_bytes:
+            assert scratch is not None, self.what
+            every[c.ARG_SCRATCHPAD] = (self.descriptor(c.QUERY_SCRATCHPAD_MD), scratch)
+        return Call(self, every)
+
+
+class _Memory:
+    """A dnnl_memory_t over an array's bytes; keeps the array."""
+
+    def __init__(self, descriptor: Descriptor, array: Array, what: str) -> None:
+        assert array.nbytes >= descriptor.extent_bytes, f"{what}: {array.nbytes} bytes given, {descriptor.extent_bytes} needed"
+        engine = descriptor.engine
+        self.array = array
+        self.handle = engine.create(
+            "dnnl_memory_create", f"memory of {what}", descriptor.handle, engine.handle, c_void_p(array.ctypes.data)
+        )
+        engine.own(self, "dnnl_memory_destroy", self.handle)
+
+
+class Call:
+    """One execution with its arguments prepared; calling it runs it to its end."""
+
+    __slots__ = ("_arguments", "_count", "_execute", "_memories", "_primitive", "_raw", "_stream")
+
+    def __init__(self, primitive: Primitive, memories: Mapping[int, tuple[Descriptor, Array]]) -> None:
+        engine = primitive.engine
+        self._primitive = primitive
+        self._memories = [_Memory(*memory, primitive.what) for memory in memories.values()]
+        self._count = len(memories)
+        self._arguments = (ExecutionArgument * self._count)()
+        for argument, kind, memory in zip(self._arguments, memories, self._memories, strict=True):
+            argument.arg, argument.memory = kind, memory.handle
+        self._execute = engine.library.dnnl_primitive_execute
+        self._raw, self._stream = primitive.primitive, engine.stream
+
+    def __call__(self) -> None:
+        """Execute the primitive.
+
+        Raises:
+            BackendError: oneDNN refuses the arguments.
+        """
+        status = self._execute(self._raw, self._stream, self._count, self._arguments)
+        if status:
+            check(status, f"to run {self._primitive.what}")

@@ -1,0 +1,140 @@
+"""ReLU, and the residual sum with or without one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hpctrain.backend.kernels.abilities import Accumulating, InPlace
+from hpctrain.backend.operators import Array, Buffers, StepContext
+from hpctrain.backend.onednn import constants as c
+from hpctrain.backend.onednn.binding import Attributes, Call, Descriptor, Engine, Primitive
+from hpctrain.backend.onednn.operator import elements
+from hpctrain.backend.kernels.onednn.operator import BACKWARD, FORWARD, LibraryOperator
+from hpctrain.backend.kernels.onednn.reorder import Copy
+from hpctrain.backend.specs import AddSpec, ReluSpec, TensorSpec
+
+
+class ReluMask:
+    """dx = dy where y > 0, else 0; y is the ReLU's output. In place where dx and dy are one buffer.
+
+    Args:
+        what: for errors. values: the format of y, dy and dx.
+    """
+
+    def __init__(self, engine: Engine, what: str, values: Descriptor) -> None:
+        attributes = Attributes(engine)
+        arguments = (values, values, 0.0, 0.0)
+        hint = Primitive(engine, "eltwise_forward", what, c.FORWARD_TRAINING, c.ELTWISE_RELU_USE_DST, *arguments, attributes)
+        self._values = values
+        self.primitive = Primitive(
+            engine, "eltwise_backward", what, c.ELTWISE_RELU_USE_DST, values, values, values, 0.0, 0.0, hint, attributes
+        )
+        assert self.primitive.scratchpad_bytes == 0, what
+
+    def bind(self, y: Array, dy: Array, dx: Array) -> Call:
+        """The call on fixed memory."""
+        values = self._values
+        return self.primitive.bind({c.ARG_DST: (values, y), c.ARG_DIFF_DST: (values, dy), c.ARG_DIFF_SRC: (values, dx)})
+
+
+class Addition:
+    """y = a + b, then ReLU where `relu` is set; y may be a's or b's memory."""
+
+    def __init__(self, engine: Engine, what: str, values: Descriptor, *, relu: bool = False) -> None:
+        self._values = values
+        attributes = Attributes(engine, relu=relu)
+        self.primitive = Primitive(engine, "binary", what, c.BINARY_ADD, values, values, values, attributes)
+        assert self.primitive.scratchpad_bytes == 0, what
+
+    def bind(self, a: Array, b: Array, y: Array) -> Call:
+        """The call on fixed memory."""
+        values = self._values
+        return self.primitive.bind({c.ARG_SRC: (values, a), c.ARG_SRC_1: (values, b), c.ARG_DST: (values, y)})
+
+
+class ReluOperator(InPlace, LibraryOperator):
+    """y = max(x, 0) in x's layout."""
+
+    needs_output = True
+
+    def __init__(self, engine: Engine, spec: ReluSpec, x: TensorSpec) -> None:
+        self.spec, self.inputs, self.output = spec, (x,), x
+        what = f"relu {x.shape}"
+        self._values = elements(engine, x)
+        self._primitive = Primitive(
+            engine,
+            "eltwise_forward",
+            what,
+            c.FORWARD_TRAINING,
+            c.ELTWISE_RELU,
+            self._values,
+            self._values,
+            0.0,
+            0.0,
+            Attributes(engine),
+        )
+        self._mask = ReluMask(engine, f"{what} backward", self._values)
+        self.primitives = {FORWARD: self._primitive, BACKWARD: self._mask.primitive}
+
+    def bind(self, buffers: Buffers) -> None:
+        super().bind(buffers)
+        memories = {c.ARG_SRC: (self._values, buffers.inputs[0]), c.ARG_DST: (self._values, buffers.output)}
+        self._forward = self._primitive.bind(memories)
+        self._backward: Call | None = None
+        if buffers.input_grads and buffers.input_grads[0] is not None:
+            self._backward = self._mask.bind(buffers.output, buffers.output_grad, buffers.input_grads[0])
+
+    def forward(self, context: StepContext) -> None:
+        self._forward()
+
+    def backward_input(self) -> None:
+        if self._backward is not None:
+            self._backward()
+
+
+class AddOperator(InPlace, Accumulating, LibraryOperator):
+    """y = a + b (then ReLU), both in the layout of the first."""
+
+    needs_inputs = (False, False)
+
+    def __init__(self, engine: Engine, spec: AddSpec, a: TensorSpec) -> None:
+        self.spec, self.inputs, self.output = spec, (a, a), a
+        self.needs_output = spec.relu
+        what = f"add {a.shape}"
+        values = elements(engine, a)
+        self._forward_sum = Addition(engine, what, values, relu=spec.relu)
+        self._mask = ReluMask(engine, f"{what} backward", values) if spec.relu else None
+        self._copy = Copy(engine, f"{what} backward", values, values)
+        self._plain_sum = Addition(engine, f"{what} backward", values)
+        self.primitives = {FORWARD: self._forward_sum.primitive, BACKWARD: None if self._mask is None else self._mask.primitive}
+
+    def bind(self, buffers: Buffers) -> None:
+        super().bind(buffers)
+        self._forward = self._forward_sum.bind(buffers.inputs[0], buffers.inputs[1], buffers.output)
+        self._backward: Sequence[Call] = self._backward_calls() if any(g is not None for g in buffers.input_grads) else ()
+
+    def _backward_calls(self) -> list[Call]:
+        """The masked gradient goes straight to the first target that is written, and from there to the other."""
+        buffers = self.buffers
+        calls: list[Call] = []
+        gradient: Array = buffers.output_grad
+        written = [g for g, adds in zip(buffers.input_grads, buffers.accumulate, strict=True) if g is not None and not adds]
+        if self._mask is not None:
+            masked = written[0] if written else gradient
+            calls.append(self._mask.bind(buffers.output, gradient, masked))
+            gradient = masked
+        for target, adds in zip(buffers.input_grads, buffers.accumulate, strict=True):
+            if target is None:
+                continue
+            if adds:
+                calls.append(self._plain_sum.bind(target, gradient, target))
+            elif target.ctypes.data != gradient.ctypes.data:
+                calls.append(self._copy.bind(gradient, target))
+        return calls
+
+    def forward(self, context: StepContext) -> None:
+        self._forward()
+
+    def backward_input(self) -> None:
+        for call in self._backward:
+            call()

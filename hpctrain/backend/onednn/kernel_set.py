@@ -1,0 +1,174 @@
+"""The `onednn` kernel set: float32 on x86-64 processors with AVX2 or more."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from threadpoolctl import threadpool_limits
+
+from hpctrain.backend.arithmetic import Arithmetic
+from hpctrain.backend.host_arithmetic import HostArithmetic
+from hpctrain.backend.kernels.abilities import SufficientFactors
+from hpctrain.backend.operators import Array, KernelSet, LossOperator, Operator
+from hpctrain.backend.kernels.fused_specs import WithRelu
+from hpctrain.backend.kernels.fusion import fuse
+from hpctrain.backend.graph import Graph
+from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.onednn.batch_norm import BatchNormOperator
+from hpctrain.backend.onednn.binding import Engine
+from hpctrain.backend.onednn.conv2d import make_conv2d
+from hpctrain.backend.onednn.elementwise import AddOperator, ReluOperator
+from hpctrain.backend.kernels.onednn.library import available
+from hpctrain.backend.onednn.linear import LinearOperator
+from hpctrain.backend.kernels.onednn.memory import allocate
+from hpctrain.backend.kernels.onednn.operator import LibraryOperator
+from hpctrain.backend.onednn.pool import IdentityOperator, PoolOperator, plain_pool
+from hpctrain.backend.kernels.onednn.products import ProductConv2d, products_pay
+from hpctrain.backend.kernels.onednn.rectified import RectifiedLinearOperator, RectifiedOperator
+from hpctrain.backend.kernels.onednn.reorder import ReorderOperator
+from hpctrain.backend.specs import NHWC, AdaptiveAveragePoolSpec, AddSpec, BatchNormSpec, Conv2dSpec, LinearSpec, PoolSpec, ReluSpec, SoftmaxCrossEntropySpec, Spec, TensorSpec
+from hpctrain.core.errors import BackendError
+
+__all__ = ["OnednnKernelSet", "available"]
+
+_Inputs = tuple[TensorSpec, ...]
+_PRODUCTS_REASON = "it has few pixels and many weights"
+
+
+class OnednnKernelSet(KernelSet):
+    """oneDNN's kernels where it has them, NumPy's in plain memory for the rest.
+
+    The rest is empty images, dropout, synchronised batch norm, windows of changing size, the loss, and all that oneDNN would
+    compute by its plain loops. The set owns the engine. Threads are OpenMP's: OMP_NUM_THREADS, read when the library is loaded.
+    The set limits NumPy's BLAS to one thread in the whole process: a second thread pool would compete for the cores with
+    OpenMP's threads, which spin between two kernels.
+
+    Args:
+        fused: rewrite neighbours into fused operations (the same numbers up to rounding).
+
+    Raises:
+        BackendError: the library is missing, or the processor lacks AVX2; the message says which.
+    """
+
+    name: ClassVar[str] = "onednn"
+    dtypes: ClassVar[tuple[str, ...]] = ("float32",)
+    arithmetic: Arithmetic = HostArithmetic(allocate)
+
+    def __init__(self, *, fused: bool = True) -> None:
+        reason = available()
+        if reason is not None:
+            raise BackendError(reason)
+        self._engine = Engine()
+        threadpool_limits(limits=1, user_api="blas")
+        self._fused = fused
+        self._fallback = NumpyKernelSet()
+        self._makers: dict[type, Callable[[Any, _Inputs, bool, bool], Operator | str]] = {
+            Conv2dSpec: self._conv2d,
+            LinearSpec: self._linear,
+            WithRelu: self._with_relu,
+            BatchNormSpec: self._batch_norm,
+            PoolSpec: self._pool,
+            AdaptiveAveragePoolSpec: self._pool,
+            ReluSpec: self._relu,
+            AddSpec: self._add,
+        }
+
+    @property
+    def version(self) -> str:
+        """oneDNN's version."""
+        return self._engine.version
+
+    def make(self, spec: Spec, inputs: _Inputs, *, training: bool, input_gradient: bool = True) -> Operator:
+        for x in inputs:
+            if x.dtype not in self.dtypes:
+                raise BackendError(f"The onednn kernel set computes in float32 only, not {x.dtype}; the numpy set has both.")
+        chosen = self._choose(spec, inputs, training, input_gradient)
+        if isinstance(chosen, Operator):
+            return chosen
+        plain = tuple(x.plain() for x in inputs)
+        inner = spec.inner if isinstance(spec, WithRelu) else spec
+        operator: Operator
+        if chosen == _PRODUCTS_REASON:
+            assert isinstance(inner, Conv2dSpec)
+            operator = ProductConv2d(self._engine, inner, plain[0], training=training)
+        else:
+            operator = self._fallback.make(inner, plain, training=training, input_gradient=input_gradient)
+        if isinstance(spec, WithRelu):
+            kind = RectifiedLinearOperator if isinstance(operator, SufficientFactors) else RectifiedOperator
+            operator = kind(self._engine, spec, operator)
+        operator.stands_in_because = chosen
+        return operator
+
+    def _choose(self, spec: Spec, inputs: _Inputs, training: bool, input_gradient: bool) -> Operator | str:
+        """The library's operator, or why there is none that is worth taking."""
+        maker = self._makers.get(type(spec))
+        if maker is None:
+            return "oneDNN has no such operation"
+        if any(0 in x.shape for x in inputs) or 0 in _output(spec, inputs).shape:
+            return "it is empty"
+        inner = spec.inner if isinstance(spec, WithRelu) else spec
+        if training and isinstance(inner, Conv2dSpec) and products_pay(inner, inputs[0]):
+            return _PRODUCTS_REASON
+        made = maker(spec, inputs, training, input_gradient)
+        if isinstance(made, LibraryOperator) and made.plain_loops:
+            return f"oneDNN has only plain loops for its {' and '.join(made.plain_loops)}"
+        return made
+
+    def multiply(self, a: Array, b: Array, out: Array) -> None:
+        """Write the product of float32 matrices to `out`: `Engine.multiply`."""
+        self._engine.multiply(a, b, out)
+
+    def make_loss(self, spec: SoftmaxCrossEntropySpec) -> LossOperator:
+        return self._fallback.make_loss(spec)
+
+    def fuse(self, graph: Graph, *, training: bool) -> Graph:
+        empty = any(0 in tensor.shape for tensor in graph.tensors)
+        return fuse(graph, training=training) if self._fused and not empty else graph
+
+    def reorder(self, source: TensorSpec, target: TensorSpec) -> Operator:
+        return ReorderOperator(self._engine, source, target)
+
+    def allocate(self, size_bytes: int) -> Array:
+        return allocate(size_bytes)
+
+    def _conv2d(self, spec: Conv2dSpec, inputs: _Inputs, training: bool, input_gradient: bool) -> Operator:
+        return make_conv2d(self._engine, spec, inputs[0], training=training, input_gradient=input_gradient)
+
+    def _linear(self, spec: LinearSpec, inputs: _Inputs, training: bool, input_gradient: bool) -> Operator:
+        return LinearOperator(self._engine, spec, inputs[0], training=training)
+
+    def _with_relu(self, spec: WithRelu, inputs: _Inputs, training: bool, input_gradient: bool) -> Operator:
+        if isinstance(spec.inner, Conv2dSpec):
+            return make_conv2d(self._engine, spec, inputs[0], training=training, input_gradient=input_gradient)
+        return LinearOperator(self._engine, spec, inputs[0], training=training)
+
+    def _batch_norm(self, spec: BatchNormSpec, inputs: _Inputs, training: bool, input_gradient: bool) -> Operator | str:
+        if spec.synchronised and training:
+            return "its statistics are those of several ranks"
+        if spec.fixed and training:
+            return "its statistics are fixed, and a gradient goes back through it"
+        return BatchNormOperator(self._engine, spec, inputs[0], training=training)
+
+    def _pool(
+        self, spec: PoolSpec | AdaptiveAveragePoolSpec, inputs: _Inputs, training: bool, input_gradient: bool
+    ) -> Operator | str:
+        plain = plain_pool(spec, inputs[0])
+        if plain is None:
+            adaptive = isinstance(spec, AdaptiveAveragePoolSpec)
+            return "its windows change in size" if adaptive else "its windows hang over the edge and count padding"
+        if math.prod(plain.window.kernel) == 1 and plain.window.stride == (1, 1) and not any(plain.window.padding):
+            return IdentityOperator(spec, inputs[0])
+        return PoolOperator(self._engine, spec, inputs[0], training=training)
+
+    def _relu(self, spec: ReluSpec, inputs: _Inputs, training: bool, input_gradient: bool) -> Operator:
+        return ReluOperator(self._engine, spec, inputs[0])
+
+    def _add(self, spec: AddSpec, inputs: _Inputs, training: bool, input_gradient: bool) -> Operator:
+        own = next((x for x in inputs if x.layout != NHWC), inputs[0])
+        return AddOperator(self._engine, spec, own)
+
+
+def _output(spec: Spec, inputs: _Inputs) -> TensorSpec:
+    return spec.output(*(x.plain() for x in inputs))

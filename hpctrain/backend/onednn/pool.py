@@ -1,0 +1,101 @@
+"""Max and average pooling over windows of one size."""
+
+from __future__ import annotations
+
+from hpctrain.backend.kernels.abilities import InputView
+from hpctrain.backend.operators import Buffers, Operator, StepContext
+from hpctrain.backend.onednn import constants as c
+from hpctrain.backend.onednn.binding import Attributes, Call, Engine, Primitive
+from hpctrain.backend.kernels.onednn.geometry import pooling_geometry
+from hpctrain.backend.onednn.operator import images, in_layout
+from hpctrain.backend.kernels.onednn.operator import BACKWARD, FORWARD, LibraryOperator
+from hpctrain.backend.kernels.onednn.regions import Regions, part
+from hpctrain.backend.specs import AdaptiveAveragePoolSpec, PoolSpec, TensorSpec, Window
+
+
+def plain_pool(spec: PoolSpec | AdaptiveAveragePoolSpec, x: TensorSpec) -> PoolSpec | None:
+    """The same pooling as windows of one size that oneDNN counts as we do; None where there is none."""
+    if isinstance(spec, AdaptiveAveragePoolSpec):
+        _, h, w, _ = x.shape
+        if h % spec.size[0] or w % spec.size[1]:
+            return None
+        kernel = (h // spec.size[0], w // spec.size[1])
+        return PoolSpec("average", Window(kernel, kernel, (0, 0, 0, 0)))
+    _, ho, wo, _ = spec.output(x).shape
+    _, extra = pooling_geometry(spec.window, (x.shape[1], x.shape[2]), (ho, wo))
+    padded = any(spec.window.padding) and spec.count_include_pad
+    # A window that rounding up lets stand over the edge counts only what lies inside.
+    if spec.kind == "average" and any(extra):
+        return None if padded else PoolSpec(spec.kind, spec.window, spec.ceil_mode, count_include_pad=False)
+    return spec
+
+
+class PoolOperator(LibraryOperator):
+    """y = max or mean over each window, in x's layout; max keeps the place of each maximum for backward."""
+
+    def __init__(self, engine: Engine, given: PoolSpec | AdaptiveAveragePoolSpec, x: TensorSpec, *, training: bool) -> None:
+        spec = plain_pool(given, x)
+        assert spec is not None
+        self.spec, self.inputs = given, (x,)
+        plain = spec.output(x)
+        self.output = in_layout(plain, x.layout)
+        what = f"{spec.kind} pool of {x.shape}"
+        self._x, self._y = images(engine, x), images(engine, plain, x.layout)
+        geometry, _ = pooling_geometry(spec.window, x.shape[1:3], plain.shape[1:3])
+        algorithm = _algorithm(spec)
+        kind = c.FORWARD_TRAINING if training else c.FORWARD_INFERENCE
+        own = Attributes(engine)
+        self._forward_primitive = Primitive(
+            engine, "pooling_forward", f"{what} forward", kind, algorithm, self._x, self._y, *geometry, own
+        )
+        self._workspace = self._forward_primitive.descriptor(c.QUERY_WORKSPACE_MD)
+        self._workspace_bytes = self._workspace.size_bytes if training else 0
+        primitives = {FORWARD: self._forward_primitive}
+        if training:
+            hint = self._forward_primitive
+            self._backward_primitive = Primitive(
+                engine, "pooling_backward", f"{what} backward", algorithm, self._x, self._y, *geometry, hint, own
+            )
+            primitives[BACKWARD] = self._backward_primitive
+        self.primitives = primitives
+        self.saved_bytes = self._workspace_bytes
+        scratch = Regions()
+        self._library_part = scratch.add(max(primitive.scratchpad_bytes for primitive in primitives.values()))
+        self.scratch_bytes = scratch.total_bytes
+
+    def bind(self, buffers: Buffers) -> None:
+        super().bind(buffers)
+        library = part(buffers.scratch, self._library_part)
+        workspace = {c.ARG_WORKSPACE: (self._workspace, buffers.saved)} if self._workspace_bytes else {}
+        memories = {c.ARG_SRC: (self._x, buffers.inputs[0]), c.ARG_DST: (self._y, buffers.output)}
+        self._forward = self._forward_primitive.bind(memories | workspace, library)
+        self._backward: Call | None = None
+        if buffers.input_grads and buffers.input_grads[0] is not None:
+            gradients = {c.ARG_DIFF_DST: (self._y, buffers.output_grad), c.ARG_DIFF_SRC: (self._x, buffers.input_grads[0])}
+            self._backward = self._backward_primitive.bind(gradients | workspace, library)
+
+    def forward(self, context: StepContext) -> None:
+        self._forward()
+
+    def backward_input(self) -> None:
+        if self._backward is not None:
+            self._backward()
+
+
+def _algorithm(spec: PoolSpec) -> int:
+    if spec.kind == "max":
+        return c.POOLING_MAX
+    return c.POOLING_AVERAGE_INCLUDE_PADDING if spec.count_include_pad else c.POOLING_AVERAGE_EXCLUDE_PADDING
+
+
+class IdentityOperator(InputView, Operator):
+    """The output is the input, in whatever layout: pooling over windows of one element."""
+
+    def __init__(self, spec: PoolSpec | AdaptiveAveragePoolSpec, x: TensorSpec) -> None:
+        self.spec, self.inputs, self.output = spec, (x,), x
+
+    def forward(self, context: StepContext) -> None:
+        """The memory is shared."""
+
+    def backward_input(self) -> None:
+        """The memory is shared."""

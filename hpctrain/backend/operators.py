@@ -1,0 +1,281 @@
+"""The seam between layers and arithmetic: operators, made at set-up, run every step.
+
+A kernel set turns a spec into an `Operator`; the program (nn) plans memory from what the operator declares, binds it to
+its buffers once, and then only calls `forward`, `backward_parameters` and `backward_input`. An operator allocates nothing
+after `bind` (scratch and saved memory are planned for it) and never keeps a reference to anything but its buffers.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+
+from hpctrain.backend.alignment import ALIGNMENT_BYTES
+from hpctrain.backend.arithmetic import Arithmetic
+from hpctrain.backend.graph import Graph
+from hpctrain.backend.kernels.labels import MixedLabels
+from hpctrain.backend.specs import SoftmaxCrossEntropySpec, Spec, TensorSpec
+from hpctrain.backend.mirrors import PinnedBytes
+from hpctrain.backend.pixel_batch import PixelBatch
+
+Array = Any  # numpy.ndarray or cupy.ndarray: the kernel set decides
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """Reaches every operator at the start of a forward pass.
+
+    Args:
+        training: batch statistics and dropout, or their evaluation counterparts.
+        epoch, step: counted from 0 since the start of training (not since the last resume).
+        sample_ids: int64 (N,), the data set's index of each sample of this (micro-)batch on this rank.
+        global_count: samples of the whole step over all ranks and micro-batches.
+    """
+
+    training: bool = True
+    epoch: int = 0
+    step: int = 0
+    sample_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    global_count: int = 0
+
+
+class StatisticsMerger(Protocol):
+    """Merges batch statistics over the ranks that share a step. One process: the identity."""
+
+    @property
+    def alone(self) -> bool:
+        """One rank: there is nothing to merge."""
+        ...
+
+    def merge(self, count: int, mean: np.ndarray, m2: np.ndarray) -> int:
+        """Replace `mean` and `m2` by those of all ranks, merged in rank order, and return the total count.
+
+        Both are float64 (C,); `m2` is the sum of squared deviations. Collective: every rank calls it, with count 0 if it has no
+        samples.
+        """
+        ...
+
+    def sum(self, values: np.ndarray) -> None:
+        """Replace `values`, float64, by their sum over the ranks, in rank order. Collective."""
+        ...
+
+
+class LocalStatistics:
+    """The merger of a rank that shares with nobody."""
+
+    alone = True
+
+    def merge(self, count: int, mean: np.ndarray, m2: np.ndarray) -> int:
+        return count
+
+    def sum(self, values: np.ndarray) -> None:
+        return None
+
+
+@dataclass
+class Buffers:
+    """The memory that one operator works on, fixed for the life of a program.
+
+    Arrays in plain layout have the logical shape; in a kernel set's own layout they are flat, `TensorSpec.size` long.
+
+    input_grads[i] is None where nobody asks for it. With `accumulate[i]` the operator adds to it instead of writing it;
+    only operators that are `Accumulating` are asked to.
+    """
+
+    inputs: tuple[Array, ...]
+    output: Array
+    input_grads: tuple[Array | None, ...] = ()
+    output_grad: Array | None = None
+    accumulate: tuple[bool, ...] = ()
+    parameters: Mapping[str, Array] = field(default_factory=dict)  # by role: "weight", "bias"
+    gradients: Mapping[str, Array] = field(default_factory=dict)  # same roles; written, never added to
+    shadows: Mapping[str, Array] = field(default_factory=dict)  # same roles: the parameters rounded, where the set asks for it
+    statistics: Mapping[str, Array] = field(default_factory=dict)  # by role: "running_mean", "batch_mean", ...
+    saved: Array | None = None  # uint8 (saved_bytes), kept from forward to backward
+    scratch: Array | None = None  # uint8 (scratch_bytes), shared with other operators, valid within one call
+    merger: StatisticsMerger = field(default_factory=LocalStatistics)
+
+
+class Operator(ABC):
+    """One planned computation, described by the attributes that a subclass sets.
+
+    inputs, output: the specs (with layouts) that it wants; the plan inserts copies where a neighbour's layout differs.
+    needs_inputs[i], needs_output: backward reads inputs[i], the output. What nobody needs is overwritten before backward.
+    saved_bytes, scratch_bytes: memory that it keeps from forward to backward, and that it works in within one call.
+    forward, backward_parameters, backward_input: the computation.
+
+    All but the last is fixed at construction, so that memory can be planned; `bind` then gives the memory. Whatever else an
+    operator can do (work in place, add to gradients, start early ...) it says by inheriting from a class in `abilities`.
+
+    Other attributes: spec: what it computes. stands_in_because: why a kernel set took another one's operator, for reports; empty
+    where it took one of its own.
+    """
+
+    spec: Spec
+    inputs: tuple[TensorSpec, ...]
+    output: TensorSpec
+    needs_inputs: tuple[bool, ...] = (False,)
+    needs_output: bool = False
+    saved_bytes: int = 0
+    scratch_bytes: int = 0
+    buffers: Buffers
+    stands_in_because: str = ""
+
+    def bind(self, buffers: Buffers) -> None:
+        """Take the buffers and build everything that a step will use (views, argument lists)."""
+        self.buffers = buffers
+
+    @abstractmethod
+    def forward(self, context: StepContext) -> None:
+        """Write the output from the inputs."""
+
+    def backward_parameters(self) -> None:  # noqa: B027  an operator without parameters has nothing to do
+        """Write the parameters' gradients from output_grad (and inputs).
+
+        A program calls it before `backward_input`, unless the node says otherwise. Once backward has begun, the operator owns
+        output_grad: it may write there, and nothing else reads it.
+        """
+
+    @abstractmethod
+    def backward_input(self) -> None:
+        """Write each input_grads[i] that is not None."""
+
+
+@dataclass
+class LossSums:
+    """The terms that one micro-batch adds to the step's sums: not means, so that ranks with few samples weigh as they should."""
+
+    loss: float  # sum over the samples, undivided
+    top1: int
+    top5: int
+    count: int
+
+    def result(self) -> LossSums:
+        """Themselves: sums that are there are a handle of sums."""
+        return self
+
+
+class LossHandle(Protocol):
+    """Sums on their way to the host."""
+
+    def result(self) -> LossSums:
+        """Wait for them, and give them: before the loss is run for the next time but one."""
+        ...
+
+
+class LossOperator(ABC):
+    """Softmax cross entropy over logits (N, classes)."""
+
+    @abstractmethod
+    def run(self, logits: Array, labels: Array | MixedLabels, global_count: int, d_logits: Array | None) -> LossHandle:
+        """Sums over this batch; writes d_logits = d(sum loss / global_count)/d logits where it is given. Never waits.
+
+        Args:
+            labels: integers of the host (N,), or two of each sample with their shares; may change afterwards.
+        """
+
+
+class KernelSet(ABC):
+    """Makes operators. numpy: the reference, float32 and float64; onednn: CPU speed, float32.
+
+    Attributes:
+        arithmetic: on the arrays of this set's operators, outside of these.
+        alignment_bytes: of every buffer in an arena.
+        shadow_dtype: of a rounded copy of all parameters, which operators read instead of them; None where they need none.
+    """
+
+    name: ClassVar[str]
+    dtypes: ClassVar[tuple[str, ...]]
+    arithmetic: Arithmetic
+    alignment_bytes: int = ALIGNMENT_BYTES
+    shadow_dtype: str | None = None
+
+    @property
+    def version(self) -> str:
+        """Version of the library that computes; "" for kernels of our own."""
+        return ""
+
+    @abstractmethod
+    def make(self, spec: Spec, inputs: tuple[TensorSpec, ...], *, training: bool, input_gradient: bool = True) -> Operator:
+        """The operator for `spec` on inputs of these shapes. Accepts N = 0, H = 0 and W = 0.
+
+        input_gradient: `backward_input` will be called. False for what reads the images themselves: kernels are chosen without
+            regard to it.
+
+        Raises:
+            BackendError: a spec or dtype that this set cannot compute.
+        """
+
+    @abstractmethod
+    def make_loss(self, spec: SoftmaxCrossEntropySpec) -> LossOperator: ...
+
+    def begin(self, context: StepContext) -> None:  # noqa: B027  most operators take numbers from the context
+        """A forward pass begins: whatever operators read from memory, and not from the context, is brought there. Never waits."""
+
+    def wait(self) -> None:  # noqa: B027  kernels of the host are done when they return
+        """Wait until all work of this set is done: to time it. A step never does."""
+
+    def free_bytes(self) -> int | None:
+        """Bytes that `allocate` still has; None where that is for the operating system to say."""
+        return None
+
+    def used_bytes(self) -> int | None:
+        """Bytes of the device's memory that are in use; None where that is the process's own memory."""
+        return None
+
+    def pinned_bytes(self) -> PinnedBytes | None:
+        """Pinned memory so far; None where kernels compute in the memory of the host."""
+        return None
+
+    def pinned_input_bytes(self, samples: int, stored: tuple[int, int, int], *, resizes: bool) -> int:
+        """Pinned memory of batches of at most so many samples of stored pixels (h, w, C). resizes: them first."""
+        return 0
+
+    def fuse(self, graph: Graph, *, training: bool) -> Graph:
+        """Replace neighbours by fused nodes where this set has them; the rest stays as it is."""
+        return graph
+
+    def reorder(self, source: TensorSpec, target: TensorSpec) -> Operator:
+        """The operator that copies a tensor from one layout to another (backward: the gradient back)."""
+        raise NotImplementedError(f"the {self.name} kernel set has one layout")
+
+    @abstractmethod
+    def allocate(self, size_bytes: int) -> Array:
+        """A zeroed uint8 buffer of the device, aligned to 64 bytes at least, on huge pages where that is possible."""
+
+
+class PixelInput(ABC):
+    """A kernel set that makes what a network reads of stored pixels, where its arrays lie."""
+
+    @abstractmethod
+    def make_input(self, target: Array, images: PixelBatch) -> None:
+        """target (N, H, W, C) := images, the very numbers of these as an array, rounded to the target's dtype.
+
+        The pixels may change afterwards.
+        """
+
+
+class CapturedWork(Protocol):
+    """Work of operators that was captured instead of done."""
+
+    def launch(self) -> None:
+        """Enqueue all of it at once, as often as wanted, on the memory that it was captured with."""
+        ...
+
+
+class CapturesWork(ABC):
+    """A kernel set whose operators' calls can be captured: CUDA graphs.
+
+    captures: whether that is wanted.
+    """
+
+    captures: bool = True
+
+    @abstractmethod
+    def capture(self) -> AbstractContextManager[CapturedWork]:
+        """Inside, operators' calls are captured and nothing is done. The same calls have been made before, without it."""

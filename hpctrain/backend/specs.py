@@ -1,0 +1,329 @@
+"""Operations as data: tensors and the operations on them, with their shapes and costs.
+
+A spec says nothing of how it is computed; a kernel set turns it into an operator. Letters: N batch, H W image, C channels
+in, K channels out, R S kernel, Ho Wo output. All shapes are logical NHWC, weights KRSC, linear weights (in, out).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+
+from hpctrain.backend.dtypes import item_bytes
+from hpctrain.core.errors import ShapeError
+
+Shape = tuple[int, ...]
+Pair = tuple[int, int]
+Edges = tuple[int, int, int, int]  # top, bottom, left, right
+
+NHWC = "NHWC"
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor as it is known at set-up: logical shape, dtype by name (see `backend.dtypes`), layout.
+
+    `layout` is "NHWC" (plain row-major memory of the logical shape, whatever its rank) or an opaque token of the kernel
+    set that chose it; `size` is then the number of elements its buffer holds, padding included.
+    """
+
+    shape: Shape
+    dtype: str = "float32"
+    layout: str = NHWC
+    padded_size: int | None = None
+
+    @property
+    def size(self) -> int:
+        """Elements in the buffer."""
+        return math.prod(self.shape) if self.padded_size is None else self.padded_size
+
+    @property
+    def item_bytes(self) -> int:
+        return item_bytes(self.dtype)
+
+    @property
+    def bytes(self) -> int:
+        return self.size * self.item_bytes
+
+    def with_shape(self, shape: Shape) -> TensorSpec:
+        """The same dtype in plain memory with another shape."""
+        return TensorSpec(shape, self.dtype)
+
+    def plain(self) -> TensorSpec:
+        """The same tensor in plain NHWC memory."""
+        return replace(self, layout=NHWC, padded_size=None)
+
+
+@dataclass(frozen=True)
+class Window:
+    """Spatial reach of a layer: output row o reads input rows [o*stride - padding_top, ... + extent)."""
+
+    kernel: Pair
+    stride: Pair
+    padding: Edges
+    dilation: Pair = (1, 1)
+
+    @property
+    def extent(self) -> Pair:
+        """Rows and columns from the first to the last tap, dilation included."""
+        (rows, columns), (dilation_rows, dilation_columns) = self.kernel, self.dilation
+        return dilation_rows * (rows - 1) + 1, dilation_columns * (columns - 1) + 1
+
+    def output_size(self, size: Pair, *, ceil_mode: bool = False) -> Pair:
+        """(Ho, Wo) for an input of (H, W); 0 where H or W is 0.
+
+        Raises:
+            ShapeError: an input that is not empty but smaller than the kernel (in ceil mode, by a stride or more).
+        """
+        out = []
+        for dim in (0, 1):
+            before, after = self.padding[2 * dim], self.padding[2 * dim + 1]
+            if size[dim] == 0:
+                out.append(0)
+                continue
+            room = size[dim] + before + after - self.extent[dim]
+            if room < 0 and not (ceil_mode and room > -self.stride[dim]):
+                name = ("height", "width")[dim]
+                raise ShapeError(
+                    f"An image of {name} {size[dim]} with padding {before}+{after} is smaller than the window of "
+                    f"{self.extent[dim]}; the smallest {name} that fits is {size[dim] - room}."
+                )
+            count = (-(-room // self.stride[dim]) if ceil_mode else room // self.stride[dim]) + 1
+            # A last window that would start beyond the input and its leading padding is dropped (as torch does).
+            if ceil_mode and (count - 1) * self.stride[dim] >= size[dim] + before:
+                count -= 1
+            out.append(count)
+        return out[0], out[1]
+
+
+@runtime_checkable
+class Spec(Protocol):
+    """One operation: what it computes, its output for given inputs (one TensorSpec each), its cost.
+
+    The keywords below only say "any number of inputs" to the type checker; no spec takes any.
+    """
+
+    def output(self, *inputs: Any, **none: Any) -> TensorSpec:
+        """The output in plain memory."""
+        ...
+
+    def flops(self, *inputs: Any, **none: Any) -> int:
+        """Floating-point operations of one forward pass (a multiply-add counts two)."""
+        ...
+
+
+def _nhwc(x: TensorSpec, channels: int, what: str) -> tuple[int, int, int, int]:
+    if len(x.shape) != 4:
+        raise ShapeError(f"{what} takes images of shape (N, H, W, C), not {x.shape}.")
+    if x.shape[3] != channels:
+        raise ShapeError(f"{what} was built for {channels} channels, its input has {x.shape[3]}.")
+    return x.shape
+
+
+@dataclass(frozen=True)
+class Conv2dSpec:
+    """y (N, Ho, Wo, K) = x (N, H, W, C) * weight (K, R, S, C / groups) + bias (K)."""
+
+    channels_in: int
+    channels_out: int
+    window: Window
+    groups: int = 1
+    bias: bool = True
+
+    def __post_init__(self) -> None:
+        if self.groups < 1 or self.channels_in % self.groups or self.channels_out % self.groups:
+            legal = math.gcd(self.channels_in, self.channels_out)
+            raise ShapeError(
+                f"{self.groups} groups do not divide {self.channels_in} channels in and {self.channels_out} out; "
+                f"groups must divide {legal}."
+            )
+
+    @property
+    def weight_shape(self) -> Shape:
+        return (self.channels_out, *self.window.kernel, self.channels_in // self.groups)
+
+    def with_window(self, window: Window) -> Conv2dSpec:
+        """The same convolution with another window."""
+        return replace(self, window=window)
+
+    def output(self, x: TensorSpec) -> TensorSpec:
+        n, h, w, _ = _nhwc(x, self.channels_in, "conv2d")
+        ho, wo = self.window.output_size((h, w))
+        return x.with_shape((n, ho, wo, self.channels_out))
+
+    def flops(self, x: TensorSpec) -> int:
+        n, ho, wo, _ = self.output(x).shape
+        return 2 * n * ho * wo * math.prod(self.weight_shape)
+
+
+@dataclass(frozen=True)
+class LinearSpec:
+    """y (N, out) = x (N, in) @ weight (in, out) + bias (out)."""
+
+    features_in: int
+    features_out: int
+    bias: bool = True
+
+    @property
+    def weight_shape(self) -> Shape:
+        return (self.features_in, self.features_out)
+
+    def output(self, x: TensorSpec) -> TensorSpec:
+        if len(x.shape) != 2 or x.shape[1] != self.features_in:
+            raise ShapeError(f"linear was built for inputs of shape (N, {self.features_in}), not {x.shape}.")
+        return x.with_shape((x.shape[0], self.features_out))
+
+    def flops(self, x: TensorSpec) -> int:
+        return 2 * x.shape[0] * self.features_in * self.features_out
+
+
+@dataclass(frozen=True)
+class BatchNormSpec:
+    """y = gamma * (x - mean) / sqrt(var + epsilon) + beta per channel (the last dim).
+
+    Training uses the batch's mean and biased variance and leaves the mean and the *unbiased* variance in the operator's
+    `batch_mean` and `batch_var` statistics; evaluation uses `running_mean` and `running_var`. With `synchronised` the
+    statistics are those of all ranks of the group `merge`, merged through its `StatisticsMerger`: "all", all ranks that share
+    the step; "data", those that hold the same channels; "split", those that hold parts of the same images.
+    With `fixed` training, too, uses the running statistics and leaves them as they are, as evaluation does.
+    """
+
+    channels: int
+    epsilon: float = 1e-5
+    synchronised: bool = False
+    merge: str = "all"
+    relu: bool = False  # set by fusion only: a ReLU follows (after the addition, where `add` is set)
+    add: bool = False  # set by fusion only: a second input of the same shape is added before the ReLU
+    fixed: bool = False
+
+    def output(self, x: TensorSpec, *rest: TensorSpec) -> TensorSpec:
+        if x.shape[-1] != self.channels:
+            raise ShapeError(f"batch norm was built for {self.channels} channels, its input has {x.shape[-1]}.")
+        return x.plain()
+
+    def flops(self, x: TensorSpec, *rest: TensorSpec) -> int:
+        return 5 * math.prod(x.shape)
+
+
+@dataclass(frozen=True)
+class PoolSpec:
+    """Max pooling (padding counts as -inf) or average pooling (`count_include_pad` as torch counts)."""
+
+    kind: Literal["max", "average"]
+    window: Window
+    ceil_mode: bool = False
+    count_include_pad: bool = True
+
+    def __post_init__(self) -> None:
+        for dim, kernel in enumerate(self.window.kernel):
+            worst = max(self.window.padding[2 * dim : 2 * dim + 2])
+            if 2 * worst > kernel:
+                raise ShapeError(
+                    f"Pool padding {worst} is more than half of the kernel {kernel}; at most {kernel // 2} is allowed."
+                )
+
+    def with_window(self, window: Window) -> PoolSpec:
+        """The same pooling with another window."""
+        return replace(self, window=window)
+
+    def output(self, x: TensorSpec) -> TensorSpec:
+        n, h, w, c = _nhwc(x, x.shape[-1], f"{self.kind} pooling")
+        ho, wo = self.window.output_size((h, w), ceil_mode=self.ceil_mode)
+        return x.with_shape((n, ho, wo, c))
+
+    def flops(self, x: TensorSpec) -> int:
+        return math.prod(self.output(x).shape) * math.prod(self.window.kernel)
+
+
+@dataclass(frozen=True)
+class AdaptiveAveragePoolSpec:
+    """Mean over windows [floor(i H / Ho), ceil((i + 1) H / Ho)): (1, 1) is global pooling. Keeps four dims."""
+
+    size: Pair
+
+    def output(self, x: TensorSpec) -> TensorSpec:
+        n, _, _, c = _nhwc(x, x.shape[-1], "adaptive average pooling")
+        return x.with_shape((n, *self.size, c))
+
+    def flops(self, x: TensorSpec) -> int:
+        return math.prod(x.shape)
+
+
+@dataclass(frozen=True)
+class ReluSpec:
+    """y = max(x, 0); the gradient at 0 is 0."""
+
+    def output(self, x: TensorSpec) -> TensorSpec:
+        return x.plain()
+
+    def flops(self, x: TensorSpec) -> int:
+        return math.prod(x.shape)
+
+
+@dataclass(frozen=True)
+class AddSpec:
+    """y = a + b, then ReLU where `relu` is set (by fusion only)."""
+
+    relu: bool = False
+
+    def output(self, a: TensorSpec, b: TensorSpec) -> TensorSpec:
+        if a.shape != b.shape:
+            raise ShapeError(f"A residual sum needs two inputs of one shape, not {a.shape} and {b.shape}.")
+        return a.plain()
+
+    def flops(self, a: TensorSpec, b: TensorSpec) -> int:
+        return math.prod(a.shape)
+
+
+@dataclass(frozen=True)
+class DropoutSpec:
+    """y = x * keep / (1 - rate); identity in evaluation.
+
+    keep = f(seed, step, layer name, sample id, index in the unsplit activation of one sample), so that any split of batch,
+    channels or rows draws its part of one mask. `unsplit_shape` and `origin` are of one sample (without N); None and
+    empty mean that the activation is not split. `first_sample` is the position of the first sample here among those of the step's
+    context. With `per_sample` all elements of a sample are kept or dropped together, by what its index 0 draws (stochastic
+    depth, Huang et al. 2016).
+    """
+
+    rate: float
+    layer: str
+    seed: int = 0
+    unsplit_shape: Shape | None = None
+    origin: Shape = ()
+    first_sample: int = 0
+    per_sample: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.rate < 1.0:
+            raise ShapeError(f"A dropout rate of {self.rate} is outside [0, 1); the default is 0.5.")
+
+    def output(self, x: TensorSpec) -> TensorSpec:
+        return x.plain()
+
+    def flops(self, x: TensorSpec) -> int:
+        return math.prod(x.shape)
+
+
+@dataclass(frozen=True)
+class FlattenSpec:
+    """(N, H, W, C) -> (N, H*W*C), in that order: no data moves."""
+
+    def output(self, x: TensorSpec) -> TensorSpec:
+        return x.with_shape((x.shape[0], math.prod(x.shape[1:])))
+
+    def flops(self, x: TensorSpec) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class SoftmaxCrossEntropySpec:
+    """Sum over the samples of -sum_c q_c log softmax(logits)_c, divided by the step's global count.
+
+    q = (1 - smoothing) onehot(label) + smoothing / classes. The operator is not a tensor operator: see `LossOperator`.
+    """
+
+    smoothing: float = 0.0
+    #: classes beside the first for the second accuracy
+    top: ClassVar[int] = 5

@@ -1,0 +1,171 @@
+"""How evaluations are printed: a line, the accuracy of each class, and which class was taken for which; or all of it as JSON."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import IO, Any
+
+from rich.table import Table
+
+from hpctrain.core.console import PlainConsole
+from hpctrain.run.evaluation import Evaluation
+from hpctrain.core.text import echo, echo_block
+from hpctrain.storage.atomic_write import write_text
+from hpctrain.train.confusion import ClassScore, ConfusionMatrix
+from hpctrain.train.progress_text import loss_text
+
+_COLUMNS = 80  # where there is no terminal
+_MOST_CONFUSIONS = 20
+_MOST_OF_A_NAME = 30
+_NO_CLASS = "(not finite)"
+
+
+def print_text(evaluation: Evaluation, *, per_class: bool, confusion: bool) -> None:
+    """Print the means, and what is asked for of the confusion matrix."""
+    for note in evaluation.notes:
+        echo(note)
+    sums, means = evaluation.sums, evaluation.sums.means()
+    weights = " (averaged weights)" if evaluation.averaged else ""
+    flip = ", with mirror images" if evaluation.flip else ""
+    echo(
+        f"{evaluation.path}{weights}: {sums.count} samples, loss {loss_text(means['loss'])}, top1 {means['top1']:.2%}, "
+        f"top5 {means['top5']:.2%}{flip}"
+    )
+    console = PlainConsole(width=None if sys.stdout.isatty() else _COLUMNS)
+    for asked, table in ((per_class, _class_table), (confusion, _confusion_table)):
+        if asked:
+            assert evaluation.confusion is not None, "it was counted"
+            echo()
+            console.print(table(evaluation.confusion, evaluation.class_names, console.width))
+    sys.stdout.flush()
+
+
+def _table(*titles: str, left: int) -> Table:
+    """A table without lines; the first `left` columns are of words, which are folded, the others of numbers."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="")
+    for number, title in enumerate(titles):
+        words = number < left
+        most = _MOST_OF_A_NAME if words else None
+        table.add_column(title, justify="left" if words else "right", overflow="fold", no_wrap=not words, max_width=most)
+    return table
+
+
+def _class_table(matrix: ConfusionMatrix, names: tuple[str, ...], width: int) -> Table:
+    """The accuracy of each class, the worst first."""
+    table = _table("class", "most often taken for", "times", "samples", "top1", left=2)
+    for score in matrix.worst_first():
+        rival = ("-", "-") if score.rival is None else (names[score.rival], f"{score.rival_count:,}")
+        accuracy = "-" if score.top1 is None else f"{score.top1:.2%}"
+        table.add_row(names[score.label], *rival, f"{score.samples:,}", accuracy)
+    return table
+
+
+def _confusion_table(matrix: ConfusionMatrix, names: tuple[str, ...], width: int) -> Table:
+    """The whole matrix where it fits, with the classes' numbers above; else the most frequent mistakes."""
+    whole = _whole_table(matrix, names)
+    if whole is not None and PlainConsole(width=10_000).measure(whole).maximum <= width:
+        return whole
+    table = _table("class", "taken for", "times", left=2)
+    for label, prediction, count in matrix.largest_confusions(_MOST_CONFUSIONS):
+        table.add_row(names[label], _name_of(prediction, names), f"{count:,}")
+    return table
+
+
+def _whole_table(matrix: ConfusionMatrix, names: tuple[str, ...]) -> Table | None:
+    if 3 * matrix.classes > _COLUMNS:  # a digit and a gap for each class, at least
+        return None
+    shown = matrix.classes + bool(matrix.undecided)
+    numbers = [_NO_CLASS if prediction == matrix.classes else f"{prediction}" for prediction in range(shown)]
+    table = _table("class", "", *numbers, left=1)
+    for label, name in enumerate(names):
+        table.add_row(name, f"{label}", *(f"{count:,}" for count in matrix.of_label(label)[:shown]))
+    return table
+
+
+def _name_of(prediction: int, names: tuple[str, ...]) -> str:
+    return _NO_CLASS if prediction == len(names) else names[prediction]
+
+
+def print_json(evaluation: Evaluation, *, per_class: bool, confusion: bool) -> None:
+    """Print the same as one JSON object; numbers that are not finite become null."""
+    sums = evaluation.sums
+    means = {name: value if math.isfinite(value) else None for name, value in sums.means().items()}
+    content: dict[str, Any] = {
+        "checkpoint": str(evaluation.path),
+        "samples": sums.count,
+        **means,
+        "hits1": sums.top1,
+        "hits5": sums.top5,
+        "averaged": evaluation.averaged,
+        "flip": evaluation.flip,
+        "notes": list(evaluation.notes),
+    }
+    if per_class:
+        assert evaluation.confusion is not None, "it was counted"
+        content["classes"] = [_plain(score, evaluation.class_names) for score in evaluation.confusion.worst_first()]
+    if confusion:
+        content["confusion"] = _matrix(evaluation)
+    echo_block(json.dumps(content, indent=1))
+
+
+def _plain(score: ClassScore, names: tuple[str, ...]) -> dict[str, Any]:
+    rival = None if score.rival is None else {"class": names[score.rival], "label": score.rival, "times": score.rival_count}
+    return {
+        "class": names[score.label],
+        "label": score.label,
+        "samples": score.samples,
+        "hits": score.hits,
+        "top1": score.top1,
+        "predictions": score.predictions,
+        "most_often_taken_for": rival,
+    }
+
+
+def _matrix(evaluation: Evaluation) -> dict[str, Any]:
+    """`matrix[label][prediction]` is a number of samples; `no_class[label]` are those whose outputs were not finite."""
+    matrix = evaluation.confusion
+    assert matrix is not None, "it was counted"
+    counts = [matrix.of_label(label).tolist() for label in range(matrix.classes)]
+    return {
+        "class_names": list(evaluation.class_names),
+        "matrix": [of_label[: matrix.classes] for of_label in counts],
+        "no_class": [of_label[matrix.classes] for of_label in counts],
+    }
+
+
+def write_confusion(evaluation: Evaluation, path: Path) -> None:
+    """Write the whole confusion matrix, whole or not at all; as JSON or CSV, by the end of the name.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    write: Callable[[Evaluation, IO[str]], None] = _write_csv if path.suffix == ".csv" else _write_json
+    text = io.StringIO(newline="")
+    write(evaluation, text)
+    write_text(path, text.getvalue())
+
+
+def _write_json(evaluation: Evaluation, file: IO[str]) -> None:
+    json.dump(_matrix(evaluation), file)
+    file.write("\n")
+
+
+def _write_csv(evaluation: Evaluation, file: IO[str]) -> None:
+    """A line for each class, its name first, then how often its samples were taken for each class."""
+    matrix, names = evaluation.confusion, evaluation.class_names
+    assert matrix is not None, "it was counted"
+    shown = matrix.classes + bool(matrix.undecided)
+    writer = csv.writer(file)
+    writer.writerow(["class", *names, *([_NO_CLASS] if matrix.undecided else [])])
+    writer.writerows(_csv_lines(matrix, names, shown))
+
+
+def _csv_lines(matrix: ConfusionMatrix, names: tuple[str, ...], shown: int) -> Iterable[list[object]]:
+    for label, name in enumerate(names):
+        yield [name, *matrix.of_label(label)[:shown].tolist()]

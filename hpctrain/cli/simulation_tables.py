@@ -1,0 +1,136 @@
+"""How predictions are printed: tables that fit 80 columns, every figure said to be simulated, and sentences below them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+
+from hpctrain.core.console import PlainConsole
+from hpctrain.experiment.planner_search import job_of
+from hpctrain.planner.configured_search import SimulatedPoint, SimulatedStudy, by_averager
+from hpctrain.planner.averaging_costs import AveragerChoice
+from hpctrain.planner.machine import Machine
+
+_COLUMNS = 100  # where there is no terminal
+_WIDEST = 1000
+_SHARE_THAT_IS_ALL = 0.995
+
+
+def console() -> Console:
+    """As wide as the terminal; 100 columns where there is none."""
+    return PlainConsole(file=sys.stdout, width=None if sys.stdout.isatty() else _COLUMNS, markup=True)
+
+
+def table(*titles: str, left: int = 1) -> Table:
+    """A table without lines, the first `left` columns of words, the others of numbers."""
+    rows = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, header_style="bold")
+    for number, title in enumerate(titles):
+        rows.add_column(title, justify="left" if number < left else "right", no_wrap=number >= left, overflow="fold")
+    return rows
+
+
+def print_whole(out: Console, rows: Table) -> None:
+    """Print a table as wide as it is: on a narrow terminal its lines are broken, but no number is cut."""
+    width = Measurement.get(out, out.options.update(max_width=_WIDEST), rows).maximum
+    wide = PlainConsole(file=out.file, width=max(width, out.width), force_terminal=out.is_terminal, markup=True)
+    wide.print(rows)
+
+
+def milliseconds(seconds: float) -> str:
+    """Four digits or so: 0, 0.0123, 12.34, 1,234."""
+    value = seconds * 1e3
+    if value == 0:
+        return "0"
+    return f"{value:,.{0 if value >= 1000 else 1 if value >= 100 else 2 if value >= 1 else 4}f}"
+
+
+def three_digits(value: float) -> str:
+    """Three digits or more: 0.04, 1.23, 12.3, 1,234."""
+    return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
+
+
+def megabytes(n_bytes: float) -> str:
+    """Millions of bytes."""
+    return three_digits(n_bytes / 1e6)
+
+
+def machine_lines(machine: Machine, factors: Mapping[str, float]) -> Iterator[str]:
+    """The machine in a sentence, how much of it was measured, and what was changed of it."""
+    numbers = machine.sources.values()
+    measured = sum(source.startswith("measured") for source in numbers)
+    share = "measured" if measured == len(numbers) else f"{measured} of {len(numbers)} numbers measured"
+    yield f"Machine {machine.name} ({share if measured else 'not measured'}): {machine.description or 'no description'}."
+    changed = [f"{name} x {factor:g}" for name, factor in factors.items() if factor != 1]
+    if changed:
+        yield f"What if: {', '.join(changed)}."
+
+
+def measured_line(share: float) -> str:
+    """The compute's share that follows from measured times, and how to make it larger."""
+    if share >= _SHARE_THAT_IS_ALL:
+        return "All of the compute follows from times that were measured on this processor."
+    if share == 0:
+        part_measured = "None of the compute follows from measured times, all of it from the machine's rates."
+    else:
+        part_measured = f"{share:.0%} of the compute follow from measured times, the rest from the machine's rates."
+    return f"{part_measured} To measure: `hpctrain calibrate` a machine, `hpctrain plan search --measure` this network."
+
+
+def size_lines(machine: Machine, ranks: int, memory_bytes: int) -> Iterator[str]:
+    """Sentences where a job does not fit the machine."""
+    nodes = machine.nodes_of(ranks)
+    if nodes > machine.nodes:
+        places = f"{machine.nodes:,} x {machine.ranks_per_node}"
+        yield f"Machine {machine.name} has {places} ranks; {ranks:,} would take {nodes:,} nodes: this supposes more of the same."
+    if memory_bytes > machine.memory_bytes:
+        needed, present = megabytes(memory_bytes), megabytes(machine.memory_bytes)
+        yield f"A rank needs up to {needed} MB, but has {present} MB: the largest of these jobs does not fit."
+
+
+def print_scaling(study: SimulatedStudy, points: Sequence[SimulatedPoint]) -> None:
+    """The simulated points of each averager, with their efficiency, and what to know about them."""
+    task = job_of(study.search_task(next(iter(study.configs)), study.ranks[0]))
+    height, width, channels = task.image_shape
+    weak = study.mode == "weak"
+    batch = points[0].batch // points[0].ranks if weak else points[0].batch
+    out = console()
+    out.print(
+        f"Simulated: {task.config.model.name}, {study.mode} scaling, batch {batch} {'per rank' if weak else 'in all'}; "
+        f"images {height} x {width} x {channels}, kernels {task.kernels.name}"
+    )
+    for line in (*machine_lines(study.machine, study.factors), *([task.assumption] if task.assumption else [])):
+        out.print(line)
+    for name, line_points in by_averager(points).items():
+        out.print(f"\naverager {name}, simulated:")
+        print_whole(out, scaling_table(line_points))
+        averager = study.configs[name].averager
+        note = AveragerChoice(averager.name, averager.options).note
+        if note is not None:
+            out.print(note)
+    out.print("")
+    out.print(measured_line(min(point.prediction.measured_share for point in points)))
+    for line in size_lines(study.machine, max(point.ranks for point in points), max(map(_memory, points))):
+        out.print(line)
+
+
+def _memory(point: SimulatedPoint) -> int:
+    return point.prediction.memory_bytes
+
+
+def scaling_table(points: Sequence[SimulatedPoint]) -> Table:
+    """A row for each point; efficiency compares with the first."""
+    rows = table("ranks", "step ms", "exposed ms", "efficiency", "images/s", "memory MB", left=0)
+    for point in points:
+        rows.add_row(
+            f"{point.ranks:,}",
+            milliseconds(point.step_seconds),
+            milliseconds(point.exposed_seconds),
+            f"{point.efficiency(points[0]):.1%}",
+            three_digits(point.images_per_second),
+            megabytes(point.prediction.memory_bytes),
+        )
+    return rows

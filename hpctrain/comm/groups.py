@@ -1,0 +1,242 @@
+"""Collectives in two levels, for nodes with several ranks each: within a node, and across nodes between ranks of equal number.
+
+A flat reduce-scatter or allgather of n bytes moves about n times the ranks of a node over each link. In two levels sums are made
+within a node first, and what is gathered crosses once: (N - 1) / N n for N nodes, as if a node were one rank (Cho, Finkler, Kung
+and Hunter, "BlueConnect", MLSys 2019). Each rank of a node drives a share of its link.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hpctrain.core.intervals import even
+from hpctrain.comm.base import Array, Communicator, GradientSums, Handle
+from hpctrain.comm.spare_buffers import SpareBuffers
+from hpctrain.comm.order import Stages
+from hpctrain.comm.turns import Turns
+
+
+@dataclass(frozen=True)
+class Levels:
+    """Ranks that are the same number on each of several nodes.
+
+    Attributes:
+        order: the ranks by (number on the node, node): those of one number, whose pieces of a buffer cross nodes together, are
+            neighbours. nodes: N. per_node: ranks of a node.
+    """
+
+    order: tuple[int, ...]
+    nodes: int
+    per_node: int
+
+    @property
+    def words(self) -> str:
+        """The words that they add to those that a stored schedule is known by."""
+        return f"; {self.nodes} nodes of {self.per_node}"
+
+
+def node_numbers(comm: Communicator, node: Communicator) -> tuple[int, ...]:
+    """For each rank of `comm` the number of its node, nodes counted by their lowest rank. Collective; set-up only.
+
+    Args:
+        node: the ranks of `comm` on this rank's node, by `split_shared_memory`.
+    """
+    leaders = comm.allgather_object(node.broadcast_object(comm.rank))
+    numbers = {leader: number for number, leader in enumerate(sorted(set(leaders)))}
+    return tuple(numbers[leader] for leader in leaders)
+
+
+def levels(nodes: Sequence[Hashable]) -> Levels | None:
+    """The levels of ranks whose nodes these are; None where there is one level.
+
+    There is one where all ranks are on one node, where each has its own, and where nodes have unlike numbers of ranks, whose
+    pieces would differ in size.
+    """
+    members: dict[Hashable, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        members.setdefault(node, []).append(rank)
+    sizes = {len(ranks) for ranks in members.values()}
+    if len(members) == 1 or len(sizes) != 1 or sizes == {1}:
+        return None
+    per_node = sizes.pop()
+    order = tuple(ranks[number] for number in range(per_node) for ranks in members.values())
+    return Levels(order, len(members), per_node)
+
+
+def in_levels(comm: Communicator, two: Levels | None, name: str) -> Communicator:
+    """A communicator of the ranks of `comm`: in `two.order` and in two levels, or as they are. Collective; set-up."""
+    position = comm.rank if two is None else two.order.index(comm.rank)
+    flat = comm.split(0, position, name)
+    assert flat is not None
+    return flat if two is None else TwoLevel(flat, two)
+
+
+def within_node(comm: Communicator, two: Levels, name: str) -> Communicator:
+    """The ranks of this rank's node. Collective; set-up.
+
+    Args:
+        comm: in the order of `two`, as `in_levels` makes it.
+    """
+    return _split(comm, comm.rank % two.nodes, f"{name} within nodes")
+
+
+def across_nodes(comm: Communicator, two: Levels | None, name: str) -> Communicator:
+    """The ranks of this rank's number on all nodes, in the nodes' order; all of `comm` where there is one level. Collective."""
+    position = comm.rank if two is None else two.order.index(comm.rank)
+    number, node = divmod(position, comm.size if two is None else two.nodes)
+    group = comm.split(number, node, f"{name} across nodes")
+    assert group is not None
+    return group
+
+
+def _split(comm: Communicator, color: int, name: str) -> Communicator:
+    group = comm.split(color, comm.rank, name)
+    assert group is not None
+    return group
+
+
+def _at_once(start: Callable[[], Handle]) -> Handle:
+    return start()
+
+
+class TwoLevel:
+    """A communicator that does reduce-scatters and allgathers in two stages, each on a communicator of its own.
+
+    All else goes to `flat`, whose ranks lie in the order of `levels`. The second stage of an operation starts in a `test` of its
+    handle, or of a later one's, once the first is complete, in the order in which operations of its kind were posted; so each
+    communicator sees the same order on every rank, whatever is complete first. Making it is collective.
+
+    Args:
+        make: (elements, an array like them) -> a buffer of what is summed within a node; by default one of NumPy's.
+        within: makes of the ranks of a node the communicator of all stages there, which then begin in the order in which
+            operations are posted, of both kinds together; None: each kind has one of its own, as `flat` splits it.
+    """
+
+    def __init__(
+        self,
+        flat: Communicator,
+        two: Levels,
+        make: Callable[[int, Array], Array] | None = None,
+        within: Callable[[Communicator], Communicator] | None = None,
+    ) -> None:
+        self.rank, self.size, self.name, self.world_ranks = flat.rank, flat.size, flat.name, flat.world_ranks
+        self.flat, self.levels = flat, two
+        self._local_rank, self._node = divmod(flat.rank, two.nodes)
+        self._runs = [slice(number * two.nodes, (number + 1) * two.nodes) for number in range(two.per_node)]
+        node = _split(flat, self._node, f"{flat.name} within nodes")
+        self._turns = None if within is None else Turns()
+        self._reduce_within = node if within is None else within(node)
+        self._reduce_across: Communicator = _split(flat, self._local_rank, f"{flat.name} across nodes")
+        self._sums_across: GradientSums = self._reduce_across
+        shared = self._reduce_within if within is not None else None
+        self._gather_within = shared or _split(flat, self._node, f"{flat.name} within nodes")
+        self._gather_across = _split(flat, self._local_rank, f"{flat.name} across nodes")
+        self._reductions, self._gathers = Stages(), Stages()
+        self._spare = SpareBuffers(make)
+
+    def with_sums_across(self, sums_over: Callable[[Communicator], GradientSums]) -> TwoLevel:
+        """The same communicator, but sums across nodes are those of `sums_over(ranks of equal number)`.
+
+        Operations of both may be mixed: all second stages keep the order in which they were posted.
+        """
+        other = copy.copy(self)
+        other._sums_across = sums_over(self._reduce_across)
+        return other
+
+    def ireduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Handle:
+        """Sum over the node, whose ranks get the pieces of all ranks of their number; then sum of those over the nodes."""
+        run_sizes = [sum(counts[run]) for run in self._runs]
+        of_node = self._spare.take(run_sizes[self._local_rank], send)
+
+        def across() -> Handle:
+            return self._sums_across.ireduce_scatter(of_node, recv, counts[self._runs[self._local_rank]])
+
+        within = self._turn()(lambda: self._reduce_within.ireduce_scatter(send, of_node, run_sizes))
+        return self._reductions.add(within, across, lambda: self._spare.give_back(of_node))
+
+    def iallgather(self, send: Array | None, recv: Array, counts: Sequence[int]) -> Handle:
+        """Gather the pieces of all ranks of this number from the other nodes; then those of the other numbers from the node."""
+        run_sizes = [sum(counts[run]) for run in self._runs]
+        begin = sum(run_sizes[: self._local_rank])
+        own_run = recv[begin : begin + run_sizes[self._local_rank]]
+        turn = self._turn()
+
+        def within() -> Handle:
+            return turn(lambda: self._gather_within.iallgather(None, recv, run_sizes))
+
+        across = self._gather_across.iallgather(send, own_run, counts[self._runs[self._local_rank]])
+        return self._gathers.add(across, within)
+
+    def _turn(self) -> Callable[[Callable[[], Handle]], Handle]:
+        """The place, in the order within the node, of a stage of an operation that is posted now; takes what starts it."""
+        return _at_once if self._turns is None else self._turns.take().when_ready
+
+    def iallreduce(self, buffer: Array) -> Handle:
+        return self.flat.iallreduce(buffer)
+
+    def ialltoall(self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Handle:
+        return self.flat.ialltoall(send, recv, send_counts, recv_counts)
+
+    def ibroadcast(self, buffer: Array, root: int) -> Handle:
+        return self.flat.ibroadcast(buffer, root)
+
+    def ibarrier(self) -> Handle:
+        return self.flat.ibarrier()
+
+    def isend(self, buffer: Array, dest: int, tag: int) -> Handle:
+        return self.flat.isend(buffer, dest, tag)
+
+    def irecv(self, buffer: Array, source: int, tag: int) -> Handle:
+        return self.flat.irecv(buffer, source, tag)
+
+    def split(self, color: int | None, key: int, name: str) -> Communicator | None:
+        return self.flat.split(color, key, name)
+
+    def split_shared_memory(self, name: str) -> Communicator:
+        return self.flat.split_shared_memory(name)
+
+    def allgather_object(self, value: Any) -> list[Any]:
+        return self.flat.allgather_object(value)
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        return self.flat.broadcast_object(value, root)
+
+    def abort(self, code: int) -> None:
+        self.flat.abort(code)
+
+
+class SumsInLevels:
+    """Sums in two levels, allreduces included: those of `TwoLevel` go to `flat`.
+
+    An allreduce has three stages: the ranks of a node share its sum out, sum their runs of it across nodes, and gather them. Each
+    begins as a second stage of `TwoLevel` does, on a communicator of its own. Making it is collective.
+
+    Args:
+        comm: does the reduce-scatters. sums_over: (ranks of equal number) -> the sums across nodes, for allreduces.
+    """
+
+    def __init__(self, comm: TwoLevel, sums_over: Callable[[Communicator], GradientSums]) -> None:
+        self._comm = comm
+        flat, two = comm.flat, comm.levels
+        self._ranks, self._nodes = flat.size, two.nodes
+        self._number, node = divmod(flat.rank, two.nodes)
+        self._shared_out = _split(flat, node, f"{flat.name} within nodes")
+        self._across = sums_over(_split(flat, self._number, f"{flat.name} across nodes"))
+        self._gathered = _split(flat, node, f"{flat.name} within nodes")
+        self._sums, self._gathers = Stages(), Stages()
+        self._spare = SpareBuffers()
+
+    def iallreduce(self, buffer: Array) -> Handle:
+        """As a communicator's; every rank gets the same bits, as each run is summed across nodes once."""
+        counts = even(buffer.size, self._ranks)
+        runs = [sum(counts[begin : begin + self._nodes]) for begin in range(0, self._ranks, self._nodes)]
+        run = self._spare.take(runs[self._number], buffer)
+        shared_out = self._shared_out.ireduce_scatter(buffer, run, runs)
+        summed = self._sums.add(shared_out, lambda: self._across.iallreduce(run))
+        return self._gathers.add(summed, lambda: self._gathered.iallgather(run, buffer, runs), lambda: self._spare.give_back(run))
+
+    def ireduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Handle:
+        return self._comm.ireduce_scatter(send, recv, counts)

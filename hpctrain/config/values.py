@@ -1,0 +1,162 @@
+"""The parts that sections of a configuration are made of: numbers, texts, mappings of known keys, and names with free options."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from hpctrain.paths import expanded
+from hpctrain.core.text import forbidden
+
+_MOST_CHARACTERS = 4096  # the limit of a path on Linux
+# A number with an exponent that YAML 1.1 takes for a string: "1e-3", "1.5E4", ".5e1".
+_EXPONENT = re.compile(r"[-+]?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+")
+# A number with only one reading. Parsers differ about 010 (8 or 10), 0x10, 1_000 and 1:30.
+DECIMAL = re.compile(r"[-+]?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
+_STARTS_AS_NUMBER = re.compile(r"\s*[-+]?\.?[0-9]")
+_EXACT_IN_FLOAT = 2**53
+
+
+def _text_fault(text: str) -> str | None:
+    """Return the rule that a text breaks, to follow "must "; None if it breaks none."""
+    if len(text) > _MOST_CHARACTERS:
+        return f"have at most {_MOST_CHARACTERS} characters, not {len(text)}"
+    character = forbidden(text)
+    return None if character is None else f"be text in one line without control characters; it has {character}"
+
+
+def one_line(text: str) -> str:
+    """Return the text if it is safe in scripts, file names and lines of a terminal.
+
+    Raises:
+        PydanticCustomError: the text has a forbidden character, or too many characters.
+    """
+    fault = _text_fault(text)
+    if fault is not None:
+        raise PydanticCustomError("text_type", "must {rule}", {"rule": fault})
+    return text
+
+
+def plain(value: Any) -> Any:
+    """Return an option as immutable plain data: lists become tuples, "1e-3" a float.
+
+    Raises:
+        ValueError: a value that is no scalar, list or mapping with string keys, a number that is not finite, or a text that
+            `one_line` refuses.
+    """
+    fault = _text_fault(value) if isinstance(value, str) else None
+    if fault is not None:
+        raise ValueError(fault.removeprefix("be "))
+    if isinstance(value, str) and _EXPONENT.fullmatch(value):
+        value = float(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("a finite number")
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return tuple(plain(item) for item in value)
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: plain(item) for key, item in value.items()}
+    raise ValueError("a number, string, boolean, list or mapping with string keys")
+
+
+def _number(value: Any) -> Any:
+    # True is an int in Python, so `batch: true` would be accepted as 1.
+    if isinstance(value, bool):
+        raise PydanticCustomError("number_type", "must be a number")
+    if isinstance(value, str) and _STARTS_AS_NUMBER.match(value) and not DECIMAL.fullmatch(value):
+        near = value.strip().replace("_", "").lstrip("0")
+        if not DECIMAL.fullmatch(near):
+            raise PydanticCustomError("number_type", "must be a number")
+        raise PydanticCustomError(
+            "decimal_type",
+            "must be a number in decimal digits, without leading zeros or underscores; the nearest legal value is {near}",
+            {"near": near},
+        )
+    return value
+
+
+def _integer(value: Any) -> Any:
+    if isinstance(value, str) and DECIMAL.fullmatch(value) and not value.lstrip("+-").isdecimal():
+        value = float(value)  # 1e3, which YAML 1.1 reads as a string
+    if isinstance(value, float) and _EXACT_IN_FLOAT <= abs(value) < math.inf:
+        raise PydanticCustomError("integer_type", "must be written as an integer, as a number of its size loses digits otherwise")
+    return _number(value)
+
+
+def expanded_path(value: str) -> str:
+    """Return `expanded(value)`, for validators: errors are raised as pydantic's."""
+    try:
+        return expanded(value)
+    except ValueError as error:
+        raise PydanticCustomError("path_type", "{rule}", {"rule": str(error)}) from None
+
+
+def switch(value: Any) -> Any:
+    """Return True or False for a boolean word of YAML 1.1, such as "yes" or "off", and any other value unchanged."""
+    return _SWITCHES.get(value.lower(), value) if isinstance(value, str) else value
+
+
+_SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
+Integer = Annotated[int, BeforeValidator(_integer)]
+Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
+Text = Annotated[str, Field(min_length=1), AfterValidator(one_line)]
+#: a path that all ranks share; `~` and variables are expanded when the configuration is read
+PathText = Annotated[Text, AfterValidator(expanded_path)]
+
+
+def _count_or_auto(value: Any) -> Any:
+    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+        return value
+    raise PydanticCustomError("threads_type", 'must be "auto" or an integer of at least 1')
+
+
+#: a number of threads
+Threads = Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)]
+
+
+class Section(BaseModel):
+    """A mapping of known keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def _or_name(schema: dict[str, Any]) -> None:
+    """JSON schema of a section that may also be written as its name alone."""
+    whole = dict(schema)
+    schema.clear()
+    schema["anyOf"] = [{"type": "string", "description": "Shorthand for {name: ...}."}, whole]
+
+
+class Named(BaseModel):
+    """A registry name and the options of what it names; a plain string is shorthand for {name: ...}."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", json_schema_extra=_or_name)
+
+    name: Text = Field(description="Name in the registry: the module or the class that is made.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_string(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _plain_options(self) -> Named:
+        extra = self.__pydantic_extra__ or {}
+        for key, item in extra.items():
+            try:
+                extra[key] = plain(item)
+            except ValueError as error:
+                raise PydanticCustomError("option", "must be {rule}", {"option": key, "rule": str(error)}) from None
+        return self
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keywords beside the declared fields; a fresh dict, lists as tuples."""
+        return dict(self.__pydantic_extra__ or {})

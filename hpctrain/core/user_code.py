@@ -1,0 +1,210 @@
+"""Code of the user's own that a configuration names: `module:Name`, `path/to/file.py:Name`, or what installed packages offer.
+
+Nothing is imported but what a configuration names. A module is looked for among those that Python finds (installed packages),
+then in the working directory, then beside the configuration file; a file in the working directory, then beside the configuration
+file. So code of the user's never hides code that hpctrain imports itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import os
+import re
+import site
+import sys
+import sysconfig
+import traceback
+import zlib
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from hpctrain.core.errors import ConfigError
+from hpctrain.core.files import read_bytes
+from hpctrain.nearest import choices
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoints
+
+_REFERENCE = re.compile(r"(?P<place>[^:]+):(?P<name>[A-Za-z_]\w*)")
+_MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_MOST_CODE_BYTES = 1 << 28  # a compiled module among them
+_NOT_THE_USERS = ("<frozen ", str(Path(importlib.__file__).parents[1]))
+_PACKAGE = Path(__file__).parent
+#: prefix of the names of modules that were loaded from a file named by a reference
+_OF_FILES = "_hpctrain_"
+#: names of the program itself as a module
+_NO_NAMES = ("__main__", "__mp_main__")
+
+#: the directory of the configuration file that this process has read last
+_beside: list[Path] = []
+#: reference -> the file that its code came from
+_files: dict[str, Path] = {}
+
+
+@dataclass(frozen=True)
+class Offer:
+    """An entry point of an installed package: a name that it gives to a class or function. package: its name and version."""
+
+    name: str
+    reference: str
+    package: str
+
+
+def is_reference(name: str) -> bool:
+    """True for `module:Name` and `file.py:Name`, false for a registered name."""
+    return ":" in name
+
+
+def search_beside(file: Path) -> None:
+    """Look for modules and files beside this configuration file, too."""
+    _beside[:] = [file.parent]
+
+
+def load(reference: str) -> Any:
+    """The object that a reference names; imports its module, once in a process.
+
+    Raises:
+        ConfigError: no such module, file or name, or an error while the module is imported.
+    """
+    match = _REFERENCE.fullmatch(reference)
+    if match is None:
+        raise ConfigError(f'"{reference}" names no code; write module:Name or path/to/file.py:Name.')
+    place, name = match["place"], match["name"]
+    module = _from_file(reference, place) if place.endswith(".py") else _from_module(reference, place)
+    if module.__file__ is not None:
+        _files[reference] = Path(module.__file__)
+    if not hasattr(module, name):
+        public = [
+            key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__ and key[0] != "_"
+        ]
+        shown = place if place.endswith(".py") else f"The module {place} ({module.__file__})"
+        raise ConfigError(f'{shown} defines no "{name}"; {choices(name, public)}.')
+    return getattr(module, name)
+
+
+def is_loaded(reference: str) -> bool:
+    """True where this process has imported the code of a reference already."""
+    return reference in _files
+
+
+def digests() -> dict[str, str]:
+    """Reference -> "FILE sha256 DIGEST" of the code that this process has loaded, in alphabetical order."""
+    return {
+        reference: f"{path.name} sha256 {hashlib.sha256(read_bytes(path, _MOST_CODE_BYTES)).hexdigest()}"
+        for reference, path in sorted(_files.items())
+    }
+
+
+def modules() -> dict[str, str]:
+    """Return the crc32 of the source file of each module of the user's that this process has loaded, by module name.
+
+    Includes all modules of Python code except those of Python itself, of installed packages and of hpctrain. Omits files that a
+    reference names, whose modules have no name of their own: see `digests`.
+    """
+    of_python = (sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib"))
+    places = {*of_python, *site.getsitepackages(), site.getusersitepackages(), str(_PACKAGE)}
+    others = tuple(f"{place}{os.sep}" for place in places)
+    files = {name: getattr(module, "__file__", None) for name, module in tuple(sys.modules.items())}
+    return {
+        name: f"{zlib.crc32(Path(file).read_bytes()):08x}"
+        for name, file in sorted(files.items())
+        if file is not None and file.endswith(".py") and not file.startswith(others) and name not in _NO_NAMES
+        if not name.startswith(_OF_FILES) and Path(file).is_file()
+    }
+
+
+def offers(group: str) -> tuple[Offer, ...]:
+    """The offers of installed packages in a group of entry points, by name; imports none of them."""
+    return tuple(
+        dict.fromkeys(
+            Offer(point.name, point.value, "" if point.dist is None else f"{point.dist.name} {point.dist.version}")
+            for point in sorted(_entry_points(tuple(sys.path)).select(group=group))
+        )
+    )
+
+
+@cache
+def _entry_points(path: tuple[str, ...]) -> EntryPoints:
+    """Those of packages on the import path: each has a file, which is read once for all groups."""
+    from importlib.metadata import entry_points  # takes longer than all of this module
+
+    found: EntryPoints = entry_points()  # type: ignore[assignment]  # until 3.11, the annotation has an older type, too
+    return found
+
+
+def _from_module(reference: str, name: str) -> ModuleType:
+    if not _MODULE.fullmatch(name):
+        raise ConfigError(f'"{reference}" names no module; write module:Name, or the path of a file that ends with .py.')
+    _extend_path(Path(), *_beside)
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise _failed(reference, error) from error
+        raise ConfigError(
+            f'There is no module "{name}" for "{reference}", neither installed nor in {_places()}; '
+            f"a file is named by its path, as in {name.replace('.', '/')}.py:{reference.rpartition(':')[2]}."
+        ) from None
+    except (Exception, SystemExit) as error:
+        raise _failed(reference, error) from error
+
+
+def _from_file(reference: str, place: str) -> ModuleType:
+    path = next((path for path in (root / place for root in (Path(), *_beside)) if path.is_file()), None)
+    if path is None:
+        raise ConfigError(f'There is no file {place} for "{reference}" in {_places()}.')
+    path = path.resolve()
+    # No name that another module could have: the file's name alone may be that of an installed package.
+    name = f"{_OF_FILES}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    _extend_path(path.parent)  # for modules beside the file
+    sys.modules[name] = module  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise _failed(reference, error) from error
+    return module
+
+
+def _extend_path(*directories: Path) -> None:
+    """Let Python look for modules in these directories last, so that they hide none that are installed."""
+    for directory in (str(directory.resolve()) for directory in directories):
+        if directory not in sys.path:
+            sys.path.append(directory)
+    importlib.invalidate_caches()
+
+
+def _places() -> str:
+    beside = [f" or in {directory}, beside the configuration" for directory in _beside if directory.resolve() != Path.cwd()]
+    return "".join(["the working directory", *beside])
+
+
+def _failed(reference: str, error: BaseException) -> ConfigError:
+    """The sentence of an error while a module is imported: its kind, its words, and the line of the user's code."""
+    words = " ".join(str(error).split())
+    return ConfigError(
+        f'The code of "{reference}" cannot be imported: {type(error).__name__}{f": {words}" if words else ""} ({_line(error)}).'
+    )
+
+
+def _line(error: BaseException) -> str:
+    """File and line of a syntax error, else of the innermost call in the user's code."""
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        return f"{error.filename}, line {error.lineno}"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) != Path(__file__)]
+    of_user = [
+        frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS) and "/site-packages/" not in frame.filename
+    ]
+    frame = (of_user or frames)[-1]
+    return f"{frame.filename}, line {frame.lineno}"

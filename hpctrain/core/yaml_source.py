@@ -1,0 +1,210 @@
+"""YAML as plain data, with the place of every value: file and line, or the override that set it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from hpctrain.core.errors import ConfigError
+from hpctrain.core.files import TEXT_BYTES
+from hpctrain.core.text import forbidden, shortened
+
+KeyPath = tuple[str | int, ...]
+
+_MERGE = "tag:yaml.org,2002:merge"
+_MAPPING = "tag:yaml.org,2002:map"
+_SEQUENCE = "tag:yaml.org,2002:seq"
+#: largest number of values of a text with its aliases expanded; a machine file has hundreds
+_MOST_VALUES = 10_000
+_SHOWN_CHARACTERS = 80
+
+
+def dotted(path: KeyPath) -> str:
+    """`data.augment.0.padding`."""
+    return ".".join(str(part) for part in path)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the values of a configuration come from.
+
+    label: what the whole is called, usually the file's path. places: key path -> "file:line" or the override.
+    """
+
+    label: str
+    places: Mapping[KeyPath, str]
+
+    def locate(self, path: KeyPath) -> str:
+        """The place of a value; for one that is written nowhere, the place of the nearest mapping around it."""
+        for length in range(len(path), -1, -1):
+            if path[:length] in self.places:
+                return self.places[path[:length]]
+        return self.label
+
+    def error(self, path: KeyPath, sentence: str) -> ConfigError:
+        """An error about one value, its place first."""
+        return ConfigError(f"{self.locate(path)}: {sentence}")
+
+
+class _YamlLoader(yaml.SafeLoader):
+    """Load plain scalars as in YAML 1.2, except that only decimal numbers are numbers.
+
+    010 (8 in YAML 1.1), 0x10, 1_000, 1:30 (90), yes, off and 2026-01-31 are strings. Keys that take numbers refuse the first
+    four. Values written by `yaml.safe_dump` survive the round trip.
+    """
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012  PyYAML declares it so
+
+
+for _tag, _pattern, _first in (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?(?:0|[1-9][0-9]*)", list("-+0123456789")),
+    ("float", r"[-+]?(?:(?:0|[1-9][0-9]*)\.[0-9]*|\.[0-9]+)(?:[eE][-+][0-9]+)?", list("-+.0123456789")),
+    ("float", r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)", list("-+.")),
+    ("merge", r"<<", ["<"]),
+):
+    _YamlLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), _first)
+
+
+def read_yaml(text: str, label: str) -> tuple[Any, dict[KeyPath, str]]:
+    """The one document in `text` as plain data, and the place ("label:line") of every key and item. Empty text is None.
+
+    Raises:
+        ConfigError: no valid YAML, a duplicate key, a key that is no string or lacks the blank behind its colon, an alias that
+            contains itself, a tag of its own, more than `TEXT_BYTES` characters, or more than 10,000 values with aliases
+            expanded.
+    """
+    if len(text) > TEXT_BYTES:
+        raise ConfigError(f"{label}: It has {len(text):,} characters, and a text such as this one has at most {TEXT_BYTES:,}.")
+    try:
+        loader = _YamlLoader(text)
+        try:
+            root = loader.get_single_node()
+            if root is None:
+                return None, {}
+            if _values(root, {}) > _MOST_VALUES:
+                raise ConfigError(
+                    f"{label}: It has too many values once its aliases are expanded; a text such as this one has at most "
+                    f"{_MOST_VALUES:,}."
+                )
+            return _Reader(loader, label).read(root)
+        finally:
+            loader.dispose()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = label if mark is None else f"{label}:{mark.line + 1}"
+        raise ConfigError(f"{place}: This is not valid YAML: {error.problem or error.context}.") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{label}: This is not valid YAML: {str(error).splitlines()[0]}.") from None
+    except RecursionError:
+        raise ConfigError(
+            f"{label}: Its lists or mappings lie too deep in one another; no key of a configuration does."
+        ) from None
+
+
+class _Reader:
+    """Turns one document's nodes into data and places."""
+
+    def __init__(self, loader: _YamlLoader, label: str) -> None:
+        self.loader = loader
+        self.label = label
+        self.places: dict[KeyPath, str] = {}
+        self.open: list[yaml.Node] = []  # from the root down, to find an alias that contains itself
+
+    def read(self, root: yaml.Node) -> tuple[Any, dict[KeyPath, str]]:
+        return self._value(root, ()), self.places
+
+    def _place(self, node: yaml.Node) -> str:
+        return f"{self.label}:{node.start_mark.line + 1}"
+
+    def _value(self, node: yaml.Node, path: KeyPath) -> Any:
+        if any(node is outer for outer in self.open):
+            raise ConfigError(f"{self._place(node)}: The alias at {dotted(path)} contains itself; write the value out.")
+        # Overwritten by the key's line below; an item of a list and the document itself have no key.
+        self.places.setdefault(path, self._place(node))
+        self.open.append(node)
+        try:
+            if isinstance(node, yaml.MappingNode) and node.tag == _MAPPING:
+                return self._mapping(node, path)
+            if isinstance(node, yaml.SequenceNode) and node.tag == _SEQUENCE:
+                return [self._value(item, (*path, index)) for index, item in enumerate(node.value)]
+            if isinstance(node, yaml.ScalarNode):
+                return self._scalar(node)
+        finally:
+            self.open.pop()
+        raise ConfigError(f"{self._place(node)}: The tag {shortened(node.tag)} is not known; use plain mappings and lists.")
+
+    def _scalar(self, node: yaml.ScalarNode) -> Any:
+        try:
+            return self.loader.construct_object(node)
+        except ValueError as error:  # such as an integer in a base that its digits do not fit
+            raise ConfigError(f"{self._place(node)}: {shortened(node.value)} is not a valid value: {error}.") from None
+
+    def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
+        self._check_keys(node, path)
+        self.loader.flatten_mapping(node)  # merge keys ("<<"): merged entries first, so that own ones win
+        result = {}
+        for key_node, value_node in node.value:
+            inner = (*path, key_node.value)
+            if inner in self.places:
+                self._forget(inner)
+            self.places[inner] = self._place(key_node)
+            result[key_node.value] = self._value(value_node, inner)
+        return result
+
+    def _forget(self, path: KeyPath) -> None:
+        """Drop the places of a merged value that the mapping's own one replaces."""
+        for known in [known for known in self.places if known[: len(path)] == path]:
+            del self.places[known]
+
+    def _check_keys(self, node: yaml.MappingNode, path: KeyPath) -> None:
+        first: dict[str, yaml.Node] = {}
+        for key, value in node.value:
+            if key.tag == _MERGE:
+                continue
+            if node.flow_style and _lacks_blank(key, value):
+                name, _, rest = key.value.partition(":")
+                raise ConfigError(
+                    f'{self._place(key)}: The key "{key.value}" has no value, as a blank is missing behind the colon; '
+                    f"write {name}: {rest}."
+                )
+            if not isinstance(key, yaml.ScalarNode) or not isinstance(self._scalar(key), str):
+                shown = key.value[:_SHOWN_CHARACTERS] if isinstance(key, yaml.ScalarNode) else "a list or mapping"
+                raise ConfigError(f"{self._place(key)}: The key {shown} is no string; put it in quotes.")
+            if key.value in first:
+                line = first[key.value].start_mark.line + 1
+                raise ConfigError(
+                    f'{self._place(key)}: The key "{dotted((*path, key.value))}" is given twice, first in line {line}; '
+                    f"remove one of them."
+                )
+            character = forbidden(key.value)
+            if character is not None:
+                raise ConfigError(f"{self._place(key)}: The key {shortened(key.value)} has the character {character}; remove it.")
+            first[key.value] = key
+
+
+def _values(node: yaml.Node, known: dict[int, int]) -> int:
+    """Return the number of values in a node with its aliases expanded; an alias to an enclosing node counts 0.
+
+    Args:
+        known: the counts of nodes by identity; 0 while a node is being counted.
+    """
+    if id(node) in known:
+        return known[id(node)]
+    known[id(node)] = 0
+    children = node.value if isinstance(node, yaml.SequenceNode) else ()
+    if isinstance(node, yaml.MappingNode):
+        children = [child for entry in node.value for child in entry]
+    known[id(node)] = 1 + sum(_values(child, known) for child in children)
+    return known[id(node)]
+
+
+def _lacks_blank(key: yaml.Node, value: yaml.Node) -> bool:
+    """Whether an entry was meant to be `key: value`: without the blank all of it is the key, and nothing the value."""
+    plain = isinstance(key, yaml.ScalarNode) and key.style is None and not key.value.endswith(":")
+    return plain and ":" in key.value and isinstance(value, yaml.ScalarNode) and value.start_mark.index == value.end_mark.index

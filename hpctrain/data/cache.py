@@ -1,0 +1,221 @@
+"""Samples in memory that the ranks of a node share: each is held once, by whichever rank reads it first.
+
+A byte for each sample says whether it is there. Ranks write the same pixels to the same place, so nothing goes wrong where two
+read a sample at once; a second value, "being read", makes that rare. Nobody asks anybody, and nobody waits without end: who has
+waited long for a sample reads it from the source.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from hpctrain.comm.shared_memory import SharedMemory
+from hpctrain.data.image_file import ReadImages
+from hpctrain.data.read_counts import Origin, ReadCounts
+from hpctrain.data.unreadable import stand_ins
+
+_ABSENT, _BEING_READ, _THERE = range(3)
+_ALIGNMENT_BYTES = 64
+# Read at once; then comes a look at what others have read in the meantime.
+_BYTES_AT_ONCE = 4 << 20
+#: that a rank waits for a sample that another one reads: much longer than a disk takes, much shorter than a deadline
+PATIENCE_SECONDS = 30.0
+_PAUSE_SECONDS = 1e-3
+
+
+class NodeRank(NamedTuple):
+    """A rank among those of its node, from 0: each begins with other samples of a batch that several of them need."""
+
+    rank: int
+    ranks: int
+
+
+#: of a rank that shares its memory with no other
+ALONE = NodeRank(0, 1)
+
+
+def bytes_for(held: int, image_bytes: int) -> int:
+    """The memory of so many samples of one size."""
+    return _states_bytes(held) + held * image_bytes
+
+
+def held_in(limit_bytes: int, samples: int, image_bytes: int) -> int:
+    """How many of the samples fit into a limit."""
+    most = max(0, (limit_bytes - _ALIGNMENT_BYTES) // (image_bytes + 1))
+    return min(samples, most)
+
+
+def _states_bytes(held: int) -> int:
+    return -(-held // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+class SampleMemory:
+    """Images (N, H, W, C) uint8 of a source, the first of which are kept in memory of the node. Any thread may read.
+
+    Samples that others stand in for, as they cannot be read on this rank, are read from the source, and not kept.
+
+    Args:
+        source: of the same images on all ranks of the node.
+        memory: of the node's ranks, of `bytes_for(held, ...)`, zeros at first. held: samples that are kept, from sample 0 on.
+        patience_seconds: that this rank waits for what another one reads, at most.
+
+    Attributes:
+        replaced: as of the source. held: as given. image_bytes: of one image.
+    """
+
+    def __init__(
+        self,
+        source: ReadImages,
+        memory: SharedMemory,
+        held: int,
+        counts: ReadCounts,
+        place: NodeRank = ALONE,
+        *,
+        patience_seconds: float = PATIENCE_SECONDS,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.shape = source.shape
+        self.replaced = stand_ins(source)
+        self._source, self._memory, self.held, self._counts, self._place = source, memory, held, counts, place
+        self._patience_seconds, self._sleep = patience_seconds, sleep
+        self._states = memory.array[:held]
+        self.image_bytes = int(np.prod(self.shape[1:]))
+        begin = _states_bytes(held)
+        self._pixels = memory.array[begin : begin + held * self.image_bytes].reshape(held, *self.shape[1:])
+        self._kept = self._pixels.view()
+        self._kept.flags.writeable = False
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the ranks of the node have the memory in common."""
+        return not self._memory.denied
+
+    @property
+    def full(self) -> bool:
+        """True where all samples are there that are kept."""
+        return bool((self._states == _THERE).all())
+
+    def take(self, samples: np.ndarray, out: np.ndarray) -> np.ndarray:
+        """Whole images of samples (n,), written to `out` (n, H, W, C), contiguous, which is returned; errors as of the source."""
+        samples = np.asarray(samples, np.int64)
+        there = self._there(samples)
+        if there.all():
+            np.take(self._kept, samples, axis=0, out=out, mode="clip")
+            self._counts.add(Origin.MEMORY, len(samples), out.nbytes)
+            return out
+        self._copy(samples, np.flatnonzero(there), out)
+        missing = np.flatnonzero(~there)
+        kept = self._is_kept(samples[missing])
+        self._stream(samples, missing[~kept], out)
+        self._bring(samples, missing[kept], out)
+        return out
+
+    def __getitem__(self, index: int | slice | tuple[int | slice, slice, slice]) -> np.ndarray:
+        """Pixels of a sample or of several, of whole images or of a region, as of an array; errors as of the source."""
+        wanted, *region = index if isinstance(index, tuple) else (index,)
+        rows, columns = region or (slice(None), slice(None))
+        if isinstance(wanted, slice):
+            samples = np.arange(self.shape[0])[wanted]
+            return self.take(samples, np.empty((len(samples), *self.shape[1:]), np.uint8))[:, rows, columns]
+        sample = np.array([wanted])
+        if self._is_kept(sample)[0]:
+            self.bring(sample)
+        if not self._there(sample)[0]:
+            return self._source[wanted, rows, columns]
+        pixels: np.ndarray = self._kept[wanted, rows, columns]
+        self._counts.add(Origin.MEMORY, 1, pixels.nbytes)
+        return pixels
+
+    def bring(self, samples: np.ndarray) -> None:
+        """Have samples (n,) in memory, as far as they are kept, so that regions are read there; errors as of the source."""
+        samples = np.asarray(samples, np.int64)
+        missing = np.flatnonzero(self._is_kept(samples) & ~self._there(samples))
+        begin = len(missing) * self._place.rank // self._place.ranks
+        self._bring(samples, np.roll(missing, -begin), None)
+
+    def read_ahead(self, first: int, images: np.ndarray, kept: np.ndarray) -> None:
+        """Read samples from `first` on and keep them; errors as of the source.
+
+        Args:
+            images: (n, H, W, C) uint8, to which they are written, too. kept: (n,) uint8, becomes 1 where they are kept.
+        """
+        samples = np.arange(first, first + len(images))
+        images[...] = self._load(samples)
+        kept[...] = self._is_kept(samples)
+
+    def put(self, first: int, images: np.ndarray, kept: np.ndarray) -> None:
+        """Keep samples from `first` on that another node has read; arguments as of `read_ahead`."""
+        good = np.flatnonzero(kept)
+        self._pixels[first + good] = images[good]
+        self._memory.fence()
+        self._states[first + good] = _THERE
+        self._counts.add(Origin.NODES, len(good), len(good) * self.image_bytes)
+
+    def _is_kept(self, samples: np.ndarray) -> np.ndarray:
+        """Whether memory has a place for samples, (n,) bool."""
+        kept: np.ndarray = samples < self.held
+        if self.replaced:
+            kept &= ~np.isin(samples, list(self.replaced))
+        return kept
+
+    def _there(self, samples: np.ndarray) -> np.ndarray:
+        """Whether samples can be read from memory now, (n,) bool."""
+        there = self._is_kept(samples)
+        there[there] = self._states[samples[there]] == _THERE
+        self._memory.fence()
+        return there
+
+    def _copy(self, samples: np.ndarray, places: np.ndarray, out: np.ndarray | None) -> None:
+        """Copy what is in memory to its places of `out`."""
+        if out is not None and len(places):
+            out[places] = self._kept[samples[places]]
+            self._counts.add(Origin.MEMORY, len(places), len(places) * self.image_bytes)
+
+    def _stream(self, samples: np.ndarray, places: np.ndarray, out: np.ndarray) -> None:
+        """Read from the source what is not kept."""
+        if len(places) == len(out):
+            self._source.take(samples, out)
+        elif len(places):
+            out[places] = self._read(samples[places])
+
+    def _read(self, samples: np.ndarray) -> np.ndarray:
+        return self._source.take(samples, np.empty((len(samples), *self.shape[1:]), np.uint8))
+
+    def _bring(self, samples: np.ndarray, places: np.ndarray, out: np.ndarray | None) -> None:
+        """Read samples from the source and keep them, or wait for those that other ranks are reading."""
+        at_once = max(1, _BYTES_AT_ONCE // max(1, self.image_bytes))
+        waited_seconds = 0.0
+        while len(places):
+            states = self._states[samples[places]]
+            self._memory.fence()
+            there, free = states == _THERE, states == _ABSENT
+            self._copy(samples, places[there], out)
+            if waited_seconds >= self._patience_seconds:
+                free = ~there
+            mine = places[free][:at_once]
+            if len(mine):
+                images = self._load(samples[mine])
+                if out is not None:
+                    out[mine] = images
+            elif not there.any():
+                self._sleep(_PAUSE_SECONDS)
+                waited_seconds += _PAUSE_SECONDS
+            places = places[~there & ~np.isin(places, mine)]
+
+    def _load(self, samples: np.ndarray) -> np.ndarray:
+        """Read samples from the source and keep those that no others stand in for."""
+        self._states[samples] = _BEING_READ
+        state = np.full(len(samples), _ABSENT, np.uint8)
+        try:
+            images = self._read(samples)
+            good = self._is_kept(samples)
+            self._pixels[samples[good]] = images[good]
+            state[good] = _THERE
+        finally:
+            self._memory.fence()
+            self._states[samples] = state
+        return images

@@ -1,0 +1,326 @@
+"""Picture files decoded: upright, grey or RGB, brought to one size.
+
+Pillow decodes everything and says what a picture is. Plain JPEG files, which most are, go to simplejpeg where it is installed:
+the same libjpeg-turbo with less around it. It computes what Pillow computes, the slow and exact transform with smooth upsampling
+of colours, so that the pixels are the same, bit by bit, with it and without it.
+
+Of a file with several frames or pages, the first one is decoded. Damaged metadata is ignored: only pixels count.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import re
+import struct
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import PIL
+from PIL import ExifTags, Image, UnidentifiedImageError, features
+
+from hpctrain.data.files import read_regular
+from hpctrain.core.errors import DataError
+
+try:
+    import simplejpeg
+except ImportError:  # no wheel for this machine
+    simplejpeg = None
+
+Fit = Literal["crop", "squash"]
+
+#: suffixes of files that are decoded, in lower case
+SUFFIXES = frozenset((
+    ".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".jp2", ".j2k", ".png", ".apng", ".webp", ".avif", ".bmp", ".dib", ".tif", ".tiff",
+    ".gif", ".ppm", ".pgm", ".pbm", ".pnm",
+))  # fmt: skip
+#: suffixes of pictures whose formats are not decoded, in lower case
+FOREIGN_SUFFIXES = frozenset((
+    ".heic", ".heif", ".hif", ".jxl", ".jxr", ".psd", ".psb", ".svg", ".eps", ".ico", ".icns", ".tga", ".pcx", ".xcf", ".exr",
+    ".hdr", ".pfm", ".dcm", ".fits", ".raw", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".rw2", ".raf", ".pef",
+))  # fmt: skip
+#: pixels of the largest picture that is decoded unless the user allows more: 0.5 GB in RGB
+MAX_PIXELS = 178_956_970
+# Some other formats of Pillow start programs (EPS), or accept any bytes as an image (TGA).
+_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "DIB", "TIFF", "GIF", "PPM", "JPEG2000", "AVIF")
+#: largest picture file: so many bytes per pixel, and so many more for metadata
+_BYTES_OF_PIXEL, _BYTES_OF_METADATA = 4, 16 << 20
+
+_JPEG = b"\xff\xd8\xff"
+_MARKER, _START_OF_SCAN, _APP0, _APP1, _APP2, _APP14, _APP15, _COMMENT = 0xFF, 0xDA, 0xE0, 0xE1, 0xE2, 0xEE, 0xEF, 0xFE
+_EXIF = b"Exif\0\0"
+#: how the segments of a JPEG file begin that may say which side is up
+_ABOUT_SIDES = (_EXIF, b"http://ns.adobe.com/xap/1.0/\0")
+_SEVERAL_PICTURES = b"MPF\0"
+_PLAIN_COLOURS = ("YCbCr", "Gray")
+_PNG = b"\x89PNG\r\n\x1a\n"
+_PIXEL_CHUNKS = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")
+_TIFF_ORDERS = {b"II*\0": "<", b"MM\0*": ">"}
+#: XMP, Photoshop, ICC profile, EXIF, GPS
+_METADATA_TAGS = frozenset((700, 34377, 34675, 34665, 34853))
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+#: what Pillow raises above its limit; the second one if warnings are turned into errors
+_BOMBS = (Image.DecompressionBombError, Image.DecompressionBombWarning)
+
+# Pillow warns above its limit and refuses above twice its limit. hpctrain refuses everything above the limit by its own error.
+Image.MAX_IMAGE_PIXELS = MAX_PIXELS
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+warnings.filterwarnings("ignore", module=r"PIL\.", category=UserWarning)  # about damaged metadata
+
+
+def decode(
+    source: Path | bytes,
+    size: tuple[int, int] | None,
+    fit: Fit = "crop",
+    channels: int = 3,
+    max_pixels: int | None = None,
+) -> np.ndarray:
+    """Return one picture as (H, W, channels) uint8: upright (EXIF), grey, palette and CMYK turned to RGB (or all to grey).
+
+    Args:
+        source: a file, or the contents of one. size: (H, W) of the result; None: as it is.
+        fit: "crop": the short side is resized, then the centre cut out; "squash": resized without keeping the aspect.
+        max_pixels: pixels of the largest picture that is decoded; None: MAX_PIXELS.
+
+    Raises:
+        DataError: no image, an incomplete one, or one with too many pixels; the message does not name the file.
+    """
+    most = MAX_PIXELS if max_pixels is None else max_pixels
+    if Image.MAX_IMAGE_PIXELS is not None and most > Image.MAX_IMAGE_PIXELS:
+        Image.MAX_IMAGE_PIXELS = most  # a limit of the whole process, so it is only raised
+    content = read_picture(source, most) if isinstance(source, Path) else source
+    try:
+        pixels = _jpeg(content, channels, most)
+        if pixels is not None and size in (None, pixels.shape[:2]) and pixels.shape[2] == channels:
+            return pixels
+        image = _opened(content, most) if pixels is None else Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels)
+        result = np.asarray(_fitted(_plain(image, "RGB" if channels == 3 else "L"), size, fit))
+    except DataError:
+        raise
+    except UnidentifiedImageError as error:
+        raise DataError("The image cannot be decoded: it is of no format that hpctrain reads.") from error
+    except _BOMBS as error:
+        pixels_of = re.search(r"\d+", str(error))
+        raise _too_large(most, most + 1 if pixels_of is None else int(pixels_of[0])) from error
+    except Exception as error:  # Pillow's readers raise almost anything for damaged files
+        raise DataError(f"The image cannot be decoded: {type(error).__name__} {str(error).rstrip('.')}.") from error
+    return result if channels == 3 else result[..., None]
+
+
+def read_picture(path: Path, max_pixels: int | None = None) -> bytes:
+    """Return the content of a picture file. Opens regular files only, of at most the size that `max_pixels` allow.
+
+    Raises:
+        DataError: the file cannot be read or is larger; the message does not name it.
+    """
+    try:
+        return read_regular(path, _BYTES_OF_PIXEL * (max_pixels or MAX_PIXELS) + _BYTES_OF_METADATA)
+    except OSError as error:
+        raise DataError(f"The image cannot be read: {error.strerror or error}.") from error
+
+
+def versions() -> str:
+    """The libraries that decode here, for sentences."""
+    plain = "" if simplejpeg is None else f"simplejpeg {simplejpeg.__version__}, "
+    return f"{plain}Pillow {PIL.__version__} with libjpeg-turbo {features.version('libjpeg_turbo')}"
+
+
+def _jpeg(content: bytes, channels: int, max_pixels: int) -> np.ndarray | None:
+    """The pixels (H, W, C) of a plain JPEG file, C of 3 or 1; None where it is another file, or one for Pillow to judge."""
+    if simplejpeg is None or not content.startswith(_JPEG):
+        return None
+    applications = _applications(content)
+    if applications is None or any(data.startswith(_SEVERAL_PICTURES) for data in applications):
+        return None
+    if any(data.startswith(_ABOUT_SIDES) for data in applications):
+        try:
+            with Image.open(io.BytesIO(content), formats=("JPEG",)) as opened:
+                if _turn(opened) is not None:
+                    return None
+        except Exception:  # metadata that Pillow cannot read, or too many pixels: `_opened` handles both
+            return None
+    try:
+        height, width, colours, _ = simplejpeg.decode_jpeg_header(content)
+        if colours not in _PLAIN_COLOURS or height * width > max_pixels:
+            return None
+        grey = colours == "Gray" and channels == 1
+        pixels: np.ndarray = simplejpeg.decode_jpeg(content, "GRAY" if grey else "RGB")
+        return pixels
+    except ValueError:  # damaged; Pillow says how, or bears it
+        return None
+
+
+def _segments(content: bytes) -> Iterator[tuple[int, int, int]]:
+    """Yield (marker, start, stop) of the segments before a JPEG file's data, and of the data. Stop if a marker is missing."""
+    place = 2
+    while place + 4 <= len(content) and content[place] == _MARKER:
+        marker = content[place + 1]
+        if marker == _START_OF_SCAN:
+            yield marker, place, len(content)
+            return
+        stop = place + 2 + int.from_bytes(content[place + 2 : place + 4], "big")
+        yield marker, place, stop
+        place = stop
+
+
+def _applications(content: bytes) -> list[bytes] | None:
+    """Return the first bytes of the APP1 and APP2 segments before a JPEG file's data; None if its segments are irregular."""
+    found: list[bytes] = []
+    for marker, start, _ in _segments(content):
+        if marker == _START_OF_SCAN:
+            return found
+        if marker in (_APP1, _APP2):
+            found.append(content[start + 4 : start + 40])
+    return None
+
+
+def _opened(content: bytes, max_pixels: int) -> Image.Image:
+    """Return the decoded picture, upright."""
+    try:
+        return _loaded(content, max_pixels)
+    except (DataError, *_BOMBS):
+        raise
+    except Exception as error:
+        # Pillow refuses a file with a damaged profile, comment or EXIF, even if its pixels are intact.
+        for exif in (True, False):
+            try:
+                return _loaded(_without_metadata(content, exif), max_pixels)
+            except (DataError, *_BOMBS):
+                raise
+            except Exception:
+                continue
+        raise error from None
+
+
+def _loaded(content: bytes, max_pixels: int) -> Image.Image:
+    with Image.open(io.BytesIO(content), formats=_formats()) as opened:
+        if opened.width * opened.height > max_pixels:
+            raise _too_large(max_pixels, opened.width * opened.height)
+        depth = _depth(opened)
+        opened.load()
+        turn = _turn(opened)
+        image = opened.copy() if turn is None else opened.transpose(turn)
+    return _eight_bits(image, depth)
+
+
+@functools.cache
+def _formats() -> tuple[str, ...]:
+    Image.init()
+    return tuple(name for name in _FORMATS if name in Image.OPEN)
+
+
+def _turn(image: Image.Image) -> Image.Transpose | None:
+    """Return the transposition that turns a picture upright; None if it is upright, or if its EXIF cannot be read."""
+    try:
+        return _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
+    except Exception:  # Pillow may raise anything for damaged metadata
+        return None
+
+
+def _too_large(most: int, pixels: int) -> DataError:
+    return DataError(
+        f"The image cannot be decoded: it has {pixels:,} pixels, the limit is {most:,}; --max-pixels {pixels} allows them."
+    )
+
+
+def _without_metadata(content: bytes, exif: bool) -> bytes:
+    """Return a PNG, JPEG or TIFF file without the parts that do not affect its pixels; other files unchanged.
+
+    Args:
+        exif: whether to keep the EXIF data, which has the orientation.
+    """
+    if content.startswith(_PNG):
+        return _plain_png(content, exif)
+    if content.startswith(_JPEG):
+        return _plain_jpeg(content, exif)
+    return _plain_tiff(content, _TIFF_ORDERS[content[:4]]) if content[:4] in _TIFF_ORDERS else content
+
+
+def _plain_png(content: bytes, exif: bool) -> bytes:
+    parts, place = [_PNG], len(_PNG)
+    while place + 12 <= len(content):
+        stop = place + 12 + int.from_bytes(content[place : place + 4], "big")
+        kind = content[place + 4 : place + 8]
+        if kind in _PIXEL_CHUNKS or (exif and kind == b"eXIf"):
+            parts.append(content[place:stop])
+        place = stop
+    return b"".join(parts)
+
+
+def _plain_jpeg(content: bytes, exif: bool) -> bytes:
+    parts = [content[:2]]
+    for marker, start, stop in _segments(content):
+        describes = marker == _COMMENT or (_APP0 < marker <= _APP15 and marker != _APP14)
+        if not describes or (exif and content.startswith(_EXIF, start + 4)):
+            parts.append(content[start:stop])
+    return b"".join(parts)
+
+
+def _plain_tiff(content: bytes, order: str) -> bytes:
+    """Return a TIFF file whose first directory lacks the tags of metadata; offsets stay valid."""
+    try:
+        (place,) = struct.unpack_from(f"{order}I", content, 4)
+        (count,) = struct.unpack_from(f"{order}H", content, place)
+        entries = [content[start : start + 12] for start in range(place + 2, place + 2 + 12 * count, 12)]
+        kept = [entry for entry in entries if struct.unpack_from(f"{order}H", entry)[0] not in _METADATA_TAGS]
+    except struct.error:
+        return content
+    directory = struct.pack(f"{order}H", len(kept)) + b"".join(kept) + bytes(4)
+    return content[:place] + directory + content[place + len(directory) :]
+
+
+def _fitted(image: Image.Image, size: tuple[int, int] | None, fit: Fit) -> Image.Image:
+    if size is None or (image.height, image.width) == size:
+        return image
+    target = size[1], size[0]
+    box = None if fit == "squash" else _central_box(image.size, target)
+    return image.resize(target, Image.Resampling.BILINEAR, box=box)
+
+
+def _depth(image: Image.Image) -> int:
+    """Return the number of bits per value that the file declares; 16 if it declares none."""
+    bits = getattr(image, "tag_v2", {}).get(ExifTags.Base.BitsPerSample, (16,))
+    return max(bits) if isinstance(bits, tuple) else int(bits)
+
+
+def _eight_bits(image: Image.Image, depth: int) -> Image.Image:
+    """Return the image with at most 8 bits per value. Keeps the upper bits of deeper values, which Pillow would clip at 255.
+
+    Raises:
+        DataError: floating-point, negative or wider values, which have no known maximum.
+    """
+    if not image.mode.startswith(("I", "F")):
+        return image
+    values = np.asarray(image)
+    if image.mode == "F" or depth > 16 or (values.size and (values.min() < 0 or values.max() >= 1 << depth)):
+        kind = "floating-point numbers" if image.mode == "F" else f"whole numbers of {depth} bits, or negative ones"
+        raise DataError(f"The image cannot be decoded: its pixels are {kind}; save it with 8 or 16 unsigned bits a value.")
+    return Image.fromarray((values.astype(np.int64) >> (depth - 8)).astype(np.uint8))
+
+
+def _plain(image: Image.Image, mode: str) -> Image.Image:
+    """The image in `mode`, "RGB" or "L"; transparency is dropped."""
+    if image.mode == "P" and "transparency" in image.info:
+        image = image.convert("RGBA")
+    return image if image.mode == mode else image.convert(mode)
+
+
+def _central_box(size: tuple[int, int], target: tuple[int, int]) -> tuple[float, float, float, float]:
+    """The largest central window of (width, height) `size` with the aspect of `target`: left, upper, right, lower."""
+    if size[0] * target[1] <= size[1] * target[0]:  # in integers: rounding would leave the image by a hair
+        upper = max(0.0, (size[1] - size[0] * target[1] / target[0]) / 2)
+        return 0.0, upper, float(size[0]), size[1] - upper
+    left = max(0.0, (size[0] - size[1] * target[0] / target[1]) / 2)
+    return left, 0.0, size[0] - left, float(size[1])

@@ -1,0 +1,151 @@
+"""The flight record of a rank: begun with the process, kept in a file once the run has a directory, watched by a heartbeat."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from hpctrain.comm.base import Communicator
+from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.raise_on_all_ranks import on_ranks, raise_on_all_ranks
+from hpctrain.core.errors import DataError
+from hpctrain.job.session import Session
+from hpctrain.flight.heartbeat import Heartbeat
+from hpctrain.flight.recorder import FlightRecorder
+from hpctrain.flight.report import BEFORE_LOSS, explanation, records_in
+from hpctrain.launch.exit_codes import End
+from hpctrain.flight.ring import file_name
+from hpctrain.launch import keeper
+from hpctrain.paths import path_of
+from hpctrain.runs.directory import RunDirectory
+from hpctrain.train.metrics_rest import Reporter
+
+#: of the configuration's `flight`: in the run directory, and nowhere
+IN_RUN, NOWHERE = "run", "none"
+
+
+@contextlib.contextmanager
+def watched(flight: FlightRecorder, world: Communicator, deadline_seconds: float) -> Iterator[None]:
+    """While this lasts, the process is ended with all stacks once nothing in it moves for the deadline. Collective.
+
+    Left without an error, the record says that the process finished.
+    """
+    world.allgather_object(None)  # a barrier, so that the time that rank 0 sends is current on all ranks
+    now_ns = world.broadcast_object(time.time_ns())
+    flight.join(world.rank, world.size, now_ns, deadline_seconds, now_ns)
+    explain = partial(_explanation, flight)
+    heartbeat = Heartbeat(
+        flight,
+        deadline_seconds=deadline_seconds,
+        abort=world.abort,
+        rank=world.rank,
+        pulse=keeper.own().pulse,
+        end_keeper=keeper.own().end,
+        explain=explain,
+    ).start()
+    try:
+        yield
+        heartbeat.close()
+        if keeper.own().stays_stopped():
+            heartbeat.end_keeper()
+        flight.ended(End.FINISHED)
+    finally:
+        heartbeat.close()
+
+
+def explain_deadlines(progress: ProgressEngine) -> None:
+    """From now on a wait that ends at its deadline tells what all ranks' records say."""
+    if progress.flight is not None:
+        progress.explain = partial(_explanation, progress.flight)
+
+
+def _explanation(flight: FlightRecorder) -> list[str]:
+    return explanation(flight.directory)
+
+
+def keep(session: Session, directory: RunDirectory, reporter: Reporter, *, shrunk: bool = False) -> None:
+    """From now on this rank's record is a file, where the configuration says so. A disk without room does not end the run.
+
+    Collective. Where the run has `shrunk`, ranks have other numbers now, and the records until then go into a directory below.
+    """
+    flight, where = session.progress.flight, session.config.flight
+    wanted = flight is not None and where != NOWHERE
+    # A node-local directory may have another name on each node, so each rank expands the variables.
+    own = where in (IN_RUN, NOWHERE) or raise_on_all_ranks(session.world, lambda: path_of(where))
+    target = own / directory.path.name if isinstance(own, Path) else directory.flight
+    if flight is not None and not wanted:
+        keep_nowhere(flight)
+    sentence = _kept(session, flight, directory, target, shrunk=shrunk) if flight is not None and wanted else None
+    tell = missing_on(session.world, sentence)
+    if tell is not None:
+        reporter.say(tell)
+
+
+def _kept(session: Session, flight: FlightRecorder, directory: RunDirectory, target: Path, *, shrunk: bool) -> str | None:
+    """Keep this rank's record in a directory. Return a sentence if that is impossible, else None. Collective."""
+    where = session.config.flight
+    if shrunk:
+        leads = session.is_root if where == IN_RUN else session.grid.node.rank == 0  # other directories may be the nodes' own
+        raise_on_all_ranks(session.world, partial(_set_aside, target, leads=leads))
+    flight.comes_after(max(session.world.allgather_object(_latest_job(target) if session.grid.node.rank == 0 else 0)))
+    try:
+        keep_in(flight, target)
+        if session.is_root:
+            directory.point_to_flight(None if where == IN_RUN else target)
+    except OSError as error:
+        return missing(target, error)
+    return None
+
+
+def _latest_job(directory: Path) -> int:
+    """Return the number of the latest job with records in a directory; 0 if no record can be read."""
+    try:
+        return max(record.job for record in records_in(directory, operations=False))
+    except (DataError, OSError, ValueError):
+        return 0
+
+
+def keep_in(flight: FlightRecorder, target: Path) -> None:
+    """Keep this rank's record in a file in `target` from now on, and tell its keeper.
+
+    Raises:
+        OSError: the file cannot be made, or there is no room for it.
+    """
+    keeper.own().record(flight.keep_in(target))
+
+
+def keep_nowhere(flight: FlightRecorder) -> None:
+    """Keep this rank's record in memory from now on; its keeper then marks no record."""
+    keeper.own().record(None)
+    flight.keep_nowhere()
+
+
+def missing(target: Path, error: OSError) -> str:
+    """The sentence on records that cannot be kept."""
+    return f"no flight records: {target} cannot be written ({error.strerror})"
+
+
+def missing_on(world: Communicator, sentence: str | None) -> str | None:
+    """One sentence for all ranks whose records cannot be kept, with their numbers; None where all can. Collective.
+
+    sentence: of this rank; None: its records are kept, or nobody wants them.
+    """
+    sentences = world.allgather_object(sentence)
+    ranks = [rank for rank, text in enumerate(sentences) if text is not None]
+    return None if not ranks else f"{sentences[ranks[0]]}{on_ranks(ranks, world.size)}"
+
+
+def _set_aside(directory: Path, *, leads: bool) -> None:
+    """One rank moves the records in a directory into one below it, `before-loss-1`, and so on; what cannot be moved stays."""
+    if not leads:
+        return
+    records = list(directory.glob(file_name(0).replace("00000", "*")))
+    with contextlib.suppress(OSError):
+        number = 1 + len(list(directory.glob(f"{BEFORE_LOSS}*")))
+        below = directory / f"{BEFORE_LOSS}{number}"
+        below.mkdir()
+        for record in records:
+            record.rename(below / record.name)

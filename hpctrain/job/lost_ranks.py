@@ -1,0 +1,118 @@
+"""A run that goes on without ranks that have died: what a process remembers of it, what all that are left agree on, what is said.
+
+Each rank keeps a `RunMemory` over all worlds that the run has, which get smaller. Ranks learn of a loss at different places, so
+what they remember may differ; `RunMemory.agree` ends that before anything is made in the new world. Loads no NumPy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpctrain.comm.lost_ranks import named
+from hpctrain.config.schema import Config
+from hpctrain.core.errors import ConfigError
+from hpctrain.experiment.run_ownership import RunOwnership
+from hpctrain.launch.launcher import Launcher
+from hpctrain.runs.directory import RunDirectory
+
+if TYPE_CHECKING:
+    from hpctrain.comm.base import Communicator
+    from hpctrain.train.metrics_rest import Reporter
+    from hpctrain.train.snapshot import Position
+
+
+class RunMemory:
+    """A process's knowledge of its run, which outlives the ranks that are lost.
+
+    Attributes:
+        directory: of the run, once it has one. shrunk: ranks were lost.
+        lost: those of them that the user was not told of, by the numbers that they had when the run last spoke of a loss.
+        step: the latest that any rank had begun when they were lost; 0: none.
+        ownership: of the directory.
+    """
+
+    def __init__(self) -> None:
+        self.ownership = RunOwnership()
+        self.directory: Path | None = None
+        self.lost: tuple[int, ...] = ()
+        self.step = 0
+        self.shrunk = False
+        self._first_step: int | None = None
+        self._numbers: tuple[int, ...] = ()
+
+    def begins(self, directory: RunDirectory, position: Position) -> None:
+        """The run has a directory, and begins, or goes on, at a position."""
+        self.directory = directory.path
+        if self._first_step is None:
+            self._first_step = position.global_step
+
+    def steps_left(self, steps: int, position: Position) -> int:
+        """The rest of the steps that the command asked for (0: as many as there are, and so is the rest); -1: none are left."""
+        if not steps or self._first_step is None:
+            return steps
+        left = self._first_step + steps - position.global_step
+        return left if left > 0 else -1
+
+    def loses(self, size: int, ranks: Sequence[int], step: int) -> None:
+        """A world of `size` ranks has lost some. step: the latest that this rank had begun in it; 0: none."""
+        numbers = self._numbers or tuple(range(size))
+        self.lost = tuple(sorted((*self.lost, *(numbers[rank] for rank in ranks))))
+        self._numbers = tuple(number for rank, number in enumerate(numbers) if rank not in ranks)
+        self.step, self.shrunk = max(self.step, step), True
+
+    def agree(self, world: Communicator) -> None:
+        """All ranks that are left remember the same from here on. Collective."""
+        known = world.allgather_object((self.directory, self._first_step, self.step))
+        directories, first_steps, steps = zip(*known, strict=True)
+        self.directory = next((directory for directory in directories if directory is not None), None)
+        self._first_step = next((step for step in first_steps if step is not None), None)
+        self.step = max(steps)
+
+    def resume(self, asked: str | None) -> str | None:
+        """The source to go on from: the run itself where it has a checkpoint, else what the command asked for. Not collective."""
+        if self.directory is None:
+            return asked
+        from hpctrain.storage import checkpoint  # loads NumPy, before which threads must be set
+
+        return str(self.directory) if checkpoint.checkpoints(RunDirectory(self.directory).checkpoints) else asked
+
+    def loss(self) -> str:
+        """The beginning of a sentence: who was lost, and when."""
+        were = "was" if len(self.lost) == 1 else "were"
+        return f"{named(self.lost)} {were} lost {f'in step {self.step}' if self.step else 'before the first step'}"
+
+    def tell(self, reporter: Reporter, position: Position, ranks: int) -> None:
+        """Say and record, once, who was lost and where the run goes on. ranks: that go on."""
+        if not self.lost:
+            return
+        at = f"step {position.global_step}" if position.global_step else "the beginning"
+        loss = self.loss()
+        going = f"going on with {ranks} {'rank' if ranks == 1 else 'ranks'} from {at}"
+        reporter.say(f"{loss[0].lower()}{loss[1:]}; {going}")
+        place = {"epoch": position.epoch + 1, "step": position.global_step, "from_step": self.step}
+        reporter.record("shrink", {**place, "lost": list(self.lost), "ranks": ranks})
+        self.lost, self._numbers, self.step = (), (), 0
+
+
+def check_offered(config: Config, launcher: Launcher) -> None:
+    """Nothing, where the run need not go on without lost ranks, or can.
+
+    Raises:
+        ConfigError: it cannot: neither MPI nor its launcher goes on when a rank dies.
+    """
+    if not config.on_lost_rank.shrinks:
+        return
+    if not launcher.starts_mpi:
+        here = "this is one process without MPI"
+    else:
+        from hpctrain.comm import mpi
+
+        if mpi.goes_on_without_lost_ranks():
+            return
+        here = f"this is {mpi.describe()}, started by {launcher.name}"
+    raise ConfigError(
+        f"on_lost_rank.action is shrink, which needs Open MPI 5 started as `mpiexec --with-ft ulfm ...`, but {here}; "
+        "the nearest legal value is stop."
+    )

@@ -1,0 +1,236 @@
+"""Checks that all ranks of a job start alike: same request, same packages, and same contents of everything that each rank reads.
+
+Each rank reads data files, weights, checkpoints and code by itself, by a path under which another node may have another file.
+Ranks with different inputs would train without an error, but not what any single process would. Therefore everything that ranks
+read separately is a `Subject`, and is compared before it is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpctrain.comm.base import Communicator
+from hpctrain.config.schema import Config
+from hpctrain.data.facts import compared_facts
+from hpctrain.data.image_file import ImageFile
+from hpctrain.core.errors import ConfigError, DataError, HpctrainError
+from hpctrain.config.resume_rules import flat
+from hpctrain.core.files import read_bytes
+from hpctrain.runs.directory import software_versions
+
+_PACKAGE = Path(__file__).parents[1]
+#: parts of the package that no training loads, and the commands, whose words are compared as the configuration that they give
+_ASIDE = (
+    *("backend/cuda/emulator/", "bench/", "cli/", "data/convert/", "doctor/", "report/", "site/", "testing/", "virtual/"),
+    *(f"data/{name}.py" for name in ("check", "fetch", "pictures")),
+    *(f"experiment/{name}.py" for name in ("judgement", "options_schema", "prediction", "run_events", "run_state")),
+    *(f"experiment/{name}.py" for name in ("model_weights", "simulated_scaling", "smoke", "stored_run")),
+    *(f"launch/{name}.py" for name in ("supervised_command", "supervisor", "train_command")),
+    *("models/onnx_model.py", "hpctrain_testing/formulas.py", "storage/convert.py", "trace/step_lanes.py", "train/predictor.py"),
+)
+#: modules that only a rank with a GPU loads
+_OF_GPUS = ("backend/cuda/", "backend/kernels/cuda/")
+#: what the driver of NVIDIA's GPUs has on a node, and on Windows' Linux
+_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
+#: keys that may have another value on each node
+_BY_NODE = ("threads", "flight")
+#: arguments in which ranks of a program may differ
+_PER_RANK_ARGUMENTS = ("self", "model", "replica", "images", "labels", "path", "like", "prefetch", "threads")
+
+
+def _is_not(key: str, here: object, there: object) -> str:
+    here, there = ("none" if value is None else value for value in (here, there))
+    return f"{key} is {here}, not {there}"
+
+
+def _differs(key: str, here: object, there: object) -> str:
+    """Return the words for a file that is compared by checksum: the checksums themselves would not help a reader."""
+    return f"{key} differs"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Something that all ranks must have alike.
+
+    Attributes:
+        name: in an error message, after "has". mend: how to mend a difference, at the end of the message.
+        facts: of this rank, JSON-compatible; None: another rank of its node provides them.
+        words: returns the words for a difference from a fact's name, its value here, and its value on the reference ranks.
+        partial: True: a fact that a rank lacks is unknown there and is compared among the other ranks only; facts are compared
+            in their given order. False: a missing fact counts as None; facts are compared in the order of their names.
+        error: the type of the error.
+    """
+
+    name: str
+    mend: str
+    facts: Mapping[Any, Any] | None
+    words: Callable[[str, Any, Any], str] = _is_not
+    partial: bool = False
+    error: type[HpctrainError] = ConfigError
+
+    def first_difference(self, facts: Mapping[Any, Any], reference: Mapping[Any, Any]) -> Any:
+        """Return the name of the first fact that differs, or None."""
+        keys = [key for key in reference if key in facts] if self.partial else sorted({**reference, **facts})
+        return next((key for key in keys if facts.get(key) != reference.get(key)), None)
+
+
+def check_same_start(
+    world: Communicator, config: Config | None, *, leads_node: bool = True, options: Mapping[str, Any] | None = None
+) -> None:
+    """Compare what the ranks of a configured job have started with. Collective; every rank raises the same error.
+
+    Args:
+        config: the configuration to compare; None: there is none. options: of the command, if they affect what ranks do together;
+            JSON-compatible.
+        leads_node: this rank reads the files of hpctrain, which are the same for all ranks of its node.
+
+    Raises:
+        ConfigError: names the first rank that differs from rank 0, and the first thing that does.
+    """
+    if world.size == 1:
+        return
+    values = {} if config is None else flat(config.model_dump(mode="json"))
+    configuration = {key: value for key, value in values.items() if key not in _BY_NODE}
+    asked = Subject("another configuration", "give all ranks the same file and overrides", configuration)
+    given = Subject("other options", "give all ranks the same command", options or {})
+    compare(world, asked, given, *_software(leads_node=leads_node))
+
+
+def check_same_program(
+    world: Communicator, arguments: Mapping[str, Any], program: Path | None, *, leads_node: bool = True
+) -> None:
+    """The same for a program with a loop of its own.
+
+    Args:
+        arguments: of `hpctrain.start`, that must be alike. program: the file of the program; None: it has none.
+        leads_node: this rank reads the files of hpctrain, which are the same for all ranks of its node.
+
+    Raises:
+        ConfigError: as `check_same_start`.
+    """
+    if world.size == 1:
+        return
+    checksum = {} if program is None else {program.name: zlib.crc32(read_bytes(program))}
+    compare(
+        world,
+        Subject("other arguments of hpctrain.start", "give all ranks the same", arguments),
+        Subject("another program", "give all nodes the same file", checksum, _differs),
+        *_software(leads_node=leads_node),
+    )
+
+
+def _software(*, leads_node: bool) -> tuple[Subject, ...]:
+    """Return the subjects of the software: the packages that compute, and the files of hpctrain."""
+    files = package_files(_PACKAGE) if leads_node else None
+    of_gpus = package_files(_PACKAGE, of_gpus=True) if leads_node and any(path.exists() for path in _DRIVERS) else None
+    mend = "install the same version of it on all nodes"
+    return (
+        Subject("other packages", "give all nodes the same environment", software_versions()),
+        Subject("other files of hpctrain", mend, files, _differs),
+        Subject("other files of hpctrain", mend, of_gpus, _differs),
+    )
+
+
+def called_with(method: str, arguments: Mapping[str, Any]) -> Subject:
+    """Return the arguments of a method of `Job`, without objects and without arguments in which ranks may differ."""
+    texts = {
+        name: str(sorted(value.items()) if isinstance(value, Mapping) else value)
+        for name, value in arguments.items()
+        if name not in _PER_RANK_ARGUMENTS and not callable(value)
+    }
+    return Subject(f"other arguments of {method}", "give all ranks the same", texts)
+
+
+def opened_file(key: str, file: ImageFile) -> Subject:
+    """Return the facts of an open data file. Reads a bounded number of samples. key: of the configuration, or a description."""
+    facts, mend = compared_facts(file), f"give all nodes the same {file.path}"
+    return Subject(f"another {key}", mend, facts, _data_words, partial=True, error=DataError)
+
+
+def _data_words(key: str, here: Any, there: Any) -> str:
+    if key == "samples":
+        return f"{here} images, not {there}"
+    if key == "shape":
+        return f"images of {' x '.join(map(str, here))}, not {' x '.join(map(str, there))}"
+    if key == "classes" and len(here) != len(there):
+        return f"{len(here)} classes, not {len(there)}"
+    if key in ("classes", "mean", "deviation"):
+        number = next(number for number, values in enumerate(zip(here, there, strict=True)) if values[0] != values[1])
+        of = "" if key == "classes" else " of channel"
+        return f"{key.replace('classes', 'class')}{of} {number} is {here[number]!r}, not {there[number]!r}"
+    if key.startswith("image "):
+        return f"{key} has other pixels"
+    return f"other {key} (checksum {here[:12]}, not {there[:12]})"
+
+
+def compare(world: Communicator, *subjects: Subject) -> None:
+    """Compare subjects between ranks. Collective; every rank raises the same error.
+
+    If all ranks agree, each sends a few dozen bytes per subject, in one message. Facts are sent only if they differ.
+
+    Raises:
+        HpctrainError: of the subject's type. The message names the first rank that differs from the largest group of equal ranks
+            (among groups of equal size, the one with the lowest rank), the number of such ranks, and the first differing fact.
+    """
+    if world.size == 1:
+        return
+    digests = world.allgather_object([None if subject.facts is None else _digest(subject.facts) for subject in subjects])
+    for number, subject in enumerate(subjects):
+        if len({of_rank[number] for of_rank in digests} - {None}) > 1:
+            _raise_difference(world, subject)
+
+
+def package_files(folder: Path, *, of_gpus: bool = False) -> dict[str, int]:
+    """A checksum (CRC-32) of each module of a package that trainings may load, by its path in it.
+
+    Args:
+        of_gpus: those that only ranks with a GPU load, or all others: each is a file that the first rank of a node opens.
+    """
+    modules = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*.py"))}
+    compared = {name: path for name, path in modules.items() if not name.startswith(_ASIDE)}
+    return {name: zlib.crc32(path.read_bytes()) for name, path in compared.items() if name.startswith(_OF_GPUS) == of_gpus}
+
+
+def _digest(facts: Mapping[Any, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _raise_difference(world: Communicator, subject: Subject) -> None:
+    """Raise the first difference, unless all differences are in facts that some ranks lack."""
+    of_ranks = world.allgather_object((platform.node(), subject.mend, subject.facts))
+    looked = [rank for rank, (_, _, facts) in enumerate(of_ranks) if facts is not None]
+    groups: list[tuple[dict[Any, Any], list[int]]] = []
+    for rank in looked:
+        facts = of_ranks[rank][2]
+        known, members = next((group for group in groups if subject.first_difference(facts, group[0]) is None), ({}, []))
+        if not members:
+            groups.append((known, members))
+        members.append(rank)
+        known.update({**facts, **known})
+    if len(groups) == 1:
+        return
+    known, alike = max(groups, key=lambda group: len(group[1]))  # among equally large groups, the one with the lowest rank
+    others = [rank for rank in looked if rank not in alike]
+    host, mend, facts = of_ranks[others[0]]
+    key = subject.first_difference(facts, known)
+    where = f" on {host}" if len({name for name, _, _ in of_ranks}) > 1 else ""
+    words, most = subject.words(key, facts.get(key), known.get(key)), _reference_words(alike)
+    if len(others) == 1:
+        sentence = f"Rank {others[0]}{where} has {subject.name} than rank {most}: {words}; {mend}."
+    else:
+        who = f"Rank {others[0]}{where} and {len(others) - 1} more of {world.size} ranks"
+        sentence = f"{who} have {subject.name} than rank {most}: {words}; {mend}."
+    raise subject.error(sentence, ranks=[world.world_ranks[rank] for rank in others]).of_all_ranks(world.world_ranks[0])
+
+
+def _reference_words(ranks: Sequence[int]) -> str:
+    """Return the words for the reference ranks, to follow "rank": rank 0 alone, if it is among them."""
+    more = len(ranks) - 1 if ranks[0] else 0
+    return f"{ranks[0]}" + (f" and {more} {'other' if more == 1 else 'others'}" if more else "")

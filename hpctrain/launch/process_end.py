@@ -1,0 +1,63 @@
+"""The words of a process that gives up: in whole lines with its place, in its log file, too, and by few ranks of a job."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import time
+from collections.abc import Sequence
+from typing import TextIO
+
+from hpctrain.core import log
+from hpctrain.launch.launcher import place_of
+from hpctrain.speaker import beginning_with, write_lines
+
+# Until a job is ended that another rank has given up.
+_TURN_SECONDS = 1.0
+_LARGEST_SHARE = 0.25
+
+
+def turn_seconds(rank: int, deadline_seconds: float) -> float:
+    """How long a rank that gives up waits for others to say it before it does: a second for each binary digit of its number.
+
+    All ranks that wait for one come to the deadline together, and one that speaks ends the job. Rank 0 speaks at once, and where
+    it is to blame rank 1 does a second later; in a job of 1,000 ranks of which any one hangs, nobody else does.
+
+    Args:
+        deadline_seconds: that has passed; the wait takes a quarter of it at most.
+    """
+    return min(rank.bit_length() * _TURN_SECONDS, _LARGEST_SHARE * deadline_seconds)
+
+
+def await_turn(rank: int | None, deadline_seconds: float) -> None:
+    """Wait until it is this rank's turn to speak; mostly the job has ended before."""
+    time.sleep(turn_seconds(rank or 0, deadline_seconds))
+
+
+def say(rank: int | None, lines: Sequence[str], stream: TextIO | None = None, *, stacks: bool = True) -> None:
+    """Print lines on standard error, with this rank's place, and the stacks of all threads behind them.
+
+    Past Python's streams, whose locks a thread that hangs may hold.
+
+    Args:
+        stream: instead of standard error. stacks: False: lines alone.
+    """
+    text = beginning_with(place_of(rank), "\n".join(lines))
+    if stacks:
+        text += beginning_with(place_of(rank), stacks_of_threads())
+    with contextlib.suppress(OSError):
+        if stream is None:
+            write_lines(text)
+        else:
+            stream.write(text)
+            stream.flush()
+    log.also(text, last=True)
+
+
+def stacks_of_threads() -> str:
+    """The stacks of all threads, as faulthandler prints them."""
+    with os.fdopen(os.memfd_create("stacks"), "w+", errors="replace") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read()

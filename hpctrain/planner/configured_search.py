@@ -1,0 +1,215 @@
+"""One step of a configuration, simulated on several numbers of ranks: how a training would scale. Needs neither MPI nor data.
+
+Efficiency compares with the smallest number of ranks, as in `bench/scaling.py`: T(R0) / T(R) where each rank has a batch of its
+own (weak scaling), R0 T(R0) / (R T(R)) where all share one (strong scaling).
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from hpctrain.config.schema import Config
+from hpctrain.experiment import planned_job, planner_costs, planner_search
+from hpctrain.planner.planned_run import prepare
+from hpctrain.experiment.planned_run import Image, PlannedRun
+from hpctrain.experiment.planner_search import SearchTask
+from hpctrain.planner.machine import Machine
+from hpctrain.planner.predict import predict
+from hpctrain.planner.prediction import Prediction, SimulationOptions
+from hpctrain.storage.atomic_write import replacing, write_bytes
+from hpctrain.trace.chrome import ChromeTrace
+
+Mode = Literal["weak", "strong"]
+
+_MOST_LEVEL_LABELS = 6  # of an axis; more stand aslant
+
+
+@dataclass(frozen=True)
+class SimulatedPoint:
+    """A number of ranks. averager: its label. batch: of a step over all ranks. grid: (Pr, Pc)."""
+
+    averager: str
+    ranks: int
+    batch: int
+    grid: tuple[int, int]
+    prediction: Prediction
+
+    @property
+    def step_seconds(self) -> float:
+        return self.prediction.step.seconds
+
+    @property
+    def exposed_seconds(self) -> float:
+        return self.prediction.step.exposed_seconds
+
+    @property
+    def images_per_second(self) -> float:
+        return self.batch / self.step_seconds
+
+    def efficiency(self, base: SimulatedPoint) -> float:
+        """Images per second and rank, compared with `base`."""
+        return (self.images_per_second / self.ranks) / (base.images_per_second / base.ranks)
+
+    def facts(self, base: SimulatedPoint) -> dict[str, Any]:
+        """Everything as plain data."""
+        return {
+            "averager": self.averager,
+            "ranks": self.ranks,
+            "grid": list(self.grid),
+            "batch": self.batch,
+            "step_seconds": self.step_seconds,
+            "exposed_seconds": self.exposed_seconds,
+            "efficiency": self.efficiency(base),
+            "images_per_second": self.images_per_second,
+            "memory_bytes": self.prediction.memory_bytes,
+            "exchanged_bytes": self.prediction.exchanged_bytes,
+            "measured_share": self.prediction.measured_share,
+        }
+
+
+@dataclass(frozen=True)
+class SimulatedStudy:
+    """The jobs that are simulated.
+
+    configs: by label, one for each averager. mode: "weak": the configured batch is each rank's own, as in `bench scaling`.
+    machine: as it is; factors: keywords of `Machine.scaled`, by which it is changed. image: (H, W, C), and classes: None as in
+    `prepare`.
+    """
+
+    configs: Mapping[str, Config]
+    ranks: tuple[int, ...]
+    mode: Mode
+    machine: Machine
+    factors: Mapping[str, float]
+    options: SimulationOptions
+    image: Image | None = None
+    classes: int | None = None
+
+    @property
+    def title(self) -> str:
+        """Model, machine and mode, said to be simulated."""
+        model = next(iter(self.configs.values())).model.name
+        changed = "".join(f", {name} x {factor:g}" for name, factor in self.factors.items() if factor != 1)
+        return f"simulated: {model} on {self.machine.name}{changed}, {self.mode} scaling"
+
+    def tasks(self) -> Iterator[tuple[str, PlannedRun]]:
+        """The label and the plan of each job.
+
+        Raises:
+            HpctrainError: a number of ranks on which it cannot run.
+        """
+        for label in self.configs:
+            for ranks in self.ranks:
+                search = self.search_task(label, ranks)
+                yield label, prepare(planner_search.chosen(search), ranks, self.image, self.classes)
+
+    def search_task(self, label: str, ranks: int) -> SearchTask:
+        """The search for what the configuration of a label leaves open (auto) on so many ranks; all else is kept."""
+        config = self.configs[label]
+        batch = config.batch * ranks if self.mode == "weak" else config.batch
+        keep = [section for section in planner_search.SECTIONS if section not in config.automatic]
+        config = config.model_copy(update={"batch": batch})
+        return SearchTask(config, ranks, self.machine, self.factors, keep, self.image, self.classes)
+
+
+def run(study: SimulatedStudy, say: Callable[[str], None] = lambda line: None) -> list[SimulatedPoint]:
+    """All points, those of one averager after another's.
+
+    Raises:
+        HpctrainError: a number of ranks on which it cannot run; before anything is simulated.
+    """
+    machine = study.machine.scaled(**study.factors)
+    points = []
+    for label, task in list(study.tasks()):
+        say(f"{label}, {task.plan.rows * task.plan.cols} ranks")
+        costs = planner_costs.costs(study.machine, task, study.factors.get("compute", 1.0))
+        candidate = planned_job.candidate(task)
+        prediction = predict(planned_job.job(task), candidate, machine, costs, study.options)
+        points.append(SimulatedPoint(label, candidate.ranks, task.config.batch, (task.plan.rows, task.plan.cols), prediction))
+    return points
+
+
+def facts(study: SimulatedStudy, points: Sequence[SimulatedPoint]) -> dict[str, Any]:
+    """Everything as plain data. Efficiency compares with the first point of the same averager."""
+    return {
+        "simulated": True,
+        "machine": study.machine.name,
+        "what_if": dict(study.factors),
+        "mode": study.mode,
+        "points": [point.facts(line[0]) for line in by_averager(points).values() for point in line],
+    }
+
+
+def write_trace(path: Path, point: SimulatedPoint, title: str) -> Path:
+    """The simulated step of a point, each class of ranks a process of the file. Gives the path.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    classes = point.prediction.step.events
+    begin_ns = min((int(events.start_ns.min()) for events in classes.values() if len(events)), default=0)
+    with replacing(path) as partial:
+        with ChromeTrace(partial, base_ns=begin_ns) as trace:
+            for number, (name, events) in enumerate(classes.items()):
+                trace.add_rank(number, events, name=f"simulated: {name}")
+            trace.describe({"simulated": True, "title": title, "averager": point.averager, "ranks": point.ranks})
+        if trace.error is not None:
+            raise trace.error
+    return path
+
+
+def by_averager(points: Sequence[SimulatedPoint]) -> dict[str, list[SimulatedPoint]]:
+    """The points of each averager, in order."""
+    return {name: [point for point in points if point.averager == name] for name in dict.fromkeys(map(_averager, points))}
+
+
+def _averager(point: SimulatedPoint) -> str:
+    return point.averager
+
+
+def plot(path: Path, points: Sequence[SimulatedPoint], title: str) -> Path | None:
+    """Images per second and the step's time over ranks, a line for each averager. None without matplotlib.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        return None
+    matplotlib.use("Agg")
+    matplotlib.rcParams["text.parse_math"] = False  # else a $ in a name would begin a formula
+    from matplotlib import pyplot
+
+    figure, (rates, times) = pyplot.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
+    ranks = sorted({point.ranks for point in points})
+    ideal = [points[0].images_per_second * count / points[0].ranks for count in ranks]
+    rates.plot(ranks, ideal, "--", color="0.6", label="ideal")
+    _draw(rates, points, lambda point: point.images_per_second, "-o", "")
+    _draw(times, points, lambda point: point.step_seconds * 1e3, "-o", "")
+    _draw(times, points, lambda point: point.exposed_seconds * 1e3, ":o", ", exposed")
+    rates.set(ylabel="images/s, simulated", yscale="log")
+    times.set(ylabel="ms per step, simulated", yscale="log")
+    for axes in (rates, times):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ranks, [str(count) for count in ranks], rotation=60 if len(ranks) > _MOST_LEVEL_LABELS else 0)
+        axes.minorticks_off()
+        axes.set_xlabel("ranks")
+        axes.legend(fontsize="small")
+    figure.suptitle(title, fontsize="medium")
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=150, format="png")
+    pyplot.close(figure)
+    write_bytes(path, picture.getvalue())
+    return path
+
+
+def _draw(axes: Any, points: Sequence[SimulatedPoint], value: Callable[[SimulatedPoint], float], style: str, suffix: str) -> None:
+    """A line for each averager, in the same colours whatever the style. Values of 0 have no place on a logarithmic axis."""
+    for number, (name, line) in enumerate(by_averager(points).items()):
+        numbers = [point.ranks for point in line], [value(point) or float("nan") for point in line]
+        axes.plot(*numbers, style, color=f"C{number}", markersize=4, label=f"{name}{suffix}")

@@ -1,0 +1,206 @@
+"""`hpctrain eval`: a checkpoint on the test set, with the classes and the normalisation that the checkpoint remembers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.core import log
+from hpctrain.backend.choice import make_backend
+from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
+from hpctrain.config.schema import Config
+from hpctrain.data.facts import DataFacts
+from hpctrain.data.image_file import ImageFile
+from hpctrain.data.loader import Loader
+from hpctrain.data.synthetic import Split
+from hpctrain.core.errors import CheckpointError, ConfigError
+from hpctrain.run.build import build_replica
+from hpctrain.experiment.checkpoint_search import find_checkpoint
+from hpctrain.run.data_cache import give_levels
+from hpctrain.run.images import CHECKPOINT, Images, check_shapes, evaluation_images, make_loader, mirrored, open_alike, training_shape
+from hpctrain.run.resume import check_model, data_of, stored_config
+from hpctrain.job.session import Session
+from hpctrain.storage.checkpoint import CheckpointContent
+from hpctrain.runs.directory import RunDirectory
+from hpctrain.storage.run_marker import is_run
+from hpctrain.train.confusion import ConfusionCounts, ConfusionMatrix
+from hpctrain.train.metrics_rest import Reporter, RunningSums
+from hpctrain.train.progress_bar import Advance
+from hpctrain.train.replica import Replica
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The results of a checkpoint on a test set.
+
+    Args:
+        path: of the checkpoint. notes: what a user should know of the data, a sentence each. sums: over all samples.
+        class_names: by label. averaged: they are those of the averaged weights.
+        flip: the mean over images and their mirror images counts.
+        confusion: which class was taken for which; None where nobody has asked.
+    """
+
+    path: Path
+    notes: tuple[str, ...]
+    sums: RunningSums
+    class_names: tuple[str, ...]
+    averaged: bool
+    flip: bool
+    confusion: ConfusionMatrix | None
+
+
+@dataclass(frozen=True)
+class EvaluationParts:
+    """A rank's share of an evaluation. mirror: gives the mirror images; None where they do not count."""
+
+    images: Images
+    replica: Replica
+    loader: Loader
+    mirror: Loader | None
+
+
+def run_evaluation(
+    session: Session,
+    source: str,
+    *,
+    averaged: bool = False,
+    flip: bool = False,
+    confusion: bool = False,
+    show: Callable[[int], AbstractContextManager[Advance]] | None = None,
+) -> Evaluation:
+    """Evaluate a checkpoint on the test set. Collective; every rank has the results.
+
+    The training file is opened for a checkpoint of format version 1 only, which does not know classes and normalisation.
+
+    Args:
+        source: as `find_checkpoint` takes it. averaged: the average of the weights in place of them.
+        flip: the mean over images and their mirror images counts. confusion: count which class was taken for which.
+        show: of a number of samples, shows where their evaluation is (see `Reporter.evaluation`); None: nothing does.
+
+    Raises:
+        ConfigError: no test set is configured. CheckpointError: none to evaluate, or another model's.
+        DataError: a test set with other classes. ShapeError: or with images of another shape.
+    """
+    require_test_set(session)
+    path, content = existing_checkpoint(session, source)
+    parts = build_parts(session, path, content, averaged=averaged, flip=flip)
+    if parts.mirror is not None:  # each image is read twice
+        give_levels(session, session.config.data.cache, [parts.loader])
+        parts.mirror.read_through(parts.loader.pixels)
+    replica, names = parts.replica, parts.images.file.class_names
+    counts = ConfusionCounts(len(names)) if confusion else None
+    with (show or Reporter().evaluation)(parts.loader.sampler.samples) as advance:
+        sums = replica.evaluate(parts.loader, mirrored=parts.mirror, confusion=counts, advance=advance)
+    matrix = None if counts is None else counts.summed(replica.groups.all_ranks, session.progress)
+    return Evaluation(path, parts.images.notes, sums, names, averaged, flip, matrix)
+
+
+def require_test_set(session: Session) -> None:
+    """Nothing, where there is something to evaluate on.
+
+    Raises:
+        ConfigError: no test set is configured.
+    """
+    if session.config.data.test is None:
+        raise ConfigError("data.test is not set, so there is nothing to evaluate on; give the path of an HDF5 test set.")
+
+
+def existing_checkpoint(session: Session, source: str) -> tuple[Path, CheckpointContent]:
+    """The checkpoint that a source stands for. Collective.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    output, name = session.config.output, session.config.name
+    there = find_checkpoint(session.world, output, name, source)
+    if there is None:
+        raise CheckpointError(f"No run of {name!r} in {output} has a checkpoint; train one first.")
+    keep_log(there[0], session.world.rank)
+    return there
+
+
+def keep_log(checkpoint: Path, rank: int) -> None:
+    """The log file of a rank that keeps one goes on in the run that a checkpoint is of; in the checkpoint's directory else."""
+    kept = log.own()
+    if kept is not None:
+        run = RunDirectory(checkpoint.resolve().parent)
+        run = RunDirectory(run.path.parent) if run.path.name == run.checkpoints.name and is_run(run.path.parent) else run
+        kept.keep_in(run.log_path(rank))
+
+
+def unknown_splits(content: CheckpointContent) -> tuple[Split, ...]:
+    """Return the splits whose files must replace missing data facts of a checkpoint: empty, except for format version 1."""
+    return ("train",) if data_of(content) is None else ()
+
+
+def known_data(
+    config: Config, path: Path, content: CheckpointContent, opened: Mapping[Split, ImageFile]
+) -> tuple[DataFacts, str]:
+    """Return the facts of the data that a checkpoint was trained on, and their origin, for messages.
+
+    opened: the open files, at least those of `unknown_splits`.
+
+    Raises:
+        CheckpointError: the configuration describes another model than the checkpoint's.
+    """
+    data, place = data_of(content), CHECKPOINT
+    if data is None:
+        data, place = DataFacts.of(opened["train"]), config.data.train
+    check_model(content, data, config, path)
+    return data, place
+
+
+def trained_replica(
+    session: Session, content: CheckpointContent, data: DataFacts, images: Images, *, averaged: bool = False
+) -> Replica:
+    """A replica with the checkpoint's parameters, without an optimiser, for images as it was trained on.
+
+    averaged: the average of the weights in place of them.
+
+    Raises:
+        CheckpointError: there is no such average.
+        ShapeError: images of another shape than those that it was trained on.
+    """
+    config = session.config
+    trained_with = stored_config(content, config) or config
+    if not trained_with.data.sizes:  # else it was made for several shapes, and takes what its layers take
+        check_shapes(training_shape(trained_with, data), images.shape)
+    backend = make_backend(config.backend, config.dtype, config.precision, session.place)
+    replica = build_replica(session, backend, len(data.class_names), images.shape, trains=False)
+    replica.load_weights(content, averaged=averaged)
+    return replica
+
+
+def build_parts(
+    session: Session, path: Path, content: CheckpointContent, *, averaged: bool = False, flip: bool = False
+) -> EvaluationParts:
+    """Build a rank's share of the evaluation of a checkpoint on the configured test set. Collective.
+
+    Raises:
+        CheckpointError, DataError, ShapeError: as `run_evaluation`.
+    """
+    opened = open_alike(session.world, session.config, (*unknown_splits(content), "test"))
+    return raise_on_all_ranks(session.world, lambda: _build(session, path, content, opened, averaged=averaged, flip=flip))
+
+
+def _build(
+    session: Session,
+    path: Path,
+    content: CheckpointContent,
+    opened: Mapping[Split, ImageFile],
+    *,
+    averaged: bool,
+    flip: bool,
+) -> EvaluationParts:
+    config = session.config
+    data, place = known_data(config, path, content, opened)
+    images = evaluation_images(config, opened["test"], data, place)
+    replica = trained_replica(session, content, data, images, averaged=averaged)
+    batch = config.evaluate.batch or config.batch
+
+    def loader(of: Images) -> Loader:
+        return make_loader(session, of, replica.tiles, batch=batch, shuffle=False, kernels=replica.network.kernels)
+
+    return EvaluationParts(images, replica, loader(images), loader(mirrored(images)) if flip else None)

@@ -1,0 +1,153 @@
+"""The progress mode of a run: as configured, or measured at its start."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hpctrain.comm import progress_mode
+from hpctrain.comm.progress_mode import OverlapMeasurement, ProgressMode
+from hpctrain.core.errors import ConfigError
+from hpctrain.experiment.device_faults import progress_fault
+from hpctrain.job.session import StartedRank
+from hpctrain.nn.network import Network
+
+_SHORTEST_OPERATOR_SECONDS = 0.5e-3
+_LONGEST_OPERATOR_SECONDS = 20e-3
+# An exchange of all gradients that takes less is lost among other costs of a step, and too short to be measured.
+_WORTH_SECONDS = 5e-3
+_FLOPS_PER_CORE = 4e10  # of a core that multiplies matrices in float32; a typical operator's length need not be exact
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The mode, why, and the measurement, if any, with the time that it took.
+
+    Attributes:
+        matters: False where nothing travels that could be hidden: then nobody needs to be told.
+    """
+
+    mode: ProgressMode
+    reason: str
+    matters: bool = True
+    measurement: OverlapMeasurement | None = None
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        return f"progress {self.mode}: {self.mode.in_words} ({self.reason})"
+
+    def facts(self) -> dict[str, object]:
+        """For the run directory."""
+        facts: dict[str, object] = {"mode": str(self.mode), "reason": self.reason}
+        if self.measurement is not None:
+            modes = tuple(self.measurement.by_round)
+            facts |= {
+                "wire_seconds": self.measurement.wire_seconds,
+                "compute_seconds": self.measurement.compute_seconds,
+                "operator_seconds": self.measurement.operator_seconds,
+                "message_bytes": self.measurement.message_bytes,
+                "rounds": len(self.measurement.by_round[ProgressMode.TEST]),
+                "together_seconds": {str(mode): value for mode, value in self.measurement.together_seconds.items()},
+                "hidden": {str(mode): self.measurement.hidden(mode) for mode in modes},
+                "ratio_to_test": {str(mode): self.measurement.ratio(mode) for mode in modes},
+                "ratio_to_test_limit": {str(mode): self.measurement.ratio_limit(mode) for mode in modes},
+                "measurement_seconds": self.seconds,
+            }
+        return facts
+
+
+def set_progress(rank: StartedRank, network: Network, wanted: str, samples: int) -> Chosen:
+    """Choose the mode and make the engine work in it. Collective over the world; after the averagers are made.
+
+    Args:
+        wanted: a mode's name, or "auto". samples: that this rank passes through the network at once.
+
+    Raises:
+        ConfigError: a mode with a thread where MPI does not let a second thread call.
+    """
+    if rank.world.size > 1 and not network.kernels.arithmetic.on_host:
+        chosen = _beside_device(wanted)
+    elif wanted == "auto":
+        chosen = _measured(rank, network, samples)
+    else:
+        mode = ProgressMode(wanted)
+        if mode.has_thread and not rank.threads_may_communicate:
+            raise ConfigError(
+                f'progress is {mode}, but MPI has started at {rank.mpi_library.rpartition(", ")[2]}; it needs "serialized" '
+                f'or "multiple": set progress to test, or use an MPI that gives it.'
+            )
+        chosen = Chosen(mode, "as configured", matters=rank.world.size > 1)
+        if mode is ProgressMode.POSTING and rank.world.size == 1:
+            chosen = Chosen(ProgressMode.TEST, "one rank: nothing travels that a thread could post", matters=False)
+    progress_mode.apply(rank.progress, chosen.mode)
+    return chosen
+
+
+def _beside_device(wanted: str) -> Chosen:
+    """Kernels take no core from messages, and one thread enqueues all that the device does."""
+    if wanted in (ProgressMode.THREAD, ProgressMode.POSTING):
+        raise ConfigError(progress_fault(wanted))
+    if wanted == "auto":
+        return Chosen(ProgressMode.TEST, "kernels run on a device, which leaves the core to messages", matters=False)
+    return Chosen(ProgressMode(wanted), "as configured", matters=True)
+
+
+def _measured(rank: StartedRank, network: Network, samples: int) -> Chosen:
+    """By rule `test`; another mode where a measurement leaves no doubt. Collective over the world."""
+    if rank.world.size == 1:
+        return Chosen(ProgressMode.TEST, "one rank: nothing travels", matters=False)
+    begin = time.perf_counter()
+    messages = rank.groups.messages
+    first_group = int(messages.broadcast_object(rank.world.rank)) == 0
+    shared, measurement = False, None
+    if first_group and messages.size > 1:
+        shared, measurement = True, _measure(rank, network, samples)
+    shared, measurement = rank.world.broadcast_object((shared, measurement))
+    if not shared:
+        return Chosen(ProgressMode.TEST, "nobody shares the batch: no gradients travel", matters=False)
+    if measurement is None:
+        reason = f"all gradients travel in less than {_WORTH_SECONDS * 1e3:g} ms: there is nothing to hide"
+        return Chosen(ProgressMode.TEST, reason, matters=False)
+    return from_measurement(measurement, time.perf_counter() - begin)
+
+
+def from_measurement(measurement: OverlapMeasurement, seconds: float) -> Chosen:
+    """The choice that a measurement leads to, and the reason in words; the figures are for the run directory."""
+    mode = progress_mode.choose(measurement)
+    if mode is ProgressMode.TEST:
+        reason = "the usual mode; no other was clearly faster here"
+    else:
+        reason = f"measured: {1 - measurement.ratio(mode):.0%} less time than the usual mode"
+    return Chosen(mode, reason, measurement=measurement, seconds=seconds)
+
+
+def _measure(rank: StartedRank, network: Network, samples: int) -> OverlapMeasurement | None:
+    """Collective over the ranks that share rank 0's batch. None: an exchange of all gradients is too short."""
+    messages = rank.groups.messages
+    gradient_bytes = int(messages.broadcast_object(sum(group.grad.nbytes for group in network.groups.values())))
+    return progress_mode.measure(
+        messages,
+        rank.progress,
+        _allowed(rank),
+        operator_seconds=_operator_seconds(network, samples, rank.threads.threads),
+        most_bytes=gradient_bytes,
+        worth_seconds=_WORTH_SECONDS,
+    )
+
+
+def _allowed(rank: StartedRank) -> Sequence[ProgressMode]:
+    modes = (ProgressMode.TEST, ProgressMode.NONE, ProgressMode.THREAD)
+    return modes if rank.threads_may_communicate else modes[:2]
+
+
+def _operator_seconds(network: Network, samples: int, threads: int) -> float:
+    """About how long an operator runs in which most of the time is spent."""
+    graph = network.graph(samples)
+    specs = [node.spec.flops(*(graph.tensors[index].plain() for index in node.inputs)) for node in graph.nodes if node.inputs]
+    total = sum(specs)
+    if total == 0:
+        return _SHORTEST_OPERATOR_SECONDS
+    typical = sum(flops * flops for flops in specs) / total
+    seconds = typical / (_FLOPS_PER_CORE * threads)
+    return min(max(seconds, _SHORTEST_OPERATOR_SECONDS), _LONGEST_OPERATOR_SECONDS)

@@ -1,0 +1,199 @@
+"""Weights together with the model that they belong to: of a file from elsewhere or of a checkpoint, on the way to a file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpctrain.config.load import parse
+from hpctrain.config.schema import Config
+from hpctrain.data.facts import DataFacts
+from hpctrain.core.errors import CheckpointError, ConfigError
+from hpctrain.run.images import training_shape
+from hpctrain.experiment.model import model_options
+from hpctrain.config.options import named, names
+from hpctrain.run.resume import data_of
+from hpctrain.models import catalogue
+from hpctrain.models.onnx_model import onnx_model
+from hpctrain.models.state_dict import (
+    StateEntry,
+    check_finite,
+    check_fits,
+    classes_in,
+    declared_state,
+    is_counter,
+    with_counters,
+)
+from hpctrain.nn.layers import Layer
+from hpctrain.storage import checkpoint, weights_file
+from hpctrain.storage.atomic_write import write_bytes
+from hpctrain.storage.checkpoint import CheckpointContent, parameter_key, statistic_key
+from hpctrain.storage.weights_file import WeightsFile
+from hpctrain.train.snapshot import Position, averaged_keys
+
+ONNX = ".onnx"
+#: endings of the files that are written
+SUFFIXES = (*weights_file.SUFFIXES, ONNX)
+
+
+@dataclass(frozen=True)
+class ModelWeights:
+    """A model and its weights.
+
+    Attributes:
+        model: whose weights they are. image_shape: (H, W, C) that it is meant for; None: that is not known.
+        state: in torchvision's names, layouts and order, counters of batch norms included where the source had them.
+        metadata: what a file of them says beside them.
+    """
+
+    model: Layer
+    image_shape: tuple[int, int, int] | None
+    state: Mapping[str, np.ndarray]
+    metadata: Mapping[str, str]
+
+    def write(self, path: Path) -> None:
+        """Write a safetensors, PyTorch or ONNX file, by its name's ending; whole or not at all.
+
+        Raises:
+            CheckpointError: another ending, or more than such a file holds. BackendError: no ONNX is to be had of this model.
+            OSError: it cannot be written.
+        """
+        if weights_file.check_suffix(path, SUFFIXES) != ONNX:
+            weights_file.write(path, WeightsFile(self.state, self.metadata))
+            return
+        if self.image_shape is None:
+            raise ConfigError("An ONNX file is made for images of one size, which is not known here; export safetensors instead.")
+        single = {name: array.astype(np.float32) for name, array in self.state.items() if not is_counter(name)}
+        proto = onnx_model(self.model, self.image_shape, single, self.metadata)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(path, proto.SerializeToString())
+
+
+def of_file(path: Path, name: str | None, classes: int | None, options: Mapping[str, Any]) -> ModelWeights:
+    """The weights of a file, all of which fit the model.
+
+    Args:
+        name: of the model; None: the one that the file names. classes: number of them; None: as many as the last layer of the
+            file has. options: further ones of the model.
+
+    Raises:
+        CheckpointError: the file cannot be read, names no model, or has other arrays than the model.
+        ConfigError: no such model or option.
+    """
+    content = weights_file.read(path)
+    name = content.metadata.get("model") if name is None else name
+    if name is None:
+        raise CheckpointError(f"{path} does not say of which model it is; give --model, as in `--model resnet50`.")
+    given = {**_options_in(content.metadata, name), **options}
+    model = _model_with_classes(name, given, classes, content.tensors)
+    entries = declared_state(model)
+    check_fits(entries, content.tensors, source=str(path), model=name)
+    state = {key: content.tensors[key] for key in _names(entries, content.tensors)}
+    shape = tuple(json.loads(content.metadata["image_shape"])) if "image_shape" in content.metadata else None
+    usual_shape = catalogue.entry(name).image_shape
+    metadata = _metadata(name, given, {key: content.metadata[key] for key in _KEPT if key in content.metadata})
+    return ModelWeights(model, usual_shape if shape is None else shape, state, metadata)
+
+
+def of_checkpoint(path: Path, name: str | None = None, *, averaged: bool = False) -> ModelWeights:
+    """The weights in a checkpoint of any layout and grid, every checksum verified.
+
+    Args:
+        name: of the model, which must be given where it is code of the user's: nothing else has that imported.
+        averaged: the average of the weights in place of them.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or of another model, lacks the facts of its data or the average, or has
+            numbers that are not finite.
+        ConfigError: its configuration cannot be used, or names code that `name` does not.
+    """
+    content = checkpoint.read(path)
+    config = parse(str(content.meta["config"]), str(path))[0]
+    given = config.model.name
+    if name is not None and name != given:
+        raise CheckpointError(f"{path} has weights of the model {given}, not of {name}; leave --model out.")
+    if name is None and given not in catalogue.names():
+        raise ConfigError(f'The model of {path} is code of your own; give --model "{given}" to have it loaded.')
+    data = data_of(content)
+    if data is None:
+        raise CheckpointError(
+            f"{path} has format version 1 and does not know its classes; go on from it for an epoch, and export the next one."
+        )
+    shape = _image_shape(config, data)
+    channels = data.shape[2]
+    options = model_options(config, len(data.class_names), shape or (1, 1, channels))
+    model = catalogue.build(given, options)
+    position = Position.from_meta(content.meta)
+    keys = averaged_keys(content) if averaged else {}
+    state = with_counters(_exported(content, declared_state(model), path, keys), position.global_step * config.micro_batches)
+    check_finite(state, str(path))
+    facts = {
+        "classes": json.dumps(data.class_names),
+        **({} if shape is None else {"image_shape": json.dumps(shape)}),
+        "mean": json.dumps(data.mean if config.data.normalise else [0.0] * channels),
+        "std": json.dumps(data.std if config.data.normalise else [1.0] * channels),
+        "step": str(position.global_step),
+        **({"averaged": "true"} if averaged else {}),
+    }
+    return ModelWeights(model, shape, state, _metadata(given, config.model.options, facts))
+
+
+def _image_shape(config: Config, data: DataFacts) -> tuple[int, int, int] | None:
+    """(H, W, C) of images as the network sees them; None where augmentations are code of the user's, which is not imported."""
+    foreign = any(kind == "augmentations" and name not in names(kind) for kind, name in named(config))
+    return None if foreign else training_shape(config, data)
+
+
+#: facts of a file that go on to the next one
+_KEPT = ("classes", "image_shape", "mean", "std", "step", "averaged")
+
+
+def _metadata(name: str, options: Mapping[str, Any], facts: Mapping[str, str]) -> dict[str, str]:
+    """As safetensors and ONNX keep it, where all values are text. format: of the layouts, by which others know these files."""
+    return {"format": "pt", "model": name, "model_options": json.dumps(dict(options)), **facts}
+
+
+def _options_in(metadata: Mapping[str, str], name: str) -> dict[str, Any]:
+    """The options of the model that a file of ours keeps, where it is of this model."""
+    if metadata.get("model") != name:
+        return {}
+    options: dict[str, Any] = json.loads(metadata.get("model_options", "{}"))
+    return options
+
+
+def _model_with_classes(name: str, options: Mapping[str, Any], classes: int | None, state: Mapping[str, np.ndarray]) -> Layer:
+    model = catalogue.build(name, options)
+    if "classes" not in catalogue.options(name) or "classes" in options:
+        return model
+    count = classes_in(model, state) if classes is None else classes
+    return model if count is None else catalogue.build(name, {**options, "classes": count})
+
+
+def _names(entries: Mapping[str, StateEntry], given: Mapping[str, np.ndarray]) -> list[str]:
+    """The names of a state in the order of the model, counters where the file has them."""
+    order = with_counters({name: np.zeros(0) for name in entries}, 0)
+    return [name for name in order if name in given]
+
+
+def _exported(
+    content: CheckpointContent, entries: Mapping[str, StateEntry], path: Path, averages: Mapping[str, str]
+) -> dict[str, np.ndarray]:
+    """The tensors of a checkpoint in torchvision's layouts. averages: keys of those that stand for others, by their keys."""
+    state = {}
+    for name, entry in entries.items():
+        key = statistic_key(name) if entry.spec is None else parameter_key(name)
+        shape = entry.shape if entry.spec is None else entry.spec.shape
+        if key not in content.tensors:
+            raise CheckpointError(f"{path} lacks {name}, which its model has; its code is another one now.")
+        tensor = content.tensors[averages.get(key, key)]
+        if tensor.shape != shape:
+            raise CheckpointError(
+                f"{name} of {path} has shape {tensor.shape}, its model's has {shape}; its code is another one now."
+            )
+        state[name] = entry.export(np.asarray(tensor))
+    return state

@@ -1,0 +1,266 @@
+"""A trial of a configuration before it is queued: everything that it names, for a few steps on images that are made up.
+
+Model, augmentations, mixing, optimiser, schedule with its warm-up, averager, average of weights, evaluation and checkpoints are
+those of the configuration. Only numbers that cost time are smaller: images, their size, the batch and the epochs.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpctrain.config.data_section import SYNTHETIC, AugmentConfig, DataConfig, SizeConfig
+from hpctrain.config.duration import SLURM
+from hpctrain.config.schema import Config, ScheduleConfig
+from hpctrain.data.facts import DataFacts
+from hpctrain.core.errors import ConfigError, HpctrainError
+from hpctrain.run.automatic_search import with_default_plan
+from hpctrain.experiment.image_sizes import size_faults
+from hpctrain.run.images import check_shapes, evaluation_images, open_images, training_shape
+from hpctrain.experiment.planned_run import Image
+from hpctrain.run.single_values import single_values_of
+from hpctrain.experiment.started_job import StartedJob
+from hpctrain.models import catalogue
+
+#: behind the name of the configuration, so that neither `--resume auto` nor another run of that name takes one for the other
+SUFFIX = "-smoke"
+EPOCHS = 2
+STEPS = 2  # of an epoch
+SAMPLES = 4  # of a rank, in each of its micro-batches
+SIDE = 64  # pixels, to which larger images are scaled down
+_UNKNOWN: Image = (SIDE, SIDE, 3)  # of a model that does not say for which images it is meant
+
+
+@dataclass(frozen=True)
+class SmokeTrial:
+    """A configuration that takes a minute, and the differences from the one that it stands for, a sentence each."""
+
+    config: Config
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RecipeImages:
+    """The images that a configuration is for. shape: (H, W, C) as stored. classes: of them. notes: where they are assumed."""
+
+    shape: Image
+    classes: int
+    notes: tuple[str, ...] = ()
+
+
+def smoke_trial(config: Config, started: StartedJob) -> SmokeTrial:
+    """The trial of a configuration, the same on every rank. Collective.
+
+    Raises:
+        HpctrainError: what the configuration and the files that are there do not agree on.
+    """
+    return started.on_root(lambda: shortened(config, started.world.size))
+
+
+def shortened(config: Config, ranks: int) -> SmokeTrial:
+    """The trial of a configuration, whose options are filled in, on so many ranks. Reads headers of the files that are there.
+
+    Raises:
+        HpctrainError: as `smoke_trial`.
+    """
+    images = recipe_images(config)
+    config, of_grid = _with_legal_grid(config, ranks)
+    config, of_weights = _with_weights_that_exist(config)
+    short, of_time = _short(config, ranks)
+    full, small = _on_images(short, images, 1.0), _on_images(short, images, _factor(config, images))
+    chosen = small if _has_same_parameters(small, full, ranks) else full
+    size = f"{chosen.data.synthetic.height} x {chosen.data.synthetic.width}"
+    stored = f"{images.shape[0]} x {images.shape[1]}"
+    of_size = f"made-up images of {size}{'' if size == stored else f' in place of {stored}'}, {images.classes} classes"
+    of_sizes = _told_sizes(config, chosen)
+    notes = (*of_time, of_size, *of_sizes, *images.notes, *of_weights, *of_grid)
+    return SmokeTrial(chosen, tuple(f"smoke: {note}" for note in notes))
+
+
+def recipe_images(config: Config) -> RecipeImages:
+    """The images of the training file, or those that the model is meant for where the file is not there yet.
+
+    Raises:
+        HpctrainError: a file that is there cannot be read, or the files do not fit each other or the model.
+    """
+    test = config.data.test
+    missing = tuple(f"there is no {path} yet" for path in (config.data.train, test) if path is not None and not _exists(path))
+    if not _exists(config.data.train):
+        return _of_the_model(config, missing)
+    file = open_images(config, "train")
+    data, classes = DataFacts.of(file), len(file.class_names)
+    if test is not None and _exists(test):
+        evaluated = evaluation_images(config, open_images(config, "test"), data, config.data.train)
+        if not config.data.sizes:
+            check_shapes(training_shape(config, data), evaluated.shape)
+    height, width, channels = file.shape
+    return RecipeImages((height, width, channels), classes, missing)
+
+
+def remove_run(directory: Path) -> str:
+    """Delete the directory of a trial that ended well; a sentence that says so, or why some of it is left."""
+    try:
+        shutil.rmtree(directory)
+    except OSError as error:
+        return f"the trial passed; {directory} could not be removed ({error.strerror})"
+    return f"the trial passed; its directory {directory} is removed"
+
+
+def _exists(path: str) -> bool:
+    return path == SYNTHETIC or Path(path).exists()
+
+
+def _of_the_model(config: Config, missing: tuple[str, ...]) -> RecipeImages:
+    options = catalogue.check(config.model.name, config.model.options)
+    height, width, channels = _UNKNOWN
+    with suppress(ConfigError):  # a model of the user's own need not say
+        height, width, channels = catalogue.image_shape(config.model.name)
+    crops = _crop_sizes(config)
+    height, width = max(height, *crops, 0), max(width, *crops, 0)
+    shape = (height, width, int(options.get("channels_in", channels)))
+    assumed = "so its images and classes are those that the model is meant for"
+    return RecipeImages(shape, int(options.get("classes", 10)), (f"{missing[0]}, {assumed}", *missing[1:]))
+
+
+def _crop_sizes(config: Config) -> list[int]:
+    steps = (*config.data.augment, *config.data.evaluate_augment)
+    crops = [step.options["size"] for step in steps if isinstance(step.options.get("size"), int)]
+    return crops + [step.size for step in config.data.sizes]
+
+
+def _factor(config: Config, images: RecipeImages) -> float:
+    """The scale by which images, as the network sees them, have at most SIDE pixels."""
+    return min(1.0, SIDE / max(_crop_sizes(config) or images.shape[:2]))
+
+
+def _on_images(config: Config, images: RecipeImages, factor: float) -> Config:
+    """The configuration on made-up images, scaled with all crops."""
+    augment, evaluate = (
+        [_scaled(step, factor) for step in steps] for steps in (config.data.augment, config.data.evaluate_augment)
+    )
+    height, width = (max(1, round(side * factor)) for side in images.shape[:2])  # never below a crop, which is rounded alike
+    made_up = {
+        "height": height,
+        "width": width,
+        "channels": images.shape[2],
+        "classes": images.classes,
+        "samples": STEPS * config.batch,
+        "test_samples": config.batch + 1,  # the last batch of an evaluation is seldom a whole one
+    }
+    data: DataConfig = config.data.model_copy(
+        update={
+            "train": SYNTHETIC,
+            "test": None if config.data.test is None else SYNTHETIC,
+            "synthetic": config.data.synthetic.model_copy(update=made_up),
+            "augment": tuple(augment),
+            "evaluate_augment": tuple(evaluate),
+            "sizes": _short_sizes(config, factor),
+        }
+    )
+    return config.model_copy(update={"data": data})
+
+
+def _short_sizes(config: Config, factor: float) -> tuple[SizeConfig, ...]:
+    """The first size and the largest, or the last where these are one, in an epoch each; scaled as crops are."""
+    sizes = [max(1, round(step.size * factor)) for step in config.data.sizes]
+    if len(set(sizes)) < 2:
+        return tuple(SizeConfig(size=size) for size in sizes[:1])
+    then = max(sizes) if max(sizes) != sizes[0] else sizes[-1]
+    return SizeConfig(size=sizes[0]), SizeConfig(from_epoch=1, size=then)
+
+
+def _told_sizes(config: Config, chosen: Config) -> tuple[str, ...]:
+    """A sentence on the sizes by epoch, where there are any."""
+    if not config.data.sizes:
+        return ()
+    sizes, stand_ins = (", ".join(f"{step.size}" for step in one.data.sizes) for one in (config, chosen))
+    return (f"training images of {stand_ins} px, an epoch each, in place of {sizes}",)
+
+
+def _scaled(step: AugmentConfig, factor: float) -> AugmentConfig:
+    size = step.options.get("size")
+    if not isinstance(size, int):
+        return step
+    return AugmentConfig(name=step.name, **{**step.options, "size": max(1, round(size * factor))})
+
+
+def _has_same_parameters(small: Config, full: Config, ranks: int) -> bool:
+    """Whether a model takes the smaller images, and no parameter has another shape for them; False where it is refused."""
+    try:
+        shapes = [{name: spec.shape for name, spec in with_default_plan(one, ranks).specs.items()} for one in (small, full)]
+    except HpctrainError:  # which the run itself will tell of the images as they are
+        return False
+    # Images may become so small that a batch norm has a single value per channel, for which the training would be refused.
+    return shapes[0] == shapes[1] and not any(size_faults(small)) and single_values_of(small, ranks).refusal is None
+
+
+def _short(config: Config, ranks: int) -> tuple[Config, tuple[str, ...]]:
+    """The configuration with a small batch and few epochs, its rate and its schedule scaled with them; sentences that say so."""
+    batch = min(config.batch, SAMPLES * max(config.micro_batches * ranks, config.exact.shards or 1))
+    epochs = min(config.epochs, EPOCHS)
+    lr = config.optimizer.lr * batch / config.batch
+    evaluate = {"every_epochs": 1}
+    if config.evaluate.batch is not None:
+        evaluate["batch"] = min(config.evaluate.batch, batch)
+    changes: dict[str, Any] = {
+        "name": config.name + SUFFIX,
+        "batch": batch,
+        "epochs": epochs,
+        "optimizer": config.optimizer.model_copy(update={"lr": lr}),
+        "schedule": short_schedule(config.schedule, config.epochs, epochs),
+        "evaluate": config.evaluate.model_copy(update=evaluate),
+        "checkpoint": config.checkpoint.model_copy(update={"every_epochs": 1}),
+    }
+    if config.max_time == SLURM:  # nothing to count on outside of a job, where trials are made
+        changes["max_time"] = None
+    sentence = (
+        f"{epochs} epochs of {STEPS} steps with {batch} images each in place of {config.epochs} epochs with {config.batch}, "
+        f"learning rate {lr:.3g} in place of {config.optimizer.lr:.3g}"
+    )
+    return config.model_copy(update=changes), (sentence,)
+
+
+def short_schedule(schedule: ScheduleConfig, epochs: int, fewer: int) -> ScheduleConfig:
+    """The schedule of a training of fewer epochs: a warm-up of a step at least, and what comes behind it in proportion."""
+    if not fewer or fewer == epochs:
+        return schedule
+    warm = schedule.warmup_epochs
+    shorter = max(warm * fewer / epochs, 1 / STEPS) if warm else 0.0
+    slope = (fewer - shorter) / (epochs - warm) if epochs > warm else 1.0
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(moved(one) for one in value)
+        return shorter + (value - warm) * slope if isinstance(value, int | float) else value
+
+    options: Mapping[str, Any] = {
+        name: moved(value) if name.endswith("_epochs") else value for name, value in schedule.options.items()
+    }
+    return ScheduleConfig(name=schedule.name, warmup_epochs=shorter, **options)
+
+
+def _with_weights_that_exist(config: Config) -> tuple[Config, tuple[str, ...]]:
+    weights = config.init.weights
+    if weights is None or Path(weights).exists():
+        return config, ()
+    drawn = config.init.model_copy(update={"weights": None, "ignore": ()})
+    return config.model_copy(update={"init": drawn}), (f"there is no {weights} yet, so all weights are drawn by the seed",)
+
+
+def _with_legal_grid(config: Config, ranks: int) -> tuple[Config, tuple[str, ...]]:
+    """The configured grid, or one of as many ranks as there are that splits layers over the most of them."""
+    rows, cols = config.grid.rows, config.grid.cols
+    if config.grid.automatic or (ranks % rows == 0 and cols in (None, ranks // rows)):
+        return config, ()
+    fewer = max(size for size in range(1, rows + 1) if ranks % size == 0)
+    changes: dict[str, Any] = {"rows": fewer, "cols": None}
+    if fewer != rows:
+        changes["tiles"] = None
+    wanted = f"{rows} x {cols}" if cols is not None else f"{rows} x n"
+    of_ranks = f"{ranks} {'rank' if ranks == 1 else 'ranks'} cannot form"
+    note = f"a grid of {fewer} x {ranks // fewer} in place of {wanted}, which {of_ranks}"
+    return config.model_copy(update={"grid": config.grid.model_copy(update=changes)}), (note,)

@@ -1,0 +1,111 @@
+"""The prediction of a run's step, from the links of the machine and the times of the run's operators.
+
+This module loads the planner.
+"""
+
+from __future__ import annotations
+
+from hpctrain.core.intervals import even
+from hpctrain.comm.progress_mode import ProgressMode
+from hpctrain.data.sampler import counts as counts_over
+from hpctrain.core.errors import BackendError, HpctrainError
+from hpctrain.experiment import planned_job
+from hpctrain.job.automatic_choice import PredictedStep, predicted_step_of
+from hpctrain.run.build import Parts
+from hpctrain.config.grid import parallel_plan
+from hpctrain.experiment.machine_here import measured_in_haste
+from hpctrain.job.session import Session
+from hpctrain.nn.compile.plan import ExecutionPlan
+from hpctrain.optim.optimizers import OPTIMIZERS
+from hpctrain.parallel.parallel_plan import ParallelPlan
+from hpctrain.planner import machine_file
+from hpctrain.planner.compute_costs_rest import ComputeCosts
+from hpctrain.planner.job import Candidate
+from hpctrain.planner.machine import Machine
+from hpctrain.planner.predict import predict
+from hpctrain.planner.prediction import SimulationOptions
+from hpctrain.planner.rate_costs import RateCosts
+from hpctrain.planner.compute_costs import SampledCosts, SampledTimes, sampled_rates
+from hpctrain.train.operator_sample import OperatorSample
+
+
+class StepPrediction:
+    """The prediction of a step of a run.
+
+    Args:
+        mode: how messages progress. sample: times of the operators of a few steps; None: they come from a trace, if there is one.
+    """
+
+    def __init__(self, session: Session, parts: Parts, mode: ProgressMode, sample: OperatorSample | None) -> None:
+        self._session, self._parts, self._mode, self._sample = session, parts, mode, sample
+
+    def predicted(self, *, in_haste: bool) -> PredictedStep | None:
+        """Return the predicted step on rank 0, None on other ranks. Collective.
+
+        Args:
+            in_haste: measure nothing, because the job must end.
+
+        Raises:
+            HpctrainError: there is no prediction, with the reason.
+        """
+        machine = self._machine(in_haste=in_haste)
+        return self._simulated(machine) if self._session.is_root else None
+
+    def _machine(self, *, in_haste: bool) -> Machine:
+        """Return the configured machine, or one whose links are measured now. Collective; all ranks return or raise the same.
+
+        Raises:
+            HpctrainError: there is none.
+        """
+        session, name = self._session, self._session.config.machine
+        if name is not None:
+            return machine_file.read(name)
+        if in_haste:
+            raise HpctrainError("the job had to end")
+        times = self._times()
+        if not all(session.world.allgather_object(times is not None)):
+            raise BackendError("operators that do not run on the processor are not timed; a machine file has their rates")
+        assert times is not None
+        rates = sampled_rates(self._plan(), times)
+        return measured_in_haste(session.world, lambda before: rates, session.config.deadline_seconds)
+
+    def _times(self) -> SampledTimes | None:
+        """Return the times of this rank's operators, from the sampled steps or from the trace; None if there are none."""
+        trace = self._session.progress.trace
+        if self._sample is not None:
+            return SampledTimes.of(self._sample.events())
+        return None if trace is None or not self._parts.backend.kernels.arithmetic.on_host else SampledTimes.of(trace.events())
+
+    def _plan(self) -> ExecutionPlan:
+        """Return the plan that this rank runs in a step with the full batch."""
+        config, groups = self._session.config, self._session.groups
+        counts = counts_over(config.batch, groups.all_ranks.size, groups.split_size, config.exact.shards)
+        first = groups.position - groups.split_rank
+        of_group = tuple(
+            even(count, self._parts.replica.passes.micro_batches)[0] for count in counts[first : first + groups.split_size]
+        )
+        return self._parts.replica.network.program(of_group, training=True).plan
+
+    def _simulated(self, machine: Machine) -> PredictedStep:
+        """Simulate a step with the operator times of this rank.
+
+        Raises:
+            HpctrainError: a run that cannot be simulated, with the reason.
+        """
+        config, network, cols = self._session.config, self._parts.replica.network, self._session.grid.cols
+        job = planned_job.of_network(
+            network.model,
+            network.image_shape,
+            network.kernels,
+            dtype=self._parts.backend.dtype,
+            batch=config.batch,
+            optimizer=OPTIMIZERS.create(config.optimizer.name, config.optimizer.options),
+        )
+        plan = parallel_plan(config, cols) if config.grid.rows > 1 else ParallelPlan(1, cols)
+        candidate = Candidate(plan, config.averager.name, config.averager.options, self._parts.replica.passes.micro_batches)
+        costs: ComputeCosts = RateCosts(machine, config.dtype)
+        times = self._times()
+        if times is not None:
+            costs = SampledCosts(self._plan(), times, costs)
+        options = SimulationOptions(progress=self._mode)
+        return predicted_step_of(predict(job, candidate, machine, costs, options), machine)

@@ -1,0 +1,121 @@
+"""The run that a command works on which is given no configuration: found by its directory, and described by its own files.
+
+Imports no NumPy, unless a checkpoint is named that lies in no run directory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.config.load import parse
+from hpctrain.config.schema import Config
+from hpctrain.core.yaml_source import Source
+from hpctrain.core.errors import CheckpointError, ConfigError
+from hpctrain.storage import best_record
+from hpctrain.runs.directory import RunDirectory, runs
+
+AUTO, BEST = "auto", "best"
+
+#: what concerns the ranks, the machine and the course of a training, not its model: a prediction begins with the defaults
+FRESH = (
+    "threads=auto",
+    "grid={}",
+    "plan={}",
+    "averager=sharded",
+    "micro_batches=1",
+    "machine=null",
+    "progress=auto",
+    "trace=false",
+    "metrics={}",
+    "max_time=null",
+    "on_lost_rank=stop",
+    "flight=none",
+)
+
+
+@dataclass(frozen=True)
+class StoredRun:
+    """A run, or one of its checkpoints.
+
+    Args:
+        source: the run directory or the checkpoint, as `find_checkpoint` takes it. config: text of its configuration.
+        label: the file that the text is from, for messages.
+    """
+
+    source: str
+    config: str
+    label: str
+
+    def parsed(self, overrides: Sequence[str]) -> tuple[Config, Source]:
+        """Its configuration, fit for another job.
+
+        Raises:
+            ConfigError: an override with a fault, or code of the user's, which is imported only where the user names it.
+        """
+        config, source = parse(self.config, self.label, (*FRESH, *overrides))
+        from hpctrain.config.options import named, names
+
+        for kind, name in named(config):
+            if name not in names(kind):
+                raise ConfigError(
+                    f'{self.label} names code, "{name}", which is imported only where you name it yourself; '
+                    f"give --config, such as --config {self.label if self.label.endswith('.yaml') else 'FILE.yaml'}."
+                )
+        return config, source
+
+
+def find_run(checkpoint: str, directory: Path) -> StoredRun:
+    """The run that `--checkpoint` stands for: reads its configuration, not its checkpoints.
+
+    Args:
+        checkpoint: "auto" (the newest run that has a checkpoint), "best" (the best checkpoint of the newest run that has one), a
+            run directory, or a checkpoint. directory: that the first two look for runs in.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if checkpoint == AUTO:
+        return _of_run(_newest(directory))
+    if checkpoint == BEST:
+        return _best(directory)
+    path = Path(checkpoint)
+    if path.is_file() or path.suffix == ".shards":
+        return _of_checkpoint(path)
+    return _of_run(RunDirectory.open(path))
+
+
+def _newest(directory: Path) -> RunDirectory:
+    for run in runs(directory, None):
+        if any(run.checkpoints.glob("checkpoint-*")):
+            return run
+    raise CheckpointError(f"No run in {directory} has a checkpoint; train one first, or name a run by --checkpoint.")
+
+
+def _best(directory: Path) -> StoredRun:
+    for run in runs(directory, None):
+        best = best_record.read(run.checkpoints)
+        if best is not None:
+            return StoredRun(str(run.checkpoints / best.checkpoint), run.config(), str(run.path / "config.yaml"))
+    raise CheckpointError(
+        f"No run in {directory} has a best checkpoint: one is kept where an evaluation and a checkpoint come after the same "
+        "step; give auto for the newest, or name a run by --checkpoint."
+    )
+
+
+def _of_run(run: RunDirectory) -> StoredRun:
+    return StoredRun(str(run.path), run.config(), str(run.path / "config.yaml"))
+
+
+def _of_checkpoint(path: Path) -> StoredRun:
+    """A checkpoint with the configuration that it was written with; it may have been copied from its run."""
+    from hpctrain.storage.checkpoint import open_checkpoint
+
+    meta = open_checkpoint(path).meta
+    if "config" not in meta:
+        raise CheckpointError(
+            f"{path} was written by a program with a loop of its own, and does not say which model it is of; "
+            "predict in that program, or give a checkpoint of `hpctrain train`."
+        )
+    return StoredRun(str(path), str(meta["config"]), str(path))

@@ -1,0 +1,440 @@
+"""A run from start to end: directory, resume, training or evaluation, and what is printed around them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpctrain.core import log, user_code
+from hpctrain.backend.specs import TensorSpec
+from hpctrain.comm.progress_mode import ProgressMode
+from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
+from hpctrain.config.dump import dump
+from hpctrain.config.schema import Config
+from hpctrain.core.errors import CheckpointError, CommunicationTimeoutError, ConfigError, HpctrainError, RankLostError
+from hpctrain.experiment import automatic, exact_promise, memory_account
+from hpctrain.run import reproducibility
+from hpctrain.job import flight_records
+from hpctrain.experiment.best_checkpoint import nothing_to_choose
+from hpctrain.run.build import Parts, build, build_trainer
+from hpctrain.run.checkpoints import RunCheckpoints
+from hpctrain.experiment.cores import cores_of_ranks
+from hpctrain.experiment.data_account import DataAccount
+from hpctrain.config.grid import describe, parallel_plan
+from hpctrain.experiment.initial_weights import describe_start, start_from_weights
+from hpctrain.job.lost_ranks import RunMemory
+from hpctrain.experiment.max_time import max_time
+from hpctrain.experiment.oversubscription import oversubscribed
+from hpctrain.run.messages import set_progress
+from hpctrain.experiment.read_report import ReadReport
+from hpctrain.run.resume import Start, find_start, introduce
+from hpctrain.experiment.rollback import rollback
+from hpctrain.run.accounts import RunAccount
+from hpctrain.experiment.run_hashes import RunHashes
+from hpctrain.experiment.run_ownership import RunOwnership
+from hpctrain.job.session import Session
+from hpctrain.experiment.stop import StopReason, kept_clause, stop_lines, stop_reason
+from hpctrain.launch.signals import SignalWatch
+from hpctrain.storage import checkpoint
+from hpctrain.storage.leftovers import ABANDONED_SECONDS, remove_left
+from hpctrain.runs.directory import RunDirectory, runs, software_versions
+from hpctrain.storage.run_marker import claim
+from hpctrain.runs.owner import living_owner
+from hpctrain.train.reporting import ConsoleReporter, ProgressStyle
+from hpctrain.train.log_reporter import LogReporter
+from hpctrain.train.metrics_rest import Reporter, RunningSums
+from hpctrain.train.progress_text import loss_text
+from hpctrain.train.reporters import make_reporter
+from hpctrain.train.snapshot import Position
+from hpctrain.train.trainer import Outcome, Trainer
+
+if TYPE_CHECKING:
+    from hpctrain.run.trace_report import TraceReport
+
+
+def run_training(
+    session: Session,
+    watch: SignalWatch,
+    *,
+    resume: str | None,
+    steps: int = 0,
+    schedule_from: str | None = None,
+    style: ProgressStyle | None = None,
+    memory: RunMemory | None = None,
+    complete: Callable[[], None] = lambda: None,
+) -> bool:
+    """Train; print the last test accuracy and where the run's files lie. Collective.
+
+    True where a signal, of which `watch` knows, or `max_time` ended the run early. It has written a checkpoint then.
+
+    Args:
+        resume: see `find_start`. steps: to stop after.
+        schedule_from: a run whose averaging is repeated (see `collective_schedules.agree`).
+        memory: of a run that goes on without lost ranks. complete: called once the run is done, before that is said; may raise.
+    """
+    memory = RunMemory() if memory is None else memory
+    with memory.ownership.held():
+        return _run_owned(session, watch, memory, resume, steps, schedule_from, style, complete)
+
+
+def _run_owned(
+    session: Session,
+    watch: SignalWatch,
+    memory: RunMemory,
+    resume: str | None,
+    steps: int,
+    schedule_from: str | None,
+    style: ProgressStyle | None,
+    complete: Callable[[], None],
+) -> bool:
+    """Train as `run_training` does, while this job owns its run."""
+    limit = raise_on_all_ranks(session.world, lambda: max_time(session.config.max_time))
+    parts, start = _parts(session, watch, resume, schedule_from, memory)
+    position = Position() if start is None else start.position
+    directory = _directory(session, parts, start, memory)
+    begun = position.global_step  # training moves the position on
+    memory.begins(directory, position)
+    steps = memory.steps_left(steps, position)
+    reporter = _reporter(session, directory, style, position.global_step)
+    try:
+        _introduce(session, parts, reporter, (nothing_to_choose(session.config, len(parts.loader)), limit.sentence))
+        memory.tell(reporter, position, session.world.size)
+        _introduce_start(session, parts, reporter, start, resume)
+        reporter.say(f"run directory {directory.path}")
+        watch.keeps(partial(kept_clause, directory))
+        flight_records.keep(session, directory, reporter, shrunk=memory.shrunk)
+        reproducibility.keep(session, parts, directory)
+        account = RunAccount(
+            session, parts, _start_measuring(session, parts, directory, reporter), _most_steps(session, parts, begun, steps)
+        )
+        report = _trace_report(session)
+        reads, data = ReadReport(session, parts, reporter), DataAccount(session, reporter)
+        hashes = RunHashes(session, parts.replica, directory)
+        checkpoints = _checkpoints(session, parts, directory, reporter, start)
+        trainer_of = partial(build_trainer, session, parts, reporter, checkpoints.save, saver=checkpoints.saver, steps=steps)
+        told = partial(trainer_of, epoch_ended=(reads.tell, data.tell), evaluated=checkpoints.evaluated, waits=data.waits)
+        go_back = rollback(session, parts, directory, reporter, checkpoints, start)
+        trainer = told(go_back=go_back, sample=account.sample, stop_requested=watch.asked, limit=limit.limit, hashed=hashes.keep)
+        outcome, evaluation = _train(session, parts, trainer, checkpoints, position, nothing_left=steps < 0)
+        _finish_trace(report, session, parts, directory, reporter)
+        account.finish(trainer.step_times, outcome, reporter)
+        memory_account.finish(session.world, parts.backend, reporter, (begun, outcome.position.global_step))
+        for records in (data, reads, hashes):
+            records.finish(outcome.position)
+        reason = _stop(session, watch, limit.reason, outcome, reporter)
+    finally:
+        session.progress.stop_thread()
+        reporter.close()
+    complete()
+    if session.is_root:
+        _conclude(session, replace(outcome, evaluation=evaluation), directory, reason, checkpoints)
+    return reason is not None
+
+
+def _most_steps(session: Session, parts: Parts, done: int, steps: int) -> int:
+    """Return how many steps the run can still take after `done` of them. steps: a limit; 0: none."""
+    left = session.config.epochs * len(parts.loader) - done
+    return min(left, steps) if steps else left
+
+
+def _parts(
+    session: Session, watch: SignalWatch, resume: str | None, schedule_from: str | None, memory: RunMemory
+) -> tuple[Parts, Start | None]:
+    """All objects of this rank, with the state of the checkpoint that training goes on from, if any. Collective."""
+    start = find_start(session, resume, memory.ownership) if resume is not None else None
+    parts = build(session, None if start is None else start.data, stop_requested=watch.asked)
+    if start is None:  # else the checkpoint has them
+        start_from_weights(session, parts.replica)
+    exact_promise.agree(session, parts, start)
+    reproducibility.agree(session, parts, None if start is None else start.content, schedule_from)
+    if start is None:
+        return parts, None
+    raise_on_all_ranks(session.world, partial(parts.replica.load, start.content))
+    return parts, start.without_tensors()
+
+
+def _checkpoints(
+    session: Session, parts: Parts, directory: RunDirectory, reporter: Reporter, start: Start | None
+) -> RunCheckpoints:
+    """The checkpoints of the run, which goes on from a start, if any. Collective."""
+    checkpoints = RunCheckpoints(session, parts, directory, reporter)
+    if start is not None and start.directory is not None:
+        checkpoints.go_on(start, [change.key for change in start.changes])
+    return checkpoints
+
+
+def _trace_report(session: Session) -> TraceReport | None:
+    trace = session.progress.trace
+    if trace is None:
+        return None
+    from hpctrain.run.trace_report import TraceReport  # here: only traced runs need it
+
+    return TraceReport(session.world, session.progress, trace)
+
+
+def _finish_trace(trace: TraceReport | None, session: Session, parts: Parts, directory: RunDirectory, reporter: Reporter) -> None:
+    """Write the trace of a run that has one, and say what is in it. Collective."""
+    if trace is not None:
+        for line in trace.finish(directory.path, _about(session, parts), reporter.width):
+            reporter.say(line)
+
+
+def _train(
+    session: Session, parts: Parts, trainer: Trainer, checkpoints: RunCheckpoints, position: Position, *, nothing_left: bool
+) -> tuple[Outcome, RunningSums | None]:
+    """Train, evaluate where no epoch's end has done so, and wait for the last checkpoint. Collective.
+
+    nothing_left: the steps that were asked for are done.
+    """
+    try:
+        outcome = Outcome(position, None, position.epoch, True, True) if nothing_left else trainer.run(position)
+        evaluation = outcome.evaluation
+        if evaluation is None and not outcome.stopped and parts.test_loader is not None:
+            evaluation = trainer.evaluate(outcome.position)
+        parts.replica.drain()
+    except CommunicationTimeoutError:
+        raise
+    except RankLostError:
+        checkpoints.saver.let_end()
+        raise
+    except HpctrainError:  # of all ranks; the checkpoint on its way is what a user goes on from
+        with session.progress.notes.meanwhile("a checkpoint"), contextlib.suppress(CheckpointError):
+            checkpoints.saver.finish()
+        raise
+    session.progress.notes.phase("a checkpoint")
+    checkpoints.finish()
+    return outcome, evaluation
+
+
+def run_compute_only(session: Session, steps: int, style: ProgressStyle | None = None) -> None:
+    """Time steps that exchange nothing, then the exchange alone; print and record both. The session traces. Collective."""
+    from hpctrain.experiment import compute_only
+    from hpctrain.run.trace_report import TraceReport
+
+    alone = compute_only.without_communication(session)
+    parts = build(alone)
+    reproducibility.agree(alone, parts)
+    ownership = RunOwnership()
+    directory = _new_directory(alone, parts, ownership)
+    reporter = _reporter(alone, directory, style)
+    trace = alone.progress.trace
+    assert trace is not None
+    try:
+        _introduce(alone, parts, reporter)
+        reporter.say(f"run directory {directory.path}")
+        about = _about(alone, parts)
+        trace_report = TraceReport(alone.world, alone.progress, trace)
+        trainer = build_trainer(alone, parts, reporter, lambda at: None, steps=steps)
+        trainer.run(Position())
+        lines = trace_report.finish(directory.path, about, reporter.width)
+        table = trace_report.table
+        if table is None:
+            raise ConfigError("No whole step was run, so there is no compute-only step; set epochs or --steps to at least 1.")
+        exchange = compute_only.measure_exchange(session.groups, alone.progress, parts.replica.network)
+        lines += compute_only.report(alone, directory.path, table, exchange, about)
+        for line in lines:
+            reporter.say(line)
+    finally:
+        reporter.close()
+        ownership.release()
+    if alone.is_root:
+        print(f"files of this run: {directory.path}", flush=True)
+
+
+def _new_directory(session: Session, parts: Parts, ownership: RunOwnership) -> RunDirectory:
+    """Create a run directory on rank 0, take its ownership, and return it. Collective."""
+    config = session.config
+
+    def make() -> str | None:
+        if not session.is_root:
+            return None
+        directory = RunDirectory.create(
+            Path(config.output), config.name, config=dump(config), versions=_versions(session, parts), git=session.revision
+        )
+        automatic.keep(session.resolved, directory)
+        _remove_left(config, directory)
+        return str(directory.path)
+
+    directory = RunDirectory.open(Path(session.world.broadcast_object(raise_on_all_ranks(session.world, make))))
+    ownership.take(session, directory.path)
+    return replace(directory, ownership=ownership.ownership)
+
+
+def _remove_left(config: Config, directory: RunDirectory) -> None:
+    """Delete unfinished checkpoints of earlier runs with that name, except in runs that another job owns."""
+    for run in runs(Path(config.output), config.name):
+        if run.path != directory.path and living_owner(run.path) is None:
+            remove_left(run.checkpoints, least_age_seconds=ABANDONED_SECONDS)
+
+
+def _directory(session: Session, parts: Parts, start: Start | None, memory: RunMemory) -> RunDirectory:
+    """The directory of the run, without what lies behind its start. Collective."""
+    ownership = memory.ownership
+    directory = None if start is None else start.directory
+    if directory is None and memory.directory is not None:  # ranks were lost before its first checkpoint
+        directory = RunDirectory.open(memory.directory)
+    if directory is None:
+        return _new_directory(session, parts, ownership)
+    ownership.take(session, directory.path)
+    directory = replace(directory, ownership=ownership.ownership)
+    _cut_records(session, parts, start, directory)
+    return directory
+
+
+def _cut_records(session: Session, parts: Parts, start: Start | None, directory: RunDirectory) -> None:
+    """Rank 0 takes out of the run what lies behind its start: metrics, and what looks like newer checkpoints. Collective.
+
+    The configuration is that of now.
+    """
+    position = Position() if start is None else start.position
+    evaluates = position.epoch >= session.config.epochs and parts.test_loader is not None
+
+    def cut() -> None:
+        if session.is_root:
+            earlier = directory.config() if start is None else str(start.content.meta["config"])
+            claim(directory.path)
+            checkpoint.set_aside(directory.checkpoints, position.global_step)
+            directory.cut_metrics(position.epoch, position.global_step, evaluates=evaluates)
+            directory.follow_config(dump(session.config), position.global_step, earlier)
+            automatic.keep(session.resolved, directory)
+
+    raise_on_all_ranks(session.world, cut)
+
+
+def _reporter(session: Session, directory: RunDirectory, style: ProgressStyle | None, done_steps: int = 0) -> Reporter:
+    """The reporters of rank 0; one that does nothing on other ranks, or writes the rank's log file. Collective.
+
+    Raises:
+        ConfigError: a configured reporter cannot be made.
+    """
+    metrics = session.config.metrics
+
+    kept = log.own()
+    logged = []
+    if kept is not None:
+        kept.keep_in(directory.log_path(session.world.rank))
+        logged = [LogReporter(session.progress, interval_seconds=metrics.interval_seconds)]
+
+    def make() -> Reporter:
+        if not session.is_root:
+            return logged[0] if logged else Reporter()
+        others = [*logged, *(make_reporter(reporter, directory.path, done_steps) for reporter in metrics.all_reporters)]
+        return ConsoleReporter(directory, interval_seconds=metrics.interval_seconds, others=others, style=style)
+
+    return raise_on_all_ranks(session.world, make)
+
+
+def _introduce(session: Session, parts: Parts, reporter: Reporter, notes: Iterable[str | None] = ()) -> None:
+    """Say where the run runs, with which parts and on which data, and the notes that are not empty. Collective."""
+    config, network = session.config, parts.replica.network
+    count = sum(math.prod(spec.shape) for spec in network.parameter_specs.values())
+    flops = network.model.flops(TensorSpec((1, *network.image_shape)))
+    grid = describe(parallel_plan(config, session.grid.cols))
+    for line in session.resolved.lines:
+        reporter.say(line)
+    ranks = f"{session.world.size} {'rank' if session.world.size == 1 else 'ranks'}"
+    reporter.say(f"{ranks} as {grid}, launcher {session.launcher.name}")
+    reporter.say(str(session.threads))
+    cores = cores_of_ranks(session.world, session.grid.node_of)
+    if session.launcher.starts_mpi:
+        reporter.say(cores)
+    reporter.say(f"kernels {parts.backend.description}; averager {config.averager.name}")
+    reporter.say(
+        f"model {config.model.name}: {count:,} parameters, {flops / 1e6:,.1f} MFLOP forward per image of {network.image_shape}"
+    )
+    images = parts.loader.sampler.samples
+    reporter.say(f"data {config.data.train}: {images:,} images, batch {config.batch}, {len(parts.loader)} steps per epoch")
+    for note in filter(None, (*describe_start(config, network), *parts.notes, *notes)):
+        reporter.say(note)
+
+
+def _introduce_start(session: Session, parts: Parts, reporter: Reporter, start: Start | None, resume: str | None) -> None:
+    """Say from where the run goes on, where it was asked to."""
+    if start is not None:
+        introduce(start, session.config, parts.loader.sampler.samples, reporter)
+    elif resume is not None:
+        place = session.config.output
+        reporter.say(f"nothing to resume: no run named {session.config.name} in {place} has a checkpoint yet")
+
+
+def _start_measuring(session: Session, parts: Parts, directory: RunDirectory, reporter: Reporter) -> ProgressMode:
+    """Choose the progress mode; say it where it matters, and record it. Collective."""
+    config = session.config
+    samples = -(-config.batch // session.groups.all_ranks.size // parts.replica.passes.following)
+    chosen = set_progress(session, parts.replica.network, config.progress, samples)
+    if chosen.matters:
+        reporter.say(str(chosen))
+    reporter.record("progress", chosen.facts())
+    return chosen.mode
+
+
+def _about(session: Session, parts: Parts) -> dict[str, object]:
+    """The conditions of a measurement: versions, model, grid, threads."""
+    config = session.config
+    return {
+        **_versions(session, parts),
+        "model": config.model.name,
+        "averager": config.averager.name,
+        "batch": config.batch,
+        "grid": describe(parallel_plan(config, session.grid.cols)),
+        "threads": session.threads.threads,
+        "oversubscribed": oversubscribed(session.grid.node, session.world, session.threads.threads),
+    }
+
+
+def _stop(session: Session, watch: SignalWatch, limit: str | None, outcome: Outcome, reporter: Reporter) -> StopReason | None:
+    """The signal or limit that ended the run, if one did; record where and by what it ends before its last epoch. Collective."""
+    if not outcome.stopped:
+        return None
+    reason = None if outcome.steps_reached else stop_reason(session.world, watch, limit)
+    by, position = "--steps" if reason is None else str(reason), outcome.position
+    reporter.record("stop", {"epoch": position.epoch + 1, "step": position.global_step, "by": by})
+    return reason
+
+
+def _conclude(
+    session: Session, outcome: Outcome, directory: RunDirectory, reason: StopReason | None, checkpoints: RunCheckpoints
+) -> None:
+    epochs, evaluation = session.config.epochs, outcome.evaluation
+    if reason is not None:
+        written = checkpoints.last or checkpoint.checkpoint_path(directory.checkpoints, outcome.position.global_step)
+        print("\n".join(stop_lines(reason, outcome, epochs, directory.path, written)))
+    elif outcome.steps_reached:
+        print(_steps_reached(outcome, epochs, directory))
+    if outcome.position.skipped:
+        print(_skipped(outcome.position))
+    if evaluation is not None:
+        means, then = evaluation.means(), f" after epoch {outcome.evaluated_epochs} of {epochs}" if outcome.stopped else ""
+        print(
+            f"test accuracy{then} {means['top1']:.2%} "
+            f"(top5 {means['top5']:.2%}, loss {loss_text(means['loss'])}, {evaluation.count} images)"
+        )
+        if "ema_top1" in means:
+            print(f"averaged weights{then} {means['ema_top1']:.2%} (loss {loss_text(means['ema_loss'])})")
+    if checkpoints.best is not None and (best := checkpoints.best.line()) is not None:
+        print(best)
+    print(f"files of this run: {directory.path}", flush=True)
+
+
+def _steps_reached(outcome: Outcome, epochs: int, directory: RunDirectory) -> str:
+    """How a run with --steps ended, and how to go on: it evaluates at ends of epochs only."""
+    position = outcome.position
+    end = "" if outcome.evaluation is not None else "\nno evaluation was made: these come at ends of epochs"
+    where = f"after step {position.global_step}, in epoch {min(position.epoch + 1, epochs)} of {epochs}"
+    return f"ended {where}, as --steps asked{end}\ngo on with the same command and --resume {directory.path}"
+
+
+def _skipped(position: Position) -> str:
+    """How many steps have changed nothing."""
+    were = "step was" if position.skipped == 1 else "steps were"
+    return f"{position.skipped:,} of {position.global_step:,} {were} skipped, as something in them was not finite"
+
+
+def _versions(session: Session, parts: Parts) -> dict[str, str]:
+    software = software_versions(kernels=parts.backend.name, launcher=session.launcher.name, mpi=session.mpi_library)
+    return software | dict(parts.backend.versions) | user_code.digests()

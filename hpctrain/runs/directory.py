@@ -1,0 +1,443 @@
+"""The directory of one run: what was asked for, with what it ran, what it measured, and its checkpoints.
+
+    <output>/<name>-<YYYYmmdd-HHMMSS>/      the time of its start, in UTC
+        run.json         proves that the directory is a run, and orders it among others (see `RunMarker`)
+        config.yaml      the resolved configuration, of the latest start
+        config-<step>.yaml      what it was until that step, where a resume changed it
+        versions.json    versions of everything that computes
+        git.json         revision of the directory that the run was started in; {} outside a repository
+        metrics.jsonl    one JSON object per line; a resume cuts it back to its checkpoint
+        hashes.jsonl     hashes of the state after some steps, where they are kept; a resume cuts them back, too
+        schedule-<group>.json   what the averager of a parameter group posts in a step, in order
+        choice.json      what the run chose for grid, plan and averager, where the configuration leaves these to it
+        flight/          what each rank did last
+        owners/          who has written to the run, and who does now (see `run_owner`)
+        flight-directory      where that lies, where it is not here
+        machine.yaml     the machine that was measured for that, where none was named
+        checkpoints/
+
+One rank creates and writes it; the others are told its path. Nothing here communicates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import platform
+import re
+import secrets
+import subprocess
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml
+
+from hpctrain.core.errors import CheckpointError, ConfigError, DataError
+from hpctrain.core.files import TEXT_BYTES, json_object, read_bytes, read_text
+from hpctrain.launch.signal_mask import release
+from hpctrain.storage import metrics_file
+from hpctrain.storage.atomic_write import PARTIAL, write_bytes, write_json, write_text
+from hpctrain.storage.bookkeeping import Bookkeeping
+from hpctrain.storage.run_marker import MARKER, STAMP, RunMarker, is_run, mark, marker_of, order_of
+from hpctrain.runs.owner import Ownership
+from hpctrain.version import __version__
+
+if TYPE_CHECKING:
+    from hpctrain.storage.checkpoint import CheckpointContent
+
+_EARLIER = re.compile(r"config-(\d{8,})\.yaml")
+_NAME = re.compile(r"^name:.*$", re.MULTILINE)
+_LEGAL_NAME = re.compile(r"[A-Za-z0-9._][A-Za-z0-9._-]*")
+_GIT_SECONDS = 10
+# Size limit of the file that names a directory, in bytes: well above the longest path of any file system.
+_LONGEST_PATH = 1 << 14
+_MOST_CONFIG_BYTES = 1 << 20
+_MOST_BYTES_OF_SMALL = 1 << 20
+
+#: name of the file that says where flight records lie
+FLIGHT_POINTER = "flight-directory"
+
+
+def software_versions(**others: str) -> dict[str, str]:
+    """Versions of Python and of the packages that compute; `others` (kernel set, MPI library) are added as given."""
+    found = {"python": platform.python_version(), "hpctrain": __version__}
+    for package in ("numpy", "mpi4py", "h5py"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "none"
+    return {**found, **others}
+
+
+def git_state(directory: Path | None = None) -> dict[str, object]:
+    """{"revision", "dirty"} of the repository around `directory` (the current one by default); {} where there is none.
+
+    Starts processes: call it before MPI starts.
+    """
+    try:
+        revision = _git(directory, "rev-parse", "HEAD")
+        changes = _git(directory, "status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return {"revision": revision, "dirty": bool(changes)}
+
+
+def _git(directory: Path | None, *words: str) -> str:
+    # Without optional locks a reader never disturbs somebody's work in the repository.
+    command = ["git", "--no-optional-locks", *words]
+    done = subprocess.run(
+        command, cwd=directory, capture_output=True, text=True, timeout=_GIT_SECONDS, check=True, preexec_fn=release
+    )
+    return done.stdout.strip()
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """One run's files; made by `create` or `open`.
+
+    Args:
+        bookkeeping: writes the files that the run can do without.
+        ownership: of the run, required for further writes; None: not checked.
+    """
+
+    path: Path
+    bookkeeping: Bookkeeping = field(default_factory=Bookkeeping, compare=False, repr=False)
+    ownership: Ownership | None = field(default=None, compare=False, repr=False)
+
+    @classmethod
+    def create(
+        cls,
+        output: Path,
+        name: str,
+        *,
+        config: str,
+        versions: Mapping[str, str],
+        git: Mapping[str, object],
+    ) -> RunDirectory:
+        """Create a directory below `output`, named after the time in UTC; no two calls get the same one. One rank only.
+
+        Raises:
+            ConfigError: `name` is no plain file name, or the directory cannot be made.
+        """
+        if not _LEGAL_NAME.fullmatch(name):
+            legal = re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("-") or "run"
+            raise ConfigError(
+                f"The run name {name!r} may have letters, digits, dots, dashes and underscores only, as in {legal!r}."
+            )
+        try:
+            run = cls(_make_unique(Path(output), f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"))
+            run.checkpoints.mkdir()
+            write_json(run.path / "versions.json", dict(versions))
+            write_json(run.path / "git.json", dict(git))
+            mark(run.path, RunMarker(secrets.token_hex(8), _later_than_all(Path(output))))
+            # Last, since the configuration, with the marker, makes the directory a run.
+            write_text(run.path / "config.yaml", config)
+        except OSError as error:
+            raise ConfigError(
+                f"No run directory can be made in output {output} ({error.strerror}); choose another output."
+            ) from error
+        return run
+
+    @classmethod
+    def open(cls, path: Path) -> RunDirectory:
+        """An existing run.
+
+        Raises:
+            CheckpointError: `path` is no run directory.
+        """
+        run = cls(Path(path))
+        if not (run.path / "config.yaml").is_file():
+            raise CheckpointError(f"{path} is no run directory: it has no config.yaml.")
+        if not is_run(run.path):
+            raise CheckpointError(
+                f"{path} is no run directory: it has a config.yaml, but not the {MARKER} that `hpctrain train` writes; "
+                f"give the directory that a training named as its run directory."
+            )
+        return run
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the checkpoints lie."""
+        return self.path / "checkpoints"
+
+    @property
+    def metrics_path(self) -> Path:
+        """The metrics, one JSON object per line."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def hashes_path(self) -> Path:
+        """Hashes of the state after some steps, where the run keeps them (see `hash_file`)."""
+        return self.path / "hashes.jsonl"
+
+    @property
+    def choice_path(self) -> Path:
+        """The choice of the latest start for what its configuration left open."""
+        return self.path / "choice.json"
+
+    @property
+    def machine_path(self) -> Path:
+        """The machine that was measured for the choice."""
+        return self.path / "machine.yaml"
+
+    @property
+    def flight(self) -> Path:
+        """Where the flight records of its ranks lie, unless they are kept elsewhere."""
+        return self.path / "flight"
+
+    def log_path(self, rank: int) -> Path:
+        """The log file of a rank, where it keeps one."""
+        return self.path / "logs" / f"rank-{rank:04d}.log"
+
+    def point_to_flight(self, directory: Path | None) -> None:
+        """Remember that flight records lie in this directory; None: in the run.
+
+        Raises:
+            OSError: that cannot be written.
+        """
+        pointer = self.path / FLIGHT_POINTER
+        if directory is None:
+            pointer.unlink(missing_ok=True)
+        else:
+            write_text(pointer, f"{directory}\n")
+
+    def flight_records(self) -> Path:
+        """Return the directory of the ranks' flight records, which may not exist.
+
+        Raises:
+            DataError: the file that names the directory is damaged.
+        """
+        pointer = self.path / FLIGHT_POINTER
+        if not pointer.is_file():
+            return self.flight
+        text = os.fsdecode(read_bytes(pointer, _LONGEST_PATH)).strip()
+        if not text.isprintable() or not text:
+            raise DataError(f"{pointer} names no directory of flight records; delete it, and give that directory itself.")
+        return Path(text)
+
+    def write_schedule(self, group: str, schedule: str) -> None:
+        """Keep the schedule (JSON text) of a parameter group's averager; it replaces an earlier one as a whole."""
+        write_text(self.schedule_path(group), schedule)
+
+    def schedule_path(self, group: str) -> Path:
+        """The schedule of a parameter group's averager."""
+        return self.path / f"schedule-{group}.json"
+
+    def schedules(self) -> dict[str, str]:
+        """The schedules (JSON text) that were written, by parameter group."""
+        pattern = self.schedule_path("*").name
+        begin, end = pattern.split("*")
+        return {path.name[len(begin) : -len(end)]: read_text(path) for path in sorted(self.path.glob(pattern))}
+
+    def config(self) -> str:
+        """The resolved configuration's text."""
+        return read_text(self.path / "config.yaml", TEXT_BYTES)
+
+    def follow_config(self, config: str, step: int, earlier: str) -> None:
+        """From `step` on the run has this configuration; `earlier`, which it had until then, is kept beside it if it is another.
+
+        Removes configurations of later steps, whose metrics are removed as well. Files that no run wrote stay.
+
+        Raises:
+            CheckpointError: the directory cannot be written; the configuration is what it was.
+        """
+        dated = ((_EARLIER.fullmatch(path.name), path) for path in self.path.iterdir())
+        gone = {path for match, path in dated if match and int(match[1]) >= step and _is_run_config(path)}
+        try:
+            if config != earlier:
+                kept = self.path / f"config-{step:08d}.yaml"
+                if kept in gone or not os.path.lexists(kept):
+                    write_text(kept, earlier)
+                gone.discard(kept)
+            if config != self.config():
+                write_text(self.path / "config.yaml", config)
+            for path in gone:
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            raise CheckpointError(
+                f"The configuration in {self.path} cannot be written ({error.strerror}); make room or allow it."
+            ) from error
+
+    def append_metrics(self, record: Mapping[str, object]) -> None:
+        """Append one line; it is the system's before this returns. Numbers that are not finite become null (JSON has none).
+
+        A line that a kill has torn is cut off first. One process appends at a time.
+
+        Raises:
+            RunOwnedError: another job has taken the run over.
+        """
+        require_owned(self)
+        metrics_file.append(self.metrics_path, json.dumps(_finite(record), allow_nan=False) + "\n")
+
+    def cut_metrics(self, epoch: int, step: int, *, evaluates: bool = False, goes_back: bool = False) -> None:
+        """Before a run goes on from a checkpoint: metrics and hashes end where it was taken (see `metrics_file.cut_back`)."""
+        require_owned(self)
+        for path in (self.metrics_path, self.hashes_path):
+            metrics_file.cut_back(path, epoch, step, evaluates=evaluates, goes_back=goes_back)
+
+    def metrics(self) -> list[dict[str, object]]:
+        """All complete lines; a last one that a kill has torn is left out.
+
+        Raises:
+            DataError: another line is no JSON object, or the file is not a regular one.
+        """
+        if not self.metrics_path.exists():
+            return []
+        *lines, _torn = read_bytes(self.metrics_path).split(b"\n")
+        return [self._parsed(number, line) for number, line in enumerate(lines, 1)]
+
+    def _parsed(self, number: int, line: bytes) -> dict[str, object]:
+        record = json_object(line)
+        if record is None:
+            raise DataError(f"Line {number} of {self.metrics_path} is no JSON object; delete the line.")
+        return record
+
+
+def require_owned(run: RunDirectory) -> None:
+    """Raise if another job has taken the run over because it took this process for dead.
+
+    Raises:
+        RunOwnedError: another job has taken the run over.
+    """
+    if run.ownership is not None:
+        run.ownership.require()
+
+
+def small_files(run: RunDirectory) -> dict[str, bytes]:
+    """Return the contents of a run directory's small files, by name, without records and unfinished files.
+
+    They identify the run, and suffice to restore a directory that `--resume` finds.
+    """
+    paths = sorted(path for path in run.path.iterdir() if path.is_file() and path.suffix not in (".jsonl", PARTIAL))
+    return {path.name: path.read_bytes() for path in paths if path.stat().st_size <= _MOST_BYTES_OF_SMALL}
+
+
+def restore(run: RunDirectory, files: Mapping[str, bytes]) -> None:
+    """Write missing small files of the run again, as after a removal of its directory during the training.
+
+    Raises:
+        CheckpointError: the files cannot be written.
+    """
+    try:
+        missing = [name for name in files if not (run.path / name).exists()]
+        if missing:
+            run.checkpoints.mkdir(parents=True, exist_ok=True)
+        for name in sorted(missing, key=lambda name: name == "config.yaml"):  # last, since it makes the directory a run
+            write_bytes(run.path / name, files[name])
+        if run.ownership is not None:
+            run.ownership.restore()
+    except OSError as error:
+        raise CheckpointError(
+            f"The files of the run {run.path} are missing and cannot be written again ({error.strerror}); make room or allow it."
+        ) from error
+
+
+def _make_unique(output: Path, stem: str) -> Path:
+    output.mkdir(parents=True, exist_ok=True)
+    for number in count(1):
+        path = output / (stem if number == 1 else f"{stem}-{number}")
+        with contextlib.suppress(FileExistsError):
+            path.mkdir()
+            return path
+    raise AssertionError("unreachable")
+
+
+def _is_run_config(path: Path) -> bool:
+    """Return whether a file is a configuration that a run wrote: bitwise in the form of a dump, with the key `output`."""
+    try:
+        text = path.read_text() if path.is_file() and path.stat().st_size <= _MOST_CONFIG_BYTES else ""
+        content = yaml.safe_load(text)
+        return isinstance(content, dict) and "output" in content and text == yaml.safe_dump(content, sort_keys=False, width=120)
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):
+        return False
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def runs(output: Path, name: str | None) -> Iterable[RunDirectory]:
+    """Return all runs below `output` whose configuration has exactly that name, newest first in the order of their markers.
+
+    Omits directories that are not proven to be runs.
+
+    Args:
+        name: of the runs; None: any name.
+    """
+    ordered = []
+    for path in Path(output).glob("*/config.yaml"):
+        match = STAMP.fullmatch(path.parent.name)
+        if match and (name is None or _name_in(path) == name) and is_run(path.parent):
+            ordered.append((order_of(path.parent), match[1], int(match[2] or 1), path.parent))
+    return [RunDirectory(path) for *_, path in sorted(ordered, reverse=True)]
+
+
+def _later_than_all(output: Path) -> int:
+    """Return the place of a new run in the order of runs: after all runs below `output`."""
+    return max([time.time_ns(), *(1 + order_of(run.path) for run in runs(output, None))])
+
+
+def run_of_checkpoint(path: Path, meta: Mapping[str, object]) -> RunDirectory | None:
+    """Return the run that the checkpoint `path` belongs to; None if it lies in no run, or in the directory of another run.
+
+    A checkpoint holds the identity of its run. A checkpoint of an earlier version holds a configuration of the run instead.
+
+    Args:
+        meta: of the checkpoint.
+    """
+    for place in (path, path.absolute(), path.resolve()):
+        run = RunDirectory(place.parent.parent)
+        if place.parent.name != run.checkpoints.name or not is_run(run.path):
+            continue
+        marker, identity = marker_of(run.path), meta.get("run")
+        if identity is None:
+            belongs = _has_config(run, str(meta.get("config")))
+        else:
+            belongs = marker is not None and identity == marker.identity
+        if belongs:
+            return run
+    return None
+
+
+def _has_config(run: RunDirectory, config: str) -> bool:
+    """Return whether a run has, or had, this configuration."""
+    kept = [path for path in run.path.iterdir() if path.name == "config.yaml" or _EARLIER.fullmatch(path.name)]
+    return any(path.is_file() and path.read_bytes() == config.encode() for path in kept)
+
+
+def _name_in(path: Path) -> str | None:
+    """The name in a run's configuration; None where it has none that can be read. The rest is not parsed: there may be many."""
+    try:
+        line = _NAME.search(read_text(path, TEXT_BYTES))
+        return None if line is None else str(yaml.safe_load(line[0])["name"])
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return None
+
+
+def latest(output: Path, name: str) -> RunDirectory | None:
+    """The newest run of that name; None where there is none."""
+    return next(iter(runs(output, name)), None)
+
+
+def resumable(output: Path, name: str) -> tuple[Path, CheckpointContent] | None:
+    """The newest valid checkpoint of the newest run of that name that has one, and its content; None where there is none.
+
+    A run that ended before its first checkpoint is passed over.
+    """
+    from hpctrain.storage.checkpoint import read_newest  # loads NumPy, which those who only look at runs do without
+
+    found = (read_newest(run.checkpoints) for run in runs(output, name))
+    return next((each for each in found if each is not None), None)

@@ -1,0 +1,433 @@
+"""The owner of a run directory: only one job or command at a time may write to a run.
+
+The directory `owners` of a run has a record of each owner, `owner-00001.jsonl` and so on. The record with the highest number is
+that of the current owner. A record is created atomically, by a hard link, which every file system, including NFS and Lustre,
+creates at most once. So if several processes try to succeed a dead owner, exactly one creates the next record, and a process
+that dies leaves no lock. While the owner is alive, the last line of its record changes every BEAT_SECONDS. At the end that line
+says that the run was released.
+
+An owner counts as dead if its process has ended on the same machine, if its scheduler reports that its job is over, or if its
+record has not changed for MISSED_SECONDS. The waiting process measures that time; clocks of two machines are never compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import platform
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from hpctrain.core.errors import RunOwnedError
+from hpctrain.launch import process_mark
+from hpctrain.launch.process_mark import ProcessMark
+from hpctrain.launch.scheduler import SchedulerJob, own_job
+from hpctrain.log import get_logger
+from hpctrain.storage.atomic_write import synchronise_directory
+from hpctrain.storage.run_marker import is_run
+
+FOLDER = "owners"
+#: environment variable of a training that `hpctrain run` has started: the mark of the process of `hpctrain run`
+SUPERVISOR = "HPCTRAIN_SUPERVISOR"
+BEAT_SECONDS = 5.0
+#: time without a change of its record after which an owner on another machine counts as dead
+MISSED_SECONDS = 60.0
+
+_NAME = re.compile(r"owner-(\d{5,})\.jsonl")
+_LOOK_SECONDS = 0.5
+# Longest time that one look counts for: a process that was stopped between two looks has not watched meanwhile.
+_MOST_BETWEEN_LOOKS_SECONDS = 2.0
+_LINE_BYTES = 40
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Owner:
+    """An owner, as its record names it.
+
+    Args:
+        number: of the record. token: unique to this owner. mark: of its process. host: the host's name.
+        job: of the scheduler. since: the time in UTC at which it became the owner. command: the command that it runs.
+        missed_seconds: time without a change of the record after which it counts as dead. outlives: whether other ranks of the
+            job go on after the death of the process.
+        supervisor: mark of the process of `hpctrain run` that has started it; "" if none has.
+    """
+
+    number: int
+    token: str
+    mark: str
+    host: str
+    since: str
+    command: str
+    job: SchedulerJob = field(default_factory=SchedulerJob)
+    missed_seconds: float = MISSED_SECONDS
+    outlives: bool = False
+    supervisor: str = ""
+
+    def __str__(self) -> str:
+        process = ProcessMark.parse(self.mark)
+        job = f" of {self.job}" if str(self.job) else ""
+        return f"{self.command}, process {process.number if process else '?'} on {self.host}{job}, since {self.since}"
+
+
+@dataclass(frozen=True)
+class _Record:
+    """A record as it was read.
+
+    text: all of it. owner: None if it is damaged. is_file: whether it is the file that its owner created, not a copy of it.
+    """
+
+    number: int
+    text: bytes
+    owner: Owner | None
+    released: bool = False
+    is_file: bool = False
+
+
+def owners(run: Path) -> list[Owner]:
+    """Return the owners of a run so far, latest last. Omits damaged records."""
+    records = (_read(run, number) for number in _numbers(run))
+    return [record.owner for record in records if record is not None and record.owner is not None]
+
+
+def living_owner(run: Path) -> Owner | None:
+    """Return the latest owner of a run, unless it is known to have ended; else None.
+
+    Does not wait for a sign of life, so that the owner may be dead.
+    """
+    record = _latest(run)
+    return None if record is None or _is_over(record) else record.owner
+
+
+def was_owned_by_job(run: Path, job: SchedulerJob) -> bool:
+    """Return whether any start of the same job has owned the run."""
+    return bool(job.chain) and any(job.is_chain_of(owner.job) for owner in owners(run))
+
+
+def run_of(path: Path) -> Path | None:
+    """Return `path` if it is a run directory, or the run of a directory of checkpoints; None if there is no run."""
+    if path.name == "checkpoints" and is_run(path.parent):
+        return path.parent
+    return path if is_run(path) else None
+
+
+class Contender:
+    """A process that wants to own a run.
+
+    Args:
+        command: the command that it runs, for messages of others. predecessor: token of a dead owner of the same job.
+        missed_seconds, outlives: see `Owner`.
+        clock: returns seconds.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        command: str,
+        *,
+        predecessor: str = "",
+        missed_seconds: float = MISSED_SECONDS,
+        outlives: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._run, self._predecessor, self._clock = run, predecessor, clock
+        self._owner = Owner(
+            number=0,
+            token=secrets.token_hex(8),
+            mark=str(process_mark.own()),
+            host=platform.node(),
+            since=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+            command=command,
+            job=own_job(os.environ),
+            missed_seconds=missed_seconds,
+            outlives=outlives,
+            supervisor=os.environ.get(SUPERVISOR, ""),
+        )
+        self._watched: _Record | None = None
+        self._still_seconds = self._looked_at = 0.0
+
+    def attempt(self) -> Ownership | None:
+        """Return the ownership; None if it is not known yet whether the current owner is alive: call it again soon.
+
+        Raises:
+            RunOwnedError: another owner is alive. OSError: the run cannot be written.
+        """
+        (self._run / FOLDER).mkdir(exist_ok=True)
+        while True:
+            latest = _latest(self._run)
+            ended = "" if latest is None else self._reason_ended(latest)
+            if ended is None:
+                return None
+            owner = replace(self._owner, number=1 if latest is None else latest.number + 1)
+            if _make(self._run, owner):
+                if ended and latest is not None:
+                    _log.warning("%s is taken over from %s, %s.", self._run, latest.owner or "an unknown owner", ended)
+                return Ownership(self._run, owner)
+
+    def _reason_ended(self, record: _Record) -> str | None:
+        """Return why an owner is dead, as the end of a sentence; "" if it ended in good order; None if that is not known yet.
+
+        Raises:
+            RunOwnedError: the owner is alive.
+        """
+        owner = record.owner
+        if record.released or (owner is not None and self._predecessor == owner.token):
+            return ""
+        if owner is not None:
+            if self._owner.job.follows(owner.job):
+                return "as the same job was queued again"
+            lives = _process_lives(record)
+            if lives is False:
+                return "whose process has ended"
+            if lives:
+                raise _refusal(self._run, owner)
+        return self._watch(record)
+
+    def _watch(self, record: _Record) -> str | None:
+        """Compare a record of another machine with its earlier state. Returns and raises as `_reason_ended`."""
+        now, before = self._clock(), self._watched
+        owner = record.owner
+        if before is None or before.number != record.number:
+            lives = None if owner is None else owner.job.lives()
+            if lives is False:
+                return "whose job is over, as its scheduler says"
+            if lives and owner is not None:
+                raise _refusal(self._run, owner)
+            self._watched, self._still_seconds, self._looked_at = record, 0.0, self._clock()
+            most = MISSED_SECONDS if owner is None else owner.missed_seconds
+            _log.warning(
+                "%s was last written to by %s. Only a change of its record shows whether that owner is alive; "
+                "waiting for one for up to %.0f s.",
+                self._run,
+                owner or "an unknown owner",
+                most,
+            )
+            return None
+        if record.text != before.text and owner is not None:
+            raise _refusal(self._run, owner)
+        self._still_seconds += min(now - self._looked_at, _MOST_BETWEEN_LOOKS_SECONDS)
+        self._looked_at = now
+        most = MISSED_SECONDS if owner is None else owner.missed_seconds
+        return f"which has shown no sign of life for {most:.0f} s" if self._still_seconds >= most else None
+
+
+class Ownership:
+    """The right to write to a run, until `release`. A thread gives signs of life.
+
+    Attributes:
+        run: the directory. owner: the content of this process's record.
+    """
+
+    def __init__(self, run: Path, owner: Owner) -> None:
+        self.run, self.owner = run, owner
+        self._path = _path(run, owner.number)
+        self._beats = 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hpctrain-owner", daemon=True)
+        self._thread.start()
+
+    def require(self) -> None:
+        """Raise unless this process still owns the run: others may take a process that was stopped for long for dead.
+
+        Raises:
+            RunOwnedError: another process has taken over, or this one has released the run.
+        """
+        if self._ended.is_set():
+            raise RunOwnedError(f"The run {self.run} was released by this process; nothing more is written to it.")
+        if self._next().exists():
+            others = [owner for owner in owners(self.run) if owner.number > self.owner.number]
+            raise RunOwnedError(
+                f"The run {self.run} was taken over by {others[-1] if others else 'another job'}, as this process has shown no "
+                f"sign of life for {self.owner.missed_seconds:.0f} s; nothing more is written to it."
+            )
+
+    def release(self) -> None:
+        """Release the run. May be called twice."""
+        if not self._ended.is_set():
+            self._ended.set()
+            if self._thread is not threading.current_thread():
+                self._thread.join(2 * BEAT_SECONDS)
+            self._write({"released": self._beats})
+
+    def restore(self) -> None:
+        """Write the record again if the run directory was removed.
+
+        Raises:
+            OSError: the record cannot be written.
+        """
+        if not self._path.exists() and not self._next().exists():
+            (self.run / FOLDER).mkdir(parents=True, exist_ok=True)
+            _make(self.run, self.owner)
+
+    def _next(self) -> Path:
+        return _path(self.run, self.owner.number + 1)
+
+    def _run(self) -> None:
+        while not self._ended.wait(BEAT_SECONDS):
+            self._beats += 1
+            self._write({"beat": self._beats})
+
+    def _write(self, line: dict[str, int]) -> None:
+        """Overwrite the last line of the record in place. It is small, so that readers see it whole, and needs no new space."""
+        with contextlib.suppress(OSError):
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                os.pwrite(descriptor, _last_line(line), os.fstat(descriptor).st_size - _LINE_BYTES)
+            finally:
+                os.close(descriptor)
+
+
+@contextlib.contextmanager
+def owned(run: Path | None, command: str) -> Iterator[None]:
+    """Own a run during the block; no effect if `run` is None. Waits as long as it is unknown whether another owner is alive.
+
+    Raises:
+        RunOwnedError: another owner is alive. OSError: the run cannot be written.
+    """
+    if run is None:
+        yield
+        return
+    contender = Contender(run, command)
+    while (ownership := contender.attempt()) is None:
+        time.sleep(_LOOK_SECONDS)
+    try:
+        yield
+    finally:
+        ownership.release()
+
+
+def _refusal(run: Path, owner: Owner) -> RunOwnedError:
+    return RunOwnedError(
+        f"The run {run} is being written to by {owner}, and a run has one owner at a time; wait until that one ends or stop it, "
+        f"or give this one another name or output for a run of its own."
+    )
+
+
+def _path(run: Path, number: int) -> Path:
+    return run / FOLDER / f"owner-{number:05d}.jsonl"
+
+
+def _numbers(run: Path) -> list[int]:
+    try:
+        names = os.listdir(run / FOLDER)
+    except OSError:
+        return []
+    return sorted(int(match[1]) for match in map(_NAME.fullmatch, names) if match)
+
+
+def _latest(run: Path) -> _Record | None:
+    """Return the record with the highest number; None if there is none."""
+    for number in reversed(_numbers(run)):
+        record = _read(run, number)
+        if record is not None:
+            return record
+    return None
+
+
+def _read(run: Path, number: int) -> _Record | None:
+    """Return a record, which may be damaged; None if it does not exist any more."""
+    try:
+        # Opened, since some file systems may return an outdated status for a file that is not open.
+        with open(_path(run, number), "rb") as file:
+            inode, text = os.fstat(file.fileno()).st_ino, file.read(1 << 16)
+    except FileNotFoundError:
+        return None
+    except OSError:
+        return _Record(number, b"", None)
+    try:
+        first, last = map(json.loads, text.splitlines())
+        owner = _owner(number, first)
+        return _Record(number, text, owner, "released" in last, first["inode"] == inode)
+    except (ValueError, TypeError, KeyError):
+        return _Record(number, text, None)
+
+
+def _owner(number: int, values: dict[str, Any]) -> Owner:
+    known = ("token", "mark", "host", "since", "command", "missed_seconds", "outlives", "supervisor")
+    return Owner(number=number, job=SchedulerJob(**values["job"]), **{key: values[key] for key in known})
+
+
+def _process_lives(record: _Record) -> bool | None:
+    """Return whether the owner's process is alive; None if that cannot be seen, or does not decide.
+
+    In a copy of a run the records name the owner of the original, which does not own the copy. They never change there.
+    """
+    owner = record.owner
+    mark = None if owner is None else ProcessMark.parse(owner.mark)
+    if owner is None or mark is None:
+        return None
+    lives = mark.lives
+    return None if (lives and not record.is_file) or (lives is False and owner.outlives) else lives
+
+
+def _is_over(record: _Record) -> bool:
+    return record.released or _process_lives(record) is False
+
+
+def _last_line(values: dict[str, int]) -> bytes:
+    return json.dumps(values).encode().ljust(_LINE_BYTES - 1) + b"\n"
+
+
+def _make(run: Path, owner: Owner) -> bool:
+    """Create the record of an owner; return False if another owner has its number.
+
+    Raises:
+        OSError: the directory cannot be written.
+    """
+    target = _path(run, owner.number)
+    begun = target.with_name(f".{target.name}.{owner.token}.{owner.mark}")
+    descriptor = os.open(begun, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        try:
+            _write_record(descriptor, owner)
+        finally:
+            os.close(descriptor)
+        made = _link_new(begun, target, owner)
+    finally:
+        begun.unlink(missing_ok=True)
+    if made:
+        synchronise_directory(target.parent)
+    return made
+
+
+def _write_record(descriptor: int, owner: Owner) -> None:
+    """Write a record to a new file, and synchronise it."""
+    values = {**asdict(owner), "inode": os.fstat(descriptor).st_ino}
+    os.write(descriptor, json.dumps(values).encode() + b"\n" + _last_line({"beat": 0}))
+    os.fsync(descriptor)
+
+
+def _link_new(begun: Path, target: Path, owner: Owner) -> bool:
+    """Link a complete file to a new name; return False if a file has that name already."""
+    try:
+        os.link(begun, target)
+    except FileExistsError:
+        return begun.stat().st_nlink > 1  # the link was made, but the file server's answer was lost and the request repeated
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        return _create_new(target, owner)
+    return True
+
+
+def _create_new(target: Path, owner: Owner) -> bool:
+    """Create a record on a file system without links. It is incomplete for a moment, in which others watch it as unknown."""
+    try:
+        descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    except FileExistsError:
+        return False
+    try:
+        _write_record(descriptor, owner)
+    finally:
+        os.close(descriptor)
+    return True

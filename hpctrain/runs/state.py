@@ -1,0 +1,222 @@
+"""The state of a run, as its directory tells it to somebody outside of it: while it runs, after it, and after it died.
+
+Only reads; needs no MPI and no NumPy.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpctrain.core.errors import DataError
+from hpctrain.experiment.run_events import RunEvent, events_of
+from hpctrain.flight.autopsy import autopsy
+from hpctrain.flight.report import records_in
+from hpctrain.launch.exit_codes import End
+from hpctrain.flight.ring import FlightRecord
+from hpctrain.core.files import json_object, read_bytes
+from hpctrain.runs.directory import RunDirectory
+
+#: without a sign of life after which a rank of this machine counts as silent; the heartbeat gives one every second
+SILENT_SECONDS = 10.0
+# Largest plausible difference between two clocks.
+_CLOCK_ERROR_SECONDS = 86400.0
+_CHECKPOINT = re.compile(r"checkpoint-(\d{8,})(\.h5|\.shards)")
+
+Record = Mapping[str, Any]
+#: (step, value), in the order of recording
+Curve = tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True)
+class RunState:
+    """All that is known of a run at an instant.
+
+    Args:
+        now: seconds of the wall clock. records: lines of its metrics that can be read. ranks: records of the latest start.
+        checkpoint: path of the newest one, without a look into it. end: a sentence on how it ended; None: it goes on, or nobody
+            knows.
+    """
+
+    path: Path
+    now: float
+    records: tuple[Record, ...]
+    ranks: tuple[FlightRecord, ...]
+    checkpoint: Path | None
+    checkpoint_age_seconds: float
+    end: str | None
+
+    def latest(self, *kinds: str) -> Record:
+        """The latest record of these kinds; an empty one where there is none."""
+        return next((record for record in reversed(self.records) if record.get("kind") in kinds), {})
+
+    @property
+    def step(self) -> int:
+        """The latest step that is known to have begun; 0 before the first."""
+        running = max((record.step for record in self.ranks), default=0)
+        return running or _number(self.latest("interval", "epoch", "stop").get("step")) or 0
+
+    @property
+    def done_samples(self) -> int:
+        """Samples over all epochs at the latest record."""
+        start, record = self.latest("start"), self.latest("interval", "epoch")
+        if "epoch" not in record or "samples" not in start:
+            return int(start.get("done_samples", 0))
+        return int((record["epoch"] - 1) * start["samples"] + record.get("images", 0))
+
+    @property
+    def seconds_left(self) -> float | None:
+        """For the rest of the training, at the pace since its latest start; None where that is not known."""
+        start, record = self.latest("start"), self.latest("interval", "epoch")
+        done = self.done_samples - start.get("done_samples", 0)
+        seconds = (record.get("time") or 0.0) - (start.get("time") or 0.0)
+        if done <= 0 or seconds <= 0:
+            return None
+        pace = seconds / done
+        return float(pace * max(0, start["last_sample"] - self.done_samples))
+
+    def curve(self, measure: str, *kinds: str) -> Curve:
+        """A measure over steps; values that are not finite are left out."""
+        points = ((record.get("step"), record.get(measure)) for record in self.records if record.get("kind") in kinds)
+        return tuple((step, value) for step, value in points if isinstance(step, int) and isinstance(value, int | float))
+
+    @property
+    def events(self) -> list[RunEvent]:
+        """Events out of the ordinary, in order."""
+        return events_of(self.records)
+
+    def heard_seconds(self, record: FlightRecord) -> float:
+        """How long ago a rank was last heard of."""
+        return max(0.0, self.now - record.wall_seconds(record.last_ns))
+
+
+class RunReader:
+    """Reads a run again and again; its metrics only where they have changed.
+
+    Args:
+        directory: of the run. follows: whether it is read repeatedly. Silence of ranks on other machines, whose clocks may
+            differ, is then measured by the time between reads.
+    """
+
+    def __init__(self, directory: RunDirectory, *, follows: bool = False) -> None:
+        self.directory = directory
+        self._follows = follows
+        self._last_signs: dict[tuple[int, int], tuple[int, float]] = {}
+        self._read_at: tuple[int, ...] = ()
+        self._records: tuple[Record, ...] = ()
+
+    def read(self, now: float) -> RunState:
+        """The state at an instant of the wall clock. What is being written, is torn or is gone meanwhile is left out."""
+        records, ranks = self._metrics(), _flight(self.directory)
+        path, written = _newest_checkpoint(self.directory.checkpoints)
+        end = _end(records, ranks, now, self._silences(ranks))
+        return RunState(self.directory.path, now, records, ranks, path, max(0.0, now - written), end)
+
+    def _silences(self, ranks: Sequence[FlightRecord]) -> Mapping[int, float] | None:
+        """Return, by rank, the seconds since this reader last saw a sign of life; None if it does not follow the run."""
+        if not self._follows:
+            return None
+        seconds = time.monotonic()
+        for record in ranks:
+            known = self._last_signs.get((record.job, record.rank))
+            if known is None or known[0] != record.last_ns:
+                self._last_signs[record.job, record.rank] = record.last_ns, seconds
+        return {record.rank: seconds - self._last_signs[record.job, record.rank][1] for record in ranks}
+
+    def _metrics(self) -> tuple[Record, ...]:
+        try:
+            status = os.stat(self.directory.metrics_path)
+            read_at = (status.st_ino, status.st_size, status.st_mtime_ns)
+            if read_at != self._read_at:
+                self._records = tuple(_lines(read_bytes(self.directory.metrics_path)))
+                self._read_at = read_at
+        except (DataError, OSError):
+            return ()
+        return self._records
+
+
+def _lines(content: bytes) -> list[Record]:
+    """All whole lines that are JSON objects."""
+    records = (json_object(line) for line in content.split(b"\n")[:-1])
+    return [record for record in records if record is not None]
+
+
+def _flight(directory: RunDirectory) -> tuple[FlightRecord, ...]:
+    """The records of the ranks, without their operations; none where none can be read here."""
+    try:
+        return records_in(directory.flight_records(), operations=False)
+    except (DataError, OSError):
+        return ()
+
+
+def _newest_checkpoint(directory: Path) -> tuple[Path | None, float]:
+    """The checkpoint of the latest step, and when it was written."""
+    names = []
+    try:
+        for entry in os.scandir(directory):
+            if match := _CHECKPOINT.fullmatch(entry.name):
+                names.append((int(match[1]), Path(entry.path), entry.stat().st_mtime))
+    except OSError:
+        pass
+    return (None, 0.0) if not names else max(names)[1:]
+
+
+def _end(
+    records: Sequence[Record], ranks: Sequence[FlightRecord], now: float, silences: Mapping[int, float] | None = None
+) -> str | None:
+    """Return how the run ended, by its metrics alone if no records of ranks are kept. silences: see `RunReader._silences`."""
+    if not ranks:
+        return _stopped(records) or ("finished" if _complete(records) else None)
+    if not all(_has_ended(record, now, None if silences is None else silences[record.rank]) for record in ranks):
+        return None
+    if all(record.end is End.FINISHED for record in ranks):
+        return _stopped(records) or "finished"
+    return autopsy(ranks).sentences[0].rstrip(".")
+
+
+def _has_ended(record: FlightRecord, now: float, silent_seconds: float | None = None) -> bool:
+    """Return whether a rank has recorded its end, is no process of this machine any more, or has been silent for too long.
+
+    silent_seconds: the silence that the reader has measured; None: not measured. It replaces a silence of less than a day by the
+    clocks of two machines, which may be wrong by hours.
+    """
+    if record.end is not End.RUNNING:
+        return True
+    silent = now - record.wall_seconds(record.last_ns)
+    if record.host == socket.gethostname():
+        return abs(silent) > SILENT_SECONDS and not _lives(record.process)  # the clock may have been set back
+    if silent_seconds is not None and silent < _CLOCK_ERROR_SECONDS:
+        silent = silent_seconds
+    return silent > SILENT_SECONDS + record.deadline_ns * 1e-9  # the record may come from its node as late as that
+
+
+def _lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _stopped(records: Sequence[Record]) -> str | None:
+    """The words on what has stopped the run, if nothing has begun since."""
+    last = next((record for record in reversed(records) if record.get("kind") in ("stop", "start")), {})
+    return f"stopped by {last.get('by')} after step {last.get('step')}" if last.get("kind") == "stop" else None
+
+
+def _complete(records: Sequence[Record]) -> bool:
+    """Whether the last epoch of the latest start was recorded."""
+    start = next((record for record in reversed(records) if record.get("kind") == "start"), {})
+    return any(record.get("kind") == "epoch" and record.get("epoch") == start.get("epochs") for record in records)
+
+
+def _number(value: object) -> int | None:
+    return value if isinstance(value, int) else None

@@ -1,0 +1,109 @@
+"""Numerical gradient check of a layer in a network: its backward against central differences of its forward, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from hpctrain.backend.operators import KernelSet, StepContext
+from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.specs import TensorSpec
+from hpctrain.nn.layers import Layer
+from hpctrain.nn.layers_parts.flatten import Flatten
+from hpctrain.nn.layers_parts.linear import Linear
+from hpctrain.nn.layers_parts.sequential import Sequential
+from hpctrain.nn.network import Network
+
+_CLASSES = 3
+
+
+def check_gradients(
+    layer: Layer,
+    image_shape: tuple[int, int, int],
+    *,
+    batch: int = 3,
+    seed: int = 0,
+    tolerance: float = 2e-7,
+    step: float = 1e-5,
+    elements: int = 24,
+    kernels: KernelSet | None = None,
+) -> None:
+    """Check the gradients of all of `layer`'s parameters and of its input, in a network of it, a linear head and cross entropy.
+
+    Each tensor's gradient is compared along a random direction and at random elements, relative to its largest element.
+
+    Args:
+        layer: under test. image_shape: (H, W, C) of its input. kernels: a float64 kernel set; NumPy's by default.
+        step: of the differences; smaller for deep networks, where a larger one may cross a corner of some ReLU.
+        elements: how many of each tensor are checked one by one, at most.
+
+    Raises:
+        AssertionError: a gradient that differs; the message names the tensor and gives both values.
+    """
+    random = np.random.default_rng(seed)
+    network = head_network(layer, image_shape, kernels=kernels, seed=seed)
+    for parameter in network.parameters.values():
+        parameter.data += 0.1 * random.standard_normal(parameter.data.shape)
+    program = network.program(batch, training=True, input_gradient=True)
+    x = random.standard_normal((batch, *image_shape))
+    labels = random.integers(0, _CLASSES, batch)
+    context = StepContext(sample_ids=np.arange(batch), global_count=batch)
+
+    def loss() -> float:
+        program.x[...] = x
+        network.parameters_changed()
+        program.forward(context)
+        return program.loss(labels, batch).result().loss / batch
+
+    loss()
+    program.backward()
+    gradients = {name: (parameter.data, parameter.grad.copy()) for name, parameter in network.parameters.items()}
+    assert program.x_grad is not None
+    gradients["input"] = (x, program.x_grad.copy())
+    for name, (values, gradient) in gradients.items():
+        check = _GradientCheck(loss, step, tolerance * float(np.abs(gradient).max(initial=1e-3)))
+        _check_tensor(check, name, values, gradient, random, elements)
+
+
+def head_network(
+    layer: Layer, image_shape: tuple[int, int, int], *, kernels: KernelSet | None = None, dtype: str = "float64", seed: int = 0
+) -> Network:
+    """A network of `layer`, named "layer", and a linear classifier of three classes."""
+    features = Sequential({"layer": layer, "flatten": Flatten()}).output(TensorSpec((1, *image_shape), dtype)).shape[1]
+    model = Sequential({"layer": layer, "flatten": Flatten(), "head": Linear(features, _CLASSES)})
+    return Network(model, image_shape, kernels or NumpyKernelSet(), dtype=dtype, seed=seed)
+
+
+@dataclass(frozen=True)
+class _GradientCheck:
+    """Compares derivatives of `loss`: absolute `tolerance`, central differences of half-width `step`."""
+
+    loss: Callable[[], float]
+    step: float
+    tolerance: float
+
+    def __call__(self, what: str, computed: float, values: np.ndarray, direction: np.ndarray) -> None:
+        kept = values.copy()
+        values[...] = kept + self.step * direction
+        above = self.loss()
+        values[...] = kept - self.step * direction
+        below = self.loss()
+        values[...] = kept
+        measured = (above - below) / (2.0 * self.step)
+        message = f"gradient of {what}: computed {computed:.12g}, measured {measured:.12g}"
+        assert abs(computed - measured) <= self.tolerance, message
+
+
+def _check_tensor(
+    check: _GradientCheck, name: str, values: np.ndarray, gradient: np.ndarray, random: np.random.Generator, elements: int
+) -> None:
+    direction = random.standard_normal(values.shape)
+    direction /= max(float(np.linalg.norm(direction)), 1.0)
+    check(f"{name} along a direction", float((gradient * direction).sum()), values, direction)
+    for element in random.permutation(values.size)[:elements]:
+        unit = np.zeros(values.shape)
+        unit.flat[element] = 1.0
+        place = tuple(int(i) for i in np.unravel_index(element, values.shape))
+        check(f"{name}{list(place)}", float(gradient[place]), values, unit)

@@ -1,0 +1,158 @@
+"""Shards of a training that has the same bits on any number of ranks: what it needs, and which of them a rank has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from hpctrain.averaging.shard_gradients import ShardGradients
+from hpctrain.backend.specs import BatchNormSpec
+from hpctrain.comm.base import Communicator
+from hpctrain.data.sampler import counts
+from hpctrain.core.errors import ConfigError
+from hpctrain.nn.network import Network
+from hpctrain.nn.parameter import FlatGroup
+from hpctrain.parallel.groups import GridGroups
+from hpctrain.summation_tree import ShardsOfRank
+
+
+def ranks_fault(shards: int, ranks: int) -> str | None:
+    """The sentence that refuses a number of ranks; None where each can have as many shards as the others."""
+    if shards % ranks == 0:
+        return None
+    fitting = [fewer for fewer in range(1, shards + 1) if shards % fewer == 0]
+    below, above = max(one for one in fitting if one < ranks), [one for one in fitting if one > ranks]
+    nearest = f"{below} or {above[0]}" if above else str(below)
+    return (
+        f"exact.shards is {shards}, which {ranks} ranks cannot share out evenly; start {nearest} ranks, or set exact.shards to "
+        f"{ranks * -(-shards // ranks)}, which has other bits."
+    )
+
+
+def split_fault(rows: int) -> str | None:
+    """The sentence that refuses ranks that share samples."""
+    if rows == 1:
+        return None
+    return (
+        f"grid.rows is {rows}, but exact needs ranks that share no samples, as sums over the parts of a layer have an order of "
+        "their own; set grid.rows to 1."
+    )
+
+
+def check_exact(shards: int, network: Network, groups: GridGroups) -> None:
+    """Nothing, where a training can have the same bits on any number of ranks.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    sentences = (
+        None if shards >= 1 else f"exact.shards is {shards}, but must be at least 1; the usual value is 8.",
+        split_fault(groups.split_size),
+        statistics_fault(synchronised(network)),
+        backend_fault(network.kernels.name) if not network.kernels.arithmetic.on_host else None,
+    )
+    for sentence in sentences:
+        if sentence is not None:
+            raise ConfigError(sentence)
+    fault = ranks_fault(shards, groups.all_ranks.size)
+    if fault is not None:
+        raise ConfigError(fault)
+
+
+def check_counts(of_ranks: Sequence[int], shards: int) -> None:
+    """Nothing, where a step's samples are shared out over shards, as a loader does that was told of them.
+
+    Args:
+        of_ranks: samples of each rank.
+
+    Raises:
+        ConfigError: they are shared out in another way; alike on every rank.
+    """
+    expected = counts(sum(of_ranks), len(of_ranks), shards=shards)
+    if tuple(of_ranks) != expected:
+        raise ConfigError(
+            f"A step has {_listed(of_ranks)} samples on the ranks, but {shards} shards of {sum(of_ranks)} samples are "
+            f"{_listed(expected)}; make the loader with the keywords of replica.place."
+        )
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def statistics_fault(names: Iterable[str]) -> str | None:
+    """The sentence that refuses batch norms whose statistics are taken over several ranks. names: of these layers."""
+    first = next(iter(names), None)
+    if first is None:
+        return None
+    return (
+        f"{first} has batch statistics over all ranks (synchronised), which would need all shards at once, but with exact a rank "
+        "computes them one after another; set batch_norm.statistics to local, which takes those of a shard."
+    )
+
+
+def backend_fault(name: str) -> str:
+    """The sentence that refuses a backend whose arrays do not lie on the host."""
+    return f"The sums of exact are made on the host, which arrays of backend {name} do not reach; set backend to onednn or numpy."
+
+
+def synchronised(network: Network) -> tuple[str, ...]:
+    """The batch norms of a network whose statistics are those of several ranks."""
+    nodes = network.graph(1).nodes
+    return tuple(
+        node.name for node in nodes if isinstance(node.spec, BatchNormSpec) and node.spec.synchronised and not node.spec.fixed
+    )
+
+
+@dataclass(frozen=True)
+class Passes:
+    """The passes that a rank splits its samples of a step into.
+
+    Attributes:
+        micro_batches: parts of each rank's samples. together: neighbouring parts that are computed side by side; the last pass
+            may have fewer. shards: the parts of all ranks, whose sums have one order; None: sums follow the ranks.
+    """
+
+    micro_batches: int = 1
+    shards: int | None = None
+    together: int = 1
+
+    @staticmethod
+    def of(micro_batches: int, shards: int | None, network: Network, groups: GridGroups) -> Passes:
+        """As asked for: with shards, a rank's are computed side by side, in as many passes as there are to be micro-batches.
+
+        Raises:
+            ConfigError: with shards, what `check_exact` refuses.
+        """
+        if shards is None:
+            return Passes(micro_batches)
+        check_exact(shards, network, groups)
+        return Passes.over(shards // groups.all_ranks.size, micro_batches, shards)
+
+    @staticmethod
+    def over(parts: int, passes: int, shards: int) -> Passes:
+        """A rank's `parts` of all `shards`, in at most so many passes."""
+        return Passes(parts, shards, -(-parts // min(parts, passes)))
+
+    @property
+    def following(self) -> int:
+        """Passes that follow one another; memory is needed for one of them."""
+        return -(-self.micro_batches // self.together)
+
+    def among(self, comm: Communicator) -> ShardsOfRank | None:
+        """This rank's shards, where the ranks of `comm` have all that count; None where there are none."""
+        return None if self.shards is None else ShardsOfRank(comm.rank, comm.size, self.micro_batches * comm.size)
+
+    def gradients(self, group: FlatGroup, comm: Communicator) -> ShardGradients | None:
+        """The sums of one group's gradients over this rank's shards. comm: the ranks that average the group."""
+        shards = self.among(comm)
+        return None if shards is None else ShardGradients(group, shards, homes=self.following == 1)
+
+    def check(self, of_ranks: Sequence[int]) -> None:
+        """Nothing, where a step's samples are shared out as passes need.
+
+        Raises:
+            ConfigError: as `check_counts`.
+        """
+        if self.shards is not None:
+            check_counts(of_ranks, self.shards)

@@ -1,0 +1,238 @@
+"""Links between emulated devices: what NCCL does between GPUs, as messages of the host between their processes.
+
+A call is a piece of the stream's work: it begins when it is next, and ends once the other devices' pieces have come so far. Ranks
+may be threads of one process or processes under MPI. Devices that enqueue unlike calls are told so, on every rank. Where two
+groups are used in another order on another rank, each waits for the other, as on GPUs; virtual ranks tell of the deadlock, and
+processes of the deadline.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from hpctrain.backend.cuda.device import DeviceStream
+from hpctrain.backend.cuda.device_array import DeviceArray
+from hpctrain.backend.cuda.emulator.errors import EmulatedDeviceError
+from hpctrain_testing.emulator.memory import borrowed, bytes_of, on_host
+from hpctrain.backend.device_messages import Peers
+
+#: bytes of the words of a piece of work that ranks compare; what is behind them counts by its length
+_WORDS_BYTES = 256
+#: tags of messages from one device to one other; below are those of collectives
+_FIRST_TAG = 1 << 12
+
+_Handles = Sequence[Any]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call. arrays: borrowed; of a sum to one what is sent and what is received. peer: root, target or source; -1: all."""
+
+    kind: Literal["send", "receive", "broadcast", "sum to all", "sum to one"]
+    arrays: tuple[DeviceArray, ...]
+    peer: int = -1
+
+    @property
+    def words(self) -> str:
+        """The words that have to be the same on all ranks; none for a message between two."""
+        if self.kind in ("send", "receive"):
+            return ""
+        array = self.arrays[0]
+        root = "" if self.peer < 0 else f" at {self.peer}"
+        return f"{self.kind}{root} of {array.size} {array.dtype}"
+
+
+@dataclass
+class LinkWork:
+    """A piece of work that is done in steps: each begins once the messages of the step before are complete."""
+
+    steps: Iterator[_Handles]
+    waiting: list[Any] = field(default_factory=list)
+
+    def advance(self) -> bool:
+        """Go on as far as messages allow; True at the end."""
+        while True:
+            self.waiting = [handle for handle in self.waiting if not handle.test()]
+            if self.waiting:
+                return False
+            step = next(self.steps, None)
+            if step is None:
+                return True
+            self.waiting = list(step)
+
+
+class EmulatedGroups:
+    """Implements `LinkMaker` of one emulated device.
+
+    Args:
+        enqueue: as the device enqueues work. require: fails for arrays that do not lie in memory that is in use.
+    """
+
+    def __init__(self, enqueue: Callable[..., None], require: Callable[..., None]) -> None:
+        self._enqueue, self._require = enqueue, require
+
+    def fault(self) -> str | None:
+        return None
+
+    def join(self, peers: Peers, stream: DeviceStream) -> EmulatedLinks:
+        def enqueue(work: LinkWork, kept: Sequence[DeviceArray]) -> None:
+            self._enqueue(stream, _nothing, "links", kept, goes_on=work.advance)
+
+        return EmulatedLinks(peers, enqueue, self._require)
+
+
+def _nothing() -> None:
+    """The end of what is done in steps."""
+
+
+class EmulatedLinks:
+    """Implements `DeviceLinks` of one emulated device.
+
+    Args:
+        peers: their processes. enqueue: takes a piece of work and its arrays, for the stream of the links. require: fails for
+            arrays that do not lie in memory that is in use.
+    """
+
+    def __init__(
+        self,
+        peers: Peers,
+        enqueue: Callable[[LinkWork, Sequence[DeviceArray]], None],
+        require: Callable[..., None],
+    ) -> None:
+        self._peers, self._enqueue, self._require = peers, enqueue, require
+        self._together: list[tuple[_Call, tuple[DeviceArray, ...]]] | None = None
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        assert self._together is None, "groups of calls are not nested"
+        self._together = []
+        try:
+            yield
+            self._put(self._together)
+        finally:
+            self._together = None
+
+    def send(self, array: DeviceArray, to: int) -> None:
+        self._add("send", (array,), to)
+
+    def receive(self, array: DeviceArray, source: int) -> None:
+        self._add("receive", (array,), source)
+
+    def broadcast(self, array: DeviceArray, root: int) -> None:
+        self._add("broadcast", (array,), root)
+
+    def sum_to_all(self, array: DeviceArray) -> None:
+        self._add("sum to all", (array,))
+
+    def sum_to_one(self, send: DeviceArray, recv: DeviceArray, root: int) -> None:
+        self._add("sum to one", (send, recv), root)
+
+    def fault(self) -> str | None:
+        return None  # what goes wrong here is raised
+
+    def abort(self) -> None:
+        """Nothing goes on behind the back of the process."""
+
+    def _add(self, kind: Any, arrays: tuple[DeviceArray, ...], peer: int = -1) -> None:
+        call = _Call(kind, tuple(map(borrowed, arrays)), peer)
+        if self._together is None:
+            self._put([(call, arrays)])
+        else:
+            self._together.append((call, arrays))
+
+    def _put(self, calls: Sequence[tuple[_Call, tuple[DeviceArray, ...]]]) -> None:
+        if calls:
+            kept = [array for _, arrays in calls for array in arrays]
+            self._enqueue(LinkWork(self._steps([call for call, _ in calls])), kept)
+
+    def _steps(self, calls: Sequence[_Call]) -> Iterator[_Handles]:
+        """Compare what all ranks have enqueued, move arrays, add up."""
+        mine = self._description(calls)
+        everybody = np.empty(mine.size * self._peers.size, np.uint8)
+        yield [self._peers.iallgather(mine, everybody, [mine.size] * self._peers.size)]
+        self._check(everybody.reshape(self._peers.size, -1))
+        for call in calls:
+            self._require(*(call.arrays[:1] if self._leaves_target(call) else call.arrays))
+        parts: list[dict[int, np.ndarray]] = [{} for _ in calls]  # of sums, by rank
+        yield self._messages(calls, parts)
+        for call, arrived in zip(calls, parts, strict=True):
+            if arrived:
+                total = arrived[0].copy()
+                for rank in range(1, self._peers.size):
+                    total += arrived[rank]
+                on_host(call.arrays[-1])[...] = total
+
+    def _leaves_target(self, call: _Call) -> bool:
+        return call.kind == "sum to one" and call.peer != self._peers.rank
+
+    def _description(self, calls: Sequence[_Call]) -> np.ndarray:
+        """The words of collectives, and the bytes to and from each other rank."""
+        words = ", ".join(filter(None, (call.words for call in calls))).encode()
+        text = np.zeros(_WORDS_BYTES, np.uint8)
+        kept = words[: _WORDS_BYTES - 8]
+        text[: len(kept)] = np.frombuffer(kept, np.uint8)
+        text[-8:] = np.frombuffer(np.int64(len(words)).tobytes(), np.uint8)
+        moved: Counter[tuple[str, int]] = Counter()
+        for call in calls:
+            moved[call.kind, call.peer] += call.arrays[0].nbytes
+        counts = [moved[kind, other] for kind in ("send", "receive") for other in range(self._peers.size)]
+        return np.concatenate([text, np.array(counts, np.int64).view(np.uint8)])
+
+    def _check(self, everybody: np.ndarray) -> None:
+        """Raise unless all ranks have enqueued the same calls.
+
+        Raises:
+            EmulatedDeviceError: on every rank, where they have enqueued unlike calls.
+        """
+        words = [bytes(row[: _WORDS_BYTES - 8]).rstrip(b"\0").decode() or "messages alone" for row in everybody]
+        for rank, row in enumerate(everybody):
+            if not np.array_equal(row[:_WORDS_BYTES], everybody[0, :_WORDS_BYTES]):
+                raise EmulatedDeviceError(f"The devices of ranks 0 and {rank} do unlike things: {words[0]}; and {words[rank]}.")
+        ranks = self._peers.size
+        sent, received = (
+            everybody[:, _WORDS_BYTES:].copy().view(np.int64).reshape(ranks, 2, ranks).transpose(1, 0, 2)
+        )  # [rank, other]
+        wrong = np.argwhere(sent != received.T)
+        if wrong.size:
+            source, target = wrong[0]
+            texts = f"sends {sent[source, target]} bytes to rank {target}, which expects {received[target, source]}"
+            raise EmulatedDeviceError(f"The device of rank {source} {texts}.")
+
+    def _messages(self, calls: Sequence[_Call], parts: Sequence[dict[int, np.ndarray]]) -> _Handles:
+        """Begin to move the arrays of all calls. parts: are filled with this rank's and others' summands of each."""
+        handles: list[Any] = []
+        numbers: Counter[tuple[str, int]] = Counter()
+        me, others = self._peers.rank, [rank for rank in range(self._peers.size) if rank != self._peers.rank]
+        for tag, (call, arrived) in enumerate(zip(calls, parts, strict=True)):
+            memory = bytes_of(call.arrays[0])
+            if call.kind in ("send", "receive"):
+                pair = _FIRST_TAG + numbers[call.kind, call.peer]
+                numbers[call.kind, call.peer] += 1
+                begin = self._peers.isend if call.kind == "send" else self._peers.irecv
+                handles.append(begin(memory, call.peer, pair))
+            elif call.kind == "broadcast":
+                handles += (
+                    [self._peers.isend(memory, other, tag) for other in others]
+                    if call.peer == me
+                    else [self._peers.irecv(memory, call.peer, tag)]
+                )
+            else:
+                handles += self._summands(call, tag, arrived, others)
+        return handles
+
+    def _summands(self, call: _Call, tag: int, arrived: dict[int, np.ndarray], others: Sequence[int]) -> list[Any]:
+        """Send this rank's summand to those who add up, and receive all where this rank is one."""
+        me, values = self._peers.rank, on_host(call.arrays[0])
+        handles = [self._peers.isend(values, other, tag) for other in others if call.peer in (-1, other)]
+        if call.peer in (-1, me):
+            arrived[me] = values.copy()
+            for other in others:
+                arrived[other] = np.empty_like(values)
+                handles.append(self._peers.irecv(arrived[other], other, tag))
+        return handles

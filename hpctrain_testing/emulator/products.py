@@ -1,0 +1,135 @@
+"""Convolutions of the emulated device: by the NumPy kernel set in float32 or float64, rounded where they are written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from hpctrain.backend.cuda.device import ALIGNMENT_BYTES, PLAN_ALIGNMENT_BYTES, ConvolutionKey, DeviceStream
+from hpctrain.backend.cuda.device_array import DeviceArray
+from hpctrain.backend.cuda.emulator.gemm import DTYPES
+from hpctrain_testing.emulator.kernels import Enqueue
+from hpctrain_testing.emulator.memory import borrowed, bytes_of
+from hpctrain.backend.cuda.emulator.rounding import read, write
+from hpctrain.backend.dtypes import parameter_dtype
+from hpctrain.backend.operators import Buffers, StepContext
+from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.specs import Conv2dSpec, TensorSpec, Window
+from hpctrain.core.errors import BackendError
+
+#: asked for although nothing needs it, so that a caller who gives none is found
+WORKSPACE_BYTES = 256
+_POISON = 0xFF
+
+
+def spec_of(key: ConvolutionKey) -> Conv2dSpec:
+    """The convolution of a key.
+
+    Raises:
+        BackendError: there is none, or none that cuDNN has a plan for.
+    """
+    if 0 in (*key.x, *key.w, *key.y):
+        raise BackendError(f"No plan of cuDNN has an empty array: {key}.")
+    if key.x[3] != key.groups * key.w[3] or key.w[0] % key.groups:
+        raise BackendError(f"The channels of {key} do not fall into {key.groups} groups.")
+    if DTYPES[key.precision] != key.dtype:
+        raise BackendError(f"A convolution in {key.precision} is of {DTYPES[key.precision]}, not of {key.dtype}.")
+    if key.fused and key.kind != "forward":
+        raise BackendError(f"Only convolutions forward are fused with a bias: {key}.")
+    if min(key.padding) < 0:
+        raise BackendError(f"Padding is 0 or more: {key}.")
+    window = Window((key.w[1], key.w[2]), key.stride, key.padding, key.dilation)
+    spec = Conv2dSpec(key.x[3], key.w[0], window, key.groups, bias=False)
+    if spec.output(TensorSpec(key.x, key.dtype)).shape != key.y:
+        raise BackendError(f"The output of {key} has another shape.")
+    return spec
+
+
+class NumpyConvolution:
+    """Implements `DeviceConvolution`.
+
+    Args:
+        require: raises an error where an array is not in memory in use.
+    """
+
+    workspace_bytes = WORKSPACE_BYTES
+
+    def __init__(self, key: ConvolutionKey, enqueue: Enqueue, require: Callable[..., None]) -> None:
+        self._key, self._enqueue, self._require = key, enqueue, require
+        dtype = parameter_dtype(key.dtype)
+        self._operator = NumpyKernelSet().make(spec_of(key), (TensorSpec(key.x, dtype),), training=True)
+        self._buffers = self._make_buffers(dtype)
+        self._operator.bind(self._buffers)
+        x, dy, w = self._buffers.inputs[0], self._buffers.output_grad, self._buffers.parameters["weight"]
+        dx, dw, y = self._buffers.input_grads[0], self._buffers.gradients["weight"], self._buffers.output
+        self._host_arrays = {"forward": (x, w, y), "input": (dy, w, dx), "weight": (x, dy, dw)}[key.kind]
+
+    def _make_buffers(self, dtype: str) -> Buffers:
+        key, operator = self._key, self._operator
+        x, y, w = (np.zeros(shape, dtype) for shape in (key.x, key.y, key.w))
+        return Buffers(
+            inputs=(x,),
+            output=y,
+            input_grads=(np.zeros_like(x),),
+            output_grad=np.zeros_like(y),
+            accumulate=(False,),
+            parameters={"weight": w},
+            gradients={"weight": np.zeros_like(w)},
+            saved=np.zeros(operator.saved_bytes, np.uint8),
+            scratch=np.zeros(operator.scratch_bytes, np.uint8),
+        )
+
+    def run(
+        self,
+        stream: DeviceStream,
+        a: DeviceArray,
+        b: DeviceArray,
+        out: DeviceArray,
+        workspace: DeviceArray | None,
+        bias: DeviceArray | None = None,
+    ) -> None:
+        self._check(a, b, out, workspace, bias)
+        assert workspace is not None
+        arrays = [a, b, out, workspace, *([] if bias is None else [bias])]
+        self._enqueue(stream, partial(self._run, *map(borrowed, arrays)), f"convolution {self._key.kind}", arrays)
+
+    def _check(
+        self, a: DeviceArray, b: DeviceArray, out: DeviceArray, workspace: DeviceArray | None, bias: DeviceArray | None
+    ) -> None:
+        kind, key = self._key.kind, self._key
+        for name, array, reference in zip("ab", (a, b), self._host_arrays, strict=False):
+            _check_array(f"{name} of a convolution {kind}", array, reference.shape, key.dtype)
+        _check_array(f"The result of a convolution {kind}", out, self._host_arrays[2].shape, key.dtype)
+        if (bias is not None) != bool(key.fused):
+            raise ValueError(f"A bias is given where the key says so: {key}.")
+        if bias is not None and (bias.shape != (key.w[0],) or bias.dtype != key.dtype or bias.pointer % PLAN_ALIGNMENT_BYTES):
+            raise ValueError(f"The bias of {key} is {bias!r}.")
+        if workspace is None or workspace.nbytes < self.workspace_bytes or workspace.pointer % ALIGNMENT_BYTES:
+            raise ValueError(f"A convolution has a workspace of {self.workspace_bytes} aligned bytes, not {workspace!r}.")
+        if any(out.pointer < x.pointer + x.nbytes and x.pointer < out.pointer + out.nbytes for x in (a, b, workspace)):
+            raise ValueError(f"The result of a convolution {kind} lies where its inputs or its workspace are.")
+
+    def _run(
+        self, a: DeviceArray, b: DeviceArray, out: DeviceArray, workspace: DeviceArray, bias: DeviceArray | None = None
+    ) -> None:
+        self._require(a, b, out, workspace, *([] if bias is None else [bias]))
+        bytes_of(workspace).fill(_POISON)
+        first, second, result = self._host_arrays
+        np.copyto(first, read(a))
+        np.copyto(second, read(b))
+        if self._key.kind == "forward":
+            self._operator.forward(StepContext())
+            result = result if bias is None else result + read(bias)
+            result = np.maximum(result, 0) if self._key.fused == "bias_relu" else result
+        elif self._key.kind == "input":
+            self._operator.backward_input()
+        else:
+            self._operator.backward_parameters()
+        write(out, result)
+
+
+def _check_array(name: str, array: DeviceArray, shape: tuple[int, ...], dtype: str) -> None:
+    if (array.shape, array.dtype) != (shape, dtype) or array.pointer % PLAN_ALIGNMENT_BYTES:
+        raise ValueError(f"{name} is {dtype} {shape}, aligned to {PLAN_ALIGNMENT_BYTES} bytes, not {array!r}.")

@@ -1,0 +1,159 @@
+"""Counts what is handed to a communicator: operations and bytes, exact, per communicator name and operation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hpctrain.core.intervals import even_interval
+from hpctrain.comm.base import Array, Communicator, Handle
+
+
+@dataclass(frozen=True)
+class Count:
+    """All that one rank has handed over, in integers.
+
+    Attributes:
+        operations: how many were posted.
+        payload_bytes: the n of the cost formulas: the whole buffer, this rank's own part included.
+        exchanged_bytes: what this rank exchanges with others under a bandwidth-optimal algorithm. Uneven parts are counted as
+            they are; the mean over the P ranks is (P-1)/P n, for an allreduce 2 (P-1)/P n.
+    """
+
+    operations: int = 0
+    payload_bytes: int = 0
+    exchanged_bytes: int = 0
+
+    def __add__(self, other: Count) -> Count:
+        return Count(
+            self.operations + other.operations,
+            self.payload_bytes + other.payload_bytes,
+            self.exchanged_bytes + other.exchanged_bytes,
+        )
+
+    def __sub__(self, other: Count) -> Count:
+        return Count(
+            self.operations - other.operations,
+            self.payload_bytes - other.payload_bytes,
+            self.exchanged_bytes - other.exchanged_bytes,
+        )
+
+
+class Counters:
+    """The counts of one rank, by (communicator name, operation), e.g. ("data", "ireduce_scatter")."""
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[str, str], Count] = {}
+
+    def add(self, communicator: str, operation: str, payload_bytes: int = 0, exchanged_bytes: int = 0) -> None:
+        """Count one posted operation."""
+        key = (communicator, operation)
+        self._counts[key] = self._counts.get(key, Count()) + Count(1, payload_bytes, exchanged_bytes)
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        return iter(sorted(self._counts))
+
+    def __getitem__(self, key: tuple[str, str]) -> Count:
+        """The count of one (communicator name, operation); zeros where nothing was posted."""
+        return self._counts.get(key, Count())
+
+    def total(self, communicator: str | None = None, operation: str | None = None) -> Count:
+        """The sum over what is not named."""
+        total = Count()
+        for (name, kind), count in self._counts.items():
+            if communicator in (None, name) and operation in (None, kind):
+                total += count
+        return total
+
+    def snapshot(self) -> Counters:
+        """A copy that stays as it is."""
+        copy = Counters()
+        copy._counts.update(self._counts)
+        return copy
+
+    def since(self, earlier: Counters) -> Counters:
+        """The counts since `earlier`, a snapshot of these counters: those of one step, say. Unchanged ones are left out."""
+        difference = Counters()
+        for key, count in self._counts.items():
+            if count != earlier[key]:
+                difference._counts[key] = count - earlier[key]
+        return difference
+
+
+class CountingCommunicator:
+    """A communicator that counts, then hands on to `inner`, any other one. Its splits count into the same counters.
+
+    Operations are counted at posting. Object operations are counted without bytes, as are receives of messages (their
+    bytes are the sender's) and barriers.
+    """
+
+    def __init__(self, inner: Communicator, counters: Counters) -> None:
+        self.inner = inner
+        self.counters = counters
+        self.rank = inner.rank
+        self.size = inner.size
+        self.name = inner.name
+        self.world_ranks = inner.world_ranks
+
+    def iallreduce(self, buffer: Array) -> Handle:
+        shares = self._even_share(buffer.size) * buffer.itemsize
+        self.counters.add(self.name, "iallreduce", buffer.nbytes, 2 * (buffer.nbytes - shares))
+        return self.inner.iallreduce(buffer)
+
+    def ireduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Handle:
+        self._count("ireduce_scatter", counts, send.itemsize)
+        return self.inner.ireduce_scatter(send, recv, counts)
+
+    def iallgather(self, send: Array | None, recv: Array, counts: Sequence[int]) -> Handle:
+        self._count("iallgather", counts, recv.itemsize)
+        return self.inner.iallgather(send, recv, counts)
+
+    def ialltoall(self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Handle:
+        self._count("ialltoall", send_counts, send.itemsize)
+        return self.inner.ialltoall(send, recv, send_counts, recv_counts)
+
+    def ibroadcast(self, buffer: Array, root: int) -> Handle:
+        self.counters.add(self.name, "ibroadcast", buffer.nbytes, 0 if self.rank == root else buffer.nbytes)
+        return self.inner.ibroadcast(buffer, root)
+
+    def ibarrier(self) -> Handle:
+        self.counters.add(self.name, "ibarrier")
+        return self.inner.ibarrier()
+
+    def isend(self, buffer: Array, dest: int, tag: int) -> Handle:
+        self.counters.add(self.name, "isend", buffer.nbytes, 0 if dest == self.rank else buffer.nbytes)
+        return self.inner.isend(buffer, dest, tag)
+
+    def irecv(self, buffer: Array, source: int, tag: int) -> Handle:
+        self.counters.add(self.name, "irecv")
+        return self.inner.irecv(buffer, source, tag)
+
+    def split(self, color: int | None, key: int, name: str) -> CountingCommunicator | None:
+        inner = self.inner.split(color, key, name)
+        return None if inner is None else CountingCommunicator(inner, self.counters)
+
+    def split_shared_memory(self, name: str) -> CountingCommunicator:
+        return CountingCommunicator(self.inner.split_shared_memory(name), self.counters)
+
+    def allgather_object(self, value: Any) -> list[Any]:
+        self.counters.add(self.name, "allgather_object")
+        return self.inner.allgather_object(value)
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        self.counters.add(self.name, "broadcast_object")
+        return self.inner.broadcast_object(value, root)
+
+    def abort(self, code: int) -> None:
+        self.inner.abort(code)
+
+    def _even_share(self, elements: int) -> int:
+        """This rank's part of an even split, the first ranks taking one element more: the parts of a ring allreduce."""
+        start, stop = even_interval(elements, self.size, self.rank)
+        return stop - start
+
+    def _count(self, operation: str, counts: Sequence[int], itemsize: int) -> None:
+        """Parts of `counts` elements, of which this rank keeps its own."""
+        elements = sum(int(count) for count in counts)
+        others = elements - int(counts[self.rank])
+        self.counters.add(self.name, operation, elements * itemsize, others * itemsize)

@@ -1,0 +1,121 @@
+"""The world of virtual ranks: a thread for each; runs one function on all and brings home results or the first failure."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+from hpctrain.comm.link import LinkModel
+from hpctrain.core.errors import CommunicationTimeoutError, DeadlockError
+from hpctrain_testing.virtual.communicator import Group, ThreadCommunicator
+from hpctrain_testing.virtual.operations import RankState
+from hpctrain_testing.virtual.scheduler import Adversary, Clocked, Policy, Prompt
+from hpctrain.virtual.rank import RankEnded
+from hpctrain.virtual.scheduler import Scheduler
+from hpctrain.virtual.wait_graph import describe_ranks
+
+Result = TypeVar("Result")
+
+_STACK_BYTES = 4 << 20  # of a rank's thread; room for compiled kernels
+_UNWIND_SECONDS = 2.0  # for ranks to leave after a failure; one that computes on is left behind
+
+
+class VirtualWorld:
+    """Runs one function on a number of virtual ranks, once.
+
+    Args:
+        size: ranks. seed: of the adversary; None: promptly and in turn. link: given, time is modelled, and the seed only says
+            when buffers are touched. stragglers: rank -> factor by which its link is slower.
+        ranks_per_node: for `split_shared_memory`; None: all on one node.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        seed: int | None = None,
+        link: LinkModel | None = None,
+        stragglers: Mapping[int, float] | None = None,
+        ranks_per_node: int | None = None,
+    ) -> None:
+        if size < 1 or (ranks_per_node is not None and ranks_per_node < 1):
+            raise ValueError(f"A world has 1 or more ranks in all and on a node, but got {size} and {ranks_per_node}.")
+        policy: Policy
+        if link is not None:
+            policy = Clocked(link, size, stragglers or {}, seed)
+        elif stragglers:
+            raise ValueError("Stragglers need a link whose time they stretch, but there is no link.")
+        else:
+            policy = Prompt() if seed is None else Adversary(seed, size)
+        self.size = size
+        self.seed = seed
+        self.ranks_per_node = size if ranks_per_node is None else ranks_per_node
+        self.scheduler = Scheduler(size, policy)
+        self._group = Group("world", self.scheduler.ranks)
+
+    def run(self, function: Callable[[ThreadCommunicator], Result], deadline_seconds: float) -> list[Result]:
+        """`function(comm)` of every rank, in rank order.
+
+        Raises:
+            the first failure of a rank, with its rank and the seed as a note; the other ranks are ended.
+            DeadlockError: no rank can go on, or all have ended with operations that others never posted.
+            CommunicationTimeoutError: not over after so many seconds of real time.
+        """
+        results: dict[int, Result] = {}
+        threads = self._start(function, results)
+        try:
+            self.scheduler.begin()
+            if not self.scheduler.over.wait(deadline_seconds):
+                where = describe_ranks(self.scheduler.ranks)
+                self.scheduler.fail(
+                    CommunicationTimeoutError(f"{self.size} virtual ranks were not over after {deadline_seconds:g} s:\n{where}")
+                )
+        except BaseException as interruption:
+            self.scheduler.fail(interruption)
+            raise
+        self._join(threads)
+        failure = self.scheduler.failure or self._unmatched()
+        if failure is not None:
+            failure.add_note(f"{self.size} virtual ranks, seed {self.seed}")
+            raise failure
+        return [results[rank] for rank in range(self.size)]
+
+    def _start(self, function: Callable[[ThreadCommunicator], Result], results: dict[int, Result]) -> list[threading.Thread]:
+        def live(state: RankState) -> None:
+            try:
+                self.scheduler.enter(state)
+                comm = ThreadCommunicator(self.scheduler, self._group, state.rank, self.ranks_per_node)
+                results[state.rank] = function(comm)
+                self.scheduler.leave(state)
+            except RankEnded:
+                pass
+            except BaseException as failure:  # whatever it is, the caller of `run` gets it
+                self.scheduler.fail(failure, state)
+
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            threads = [
+                threading.Thread(target=live, args=(state,), name=f"virtual rank {state.rank}", daemon=True)
+                for state in self.scheduler.ranks
+            ]
+            for thread in threads:
+                thread.start()
+        finally:
+            threading.stack_size(before)
+        return threads
+
+    def _join(self, threads: Sequence[threading.Thread]) -> None:
+        """Wait for the threads; after a failure only for a while, as one may still compute."""
+        end = time.monotonic() + _UNWIND_SECONDS
+        for thread in threads:
+            thread.join(None if self.scheduler.failure is None else max(0.0, end - time.monotonic()))
+
+    def _unmatched(self) -> DeadlockError | None:
+        """Operations that MPI would hang in at its end, or lose."""
+        unmatched = self._group.unmatched()
+        if not unmatched:
+            return None
+        listed = "\n".join(f"  rank {posting.owner.rank}: {posting}" for posting in unmatched)
+        return DeadlockError(f"All {self.size} virtual ranks have ended, but these operations were never matched:\n{listed}")

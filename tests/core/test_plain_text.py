@@ -1,0 +1,136 @@
+"""What is printed: texts of others without their control characters, places of ranks, and whole lines in one pipe."""
+
+from __future__ import annotations
+
+import io
+import os
+import platform
+import pty
+import shlex
+import threading
+import unicodedata
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.table import Table
+
+from hpctrain.core.console import PlainConsole
+from hpctrain.core.text import echo, echo_block, escaped, forbidden, sentence, shell_word, shortened
+from hpctrain.rank_spans import ranks_of, spans
+from hpctrain.speaker import beginning_with, colours, place, write_lines
+
+CATEGORIES = ("Cc", "Cf", "Cs", "Zl", "Zp")
+
+#: a newline, a carriage return, an escape, DEL, a control of C1, separators, bidirectional marks, zero-width characters
+NAMED = "\n\r\x1b\x7f\x85\x9b\u2028\u2029\u202a\u202e\u2066\u2069\u200b\u200d\ufeff"
+
+
+@pytest.mark.parametrize("character", NAMED, ids=[f"{ord(character):04x}" for character in NAMED])
+def test_each_such_character_is_named_and_escaped(character: str) -> None:
+    assert forbidden(f"é a{character}") == f"U+{ord(character):04X} at position 3"
+    assert escaped(f"é{character}日") == f"é{character!r}日".replace("'", "")
+
+
+@given(st.text(st.characters(codec="utf-16", exclude_categories=()) | st.sampled_from(NAMED), max_size=20))
+def test_what_is_escaped_holds_none_and_others_stay(text: str) -> None:
+    assert forbidden(escaped(text)) is None
+    assert (forbidden(text) is None) == (escaped(text) == text)
+    assert not any(unicodedata.category(character) in CATEGORIES for character in escaped(text, keep="\n") if character != "\n")
+
+
+@given(st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"), max_size=20))
+def test_a_shell_reads_a_word_as_it_was(text: str) -> None:
+    assert shlex.split(shell_word(text)) == [text]
+    assert not shell_word(text).startswith(("=", "~", "#"))
+
+
+@pytest.mark.parametrize("value", ["x" * 10**6, ["x"] * 10**5, 10**3000])
+def test_long_values_are_cut(value: object) -> None:
+    assert len(shortened(value)) < 120
+
+
+def test_a_sentence_is_one_line_of_bounded_length() -> None:
+    assert sentence("a\nb") == r"a\nb"
+    assert len(sentence("name " + "x" * 10**6 + ".")) < 5000
+
+
+def test_what_is_printed_moves_no_cursor(capsys: pytest.CaptureFixture[str]) -> None:
+    echo("a\x1b[2J\nb")
+    echo_block("a\n\tb\x1b\n", err=True)
+    assert capsys.readouterr() == ("a\\x1b[2J\\nb\n", "a\n\tb\\x1b\n")
+
+
+def test_texts_in_lines_and_cells_are_escaped() -> None:
+    text = "[red]a[/]\x1b[2J\u202e"
+    table = Table(box=None)
+    table.add_column(text)
+    table.add_row(text)
+    file = io.StringIO()
+    console = PlainConsole(file=file, width=80)
+    console.print(text)
+    console.print(table)
+    lines = [line.strip() for line in file.getvalue().split("\n") if line]
+    assert lines == [r"[red]a[/]\x1b[2J\u202e"] * 3
+
+
+def test_a_place_is_rank_size_and_host() -> None:
+    host = platform.node().partition(".")[0]
+    assert (place(3, 64), place(3), place(None, 64)) == (f"[3/64@{host}] ", f"[3@{host}] ", "")
+
+
+@given(st.text(max_size=200))
+def test_every_line_gets_the_beginning_and_ends(text: str) -> None:
+    lines = beginning_with("[1] ", text)
+    assert lines.count("[1] ") >= len(text.splitlines())
+    assert lines == "".join(f"[1] {escaped(line, keep=chr(9))}\n" for line in text.splitlines())
+
+
+def test_lines_of_many_writers_stay_whole() -> None:
+    """Texts that are longer than what a pipe takes at once."""
+    reading, writing = os.pipe()
+    words = [[f"line {number} " + "x" * (37 * rank) for number in range(60)] for rank in range(8)]
+    texts = [beginning_with(place(rank, 8), "\n".join(lines)) for rank, lines in enumerate(words)]
+    writers = [threading.Thread(target=write_lines, args=(text, writing)) for text in texts]
+    received = bytearray()
+
+    def read() -> None:
+        while data := os.read(reading, 1 << 16):
+            received.extend(data)
+
+    reader = threading.Thread(target=read)
+    for thread in (reader, *writers):
+        thread.start()
+    for writer in writers:
+        writer.join()
+    os.close(writing)
+    reader.join()
+    os.close(reading)
+    lines = received.decode().splitlines()
+    assert sorted(lines) == sorted(line for text in texts for line in text.splitlines())
+    for text in texts:  # those of one writer keep their order
+        own = set(text.splitlines())
+        assert [line for line in lines if line in own] == text.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"), [({}, True), ({"NO_COLOR": "1"}, False), ({"NO_COLOR": ""}, True), ({"TERM": "dumb"}, False)]
+)
+def test_colours_are_for_terminals_that_want_them(environ: dict[str, str], expected: bool) -> None:
+    outer, terminal = pty.openpty()
+    reading, writing = os.pipe()
+    try:
+        assert colours(terminal, environ) is expected
+        assert not colours(writing, environ)
+    finally:
+        for descriptor in (outer, terminal, reading, writing):
+            os.close(descriptor)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [((), ""), ((3,), "3"), ((0, 1), "0-1"), ((5, 0, 2, 1), "0-2, 5"), ((0, 2, 4), "0, 2, 4"), (tuple(range(1000)), "0-999")],
+)
+def test_there_and_back(ranks: tuple[int, ...], text: str) -> None:
+    assert spans(ranks) == text
+    assert ranks_of(text) == tuple(sorted(ranks))

@@ -1,0 +1,290 @@
+"""Memory that is guarded and counted, and the emulated device's convolutions and products, each rounded once."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+
+from hpctrain.backend.cuda.device import ALIGNMENT_BYTES, ConvolutionKey, Precision
+from hpctrain.backend.cuda.device_array import DeviceArray
+from hpctrain_testing.emulator.device import EmulatedDevice
+from hpctrain.backend.cuda.emulator.errors import EmulatedDeviceError
+from hpctrain.backend.cuda.emulator.gemm import check_product, product
+from hpctrain_testing.emulator.memory import Heap, borrowed, on_host
+from hpctrain.backend.cuda.emulator.pinned import PinnedMemory
+from hpctrain.backend.cuda.emulator.rounding import read, write
+from hpctrain.backend.cuda.half import bfloat16_values
+from hpctrain.backend.dtypes import item_bytes
+from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.specs import Conv2dSpec, Window
+from hpctrain.core.errors import BackendError, HpctrainError
+from hpctrain.testing.operators import OperatorBench
+from tests.support.kernel_pairs import difference
+
+
+@pytest.mark.parametrize("size", [0, 1, 255, 256, 257, 4096, 10_000])
+def test_memory_is_zeroed_and_aligned(size: int) -> None:
+    array = Heap().allocate(size)
+    assert array.pointer % ALIGNMENT_BYTES == 0
+    assert on_host(array).tobytes() == bytes(size)
+
+
+def test_memory_in_use_is_counted() -> None:
+    heap = Heap()
+    first, second = heap.allocate(1000), heap.allocate(24)
+    assert heap.used_bytes == 1024
+    view = first[10:20]
+    del first
+    gc.collect()
+    assert heap.used_bytes == 1024
+    del view
+    gc.collect()
+    assert heap.used_bytes == second.nbytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [0, 1, 100, 256, 4000])
+@pytest.mark.parametrize("place", ["in front of", "behind"])
+def test_writes_beside_an_array_are_found(size: int, place: str) -> None:
+    heap = Heap()
+    array = heap.allocate(size)
+    assert heap.damages() == []
+    address = array.pointer - 1 if place == "in front of" else array.pointer + size
+    if place == "behind" and size % ALIGNMENT_BYTES == 0:
+        return  # there begins the page that nobody may touch
+    ctypes.memset(address, 0, 1)
+    assert heap.damages() == [f"bytes {place} an array of {size} bytes were written"]
+    del array
+    gc.collect()
+    assert heap.damages() == [f"bytes {place} an array of {size} bytes were written"]  # also of what was freed meanwhile
+    assert heap.damages() == []
+
+
+def test_what_is_beside_an_array_is_no_number() -> None:
+    array = Heap().allocate(100)
+    for dtype in (np.float64, np.float32):
+        beside = np.frombuffer(ctypes.string_at(array.pointer - 64, 64), dtype)
+        assert np.isnan(beside).all()
+    assert np.isnan(bfloat16_values(np.frombuffer(ctypes.string_at(array.pointer - 64, 64), np.uint16))).all()
+
+
+def test_freed_memory_is_not_given_again_soon() -> None:
+    heap = Heap()
+    kept, addresses = heap.allocate(100), set()
+    for _ in range(100):
+        addresses.add(heap.allocate(100).pointer)
+    assert len(addresses) == 100
+    address = addresses.pop()
+    assert heap.describe(address + 3) == "it is byte 3 of a freed array of 100 bytes"
+    assert heap.describe(kept.pointer + 103) == "it is 3 bytes behind the end of an array of 100 bytes"
+    assert heap.describe(kept.pointer - 3) == "it is 3 bytes in front of an array of 100 bytes"
+    assert heap.describe(8) == "it is near no array of this device"
+
+
+def test_arrays_lie_in_memory_that_is_in_use() -> None:
+    heap = Heap()
+    array = heap.allocate(100)
+    heap.require(array, array[10:20], array[100:], borrowed(array))
+    place = borrowed(array)
+    outside = DeviceArray(array.pointer + 96, (8,), "uint8", None)
+    with pytest.raises(EmulatedDeviceError, match="does not lie in memory that is in use: it is byte 96 of an array"):
+        heap.require(outside)
+    del array
+    with pytest.raises(EmulatedDeviceError, match="it is byte 0 of a freed array of 100 bytes"):
+        heap.require(place)
+
+
+def test_the_host_looks_at_memory_when_all_work_is_done() -> None:
+    settled = []
+    array = Heap(lambda: settled.append(True)).allocate(8)
+    on_host(borrowed(array))
+    assert not settled
+    on_host(array[2:])
+    assert settled
+
+
+def test_memory_is_not_zeroed() -> None:
+    assert np.isnan(PinnedMemory().allocate(40).view(np.float32)).all()
+
+
+def test_views_of_pinned_memory_are_pinned() -> None:
+    pinned = PinnedMemory()
+    memory = pinned.allocate(48)
+    view = memory[8:40].view(np.float64).reshape(2, 2)
+    raw = pinned.require(view)
+    raw[:] = 0
+    assert (view == 0).all()
+    assert (memory[:8] == 0xFF).all()
+    assert pinned.require(np.zeros((3, 0))).size == 0
+
+
+def test_other_memory_is_refused() -> None:
+    pinned = PinnedMemory()
+    memory = pinned.allocate(48)
+    with pytest.raises(ValueError, match="takes pinned memory"):
+        pinned.require(np.zeros(3))
+    with pytest.raises(ValueError, match="takes contiguous memory"):
+        pinned.require(memory[::2])
+    with pytest.raises(ValueError, match="takes pinned memory"):
+        PinnedMemory().require(memory)
+    address = memory.ctypes.data
+    del memory
+    assert address not in pinned._ends
+
+
+SPEC = Conv2dSpec(4, 6, Window((3, 2), (2, 1), (1, 0, 1, 1), (1, 2)), 2, bias=False)
+
+BOUNDS = {"float64": 1e-14, "float32": 1e-6, "bfloat16": 2**-8}
+
+
+def _placed(device: EmulatedDevice, values: np.ndarray, dtype: str) -> DeviceArray:
+    array = device.allocate(values.size * item_bytes(dtype)).view(dtype).reshape(values.shape)
+    write(array, values)
+    return array
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["forward", "input", "weight"])
+def test_an_emulated_convolution_equals_the_numpy_set(kind: Literal["forward", "input", "weight"], dtype: str) -> None:
+    random, device = np.random.default_rng(1), EmulatedDevice()
+    x = _placed(device, random.standard_normal((2, 7, 6, 4)), dtype)
+    w = _placed(device, random.standard_normal(SPEC.weight_shape), dtype)
+    bench = OperatorBench(NumpyKernelSet(), SPEC, [read(x).astype(float)], parameters={"weight": read(w).astype(float)})
+    y_wanted = bench.forward()
+    dy = _placed(device, random.standard_normal(y_wanted.shape), dtype)
+    gradients = bench.backward(read(dy).astype(float))
+    a, b, wanted = {
+        "forward": (x, w, y_wanted),
+        "input": (dy, w, gradients.inputs[0]),
+        "weight": (x, dy, gradients.parameters["weight"]),
+    }[kind]
+    assert wanted is not None
+    out = _placed(device, np.full(wanted.shape, np.nan), dtype)
+    window = SPEC.window
+    key = ConvolutionKey(
+        kind, x.shape, w.shape, dy.shape, window.stride, window.padding, window.dilation, SPEC.groups, dtype, dtype
+    )
+    convolution, stream = device.convolution(key), device.stream("compute")
+    convolution.run(stream, a, b, out, device.allocate(convolution.workspace_bytes))
+    stream.synchronize()
+    assert difference(read(out), wanted) <= BOUNDS[dtype]
+
+
+KEY = ConvolutionKey("forward", (2, 4, 4, 4), (8, 3, 3, 4), (2, 4, 4, 8), (1, 1), (1, 1, 1, 1), (1, 1), 1, "float32", "tf32")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"x": (0, 4, 4, 4), "y": (0, 4, 4, 8)}, "empty array"),
+        ({"x": (2, 4, 4, 5)}, "do not fall into 1 groups"),
+        ({"groups": 3, "w": (8, 3, 3, 4), "x": (2, 4, 4, 12)}, "do not fall into 3 groups"),
+        ({"precision": "bfloat16"}, "in bfloat16 is of bfloat16, not of float32"),
+        ({"dtype": "bfloat16"}, "in tf32 is of float32, not of bfloat16"),
+        ({"fused": "bias", "kind": "input"}, "Only convolutions forward are fused"),
+        ({"padding": (-1, 1, 1, 1), "y": (2, 2, 4, 8)}, "Padding is 0 or more"),
+        ({"y": (2, 3, 4, 8)}, "has another shape"),
+    ],
+)
+def test_keys_without_a_plan_are_refused(changes: dict[str, Any], message: str) -> None:
+    EmulatedDevice().convolution(KEY)
+    with pytest.raises(BackendError, match=message):
+        EmulatedDevice().convolution(replace(KEY, **changes))
+
+
+def test_arrays_are_those_of_the_key() -> None:
+    device = EmulatedDevice()
+    x, w, y = (device.allocate(1024 * 4).view("float32")[: int(np.prod(shape))].reshape(shape) for shape in (KEY.x, KEY.w, KEY.y))
+    workspace, bias = device.allocate(300), device.allocate(32).view("float32")
+    stream, plain = device.stream("compute"), device.convolution(KEY)
+    fused = device.convolution(replace(KEY, fused="bias"))
+    beside = device.allocate(4096).view("float32")[1 : 1 + x.size].reshape(x.shape)
+    for convolution, arguments, message in (
+        (plain, (w, x, y, workspace), "a of a convolution forward is float32"),
+        (plain, (x, w.reshape(-1), y, workspace), "b of a convolution forward is float32"),
+        (plain, (x.reshape(-1).view("bfloat16"), w, y, workspace), "a of a convolution"),
+        (plain, (beside, w, y, workspace), "aligned to 16 bytes"),
+        (plain, (x, w, y, None), "has a workspace of 256 aligned bytes"),
+        (plain, (x, w, y, workspace[:200]), "has a workspace"),
+        (plain, (x, w, y, workspace[16:]), "has a workspace"),
+        (plain, (x, w, y, y.reshape(-1).view("uint8")), "lies where its inputs or its workspace are"),
+        (plain, (x, w, y, workspace, bias), "A bias is given where the key says so"),
+        (fused, (x, w, y, workspace), "A bias is given where the key says so"),
+        (fused, (x, w, y, workspace, bias[:4]), "The bias of"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            convolution.run(stream, *arguments)
+
+
+def test_a_bias_and_a_relu_are_rounded_with_the_sums_once() -> None:
+    random, device = np.random.default_rng(1), EmulatedDevice()
+    key = replace(KEY, dtype="bfloat16", precision="bfloat16", fused="bias_relu")
+    x, w, bias = (_placed(device, random.standard_normal(shape), "bfloat16") for shape in (key.x, key.w, key.w[:1]))
+    y = _placed(device, np.full(key.y, np.nan), "bfloat16")
+    spec = Conv2dSpec(4, 8, Window((3, 3), (1, 1), (1, 1, 1, 1)), bias=False)
+    bench = OperatorBench(NumpyKernelSet(), spec, [read(x).astype(float)], parameters={"weight": read(w).astype(float)})
+    wanted = np.maximum(bench.forward() + read(bias), 0)
+    stream = device.stream("compute")
+    device.convolution(key).run(stream, x, w, y, device.allocate(256), bias)
+    stream.synchronize()
+    assert (np.abs(read(y) - wanted) <= wanted * 2.0**-8 + 1e-5).all()
+    assert (read(y) == 0).any()
+
+
+def test_nothing_is_left_in_the_workspace() -> None:
+    device = EmulatedDevice()
+    x, w, y = (_placed(device, np.ones(shape), "float32") for shape in (KEY.x, KEY.w, KEY.y))
+    workspace = device.allocate(256)
+    device.convolution(KEY).run(device.stream("compute"), x, w, y, workspace)
+    assert np.isnan(read(workspace.view("float32"))).all()
+
+
+HEAP = Heap()
+
+
+def _array(shape: tuple[int, ...], dtype: str, values: np.ndarray | None = None) -> DeviceArray:
+    array = HEAP.allocate(int(np.prod(shape)) * item_bytes(dtype)).view(dtype).reshape(shape)
+    if values is not None:
+        write(array, values)
+    return array
+
+
+@pytest.mark.parametrize(
+    ("shapes", "dtypes", "precision"),
+    [
+        (((4, 3), (3, 5), (4, 6)), ("float32",) * 3, "float32"),
+        (((4, 3), (4, 5), (4, 5)), ("float32",) * 3, "float32"),
+        (((12,), (3, 5), (4, 5)), ("float32",) * 3, "float32"),
+        (((4, 3), (3, 5), (4, 5)), ("float32", "bfloat16", "float32"), "float32"),
+        (((4, 3), (3, 5), (4, 5)), ("float32", "float32", "bfloat16"), "float32"),
+        (((4, 3), (3, 5), (4, 5)), ("float64", "float64", "float32"), "float64"),
+        (((4, 3), (3, 5), (4, 5)), ("bfloat16",) * 3, "float32"),
+        (((4, 3), (3, 5), (4, 5)), ("float32",) * 3, "bfloat16"),
+    ],
+)
+def test_what_does_not_fit_is_refused(shapes: list[tuple[int, ...]], dtypes: list[str], precision: Precision) -> None:
+    arrays = [_array(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    with pytest.raises(ValueError, match="product"):
+        check_product(*arrays, transpose_a=False, transpose_b=False, precision=precision)
+
+
+@pytest.mark.parametrize("out", ["bfloat16", "float32"])
+def test_sums_of_bfloat16_are_float32_and_rounded_once(out: str) -> None:
+    random = np.random.default_rng(0)
+    a, b, c = (_array((64, 64), "bfloat16", random.standard_normal((64, 64))) for _ in range(3))
+    c = _array((64, 64), out, read(c))
+    wanted = read(a).astype(float) @ read(b).astype(float) + read(c)
+    check_product(a, b, c, transpose_a=False, transpose_b=False, precision="bfloat16")
+    product(a, b, c, transpose_a=False, transpose_b=False, accumulate=True)
+    digits = 2.0**-8 if out == "bfloat16" else 2.0**-20
+    assert (np.abs(read(c) - wanted) <= np.abs(wanted) * digits + 1e-5).all()
+
+
+def test_an_error_of_the_emulated_device_is_no_error_of_the_user() -> None:
+    assert issubclass(EmulatedDeviceError, AssertionError)
+    assert not issubclass(EmulatedDeviceError, HpctrainError)

@@ -1,0 +1,517 @@
+"""Streams, events, captures and links: work in every order that is allowed, and a forgotten wait that shows."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpctrain.backend.cuda.device import ConvolutionKey
+from hpctrain.backend.cuda.device_array import DeviceArray
+from hpctrain_testing.emulator.device import EmulatedDevice
+from hpctrain.backend.cuda.emulator.errors import EmulatedDeviceError
+from hpctrain_testing.emulator.memory import borrowed, on_host
+from hpctrain.backend.cuda.emulator.work import Mark, Work, WorkScheduler
+from hpctrain_testing.virtual.communicator import ThreadCommunicator
+from hpctrain.virtual.run import run_virtual
+from tests.support.emulated import EmulatedDeviceFactory
+
+SEEDS = range(20)
+
+SLICES, STEPS, ITEMS = 3, 2, 4
+
+
+class StagedAveraging:
+    """Gradients of slices by way of pinned memory to a network and back, on a stream for computation and one for copies."""
+
+    def __init__(self, device: EmulatedDevice) -> None:
+        self.device = device
+        self.compute, self.copies = device.stream("compute"), device.stream("copies")
+        self.gradients, self.weights, self.pinned = (
+            [self._floats(allocate(ITEMS * 4)) for _ in range(SLICES)]
+            for allocate in (device.allocate, device.allocate, device.pinned)
+        )
+        self.ready, self.staged, self.back = ([device.event() for _ in range(SLICES)] for _ in range(3))
+
+    def _floats(self, memory: DeviceArray | np.ndarray) -> DeviceArray | np.ndarray:
+        return memory.view("float32")
+
+    def run(self) -> np.ndarray:
+        for step in range(STEPS):
+            for k in range(SLICES):
+                self._backward(step, k)
+            for k in range(SLICES):
+                self._exchange(k)
+        self.compute.synchronize()
+        return np.array([_unsettled(weight) for weight in self.weights])
+
+    def _backward(self, step: int, k: int) -> None:
+        self._do(lambda gradient: gradient.fill(10 * k + step + 1), self.gradients[k])
+        self.compute.record(self.ready[k])
+        self.copies.wait(self.ready[k])
+        self.device.download(self.copies, self.pinned[k], self.gradients[k])
+        self.copies.record(self.staged[k])
+
+    def _exchange(self, k: int) -> None:
+        self.staged[k].synchronize()
+        self.pinned[k] += 100
+        self.device.upload(self.copies, self.gradients[k], self.pinned[k])
+        self.copies.record(self.back[k])
+        self.compute.wait(self.back[k])
+        self._do(np.add, self.weights[k], self.gradients[k])
+
+    def _do(self, compute: Callable[..., object], *arrays: DeviceArray) -> None:
+        """As a kernel, on the stream of computation."""
+        values = [_unsettled(array) for array in arrays]
+        self.device._streams.enqueue(
+            self.compute, Work("kernel", lambda: compute(*values) if len(values) == 1 else compute(*values, out=values[0]))
+        )
+
+
+def _unsettled(array: DeviceArray) -> np.ndarray:
+    """The array's memory without waiting for work."""
+    return on_host(DeviceArray(array.pointer, array.shape, array.dtype, None))
+
+
+WANTED = np.array([[float(sum(10 * k + step + 101 for step in range(STEPS)))] * ITEMS for k in range(SLICES)])
+
+
+def test_staged_averaging_is_right_in_every_order() -> None:
+    for seed in range(60):
+        device = EmulatedDevice(seed)
+        np.testing.assert_array_equal(StagedAveraging(device).run(), WANTED)
+        device.finish()
+
+
+@pytest.mark.slow
+def test_every_wait_of_staged_averaging_is_needed() -> None:
+    """Leaving one out makes a wrong result, or work that nobody waits for, with some seeds."""
+    device = EmulatedDevice()
+    StagedAveraging(device).run()
+    assert len(device.waits) == STEPS * SLICES * 3 + 1
+    for k, text in enumerate(device.waits):
+        wrong = sum(not _right(seed, k) for seed in SEEDS)
+        assert wrong >= len(SEEDS) // 10, f"without wait {k} ({text}) {wrong} of {len(SEEDS)} runs are wrong"
+
+
+def _right(seed: int, ignored_wait: int) -> bool:
+    device = EmulatedDevice(seed, ignored_wait=ignored_wait)
+    result = StagedAveraging(device).run()
+    try:
+        device.finish()
+    except EmulatedDeviceError:
+        return False
+    return np.array_equal(result, WANTED)
+
+
+def test_what_is_downloaded_is_of_no_use_before_it_is_there() -> None:
+    early = 0
+    for seed in SEEDS:
+        device = EmulatedDevice(seed)
+        stream, pinned, source = device.stream("copies"), device.pinned(4), device.allocate(4)
+        pinned[:] = 0
+        device.download(stream, pinned, source)
+        early += (pinned == 0xFF).all()
+        stream.synchronize()
+        assert (pinned == 0).all()
+    assert early >= len(SEEDS) // 2
+
+
+def test_a_wait_is_for_the_record_at_the_time_of_the_call() -> None:
+    """A later record of the same event does not count, and a wait before the first is none."""
+    for seed in SEEDS:
+        device = EmulatedDevice(seed)
+        first, second, event = device.stream("first"), device.stream("second"), device.event()
+        assert event.done
+        second.wait(event)
+        a, b = device.allocate(4), device.allocate(4)
+        first.record(event)
+        second.wait(event)
+        device.copy(first, a, b)
+        first.record(event)
+        second.synchronize()  # for which the copy is not needed
+        event.synchronize()
+        assert event.done
+        device.finish()
+
+
+def test_an_event_is_done_some_time_for_who_asks_often_enough() -> None:
+    """However much comes before it, and whatever other events are asked for in between."""
+    for seed in SEEDS:
+        device = EmulatedDevice(seed)
+        stream, event, other = device.stream("copies"), device.event(), device.event()
+        a, b = device.allocate(4), device.allocate(4)
+        for _ in range(500):
+            device.copy(stream, a, b)
+            stream.record(other)
+        device.copy(stream, a, b)
+        stream.record(event)
+        asked = 0
+        while not event.done:
+            asked += 1
+            assert asked <= 50
+            _ = other.done
+        device.finish()
+
+
+def test_work_that_nobody_waits_for_is_named() -> None:
+    late = 0
+    for seed in SEEDS:
+        device = EmulatedDevice(seed)
+        a, b = device.allocate(4), device.allocate(4)
+        device.copy(device.stream("copies"), a, b)
+        try:
+            device.finish()
+        except EmulatedDeviceError as error:
+            late += str(error) == "Nobody has waited for work on copies: copy."
+    assert late >= len(SEEDS) // 2
+
+
+def _scheduler(queues: int, seed: int) -> WorkScheduler:
+    scheduler = WorkScheduler(random.Random(seed))
+    for i in range(queues):
+        scheduler.queue(f"queue {i}")
+    return scheduler
+
+
+#: pieces of work: (queue, the piece issued so long before that it comes after)
+PIECES = st.lists(st.tuples(st.integers(0, 2), st.none() | st.integers(1, 6)), max_size=20)
+
+
+@given(pieces=PIECES, seed=st.integers(0, 100))
+def test_marks_are_kept_in_every_order(pieces: list[tuple[int, int | None]], seed: int) -> None:
+    scheduler = _scheduler(3, seed)
+    done: list[int] = []
+    marks: list[Mark] = []
+    for i, (queue, before) in enumerate(pieces):
+        after = marks[i - before] if before is not None and before <= i else None
+        scheduler.append(scheduler.queues[queue], Work(str(i), partial(done.append, i), after=after))
+        marks.append(scheduler.queues[queue].mark)
+        scheduler.run_some()
+    if marks:
+        scheduler.run_until(marks[len(marks) // 2])
+        assert len(marks) // 2 in done
+    scheduler.run_all()
+    assert sorted(done) == list(range(len(pieces)))
+    for i, (queue, before) in enumerate(pieces):
+        earlier = [j for j in range(i) if pieces[j][0] == queue] + ([i - before] if before is not None and before <= i else [])
+        assert all(done.index(j) < done.index(i) for j in earlier)
+
+
+def test_work_is_late_and_in_odd_orders() -> None:
+    late, orders = 0, set()
+    for seed in range(100):
+        scheduler = _scheduler(2, seed)
+        done: list[int] = []
+        for i in range(4):
+            scheduler.append(scheduler.queues[i % 2], Work(str(i), partial(done.append, i)))
+            scheduler.run_some()
+        late += len(done) < 4
+        scheduler.run_until(scheduler.queues[0].mark)
+        late += len(done) < 4
+        scheduler.run_all()
+        orders.add(tuple(done))
+    assert late > 100
+    assert len(orders) == 6  # all there are
+
+
+def test_a_deadlock_names_both_waits() -> None:
+    for run in (lambda scheduler: scheduler.run_all(), lambda scheduler: scheduler.run_until(scheduler.queues[0].mark)):
+        for seed in range(4):
+            scheduler = _scheduler(2, seed)
+            first, second = scheduler.queues
+            scheduler.append(first, Work("a wait for event 1", after=Mark(second, 1)))
+            scheduler.append(second, Work("a wait for event 2", after=Mark(first, 1)))
+            with pytest.raises(EmulatedDeviceError, match=r"queue 0 in a wait for event 1, queue 1 in a wait for event 2"):
+                run(scheduler)
+
+
+def test_failed_work_is_over_and_streams_and_events_are_of_one_device() -> None:
+    scheduler = _scheduler(1, 0)
+    scheduler.append(scheduler.queues[0], Work("broken", lambda: 1 // 0))
+    with pytest.raises(ZeroDivisionError):
+        scheduler.run_all()
+    assert scheduler.failed
+    scheduler.run_all()
+    device, other = EmulatedDevice(), EmulatedDevice()
+    stream, event = device.stream("compute"), other.event()
+    for use in (stream.record, stream.wait, lambda _: device.copy(other.stream("compute"), *(device.allocate(4),) * 2)):
+        with pytest.raises(EmulatedDeviceError, match="different devices"):
+            use(event)
+
+
+CAPTURED_CONVOLUTION = ConvolutionKey(
+    "forward", (1, 4, 4, 4), (4, 1, 1, 4), (1, 4, 4, 4), (1, 1), (0, 0, 0, 0), (1, 1), 1, "float32", "float32"
+)
+
+
+def test_captured_work_is_done_by_each_launch_with_its_arguments(emulated_device: EmulatedDeviceFactory) -> None:
+    device = emulated_device(1)
+    stream, x, y = device.stream("compute"), device.allocate(32), device.allocate(32)
+    pinned, result = device.pinned(32), device.pinned(32)
+    kernel = device.kernel("elementwise", "relu_forward_f32_w1")
+    count = np.array([8], np.int64)
+    with device.capture(stream) as graph:
+        device.upload(stream, x, pinned)
+        kernel(stream, (1,), (32,), x.view("float32"), y.view("float32"), count[0])
+        device.download(stream, result, y)
+    count[0] = 0
+    stream.synchronize()
+    assert (on_host(y) == 0).all()
+    for values in (np.arange(8) - 4, np.arange(8) - 2):
+        pinned.view(np.float32)[:] = values  # read by each launch
+        graph.launch(stream)
+        stream.synchronize()
+        np.testing.assert_array_equal(result.view(np.float32), np.maximum(values, 0))
+
+
+def test_a_graph_keeps_no_memory_in_use(emulated_device: EmulatedDeviceFactory) -> None:
+    device = EmulatedDevice(1)
+    emulated_device()
+    stream, x, y = device.stream("compute"), device.allocate(32), device.allocate(32)
+    with device.capture(stream) as graph:
+        device.copy(stream, y, x)
+    del x
+    graph.launch(stream)
+    with pytest.raises(EmulatedDeviceError, match="does not lie in memory that is in use"):
+        stream.synchronize()
+
+
+@pytest.mark.parametrize(
+    "deed",
+    [
+        lambda device, _: device.allocate(8),
+        lambda device, _: device.pinned(8),
+        lambda device, _: device.stream("other").synchronize(),
+        lambda device, stream: stream.synchronize(),
+        lambda device, _: device.event().synchronize(),
+        lambda device, _: device.event().done,
+        lambda device, _: device.kernel("elementwise", "relu_forward_f32_w4"),
+        lambda device, _: device.convolution(CAPTURED_CONVOLUTION),
+        lambda device, _: device.capture(device.stream("other")).__enter__(),
+        lambda device, stream: device.capture(stream).__enter__(),
+    ],
+)
+def test_waiting_allocating_and_loading_are_refused(
+    emulated_device: EmulatedDeviceFactory, deed: Callable[[EmulatedDevice, object], object]
+) -> None:
+    device = emulated_device(1)
+    stream = device.stream("compute")
+    with device.capture(stream), pytest.raises(EmulatedDeviceError, match="while stream compute is captured"):
+        deed(device, stream)
+    if "event" not in deed.__code__.co_names:
+        return
+    deed(device, stream)  # is no mistake outside
+
+
+def test_copies_to_memory_that_is_not_pinned_are_refused() -> None:
+    device = EmulatedDevice()
+    stream, x = device.stream("compute"), device.allocate(8)
+    with device.capture(stream), pytest.raises(ValueError, match="takes pinned memory"):
+        device.download(stream, np.zeros(8, np.uint8), x)
+
+
+def test_events_do_not_cross_the_border_of_a_capture() -> None:
+    device = EmulatedDevice()
+    stream, other = device.stream("compute"), device.stream("copy")
+    before, within, never = device.event(), device.event(), device.event()
+    stream.record(before)
+    with device.capture(stream):
+        stream.record(within)
+        stream.wait(within)
+        stream.wait(never)
+        for waiting, event in ((stream, before), (other, within)):
+            with pytest.raises(EmulatedDeviceError, match="one of them is captured, not both"):
+                waiting.wait(event)
+    for use in (lambda: other.wait(within), within.synchronize, lambda: within.done):
+        with pytest.raises(EmulatedDeviceError, match="captur"):
+            use()
+    stream.record(within)  # outside it is an event as others are
+    within.synchronize()
+
+
+def test_other_threads_and_streams_go_on() -> None:
+    device = EmulatedDevice()
+    stream, other, x, y = device.stream("compute"), device.stream("copy"), device.allocate(8), device.allocate(8)
+    on_host(x)[:] = 7
+    errors = []
+
+    def load() -> None:
+        try:
+            device.copy(other, y, x)
+            other.synchronize()
+            device.allocate(8)
+        except BaseException as error:
+            errors.append(error)
+
+    with device.capture(stream):
+        thread = threading.Thread(target=load)
+        thread.start()
+        thread.join()
+    assert not errors
+    assert (on_host(y) == 7).all()
+
+
+def test_a_graph_is_there_when_its_capture_has_ended() -> None:
+    device = EmulatedDevice()
+    stream, other = device.stream("compute"), device.stream("other")
+    with device.capture(stream) as graph, pytest.raises(EmulatedDeviceError, match="before its capture has ended"):
+        graph.launch(other)
+    with device.capture(stream), pytest.raises(EmulatedDeviceError, match="launch a graph"):
+        graph.launch(stream)
+    with pytest.raises(ZeroDivisionError), device.capture(stream) as broken:
+        1 // 0
+    with pytest.raises(EmulatedDeviceError, match="before its capture has ended"):
+        broken.launch(stream)
+    stream.synchronize()
+
+
+class _Rank:
+    """A device with links, and arrays of it."""
+
+    def __init__(self, comm: ThreadCommunicator, device: EmulatedDevice) -> None:
+        peers = comm.split(0, comm.rank, "devices")
+        assert peers is not None
+        self.rank, self.size, self.device, self.stream = comm.rank, comm.size, device, device.stream("between")
+        self.links = device.groups.join(peers, self.stream)
+
+    def array(self, values: Any, dtype: str = "float64") -> DeviceArray:
+        numbers = np.asarray(values, "uint16" if dtype == "bfloat16" else dtype)
+        array = self.device.allocate(numbers.nbytes).view(dtype)
+        on_host(borrowed(array))[...] = numbers
+        return array
+
+    def values(self, array: DeviceArray) -> list[float]:
+        event = self.device.event()
+        self.stream.record(event)
+        while not event.done:
+            pass
+        return list(on_host(borrowed(array)))
+
+
+def _on_ranks(ranks: int, program: Callable[[_Rank], None], make: EmulatedDeviceFactory, seeds: int = 4) -> None:
+    for seed in range(seeds):
+        run_virtual(ranks, lambda comm: program(_Rank(comm, make(10 * seed + comm.rank))), seed=seed)  # noqa: B023
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_collectives(ranks: int, emulated_device: EmulatedDeviceFactory) -> None:
+    def program(rank: _Rank) -> None:
+        total, one = rank.array([rank.rank, 10.0]), rank.array([1.0, rank.rank])
+        found, bits = rank.array([-1.0, -1.0]), rank.array([rank.rank, 7], "bfloat16")
+        rank.links.sum_to_all(total)
+        rank.links.sum_to_one(one, found, ranks - 1)
+        rank.links.broadcast(bits, ranks - 1)
+        assert rank.values(bits) == [ranks - 1, 7]
+        assert rank.values(total) == [sum(range(ranks)), 10.0 * ranks]
+        assert rank.values(found) == ([ranks, sum(range(ranks))] if rank.rank == ranks - 1 else [-1.0, -1.0])
+
+    _on_ranks(ranks, program, emulated_device)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_messages_together(ranks: int, emulated_device: EmulatedDeviceFactory) -> None:
+    """Each to the next and two from the one before, which need each other."""
+
+    def program(rank: _Rank) -> None:
+        after, before = (rank.rank + 1) % ranks, (rank.rank - 1) % ranks
+        sent = [rank.array([rank.rank + 0.5 * n]) for n in range(2)]
+        received = [rank.array([-1.0]) for _ in range(2)]
+        with rank.links.together():
+            for array in received:
+                rank.links.receive(array, before)
+            for array in sent:
+                rank.links.send(array, after)
+        assert [rank.values(array) for array in received] == [[before], [before + 0.5]]
+
+    _on_ranks(ranks, program, emulated_device)
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (
+            lambda rank, array: rank.links.broadcast(array, rank.rank),
+            "broadcast at 0 of 2 float64; and broadcast at 1 of 2 float64",
+        ),
+        (
+            lambda rank, array: rank.links.sum_to_all(array) if rank.rank else rank.links.broadcast(array, 0),
+            "broadcast at 0 of 2 float64; and sum to all of 2 float64",
+        ),
+        (
+            lambda rank, array: rank.links.sum_to_all(array[: 1 + rank.rank]),
+            "sum to all of 1 float64; and sum to all of 2 float64",
+        ),
+        (
+            lambda rank, array: rank.links.sum_to_all(array) if rank.rank else rank.links.send(array, 1),
+            "messages alone; and sum to all of 2 float64",
+        ),
+    ],
+)
+def test_unlike_calls_are_told(call: Any, sentence: str, emulated_device: EmulatedDeviceFactory) -> None:
+    def program(rank: _Rank) -> None:
+        array = rank.array([1.0, 2.0])
+        call(rank, array)
+        with pytest.raises(EmulatedDeviceError, match=rf"^The devices of ranks 0 and 1 do unlike things: {sentence}\.$"):
+            rank.values(array)
+
+    _on_ranks(2, program, emulated_device, seeds=1)
+
+
+def test_messages_of_unlike_sizes_are_told(emulated_device: EmulatedDeviceFactory) -> None:
+    def program(rank: _Rank) -> None:
+        array = rank.array([1.0, 2.0])
+        if rank.rank:
+            rank.links.receive(array[:1], 0)
+        else:
+            rank.links.send(array, 1)
+        with pytest.raises(EmulatedDeviceError, match=r"^The device of rank 0 sends 16 bytes to rank 1, which expects 8\.$"):
+            rank.values(array)
+
+    _on_ranks(2, program, emulated_device, seeds=1)
+
+
+def test_work_is_counted_by_its_kind() -> None:
+    device = EmulatedDevice()
+    stream, a, b, pinned = device.stream("compute"), device.allocate(8), device.allocate(8), device.pinned(8)
+    device.copy(stream, b, a)
+    device.copy(stream, a, b)
+    device.download(stream, pinned, a)
+    assert device.counters.enqueued == {"copy": 2, "download": 1}
+    stream.synchronize()
+    with device.capture(stream) as graph:
+        device.copy(stream, b, a)
+    graph.launch(stream)
+    graph.launch(stream)
+    stream.synchronize()
+    assert device.counters.enqueued == {"copy": 3, "download": 1, "graph": 2}
+
+
+def test_waits_of_the_host_are_counted_by_the_function_that_waits() -> None:
+    device = EmulatedDevice()
+    stream, event = device.stream("copies"), device.event()
+    stream.record(event)
+    event.synchronize()
+    event.synchronize()
+    stream.synchronize()
+    assert event.done
+    here = f"{__name__}.test_waits_of_the_host_are_counted_by_the_function_that_waits"
+    assert device.counters.synchronisations == {("event", here): 2, ("stream copies", here): 1}
+
+
+def test_allocations_after_the_seal_are_late() -> None:
+    device = EmulatedDevice()
+    memory = [device.allocate(100), device.pinned(50)]
+    assert (device.counters.allocations, device.counters.late_allocations) == (2, [])
+    device.seal()
+    memory += [device.allocate(7), device.pinned(np.int64(9))]
+    assert device.counters.allocations == 4
+    where = f"{__name__}.test_allocations_after_the_seal_are_late"
+    assert device.counters.late_allocations == [f"7 bytes at {where}", f"9 bytes at {where}"]

@@ -1,0 +1,525 @@
+"""Accounts of a run: steps, waits for data, memory, reads, cores and progress; its events and state; the reason of its end."""
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpctrain.backend.choice import make_backend
+from hpctrain.backend.mirrors import PinnedBytes
+from hpctrain.comm.base import Communicator
+from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.progress_mode import OverlapMeasurement, ProgressMode
+from hpctrain.comm.single import SingleCommunicator
+from hpctrain.data.read_counts import Origin, ReadCounts
+from hpctrain.core.errors import ConfigError
+from hpctrain.experiment import memory_account, step_account
+from hpctrain.runs import state as run_state
+from hpctrain.job.automatic_choice import PredictedStep
+from hpctrain.experiment.cores import cores_of_ranks, describe_cores, ranges
+from hpctrain.experiment.data_account import DataAccount, WaitsOfRanks
+from hpctrain.experiment.kept_samples import KeptSamples, sentences
+from hpctrain.experiment.memory_account import PeakMemory
+from hpctrain.run.messages import from_measurement, set_progress
+from hpctrain.experiment.read_report import read_lines
+from hpctrain.run.accounts import RunAccount
+from hpctrain.experiment.run_events import _WORDS, events_of
+from hpctrain.runs.state import RunReader, RunState
+from hpctrain.experiment.stop import StopReason, kept_clause, stop_reason
+from hpctrain.flight.recorder import FlightRecorder
+from hpctrain.launch.exit_codes import End
+from hpctrain.launch.process_memory import resident_bytes
+from hpctrain.runs.directory import RunDirectory
+from hpctrain.train.data_waits import DataWait
+from hpctrain.train.snapshot import Position
+from hpctrain.train.accounts import MeasuredStep
+from hpctrain_testing.virtual.communicator import ThreadCommunicator
+from hpctrain.virtual.run import run_virtual, virtual_engine
+from tests.data.conftest import make_file as make_file
+from tests.support.late_kernels import LateKernelSet
+from tests.support.recorded import SECOND, Heard, record
+
+MEASURED = MeasuredStep(0.5, 0.25, 20)
+PREDICTED = PredictedStep(0.4, 0.2, 1.0, "two nodes", "abc")
+
+
+def _heard(machine: str | None, choice: Any = None, steps: Any = MEASURED) -> Heard:
+    """All that an account of one rank says; its operators were not sampled."""
+    session: Any = SimpleNamespace(world=SingleCommunicator(), config=SimpleNamespace(machine=machine), is_root=True)
+    session.resolved, session.progress = SimpleNamespace(choice=choice), SimpleNamespace(trace=None)
+    session.threads = SimpleNamespace(threads=1)
+    kernels = SimpleNamespace(arithmetic=SimpleNamespace(on_host=True))
+    parts: Any = SimpleNamespace(backend=SimpleNamespace(kernels=kernels), replica=None)
+    account = RunAccount(session, parts, ProgressMode.TEST)
+    assert (account.sample is not None) == (machine is not None and choice is None)
+    outcome: Any = SimpleNamespace(stopped=False, steps_reached=False, position=SimpleNamespace(global_step=26))
+    heard = Heard()
+    account.finish(SimpleNamespace(measured=lambda: steps), outcome, heard)
+    return heard
+
+
+def test_a_run_without_a_machine_or_of_few_steps_has_no_account() -> None:
+    for heard in (_heard(None), _heard("xc40", steps=MeasuredStep(0.5, 0.25, 3)), _heard("xc40", steps=None)):
+        assert (heard.lines, heard.records) == ([], [])
+
+
+def test_a_run_that_chose_is_compared_with_the_prediction_that_it_chose_by() -> None:
+    heard = _heard("xc40", SimpleNamespace(prediction=PREDICTED))
+    compared = "predicted 0.4 s a step, measured 0.5 (80%); exposed 0.2 against 0.25;"
+    assert heard.lines == [compared, "  posting and progress took 0 s"]
+    ((kind, values),) = heard.records
+    assert kind == "steps"
+    assert (values["step"], values["predicted_step_seconds"], values["accuracy"]) == (26, 0.4, pytest.approx(0.8))
+
+
+def test_a_machine_that_is_gone_is_no_failure_of_the_run() -> None:
+    measured, messages, reason = _heard("nowhere.yaml").lines
+    assert measured == "measured 0.5 s a step, of which 0.25 s waited for messages;"
+    assert messages == "  posting and progress took 0 s;"
+    assert reason.startswith("  no prediction: There is no machine file")
+
+
+STEP = MeasuredStep(0.4614, 0.04712, 40, 0.00172)
+PREDICTED_STEP = PredictedStep(0.4522, 0.0411, 0.9, "two nodes", "abc")
+
+
+def test_the_slowest_rank_counts_and_the_mean_of_what_they_waited_unless_one_has_too_few_steps() -> None:
+    def over(*of_ranks: MeasuredStep | None) -> list[MeasuredStep | None]:
+        return run_virtual(len(of_ranks), lambda comm: step_account.over_ranks(comm, of_ranks[comm.rank]))
+
+    together = MeasuredStep(3.0, 0.75, 40, 0.25)
+    assert over(MeasuredStep(2.0, 0.5, 40, 0.125), MeasuredStep(3.0, 1.0, 41, 0.375)) == [together, together]
+    for other in (None, MeasuredStep(2.0, 0.5, 13)):
+        assert over(MeasuredStep(2.0, 0.5, 40), other) == [None, None]
+
+
+@pytest.mark.parametrize(("predicted", "accuracy"), [(2.0, 1.0), (1.5, 0.75), (2.5, 0.75), (6.0, -1.0)])
+def test_accuracy_is_what_the_error_leaves_of_the_measured_time(predicted: float, accuracy: float) -> None:
+    assert step_account.accuracy(predicted, 2.0) == accuracy
+
+
+def test_lines_of_80_columns_and_facts_hold_the_prediction_and_the_run() -> None:
+    compared = "predicted 0.452 s a step, measured 0.461 (98%); exposed 0.0411 against 0.0471;"
+    assert step_account.lines(STEP, PREDICTED_STEP) == [compared, "  posting and progress took 0.0017 s"]
+    measured = "measured 0.461 s a step, of which 0.0471 s waited for messages;"
+    for reason, end in (("", ""), ("there is no machine", "; no prediction: there is no machine")):
+        assert step_account.lines(STEP, None, reason) == [measured, f"  posting and progress took 0.0017 s{end}"]
+    facts = {"step": 46, "steps": 40, "measured_step_seconds": 0.4614, "measured_exposed_seconds": 0.04712}
+    facts |= {"measured_messages_seconds": 0.00172}
+    assert step_account.facts(STEP, 46) == facts
+    predicted = {"predicted_step_seconds": 0.4522, "predicted_exposed_seconds": 0.0411, "accuracy": pytest.approx(0.98, abs=1e-3)}
+    predicted |= {"measured_share": 0.9, "machine": "two nodes", "machine_digest": "abc"}
+    assert step_account.facts(STEP, 46, PREDICTED_STEP) == facts | predicted
+
+
+def _waited(*of_ranks: list[DataWait]) -> list[Heard]:
+    """What every rank would say; the last of its waits is that of an epoch that has not ended."""
+
+    def rank(comm: Communicator) -> Heard:
+        session: Any = SimpleNamespace(world=comm, groups=SimpleNamespace(all_ranks=comm), progress=virtual_engine(comm))
+        heard = Heard()
+        account = DataAccount(session, heard)
+        *epochs, rest = of_ranks[comm.rank]
+        account.waits = SimpleNamespace(take=partial(next, iter([*epochs, rest])))
+        for number in range(1, len(epochs) + 1):
+            account.tell(Position(epoch=number, global_step=10 * number))
+        account.finish(Position(epoch=len(epochs), global_step=10 * len(epochs) + rest.steps))
+        return heard
+
+    return run_virtual(len(of_ranks), rank)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_each_epoch_has_the_mean_and_the_slowest_rank_and_the_end_all_of_them(ranks: int) -> None:
+    of_ranks = [[DataWait(10, 8.0, 1.0 + rank), DataWait(10, 8.0, 0.0), DataWait(3, 4.0, 0.5)] for rank in range(ranks)]
+    for heard in _waited(*of_ranks):
+        records = [record for _, record in heard.records]
+        assert [(each["epoch"], each["step"], each["steps"]) for each in records] == [(1, 10, 10), (2, 20, 10), (3, 23, 3)]
+        first, mean = records[0], 1.0 + (ranks - 1) / 2
+        assert (first["seconds"], first["waited_seconds"], first["share"]) == (8.0, mean, mean / 8.0)
+        assert (first["most_waited_seconds"], first["most_share"], first["rank"]) == (float(ranks), ranks / 8.0, ranks - 1)
+        assert heard.lines[0].startswith(f"steps waited for data {(mean + 0.5) / 20:.1%} of the time")
+        assert (f"rank {ranks - 1} {(ranks + 0.5) / 20:.1%}" in heard.lines[0]) == (ranks > 1)
+    (nothing,) = _waited([DataWait()])
+    assert (nothing.lines, nothing.records) == ([], []), "a run that trains nothing says nothing"
+
+
+@pytest.mark.parametrize(
+    ("waited", "line"),
+    [(0.4, "0.3% of the time (mean of the ranks; rank 4095 0.4%)"), (99.4, "49.8% of the time (mean of the ranks;")],
+)
+def test_lines_fit_80_columns_and_name_the_measurement_where_data_are_slow(waited: float, line: str) -> None:
+    lines = WaitsOfRanks.of(np.array([[4095, 1000, 100.0, waited], [7, 1000, 100.0, 0.2]])).lines(2)
+    assert lines[0].startswith(f"steps waited for data {line}")
+    assert lines[1:] == (["  `hpctrain bench data` tells what limits the data"] if waited > 1 else [])
+    assert max(map(len, lines)) <= 80
+
+
+def _of_ranks(resident: list[int], devices: list[int | None]) -> list[PeakMemory]:
+    """Every rank's account, where ranks have peaks of their own, which those of one process have not."""
+
+    def one(comm: Any) -> PeakMemory:
+        device = devices[comm.rank]
+        pinned = None if device is None else PinnedBytes(2 * device, 1)
+        used = SimpleNamespace(kernels=SimpleNamespace(used_bytes=lambda: device, pinned_bytes=lambda: pinned))
+        gather = lambda mine: comm.allgather_object((resident[comm.rank], *mine[1:]))  # noqa: E731
+        return memory_account.over_ranks(SimpleNamespace(size=comm.size, allgather_object=gather), used)
+
+    return run_virtual(len(resident), one)
+
+
+def test_the_rank_and_the_gpu_that_held_most_count_and_every_rank_knows_it() -> None:
+    assert _of_ranks([10, 40, 40, 30], [None] * 4) == [PeakMemory(40, 1, 30.0)] * 4
+    assert _of_ranks([10, 20], [5, 7]) == [PeakMemory(20, 1, 15.0, 7, PinnedBytes(14, 1))] * 2
+
+
+def test_a_run_says_and_records_the_peak_of_its_process_if_it_trained() -> None:
+    nothing, heard, before = Heard(), Heard(), resident_bytes()
+    run_virtual(1, lambda comm: memory_account.finish(comm, make_backend("numpy"), nothing, (26, 26)))
+    assert (nothing.lines, nothing.records) == ([], [])
+    run_virtual(1, lambda comm: memory_account.finish(comm, make_backend("numpy"), heard, (20, 26)))
+    ((kind, values),) = heard.records
+    assert (kind, values["step"], values["rank"], "device_bytes" in values) == ("memory", 26, 0, False)
+    assert values["peak_bytes"] == values["mean_bytes"] >= before
+    assert heard.lines == [f"peak memory {values['peak_bytes'] / 1e6:,.0f} MB"]
+
+
+def test_lines_and_facts_of_memory_name_the_rank_and_gpus_where_there_are_several() -> None:
+    peak = PeakMemory(612_345_678, 3, 600_000_000.0)
+    assert memory_account.line(peak, 1) == "peak memory 612 MB"
+    assert memory_account.line(peak, 4) == "peak memory 612 MB on rank 3, 600 MB in the mean"
+    longest = memory_account.line(PeakMemory(812_345_678_900, 16_383, 798e9, 139e9), 16_384)
+    assert longest == "peak memory 812,346 MB on rank 16383, 798,000 MB in the mean; 139,000 MB of a GPU"
+    facts = {"step": 9, "peak_bytes": 612_345_678, "rank": 3, "mean_bytes": 600_000_000.0}
+    assert memory_account.facts(peak, 9) == facts
+    pinned = PinnedBytes(3_000_000, 12_345_678)
+    assert memory_account.pinned_line(pinned) == "pinned memory of a rank 15.3 MB: messages 3.0 MB, images 12.3 MB"
+    of_gpu = {"device_bytes": 5, "pinned_message_bytes": 3_000_000, "pinned_image_bytes": 12_345_678}
+    assert memory_account.facts(PeakMemory(612_345_678, 3, 600_000_000.0, 5, pinned), 9) == facts | of_gpu
+
+
+EVENTS: list[tuple[dict[str, Any], str | None]] = [
+    ({"kind": "start", "done_samples": 0}, "training begins"),
+    ({"kind": "interval", "step": 1}, None),  # numbers of steps are no event
+    ({"kind": "skip", "step": 7, "layer": "fc", "held": "a gradient"}, "step 7 skipped: a gradient of fc not finite"),
+    ({"kind": "rollback", "from_step": 9, "step": 5, "error": "inf"}, "went back from step 9 to step 5: inf"),
+    ({"kind": "shrink", "step": 5, "lost": [1, 2], "ranks": 6}, "lost rank 1-2; went on with 6 from step 5"),
+    ({"kind": "checkpoint", "step": 6, "warning": "no room"}, "no room"),
+    ({"kind": "image_size", "step": 6, "epoch": 3, "size": 32}, "images of 32 px from epoch 3"),
+    ({"kind": "resume", "step": 6, "changes": {"optimizer.lr": [1, 2]}}, "resumed at step 6 with other optimizer.lr"),
+    ({"kind": "stop", "step": 8, "by": "SIGTERM"}, "stopped by SIGTERM after step 8"),
+]
+
+
+def test_events_are_told_in_their_order() -> None:
+    found = events_of([{**record, "time": float(time)} for time, (record, _) in enumerate(EVENTS)])
+    told = [(float(time), text) for time, (_, text) in enumerate(EVENTS) if text is not None]
+    assert [(event.time, event.text) for event in found] == told
+    for kind in sorted(_WORDS):  # without its facts a record is told as far as it goes
+        (event,) = events_of([{"kind": kind}])
+        assert event.text
+
+
+def test_each_origin_that_gave_samples_is_told_within_80_columns() -> None:
+    counts = ReadCounts()
+    assert read_lines(counts.values()) == read_lines({}) == []
+    counts.add(Origin.FILE, 1200, 3_000_000_000)
+    assert read_lines(counts.values()) == ["samples read: 1,200 from the data files (3 GB)"]
+    for origin, samples in ((Origin.LOCAL, 5), (Origin.NODES, 6), (Origin.MEMORY, 7)):
+        counts.add(origin, samples, 10_000_000)
+    assert read_lines(counts.values()) == [
+        "samples read: 1,200 from the data files (3 GB),",
+        "  5 from the nodes' local copies (0.01 GB), 7 from memory of the nodes (0.01 GB),",
+        "  6 from other nodes (0.01 GB)",
+    ]
+
+
+AGAIN = ", the others are read again in each epoch"
+MEMORY, LOCAL = "{} stay in memory of each node (1.5 GB)", "{} stay in a local copy on each node (2 GB)"
+EIGHT, FIVE = "61 % of the samples", "38 % of the samples"
+DENIED = {"local_denied": "/disk has room for 2 GB"}
+WHY = "in memory of each rank, as the ranks of a node cannot share it (Operation not permitted) (1.5 GB)"
+
+
+@pytest.mark.parametrize(
+    ("kept", "expected"),
+    [
+        ({"memory": 13}, [MEMORY.format("all samples")]),
+        ({"memory": 8}, [MEMORY.format(EIGHT) + AGAIN]),
+        ({"memory": 8, "local": 5, "local_first": 8}, [MEMORY.format(EIGHT), LOCAL.format(FIVE)]),
+        (
+            {"memory": 8, "local": 2, "local_first": 8} | DENIED,
+            [MEMORY.format(EIGHT), LOCAL.format("15 % of the samples") + ", as /disk has room for 2 GB" + AGAIN],
+        ),
+        (
+            {"memory": 8, "local": 13, "found": 9},
+            [MEMORY.format(EIGHT), LOCAL.format("all samples") + ", 9 of them from an earlier run"],
+        ),
+        ({"local": 13}, [LOCAL.format("all samples")]),
+        ({"memory": 8} | DENIED, [MEMORY.format(EIGHT) + AGAIN, "there is no local copy, as /disk has room for 2 GB"]),
+        ({}, ["no sample stays in memory of a node, all are read again in each epoch"]),
+        ({"memory": 13, "denied": "Operation not permitted"}, [f"all samples stay {WHY}"]),
+    ],
+)
+def test_what_is_kept_is_told(make_file: Callable[..., Any], kept: dict[str, Any], expected: list[str]) -> None:
+    file = make_file()[0]
+    file.path = Path("images.h5")
+    found = list(sentences(file, KeptSamples(**kept, memory_bytes=1_500_000_000, local_bytes=2_000_000_000)))
+    assert found == [f"data images.h5: {each}" for each in expected]
+
+
+def _masks(*texts: range) -> list[frozenset[int]]:
+    return [frozenset(cores) for cores in texts]
+
+
+@pytest.mark.parametrize(
+    ("cpus", "node_of", "line"),
+    [
+        (_masks(range(8)), [0], "0-7"),
+        (_masks(range(8), range(8, 16)), [0, 0], "0-7 | 8-15"),
+        (_masks(range(2), range(2)), [0, 0], "0-1, shared by 2 ranks"),
+        (_masks(range(2), range(2, 4)) * 3, [0, 0, 1, 1, 2, 2], "0-1 | 2-3 on each of 3 nodes"),
+        (_masks(range(2), range(2), range(2, 4), range(2, 4)), [0, 1, 0, 1], "0-1 | 2-3 on each of 2 nodes"),  # dealt out in turn
+        (_masks(range(2), range(2, 4), range(4)), [0, 0, 1], "0-1 | 2-3 (ranks 0-1); 0-3 (rank 2)"),
+        (
+            _masks(*(range(2 * rank, 2 * rank + 2) for rank in range(64))),
+            [0] * 64,
+            "0-1 | 2-3 | 4-5 | 6-7 | 8-9 | 10-11 | 12-13 | ... | 126-127",
+        ),
+    ],
+)
+def test_nodes_that_are_alike_are_told_once_and_many_ranks_are_shortened(
+    cpus: list[frozenset[int]], node_of: list[int], line: str
+) -> None:
+    assert describe_cores(cpus, node_of) == f"cores of the ranks: {line}"
+
+
+def test_numbers_are_written_as_people_do_and_many_kinds_of_node_are_shortened() -> None:
+    for numbers, text in (({0, 1, 2, 5}, "0-2,5"), ({3}, "3"), ({7, 6, 64, 65}, "6-7,64-65"), (set(), ""), ({0, 2, 4}, "0,2,4")):
+        assert ranges(numbers) == text
+    line = describe_cores(_masks(*(range(rank + 1) for rank in range(9))), list(range(9)))
+    assert line.endswith("0-3 (rank 3); and 5 more kinds of node")
+    assert cores_of_ranks(SingleCommunicator(), (0,)) == f"cores of the ranks: {ranges(os.sched_getaffinity(0))}"
+
+
+NONE, TEST, THREAD = ProgressMode.NONE, ProgressMode.TEST, ProgressMode.THREAD
+
+
+def _hiding(thread_seconds: float) -> OverlapMeasurement:
+    return OverlapMeasurement(0.04, 0.04, 5e-3, 1 << 20, {TEST: (0.08,) * 9, NONE: (0.09,) * 9, THREAD: (thread_seconds,) * 9})
+
+
+@pytest.mark.parametrize(
+    ("thread_seconds", "line"),
+    [
+        (0.079, "progress test: messages move whenever a layer is done (the usual mode; no other was clearly faster here)"),
+        (0.06, "progress thread: a thread moves messages while layers compute (measured: 25% less time than the usual mode)"),
+    ],
+)
+def test_one_line_says_the_choice_in_words(thread_seconds: float, line: str) -> None:
+    assert str(from_measurement(_hiding(thread_seconds), 2.0)) == line
+
+
+def test_the_figures_are_kept_for_the_metrics() -> None:
+    facts = from_measurement(_hiding(0.06), 2.0).facts()
+    assert (facts["mode"], facts["rounds"]) == ("thread", 9)
+    assert facts["ratio_to_test"] == pytest.approx({"test": 1.0, "none": 1.125, "thread": 0.75})
+    assert facts["ratio_to_test_limit"] == pytest.approx({"test": 1.0, "none": 1.125, "thread": 0.75})
+    assert facts["hidden"] == pytest.approx({"test": 0.0, "none": -0.25, "thread": 0.5})
+
+
+def _rank(*, may_communicate: bool = True) -> Any:
+    world = SingleCommunicator()
+    engine = ProgressEngine(rank=0, deadline_seconds=1.0, abort=lambda code: None)
+    library = "MPICH 5, level single"
+    return SimpleNamespace(world=world, progress=engine, threads_may_communicate=may_communicate, mpi_library=library)
+
+
+def test_on_one_rank_there_is_nothing_for_a_thread_to_post() -> None:
+    rank = _rank()
+    chosen = set_progress(rank, SimpleNamespace(), "posting", 1)
+    assert (chosen.mode, chosen.matters) == (TEST, False)
+    with rank.progress.computing() as thread:
+        assert thread is None
+
+
+@pytest.mark.parametrize("mode", ["thread", "posting"])
+def test_a_thread_that_may_not_call_is_refused(mode: str) -> None:
+    with pytest.raises(ConfigError, match=f"progress is {mode}, but MPI has started at level single"):
+        set_progress(_rank(may_communicate=False), SimpleNamespace(), mode, 1)
+
+
+def test_beside_a_device_one_thread_does_everything() -> None:
+    rank = _rank()
+    rank.world = SimpleNamespace(size=2)
+    network: Any = SimpleNamespace(kernels=LateKernelSet())
+    assert set_progress(rank, network, "auto", 1).mode is TEST
+    assert set_progress(rank, network, "none", 1).mode is NONE
+    for mode in ("thread", "posting"):
+        with pytest.raises(ConfigError, match=f"^progress is {mode}, but one thread enqueues"):
+            set_progress(rank, network, mode, 1)
+
+
+START = {"kind": "start", "time": 1000.0, "epochs": 2, "samples": 100, "done_samples": 0, "last_sample": 200}
+INTERVAL = {"kind": "interval", "time": 1010.0, "epoch": 1, "step": 5, "images": 50, "loss": 2.0, "top1": 0.5, "lr": 0.1}
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> RunDirectory:
+    return RunDirectory.create(tmp_path, "run", config="a: 1\n", versions={}, git={})
+
+
+def _write(directory: RunDirectory, *records: dict[str, Any], torn: str = "") -> None:
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    directory.metrics_path.write_text(text + torn)
+
+
+def _state(directory: RunDirectory, now: float = 1020.0) -> RunState:
+    return RunReader(directory).read(now)
+
+
+def test_time_left_follows_from_the_pace_since_the_latest_start(directory: RunDirectory) -> None:
+    earlier = {**START, "time": 1.0, "last_sample": 100}
+    _write(directory, earlier, START, INTERVAL)
+    state = _state(directory)
+    assert (state.step, state.done_samples, state.seconds_left, state.end) == (5, 50, 30.0, None)
+
+
+@pytest.mark.parametrize("torn", ["", '{"kind": "inter', "no json\n", "[1]\n{"])
+def test_lines_that_are_torn_or_none_are_left_out(directory: RunDirectory, torn: str) -> None:
+    _write(directory, START, INTERVAL, torn=torn)
+    assert [line["kind"] for line in _state(directory).records] == ["start", "interval"]
+
+
+def test_an_empty_run_has_a_state(directory: RunDirectory) -> None:
+    state = _state(directory)
+    assert (state.records, state.ranks, state.events) == ((), (), [])
+    assert (state.checkpoint, state.end, state.step, state.seconds_left) == (None, None, 0, None)
+
+
+def test_a_reader_follows_a_file_that_grows_and_one_that_is_cut(directory: RunDirectory) -> None:
+    reader = RunReader(directory)
+    for records in ((START,), (START, INTERVAL), (START, INTERVAL, {**INTERVAL, "step": 6}), (START,)):
+        _write(directory, *records)
+        assert len(reader.read(0.0).records) == len(records)
+
+
+def test_without_flight_records_the_metrics_tell_the_end(directory: RunDirectory) -> None:
+    last = {**INTERVAL, "kind": "epoch", "epoch": 2, "images": 100}
+    stop = {"kind": "stop", "time": 1011.0, "epoch": 1, "step": 5, "by": "SIGTERM"}
+    _write(directory, START, INTERVAL, stop)
+    assert _state(directory).end == "stopped by SIGTERM after step 5"
+    _write(directory, START, INTERVAL, stop, START)
+    assert _state(directory).end is None
+    _write(directory, START, INTERVAL, last)
+    assert _state(directory).end == "finished"
+
+
+def _end(*ranks: Any, records: tuple[dict[str, Any], ...] = (START,), now: float = 101.0) -> str | None:
+    return run_state._end(records, ranks, now)
+
+
+def test_ranks_tell_whether_the_run_goes_on() -> None:
+    here, gone = socket.gethostname(), 2**22 + 1  # above the largest number of a process
+    finished = [record(rank, end=End.FINISHED) for rank in range(2)]
+    assert _end(*finished) == "finished"
+    stop = {"kind": "stop", "step": 5, "by": "max_time"}
+    assert _end(*finished, records=(START, stop)) == "stopped by max_time after step 5"
+    assert _end(finished[0], record(1)) is None
+    assert _end(record(0), record(1), now=1000.0) is not None  # silent for longer than the deadline
+    assert _end(record(0), record(1), now=130.0) is None
+    assert _end(record(0, host=here, process=gone), now=111.0) is not None
+    assert _end(record(0, host=here, process=gone), now=105.0) is None
+    assert _end(record(0, host=here, process=1), now=1000.0) is None  # stopped, perhaps, but there
+    failed = _end(record(0, end=End.FAILED, sentence="It broke.", seen_ns=50 * SECOND), record(1, end=End.SIGNAL, signal=9))
+    assert failed is not None
+    assert "It broke" in failed
+
+
+def test_clocks_that_differ_end_no_run_that_is_followed(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader counts how long a rank on another machine is silent on its own clock, if the wall clocks may simply differ."""
+    beat, seconds = [100 * SECOND], [0.0]
+    monkeypatch.setattr(run_state, "_flight", lambda of: (record(0, ranks=1, seen_ns=beat[0]),))
+    monkeypatch.setattr(time, "monotonic", lambda: seconds[0])
+    skewed, reader = 5 * 3600.0, RunReader(directory, follows=True)
+    assert RunReader(directory).read(skewed).end is not None, "one look has the clocks alone"
+    for _ in range(9):
+        assert reader.read(beat[0] / SECOND + skewed).end is None
+        beat[0] += 30 * SECOND
+        seconds[0] += 30.0
+    for silent, ended in ((0.0, False), (69.0, False), (71.0, True)):
+        assert (reader.read(beat[0] / SECOND + skewed + silent).end is not None) == ended
+        seconds[0] = 270.0 + (69.0 if silent == 0.0 else 71.0)
+    assert RunReader(directory, follows=True).read(3e6).end is not None
+    gone = record(0, host=socket.gethostname(), process=2**22 + 1, ranks=1)
+    assert _end(gone, now=-3600.0) is not None, "the clock was set back after its end"
+
+
+def test_records_of_ranks_are_read_where_the_run_says_they_lie(directory: RunDirectory, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    directory.point_to_flight(elsewhere)
+    recorder = FlightRecorder()
+    recorder.join(0, 1, time.time_ns(), 60.0)
+    recorder.keep_in(elsewhere)
+    recorder.step(1, 17)
+    state = _state(directory, time.time())
+    assert ([one.rank for one in state.ranks], state.step) == ([0], 17)
+    assert state.heard_seconds(state.ranks[0]) < 60
+    (elsewhere / "rank-00000.flight").write_bytes(b"short")
+    assert _state(directory).ranks == ()
+
+
+def test_the_newest_checkpoint_is_that_of_the_latest_step(directory: RunDirectory) -> None:
+    for name in ("checkpoint-00000009.h5", "checkpoint-00000010.shards", "checkpoint-00000011.h5.partial", "best.json"):
+        (directory.checkpoints / name).write_text("")
+    state = _state(directory, time.time())
+    assert state.checkpoint == directory.checkpoints / "checkpoint-00000010.shards"
+    assert state.checkpoint_age_seconds < 60
+
+
+@pytest.mark.parametrize(
+    ("ranks", "signals", "sentence"),
+    [
+        (3, {}, None),
+        (3, {0: signal.SIGTERM, 1: signal.SIGTERM, 2: signal.SIGTERM}, "SIGTERM"),
+        (3, {1: signal.SIGINT}, "SIGINT on rank 1"),
+        (
+            8,
+            {0: signal.SIGTERM, 1: signal.SIGTERM, 2: signal.SIGTERM, 5: signal.SIGTERM, 6: signal.SIGINT},
+            "SIGTERM on ranks 0-2, 5",
+        ),
+    ],
+)
+def test_the_lowest_rank_names_the_signal(ranks: int, signals: dict[int, signal.Signals], sentence: str | None) -> None:
+    def reason(comm: ThreadCommunicator) -> StopReason | None:
+        return stop_reason(comm, SimpleNamespace(request=signals.get(comm.rank)))
+
+    assert {None if said is None else str(said) for said in run_virtual(ranks, reason)} == {sentence}
+
+
+def test_a_limit_is_a_reason_where_no_rank_had_a_signal() -> None:
+    def reasons(comm: ThreadCommunicator) -> tuple[str, str]:
+        limit = "max_time, 60 s" if comm.rank == 1 else None
+        asked = SimpleNamespace(request=signal.SIGTERM if comm.rank == 2 else None)
+        quiet = SimpleNamespace(request=None)
+        return str(stop_reason(comm, quiet, limit)), str(stop_reason(comm, asked, limit))
+
+    assert set(run_virtual(3, reasons)) == {("max_time, 60 s", "SIGTERM on rank 2")}
+
+
+def test_the_newest_checkpoint_is_named_where_a_run_ends_at_once(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    assert kept_clause(directory) == "; there is none of this run on the disk"
+    directory.checkpoints.mkdir()
+    for step in (5, 12):
+        (directory.checkpoints / f"checkpoint-{step:08d}.h5").touch()
+    assert kept_clause(directory) == f"; the newest one on the disk is {directory.checkpoints}/checkpoint-00000012.h5"

@@ -1,0 +1,459 @@
+"""Automatic choices: searched by rank 0, equal on all ranks, kept by resumed runs; machines and operator times."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpctrain.backend.cuda.choose import DEVICE_VARIABLE
+from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.comm.base import Communicator
+from hpctrain.comm.single import SingleCommunicator
+from hpctrain.config.load import load
+from hpctrain.config.schema import Config
+from hpctrain.data import image_file as data_format
+from hpctrain.core.errors import CheckpointError, ConfigError
+from hpctrain.experiment import automatic, machine_here, start_search
+from hpctrain.run import automatic_search
+from hpctrain.planner import measurement
+from hpctrain.job.automatic_choice import META, AutomaticChoice, PredictedStep, Resolved, machine_digest, model_digest
+from hpctrain.planner.planned_run import PlannedRun, prepare
+from hpctrain.experiment.network_choice import Automatic, named, optimizer_of
+from hpctrain.experiment.start_search import BestCandidate, StartedJob
+from hpctrain.experiment.start_times import measured_times
+from hpctrain.optim.optimizers.lars import Lars
+from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.parallel.parallel_plan import ParallelPlan
+from hpctrain.planner import machine_file, rate_measurement
+from hpctrain.planner.job import Candidate
+from hpctrain.planner.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
+from hpctrain.planner.operator_times import OperatorTimes, cache_file
+from hpctrain.planner.search_space import SearchSpace
+from hpctrain.storage import checkpoint
+from hpctrain.storage.checkpoint import CheckpointContent
+from hpctrain.runs.directory import RunDirectory
+from hpctrain_testing.virtual.communicator import ThreadCommunicator
+from hpctrain.virtual.run import run_virtual
+from tests.support import nets, planned
+from tests.support.emulated import EmulatedDeviceFactory
+from tests.support.training import Task
+
+CONFIG = """
+{{name: tiny, backend: numpy, model: {{name: small, channels: [3, 4], hidden: 5}}, data: {{train: {folder}/train.h5}},
+ batch: 8, epochs: 1, optimizer: {{name: sgd, lr: 0.05}}, schedule: constant, grid: auto, plan: auto, averager: auto,
+ machine: {folder}/machine.yaml, output: {folder}/runs}}
+"""
+
+
+class _Search:
+    """Stands in for the search: a split of half of the ranks, and what it was asked."""
+
+    def __init__(self) -> None:
+        self.spaces: list[SearchSpace] = []
+
+    def __call__(self, job: Any, machine: Any, costs: Any, ranks: int, space: SearchSpace, **_: Any) -> SimpleNamespace:
+        self.spaces.append(space)
+        rows = 2 if ranks % 2 == 0 else 1
+        best = ParallelPlan(rows, ranks // rows, use={"classifier.fc*": "model"} if rows > 1 else {})
+        return SimpleNamespace(
+            choices=(
+                _choice(Candidate(best, "bucketed", {"window": 3}), 0.25),
+                _choice(Candidate(ParallelPlan(1, ranks), "sharded", {}), 0.5),
+            )
+        )
+
+
+def _choice(candidate: Candidate, seconds: float) -> SimpleNamespace:
+    step = SimpleNamespace(seconds=seconds, exposed_seconds=seconds / 8)
+    return SimpleNamespace(candidate=candidate, prediction=SimpleNamespace(step=step, measured_share=0.5))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    random = np.random.default_rng(0)
+    images = random.integers(0, 256, (16, 9, 8, 1), dtype=np.uint8)
+    data_format.write(tmp_path / "train.h5", 16, (9, 8, 1), ["a", "b", "c"], [(images, random.integers(0, 3, 16))])
+    (tmp_path / "tiny.yaml").write_text(CONFIG.format(folder=tmp_path))
+    machine_file.write(tmp_path / "machine.yaml", planned.machine())
+    return tmp_path
+
+
+@pytest.fixture
+def search(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> _Search:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(start_search, "_TIMING_SECONDS", 0.0)  # only rates
+    fake = _Search()
+    monkeypatch.setattr(start_search, "search", fake)
+    return fake
+
+
+def _config(folder: Path, *overrides: str) -> Config:
+    return load(folder / "tiny.yaml", overrides)[0]
+
+
+def _resolved(folder: Path, ranks: int, *overrides: str, **earlier: str) -> list[Resolved]:
+    config = _config(folder, *overrides)
+    return run_virtual(ranks, lambda comm: automatic.resolve(config, StartedJob(comm, 1, 60.0), **earlier))
+
+
+def _run(folder: Path, resolved: Resolved, *, keep: bool = True) -> RunDirectory:
+    """A run directory with a checkpoint, as a run leaves it."""
+    directory = RunDirectory.create(folder / "runs", "tiny", config="name: tiny\n", versions={}, git={})
+    automatic.keep(resolved, directory)
+    meta = {} if resolved.choice is None or not keep else {META: resolved.choice.to_meta()}
+    checkpoint.write(checkpoint.checkpoint_path(directory.checkpoints, 3), CheckpointContent({}, meta))
+    return directory
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_every_rank_gets_the_choice_of_rank_0(folder: Path, search: _Search, ranks: int) -> None:
+    outcomes = _resolved(folder, ranks)
+    assert len(search.spaces) == 1
+    assert all(outcome == outcomes[0] for outcome in outcomes)
+    config = outcomes[0].config
+    assert config.automatic == ()
+    assert config.grid.rows * (config.grid.cols or 0) == ranks
+    assert (config.averager.name, config.averager.options) == ("bucketed", {"window": 3})
+    assert outcomes[0].choice is not None
+    assert outcomes[0].choice.prediction.seconds == 0.25
+    (line,) = outcomes[0].lines
+    assert "predicted 0.25 s a step (next best 1 x" in line
+
+
+def test_nothing_open_needs_nothing(folder: Path, search: _Search) -> None:
+    overrides = ("grid={}", "plan={}", "averager=sharded", "machine=nowhere.yaml")
+    for outcome in _resolved(folder, 2, *overrides):
+        assert outcome == Resolved(_config(folder, *overrides))
+    assert search.spaces == []
+
+
+@pytest.mark.parametrize(
+    ("override", "fixed"),
+    [
+        ("grid.rows=2", {"fixed_grid": (2, 1)}),
+        ("averager={name: bucketed, window: 7}", {"fixed_averager": ("bucketed", {"window": 7})}),
+        ("micro_batches=2", {"fixed_micro_batches": 2}),
+    ],
+)
+def test_what_is_named_is_fixed(folder: Path, search: _Search, override: str, fixed: dict[str, Any]) -> None:
+    _resolved(folder, 2, override)
+    (space,) = search.spaces
+    for name, value in fixed.items():
+        given = getattr(space, name)
+        assert (given.name, dict(given.options)) == value if name == "fixed_averager" else given == value
+    open_names = {"fixed_grid", "fixed_plan", "fixed_averager"} - set(fixed)
+    assert all(getattr(space, name) is None for name in open_names)
+
+
+@pytest.mark.parametrize(("overrides", "grid"), [((), (1, 2)), (("grid.rows=2",), (2, 1))])
+def test_on_devices_one_row_is_taken_unless_a_grid_is_named(
+    folder: Path, search: _Search, emulated_device: EmulatedDeviceFactory, overrides: tuple[str, ...], grid: tuple[int, int]
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(DEVICE_VARIABLE, "emulated")
+        _resolved(folder, 2, "backend=cuda", *overrides)
+    (space,) = search.spaces
+    assert space.fixed_grid == grid
+
+
+def test_a_named_plan_is_fixed_also_where_the_grid_is_open(folder: Path, search: _Search) -> None:
+    config = _resolved(folder, 2, "plan={default: domain, 'classifier.fc*': model}")[0].config
+    (space,) = search.spaces
+    assert space.fixed_grid is None
+    assert space.fixed_plan is not None
+    assert (str(space.fixed_plan.default), dict(space.fixed_plan.use)) == ("domain", {"classifier.fc*": "model"})
+    assert (config.plan.default, config.plan.patterns) == ("domain", {"classifier.fc*": "model"})
+
+
+def test_a_machine_that_is_not_there_is_told_alike_on_every_rank(folder: Path, search: _Search) -> None:
+    with pytest.raises(ConfigError, match="no machine file") as caught:
+        _resolved(folder, 3, "machine=nowhere.yaml")
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("source", ["auto", "directory", "file"])
+def test_a_resume_on_as_many_ranks_keeps_the_choice(folder: Path, search: _Search, source: str) -> None:
+    first = _resolved(folder, 2)[0]
+    directory = _run(folder, first)
+    names = {"auto": "auto", "directory": directory.path, "file": checkpoint.checkpoint_path(directory.checkpoints, 3)}
+    for outcome in _resolved(folder, 2, "batch=6", resume=str(names[source])):
+        assert (outcome.choice, outcome.config.averager, outcome.config.batch) == (first.choice, first.config.averager, 6)
+        assert "kept from" in outcome.lines[0]
+    assert len(search.spaces) == 1
+
+
+@pytest.mark.slow
+def test_a_resume_on_other_ranks_decides_again_and_says_so(folder: Path, search: _Search) -> None:
+    _run(folder, _resolved(folder, 2)[0])
+    for outcome in _resolved(folder, 4, resume="auto"):
+        assert outcome.choice is not None
+        assert (outcome.choice.ranks, outcome.lines[0]) == (4, "4 ranks instead of 2: grid and plan and averager chosen again")
+    assert len(search.spaces) == 2
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_what_another_resume_leaves_open_is_decided_again(folder: Path, search: _Search, kept: bool) -> None:
+    _run(folder, _resolved(folder, 2)[0], keep=kept)
+    outcome = _resolved(folder, 2, "averager=sharded", resume="auto")[0]
+    assert outcome.choice is not None
+    assert set(outcome.choice.sections) == {"grid", "plan"}
+    assert outcome.lines[:-1] == (("grid and plan and averager auto until now: grid and plan chosen again",) if kept else ())
+
+
+def test_a_run_without_checkpoints_has_no_choice_to_keep(folder: Path, search: _Search) -> None:
+    assert (len(_resolved(folder, 2, resume="auto")[0].lines), len(search.spaces)) == (1, 1)
+
+
+@pytest.mark.parametrize("from_file", [True, False])
+def test_a_run_whose_averaging_is_repeated_lends_its_choice(folder: Path, search: _Search, from_file: bool) -> None:
+    first = _resolved(folder, 2)[0]
+    directory = _run(folder, first)
+    source = checkpoint.checkpoint_path(directory.checkpoints, 3) if from_file else directory.path
+    assert (_resolved(folder, 2, repeated=str(source))[0].choice, len(search.spaces)) == (first.choice, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"), [("model.hidden=6", "other layers or parameters"), ("model={name: resnet20}", "No layer matches")]
+)
+def test_a_choice_for_another_model_is_refused_on_every_rank(folder: Path, search: _Search, change: str, words: str) -> None:
+    _run(folder, _resolved(folder, 2)[0])
+    config = _config(folder, change)
+
+    def refused(comm: Communicator) -> str:
+        with pytest.raises(CheckpointError) as caught:
+            automatic.resolve(config, StartedJob(comm, 1, 60.0), resume="auto")
+        return str(caught.value)
+
+    for sentence in run_virtual(2, refused):
+        assert "no longer matches the model" in sentence
+        assert words in sentence
+        assert len(sentence.splitlines()) == 1
+
+
+def test_the_run_directory_keeps_the_choice_of_its_latest_start(folder: Path, search: _Search) -> None:
+    first = _resolved(folder, 2)[0]
+    directory = _run(folder, first)
+    assert directory.choice_path.exists()
+    assert not directory.machine_path.exists()  # it has a file of its own
+    automatic.keep(Resolved(first.config, first.choice, planned.machine()), directory)
+    assert machine_file.read(directory.machine_path).ranks_per_node == planned.machine().ranks_per_node
+    automatic.keep(Resolved(first.config), directory)
+    assert not directory.choice_path.exists()
+
+
+def test_a_plan_without_a_job_says_what_is_missing(folder: Path, search: _Search) -> None:
+    planned_config: Callable[..., Config] = automatic_search.planned
+    config = _config(folder)
+    assert planned_config(config, 2, None, None, None).automatic == ()
+    with pytest.raises(
+        ConfigError, match=r"^grid and plan and averager are auto, which follows from the number of ranks; give --ranks"
+    ):
+        planned_config(config, None, None, None, None)
+    bare = config.model_copy(update={"machine": None})
+    with pytest.raises(ConfigError, match=r"follows from the machine; give --machine, or values in place of auto\.$"):
+        planned_config(bare, 2, None, None, None)
+    assert planned_config(bare, 2, str(folder / "machine.yaml"), None, None).automatic == ()
+    closed = _config(folder, "grid={}", "plan={}", "averager=sharded")
+    assert planned_config(closed, None, None, None, None) is closed
+
+
+VGG16 = Path(__file__).parents[2] / "configs" / "imagenet-vgg16.yaml"
+OPEN = ("model={name: vgg11, width: 0.05}", "batch=14", "backend=numpy", "grid=auto", "plan=auto", "averager=auto")
+SECTIONS = {
+    "grid": {"rows": 2, "cols": 2, "tiles": None, "overlap": ["features.0"]},
+    "plan": {"default": "batch", "features.*": "domain", "classifier.*": "model"},
+    "averager": {"name": "sharded", "fc_exchange": "never"},
+}
+LINK = Link((LinkSegment(0, 1e-6, 1e-9),))
+RATE = OperatorRate(1e10, 1e10, 1e-6)
+MACHINE = Machine("two nodes", 2, 2, 1.0, 1 << 30, LINK, LINK, 2, dict.fromkeys(OperatorClass, RATE))
+
+
+def _open_config(*overrides: str) -> Config:
+    return load(VGG16, [*OPEN, *overrides])[0]
+
+
+def _task(*overrides: str) -> PlannedRun:
+    config = load(VGG16, [*OPEN[:3], *overrides])[0]
+    return prepare(config, 1, (35, 35, 3), 10)
+
+
+def _choice_for(task: PlannedRun, **changes: object) -> AutomaticChoice:
+    prediction = PredictedStep(0.4523, 0.0412, 0.9, MACHINE.name, machine_digest(MACHINE))
+    return replace(AutomaticChoice(SECTIONS, 4, model_digest(task), prediction, "1 x 4, averager bucketed: 0.47 s"), **changes)
+
+
+def test_a_choice_is_read_back_as_it_was_kept() -> None:
+    choice = _choice_for(_task())
+    read = AutomaticChoice.from_meta(json.loads(json.dumps(choice.to_meta(), sort_keys=True)), "here")
+    assert read == choice
+    for one in (choice, read):
+        assert list(one.sections) == ["grid", "plan", "averager"]
+        assert list(one.sections["plan"]) == ["default", "features.*", "classifier.*"]  # the last that matches counts
+
+
+@pytest.mark.parametrize("meta", [None, 5, {}, {"sections": {}}, {"prediction": {}}, {"prediction": 3, "ranks": 2}])
+def test_what_is_no_choice_is_refused_in_one_sentence(meta: object) -> None:
+    with pytest.raises(CheckpointError, match=r"^The automatic choice in runs/x cannot be read .*; name grid, plan and averager"):
+        AutomaticChoice.from_meta(meta, "runs/x")
+
+
+def test_what_is_open_gets_the_chosen_values_and_nothing_else_changes() -> None:
+    config = _open_config()
+    applied = _choice_for(_task()).applied(config)
+    assert applied.automatic == ()
+    assert (applied.grid.rows, applied.grid.cols, applied.grid.overlap) == (2, 2, ("features.0",))
+    assert applied.plan.patterns == {"features.*": "domain", "classifier.*": "model"}
+    assert (applied.averager.name, applied.averager.options) == ("sharded", {"fc_exchange": "never"})
+    others = set(Config.model_fields) - set(SECTIONS)
+    assert applied.model_dump(include=others) == config.model_dump(include=others)
+
+
+def test_one_line_tells_the_choice_the_prediction_and_what_came_second() -> None:
+    choice = _choice_for(_task())
+    assert choice.line(choice.applied(_open_config())) == (
+        "grid, plan, averager auto: 2 x 2: batch, features.* domain, classifier.* model, "
+        "averager sharded (fc_exchange never), "
+        "predicted 0.452 s a step (next best 1 x 4, averager bucketed: 0.47 s)"
+    )
+
+
+def test_digests_tell_machines_and_models_apart() -> None:
+    assert machine_digest(MACHINE) == machine_digest(replace(MACHINE))
+    assert machine_digest(MACHINE) != machine_digest(MACHINE.scaled(latency=2.0))
+    assert model_digest(_task()) == model_digest(_task("batch=28"))
+    assert model_digest(_task()) != model_digest(_task("model={name: vgg11, width: 0.1}"))
+
+
+JOB = planned.job_of(Task(nets.narrow, NumpyKernelSet(), Sgd))
+
+
+def test_work_of_rank_0_that_fails_fails_everywhere() -> None:
+    def fail() -> None:
+        raise ConfigError("There is nothing to choose from.")
+
+    def program(comm: Communicator) -> str:
+        with pytest.raises(ConfigError) as caught:
+            StartedJob(comm, 1, 60.0).on_root(fail)
+        return str(caught.value)
+
+    assert all("nothing to choose from" in sentence for sentence in run_virtual(2, program))
+    assert run_virtual(2, lambda comm: StartedJob(comm, 1, 60.0).on_root(lambda: comm.rank + 7)) == [7, 7]
+
+
+def _times(comm: ThreadCommunicator, budget_seconds: float, space: SearchSpace) -> OperatorTimes:
+    return measured_times(comm, JOB, space, threads=1, memory_bytes=1 << 30, budget_seconds=budget_seconds, deadline_seconds=60.0)
+
+
+def test_what_was_measured_once_is_known_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    space = SearchSpace(fixed_grid=(1, 2), fixed_micro_batches=1)
+    assert {len(times) for times in run_virtual(2, partial(_times, budget_seconds=0.0, space=space))} == {0}
+    first = run_virtual(2, partial(_times, budget_seconds=60.0, space=space))
+    assert cache_file().is_relative_to(tmp_path)
+    assert cache_file().exists()
+    assert len(first[0]) == len(first[1]) > 5
+    again = run_virtual(2, partial(_times, budget_seconds=0.0, space=space))
+    assert {len(times) for times in again} == {len(first[0])}
+
+
+def test_a_cache_that_cannot_be_written_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    space = SearchSpace(fixed_grid=(1, 1), fixed_plan=ParallelPlan(), fixed_micro_batches=1)
+    (times,) = run_virtual(1, partial(_times, budget_seconds=60.0, space=space))
+    assert len(times) > 5
+
+
+RATES = {kind: OperatorRate(1e9 * (number + 1), 2e9, 1e-6) for number, kind in enumerate(OperatorClass)}
+
+
+@pytest.mark.slow
+def test_ranks_measure_their_links_and_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_here, "_HASTE_SECONDS", 0.5)
+
+    def program(comm: Communicator) -> Machine:
+        return machine_here.measured_in_haste(comm, lambda before: RATES, 60.0)
+
+    first, second = run_virtual(2, program)
+    assert first == second
+    assert (first.nodes, first.ranks_per_node, first.name) == (1, 2, machine_here.NAME)
+    assert (first.rates, first.within.segments[0].from_bytes) == (RATES, 0)
+    assert first.memory_bytes > 0
+    assert first.cores_per_rank > 0
+
+
+def test_every_rank_gets_the_same_candidate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(start_search, "_TIMING_SECONDS", 0.0)
+    machine_file.write(tmp_path / "m.yaml", planned.machine())
+    network = Automatic(nets.narrow(), (9, 7, 3), backend="numpy", machine=str(tmp_path / "m.yaml"))
+
+    def program(comm: Communicator) -> BestCandidate:
+        return network.best(StartedJob(comm, 1, 60.0), 8)
+
+    first, second = run_virtual(2, program)
+    assert (first, first.candidate.ranks, first.candidate.micro_batches) == (second, 2, 1)
+
+
+def test_names_and_options_come_as_in_a_configuration() -> None:
+    assert named("sgd") == ("sgd", {})
+    assert named({"name": "sgd", "momentum": 0.5}) == ("sgd", {"momentum": 0.5})
+    with pytest.raises(ConfigError, match="has no name"):
+        named({"momentum": 0.5})
+    assert optimizer_of({"name": "lars"})().needs_norms
+    made = partial(Lars, momentum=0.5)
+    assert optimizer_of(made) is made
+
+
+@pytest.fixture
+def known_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {kind: OperatorRate(1e10, 2e9, 3e-6) for kind in OperatorClass}
+    monkeypatch.setattr(rate_measurement, "measure", lambda kernels, threads, before: rates)
+
+
+@pytest.mark.usefixtures("known_rates")
+def test_one_process_writes_a_machine_and_says_what_it_could_not_measure(tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(measurement, "_COLUMNS", 200)  # so that no cell is folded
+    out = tmp_path / "laptop.yaml"
+    machine = measurement.run_calibration(SingleCommunicator(), 1, 5.0, out, 60.0)
+    assert (machine_file.read(out), machine.name) == (machine, "laptop")
+    assert machine.rates[OperatorClass.CONVOLUTION].flops_per_second == 1e10
+    printed = capsys.readouterr().out
+    words = " ".join(printed.split())
+    assert "not measured: one node" in words
+    assert "10.0 Gflop/s, 2.0 GB/s, 3 us a call" in words
+    assert f"{out}: calibrated in" in words.replace(" .yaml", ".yaml")
+
+
+@pytest.mark.usefixtures("known_rates")
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(measurement, "calibrate", lambda *words, **names: pytest.fail("measured"))
+    with pytest.raises(OSError, match="nowhere"):
+        measurement.run_calibration(SingleCommunicator(), 1, 5.0, tmp_path / "nowhere" / "machine.yaml", 60.0)
+    old, new = tmp_path / "old.yaml", tmp_path / "new.yaml"
+    old.write_text("as it was")
+    for path in (old, new):
+        with pytest.raises(pytest.fail.Exception, match="measured"):  # which comes behind the check
+            measurement.run_calibration(SingleCommunicator(), 1, 5.0, path, 60.0)
+    assert old.read_text() == "as it was"
+    assert not new.exists()
+
+
+@pytest.mark.usefixtures("known_rates")
+def test_every_number_is_in_the_table_which_is_folded_to_80_columns_where_there_is_no_terminal(capsys) -> None:
+    machine = machine_file.read("xc40")
+    measurement.print_machine(replace(machine, sources=dict.fromkeys(machine.sources, "here")))
+    printed = capsys.readouterr().out
+    assert all(".".join(key.split(".")[:2]) in printed for key in machine.sources)
+    assert printed.count("here") == 1
+    measurement.print_machine(machine_file.read("development"))
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 80
+    assert "…" not in printed

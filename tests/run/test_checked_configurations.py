@@ -1,0 +1,518 @@
+"""Checks of a configuration before a run: names and options, changes at a resume, and values that exclude each other."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.config.dump import dump
+from hpctrain.config.load import load, parse
+from hpctrain.config.schema import Config
+from hpctrain.config.values import Named
+from hpctrain.core.errors import CheckpointError, ConfigError
+from hpctrain.config.checks import check_names
+from hpctrain.experiment.device_faults import check_device, device_faults
+from hpctrain.experiment.exact_faults import exact_faults
+from hpctrain.config.options import FOLLOWING, KINDS, SECTIONS, Choice, choice, choices, defaults, filled, names
+from hpctrain.experiment.options_schema import json_schema
+from hpctrain.config.resume_rules import RULES, Change, When, changes, check, flat, rule_for
+from hpctrain.models import catalogue
+from hpctrain.optim.optimizers import OPTIMIZERS
+from tests.support.late_kernels import LateKernelSet
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+TEXT = """\
+model:
+  name: resnet20
+  width: 0.5
+data:
+  train: nowhere.h5
+  augment:
+    - name: pad_crop
+      padding: 2
+    - flip
+  evaluate_augment:
+    - name: center_crop
+      size: 24
+batch: 9
+epochs: 7
+optimizer:
+  name: sgd
+  lr: 0.1
+  momentum: 0.9
+schedule:
+  name: step
+  milestones_epochs: [3, 5]
+averager:
+  name: blocking
+grid:
+  cols: 3
+"""
+
+
+def faults(text, *overrides):
+    """The lines of the error."""
+    config, source = parse(text, "f.yaml", overrides)
+    with pytest.raises(ConfigError) as caught:
+        check_names(config, source)
+    return str(caught.value).splitlines()
+
+
+def passes(text, *overrides):
+    check_names(*parse(text, "f.yaml", overrides))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("old", "new", "line", "words"),
+    [
+        ("name: resnet20", "name: resnet21", 2, ["resnet21", "resnet20"]),
+        ("width: 0.5", "widht: 0.5", 3, ["widht", "width"]),
+        ("width: 0.5", "width: wide", 3, ["width", "wide", "number"]),
+        ("width: 0.5", "width: -1", 3, ["-1"]),
+        ("width: 0.5", "depth: 32", 3, ["depth", "20", "32"]),
+        ("name: pad_crop", "name: padcrop", 7, ["padcrop", "pad_crop"]),
+        ("padding: 2", "pading: 2", 8, ["pading", "padding"]),
+        ("padding: 2", "padding: -2", 8, ["-2", "smallest is 0"]),
+        ("- flip", "- {name: flip, probability: 2}", 9, ["probability", "2", "[0, 1]"]),
+        ("      size: 24\n", "", 11, ["center_crop", "size"]),
+        ("size: 24", "size: large", 12, ["size", "large", "integer"]),
+        ("name: sgd", "name: sdg", 16, ["sdg", '"sgd"']),
+        ("momentum: 0.9", "momentun: 0.9", 18, ["momentun", '"momentum"']),
+        ("momentum: 0.9", "momentum: high", 18, ["momentum", "high", "number"]),
+        ("momentum: 0.9", "momentum: 1.5", 18, ["momentum", "1.5", "[0, 1)"]),
+        ("momentum: 0.9", "nesterov: 1", 18, ["nesterov", "true or false"]),
+        ("name: step", "name: stairs", 20, ["stairs", "step"]),
+        ("milestones_epochs: [3, 5]", "milestones: [3, 5]", 21, ["milestones", "milestones_epochs"]),
+        ("milestones_epochs: [3, 5]", "milestones_epochs: [5, 3]", 21, ["[5, 3]", "increase"]),
+        ("milestones_epochs: [3, 5]", "milestones_epochs: 3", 21, ["milestones_epochs", "3"]),
+        ("  milestones_epochs: [3, 5]\n", "", 20, ["milestones_epochs"]),
+        ("  milestones_epochs: [3, 5]", "  milestones_epochs: [3]\n  gamma: 2", 22, ["gamma", "2"]),
+        ("  milestones_epochs: [3, 5]", "  milestones_epochs: [3]\n  base_lr: 2", 22, ["base_lr", "set by the program"]),
+        ("name: blocking", "name: blokcing", 23, ["blokcing", '"blocking"']),
+        ("name: blocking", "name: blocking\n  window: 3", 24, ["window", "no option"]),
+        ("name: blocking", "name: priority\n  windw: 3", 24, ["windw", '"window"']),
+        ("name: blocking", "name: priority\n  window: wide", 24, ["window", "wide", "integer"]),
+        ("name: blocking", "name: priority\n  group: 3", 24, ["group", "set by the program"]),
+        ("name: blocking", "name: priority\n  micro_batches: 2", 24, ["micro_batches", "set by the program"]),
+        ("name: blocking", "name: sharded\n  nodes: [0, 0]", 24, ["nodes", "set by the program"]),
+        ("name: blocking", "name: priority\n  window: 0", 24, ["window is 0", "at least 1"]),
+        ("name: blocking", "name: priority\n  window: 2\n  slice_parameters: -3", 25, ["slice_parameters is -3", "least 1"]),
+        ("name: blocking", "name: sharded\n  window: 2\n  bucket_bytes: 0", 25, ["bucket_bytes is 0", "at least 1"]),
+        ("name: blocking", "name: sharded\n  fc_exchange: sometimes", 24, ["fc_exchange", "sometimes", "'always' or 'never'"]),
+        ("name: blocking", "name: lazy\n  max_interval: 2\n  layers: 0", 25, ["layers is 0", "at least 1"]),
+        (
+            "name: blocking",
+            "name: sharded\n  fc_exchange: always\nmicro_batches: 2",
+            24,
+            ["fc_exchange is always, but micro_batches is 2", "set fc_exchange to auto or never"],
+        ),
+        ("batch: 9", "batch: 2", 13, ["batch is 2", "3 ranks (grid.cols)", "smallest batch is 3"]),
+        ("cols: 3", "rows: 4\n  tiles: [3, 2]", 26, ["3 x 2 make 6 parts", "grid.rows is 4", "4 x 1"]),
+        ("cols: 3", 'cols: 3\nplan:\n  "layer2.*": domain\n  "layers3.*": domain', 28, ["'layers3.*'", '"layer3.']),
+        ("cols: 3", 'rows: 2\n  overlap: ["*.conv2", "konv1"]\nplan:\n  default: domain', 26, ["'konv1'", 'nearest is "conv1"']),
+        (
+            "cols: 3",
+            'rows: 2\n  overlap: ["*.conv2", "*.relu1"]\nplan:\n  default: domain',
+            26,
+            ["'*.relu1', but no such layer", "relu1 is no convolution", "or be left out"],
+        ),
+        ("cols: 3", 'rows: 1\n  overlap: ["*.conv2"]', 26, ["'*.conv2', but grid.rows is 1", "set grid.rows to 2 or more"]),
+        ("cols: 3", 'rows: 2\n  overlap: ["*.conv2"]', 26, ["layer1.0.conv2 is not under domain"]),
+        ("cols: 3", "rows: 2\n  overlap: [conv1]\nplan:\n  default: domain", 26, ["conv1 reads its halo from the data file"]),
+        ("cols: 3", 'rows: 4\n  tiles: [2, 2]\n  overlap: ["*.conv2"]\nplan:\n  default: domain', 27, ["split by columns too"]),
+        ("batch: 9", "batch: 9\nmicro_batches: 10", 14, ["micro_batches is 10", "largest value is 9"]),
+        ("batch: 9", "batch: 9\ndtype: float64\nbackend: onednn", 15, ["onednn", "float32 only", '"numpy"']),
+        ("batch: 9", "batch: 9\nprecision: bfloat16\nbackend: onednn", 14, ["precision is bfloat16, in which only backend cuda"]),
+        ("batch: 9", "batch: 9\nprecision: tf32\ndtype: float64", 14, ["precision is tf32, which goes with dtype float32 only"]),
+        (
+            "    - flip",
+            "    - random_erasing\n    - flip",
+            6,
+            ['"flip" is number 3 of the list', 'put "random_erasing" at the end'],
+        ),
+        ("  name: step", "  warmup_epochs: 8\n  name: constant\n", 20, ["warmup_epochs is 8", "largest value is 7"]),
+    ],
+)
+def test_one_sentence_with_the_line(old, new, line, words):
+    assert old in TEXT
+    text = TEXT.replace(old, new)
+    if "warmup" in new:
+        text = text.replace("  milestones_epochs: [3, 5]\n", "")
+    (message,) = faults(text)
+    assert message.startswith(f"f.yaml:{line}: "), message
+    assert message[-1] in ".?"
+    assert all(word in message for word in words), message
+
+
+def test_all_faults_are_told_at_once_each_at_its_place():
+    lines = faults(
+        TEXT, "batch=2", "micro_batches=3", "model=nonet", "optimizer.momentun=1", "schedule=none", "data.augment=[flop]"
+    )
+    places = [line.split('": ')[0] for line in lines]
+    assert places == [
+        'override "batch=2',
+        'override "micro_batches=3',
+        'override "model=nonet',
+        'override "optimizer.momentun=1',
+        'override "schedule=none',
+        'override "data.augment=[flop]',
+    ]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["batch=3", "micro_batches=3"],
+        ["grid.cols=", "batch=1"],
+        ["dtype=float64", "backend=numpy"],
+        ["dtype=float64", "backend=auto"],
+        ["schedule={name: cosine, warmup_epochs: 7}"],
+        ["epochs=0", "schedule={name: cosine, warmup_epochs: 5}"],
+        ["optimizer.momentum=0"],
+        ["data.augment=[randaugment, {name: random_erasing, value: random}]", "model.stochastic_depth=0.2"],
+        ["optimizer.weight_decay=1e-4"],
+        ["optimizer={name: lars, lr: 1, trust_coefficient: 1e-3}"],
+    ],
+)
+def test_legal_values_at_the_edges_pass(overrides):
+    passes(TEXT, *overrides)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", catalogue.names())
+def test_every_model_can_be_named_alone(name):
+    passes(TEXT, f"model={{name: {name}}}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_configurations_pass(path):
+    check_names(*load(path))
+
+
+def test_the_command_lines_in_shipped_configurations_pass():
+    """Each `hpctrain train FILE OVERRIDES` in a comment is one that works."""
+    found = 0
+    for path in CONFIGS.glob("*.yaml"):
+        for line in path.read_text().splitlines():
+            if line.startswith("#") and "hpctrain train configs/" in line:
+                file, *overrides = line.split("hpctrain train ")[1].split()
+                check_names(*load(CONFIGS.parent / file, overrides))
+                found += 1
+    assert found
+
+
+@pytest.mark.parametrize("override", ["grid.rows=2", "grid={rows: 4, tiles: [2, 2]}", "plan.layer1.*=model", "plan={fc: model}"])
+def test_ranks_without_samples_of_their_own_and_plans_of_the_models_layers_pass(override):
+    passes(TEXT, override, "batch=2", "grid.cols=2")
+
+
+def test_what_is_left_to_the_start_of_a_run_passes():
+    passes(TEXT, "grid=auto", "plan=auto", "averager=auto")
+    passes(TEXT, "averager=auto", "optimizer.clip_norm=0.5")
+
+
+def test_an_averager_that_is_chosen_has_no_options_yet():
+    (line,) = faults(TEXT, "averager=auto", "averager.window=3")
+    assert line.startswith('override "averager.window=3": averager is auto, which chooses options as well')
+
+
+@pytest.mark.parametrize(
+    ("override", "place"),
+    [
+        ("init.freeze=[conv1, layer9.*]", "matches no layer with parameters; the nearest layer is layer"),
+        ('init.freeze=["*"]', "so that nothing is trained; leave fc to be trained, at least."),
+        ("init.ignore=[fc.*]", "init.ignore is given, but init.weights names no file"),
+    ],
+)
+def test_what_a_training_starts_from_is_checked(override: str, place: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        check_names(*parse(TEXT, "a.yaml", [override]))
+    assert place in str(raised.value)
+    assert str(raised.value).count("\n") == 0
+    check_names(*parse(TEXT, "a.yaml", ["init.freeze=[conv1, 'layer1.*']", "init.weights=w.pt", "init.ignore=[fc.*]"]))
+
+
+CONFIG = """
+{model: {name: small, channels: [4, 6]}, data: {train: train.h5, augment: [flip]}, batch: 8, epochs: 6,
+ optimizer: {name: sgd, lr: 0.1}, schedule: constant}
+"""
+
+
+def _flat(*overrides: str) -> dict[str, Any]:
+    return flat(yaml.safe_load(dump(parse(CONFIG, overrides=overrides)[0])))
+
+
+def _keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every dotted key that a configuration may have."""
+    for name, field in section.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from _keys(kind, f"{prefix}{name}.")
+            if issubclass(kind, Named):
+                yield f"{prefix}{name}"
+                yield f"{prefix}{name}.some_option"
+        else:
+            yield f"{prefix}{name}"
+
+
+def test_every_key_has_a_rule_and_every_rule_a_key():
+    keys = [*_keys(Config), "plan.features.*", "ranks", "images", "labels", "classes", "code.own.py:Net"]
+    rules = {rule_for(key) for key in keys}
+    unused = {rule.pattern for rule in RULES if rule not in rules}
+    # Of names with and without sections only one of the two patterns is ever needed.
+    assert all(pattern.removesuffix(".*") in {key.split(".")[0] for key in keys} for pattern in unused)
+    assert {rule.when for rule in rules} == set(When)
+
+
+WHEN = {
+    When.ALWAYS: [
+        *("name=b", "output=b", "batch=5", "micro_batches=2", "epochs=9", "threads=1", "backend=numpy", "progress=test"),
+        *("grid.rows=2", "plan.default=domain", "plan={'stage1.*': model}", "averager=lazy", "averager.bucket_bytes=9"),
+        *("schedule=cosine", "schedule.warmup_epochs=1", "optimizer.lr=0.2", "optimizer.momentum=0.5", "data.prefetch=0"),
+        *("data.test=b.h5", "data.train=moved.h5", "checkpoint.keep=3", "metrics.tensorboard=true", "deadline_seconds=9"),
+        *("batch_norm.statistics=synchronised", "trace=true", "evaluate.batch=3", "data.cache=false", "data.threads=3"),
+    ],
+    When.BETWEEN_EPOCHS: ["seed=1", "data.augment=[]", "data.augment.0.probability=0.1", "loss.label_smoothing=0.1"],
+    When.NEVER: [
+        *("model.channels=[4, 7]", "model.hidden=5", "model=resnet20", "dtype=float64", "data.normalise=false"),
+        *("batch_norm.epsilon=0.1", "optimizer={name: lars, lr: 0.1}"),
+    ],
+}
+
+
+@pytest.mark.parametrize(("when", "override"), [(when, override) for when, overrides in WHEN.items() for override in overrides])
+def test_each_class_of_changes(when: When, override: str):
+    (change,) = changes(_flat(), _flat(override))
+    for between_epochs in (True, False):
+        allowed = when is When.ALWAYS or (when is When.BETWEEN_EPOCHS and between_epochs)
+        if allowed:
+            check([change], between_epochs=between_epochs, begun_epochs=3, place="x.h5")
+            continue
+        with pytest.raises(CheckpointError) as refused:
+            check([change], between_epochs=between_epochs, begun_epochs=3, place="x.h5")
+        assert str(change) in str(refused.value)
+
+
+def test_fewer_epochs_than_are_begun_are_refused_and_fewer_than_planned_are_not():
+    check(changes(_flat(), _flat("epochs=3")), between_epochs=False, begun_epochs=3, place="x.h5")
+    with pytest.raises(CheckpointError, match=r"epochs: 6 -> 2 \(the smallest value is 3"):
+        check(changes(_flat(), _flat("epochs=2")), between_epochs=True, begun_epochs=3, place="x.h5")
+
+
+@pytest.mark.parametrize("way", [1, -1])
+def test_momentum_may_become_another_but_neither_come_nor_go(way: int):
+    differences = changes(*(_flat("optimizer.momentum=0.9"), _flat("optimizer.momentum=0"))[::way])
+    with pytest.raises(CheckpointError, match=r"optimizer\.momentum: .* \(may not change from or to 0: "):
+        check(differences, between_epochs=True, begun_epochs=1, place="x.h5")
+
+
+def test_all_that_is_in_the_way_is_in_one_message():
+    differences = changes(_flat(), _flat("seed=1", "batch=5", "model.channels=[9]", "dtype=float64"))
+    with pytest.raises(CheckpointError) as refused:
+        check(differences, between_epochs=False, begun_epochs=1, place="x.h5")
+    for words in ("seed: 0 -> 1", "model.channels: [4, 6] -> [9]", "dtype: float32 -> float64", "x.h5"):
+        assert words in str(refused.value)
+    assert "batch" not in str(refused.value)
+
+
+@pytest.mark.parametrize("more", [(), ("averager=lazy", "optimizer={name: lars, lr: 1}", "schedule=cosine", "model=resnet20")])
+def test_a_default_that_is_written_out_is_no_change(more: tuple[str, ...]):
+    config, _ = parse(CONFIG, overrides=more)
+    short, full = (flat(yaml.safe_load(dump(each))) for each in (config, filled(config)))
+    del short["data.augment"], full["data.augment"]  # a list, compared as a whole
+    assert len(full) > len(short)
+    assert changes(short, full, defaults(config)) == ()
+    assert changes(full, short, defaults(config)) == ()
+
+
+def test_options_of_something_else_are_not_compared_one_by_one():
+    assert changes(_flat("schedule={name: step, milestones_epochs: [1]}"), _flat("schedule=cosine")) == (
+        Change("schedule", "step", "cosine"),
+    )
+
+
+leaves = st.one_of(st.none(), st.booleans(), st.integers(), st.text(), st.lists(st.integers()))
+
+
+@given(st.dictionaries(st.sampled_from("abcdef"), leaves), st.dictionaries(st.sampled_from("abcdef"), leaves))
+def test_the_changes_lead_from_the_one_to_the_other(old: dict[str, Any], new: dict[str, Any]):
+    found = changes(old, new)
+    assert {**dict.fromkeys(new), **old, **{change.key: change.new for change in found}} == {**dict.fromkeys(old), **new}
+    assert all(change.old != change.new for change in found)
+    assert all("\n" not in str(change) for change in found)
+
+
+SHIPPED_CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+ALL = [pytest.param(kind, one, id=f"{kind}-{one.name}") for kind in KINDS for one in choices(kind)]
+
+
+@pytest.mark.parametrize(("kind", "one"), ALL)
+def test_every_name_and_option_has_a_sentence(kind: str, one: Choice) -> None:
+    """An option without one: write a line `name: Sentence.` of its own under "Args" of the constructor's docstring."""
+    assert one.sentence.endswith((".", ")")), one.sentence
+    for option in one.options:
+        assert option.meaning.endswith("."), f"{one.name}.{option.name}: {option.meaning!r}"
+        assert option.meaning[0].isupper(), option.meaning
+        assert option.schema, option.name
+    assert not {option.name for option in one.options} & ({"group", "comm", "progress", "base_lr"} | set(one.fixed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", SHIPPED_CONFIGS, ids=lambda path: path.stem)
+def test_a_filled_configuration_is_the_same_run(path: Path) -> None:
+    config, source = load(path)
+    check_names(config, source)
+    full = filled(config)
+    again, source = parse(dump(full))
+    check_names(again, source)
+    assert again == full == filled(full)
+    models = [json.dumps(catalogue.check(each.model.name, each.model.options)) for each in (config, full)]
+    assert models[0] == models[1]
+    optimizers = [vars(OPTIMIZERS.create(each.optimizer.name, each.optimizer.options)) for each in (config, full)]
+    assert optimizers[0].keys() == optimizers[1].keys()
+    for section, kind in SECTIONS.items():
+        given, complete = getattr(config, section), getattr(full, section)
+        assert complete.options == {**complete.options, **given.options}
+        wanted = {option.name for option in choice(kind, given.name).options}
+        assert wanted <= set(complete.options)
+    assert not set(FOLLOWING) & set(full.model.options) - set(config.model.options)
+    without = {"model", "optimizer", "schedule", "averager", "data"}
+    assert full.model_dump(exclude=without) == config.model_dump(exclude=without)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("section", "name"), [(section, name) for section, kind in SECTIONS.items() for name in names(kind) if kind != "models"]
+)
+def test_every_name_with_all_its_defaults_is_legal(section: str, name: str) -> None:
+    needed = {"optimizer": ", lr: 0.1", "schedule": ", milestones_epochs: [1]" if name == "step" else ""}
+    config, source = load(SHIPPED_CONFIGS[0], [f"{section}={{name: {name}{needed.get(section, '')}}}"])
+    check_names(config, source)
+    full = filled(config)
+    check_names(full, source)
+    assert getattr(full, section).name == name
+
+
+SCHEMA = json_schema()["$defs"]
+_SECTIONS = [(f"{section.capitalize()}Config", kind) for section, kind in SECTIONS.items()]
+
+
+def _alternatives(section: str) -> list[dict]:
+    """The mappings with hpctrain's own names; those of the user's code come last."""
+    *alternatives, _, _ = SCHEMA[section]["anyOf"][1:]
+    return alternatives
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("section", "kind"), [*_SECTIONS, ("AugmentConfig", "augmentations"), ("ReporterConfig", "reporters")])
+def test_the_schema_knows_every_name_once(section: str, kind: str) -> None:
+    known = [name for alternative in _alternatives(section) for name in alternative["properties"]["name"]["enum"]]
+    expected = [*names(kind), *(["auto"] if kind == "averagers" else [])]  # which is none, and leaves it to the run
+    assert (sorted(known), SCHEMA[section]["anyOf"][0]["enum"]) == (sorted(expected), expected)
+
+
+def test_the_schema_lets_sections_be_left_to_the_run() -> None:
+    schema = SCHEMA
+    assert [schema[section]["anyOf"][0]["const"] for section in ("GridConfig", "PlanConfig")] == ["auto", "auto"]
+    assert set(schema["GridConfig"]["anyOf"][1]["properties"]) == {"rows", "cols", "tiles", "overlap"}
+    assert "default" in schema["PlanConfig"]["anyOf"][1]["properties"]
+
+
+def test_an_open_averager_is_filled_with_nothing() -> None:
+    config, source = load(SHIPPED_CONFIGS[0], ["averager=auto", "grid=auto", "plan=auto"])
+    check_names(config, source)
+    assert filled(config).automatic == ("grid", "plan", "averager")
+    assert (filled(config).averager.options, parse(dump(filled(config)))[0]) == ({}, filled(config))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", SHIPPED_CONFIGS, ids=lambda path: path.stem)
+def test_the_schema_has_the_options_of_the_shipped_configurations(path: Path) -> None:
+    written = yaml.safe_load(path.read_text())
+    for section in SECTIONS:
+        value = written.get(section)
+        if isinstance(value, dict):
+            fits = [a for a in _alternatives(f"{section.capitalize()}Config") if value["name"] in a["properties"]["name"]["enum"]]
+            assert len(fits) == 1
+            assert set(value) <= set(fits[0]["properties"])
+            assert set(fits[0]["required"]) <= set(value)
+            assert all("description" in entry for entry in fits[0]["properties"].values())
+
+
+@pytest.mark.parametrize("section", [section for section, _ in _SECTIONS])
+def test_the_schema_lets_code_of_the_users_have_any_options(section: str) -> None:
+    alone, whole = SCHEMA[section]["anyOf"][-2:]
+    for reference in ("my_code:Own", "code/my_code.py:Own"):
+        assert re.fullmatch(alone["pattern"], reference)
+    assert not any(re.fullmatch(alone["pattern"], name) for name in ("sgd", ":x", "a:", "a:b.c"))
+    assert whole["properties"]["name"] == alone
+    assert whole["additionalProperties"] is True
+
+
+SHARDS_CONFIG = """
+{model: small, data: {train: train.h5}, batch: 8, epochs: 1, optimizer: {name: sgd, lr: 0.1}, schedule: constant, threads: 1}
+"""
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "words"),
+    [
+        ("threads=auto", ("threads",), "set threads to the number"),
+        ("grid.rows=2", ("grid", "rows"), "set grid.rows to 1"),
+        ("batch_norm.statistics=synchronised", ("batch_norm", "statistics"), "set batch_norm.statistics to local"),
+        ("backend=cuda", ("backend",), "set backend to onednn or numpy"),
+        ("averager=auto", ("averager",), "averager is auto"),
+        ("grid=auto", ("grid",), "grid is auto"),
+        ("plan=auto", ("plan",), "plan is auto"),
+    ],
+)
+def test_faults_of_exact_runs_are_refused_with_shards_only(override: str, path: tuple[str, ...], words: str) -> None:
+    config = parse(SHARDS_CONFIG, overrides=[override])[0]
+    assert not list(exact_faults(config))
+    (found,) = exact_faults(parse(SHARDS_CONFIG, overrides=[override, "exact=true"])[0])
+    assert found[0] == path
+    assert words in found[1]
+
+
+def test_a_run_with_shards_alone_has_no_faults() -> None:
+    assert not list(exact_faults(parse(SHARDS_CONFIG, overrides=["exact.shards=6"])[0]))
+
+
+CUDA_CONFIG = """
+{model: small, data: {train: train.h5}, batch: 8, epochs: 1, optimizer: {name: sgd, lr: 0.1}, schedule: constant}
+"""
+FAULTS = {
+    "data.mixing.mixup=0.2": r"^data\.mixing mixes the labels of images, which the loss of backend cuda does not take",
+    "progress=thread": r"^progress is thread, but one thread enqueues .*; set progress to auto or test, or",
+    "progress=posting": r"^progress is posting, but one thread enqueues",
+    "averager={name: sharded, wire_parameters: float16}": r"^averager\.wire_parameters is float16, but .*; set it to float32, or",
+}
+
+
+@pytest.mark.parametrize("override", FAULTS)
+def test_an_option_that_a_device_does_not_take_is_refused(override: str) -> None:
+    for backend in ("cuda", "auto"):
+        config, _ = parse(CUDA_CONFIG, overrides=(override, f"backend={backend}"))
+        assert len(list(device_faults(config))) == (backend == "cuda")
+        check_device(config, NumpyKernelSet())
+        with pytest.raises(ConfigError, match=FAULTS[override]):
+            check_device(config, LateKernelSet())
+
+
+@pytest.mark.parametrize(
+    "override", ["progress=none", "averager={name: sharded, wire: bfloat16}", "averager=lazy", "grid.rows=2"]
+)
+def test_options_that_a_device_takes_are_no_faults(override: str) -> None:
+    config, _ = parse(CUDA_CONFIG, overrides=(override, "backend=cuda"))
+    assert list(device_faults(config)) == []
+    check_device(config, LateKernelSet())

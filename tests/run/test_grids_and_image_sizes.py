@@ -1,0 +1,402 @@
+"""The grid, image sizes and batch norms of a configuration, and its smoke trial."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.cli.main import cli
+from hpctrain.comm.single import SingleCommunicator
+from hpctrain.config.load import load, parse
+from hpctrain.config.schema import Config, ScheduleConfig
+from hpctrain.data import image_file as data_format
+from hpctrain.data.loader import Share
+from hpctrain.data.pipeline import Pipeline
+from hpctrain.data.sampler import counts
+from hpctrain.core.errors import ConfigError, DataError, ShapeError
+from hpctrain.config import grid
+from hpctrain.run import single_values as module
+from hpctrain.job.automatic_choice import Resolved
+from hpctrain.run.build import build
+from hpctrain.config.checks import check_names
+from hpctrain.experiment.image_sizes import check_image_shapes, image_sizes, of_largest, size_faults
+from hpctrain.experiment.loader_arguments import check_shape, mixing_of
+from hpctrain.config.options import filled
+from hpctrain.job.session import Session
+from hpctrain.run.single_values import single_values_of
+from hpctrain.run.smoke import EPOCHS, SIDE, STEPS, recipe_images, remove_run, short_schedule, shortened
+from hpctrain.launch.launcher import Launcher
+from hpctrain.launch.threads import ThreadPlan
+from hpctrain.nn.network import Network
+from hpctrain.optim.schedules import SCHEDULES
+from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
+from hpctrain.train.micro_batches import micro_batches_of
+from tests.support import nets
+
+CONFIG = Path(__file__).parents[2] / "configs" / "imagenet-vgg16.yaml"
+DOMAIN = ("model={name: vgg11, width: 0.05}", "plan.default=domain", "grid.rows=2")
+
+
+def config_of(*overrides: str) -> Config:
+    return load(CONFIG, overrides)[0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "expected"),
+    [((), 6, 6), (("grid.rows=2",), 6, 3), (("grid.rows=4",), 3, 1), (("grid.rows=2", "grid.cols=5"), 6, 5)],
+)
+def test_the_size_of_a_data_group(overrides: tuple[str, ...], ranks: int, expected: int) -> None:
+    assert grid.columns(config_of(*overrides), ranks) == expected
+
+
+def test_the_plan_has_the_uses_and_the_layers_that_patterns_name() -> None:
+    config = config_of(*DOMAIN, "plan.classifier.*=model", "grid.overlap=[features.0, 'features.3']")
+    plan = grid.parallel_plan(config, 3)
+    assert (plan.rows, plan.cols, plan.default) == (2, 3, Parallelism.DOMAIN)
+    assert plan.use_of("classifier.0") is Parallelism.MODEL
+    assert plan.overlapped == {"features.0", "features.3"}
+    assert plan.overlapped <= set(grid.layer_names(config))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (DOMAIN, "2 x 3: domain"),
+        ((*DOMAIN, "plan.classifier.*=model"), "2 x 3: domain, classifier.* model"),
+        ((*DOMAIN, "grid.tiles=[1, 2]"), "2 x 3: domain, images in 1 x 2 tiles"),
+        ((*DOMAIN, "grid.rows=1"), "1 x 3"),
+    ],
+)
+def test_a_plan_in_a_few_words(overrides: tuple[str, ...], expected: str) -> None:
+    assert grid.describe(grid.parallel_plan(config_of(*overrides), 3)) == expected
+
+
+def test_every_layer_that_is_named_is_in_parts_or_has_a_reason() -> None:
+    config = config_of(*DOMAIN, "grid.overlap=['features.*']")
+    graph = grid.model_graph(config)
+    plan = grid.parallel_plan(config, 1)
+    outcome = grid.overlap(graph, plan)
+    named = [node.name for node in graph.nodes if node.name in plan.overlapped]
+    assert sorted((*outcome.in_parts, *outcome.undivided)) == sorted(named)
+    assert outcome.undivided["features.0"].reason == "reads its halo from the data file"
+    assert "features.3" in outcome.in_parts
+    assert list(grid.overlap_faults(config, graph, plan)) == []  # the pattern serves some layer
+
+
+def test_a_pattern_that_serves_no_layer_is_refused_with_the_reason_that_tells_most() -> None:
+    config = config_of(*DOMAIN, "grid.overlap=['classifier.*', 'features.0', 'features.3']")
+    graph = grid.model_graph(config)
+    assert graph is not None
+    plan = grid.parallel_plan(config, 1)
+    assert [number for number, _, _ in grid.overlap_faults(config, graph, plan)] == [0, 1]
+    with pytest.raises(
+        ConfigError, match=r"(?s)'classifier\.\*'.*\n.*'features\.0'.*features\.0 reads its halo from the data file"
+    ):
+        grid.check_overlap(config, graph, plan)
+
+
+@pytest.mark.parametrize(("batch", "rows", "cols", "legal"), [(3, 1, 3, True), (2, 1, 3, False), (1, 2, 3, True)])
+def test_every_rank_has_a_sample_to_work_on(batch: int, rows: int, cols: int, legal: bool) -> None:
+    """Ranks of a split group work on each other's samples."""
+    if legal:
+        grid.check_batch(batch, rows, cols)
+    else:
+        with pytest.raises(ConfigError, match=rf"batch is {batch}.*the smallest batch is {cols}\."):
+            grid.check_batch(batch, rows, cols)
+
+
+SIZES_TEXT = """
+{{model: {model}, batch: 8, epochs: 6, optimizer: {{name: sgd, lr: 0.1}}, schedule: constant,
+ data: {{train: nowhere.h5, augment: [{{name: random_resized_crop, size: 224}}], sizes: {sizes}}}}}
+"""
+
+
+def sizes_config(sizes: str, model: str = "resnet50") -> Config:
+    return parse(SIZES_TEXT.format(sizes=sizes, model=model))[0]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "model", "place", "sentence"),
+    [
+        (
+            "[{from_epoch: 2, size: 32}]",
+            "resnet50",
+            (0,),
+            "data.sizes.0 begins at epoch 2, but images need a size from the first",
+        ),
+        ("[{size: 32}, {size: 64}]", "resnet50", (1,), "data.sizes.1 begins at epoch 0, but .*; the smallest value is 1."),
+        (
+            "[{size: 224}, {from_epoch: 3, size: 20}]",
+            "vgg16",
+            (1, "size"),
+            "data.sizes.1.size is 20, which the model vgg16 does not take: Layer features.30: .* The smallest .* legal is 32.",
+        ),
+        ("[{size: 20}]", "alexnet", (0, "size"), "does not take: .* The smallest size that is legal is 67."),
+    ],
+)
+def test_a_fault_has_its_place_and_the_nearest_legal_value(
+    sizes: str, model: str, place: tuple[object, ...], sentence: str
+) -> None:
+    ((path, told),) = size_faults(sizes_config(sizes, model))
+    assert path == ("data", "sizes", *place)
+    config, source = parse(SIZES_TEXT.format(sizes=sizes, model=model))
+    with pytest.raises(ConfigError, match=sentence):
+        check_names(config, source)
+    assert told in str(source.error(path, told))
+
+
+@pytest.mark.parametrize("model", ["resnet50", "vgg16", "alexnet", "resnet9", "resnet20", "small"])
+def test_models_take_several_sizes(model: str) -> None:
+    assert not list(size_faults(sizes_config("[{size: 96}, {from_epoch: 1, size: 128}, {from_epoch: 3, size: 72}]", model)))
+
+
+def test_a_model_with_a_fault_of_its_own_is_not_asked() -> None:
+    assert not list(size_faults(sizes_config("[{size: 2}]", "{name: vgg16, depth: 5}")))
+
+
+@pytest.mark.parametrize(("epochs", "side"), [(1, 96), (3, 128), (9, 160)])
+def test_the_largest_size_is_that_which_the_training_comes_to(epochs: int, side: int) -> None:
+    sizes = "[{size: 96}, {from_epoch: 1, size: 128}, {from_epoch: 3, size: 72}, {from_epoch: 4, size: 160}]"
+    config = sizes_config(sizes).model_copy(update={"epochs": epochs})
+    pipeline = Pipeline([("random_resized_crop", {"size": 224})], 0, np.zeros(3), np.ones(3))
+    assert of_largest(config, pipeline).output_shape(256, 256, 3) == (side, side, 3)
+    plain = sizes_config("[]")
+    assert image_sizes(plain) is None
+    assert of_largest(plain, pipeline) is pipeline
+
+
+def test_a_network_that_does_not_take_a_shape_is_told_with_the_layer() -> None:
+    network = Network(nets.plain(), (9, 7, 3), NumpyKernelSet())
+    check_image_shapes(network, [(9, 7, 3), (10, 8, 3)])
+    with pytest.raises(ShapeError, match=r"images of \(9, 7, 3\) .*, but not those of \(16, 16, 3\), another size .*: Layer fc1"):
+        check_image_shapes(network, [(9, 7, 3), (16, 16, 3)])
+
+
+BATCH_NORM_CONFIG = """
+{model: resnet18, data: {train: synthetic, synthetic: {height: 32, width: 32, channels: 3, classes: 3, samples: 40}},
+ batch: 4, epochs: 1, optimizer: {name: sgd, lr: 0.05}, schedule: constant, threads: 1}
+"""
+
+
+def _single_values(*overrides: str, ranks: int | None = None) -> module.SingleValues:
+    return single_values_of(parse(BATCH_NORM_CONFIG, overrides=overrides)[0], ranks)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "mend"),
+    [
+        (["batch=1"], "set batch to at least 2, or use larger images."),
+        (["grid.cols=4"], "set batch to at least 8, or set batch_norm.statistics to synchronised, or use larger images."),
+        (["grid.cols=3"], "set batch to at least 6"),  # one rank has two images
+        (["micro_batches=4"], "set batch to at least 8, or use larger images."),
+        (["micro_batches=3"], "set batch to at least 6"),
+        (["micro_batches=4", "batch_norm.statistics=synchronised"], "set batch to at least 8"),
+        (["exact=true", "batch=8"], "set batch to at least 16, or set exact.shards to at most 4, or use larger images."),
+        (["data.synthetic.samples=3", "grid.cols=3"], "set batch to at least 6"),
+        (["data.sizes=[{size: 64}, {size: 32, from_epoch: 1}]", "epochs=2", "batch=1"], "set batch to at least 2"),
+        (["grid={rows: 2, cols: 2}", "batch=2"], "set batch to at least 8"),
+        (["grid={rows: 2, cols: 2}", "plan.default=domain", "batch=2"], "set batch to at least 4"),
+    ],
+)
+def test_a_single_value_in_every_step_is_refused_with_the_layer(overrides: list[str], mend: str) -> None:
+    found = _single_values(*overrides)
+    assert found.refusal is not None
+    assert found.refusal.startswith("Batch norm layer4.0.bn1 has a single value per channel")
+    assert mend in found.refusal
+    with pytest.raises(ConfigError):
+        found.check()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["batch=1", "epochs=0"],
+        ["batch=1", "init.freeze=['layer4.*']"],
+        ["batch=1", "data.synthetic.height=64"],
+        ["batch=1", "data.train=nowhere.h5"],
+        ["batch=1", "data.sizes=[{size: 64}, {size: 32, from_epoch: 1}]"],  # which one epoch does not come to
+        ["grid.cols=4", "batch_norm.statistics=synchronised"],
+        ["grid={rows: 2, cols: 2}", "plan.default=domain"],
+        ["exact={shards: 2}"],
+        ["batch=1", "model=small", "data.synthetic.channels=1"],
+    ],
+)
+def test_batch_norms_with_several_values_are_not_refused(overrides: list[str]) -> None:
+    found = _single_values(*overrides)
+    assert (found.refusal, found.warning) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "warned"),
+    [
+        (["batch=39"], 1, True),
+        (["batch=38"], 1, False),
+        (["batch=38"], 2, True),
+        (["batch=40"], 2, False),
+        (["batch=20"], 2, False),
+    ],
+)
+def test_a_single_value_in_the_last_step_is_a_warning(overrides: list[str], ranks: int, warned: bool) -> None:
+    found = _single_values(*overrides, ranks=ranks)
+    assert found.refusal is None
+    assert (found.warning is not None) is warned
+    if found.warning:
+        assert "in the last step of each epoch" in found.warning
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 40), st.integers(1, 3), st.integers(1, 4), st.integers(1, 4))
+def test_the_samples_that_share_statistics_are_those_of_the_passes(samples: int, rows: int, cols: int, passes: int) -> None:
+    """The prediction equals the passes that a training makes from the shares of its ranks."""
+    config = parse(BATCH_NORM_CONFIG, overrides=[f"micro_batches={passes}", "batch=40"])[0]
+    of_ranks = counts(samples, rows * cols, rows)
+    of_rank, of_group, of_all = set(), set(), [0] * passes
+    for group in range(cols):
+        share = Share(of_ranks[group * rows : (group + 1) * rows])
+        for number, one in enumerate(micro_batches_of(share, passes)):
+            of_rank |= {*one.counts}
+            of_group.add(sum(one.counts))
+            of_all[number] += sum(one.counts)
+    plan = ParallelPlan(rows, cols)
+    for who, expected in ((module._RANK, of_rank), (module._GROUP, of_group), (module._ALL, {*of_all})):
+        assert module._least(config, samples, plan, who) == min(expected - {0})
+
+
+def test_config_check_says_it_from_the_header_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(BATCH_NORM_CONFIG)
+    refused = CliRunner().invoke(cli, ["config", "check", str(tmp_path / "c.yaml"), "batch=1"])
+    assert refused.exit_code == 2
+    assert "layer4.0.bn1" in refused.output
+    warned = CliRunner().invoke(cli, ["config", "check", str(tmp_path / "c.yaml"), "batch=39"])
+    assert warned.exit_code == 0
+    assert "warning: Batch norm layer4.0.bn1" in warned.output
+
+
+def test_a_training_is_refused_before_its_first_step(tmp_path: Path) -> None:
+    config = parse(BATCH_NORM_CONFIG, overrides=["batch=1", "backend=numpy", "averager=blocking", f"output={tmp_path}"])[0]
+    launcher, threads = Launcher("none"), ThreadPlan(1, 1, "a test")
+    session = Session.start(Resolved(config), launcher, threads, SingleCommunicator(), {})
+    with pytest.raises(ConfigError, match=r"layer4\.0\.bn1 has a single value"):
+        build(session)
+
+
+RECIPE_TEXT = """
+{{model: {model}, batch: 256, epochs: 90, optimizer: {{name: sgd, lr: 0.1, momentum: 0.9}},
+ schedule: {{name: cosine, warmup_epochs: 5}}, data: {{train: {folder}/train.h5, test: {folder}/test.h5,
+ augment: [{{name: random_resized_crop, size: {size}}}], evaluate_augment: [{{name: center_crop, size: {size}}}]}}}}
+"""
+#: keys that a trial may change; all others are the recipe's
+CHANGED = {"name", "batch", "epochs", "optimizer.lr", "schedule.warmup_epochs", "data.train", "data.test", "data.synthetic"} | {
+    *("data.augment", "data.evaluate_augment")
+}
+
+
+def configured(folder: Path, *overrides: str, model: str = "small", size: int = 28) -> Config:
+    config, source = parse(RECIPE_TEXT.format(folder=folder, model=model, size=size), overrides=overrides)
+    check_names(config, source)
+    return filled(config)
+
+
+def write_images(path: Path, shape: tuple[int, int, int], classes: list[str]) -> None:
+    count = len(classes)
+    data_format.write(path, count, shape, classes, [(np.ones((count, *shape), np.uint8), np.arange(count))])
+
+
+def different(one: Any, other: Any, path: str = "") -> set[str]:
+    """Dotted keys in which two configurations differ, down to those that are listed above."""
+    if one == other:
+        return set()
+    if path in CHANGED or not isinstance(one, dict) or not isinstance(other, dict):
+        return {path}
+    keys = one.keys() | other.keys()
+    return set().union(*(different(one.get(key), other.get(key), f"{path}.{key}" if path else key) for key in keys))
+
+
+def test_nothing_but_the_length_is_left_out(tmp_path: Path) -> None:
+    config = configured(tmp_path, "ema.decay=0.9", "data.mixing.mixup=0.2", "averager=lazy", "loss.label_smoothing=0.1")
+    trial = shortened(config, ranks=2)
+    assert different(config.model_dump(), trial.config.model_dump()) == CHANGED - {"data.augment", "data.evaluate_augment"}
+    assert Config.model_validate(trial.config.model_dump()) == trial.config
+    assert trial.config.optimizer.lr / trial.config.batch == pytest.approx(config.optimizer.lr / config.batch)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 6, 12])
+def test_the_grid_splits_layers_over_as_many_ranks_as_it_can(ranks: int, tmp_path: Path) -> None:
+    config = configured(tmp_path, "grid={rows: 4, cols: 3, tiles: [2, 2]}", "plan.default=domain")
+    trial = shortened(config, ranks)
+    rows = trial.config.grid.rows
+    assert (ranks % rows, rows) == (0, {1: 1, 2: 2, 3: 3, 4: 4, 5: 1, 6: 3, 12: 4}[ranks])
+    assert trial.config.grid == config.grid or any("in place of 4 x 3" in note for note in trial.notes)
+    assert trial.config.batch >= ranks
+
+
+@pytest.mark.parametrize(("model", "size", "side"), [("resnet18", 224, SIDE), ("resnet20", 32, 32), ("vgg11", 160, SIDE)])
+def test_images_are_the_recipes_or_smaller_ones_that_the_model_takes(model: str, size: int, side: int, tmp_path: Path) -> None:
+    write_images(tmp_path / "train.h5", (256, 256, 3), ["a", "b", "c"])
+    trial = shortened(configured(tmp_path, model=model, size=size), 1).config
+    assert [step.options["size"] for step in (*trial.data.augment, *trial.data.evaluate_augment)] == [side, side]
+    assert (trial.data.synthetic.height, trial.data.synthetic.classes) == (round(256 * side / size), 3)
+
+
+def test_files_that_are_there_are_looked_at(tmp_path: Path) -> None:
+    write_images(tmp_path / "train.h5", (30, 28, 3), ["a", "b"])
+    assert recipe_images(configured(tmp_path)).shape == (30, 28, 3)
+    assert recipe_images(configured(tmp_path)).notes == (f"there is no {tmp_path}/test.h5 yet",)
+    write_images(tmp_path / "test.h5", (30, 28, 3), ["a", "c"])
+    with pytest.raises(DataError):
+        shortened(configured(tmp_path), 1)
+    write_images(tmp_path / "test2.h5", (30, 28, 3), ["a", "b"])
+    with pytest.raises(ShapeError):
+        shortened(configured(tmp_path, f"data.test={tmp_path}/test2.h5", "data.evaluate_augment.0.size=20"), 1)
+
+
+@given(
+    epochs=st.integers(1, 300), warm=st.floats(0, 1), milestones=st.lists(st.floats(0.01, 2), max_size=4, unique=True).map(sorted)
+)
+def test_schedules_keep_their_order(epochs: int, warm: float, milestones: list[float]) -> None:
+    warmup = warm * epochs
+    ends = tuple(warmup + share * epochs for share in milestones)
+    schedule = ScheduleConfig(name="step", warmup_epochs=warmup, milestones_epochs=ends)
+    fewer = min(epochs, EPOCHS)
+    short = short_schedule(schedule, epochs, fewer)
+    made = SCHEDULES.create(
+        short.name, short.options, base_lr=1.0, epochs=fewer, steps_per_epoch=STEPS, warmup_epochs=short.warmup_epochs
+    )
+    assert made.warmup_steps >= (warmup > 0 and fewer < epochs)
+    assert len(short.options["milestones_epochs"]) == len(ends)
+
+
+def test_a_directory_is_removed_and_a_failure_to_do_so_is_told(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    assert remove_run(run) == f"the trial passed; its directory {run} is removed"
+    assert not run.exists()
+    assert "could not be removed (No such file or directory)" in remove_run(run)
+
+
+def test_arguments_of_loaders_fit_the_replica() -> None:
+    replica, on_gpu = (
+        SimpleNamespace(network=SimpleNamespace(image_shape=(8, 8, 3), kernels=SimpleNamespace(arithmetic=arithmetic)))
+        for arithmetic in (SimpleNamespace(on_host=True), SimpleNamespace(on_host=False))
+    )
+    check_shape((8, 8, 3), replica)
+    with pytest.raises(ShapeError, match=r"Images come out as \(8, 9, 3\), but the replica takes \(8, 8, 3\)"):
+        check_shape((8, 9, 3), replica)
+    assert mixing_of(None, 3, replica) is None
+    assert mixing_of({"mixup": 0.2}, 3, replica).mixes
+    assert mixing_of({"mixup": 0.0}, 3, on_gpu) is not None
+    refused = (
+        ({"mixup": -1.0}, replica, "mixup"),
+        ({"blend": 1.0}, replica, "blend"),
+        ({"mixup": 0.2}, on_gpu, "leave mixing out"),
+    )
+    for options, of, words in refused:
+        with pytest.raises(ConfigError, match=words):
+            mixing_of(options, 3, of)

@@ -1,0 +1,631 @@
+"""Planned runs: schedules without ranks, jobs and candidates of planners, costs and memory."""
+
+import json
+import re
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from hpctrain.averaging.collective_schedule import CollectiveSchedule
+from hpctrain.averaging.strategies.blocking import Blocking
+from hpctrain.averaging.strategies.bucketed import Bucketed
+from hpctrain.averaging.strategies.priority import Priority
+from hpctrain.averaging.strategies.sharded import Sharded
+from hpctrain.averaging.strategy import PlannedGroup, Strategy
+from hpctrain.backend.cuda.choose import DEVICE_VARIABLE
+from hpctrain.cli.main import cli
+from hpctrain.comm.grid import ProcessGrid
+from hpctrain.comm.link import LinkModel
+from hpctrain.config.load import load, parse
+from hpctrain.config.schema import Config
+from hpctrain.data import image_file as data_format
+from hpctrain.core.errors import CheckpointError, ConfigError, HpctrainError
+from hpctrain.averaging import averagers
+from hpctrain.experiment import planned_job, planner_costs
+from hpctrain.averaging.averagers import make_strategy
+from hpctrain.experiment.candidate_keys import command_line, overrides, with_candidate, written
+from hpctrain.run.reproducibility import fitting, of_run
+from hpctrain.planner.planned_run import averaging_bytes, group_schedules, prepare
+from hpctrain.config.grid import parallel_plan, splits_parameters
+from hpctrain.experiment.pinned_memory import PlannedPinnedMemory, pinned_memory
+from hpctrain.experiment.planned_job import candidate, job
+from hpctrain.experiment.planned_run import PlannedRun
+from hpctrain.experiment.planner_costs import concurrency, costs, is_here, setting
+from hpctrain.experiment.planner_measurement import measure
+from hpctrain.experiment.planner_search import SearchTask, job_of, space_of
+from hpctrain.planner.configured_search import SimulatedPoint, plot, write_trace
+from hpctrain.models import catalogue
+from hpctrain.nn.parameter import GroupLayout, ParameterSpec
+from hpctrain.optim.base import NormsNeeded
+from hpctrain.optim.optimizers import OPTIMIZERS
+from hpctrain.parallel.groups import GridGroups
+from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
+from hpctrain.parallel.rank_graph import make_network
+from hpctrain.planner.averaging_costs import AveragerChoice
+from hpctrain.planner.group_schedules import group_strategies
+from hpctrain.planner.job import Candidate
+from hpctrain.planner.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
+from hpctrain.planner.measured_costs import update_key
+from hpctrain.planner.operator_times import OperatorTimes, cache_file
+from hpctrain.planner.program_timing_rest import processor_model
+from hpctrain.planner.rate_costs import RateCosts
+from hpctrain.planner.search import search
+from hpctrain.planner.search_space import SearchSpace
+from hpctrain.core.registry import Registry
+from hpctrain.runs.directory import RunDirectory
+from hpctrain.train.replica import Replica
+from hpctrain_testing.virtual.communicator import ThreadCommunicator
+from hpctrain.virtual.run import run_virtual, virtual_engine
+from tests.planner.test_computation_costs import MACHINE
+from tests.support import predictions
+from tests.support.averaging import planned
+from tests.support.emulated import EmulatedDeviceFactory
+
+CONFIG = Path(__file__).parents[2] / "configs" / "imagenet-vgg16.yaml"
+SMALL = ("model={name: vgg11, width: 0.05}", "batch=14", "plan.features.*=domain", "plan.classifier.*=model", "backend=numpy")
+# Sizes of slices follow from the measured link unless they are given.
+STRATEGIES = (
+    "averager={name: sharded, bucket_bytes: 4096}",
+    "averager={name: sharded, bucket_bytes: 4096, fc_exchange: never, window: 2}",
+    "averager={name: bucketed, bucket_bytes: 4096}",
+    "averager={name: priority, slice_parameters: 2000, window: 3}",
+    "averager=overlap",
+)
+
+
+def task_of(*overrides: str, ranks: int) -> PlannedRun:
+    config, _ = load(CONFIG, [*SMALL, *overrides])
+    return prepare(config, ranks, (35, 35, 3), 10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["sgd", "lars"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("rows", "ranks", "per_node"), [(1, 3, None), (2, 4, None), (3, 6, None), (1, 4, 2), (2, 8, 4), (2, 8, 5)]
+)
+def test_planned_schedules_are_those_of_the_ranks(
+    strategy: str, rows: int, ranks: int, per_node: int | None, optimizer: str
+) -> None:
+    task = task_of(strategy, f"optimizer={{name: {optimizer}, lr: 0.1}}", f"grid.rows={rows}", ranks=ranks)
+    found = run_virtual(ranks, lambda comm: agreed(task, comm), ranks_per_node=per_node)
+    planned = group_schedules(task, LinkModel(1e-5, 1e-9), per_node)
+    for row, schedules in found:
+        assert {each.group: (each.schedule, each.order) for each in planned if row in each.split_ranks} == schedules
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_frozen_layers_are_in_no_schedule(rows: int) -> None:
+    frozen = "init.freeze=['features.*', classifier.0]"
+    task = task_of(STRATEGIES[2], f"grid.rows={rows}", frozen, ranks=4)
+    planned = group_schedules(task, LinkModel(1e-5, 1e-9))
+    names = {name for each in planned if each.schedule for piece in each.schedule.slices for name in piece.parameters}
+    assert names == {f"classifier.{place}.{role}" for place in (3, 6) for role in ("weight", "bias")}
+    for row, schedules in run_virtual(4, lambda comm: agreed(task, comm)):
+        assert {each.group: (each.schedule, each.order) for each in planned if row in each.split_ranks} == schedules
+
+
+Agreed = dict[str, tuple[CollectiveSchedule | None, tuple[int, ...] | None]]
+
+
+def agreed(task: PlannedRun, comm: ThreadCommunicator) -> tuple[int, Agreed]:
+    """This rank's row, and by group the schedule that its averager has agreed on, and the order of ranks in it."""
+    config, plan, progress = task.config, task.plan, virtual_engine(comm)
+    groups = GridGroups(ProcessGrid(comm, plan.rows, plan.cols))
+    model = catalogue.build(config.model.name, {"classes": 10, **config.model.options})
+    kernels, dtype = task.kernels, config.dtype
+    network = make_network(
+        model, task.image_shape, kernels, groups=groups, progress=progress, plan=plan, dtype=dtype, frozen=config.init.freeze
+    )
+    replica = Replica(
+        network,
+        groups=groups,
+        progress=progress,
+        strategy=partial(make_strategy, config.averager.name, config.averager.options),
+        optimizer=partial(OPTIMIZERS.create, config.optimizer.name, config.optimizer.options),
+        nominal_batch=config.batch,
+    )
+    replica.agree()
+    levels = {name: strategy.levels for name, strategy in replica.strategies.items()}
+    orders = {name: None if found is None else found.order for name, found in levels.items()}
+    return groups.split_rank, {name: (averager.schedule, orders[name]) for name, averager in replica.averagers.items()}
+
+
+def test_bytes_of_all_ranks_are_those_of_an_allreduce_where_nothing_is_split() -> None:
+    task = task_of("averager=blocking", "plan.features.*=batch", "plan.classifier.*=batch", ranks=5)
+    (group,) = group_schedules(task, LinkModel(0.0, 0.0))
+    assert sum(averaging_bytes(task, [group])) == 4 * 2 * (5 - 1) * group.elements
+
+
+CIFAR = Path(__file__).parents[2] / "configs" / "cifar10-resnet20.yaml"
+
+
+@pytest.mark.parametrize(("optimizer", "norms_needed"), [("{name: sgd, lr: 0.1}", "none"), ("{name: lars, lr: 0.1}", "layer")])
+def test_a_job_is_what_the_configuration_trains(optimizer: str, norms_needed: str) -> None:
+    overrides = ["batch=12", "backend=numpy", f"optimizer={optimizer}", "averager={name: priority, window: 3}", "micro_batches=2"]
+    config, _ = load(CIFAR, overrides)
+    task = prepare(config, 2, (32, 32, 3), 10)
+    training, chosen = job(task), candidate(task)
+    assert (training.model, training.batch, training.dtype, training.image_shape) == ("resnet20", 12, "float32", (32, 32, 3))
+    assert (training.norms_needed, training.momentum) == (norms_needed, 0.9)
+    assert training.kernels is task.kernels
+    assert (chosen.plan, chosen.averager, dict(chosen.options), chosen.micro_batches) == (task.plan, "priority", {"window": 3}, 2)
+    group = PlannedGroup(GroupLayout(training.specs, "float32"), 2)
+    assert isinstance(training.strategy(chosen.averager, chosen.options, group), Priority)
+    with pytest.raises(ConfigError, match="averager"):
+        training.strategy("nobody", {}, group)
+
+
+def test_a_plan_refuses_the_averager_that_a_run_refuses() -> None:
+    """Where it depends on the optimiser, too."""
+    overrides = ["batch=12", "backend=numpy", "averager={name: sparse, momentum_correction: 0.9, two_level: false}"]
+    config, _ = load(CIFAR, [*overrides, "optimizer={name: sgd, lr: 0.1, momentum: 0.0}"])
+    task = prepare(config, 2, (32, 32, 3), 10)
+    assert group_strategies(job(task), candidate(task))
+    of_both = replace(job(task), momentum=0.9)
+    with pytest.raises(ConfigError, match=r"momentum_correction is 0.9, but the optimizer has a momentum of 0.9"):
+        group_strategies(of_both, candidate(task))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "arrays"),
+    [
+        (("optimizer.momentum=0.0",), 0),
+        ((), 1),
+        (("optimizer={name: adamw, lr: 0.1}",), 2),
+        (("optimizer={name: adamw, lr: 0.1}", "ema.decay=0.9"), 3),
+    ],
+)
+def test_a_job_knows_the_state_of_its_optimiser_and_of_its_average(overrides: tuple[str, ...], arrays: int) -> None:
+    config, _ = load(CIFAR, ["batch=12", "backend=numpy", *overrides])
+    assert job(prepare(config, 2, (32, 32, 3), 10)).state_arrays == arrays
+
+
+LINK = Link((LinkSegment(0, 1e-5, 1e-8),))
+SLOW = Machine("slow", 4, 1, 1.0, 1 << 34, LINK, LINK, 1, dict.fromkeys(OperatorClass, OperatorRate(1e10, 1e10, 1e-6)))
+CONFIGS = Path(__file__).parents[2] / "configs"
+CANDIDATES = [
+    Candidate(ParallelPlan(1, 4)),
+    Candidate(ParallelPlan(2, 2, "domain", {"classifier.*": "model"}), "bucketed", {"bucket_bytes": 1 << 20}, 2),
+    Candidate(ParallelPlan(4, 1, "domain", tiles=(2, 2), overlapped=frozenset({"stage2.conv"})), "sharded", {"window": None}),
+    Candidate(ParallelPlan(2, 1, "batch", {"stage*": "domain", "stage2.conv": "batch"}), options={"fc_exchange": "never"}),
+]
+
+
+@pytest.mark.parametrize("number", range(len(CANDIDATES)))
+@pytest.mark.parametrize("name", ["quickstart", "quickstart-grid"])
+def test_every_way_leads_to_the_candidate(name: str, number: int, tmp_path: Path) -> None:
+    candidate, path = CANDIDATES[number], CONFIGS / f"{name}.yaml"
+    before, _ = load(path)
+    config = with_candidate(before, candidate)
+    assert load(path, overrides(candidate))[0] == config
+    assert parse(written(before, candidate, ("Chosen.", "In two lines.")))[0] == config
+    plan = parallel_plan(config, config.grid.cols or 0)
+    assert Candidate(plan, config.averager.name, config.averager.options, config.micro_batches) == candidate
+    untouched = set(Config.model_fields) - {"grid", "plan", "averager", "micro_batches"}
+    assert all(getattr(config, key) == getattr(before, key) for key in untouched)
+
+
+def test_what_a_search_chooses_is_what_a_run_with_its_keys_does() -> None:
+    path = CONFIGS / "quickstart.yaml"
+    changes = ("model={name: small, batch_norm: false, hidden: 512}", "batch=4", "backend=numpy")
+    planned = planned_job.job(prepare(load(path, changes)[0], 2))
+    result = search(planned, SLOW, RateCosts(SLOW), 2, SearchSpace(simulated=3))
+    assert {choice.candidate.plan.rows for choice in result.choices} > {1}
+    for choice in result.choices:
+        config, _ = load(path, [*changes, *overrides(choice.candidate)])
+        assert planned_job.candidate(prepare(config, 2)) == choice.candidate
+
+
+def test_a_shell_takes_the_command_line() -> None:
+    words = overrides(CANDIDATES[1])
+    command = shlex.split(command_line("a file.yaml", words, 4))
+    assert command == ["mpiexec", "-n", "4", "python", "-m", "mpi4py", "-m", "hpctrain", "train", "a file.yaml", *words]
+    assert all("\n" not in word for word in words)
+
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+ELEMENTS = 1 << 20
+
+
+def task(*overrides: str, ranks: int = 2) -> PlannedRun:
+    config, _ = load(QUICKSTART, ("backend=numpy", *overrides))
+    return prepare(config, ranks, (28, 28, 1), 10)
+
+
+def machine(source: str) -> Machine:
+    return replace(MACHINE, sources={"rates.convolution.flops_per_second": source, "nodes": "measured"})
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Machine, PlannedRun, float], None]:
+    """Keeps a time of updates in the cache of this test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def keep(where: Machine, job: PlannedRun, seconds: float) -> None:
+        times = OperatorTimes(setting(where, job), cache_file())
+        times.put(update_key(ELEMENTS), seconds)
+        times.save()
+
+    return keep
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_job_has_the_costs_of_its_dtype_and_of_the_ranks_compute(dtype: str) -> None:
+    job = task(f"dtype={dtype}")
+    item_bytes = {"float32": 4, "float64": 8}[dtype]
+    usual = costs(MACHINE, job)
+    assert usual.update_seconds(ELEMENTS) == pytest.approx(6 * item_bytes * ELEMENTS / 5e9)
+    assert costs(MACHINE, job, compute=2.0).update_seconds(ELEMENTS) == pytest.approx(usual.update_seconds(ELEMENTS) / 2)
+
+
+def test_a_machine_is_here_where_its_rates_were_measured_on_such_a_processor() -> None:
+    assert is_here(machine(f"measured 2026-01-31 on {processor_model()}, 2 ranks"))
+    assert not is_here(machine("measured 2026-01-31 on another processor"))
+    assert not is_here(machine(f"not measured; as of {processor_model()}"))
+    assert not is_here(MACHINE)
+
+
+def test_times_count_where_they_were_measured(cache: Callable[[Machine, PlannedRun, float], None]) -> None:
+    here, elsewhere = machine(f"measured on {processor_model()}"), machine("measured on another processor")
+    job = task()
+    assert costs(here, job).measured_share() == 0.0  # nothing is known yet
+    cache(here, job, 0.125)
+    known = costs(here, job)
+    assert (known.update_seconds(ELEMENTS), known.measured_share()) == (0.125, 1.0)
+    assert costs(here, job, compute=2.0).update_seconds(ELEMENTS) == 0.0625
+    assert costs(elsewhere, job).update_seconds(ELEMENTS) != 0.125
+    assert costs(here, task("threads=2")).update_seconds(ELEMENTS) != 0.125
+    assert costs(here, task(ranks=1)).update_seconds(ELEMENTS) != 0.125
+
+
+def test_as_many_ranks_compute_at_the_same_time_as_a_node_has_of_the_job() -> None:
+    assert [concurrency(MACHINE, ranks) for ranks in (1, 2, 4)] == [1, 2, 2]
+
+
+def measured_task(source: str) -> SearchTask:
+    config, _ = load(QUICKSTART, ("backend=numpy", "model.width=0.25", "batch=4"))
+    machine = replace(MACHINE, sources={"rates.memory.bytes_per_second": source})
+    return SearchTask(config, 2, machine, image=(28, 28, 1), classes=10)
+
+
+def test_another_machine_cannot_be_measured_here() -> None:
+    with pytest.raises(ConfigError, match="but machine test was not measured on it"):
+        measure(measured_task("measured on another processor"), [Candidate(ParallelPlan(1, 2))], 1.0)
+
+
+@pytest.mark.job
+@pytest.mark.slow
+def test_both_ranks_of_a_node_measure_and_one_keeps_the_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    here = measured_task(f"measured on {processor_model()}")
+    candidates = [Candidate(ParallelPlan(1, 2)), Candidate(ParallelPlan(2, 1, "domain"))]
+    coverage = measure(here, candidates, 30.0)
+    assert coverage.programs >= 2
+    assert coverage.left == 0
+    times = OperatorTimes(planner_costs.setting(here.machine, job_of(here)), cache_file())
+    assert times.setting.concurrency == 2
+    assert len(times) > 10
+    again = measure(here, candidates, 30.0)
+    assert again.programs == 0  # all is known
+
+
+GRID = Path(__file__).parents[2] / "configs" / "quickstart-grid.yaml"
+IMAGE = (28, 28, 1)
+
+
+def grid_task(*overrides: str, ranks: int = 4, keep: tuple[str, ...] = ()) -> SearchTask:
+    config, _ = load(GRID, ("backend=numpy", *overrides))
+    return SearchTask(config, ranks, MACHINE, keep=keep, image=IMAGE, classes=10)
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 7, 12, 1000])
+def test_the_job_does_not_depend_on_the_configured_grid(ranks: int) -> None:
+    """Neither a grid of two rows on 3 ranks nor fewer samples than ranks are in its way."""
+    job = job_of(grid_task("batch=8", ranks=ranks))
+    assert (job.plan.rows * job.plan.cols, job.image_shape) == (ranks, IMAGE)
+    assert len(job.specs) == len(job_of(grid_task("batch=8", ranks=1)).specs)
+
+
+def test_nothing_is_fixed_but_what_is_kept() -> None:
+    free = grid_task("averager=bucketed", "micro_batches=2")
+    space = space_of(free, job_of(free))
+    assert (space.fixed_grid, space.fixed_plan, space.fixed_averager, space.fixed_micro_batches) == (None, None, None, None)
+    kept = grid_task(
+        "averager={name: bucketed, bucket_bytes: 4096}", "micro_batches=2", keep=("grid", "plan", "averager", "micro_batches")
+    )
+    space = space_of(kept, job_of(kept))
+    assert space.fixed_grid == (2, 2)
+    assert (space.fixed_averager, space.fixed_micro_batches) == (AveragerChoice("bucketed", {"bucket_bytes": 4096}), 2)
+    assert space.fixed_plan is not None
+    assert space.fixed_plan.use_of("stage1.conv") is Parallelism.DOMAIN
+
+
+@pytest.mark.parametrize(("keep", "grid"), [((), (1, 4)), (("grid",), (2, 2))])
+def test_on_devices_one_row_is_searched_unless_a_grid_is_kept(
+    keep: tuple[str, ...], grid: tuple[int, int], emulated_device: EmulatedDeviceFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(DEVICE_VARIABLE, "emulated")
+    kept = grid_task("backend=cuda", keep=keep)
+    assert space_of(kept, job_of(kept)).fixed_grid == grid
+
+
+@pytest.mark.parametrize(("ranks", "words"), [(3, "nearest legal grid"), (5, "nearest legal grid")])
+def test_a_kept_grid_must_be_one_of_the_ranks(ranks: int, words: str) -> None:
+    kept = grid_task(ranks=ranks, keep=("grid",))
+    with pytest.raises(HpctrainError, match=words):
+        space_of(kept, job_of(kept))
+
+
+CUDA_CONFIG = """
+{backend: cuda, model: {name: small, channels: [4, 6], hidden: 9}, data: {train: train.h5}, batch: 12, epochs: 1,
+ optimizer: {name: sgd, lr: 0.1}, schedule: constant}
+"""
+
+
+@pytest.fixture
+def emulated_gpu(emulated_device: EmulatedDeviceFactory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(DEVICE_VARIABLE, "emulated")
+    monkeypatch.chdir(tmp_path)
+
+
+def _planned(*overrides: str, ranks: int = 2, per_node: int | None = None) -> PlannedPinnedMemory | None:
+    config, _ = parse(CUDA_CONFIG, overrides=overrides)
+    task = prepare(config, ranks)
+    return pinned_memory(task, group_schedules(task, LinkModel(1e-5, 1e-9), per_node))
+
+
+def _write(count: int) -> None:
+    images = np.zeros((count, 9, 8, 1), np.uint8)
+    data_format.write(Path("train.h5"), count, (9, 8, 1), ["a", "b"], [(images, np.zeros(count, np.int64))])
+
+
+@pytest.mark.usefixtures("emulated_gpu")
+def test_without_data_files_images_are_not_known() -> None:
+    planned = _planned()
+    assert planned.images is None
+    assert planned.messages is not None
+
+
+@pytest.mark.usefixtures("emulated_gpu")
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "per_node"),
+    [
+        (("averager=lazy",), 2, None),
+        (("averager=sparse",), 4, 2),
+        (("averager=sharded",), 4, 2),
+        (("transport=mpi",), 2, None),
+        (("transport=nccl",), 2, None),
+    ],
+)
+def test_what_depends_on_the_steps_is_not_told(overrides: tuple[str, ...], ranks: int, per_node: int | None) -> None:
+    _write(24)
+    planned = _planned(*overrides, ranks=ranks, per_node=per_node)
+    assert planned.messages is None
+    assert planned.images is not None
+
+
+@pytest.mark.usefixtures("emulated_gpu")
+def test_a_batch_is_no_larger_than_its_file() -> None:
+    found = []
+    for count in (24, 12, 7):
+        _write(count)
+        planned = _planned()
+        found.append(planned.images)
+    full, same, less = found
+    assert full == same
+    assert less[0] < full[0]
+    assert less[1] < less[0]
+
+
+@pytest.mark.usefixtures("emulated_gpu")
+def test_a_host_pins_nothing() -> None:
+    assert _planned("backend=numpy") is None
+
+
+def points(averager: str = "sharded", seconds: tuple[float, ...] = (0.5, 0.6, 0.9), batch: int = 32) -> list[SimulatedPoint]:
+    """Weak scaling over 1, 2 and 4 ranks."""
+    return [
+        SimulatedPoint(averager, 2**k, batch * 2**k, (1, 2**k), predictions.prediction(value, 0.1 * k))
+        for k, value in enumerate(seconds)
+    ]
+
+
+def test_efficiency_is_that_of_bench_scaling() -> None:
+    weak = points()
+    assert [point.efficiency(weak[0]) for point in weak] == pytest.approx([1.0, 0.5 / 0.6, 0.5 / 0.9])
+    strong = [
+        SimulatedPoint("a", ranks, 64, (1, ranks), predictions.prediction(seconds)) for ranks, seconds in ((2, 0.4), (8, 0.2))
+    ]
+    assert strong[1].efficiency(strong[0]) == pytest.approx(2 * 0.4 / (8 * 0.2))
+
+
+def test_facts_are_plain_and_whole() -> None:
+    base, point = points()[:2]
+    facts = json.loads(json.dumps(point.facts(base)))
+    assert (facts["efficiency"], facts["images_per_second"]) == (pytest.approx(0.5 / 0.6), pytest.approx(64 / 0.6))
+    assert (facts["ranks"], facts["grid"], facts["exposed_seconds"]) == (2, [1, 2], pytest.approx(0.1))
+
+
+def test_the_trace_begins_at_0_and_says_that_it_is_simulated(tmp_path: Path) -> None:
+    path = write_trace(tmp_path / "trace.json", points()[-1], "simulated: small on a machine")
+    content = json.loads(path.read_text())
+    assert content["otherData"] == {
+        "simulated": True,
+        "title": "simulated: small on a machine",
+        "averager": "sharded",
+        "ranks": 4,
+    }
+    names = [event["args"]["name"] for event in content["traceEvents"] if event["name"] == "process_name"]
+    assert names == ["simulated: first split rank", "simulated: second split rank"]
+    times = [event["ts"] for event in content["traceEvents"] if event["ph"] != "M"]
+    assert (min(times), max(times)) == (0.0, pytest.approx(4001.0))
+
+
+def test_curves_are_a_picture_of_their_own(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = plot(tmp_path / "curves.png", [*points(), *points("blocking", (0.5, 0.8, 1.4))], "simulated: small")
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_there_is_no_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert plot(tmp_path / "curves.png", points(), "simulated: small") is None
+    assert not list(tmp_path.iterdir())
+
+
+def _strategy(kind: type[Strategy], size: int = 5, norms_needed: NormsNeeded = NormsNeeded.NONE, **options: object) -> Strategy:
+    layout = GroupLayout({"a.weight": ParameterSpec((size, 3), lambda random, shape: np.zeros(shape))}, "float32")
+    return planned(kind, layout, norms_needed=norms_needed, **options)
+
+
+def _schedule(strategy: Strategy) -> CollectiveSchedule:
+    schedule = strategy.plan(None)
+    assert schedule is not None
+    return schedule
+
+
+STORED = {"all": _schedule(_strategy(Sharded))}
+
+
+def test_a_schedule_that_fits_is_used() -> None:
+    again = _strategy(Sharded)
+    assert again.accepts(STORED["all"])
+    assert fitting("runs/a", "all", STORED, again) == STORED["all"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "words"),
+    [
+        (_strategy(Bucketed), "was made for 'sharded"),
+        (_strategy(Sharded, sizes="measured"), "sizes measured"),
+        (_strategy(Sharded, size=6), "the same averager, options and model"),
+        (_strategy(Sharded, norms_needed=NormsNeeded.GLOBAL), "an optimizer that needs no norms"),
+        (_strategy(Blocking), "The averager has no schedule"),
+    ],
+    ids=["averager", "option", "model", "optimizer", "none"],
+)
+def test_what_does_not_fit_is_refused(strategy: Strategy, words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)) as caught:
+        fitting("runs/a", "all", STORED, strategy)
+    assert str(caught.value).endswith("leave --schedule-from out.")
+
+
+def test_other_ranks_and_other_groups_are_refused() -> None:
+    on_three = CollectiveSchedule(STORED["all"].request, 3, STORED["all"].slices, STORED["all"].operations)
+    with pytest.raises(ConfigError, match="one of 3 ranks, but here are 1"):
+        fitting("runs/a", "all", {"all": on_three}, _strategy(Sharded))
+    with pytest.raises(ConfigError, match="has schedules of all, but this run needs one of model-row1"):
+        fitting("runs/a", "model-row1", STORED, _strategy(Sharded))
+
+
+def test_schedules_of_a_run_directory(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "tiny", config="", versions={}, git={})
+    with pytest.raises(CheckpointError, match="holds no schedule"):
+        of_run(str(run.path))
+    run.write_schedule("all", STORED["all"].to_json())
+    run.write_schedule("model-row1", STORED["all"].to_json())
+    assert of_run(str(run.path)) == {"all": STORED["all"], "model-row1": STORED["all"]}
+    with pytest.raises(CheckpointError, match="no run directory"):
+        of_run(str(tmp_path / "nothing"))
+
+
+TWO_ROWS = ("model={name: vgg11, width: 0.05}", "batch=14", "backend=numpy", "grid.rows=2", "grid.cols=1")
+SPLIT = ("plan.classifier.*=model",)
+WHOLE = ("plan.features.*=domain",)
+NORMS = {"lars": "optimizer={name: lars, lr: 0.1}", "clipping": "optimizer={name: sgd, lr: 0.1, clip_norm: 1.0}"}
+NO_NORMS = "optimizer={name: sgd, lr: 0.1}"
+SENTENCE = (
+    "The averager plain adds up no norms (its class does not set adds_norms), which optimizer.clip_norm and lars need; leave "
+    "clip_norm out and use sgd, or use another averager."
+)
+#: a strategy of somebody's own that has never heard of norms
+PLAIN_STRATEGY = """
+from hpctrain.averaging.base import GradientAverager
+from hpctrain.averaging.strategy import Strategy
+
+class PlainAverager(GradientAverager):
+    def begin_step(self, lr, counts=None): ...
+    def grad_ready(self, parameter): ...
+    def end_backward(self): ...
+    def before_forward(self, parameters): ...
+    def drain(self): ...
+
+class Plain(Strategy):
+    def __init__(self, group, *, pieces: int = 1) -> None:
+        super().__init__(group)
+
+    def averager(self, setup, agreement):
+        return PlainAverager(setup)
+"""
+
+
+@pytest.fixture
+def plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    """Overrides for a strategy that adds up no norms."""
+    package = tmp_path / "own_strategies"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "plain.py").write_text(PLAIN_STRATEGY)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(averagers, "AVERAGERS", Registry("own_strategies", "averager", Strategy))
+    return (*TWO_ROWS, "averager=plain")
+
+
+def _command(*words: str) -> Callable[..., None]:
+    """A command of the configuration, whose refusal is raised."""
+
+    def run(*overrides: str) -> None:
+        image = () if words[0] == "config" else ("--image", "35", "35", "3", "--classes", "9")
+        result = CliRunner().invoke(cli, [*words, str(CONFIG), *overrides, *image])
+        if result.exit_code:
+            assert (result.exit_code, result.stdout) == (2, ""), result.output
+            raise ConfigError(result.stderr)
+
+    return run
+
+
+def _schedules(*overrides: str) -> None:
+    """The plan itself, without the command's checks before it."""
+    config, _ = load(CONFIG, overrides)
+    group_schedules(prepare(config, 2, (35, 35, 3), 9), LinkModel(1e-5, 1e-9))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("use", [_command("config", "check"), _command("plan", "show"), _command("plan", "schedule"), _schedules])
+def test_norms_that_nobody_adds_up_are_refused_in_one_sentence_everywhere(
+    plain: tuple[str, ...], use: Callable[..., None]
+) -> None:
+    for norms in NORMS.values():
+        for layers in (SPLIT, WHOLE, (*SPLIT, "grid.rows=1", "grid.cols=2")):
+            with pytest.raises(ConfigError) as caught:
+                use(*plain, norms, *layers)
+            assert str(caught.value).strip().endswith(SENTENCE)
+            assert len(str(caught.value).strip().splitlines()) == 1
+    for layers in (SPLIT, WHOLE):
+        use(*plain, NO_NORMS, *layers)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "split"),
+    [
+        (SPLIT, True),
+        (WHOLE, False),
+        (("plan.default=model",), True),
+        (("plan.default=model", "grid.rows=1"), False),
+        (("plan.features.*=model", "plan.features.*=batch"), False),
+        (("plan.features.1=model",), False),  # a ReLU
+        ((*SPLIT, "model.width=-1"), False),  # a fault of its own
+        ((*SPLIT, "grid.tiles=[3, 2]"), False),
+    ],
+)
+def test_it_is_known_before_a_run_whether_parameters_are_split(overrides: tuple[str, ...], split: bool) -> None:
+    config, _ = load(CONFIG, [*TWO_ROWS, *overrides])
+    assert splits_parameters(config) is split

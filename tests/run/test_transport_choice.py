@@ -1,0 +1,175 @@
+"""Runs on devices: the choice of a transport on all ranks, and a faulty job."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpctrain.backend.cuda import choose
+from hpctrain.backend.host_arithmetic import HostArithmetic
+from hpctrain.comm import device_probe
+from hpctrain.comm.device_probe import AWARE, UNAWARE, UNTRIED
+from hpctrain.config.schema import Config
+from hpctrain.core.errors import BackendError, ConfigError
+from hpctrain.experiment.device_faults import device_faults
+from hpctrain.experiment.transport import chosen, tried
+from hpctrain.launch.launcher import Launcher
+from hpctrain_testing.virtual.communicator import ThreadCommunicator
+from hpctrain.virtual.run import run_virtual
+from tests.support.emulated import EmulatedDeviceFactory
+from tests.support.faults import DEADLINE_SECONDS, FAULTS, findings, is_named, prepare, run_fault
+
+STAGED = "transport staged: through the host's memory, as every MPI can"
+
+
+def _config(**keys: Any) -> Config:
+    return Config.model_validate(
+        {"model": "small", "data": {"train": "t.h5"}, "batch": 8, "epochs": 1, "optimizer": {"name": "sgd", "lr": 0.1}}
+        | {"schedule": "constant", "output": "runs", "backend": "cuda", **keys}
+    )
+
+
+class _Messages:
+    def __init__(self, identity: str, fault: str | None = None) -> None:
+        self.identity, self._fault = identity, fault
+
+    def group_fault(self) -> str | None:
+        return self._fault
+
+
+class _Arithmetic:
+    def __init__(self, messages: _Messages) -> None:
+        self._messages = messages
+
+    def messages(self) -> _Messages:
+        return self._messages
+
+
+def _choices(wanted: str, found: Sequence[str | None], identities: Sequence[str] = "abc", fault: str | None = None) -> list[Any]:
+    """The choice of each rank: the way and its line, or the error."""
+
+    def program(comm: ThreadCommunicator) -> Any:
+        arithmetic: Any = _Arithmetic(_Messages(identities[comm.rank], fault if comm.rank else None))
+        try:
+            return chosen(_config(transport=wanted), comm, arithmetic, found[comm.rank])
+        except BackendError as error:
+            return str(error)
+
+    return run_virtual(len(found), program)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found", "expected"),
+    [
+        ("auto", (None, None), ("staged", (STAGED,))),
+        ("auto", (UNTRIED, None), ("staged", (STAGED,))),
+        (
+            "auto",
+            (AWARE, None, AWARE),
+            ("mpi", ("transport mpi: a trial has shown that MPI takes messages from a GPU's memory (not yet run between GPUs)",)),
+        ),
+        (
+            "auto",
+            (AWARE, f"{UNAWARE}: Segmentation fault."),
+            ("staged", (f"{STAGED}; from a GPU's own this one takes none: Segmentation fault",)),
+        ),
+        (
+            "auto",
+            ("abort\nGTL is not linked", None),
+            ("staged", (f"{STAGED}; from a GPU's own this one takes none: GTL is not linked",)),
+        ),
+        ("staged", (AWARE, AWARE), ("staged", (STAGED,))),
+        ("mpi", (None, None), ("mpi", ("transport mpi: as the configuration says (not yet run between GPUs)",))),
+        (
+            "mpi",
+            (AWARE, None),
+            ("mpi", ("transport mpi: as the configuration says, and a trial has shown that MPI can (not yet run between GPUs)",)),
+        ),
+        (
+            "mpi",
+            (None, f"{UNAWARE}: no driver"),
+            "transport is mpi, but MPI takes no messages from a GPU's memory (no driver); set it to staged.",
+        ),
+        ("nccl", (None, None, None), ("nccl", ("transport nccl: as the configuration says (not yet run between GPUs)",))),
+    ],
+)
+def test_the_choice_is_that_of_all_ranks(wanted: str, found: Sequence[str | None], expected: Any) -> None:
+    assert _choices(wanted, found) == [expected] * len(found)
+
+
+def test_nccl_needs_a_gpu_for_each_rank_and_a_library() -> None:
+    shared = "transport is nccl, but ranks 0 and 2 share a GPU, and NCCL takes one rank on each; set transport to auto or staged."
+    assert _choices("nccl", (None,) * 3, "aba") == [shared] * 3
+    missing = "transport is nccl, but on rank 1 CuPy finds no NCCL; set transport to auto or staged."
+    assert _choices("nccl", (None,) * 3, fault="CuPy finds no NCCL") == [missing] * 3
+
+
+def test_where_nothing_travels_there_is_nothing_to_say() -> None:
+    assert _choices("nccl", (None,)) == [("staged", ())]
+
+
+def test_on_the_host_there_is_nothing_to_choose() -> None:
+    def program(comm: ThreadCommunicator) -> None:
+        assert chosen(_config(backend="auto"), comm, HostArithmetic(), None) == ("staged", ())
+        with pytest.raises(
+            ConfigError, match=r'^transport is nccl, which is a way between GPUs; set it to auto, or backend to "cuda"\.$'
+        ):
+            chosen(_config(backend="auto", transport="nccl"), comm, HostArithmetic(), None)
+
+    run_virtual(2, program)
+
+
+def test_a_trial_is_made_where_it_matters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_probe, "trial", lambda: AWARE)
+    monkeypatch.setattr(choose, "cupy_is_installed", lambda: True)
+    monkeypatch.delenv(choose.DEVICE_VARIABLE, raising=False)
+    launcher = Launcher("Slurm srun", 4, 0, 2, 0)
+    assert (tried(_config(), launcher), tried(_config(backend="auto", transport="mpi"), launcher)) == (AWARE, AWARE)
+    for config in (None, _config(backend="onednn"), _config(transport="staged"), _config(transport="nccl")):
+        assert tried(config, launcher) is None
+    for other in (Launcher("none"), Launcher("Slurm srun", 1, 0, 1, 0), Launcher("Slurm srun", 4, 1, 2, 1)):
+        assert tried(_config(), other) is None
+    monkeypatch.setenv(choose.DEVICE_VARIABLE, "emulated")
+    assert tried(_config(), launcher) is None
+    monkeypatch.delenv(choose.DEVICE_VARIABLE)
+    monkeypatch.setattr(choose, "cupy_is_installed", lambda: False)
+    assert tried(_config(), launcher) is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"backend": "onednn", "transport": "staged"}, "transport is staged, which is a way between GPUs; set it to auto"),
+        ({"transport": "nccl", "averager": "sparse"}, "transport is nccl, but averager sparse chooses on the host what travels"),
+        ({"transport": "nccl", "on_lost_rank": "shrink"}, "transport is nccl, whose operations do not end when a rank is lost"),
+    ],
+)
+def test_refusals(keys: dict[str, Any], sentence: str) -> None:
+    ((path, found),) = device_faults(_config(**keys))
+    assert path == ("transport",)
+    assert found.startswith(sentence)
+    assert list(device_faults(_config(**{**keys, "transport": "auto"}))) == []
+
+
+#: one of each kind; `benchmarks/faults.py --device` runs all
+NAMES = (
+    *("a skipped step", "operations in another order", "a wrong count", "a wrong dtype", "an exception", "os._exit(0)"),
+    *("SIGKILL", "SIGSTOP", "a rank that is too slow", "a number that is not finite", "a flipped bit of a parameter"),
+    "a flipped bit of the optimizer's state, which its owner holds",
+)
+_START_SECONDS = 40.0  # on a loaded machine
+
+
+@pytest.mark.job
+@pytest.mark.slow
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_faulty_job_ends_and_the_rank_is_named(tmp_path: Path, emulated_device: EmulatedDeviceFactory, name: str) -> None:
+    [fault] = [fault for fault in FAULTS if fault.name == name]
+    prepare(tmp_path)
+    outcome = run_fault(fault, tmp_path, timeout_seconds=90, device="emulated:7")
+    assert outcome.code != 0, outcome.output
+    assert outcome.seconds < DEADLINE_SECONDS + _START_SECONDS
+    assert "kernels cuda on emulated" in outcome.output
+    assert is_named(fault, outcome, findings(tmp_path)), outcome.output
