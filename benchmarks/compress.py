@@ -19,11 +19,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.pairs import Interval, interval, ratio
+from hpctrain.averaging.sixteen_bits import Cast16
+from hpctrain.averaging.top_k import ErrorFeedback, Selection, TopK, kept_at
 from hpctrain.bench.machine import machine
-from hpctrain.compress.cast16 import Cast16
-from hpctrain.compress.error_feedback import ErrorFeedback
-from hpctrain.compress.selection import Selection
-from hpctrain.averaging.top_k import TopK, kept_at
 from hpctrain.storage.atomic_write import write_json
 
 BASE = "np.abs(x).sum()"

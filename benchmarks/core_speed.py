@@ -12,8 +12,8 @@ from typing import Any
 
 from benchmarks.planner_jobs import configuration, made_up_samples, started
 from benchmarks.planner_points import NETWORKS, Point
-from hpctrain.comm.single import SingleCommunicator
-from hpctrain.data.arrays import ArrayLoader
+from hpctrain.comm.base import SingleCommunicator
+from hpctrain.data.loader import ArrayLoader
 from hpctrain.data.sampler import Sampler
 
 _LR = 1e-4

@@ -20,24 +20,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpctrain.cli.loading import load_config
-from hpctrain.comm.single import SingleCommunicator
-from hpctrain.config.dump import dump
-from hpctrain.config.schema import Config
-from hpctrain.data.loader import Batch, Loader
-from hpctrain.core.errors import ConfigError
-from hpctrain.job.automatic_choice import Resolved
-from hpctrain.run.build import Parts, build
-from hpctrain.experiment.initial_weights import start_from_weights
+from hpctrain.cli.arguments import load_config
+from hpctrain.comm.base import SingleCommunicator
+from hpctrain.config.load import dump
 from hpctrain.config.options import filled
+from hpctrain.config.schema import Config
+from hpctrain.core.errors import ConfigError
+from hpctrain.data.loader import Batch, Loader
+from hpctrain.job.automatic_choice import Resolved
 from hpctrain.job.session import Session
 from hpctrain.launch.launcher import Launcher
 from hpctrain.launch.threads import ThreadPlan
-from hpctrain.models.interchange import export
+from hpctrain.models.state_dict import export
+from hpctrain.run.build import TrainingSetup, build, start_from_weights
 from tests.support import torchvision_models
 
 
-def prepare(file: Path, overrides: Sequence[str]) -> tuple[Config, Parts]:
+def prepare(file: Path, overrides: Sequence[str]) -> tuple[Config, TrainingSetup]:
     """The configuration, and our loaders, schedule and replica with its initial weights, in a job of one process.
 
     Raises:
@@ -72,7 +71,7 @@ def check(config: Config) -> None:
         raise ConfigError(f"torchvision has no {config.model.name}; it has {', '.join(torchvision_models.NAMES)}.")
 
 
-def torch_model(config: Config, parts: Parts) -> Any:
+def torch_model(config: Config, parts: TrainingSetup) -> Any:
     """torchvision's model with the weights and statistics of the replica."""
     network = parts.replica.network
     model = torchvision_models.module(config.model.name, len(parts.data.class_names), seed=0)
@@ -99,7 +98,7 @@ def tensors(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.from_numpy(batch.x).permute(0, 3, 1, 2), torch.from_numpy(batch.y)
 
 
-def train(config: Config, parts: Parts, model: Any) -> Iterator[dict[str, Any]]:
+def train(config: Config, parts: TrainingSetup, model: Any) -> Iterator[dict[str, Any]]:
     """Records of epochs and evaluations, in the form of a run's metrics."""
     optimizer = torch_optimizer(config, model)
     loss = torch.nn.CrossEntropyLoss(label_smoothing=config.loss.label_smoothing)

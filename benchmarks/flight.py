@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.bench.machine import machine
+from hpctrain.flight.autopsy import records_in
 from hpctrain.flight.heartbeat import Heartbeat
 from hpctrain.flight.recorder import FlightRecorder
-from hpctrain.flight.report import records_in
-from hpctrain.storage.atomic_write import write_json
 from hpctrain.runs.directory import RunDirectory
+from hpctrain.storage.atomic_write import write_json
 from tests.support.jobs import run_job
 
 OUT = Path(__file__).resolve().parent / "results" / "flight.json"

@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from benchmarks.gpu.convolutions import convolutions, random_convolutions
-from hpctrain.backend.cuda.cudnn_graphs import describe, library
-from hpctrain.backend.cuda.libraries import WORKSPACE_LIMIT_BYTES, CudnnPlans
 from hpctrain.backend.cuda.device import ConvolutionKey, Precision
+from hpctrain.backend.cuda.libraries import WORKSPACE_LIMIT_BYTES, CudnnPlans, describe, library
 from hpctrain.core.errors import BackendError
 from hpctrain.models import catalogue
 from hpctrain.storage.atomic_write import write_text

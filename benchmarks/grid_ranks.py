@@ -21,7 +21,7 @@ from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.averaging.strategies.sharded import Sharded
 from hpctrain.backend.choice import make_backend
 from hpctrain.comm import mpi
-from hpctrain.comm.grid import ProcessGrid
+from hpctrain.comm.groups import ProcessGrid
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.data.loader import Batch
 from hpctrain.models import catalogue

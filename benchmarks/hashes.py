@@ -24,8 +24,8 @@ import numpy as np
 from benchmarks.checks import MODELS, task_of
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.bench.machine import machine
+from hpctrain.comm.base import SingleCommunicator
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.comm.single import SingleCommunicator
 from hpctrain.storage.atomic_write import write_json
 from hpctrain.train.state_hashes import StateHashes
 from hpctrain.train.weight_watch import CheckCadence

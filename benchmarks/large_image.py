@@ -23,20 +23,14 @@ import numpy as np
 
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.backend.choice import make_backend
-from hpctrain.comm.base import Communicator
-from hpctrain.comm.grid import ProcessGrid
+from hpctrain.comm.base import Communicator, SingleCommunicator
+from hpctrain.comm.groups import ProcessGrid
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.comm.single import SingleCommunicator
-from hpctrain.data.arrays import ArrayLoader
-from hpctrain.data.loader import Batch
+from hpctrain.data.loader import ArrayLoader, Batch
 from hpctrain.data.sampler import Sampler
-from hpctrain.launch.process_memory import resident_bytes
+from hpctrain.launch.control_groups import resident_bytes
 from hpctrain.models.families import vgg
-from hpctrain.nn.layers import Layer
-from hpctrain.nn.layers_parts.adaptive_average_pool import AdaptiveAveragePool
-from hpctrain.nn.layers_parts.flatten import Flatten
-from hpctrain.nn.layers_parts.linear import Linear
-from hpctrain.nn.layers_parts.sequential import Sequential
+from hpctrain.nn.layers import AdaptiveAveragePool, Flatten, Layer, Linear, Sequential
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan

@@ -17,9 +17,9 @@ import numpy as np
 
 from benchmarks.overlap_rounds import mean_over_ranks, rounds
 from benchmarks.process import cpu_seconds
-from hpctrain.averaging.norm_groups import covered_slices
+from hpctrain.averaging.base import PlannedGroup
+from hpctrain.averaging.collective_schedule import covered_slices
 from hpctrain.averaging.strategies.sharded import Sharded, ShardedOptions
-from hpctrain.averaging.strategy import PlannedGroup
 from hpctrain.backend.choice import make_backend
 from hpctrain.backend.graph import GraphBuilder
 from hpctrain.backend.specs import TensorSpec

@@ -27,8 +27,8 @@ from typing import Any
 from benchmarks.lab import Lab, LabError, missing, take_down_at_termination
 from benchmarks.overlap_report import SHARED_MEMORY, markdown, plot, report
 from benchmarks.shapes import SHAPES, Shape
-from hpctrain.bench.machine import machine
 from hpctrain.averaging.averagers import AVERAGERS
+from hpctrain.bench.machine import machine
 from hpctrain.storage.atomic_write import write_json
 from tests.support.jobs import clean_environment, find_mpiexec
 

@@ -20,16 +20,15 @@ import numpy as np
 from benchmarks.overlap_rounds import Measured, Turns, mean_over_ranks, rounds, say_and_wait
 from benchmarks.process import be_nice, cpu_seconds, sent_bytes
 from benchmarks.shapes import Shape, made_up_batch
+from hpctrain.averaging.averagers import make_strategy
 from hpctrain.backend.choice import make_backend
 from hpctrain.backend.specs import LinearSpec
 from hpctrain.comm import mpi, progress_mode
 from hpctrain.comm.base import Communicator
-from hpctrain.comm.grid import ProcessGrid
+from hpctrain.comm.groups import ProcessGrid, levels, node_numbers
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.progress_mode import ProgressMode
-from hpctrain.comm.groups import levels, node_numbers
 from hpctrain.data.loader import Place
-from hpctrain.averaging.averagers import make_strategy
 from hpctrain.models import catalogue
 from hpctrain.nn.network import Network
 from hpctrain.optim.optimizers.sgd import Sgd

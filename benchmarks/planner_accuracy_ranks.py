@@ -27,7 +27,7 @@ from hpctrain.comm import mpi, progress_mode
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.progress_mode import ProgressMode
-from hpctrain.launch.process_memory import peak_resident_bytes
+from hpctrain.launch.control_groups import peak_resident_bytes
 from hpctrain.storage.atomic_write import write_json
 from hpctrain.trace.time_table import merge, tabulate
 from hpctrain.trace.tracer import Category

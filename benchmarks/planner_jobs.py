@@ -10,16 +10,14 @@ from benchmarks.planner_points import AVERAGERS, NETWORKS, Point
 from hpctrain.backend.choice import make_backend
 from hpctrain.comm.base import Communicator
 from hpctrain.config.schema import Config
-from hpctrain.data.arrays import ArrayLoader
-from hpctrain.data.loader import Batch, Place
+from hpctrain.data.loader import ArrayLoader, Batch, Place
 from hpctrain.data.sampler import Sampler
 from hpctrain.job.automatic_choice import Resolved
-from hpctrain.run.build import build_replica
-from hpctrain.planner.planned_run import prepare
-from hpctrain.experiment.planned_run import PlannedRun
 from hpctrain.job.session import Session
 from hpctrain.launch.launcher import detect
 from hpctrain.launch.threads import set_threads
+from hpctrain.planner.planned_run import PlannedRun, prepare
+from hpctrain.run.build import build_replica
 from hpctrain.train.replica import Replica
 
 

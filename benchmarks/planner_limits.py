@@ -19,11 +19,11 @@ for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):  # before NumPy is
 
 from benchmarks.planner_scaling import job_of  # noqa: E402
 from benchmarks.process import cpu_seconds  # noqa: E402
-from hpctrain.launch.process_memory import peak_resident_bytes  # noqa: E402
+from hpctrain.launch.control_groups import peak_resident_bytes  # noqa: E402
 from hpctrain.planner import machine_file  # noqa: E402
-from hpctrain.planner.predict import predict  # noqa: E402
-from hpctrain.planner.rate_costs import RateCosts  # noqa: E402
+from hpctrain.planner.compute_costs import RateCosts  # noqa: E402
 from hpctrain.planner.search import search  # noqa: E402
+from hpctrain.planner.step_program import predict  # noqa: E402
 
 _T = TypeVar("_T")
 

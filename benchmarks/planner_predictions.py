@@ -13,16 +13,15 @@ from benchmarks.quiet import QuietCores
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.progress_mode import ProgressMode
-from hpctrain.experiment import planned_job
-from hpctrain.planner.measurement import run_calibration
-from hpctrain.experiment.planned_run import PlannedRun
+from hpctrain.planner import planned_run as planned_job
+from hpctrain.planner.compute_costs import MeasuredCosts, RateCosts
 from hpctrain.planner.machine import Machine
-from hpctrain.planner.measured_costs import MeasuredCosts
+from hpctrain.planner.measurement import run_calibration
 from hpctrain.planner.operator_times import OperatorTimes
-from hpctrain.planner.predict import predict
-from hpctrain.planner.prediction import Prediction, SimulationOptions
-from hpctrain.planner.program_timing_rest import ensure_measured, setting_here
-from hpctrain.planner.rate_costs import RateCosts
+from hpctrain.planner.planned_run import PlannedRun
+from hpctrain.planner.program_timing import ensure_measured, setting_here
+from hpctrain.planner.step_program import predict
+from hpctrain.planner.tasks import Prediction, SimulationOptions
 
 _CALIBRATION_SECONDS = 45.0
 _QUIET_SECONDS = 1.0  # that a step waits for a quiet moment at most

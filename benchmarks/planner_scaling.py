@@ -22,17 +22,16 @@ from typing import Any
 from benchmarks.planner_scaling_report import markdown, plot
 from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.config.load import load
-from hpctrain.experiment import planned_job
-from hpctrain.planner.planned_run import prepare
 from hpctrain.parallel.parallel_plan import ParallelPlan
-from hpctrain.planner import machine_file
+from hpctrain.planner import machine_file, planned_run
+from hpctrain.planner.compute_costs import RateCosts
 from hpctrain.planner.job import Candidate, Job
 from hpctrain.planner.machine import Link, Machine, OperatorRate
-from hpctrain.planner.predict import predict
-from hpctrain.planner.prediction import SimulationOptions
-from hpctrain.planner.rate_costs import RateCosts
+from hpctrain.planner.planned_run import prepare
 from hpctrain.planner.search import search
 from hpctrain.planner.search_space import SearchSpace
+from hpctrain.planner.step_program import predict
+from hpctrain.planner.tasks import SimulationOptions
 from hpctrain.storage.atomic_write import write_json
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -106,7 +105,7 @@ def on_some_cores(machine: Machine, cores: int) -> Machine:
 def job_of(network: str, batch: int, *overrides: str) -> Job:
     """The published network on 224 px and 1,000 classes, with so many samples a step."""
     config, _ = load(_ROOT / CONFIGS[network], [f"batch={batch}", "backend=onednn", *overrides])
-    return planned_job.job(prepare(config, 1, (224, 224, 3), 1000))
+    return planned_run.job(prepare(config, 1, (224, 224, 3), 1000))
 
 
 def point(job: Job, series: str, cores: int, machine: Machine) -> dict[str, Any]:

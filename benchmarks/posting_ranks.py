@@ -14,14 +14,13 @@ import numpy as np
 
 from benchmarks.process import cpu_seconds
 from benchmarks.shapes import Shape, made_up_batch
+from hpctrain.averaging.averagers import make_strategy
 from hpctrain.backend.choice import make_backend
 from hpctrain.comm import mpi, progress_mode
-from hpctrain.comm.grid import ProcessGrid
-from hpctrain.comm.poll_policy import SLEEPS_AT_ONCE, FurtherPolls
-from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.groups import ProcessGrid
+from hpctrain.comm.progress import SLEEPS_AT_ONCE, FurtherPolls, ProgressEngine
 from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.data.loader import Place
-from hpctrain.averaging.averagers import make_strategy
 from hpctrain.models import catalogue
 from hpctrain.nn.network import Network
 from hpctrain.optim.optimizers.sgd import Sgd

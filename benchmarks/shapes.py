@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.data.arrays import ArrayLoader
-from hpctrain.data.loader import Batch, Place
+from hpctrain.data.loader import ArrayLoader, Batch, Place
 from hpctrain.data.sampler import Sampler
 
 

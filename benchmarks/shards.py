@@ -20,15 +20,15 @@ from typing import Any
 import numpy as np
 
 from benchmarks.pairs import ratio
-from hpctrain.averaging.shard_gradients import ShardGradients
-from hpctrain.backend.operators import StepContext
-from hpctrain.backend.kernels.onednn import convolution
+from hpctrain.averaging.group_sums import ShardGradients
+from hpctrain.backend.onednn import conv2d
 from hpctrain.backend.onednn.kernel_set import OnednnKernelSet
+from hpctrain.backend.operators import StepContext
+from hpctrain.core.intervals import ShardsOfRank
 from hpctrain.models import catalogue
-from hpctrain.nn.hooks import StepHooks
 from hpctrain.nn.network import Network
 from hpctrain.nn.parameter import Parameter
-from hpctrain.summation_tree import ShardsOfRank
+from hpctrain.nn.program import StepHooks
 
 _OUT = Path(__file__).resolve().parent / "results" / "shards.json"
 _SHAPE, _CLASSES = (64, 64, 3), 200
@@ -81,15 +81,15 @@ def stepping(network: Network, samples: int, shards: int, *, together: bool) -> 
 def measured(samples: int, rounds: int) -> dict[str, Any]:
     """Seconds of each way by round, and of its additions."""
     ways: dict[str, tuple[Callable[[], None], Adding]] = {}
-    pixels = convolution._FEW_PIXELS
+    pixels = conv2d._FEW_PIXELS
     for ending, few in (("", pixels), (_ALONE, 0)):
-        convolution._FEW_PIXELS = few
+        conv2d._FEW_PIXELS = few
         network = Network(catalogue.build("resnet18", {"classes": _CLASSES}), _SHAPE, OnednnKernelSet())
         ways[_ORDINARY + ending] = stepping(network, samples, 1, together=True)
         for shards in _SHARDS:
             for together, how in ((False, "one after another"), (True, "side by side")):
                 ways[f"{shards} shards {how}{ending}"] = stepping(network, samples, shards, together=together)
-    convolution._FEW_PIXELS = pixels
+    conv2d._FEW_PIXELS = pixels
     for step, _ in ways.values():
         step()
     result: dict[str, Any] = {"samples": samples, "ways": {name: {"step": [], "additions": []} for name in ways}}

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.shapes import SHAPES
-from hpctrain.averaging.strategy import PlannedGroup
-from hpctrain.core.errors import HpctrainError
 from hpctrain.averaging.averagers import make_strategy
+from hpctrain.averaging.base import PlannedGroup
+from hpctrain.core.errors import HpctrainError
 from hpctrain.nn.parameter import GroupLayout
 
 #: averager, with its options under their names; None: the local update alone

@@ -25,20 +25,17 @@ from benchmarks.planner_predictions import on_shared_cores
 from benchmarks.shapes import SHAPES
 from benchmarks.slow_links import PREDICTIONS, read
 from benchmarks.slow_links_cases import ALONE, CASES, Case, Section
-from hpctrain.averaging.sparse_choice import SELECTION_SECONDS, PartOnLink, crossover_density
+from hpctrain.averaging.strategies.sparse import SELECTION_SECONDS, PartOnLink, crossover_density
 from hpctrain.bench.machine import machine as machine_here
 from hpctrain.comm.link import LinkModel
 from hpctrain.config.schema import Config
 from hpctrain.core.errors import HpctrainError
-from hpctrain.experiment import planned_job
-from hpctrain.planner.planned_run import prepare
-from hpctrain.experiment.planned_run import PlannedRun
 from hpctrain.planner import machine_file
-from hpctrain.planner.compute_costs_rest import ComputeCosts
+from hpctrain.planner import planned_run as planned_job
+from hpctrain.planner.compute_costs import ComputeCosts, RateCosts, ScaledCosts
 from hpctrain.planner.machine import Machine
-from hpctrain.planner.predict import predict
-from hpctrain.planner.rate_costs import RateCosts
-from hpctrain.planner.scaled_costs import ScaledCosts
+from hpctrain.planner.planned_run import PlannedRun, prepare
+from hpctrain.planner.step_program import predict
 from hpctrain.storage.atomic_write import write_json
 
 _RESULTS = Path(__file__).resolve().parent / "results"

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
-from hpctrain.trace.step_lanes import Interval, joined, last_steps
+from hpctrain.trace.chrome import Interval, joined, last_steps
 
 # Lines of 640 units with letters of 15 are still read where a page is 400 pixels wide.
 _WIDTH, _LEFT, _RIGHT = 640, 96, 18

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import numpy as np
 
-from hpctrain.comm.message_account import MessageAccount
+from hpctrain.comm.base import SingleCommunicator
+from hpctrain.comm.posting_queue import MessageAccount
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.comm.single import SingleCommunicator
-from hpctrain.nn.hooks import StepHooks
+from hpctrain.nn.program import StepHooks
 from hpctrain.storage.atomic_write import write_json
 from hpctrain.trace.tracer import Tracer, cost_per_event_seconds
-from hpctrain.train.tracing import TracingHooks
+from hpctrain.train.step import TracingHooks
 
 _EVENTS = 100_000
 _REPEATS = 7

@@ -18,21 +18,21 @@ if TYPE_CHECKING:
     from hpctrain.api import start as start
     from hpctrain.core.errors import DivergedError as DivergedError
     from hpctrain.core.errors import HpctrainError as HpctrainError
-    from hpctrain.run.python_job import Job as Job
-    from hpctrain.experiment.network_choice import Automatic as Automatic
+    from hpctrain.nn.layers import AdaptiveAveragePool as AdaptiveAveragePool
+    from hpctrain.nn.layers import AveragePool as AveragePool
+    from hpctrain.nn.layers import BatchNorm as BatchNorm
+    from hpctrain.nn.layers import Conv2d as Conv2d
+    from hpctrain.nn.layers import Dropout as Dropout
+    from hpctrain.nn.layers import Flatten as Flatten
     from hpctrain.nn.layers import Layer as Layer
-    from hpctrain.nn.layers_parts.adaptive_average_pool import AdaptiveAveragePool as AdaptiveAveragePool
-    from hpctrain.nn.layers_parts.average_pool import AveragePool as AveragePool
-    from hpctrain.nn.layers_parts.batch_norm import BatchNorm as BatchNorm
-    from hpctrain.nn.layers_parts.conv2d import Conv2d as Conv2d
-    from hpctrain.nn.layers_parts.dropout import Dropout as Dropout
-    from hpctrain.nn.layers_parts.flatten import Flatten as Flatten
-    from hpctrain.nn.layers_parts.linear import Linear as Linear
-    from hpctrain.nn.layers_parts.max_pool import MaxPool as MaxPool
-    from hpctrain.nn.layers_parts.relu import ReLU as ReLU
-    from hpctrain.nn.layers_parts.residual import Residual as Residual
-    from hpctrain.nn.layers_parts.sequential import Sequential as Sequential
-    from hpctrain.train.metrics_rest import RunningSums as RunningSums
+    from hpctrain.nn.layers import Linear as Linear
+    from hpctrain.nn.layers import MaxPool as MaxPool
+    from hpctrain.nn.layers import ReLU as ReLU
+    from hpctrain.nn.layers import Residual as Residual
+    from hpctrain.nn.layers import Sequential as Sequential
+    from hpctrain.run.automatic_search import Automatic as Automatic
+    from hpctrain.run.python_job import Job as Job
+    from hpctrain.train.metrics import RunningSums as RunningSums
     from hpctrain.train.replica import Replica as Replica
 
 #: name -> the module that has it
@@ -43,20 +43,20 @@ _HOMES = {
     "DivergedError": "hpctrain.core.errors",
     "HpctrainError": "hpctrain.core.errors",
     "Job": "hpctrain.run.python_job",
-    "Automatic": "hpctrain.experiment.network_choice",
+    "Automatic": "hpctrain.run.automatic_search",
     "Layer": "hpctrain.nn.layers",
-    "AdaptiveAveragePool": "hpctrain.nn.layers_parts.adaptive_average_pool",
-    "AveragePool": "hpctrain.nn.layers_parts.average_pool",
-    "BatchNorm": "hpctrain.nn.layers_parts.batch_norm",
-    "Conv2d": "hpctrain.nn.layers_parts.conv2d",
-    "Dropout": "hpctrain.nn.layers_parts.dropout",
-    "Flatten": "hpctrain.nn.layers_parts.flatten",
-    "Linear": "hpctrain.nn.layers_parts.linear",
-    "MaxPool": "hpctrain.nn.layers_parts.max_pool",
-    "ReLU": "hpctrain.nn.layers_parts.relu",
-    "Residual": "hpctrain.nn.layers_parts.residual",
-    "Sequential": "hpctrain.nn.layers_parts.sequential",
-    "RunningSums": "hpctrain.train.metrics_rest",
+    "AdaptiveAveragePool": "hpctrain.nn.layers",
+    "AveragePool": "hpctrain.nn.layers",
+    "BatchNorm": "hpctrain.nn.layers",
+    "Conv2d": "hpctrain.nn.layers",
+    "Dropout": "hpctrain.nn.layers",
+    "Flatten": "hpctrain.nn.layers",
+    "Linear": "hpctrain.nn.layers",
+    "MaxPool": "hpctrain.nn.layers",
+    "ReLU": "hpctrain.nn.layers",
+    "Residual": "hpctrain.nn.layers",
+    "Sequential": "hpctrain.nn.layers",
+    "RunningSums": "hpctrain.train.metrics",
     "Replica": "hpctrain.train.replica",
 }
 

@@ -41,8 +41,8 @@ def _compute(command: str) -> None:
     from hpctrain.flight.ring import mark_end
     from hpctrain.launch.keeper import Keeper, keep
     from hpctrain.launch.launcher import started_by
-    from hpctrain.launch.output_file import go_on_without_output
     from hpctrain.launch.signals import SignalWatch, of_process
+    from hpctrain.launch.streams import go_on_without_output
 
     if command in ("train", "eval"):
         gc.disable()  # until all modules are loaded (see `ConfiguredProcess`): there is no garbage to collect among them

@@ -23,32 +23,29 @@ from typing import Any
 import numpy as np
 
 from hpctrain.cli.failure import job_ends_on_error
-from hpctrain.cli.job_process_rest import JobProcess
-from hpctrain.comm.base import Communicator
+from hpctrain.cli.job_process import JobProcess
+from hpctrain.comm.base import Communicator, raise_on_all_ranks
 from hpctrain.comm.progress_mode import ProgressMode
-from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
 from hpctrain.core.errors import ConfigError, CorruptedStateError, DivergedError
-from hpctrain.job import flight_records
-from hpctrain.run.python_job import Job, Stopped
-from hpctrain.experiment.loop_checkpoints import LoopCheckpoints
-from hpctrain.experiment.network_choice import Automatic
-from hpctrain.job.same_start import check_same_program
-from hpctrain.job.session import on_grid
-from hpctrain.experiment.started_job import StartedJob
+from hpctrain.core.files import path_of
+from hpctrain.core.log import get_logger
+from hpctrain.core.sentences import choices
 from hpctrain.flight.recorder import FlightRecorder
-from hpctrain.launch.exit_codes import STOPPED
+from hpctrain.job import flight_records
+from hpctrain.job.same_start import check_same_program
+from hpctrain.job.session import StartedJob, on_grid
 from hpctrain.launch.launcher import detect
+from hpctrain.launch.process_end import STOPPED
 from hpctrain.launch.signals import SignalWatch, taken_signals
 from hpctrain.launch.threads import set_threads
-from hpctrain.log import get_logger
 from hpctrain.models import catalogue
-from hpctrain.nearest import choices
 from hpctrain.nn.layers import Layer
 from hpctrain.optim.schedules import SCHEDULES
 from hpctrain.optim.schedules.base import LearningRateSchedule
 from hpctrain.parallel.groups import GridGroups
-from hpctrain.paths import path_of
-from hpctrain.train.own_loop import BETWEEN
+from hpctrain.run.automatic_search import Automatic
+from hpctrain.run.python_job import Job, LoopCheckpoints, Stopped
+from hpctrain.train.replica import BETWEEN
 
 _log = get_logger(__name__)
 _DEADLINE_SECONDS = 300.0

@@ -16,7 +16,7 @@ fail() {
 }
 
 # Output of the next start stands behind that of this one.
-LOG=hpctrain.log
+LOG=hpctrain.core.log
 if [ $# -eq 0 ]; then
     echo "usage: bash jobs/hostfile.sh CONFIG [OVERRIDE ...]" >&2
     exit 2

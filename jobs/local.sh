@@ -11,7 +11,7 @@
 set -euo pipefail
 
 # Output of the next start stands behind that of this one.
-LOG=hpctrain.log
+LOG=hpctrain.core.log
 if [ $# -eq 0 ]; then
     echo "usage: bash jobs/local.sh CONFIG [OVERRIDE ...]" >&2
     exit 2

@@ -19,9 +19,9 @@ import hypothesis
 import numpy as np
 import pytest
 
-from hpctrain.core import user_code
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine
+from hpctrain.core import user_code
 from hpctrain.launch.launcher import detect
 from hpctrain.nn.compile import validate
 from tests.support import sampling

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import hpctrain
-from hpctrain.data.mixing import Mixing
+from hpctrain.data.sampler import Mixing
 from hpctrain.launch.launcher import Launcher
 from hpctrain.launch.threads import set_threads
 from hpctrain.storage import checkpoint

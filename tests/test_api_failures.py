@@ -16,11 +16,10 @@ from click.testing import CliRunner
 
 import hpctrain
 from hpctrain.cli.main import cli
-from hpctrain.launch.exit_codes import End
+from hpctrain.core.text import place
 from hpctrain.flight.ring import file_name, read
-from hpctrain.launch.exit_codes import DEADLINE, STOPPED
+from hpctrain.launch.process_end import DEADLINE, STOPPED, End
 from hpctrain.launch.signal_mask import STOPS
-from hpctrain.speaker import place
 from hpctrain.storage import checkpoint
 from tests.support.jobs import Outcome
 from tests.test_api import alone_without_a_launcher as alone_without_a_launcher

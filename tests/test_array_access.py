@@ -27,10 +27,10 @@ EXCEPTIONS = {
     "hpctrain/bench/data.py: out= of np.take",  # images on the host
     "hpctrain/nn/custom.py: elements of target",
     "hpctrain/nn/custom.py: elements of self.buffers.output",  # layers of NumPy, refused where arrays lie elsewhere
-    "hpctrain/nn/statistics.py: out= of np.multiply",  # of what was fetched
-    "hpctrain/planner/factor_products.py: out= of np.matmul",  # measures the host
-    *(f"hpctrain/train/element_hash.py: out= of np.{name}" for name in ("add", "bitwise_xor", "multiply", "right_shift")),  # host
-    "hpctrain/planner/stand_ins.py: out= of np.multiply",  # batch statistics, which were fetched to be merged
+    "hpctrain/nn/parameter.py: out= of np.multiply",  # of what was fetched
+    "hpctrain/planner/operator_work.py: out= of np.matmul",  # measures the host
+    *(f"hpctrain/train/state_hashes.py: out= of np.{name}" for name in ("add", "bitwise_xor", "multiply", "right_shift")),  # host
+    "hpctrain/planner/program_timing.py: out= of np.multiply",  # batch statistics, which were fetched to be merged
 }
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from hpctrain.backend.cuda.emulator import build
 from hpctrain.core.errors import BackendError
+from hpctrain_testing.emulator import kernels
 from tests.support import emulated, sampling
 from tests.support.emulated import EmulatedDevices
 from tests.support.marking import STARTS, JobMarker
@@ -153,7 +153,7 @@ def test_tests_without_kernels_are_skipped_or_fail(monkeypatch: pytest.MonkeyPat
         raise BackendError("g++ refuses")
 
     monkeypatch.setattr(emulated, "prepare", refuse)
-    monkeypatch.setattr(build, "compiler", lambda: None if missing else "g++")
+    monkeypatch.setattr(kernels, "compiler", lambda: None if missing else "g++")
     monkeypatch.setenv("CI", "true" if integration else "")
     devices = EmulatedDevices()
     devices.pytest_collection_finish(_session("emulated_device"))

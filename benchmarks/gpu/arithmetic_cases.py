@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from hpctrain.backend.arithmetic import Array, UpdateRun
-from hpctrain.backend.dtypes import parameter_dtype
 from hpctrain.backend.operators import KernelSet
+from hpctrain.backend.specs import parameter_dtype
 from hpctrain.core.intervals import whole
 
 _SIZE = 5_003  # no multiple of any pack

@@ -12,10 +12,10 @@ from typing import Any, cast
 from benchmarks.gpu.costs import needed_gradients
 from benchmarks.gpu.settings import Settings, SkippedError
 from benchmarks.gpu.stage_report import StageReport
-from hpctrain.backend.cuda import sources_rest
+from hpctrain.backend.cuda import sources
 from hpctrain.backend.cuda.device import ConvolutionKey, Device, DeviceConvolution, Precision
 from hpctrain.backend.cuda.kernel_set import CudaKernelSet
-from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
+from hpctrain.backend.cuda.runtime import CudaRuntime
 from hpctrain.backend.graph import GraphBuilder
 from hpctrain.backend.specs import Conv2dSpec, TensorSpec
 from hpctrain.models import catalogue
@@ -44,7 +44,7 @@ def kernel_names(source: str, *, on_cpu: bool) -> tuple[str, ...]:
     compiler = shutil.which("g++")
     if compiler is None:
         raise SkippedError("the names of the kernels come from a C++ preprocessor, and g++ is not here")
-    text = _MARKS + _LINES_TO_DROP.sub("", sources_rest.text(source))
+    text = _MARKS + _LINES_TO_DROP.sub("", sources.text(source))
     flags = ["-E", "-P", "-x", "c++", *(["-DON_CPU"] if on_cpu else ["-D__CUDACC_RTC__"]), "-"]
     done = subprocess.run([compiler, *flags], input=text, capture_output=True, text=True, check=True)
     return tuple(dict.fromkeys(re.findall(r"@\s*(\w+)\s*@", done.stdout)))
@@ -53,7 +53,7 @@ def kernel_names(source: str, *, on_cpu: bool) -> tuple[str, ...]:
 def build_kernels(device: Device, report: StageReport) -> None:
     """Build every source, by asking for its kernels one after another."""
     seconds = {}
-    for source in sources_rest.names():
+    for source in sources.names():
         begin, failure = time.perf_counter(), ""
         try:
             names = kernel_names(source, on_cpu="float64" in device.dtypes)

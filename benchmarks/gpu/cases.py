@@ -7,8 +7,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hpctrain.backend.cuda.half import bfloat16_bits, bfloat16_values
-from hpctrain.backend.specs import AdaptiveAveragePoolSpec, AddSpec, BatchNormSpec, Conv2dSpec, DropoutSpec, FlattenSpec, LinearSpec, PoolSpec, ReluSpec, Spec, Window
+from hpctrain.backend.cuda.device import bfloat16_bits, bfloat16_values
+from hpctrain.backend.specs import (
+    AdaptiveAveragePoolSpec,
+    AddSpec,
+    BatchNormSpec,
+    Conv2dSpec,
+    DropoutSpec,
+    FlattenSpec,
+    LinearSpec,
+    PoolSpec,
+    ReluSpec,
+    Spec,
+    Window,
+)
 from hpctrain.testing.operators import default_parameters
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import random
 
 from hpctrain.backend.cuda.device import ConvolutionKey, DeviceConvolution, Precision
-from hpctrain_testing.emulator.device import EmulatedDevice
 from hpctrain.backend.cuda.kernel_set import CudaKernelSet
-from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
-from hpctrain.backend.kernels.fused_specs import WithRelu
+from hpctrain.backend.cuda.runtime import CudaRuntime
 from hpctrain.backend.graph import Graph, GraphBuilder
-from hpctrain.backend.specs import Conv2dSpec, TensorSpec, Window
+from hpctrain.backend.specs import Conv2dSpec, TensorSpec, Window, WithRelu
 from hpctrain.models import catalogue
+from hpctrain_testing.emulator.device import EmulatedDevice
 
 
 class NoConvolution:

@@ -11,11 +11,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from hpctrain.backend.dtypes import item_bytes
-from hpctrain.backend.kernels.cuda.conv2d_products import CudaPatchConv2d, CudaPointwiseConv2d
-from hpctrain.backend.kernels.fused_specs import WithRelu
+from hpctrain.backend.cuda.conv2d import CudaPatchConv2d, CudaPointwiseConv2d
 from hpctrain.backend.graph import Graph, Node
-from hpctrain.backend.specs import AdaptiveAveragePoolSpec, AddSpec, BatchNormSpec, Conv2dSpec, DropoutSpec, FlattenSpec, LinearSpec, PoolSpec, ReluSpec, Spec, TensorSpec
+from hpctrain.backend.specs import (
+    AdaptiveAveragePoolSpec,
+    AddSpec,
+    BatchNormSpec,
+    Conv2dSpec,
+    DropoutSpec,
+    FlattenSpec,
+    LinearSpec,
+    PoolSpec,
+    ReluSpec,
+    Spec,
+    TensorSpec,
+    WithRelu,
+    item_bytes,
+)
 
 Phase = Literal["forward", "backward"]
 _PACK_BYTES = 16

@@ -15,8 +15,8 @@ import numpy as np
 
 from benchmarks.gpu.settings import Settings
 from benchmarks.gpu.stage_report import StageReport
-from hpctrain.backend.cuda import cudnn_graphs
-from hpctrain.backend.cuda.half import bfloat16_bits
+from hpctrain.backend.cuda import libraries
+from hpctrain.backend.cuda.device import bfloat16_bits
 from hpctrain.bench.machine import machine
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def add_properties(report: StageReport) -> None:
     kept = {name: value for name, value in properties.items() if isinstance(value, int | float)}
     report.add("cuda_properties", kept | {"name": properties["name"].decode()})
     try:
-        text = cudnn_graphs.library().create_device_properties(0).serialize()
+        text = libraries.library().create_device_properties(0).serialize()
         report.add("cudnn_device_properties", json.loads(text if isinstance(text, str) else bytes(text).decode()))
     except Exception as error:
         report.check("cuDNN describes the device", False, f"{type(error).__name__}: {error}")

@@ -14,8 +14,7 @@ from typing import Any
 
 from benchmarks.gpu.costs import Sizes, Work, costs, loss, update
 from benchmarks.gpu.devices import Assumptions, DeviceFigures
-from hpctrain.backend.kernels.fusion import fuse
-from hpctrain.backend.graph import Graph, GraphBuilder
+from hpctrain.backend.graph import Graph, GraphBuilder, fuse
 from hpctrain.backend.specs import Conv2dSpec, TensorSpec
 from hpctrain.models import catalogue
 

@@ -14,16 +14,16 @@ from benchmarks.gpu.operator_run import OperatorRun
 from benchmarks.gpu.roundings import check_roundings
 from benchmarks.gpu.settings import EMULATED_SEED, NotBuiltYetError, Settings
 from benchmarks.gpu.stage_report import StageReport
-from hpctrain.backend.cuda import sources_rest
+from hpctrain.backend.cuda import sources
 from hpctrain.backend.cuda.device import Device, Precision
-from hpctrain.backend.cuda.emulator import build
-from hpctrain_testing.emulator.device import EmulatedDevice
-from hpctrain.backend.operators import KernelSet
 from hpctrain.backend.cuda.kernel_set import CudaKernelSet
-from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
+from hpctrain.backend.cuda.runtime import CudaRuntime
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.operators import KernelSet
 from hpctrain.backend.specs import SoftmaxCrossEntropySpec
 from hpctrain.core.errors import BackendError
+from hpctrain_testing.emulator import kernels as build
+from hpctrain_testing.emulator.device import EmulatedDevice
 
 #: of float64 NumPy, relative to the largest element of the array
 TOLERANCES = {"float64": 1e-10, "float32": 1e-5, "tf32": 1e-4, "bfloat16": 1e-2}
@@ -39,7 +39,7 @@ def run(settings: Settings, report: StageReport) -> None:
     """Compare all cases in all precisions, then the loss and arithmetic, then the roundings."""
     device = settings.make_device()
     if not settings.emulated and build.compiler():
-        build.prepare(map(sources_rest.text, sources_rest.names()))  # the twins' sources, on all cores
+        build.prepare(map(sources.text, sources.names()))  # the twins' sources, on all cores
     missing: set[str] = set()
     for precision in settings.precisions():
         kernels = kernel_set(device, precision)

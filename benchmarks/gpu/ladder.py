@@ -24,12 +24,11 @@ from benchmarks.gpu.facts import output_of
 from benchmarks.gpu.operator_run import OperatorRun
 from benchmarks.gpu.settings import Settings
 from benchmarks.gpu.stage_report import StageReport
-from hpctrain.backend.cuda import cudnn_graphs, sources_rest
-from hpctrain.backend.cuda.device import ConvolutionKey, Device, DeviceStream
-from hpctrain.backend.cuda.device_array import DeviceArray
-from hpctrain.backend.cuda.half import bfloat16_bits, bfloat16_values
+from hpctrain.backend.cuda import libraries
+from hpctrain.backend.cuda import sources as sources_rest
+from hpctrain.backend.cuda.device import ConvolutionKey, Device, DeviceArray, DeviceStream, bfloat16_bits, bfloat16_values
 from hpctrain.backend.cuda.kernel_set import CudaKernelSet
-from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
+from hpctrain.backend.cuda.runtime import CudaRuntime
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.specs import BatchNormSpec
 
@@ -128,7 +127,7 @@ class Ladder:
         if self._settings.emulated:
             return "not needed by the emulated device"
         begin = time.perf_counter()
-        library = cudnn_graphs.library()
+        library = libraries.library()
         seconds, torch = time.perf_counter() - begin, "torch" in sys.modules
         assert not torch, f"PyTorch is loaded, in {seconds:.1f} s"
         return {"seconds": seconds, "version": library.backend_version_string()}

@@ -13,11 +13,10 @@ import numpy as np
 from benchmarks.gpu.settings import Settings, SkippedError
 from benchmarks.gpu.stage_report import StageReport
 from hpctrain.backend.cuda.kernel_set import CudaKernelSet
-from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
-from hpctrain.comm import device_probe, nccl
-from hpctrain.comm.base import Array, Handle
+from hpctrain.backend.cuda.runtime import CudaRuntime
+from hpctrain.comm import device_probe, transports
+from hpctrain.comm.base import Array, Handle, SingleCommunicator
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.comm.single import SingleCommunicator
 
 _SIZE = 100_003  # no multiple of any pack
 _ROUNDS = 4
@@ -34,15 +33,15 @@ def run(settings: Settings, report: StageReport) -> None:
     if fault is not None:
         raise SkippedError(fault)
     alone = SingleCommunicator()
-    shared = nccl.group_fault(alone, kernels.arithmetic.messages())
+    shared = transports.group_fault(alone, kernels.arithmetic.messages())
     report.check("this rank has a GPU of its own", shared is None, shared or "")
-    comm = nccl.over_nccl(alone, kernels.arithmetic)
+    comm = transports.over_nccl(alone, kernels.arithmetic)
     engine = ProgressEngine(rank=0, deadline_seconds=_DEADLINE_SECONDS, abort=comm.abort)
     for name, operation in operations(comm).items():
         check(name, operation, kernels, engine, report)
 
 
-def operations(comm: nccl.NcclCommunicator) -> dict[str, Callable[[Array, Array], Handle]]:
+def operations(comm: transports.NcclCommunicator) -> dict[str, Callable[[Array, Array], Handle]]:
     """By name, what brings `recv` the values of `send`, in one rank's group."""
 
     def in_place(start: Callable[[Array], Handle]) -> Callable[[Array, Array], Handle]:

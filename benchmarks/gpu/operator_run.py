@@ -7,10 +7,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from hpctrain.backend.arithmetic import Array
-from hpctrain.backend.dtypes import parameter_dtype
-from hpctrain.backend.kernels.abilities import InputView
-from hpctrain.backend.operators import Buffers, KernelSet, StepContext
-from hpctrain.backend.specs import BatchNormSpec, Spec, TensorSpec
+from hpctrain.backend.operators import Buffers, InputView, KernelSet, StepContext
+from hpctrain.backend.specs import BatchNormSpec, Spec, TensorSpec, parameter_dtype
 
 _BATCH_STATISTICS = ("batch_mean", "batch_var")
 

@@ -11,11 +11,10 @@ import numpy as np
 from benchmarks.gpu.kernels import kernel_set
 from benchmarks.gpu.settings import Settings
 from benchmarks.gpu.stage_report import StageReport
-from hpctrain.backend.cuda.half import bfloat16_bits, bfloat16_values
-from hpctrain.backend.dtypes import parameter_dtype
+from hpctrain.backend.cuda.device import bfloat16_bits, bfloat16_values
 from hpctrain.backend.cuda.kernel_set import CudaKernelSet
-from hpctrain.backend.pixel_batch import WINDOW, PixelBatch
-from hpctrain.backend.pixels import Resampling
+from hpctrain.backend.pixels import WINDOW, PixelBatch, Resampling
+from hpctrain.backend.specs import parameter_dtype
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,8 @@ from typing import Any, cast
 import numpy as np
 
 from benchmarks.gpu.stage_report import StageReport
-from hpctrain.backend.cuda import sources_rest
-from hpctrain.backend.cuda.device import Device, DeviceKernel
-from hpctrain.backend.cuda.device_array import DeviceArray
-from hpctrain.backend.cuda.half import bfloat16_bits, bfloat16_values
+from hpctrain.backend.cuda import sources
+from hpctrain.backend.cuda.device import Device, DeviceArray, DeviceKernel, bfloat16_bits, bfloat16_values
 
 SOURCE = Path(__file__).with_name("roundings.cu")
 _NAME, _THREADS = "compare_roundings", 256
@@ -57,7 +55,7 @@ def _download(device: Device, stream: Any, array: DeviceArray) -> np.ndarray:
 
 def rounding_kernel(device: Device) -> DeviceKernel:
     """Return the kernel of this folder's source, built as the package builds its own."""
-    return cast(Any, device).kernel(SOURCE.stem, _NAME, text=sources_rest.text(SOURCE.stem, SOURCE.parent))
+    return cast(Any, device).kernel(SOURCE.stem, _NAME, text=sources.text(SOURCE.stem, SOURCE.parent))
 
 
 def _agrees_with_numpy() -> bool:

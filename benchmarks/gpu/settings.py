@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from hpctrain.backend.cuda.device import Device, Precision
 
-_DEVICE_VARIABLE = "HPCTRAIN_CUDA_DEVICE"  # hpctrain.backend.cuda.choose.DEVICE_VARIABLE
+_DEVICE_VARIABLE = "HPCTRAIN_CUDA_DEVICE"  # hpctrain.backend.choice.DEVICE_VARIABLE
 EMULATED_SEED = 2  # random orders of blocks and threads
 
 
@@ -59,10 +59,10 @@ class Settings:
         Raises:
             BackendError: there is no GPU that can be used.
         """
-        from hpctrain.backend.cuda import choose
+        from hpctrain.backend import choice
         from hpctrain_testing.emulator.device import EmulatedDevice
 
-        return EmulatedDevice(EMULATED_SEED) if self.emulated else choose.make_device("float32", choose.NodePlace())
+        return EmulatedDevice(EMULATED_SEED) if self.emulated else choice.make_device("float32", choice.NodePlace())
 
     def precisions(self) -> tuple[Precision, ...]:
         """Return the precisions in which operators are checked; a GPU's kernels have no float64."""

@@ -16,8 +16,8 @@ from benchmarks.gpu.stage_report import StageReport
 from benchmarks.gpu.training_run import Task, TrainingRun
 from hpctrain.backend.cuda.device import Device, Precision
 from hpctrain.backend.cuda.kernel_set import CudaKernelSet
-from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
-from hpctrain.nn.hooks import StepHooks
+from hpctrain.backend.cuda.runtime import CudaRuntime
+from hpctrain.nn.program import StepHooks
 
 _REPEATS, _WARM_UP, _STEPS = 9, 4, 5
 _FIGURES = ("model", "batch", "precision", "graphs", "loss", "remark")  # recorded of the emulated device

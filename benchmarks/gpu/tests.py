@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks.gpu.child import watch
 from benchmarks.gpu.settings import Settings, SkippedError
 from benchmarks.gpu.stage_report import StageReport
-from hpctrain.backend.cuda.choose import DEVICE_VARIABLE
+from hpctrain.backend.choice import DEVICE_VARIABLE
 
 _TOP = Path(__file__).parents[2]
 _ARGUMENTS = ("-q", "-m", "parallel[1] and not slow", "-r", "f", "tests/backend", "tests/benchmarks/gpu")

@@ -18,7 +18,7 @@ from benchmarks.gpu.training_run import Task, TrainingRun
 from hpctrain.backend.choice import make_backend
 from hpctrain.backend.cuda.device import Device, Precision
 from hpctrain.backend.cuda.kernel_set import CudaKernelSet
-from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
+from hpctrain.backend.cuda.runtime import CudaRuntime
 
 #: the CPU's losses of the first steps of `TASK`: `python -m benchmarks.gpu.training` makes the file again
 CURVE = Path(__file__).with_name("cpu_losses.json")

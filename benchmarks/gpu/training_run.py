@@ -9,8 +9,8 @@ import numpy as np
 
 from hpctrain.backend.operators import KernelSet, LossHandle, StepContext
 from hpctrain.models import catalogue
-from hpctrain.nn.hooks import StepHooks
 from hpctrain.nn.network import Network
+from hpctrain.nn.program import StepHooks
 from hpctrain.optim.optimizers.sgd import Sgd
 
 _SILENT = StepHooks()

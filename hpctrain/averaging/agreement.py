@@ -1,21 +1,58 @@
-"""From a strategy to an averager: the ranks of a group make its communicators and agree on one schedule."""
+"""From a strategy to an averager: the ranks of a group make its communicators and agree on one schedule.
+
+`check_order` refuses the options of strategies that cannot keep an order of sums that is the same on any number of ranks, each
+with its sentence.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
 
-from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager
+from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager, Strategy
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, OperationKind, Stream
-from hpctrain.averaging.rounding import caster
-from hpctrain.averaging.strategy import Strategy
-from hpctrain.comm import transports_rest
+from hpctrain.averaging.sixteen_bits import caster
+from hpctrain.comm import transports
 from hpctrain.comm.base import Communicator, GradientSums
-from hpctrain.comm.link import calibrate, measure_operation_seconds
-from hpctrain.comm.sums import sums_over
-from hpctrain.comm.tree_sums import tree_sums_over
 from hpctrain.comm.groups import across_nodes, in_levels
-from hpctrain.core.errors import CollectiveMismatchError
+from hpctrain.comm.link import calibrate, measure_operation_seconds
+from hpctrain.comm.sums import sums_over, tree_sums_over
+from hpctrain.core.errors import CollectiveMismatchError, ConfigError, OptionError
+
+
+def check_order(name: str, strategy: Strategy) -> None:
+    """Nothing, where a strategy can add gradients up in the order of shards, or is asked for no order.
+
+    Two levels are no fault: with shards, sums have one level.
+
+    Args:
+        name: of the strategy, for messages.
+
+    Raises:
+        ConfigError: it adds up something else. OptionError: an option that does not go with such an order.
+    """
+    group, options = strategy.group, strategy.options
+    if group.shards is None:
+        return
+    if not strategy.sums_shards:
+        raise ConfigError(
+            f"The averager {name} does not add up the gradients of each step as they are, which exact.shards needs; use sharded, "
+            "priority, bucketed, overlap or blocking, or leave exact out."
+        )
+    for option in ("wire", "wire_parameters"):
+        value = getattr(options, option, "float32")
+        if value != "float32":
+            raise OptionError(
+                f"{option} is {value}, whose rounding follows the ranks, but exact.shards needs numbers as they are computed; "
+                f"set {option} to float32.",
+                option,
+            )
+    if getattr(options, "fc_exchange", None) == "always":
+        raise OptionError(
+            "fc_exchange is always, but products of exchanged inputs and errors add up samples in an order of their own, and "
+            "exact.shards has another; set fc_exchange to auto or never.",
+            "fc_exchange",
+        )
 
 
 def make_averager(strategy: Strategy, setup: AveragerSetup, stored: CollectiveSchedule | None = None) -> GradientAverager:
@@ -72,9 +109,9 @@ def _reaching(
     reached: dict[Stream, Communicator] = {}
     for stream in by_device:
         shared = setup.transport == "nccl" and reached
-        comm = next(iter(reached.values())) if shared else transports_rest.reaching(setup.transport, streams[stream], arithmetic)
+        comm = next(iter(reached.values())) if shared else transports.reaching(setup.transport, streams[stream], arithmetic)
         reached[stream] = comm
-    by_host = {stream: transports_rest.staged(comm, arithmetic) for stream, comm in streams.items() if stream not in reached}
+    by_host = {stream: transports.staged(comm, arithmetic) for stream, comm in streams.items() if stream not in reached}
     if sums is not None:
         sums = by_host[Stream.GRADIENTS].sums_of(sums)
     return reached | by_host, sums

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hpctrain.averaging.exact_order import check_order
-from hpctrain.averaging.strategy import PlannedGroup, Strategy
+from hpctrain.averaging.agreement import check_order
+from hpctrain.averaging.base import PlannedGroup, Strategy
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.registry import Registry
 

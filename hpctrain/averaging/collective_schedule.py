@@ -1,20 +1,29 @@
-"""Schedules: the collectives of a step, in posting order. Pure data, hashed and compared over the ranks at start."""
+"""Schedules: the collectives of a step, in posting order, and what each comes after. Pure data, the same on every rank.
+
+A schedule is hashed and compared over the ranks at the start. Its dependencies follow from it alone: within a stream the order
+of posting holds operations back too; `Dependencies` has what an operation needs by itself.
+
+Groups of norms say which parameters' norms travel in one message, so that a layer's update waits for few others. A group is a
+run of neighbouring slices, with all their parameters. It follows by rule from the slices, as their sizes do, and not from
+measured times: an allreduce of other lengths may add in another order, and would change last bits.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 
-from hpctrain.averaging.rounding import Rounding
+from hpctrain.averaging.sixteen_bits import Rounding
 from hpctrain.averaging.slicing import INDEX_BYTES, Compression, Slice, layer_slices
 from hpctrain.core.errors import CheckpointError
+from hpctrain.nn.parameter import GroupLayout
 
 #: attribute of a slice -> the key that stored schedules have it under
 _STORED_KEYS = {"sufficient_factors": "factors"}
@@ -113,7 +122,7 @@ class CollectiveSchedule:
         """
         try:
             values: dict[str, Any] = json.loads(text)
-            slices = tuple(map(_slice, values.pop("slices")))
+            slices = tuple(map(_stored_slice, values.pop("slices")))
             rounding = Rounding(**values.pop("rounding")) if "rounding" in values else None
             operations = tuple(
                 Operation(OperationKind(item["kind"]), item["slice"], Stream(item["stream"])) for item in values.pop("operations")
@@ -170,7 +179,7 @@ class CollectiveSchedule:
             elif operation.kind is OperationKind.ERRORS:
                 others = (sum(samples) - samples[rank]) * piece.unit
             elif operation.kind is OperationKind.SPARSE:
-                others = 2 * _pairs(piece, piece.owned_size(rank, self.ranks))
+                others = 2 * _exchanged_pairs(piece, piece.owned_size(rank, self.ranks))
             elements[operation.kind] += others
         return elements
 
@@ -232,8 +241,8 @@ class CollectiveSchedule:
             if operation.kind is OperationKind.SPARSE:
                 piece = self.slices[operation.slice]
                 least, longer = divmod(piece.size, self.ranks // piece.copies)
-                few = _pairs(piece, least)
-                pairs.add_by_limit(few, longer * piece.copies, _pairs(piece, least + 1) - few)
+                few = _exchanged_pairs(piece, least)
+                pairs.add_by_limit(few, longer * piece.copies, _exchanged_pairs(piece, least + 1) - few)
         return pairs
 
     def table(self) -> str:
@@ -292,16 +301,142 @@ class _Elements:
         return [self.of_all - (total - passed) for passed in below]
 
 
-def _pairs(piece: Slice, owned: int) -> int:
+def _exchanged_pairs(piece: Slice, owned: int) -> int:
     """Elements of a part of a compressed slice that its owner exchanges with the other nodes."""
     assert piece.compression is not None
     return (piece.compression.nodes - 1) * piece.compression.kept(owned)
 
 
-def _slice(stored: Mapping[str, Any]) -> Slice:
+def _stored_slice(stored: Mapping[str, Any]) -> Slice:
     values = dict(stored)
     for attribute, key in _STORED_KEYS.items():
         values[attribute] = values.pop(key)
     if "compression" in values:
         values["compression"] = Compression(**values["compression"])
     return Slice(**{**values, "parameters": tuple(stored["parameters"]), "replicated": tuple(stored["replicated"])})
+
+
+# A message more costs latency and processor time as any other does; one for an eighth of the elements and two slices, of two
+# operations each, makes a quarter more messages at most. What comes last can only be gathered after backward: front groups halve.
+_GROUPS_OF_EQUAL_SHARE = 8
+_LEAST_SLICES_OF_A_GROUP = 2
+
+
+def norm_groups(layout: GroupLayout, slices: Sequence[Slice]) -> tuple[int, ...]:
+    """The first slice of each group, ascending.
+
+    Groups are filled from the last slice to the first, as backward completes them, with two slices each at least, and with an
+    eighth of all elements or half of those that are left; only the front-most may stay smaller. No parameter is in two of
+    them, and each group's parameters are neighbours.
+    """
+    place = {segment.parameter: position for position, segment in enumerate(layout.segments)}
+    places = [[place[name] for name in (*piece.parameters, *piece.replicated)] for piece in slices]
+    last_before = list(accumulate((max(positions) for positions in places), max))
+    first_from = list(accumulate((min(positions) for positions in reversed(places)), min))[::-1]
+    left = sum(piece.size for piece in slices)
+    share = left / _GROUPS_OF_EQUAL_SHARE
+    starts, size, count = [], 0, 0
+    for k in reversed(range(len(slices))):
+        size, count = size + slices[k].size, count + 1
+        large = size >= min(share, left / 2) and count >= _LEAST_SLICES_OF_A_GROUP
+        if k == 0 or (large and last_before[k - 1] < first_from[k]):
+            starts.append(k)
+            left -= size
+            size = count = 0
+    return tuple(reversed(starts))
+
+
+def slices_of_groups(starts: Sequence[int], count: int) -> Mapping[int, range]:
+    """By first slice, the slices of each group. starts: ascending, or `ALL_SLICES` alone. count: of all slices."""
+    if tuple(starts) == (ALL_SLICES,):
+        return {ALL_SLICES: range(count)}
+    assert all(0 <= low < high for low, high in pairwise((*starts, count))), "groups of norms are in order, and hold slices"
+    return {low: range(low, high) for low, high in pairwise((*starts, count))}
+
+
+def covered_slices(schedule: CollectiveSchedule) -> Mapping[int, range]:
+    """By the slice of each operation of norms, the slices whose parameters' norms it completes."""
+    starts = sorted(operation.slice for operation in schedule.operations if operation.kind is OperationKind.NORMS)
+    covered = slices_of_groups(starts, len(schedule.slices)) if starts else {}
+    names = [{name for k in group for name in schedule.slices[k].parameters} for group in covered.values()]
+    assert sum(map(len, names)) == len(set().union(*names)), "a parameter's norm is completed once"
+    return covered
+
+
+class EventKind(StrEnum):
+    """The things that happen on this rank, to one parameter, once per step."""
+
+    INPUTS = "inputs"
+    GRADIENT = "gradient"
+    LAST_READ = "backward's last use"
+
+
+@dataclass(frozen=True)
+class LocalEventKey:
+    """An event of one parameter in one step."""
+
+    kind: EventKind
+    parameter: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} of {self.parameter}"
+
+
+@dataclass(frozen=True)
+class Dependencies:
+    """The things that one operation starts after.
+
+    Attributes:
+        events: on this rank, in the same step. operations: positions in the schedule, of the same step.
+        gathers_before: slices whose allgather of the step before must be complete.
+    """
+
+    events: tuple[LocalEventKey, ...] = ()
+    operations: tuple[int, ...] = ()
+    gathers_before: tuple[int, ...] = ()
+
+
+def dependencies(schedule: CollectiveSchedule) -> tuple[Dependencies, ...]:
+    """Those of each operation, by position.
+
+    An operation that sums a slice needs its gradients (or its layer's inputs, or errors). It writes where the sums of the step
+    before are used until their slices are gathered, so it comes after these gathers. The largest elements of a compressed slice
+    are chosen from the sum within the node, or from the gradients where no operation makes one. Norms need the sums of the
+    slices whose parameters they are of, and are written where updates of the step before read them until these slices are
+    gathered; a step may leave out a slice, so that its sum does not say so. A gather writes the parameters, so it needs that
+    backward has read them for the last time, beside the sums of its slice and, if any, the norms of its parameters.
+    """
+    summing: dict[int, list[int]] = {}  # by slice, the operations that give its sum
+    covered = covered_slices(schedule)
+    norms: dict[int, int] = {}  # by slice, the position of its parameters' norms
+    needs: list[Dependencies] = []
+    for position, operation in enumerate(schedule.operations):
+        if operation.kind is OperationKind.NORMS:
+            slices = covered[operation.slice]
+            norms |= dict.fromkeys(slices, position)
+            sums = tuple(dict.fromkeys(one for k in slices for one in summing[k]))
+            needs.append(Dependencies(operations=sums, gathers_before=tuple(slices)))
+            continue
+        piece = schedule.slices[operation.slice]
+        if operation.kind is OperationKind.ALLGATHER:
+            events = _keys(EventKind.LAST_READ, (*piece.parameters, *piece.replicated))
+            complete = (norms[operation.slice],) if covered else ()
+            needs.append(Dependencies(events, (*summing[operation.slice], *complete)))
+            continue
+        if operation.kind is OperationKind.SPARSE:
+            within = tuple(summing.get(operation.slice, ()))
+            events = () if within else _keys(EventKind.GRADIENT, piece.parameters)
+            needs.append(Dependencies(events, within, gathers_before=(operation.slice,)))
+            summing.setdefault(operation.slice, []).append(position)
+            continue
+        kind = EventKind.INPUTS if operation.kind is OperationKind.INPUTS else EventKind.GRADIENT
+        together = layer_slices(schedule.slices, operation.slice)
+        before = () if operation.kind is OperationKind.ALLREDUCE else together
+        needs.append(Dependencies(_keys(kind, piece.parameters), gathers_before=before))
+        for k in together:
+            summing.setdefault(k, []).append(position)
+    return tuple(needs)
+
+
+def _keys(kind: EventKind, parameters: Iterable[str]) -> tuple[LocalEventKey, ...]:
+    return tuple(LocalEventKey(kind, name) for name in parameters)

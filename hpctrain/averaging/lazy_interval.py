@@ -12,10 +12,9 @@ from functools import partial
 
 import numpy as np
 
-from hpctrain.comm.base import Communicator, Handle
-from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.base import Communicator, Complete, Handle
 from hpctrain.comm.posting_queue import Ticket
-from hpctrain.comm.single import Complete
+from hpctrain.comm.progress import ProgressEngine
 
 _NUMBERS = 3  # |f|^2, |G|^2 and |f - G|^2
 

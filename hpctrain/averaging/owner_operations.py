@@ -8,18 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from hpctrain.averaging.base import AveragerSetup
-from hpctrain.averaging.collective_schedule import CollectiveSchedule, Operation, OperationKind, Stream
-from hpctrain.averaging.norm_groups import covered_slices
-from hpctrain.averaging.group_sums import JointStep
-from hpctrain.averaging.read_sums import StepReads
-from hpctrain.averaging.sixteen_bits import RoundedParameters
-from hpctrain.averaging.rounding import caster
+from hpctrain.averaging.collective_schedule import CollectiveSchedule, Operation, OperationKind, Stream, covered_slices
+from hpctrain.averaging.group_sums import JointStep, StepReads
+from hpctrain.averaging.sixteen_bits import RoundedParameters, caster
 from hpctrain.averaging.slicing import Slice, layer_slices
 from hpctrain.averaging.sufficient_factors import SufficientFactorExchange
-from hpctrain.comm.base import Array, Communicator, GradientSums, Handle
-from hpctrain.comm.progress import ProgressEngine
-from hpctrain.comm.single import Complete
+from hpctrain.comm.base import Array, Communicator, Complete, GradientSums, Handle
 from hpctrain.comm.order import Finished
+from hpctrain.comm.progress import ProgressEngine
 from hpctrain.nn.parameter import Segment
 from hpctrain.optim.base import Norms
 

@@ -1,29 +1,52 @@
-"""Runs a schedule of reduce-scatters, own updates and allgathers of parameters.
+"""Strategies in which owners update, and their averager: reduce-scatter, update of the own part, allgather, slice by slice.
 
-Lee, Agrawal, Balaprakash, Choudhary and Liao, MLHPC 2018: gradients are summed to the rank that owns a part of a slice, which
-updates just that part and holds just its optimiser state; the updated parameters are gathered in place and waited for layer by
-layer in the next forward. `begin_step` queues all operations of a step in the schedule's order; each starts when its events on
-this rank have happened (gradient ready, data let go) and what it comes after is complete. So order never depends on timing.
+Lee, Agrawal, Balaprakash, Choudhary and Liao, "Communication-efficient parallelization strategy for deep convolutional neural
+network training", MLHPC 2018: gradients are summed to the rank that owns a part of a slice, which updates just that part and
+holds just its optimiser state; the updated parameters are gathered in place and waited for layer by layer in the next forward.
+
+`begin_step` queues all operations of a step in the schedule's order; each starts when its events on this rank have happened
+(gradient ready, data released) and what it comes after is complete. So order never depends on timing.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any, ClassVar
 
 import numpy as np
 
-from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager
-from hpctrain.averaging.collective_schedule import CollectiveSchedule, Operation, OperationKind, Stream
-from hpctrain.averaging.step_times import Times
-from hpctrain.averaging.dependencies import Dependencies, EventKind, LocalEventKey, dependencies
-from hpctrain.averaging.local_event import LocalEvent
+from hpctrain.averaging import slicing
+from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager, PlannedGroup, Strategy, words_of_shards
+from hpctrain.averaging.collective_schedule import (
+    ALL_SLICES,
+    CollectiveSchedule,
+    Dependencies,
+    EventKind,
+    LocalEventKey,
+    Operation,
+    OperationKind,
+    Stream,
+    dependencies,
+    norm_groups,
+    slices_of_groups,
+)
+from hpctrain.averaging.group_sums import NORM_BLOCK
+from hpctrain.averaging.link_simulation import SliceTraffic, Urgency, best_order
 from hpctrain.averaging.owner_operations import OwnerOperations, StepUpdate
-from hpctrain.averaging.step_clock import StepClock, over_ranks
+from hpctrain.averaging.sixteen_bits import Rounding, words_of_rounding
+from hpctrain.averaging.slicing import Slice, cut, fingerprint, fused, layer_slices, sufficient_factor_slices
+from hpctrain.averaging.step_times import StepClock, Times, over_ranks
+from hpctrain.averaging.sufficient_factors import FcExchange, exchanging_layers
 from hpctrain.comm.base import Array
-from hpctrain.comm.posting_queue import Ticket
+from hpctrain.comm.groups import Levels, levels
+from hpctrain.comm.link import LinkModel
+from hpctrain.comm.posting_queue import LocalEvent, Ticket
+from hpctrain.core.errors import OptionError
 from hpctrain.nn.parameter import Parameter, Segment
+from hpctrain.optim.base import NormsNeeded
 
 _WARM_UP_STEPS = 2
 _MEASURED_STEPS = 3
@@ -249,3 +272,210 @@ def _posting(schedule: CollectiveSchedule) -> list[tuple[Operation, Dependencies
     """Each operation, with what it comes after and its text: made once, as every step posts the same."""
     operations = zip(schedule.operations, dependencies(schedule), strict=True)
     return [(operation, needs, schedule.text(operation)) for operation, needs in operations]
+
+
+class ReduceScatterStrategy(Strategy):
+    """Reduce-scatter, own update, allgather; linear layers may exchange sufficient factors instead of gradients.
+
+    A strategy gives `words`, `slice_elements` and `urgency`, and may choose `streams` and a window. Beside its own, its options
+    have `fc_exchange`, `sizes`, `two_level` and `replan`, as those of `Sharded` do.
+
+    Attributes:
+        streams: with one stream, gathers and reductions follow each other in one order; with two, they may overtake each other.
+        exchanging: weight -> biases of the linear layers that exchange inputs and errors.
+        apart: parameters that share no slice with others.
+
+    Raises:
+        OptionError: fc_exchange "always" with several micro-batches: their inputs would have to be kept.
+    """
+
+    adds_norms = True
+    sums_shards = True
+    streams: ClassVar[tuple[Stream, ...]] = (Stream.GRADIENTS, Stream.PARAMETERS)
+
+    def __init__(self, group: PlannedGroup, options: Any = None) -> None:
+        super().__init__(group, options)
+        self.apart: frozenset[str] = frozenset()
+        chosen = self.options
+        if chosen.fc_exchange == "always" and group.micro_batches > 1:
+            raise OptionError(
+                f"fc_exchange is always, but micro_batches is {group.micro_batches}; the exchange needs micro_batches 1, "
+                f"or set fc_exchange to auto or never.",
+                "fc_exchange",
+            )
+        two_level = chosen.two_level and group.shards is None  # the order of shards knows no nodes
+        self._levels = levels(group.nodes) if two_level and group.nodes is not None else None
+        # In two levels a node counts as one rank: the rule is about what crosses its link.
+        links = group.ranks if self._levels is None else self._levels.nodes
+        sent_share = 1.0 if self.rounding is None else self.rounding.sent_share(group.layout.item_bytes)
+        exchange: FcExchange = "never" if chosen.fc_exchange == "auto" and not group.on_host else chosen.fc_exchange
+        exchange = exchange if group.shards is None else "never"  # products of inputs and errors add up in another order
+        self.exchanging = exchanging_layers(group.layout, links, exchange, group.nominal_batch, group.micro_batches, sent_share)
+
+    # -- hooks of a strategy ---------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def words(self) -> str:
+        """The strategy and its options, as a stored schedule names what it was made for: other words, another schedule."""
+
+    @abstractmethod
+    def slice_elements(self, link: LinkModel | None) -> tuple[int, int]:
+        """Elements of a slice: neighbours are fused until they have the first, what has more than the second is cut.
+
+        link: the measured one or, by default, that of the rule.
+        """
+
+    @property
+    @abstractmethod
+    def urgency(self) -> Urgency:
+        """The key by which a link chooses among what it could send: the least goes first."""
+
+    def order(self, traffic: SliceTraffic, times: Times, link: LinkModel) -> list[tuple[int, bool]]:
+        """(slice, whether it is its gather) as they are to be sent."""
+        if self.streams[-1] is Stream.GRADIENTS:  # one queue: what is sent next must be ready, or all behind it waits
+            times = times.late()
+        return best_order(traffic, times, link, self.urgency)
+
+    def window(self, slices: Sequence[Slice], link: LinkModel | None, times: Times | None) -> int | None:
+        """Most operations in flight on each stream; None: no limit."""
+        return None
+
+    # -- the plan --------------------------------------------------------------------------------------------------------------
+
+    @property
+    def levels(self) -> Levels | None:
+        return self._levels
+
+    @property
+    def posted_streams(self) -> tuple[Stream, ...]:
+        """Norms of some parameters have a stream of their own, so that no reduction and no gather of others waits for them."""
+        return (*self.streams, Stream.NORMS) if self._layer_norms else self.streams
+
+    @property
+    def _layer_norms(self) -> bool:
+        """An update waits for the norms of its layers only.
+
+        Norms of several groups of parameters travel together. On one rank nothing travels, and a device is waited for once.
+        """
+        return self.group.norms_needed is NormsNeeded.LAYER and self.group.ranks > 1 and not self.group.several_groups
+
+    def request(self) -> str:
+        nodes = "" if self._levels is None else self._levels.words
+        words = f"{self.words()}{words_of_shards(self.group.shards)}{words_of_rounding(self.rounding)}"
+        return f"{words}; {fingerprint(self.group.layout, self.exchanging)}{nodes}"
+
+    def accepts(self, stored: CollectiveSchedule | None) -> bool:
+        """Also, the optimiser still needs the norms that it has, or still none: it may have got, or lost, an option."""
+        if stored is None or not super().accepts(stored):
+            return False
+        norms = [operation.slice for operation in stored.operations if operation.kind is OperationKind.NORMS]
+        if self._layer_norms:
+            return bool(norms) or not stored.slices
+        return norms == ([ALL_SLICES] if self.group.needs_norms else [])
+
+    def needs_link(self, usable: CollectiveSchedule | None) -> bool:
+        """For an order that is still to be planned by measured times, too."""
+        return self.replans(usable) or (usable is None and self.options.sizes == "measured")
+
+    def replans(self, schedule: CollectiveSchedule | None) -> bool:
+        """Whether the operations of a schedule are still to be ordered by measured times."""
+        return self.options.replan and not (schedule is not None and schedule.timed)
+
+    def plan(self, link: LinkModel | None) -> CollectiveSchedule:
+        slices = self._slices(link if self.options.sizes == "measured" else slicing.RULE_LINK)
+        operations = self._operations(slices, Times.unknown(tuple(self.group.layout.specs)), link)
+        window = self.window(slices, link, None)
+        return CollectiveSchedule(self.request(), self.group.ranks, slices, operations, window, rounding=self.rounding)
+
+    def replan(self, schedule: CollectiveSchedule, times: Times, link: LinkModel | None) -> CollectiveSchedule:
+        """The same slices in the order that follows from measured times. No bit of any sum changes."""
+        operations = self._operations(schedule.slices, times, link)
+        window = self.window(schedule.slices, link, times)
+        return replace(schedule, operations=operations, window=window, timed=True)
+
+    def averager(self, setup: AveragerSetup, agreement: Agreement) -> GradientAverager:
+        return self._made(ReduceScatterAverager, setup, agreement)
+
+    def _made(self, kind: Callable[..., GradientAverager], setup: AveragerSetup, agreement: Agreement) -> GradientAverager:
+        """An averager of a kind that takes what `ReduceScatterAverager` takes."""
+        return kind(
+            setup,
+            agreement,
+            exchanging=self.exchanging,
+            nominal_batch=self.group.nominal_batch or 0,
+            order=None if self._levels is None else self._levels.order,
+            replan=partial(self.replan, link=agreement.link) if self.replans(agreement.schedule) else None,
+        )
+
+    def _slices(self, link: LinkModel | None) -> tuple[Slice, ...]:
+        """Slices of all parameters, in forward order. link: that sizes follow from."""
+        layout, (least, most) = self.group.layout, self.slice_elements(link)
+        exchanging = {name for weight, biases in self.exchanging.items() for name in (weight, *biases)}
+        block = NORM_BLOCK if self.group.shards is not None and self.group.needs_norms else 1
+        slices = list(cut(layout, fused(layout, least, exchanging, self.apart), most, block))
+        for weight, biases in self.exchanging.items():
+            slices += sufficient_factor_slices(layout, weight, biases, self.group.ranks, most)
+        return tuple(sorted(slices, key=lambda piece: piece.start))
+
+    def _operations(self, slices: Sequence[Slice], times: Times, link: LinkModel | None) -> tuple[Operation, ...]:
+        norms = self._norms(slices)
+        gathered_together = () if ALL_SLICES in norms else tuple(slices_of_groups(norms, len(slices)).values())
+        group, rounding = self.group, self.rounding or Rounding()
+        traffic = SliceTraffic(
+            slices, group.ranks, group.layout.item_bytes, group.nominal_batch or 0, rounding, gathered_together
+        )
+        sent = self.order(traffic, times, link or LinkModel(0.0, 0.0))
+        return operations_in_order(slices, sent, self.streams[-1], norms)
+
+    def _norms(self, slices: Sequence[Slice]) -> tuple[int, ...]:
+        """The slices of the operations of norms, ascending; none where no norms are needed."""
+        if not self.group.needs_norms:
+            return ()
+        return norm_groups(self.group.layout, slices) if self._layer_norms else (ALL_SLICES,)
+
+
+def operations_in_order(
+    slices: Sequence[Slice], sent: Sequence[tuple[int, bool]], gathers: Stream, norms: Sequence[int] = ()
+) -> tuple[Operation, ...]:
+    """A step of reductions and gathers: inputs in forward's order, then what a link sends, norms between the two where needed.
+
+    Args:
+        sent: (slice, whether it is its gather) in order. gathers: the stream of these; all else is on that of the gradients,
+            but norms of some slices only, which have their own.
+        norms: slices of the operations of norms, ascending. `ALL_SLICES`: norms of everything, behind the last reduction. Else
+            every gather in `sent` must stand behind the last reduction of those whose norms travel with its own.
+    """
+    first = [layer_slices(slices, k)[0] == k for k in range(len(slices))]
+    exchanged = (k for k, piece in enumerate(slices) if piece.sufficient_factors and first[k])
+    inputs = [Operation(OperationKind.INPUTS, k, Stream.GRADIENTS) for k in exchanged]
+    reduction = [OperationKind.ERRORS if piece.sufficient_factors else OperationKind.REDUCE_SCATTER for piece in slices]
+    order = [
+        Operation(OperationKind.ALLGATHER, k, gathers) if gather else Operation(reduction[k], k, Stream.GRADIENTS)
+        for k, gather in sent
+    ]
+    if not norms:
+        return (*inputs, *order)
+    if ALL_SLICES not in norms:
+        return (*inputs, *_with_norms(slices, order, norms))
+    gathered = (operation for operation in order if operation.kind is OperationKind.ALLGATHER)
+    # Updates wait for the norms, and these for all sums: no gather can go under backward, so front layers go first.
+    late = sorted(gathered, key=lambda operation: slices[operation.slice].order)
+    reductions = (operation for operation in order if operation.kind is not OperationKind.ALLGATHER)
+    return (*inputs, *reductions, Operation(OperationKind.NORMS, ALL_SLICES, Stream.GRADIENTS), *late)
+
+
+def _with_norms(slices: Sequence[Slice], order: Sequence[Operation], starts: Sequence[int]) -> list[Operation]:
+    """The operations, and norms of each group of slices right behind the last of its reductions."""
+    groups = slices_of_groups(starts, len(slices))
+    start_of = {k: start for start, group in groups.items() for k in group}
+    unsummed = {start: len(group) for start, group in groups.items()}
+    operations: list[Operation] = []
+    for operation in order:
+        operations.append(operation)
+        summed = () if operation.kind is OperationKind.ALLGATHER else layer_slices(slices, operation.slice)
+        for k in summed:
+            unsummed[start_of[k]] -= 1
+        for start in dict.fromkeys(start_of[k] for k in summed):
+            if unsummed[start] == 0:
+                operations.append(Operation(OperationKind.NORMS, start, Stream.NORMS))
+    return operations

@@ -16,8 +16,8 @@ from typing import Literal
 import numpy as np
 
 from hpctrain.averaging.slicing import Slice
-from hpctrain.core.intervals import even
 from hpctrain.comm.base import Array, Communicator, Handle
+from hpctrain.core.intervals import even
 from hpctrain.nn.parameter import FlatGroup, GroupLayout
 
 FcExchange = Literal["auto", "always", "never"]

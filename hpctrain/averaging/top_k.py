@@ -4,26 +4,189 @@ The paper bisects for two thresholds by passes that only count, takes all that r
 at a random place, of those between the two. Here a sample gives the first threshold, just low enough that the k largest
 elements are among those that reach it: a single pass collects these candidates, and a partition of them ends it. Where the
 sample deceives (ties, arrays that are nearly all zeros, magnitudes that repeat with its stride), passes that only count narrow
-the thresholds down to the candidates, or to two adjacent numbers. So the window holds ties alone, and no larger element is ever
+the thresholds down to the candidates, or to two adjacent numbers. So the window holds ties alone, and no larger element is
+ever
 left out for a smaller one.
+
+`Selection` makes the passes, block by block. A magnitude is taken as an integer, the bits of a floating-point number without
+its sign: integers of equal order, for which denormal numbers are no special case, and above which lie infinities and NaN.
+
+`ErrorFeedback` keeps what messages leave out until a later message has it: residual + sent = gradient.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from hpctrain.backend.counter_random import key
-from hpctrain.compress.base import Compressor
-from hpctrain.compress.selection import Band, Selection
+from hpctrain.comm.sums import Compressor
 
-_DENSE = 0.1  # of elements kept: beyond, candidates would be most of them, so that all are partitioned
-_SMALL = 65_536  # elements: so few are partitioned in less time than passes take
-_SPARE = 4096  # candidates beside twice the kept
-_STRIDE = 127  # prime, so that no channel or row of a power of two elements is all of the sample
-_THRESHOLDS = 4  # counted in one pass, of which the first reading of memory is the dear part
+_BLOCK = 32_768  # elements: their magnitudes and masks stay in a cache of the core
+_COMMON_SHARE = 0.02  # of a sample: partition takes many times as long where so many are equal
+_UNSIGNED: dict[str, np.dtype] = {"float32": np.dtype(np.uint32), "float64": np.dtype(np.uint64)}
+
+
+@dataclass(frozen=True)
+class Band:
+    """A choice of elements: all whose magnitude is at least `above`, and a window of the others that reach `below`.
+
+    first, stop: the window, counted among these others in the order of their positions.
+    """
+
+    above: int
+    below: int
+    first: int = 0
+    stop: int = 0
+
+
+class Selection:
+    """Passes over arrays of one dtype, and the scratch memory for them, which compressors that take turns may share.
+
+    Args:
+        dtype: "float32" or "float64".
+
+    Attributes:
+        unsigned: the dtype of magnitudes. infinity: the magnitude of an infinity. top: a number above all magnitudes.
+    """
+
+    def __init__(self, dtype: str) -> None:
+        self.unsigned = _UNSIGNED[dtype]
+        self.infinity = int(np.array(np.inf, dtype).view(self.unsigned))
+        self.top = 1 << (8 * self.unsigned.itemsize - 1)
+        self._block = np.empty(_BLOCK, self.unsigned)
+        self._mask = np.empty(_BLOCK, np.bool_)
+        self._others = np.empty(_BLOCK, np.bool_)
+        self._sorted = np.empty(0, self.unsigned)
+        self._candidates = np.empty(0, self.unsigned)
+        self._positions = np.empty(0, np.intp)
+
+    def reserve(self, sorted_size: int, candidates: int) -> None:
+        """Have memory for magnitudes to be sorted, and for candidates and their positions. Only grows; not during a step."""
+        if sorted_size > self._sorted.size:
+            self._sorted = np.empty(sorted_size, self.unsigned)
+        if candidates > self._positions.size:
+            self._candidates = np.empty(candidates, self.unsigned)
+            self._positions = np.empty(candidates, np.intp)
+
+    def counts(self, bits: np.ndarray, thresholds: Sequence[int]) -> list[int]:
+        """For each threshold, the number of elements of `bits` (unsigned, of any sign) whose magnitude is at least that."""
+        totals = [0] * len(thresholds)
+        for start in range(0, bits.size, _BLOCK):
+            magnitudes = self._magnitudes(bits[start : start + _BLOCK])
+            mask = self._mask[: magnitudes.size]
+            for number, threshold in enumerate(thresholds):
+                np.greater_equal(magnitudes, threshold, out=mask)
+                totals[number] += int(np.count_nonzero(mask))
+        return totals
+
+    def sampled(self, bits: np.ndarray, stride: int, rank: int) -> int:
+        """The magnitude of which `rank` elements of a sample, every `stride`-th of `bits`, are at least as large."""
+        size = bits.size // stride
+        sample = self._sorted[:size]
+        np.bitwise_and(bits[: size * stride : stride], self.top - 1, out=sample)
+        return self._ranked(sample, min(rank, size))
+
+    def common(self, bits: np.ndarray, stride: int, rank: int) -> int | None:
+        """As `sampled`, where many of the sample have that magnitude; else None."""
+        least = self.sampled(bits, stride, rank)
+        sample = self._sorted[: bits.size // stride]
+        return least if np.count_nonzero(sample == least) > _COMMON_SHARE * sample.size else None
+
+    def threshold(self, bits: np.ndarray, rank: int) -> int:
+        """The magnitude of the element that is `rank`-th in descending order, by partition of all of them."""
+        magnitudes = self._sorted[: bits.size]
+        np.bitwise_and(bits, self.top - 1, out=magnitudes)
+        return self._ranked(magnitudes, rank)
+
+    def positions(self, bits: np.ndarray, band: Band, out: np.ndarray) -> int | None:
+        """Write the ascending positions of the chosen elements into `out` (intp): how many; None if it is too small."""
+        size = seen = 0  # positions written; elements of the band passed
+        for start in range(0, bits.size, _BLOCK):
+            magnitudes = self._magnitudes(bits[start : start + _BLOCK])
+            seen += self._mark(magnitudes, band, seen)
+            chosen = np.flatnonzero(self._mask[: magnitudes.size])
+            if size + chosen.size > out.size:
+                return None
+            np.add(chosen, start, out=out[size : size + chosen.size])
+            size += chosen.size
+        return size
+
+    def candidates(self, bits: np.ndarray, least: int) -> tuple[np.ndarray, np.ndarray] | None:
+        """(magnitudes, positions) of all elements that reach `least`, in memory of this object; None if it is too small."""
+        size = self.positions(bits, Band(least, least), self._positions)
+        if size is None:
+            return None
+        positions, magnitudes = self._positions[:size], self._candidates[:size]
+        np.take(bits, positions, out=magnitudes, mode="clip")
+        np.bitwise_and(magnitudes, self.top - 1, out=magnitudes)
+        return magnitudes, positions
+
+    def _magnitudes(self, bits: np.ndarray) -> np.ndarray:
+        """The magnitudes of a block, in scratch memory."""
+        magnitudes = self._block[: bits.size]
+        np.bitwise_and(bits, self.top - 1, out=magnitudes)
+        return magnitudes
+
+    def _mark(self, magnitudes: np.ndarray, band: Band, seen: int) -> int:
+        """Mark the chosen elements of a block in the mask. Returns how many lie in the band, after `seen` before them."""
+        mask = self._mask[: magnitudes.size]
+        np.greater_equal(magnitudes, band.above, out=mask)
+        if band.below == band.above:
+            return 0
+        others = self._others[: magnitudes.size]
+        np.greater_equal(magnitudes, band.below, out=others)
+        np.not_equal(others, mask, out=others)
+        size = int(np.count_nonzero(others))
+        first, stop = max(band.first - seen, 0), min(band.stop - seen, size)
+        if first < stop:
+            if stop - first < size:
+                positions = np.flatnonzero(others)
+                others[: positions[first]] = False
+                others[positions[stop - 1] + 1 :] = False
+            np.logical_or(mask, others, out=mask)
+        return size
+
+    @staticmethod
+    def _ranked(magnitudes: np.ndarray, rank: int) -> int:
+        """The element that is `rank`-th in descending order; reorders them."""
+        place = magnitudes.size - rank
+        magnitudes.partition(place)
+        return int(magnitudes[place])
+
+
+class ErrorFeedback:
+    """The residual of one array of gradients.
+
+    A step adds its gradient, has a message made of `values`, and subtracts what the message says from them:
+
+        feedback.add(gradient)
+        compressor.compress(feedback.values, message)
+        compressor.subtract_from(message, feedback.values)
+
+    Args:
+        size: elements of the array. dtype: "float32" or "float64".
+
+    Attributes:
+        values: between steps the residual; after `add` residual and gradient. (size,), the state for a checkpoint.
+    """
+
+    def __init__(self, size: int, dtype: str) -> None:
+        self.values = np.zeros(size, dtype)
+
+    def add(self, gradient: np.ndarray) -> None:
+        """Add a step's gradient (size,) to the residual."""
+        np.add(self.values, gradient, out=self.values)
+
+
+_DENSE_SHARE = 0.1  # of elements kept: beyond, candidates would be most of them, so that all are partitioned
+_SMALL_SIZE = 65_536  # elements: so few are partitioned in less time than passes take
+_SPARE_CANDIDATES = 4096  # candidates beside twice the kept
+_SAMPLE_STRIDE = 127  # prime, so that no channel or row of a power of two elements is all of the sample
+_THRESHOLDS_OF_A_PASS = 4  # counted in one pass, of which the first reading of memory is the dear part
 
 
 def kept_at(size: int, density: float) -> int:
@@ -69,11 +232,13 @@ class TopK(Compressor):
             raise ValueError(f"kept is {kept}, but of {self.size} elements {least} to {max(least, most)} can be kept.")
         self.kept = kept
         self.message_size = kept * (self.dtype.itemsize + np.dtype(np.int32).itemsize)
-        self._partitions_all = kept > _DENSE * self.size or self.size <= _SMALL
-        self._capacity = 0 if self._partitions_all else 2 * kept + _SPARE
+        self._partitions_all = kept > _DENSE_SHARE * self.size or self.size <= _SMALL_SIZE
+        self._capacity = 0 if self._partitions_all else 2 * kept + _SPARE_CANDIDATES
         self._places, self._kept_values = self._most_places[:kept], self._most_values[:kept]
         self._places[...] = np.arange(kept)
-        self._selection.reserve(self.size if self._partitions_all else max(self._capacity, self.size // _STRIDE), self._capacity)
+        self._selection.reserve(
+            self.size if self._partitions_all else max(self._capacity, self.size // _SAMPLE_STRIDE), self._capacity
+        )
 
     def begin_step(self, step: int) -> None:
         self._step = step
@@ -117,7 +282,7 @@ class TopK(Compressor):
             if not self._choose_ties(bits, positions):
                 self._choose_of(bits, positions)
             return
-        least = self._selection.sampled(bits, _STRIDE, self._rank_in_sample())
+        least = self._selection.sampled(bits, _SAMPLE_STRIDE, self._rank_in_sample())
         candidates = self._selection.candidates(bits, least)
         if candidates is None or candidates[1].size < self.kept:
             lower, upper, chosen, reached = self._narrowed(bits, least)
@@ -131,8 +296,8 @@ class TopK(Compressor):
 
     def _choose_ties(self, bits: np.ndarray, positions: np.ndarray) -> bool:
         """Write the positions of the elements to keep, if the smallest of them has the magnitude of many others."""
-        rank = round(self.kept / _STRIDE)
-        least = self._selection.common(bits, _STRIDE, rank) if self.size > _SMALL and rank else None
+        rank = round(self.kept / _SAMPLE_STRIDE)
+        least = self._selection.common(bits, _SAMPLE_STRIDE, rank) if self.size > _SMALL_SIZE and rank else None
         if least is None:
             return False
         reached, chosen = self._selection.counts(bits, (least, least + 1))
@@ -143,7 +308,7 @@ class TopK(Compressor):
 
     def _rank_in_sample(self) -> int:
         """Elements of the sample that the first threshold lets through: more than kept of all, but for bad luck of 4 sigma."""
-        expected = self.kept / _STRIDE
+        expected = self.kept / _SAMPLE_STRIDE
         return math.ceil(expected + 4 * math.sqrt(expected)) + 2
 
     def _choose_of(self, bits: np.ndarray, positions: np.ndarray) -> None:
@@ -177,6 +342,6 @@ class TopK(Compressor):
                 elif threshold < upper:
                     upper, chosen = threshold, count
             gap = upper - lower
-            thresholds = [lower + gap * number // (_THRESHOLDS + 1) for number in range(1, _THRESHOLDS + 1)]
-            thresholds = thresholds if gap > _THRESHOLDS else list(range(lower + 1, upper))
+            thresholds = [lower + gap * number // (_THRESHOLDS_OF_A_PASS + 1) for number in range(1, _THRESHOLDS_OF_A_PASS + 1)]
+            thresholds = thresholds if gap > _THRESHOLDS_OF_A_PASS else list(range(lower + 1, upper))
         return lower, upper, chosen, reached

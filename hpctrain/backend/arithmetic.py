@@ -1,23 +1,207 @@
-"""Arithmetic on activations, parameters and gradients outside of operators, wherever they lie: the service of a kernel set.
+"""The services of a kernel set outside of operators: arithmetic on arrays wherever they lie, and what transports need.
 
-Nothing but kernel sets and transports touches elements of such arrays by other means. On a GPU all of it is enqueued, in the
-order of the calls and together with operators; only `to_host`, `square_sums` and a `Fetch`'s `result` wait.
+`Arithmetic` works on activations, parameters and gradients. Nothing but kernel sets and transports touches elements of such
+arrays by other means. On a GPU all of it is enqueued, in the order of the calls and together with operators; only `to_host`,
+`square_sums` and a `Fetch`'s `result` wait.
+
+`HostMirrors` serve transports that read memory of the host alone. MPI is one of them: where kernels compute on a device, an
+array that travels is copied to a mirror, and back from one, next to computation. The host enqueues copies, asks whether they
+are done, and never waits for them.
+
+`DeviceMessages` serve transports that reach a device's memory themselves, without mirrors. There are two kinds: MPI libraries
+that read such memory, for which the host asks whether the work of kernels is done, and groups of devices that move arrays
+between each other in the order of a stream, as NCCL does.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from hpctrain.backend.device_messages import DeviceMessages
-from hpctrain.backend.mirrors import HostMirrors
 from hpctrain.core.intervals import Box
 
-Array = Any  # numpy.ndarray or DeviceArray: the kernel set decides
+Array = Any  # numpy.ndarray or DeviceArray
+
+
+class Transit(Protocol):
+    """The way of one operation's arrays to the host and back."""
+
+    def on_host(self) -> bool:
+        """True once the mirrors hold all that was copied to them. Never waits."""
+        ...
+
+
+@dataclass
+class StagedBytes:
+    """Bytes that were copied so far: to the host, and from it."""
+
+    to_host: int = 0
+    from_host: int = 0
+
+
+@dataclass(frozen=True)
+class PinnedBytes:
+    """Pinned memory of the host that a rank's device copies from and to, in bytes; small fixed buffers beside it left out.
+
+    Attributes:
+        messages: mirrors of arrays that travel between processes. images: batches of stored pixels.
+    """
+
+    messages: int
+    images: int
+
+    @property
+    def total(self) -> int:
+        return self.messages + self.images
+
+
+class HostMirrors(Protocol):
+    """Makes mirrors and copies; used by the thread that enqueues the device's work.
+
+    Each array has one mirror, made when it first travels and kept: so there is as much memory as there are arrays that do. Arrays
+    inside of one that is covered share its mirror.
+
+    Attributes:
+        copied: bytes so far. pinned_bytes: of all mirrors.
+    """
+
+    copied: StagedBytes
+    pinned_bytes: int
+
+    def mirror(self, array: Array) -> np.ndarray:
+        """The flat mirror of an array that is in no other operation; whatever it holds is nobody's any more.
+
+        Waits where the array's operation before has come so far that only its copies back are not done.
+        """
+        ...
+
+    def cover(self, array: Array, instead_of: Array | None = None) -> None:
+        """Make one mirror for all arrays inside of this one that travel later, one operation after the other. For set-up only.
+
+        Args:
+            instead_of: an array that was covered before, in which no operation is on its way, and none will be: its mirror goes.
+                Waits where copies from it are not done.
+        """
+        ...
+
+    def leave(self, copies: Sequence[tuple[np.ndarray, Array]]) -> Transit:
+        """Enqueue mirror := array for each pair, behind all work of kernels so far. An operation without any begins so, too."""
+        ...
+
+    def arrive(self, transit: Transit, array: Array, intervals: Sequence[tuple[int, int]]) -> None:
+        """Enqueue array := mirror for intervals of the flat elements.
+
+        The copy runs after the work of kernels before `leave`, and before all work that is enqueued from now on. Call it once
+        for each transit. Without intervals nothing is copied.
+        """
+        ...
+
+
+class WorkMark(Protocol):
+    """A place in a device's work."""
+
+    @property
+    def done(self) -> bool:
+        """All work before it is done, and stays so. Never waits."""
+        ...
+
+
+class Peers(Protocol):
+    """The processes whose devices form a group, in order: a communicator on which nobody else posts.
+
+    Where devices cannot reach each other by themselves, as emulated ones, arrays of the host go through it.
+    """
+
+    rank: int
+    size: int
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any: ...
+
+    def iallgather(self, send: Any, recv: Any, counts: Any) -> Any: ...
+
+    def isend(self, buffer: Any, dest: int, tag: int) -> Any: ...
+
+    def irecv(self, buffer: Any, source: int, tag: int) -> Any: ...
+
+
+class DeviceLinks(Protocol):
+    """The links of one device to the others of a group. What is called is enqueued, on the stream that they were made with.
+
+    All devices of a group enqueue the same collectives in the same order, and a receive for each send. Arrays of collectives have
+    the same size and dtype everywhere. Sums are of float32 or float64; all else moves bytes.
+    """
+
+    def together(self) -> AbstractContextManager[None]:
+        """Inside: calls that are enqueued at once at the end, and may need each other."""
+        ...
+
+    def send(self, array: Array, to: int) -> None: ...
+
+    def receive(self, array: Array, source: int) -> None: ...
+
+    def broadcast(self, array: Array, root: int) -> None:
+        """`root`'s array to all."""
+        ...
+
+    def sum_to_all(self, array: Array) -> None:
+        """The sum of all devices' arrays, in place."""
+        ...
+
+    def sum_to_one(self, send: Array, recv: Array, root: int) -> None:
+        """`root`'s `recv` := the sum of all devices' `send`; elsewhere `recv` is left alone."""
+        ...
+
+    def fault(self) -> str | None:
+        """A failure in the background, in one clause; None while all is well."""
+        ...
+
+    def abort(self) -> None:
+        """Give up what is on its way. Nothing is called after it."""
+        ...
+
+
+class DeviceGroup(Protocol):
+    """A device's place in a group. links: to all of the group, itself among them, on a stream of the groups of this process."""
+
+    links: DeviceLinks
+
+    def wait_for_kernels(self) -> None:
+        """All that the links are given from here on comes behind the work of kernels so far; the host goes on."""
+        ...
+
+    def mark(self) -> WorkMark:
+        """All that the links were given so far."""
+        ...
+
+
+class DeviceMessages(Protocol):
+    """Marks of a device's work, and its groups.
+
+    Attributes:
+        identity: of the device; no other one has it, on any node.
+    """
+
+    identity: str
+
+    def mark(self) -> WorkMark:
+        """All work of kernels so far."""
+        ...
+
+    def group_fault(self) -> str | None:
+        """Why this device cannot join a group, in one clause; None where it can."""
+        ...
+
+    def join(self, peers: Peers) -> DeviceGroup:
+        """This device's place in a group of the peers' devices. Collective; waits for all of them.
+
+        All groups of a process share one stream, so that no two of them can each hold up what the other one needs.
+        """
+        ...
 
 
 class Fetch(Protocol):

@@ -1,7 +1,10 @@
-"""Operations as data: tensors and the operations on them, with their shapes and costs.
+"""Operations as data: tensors, the operations on them, and the dtypes that both name, with shapes and costs.
 
-A spec says nothing of how it is computed; a kernel set turns it into an operator. Letters: N batch, H W image, C channels
-in, K channels out, R S kernel, Ho Wo output. All shapes are logical NHWC, weights KRSC, linear weights (in, out).
+A spec does not say how an operation is computed; a kernel set turns it into an operator. Letters: N batch, H W image, C
+channels in, K channels out, R S kernel, Ho Wo output. All shapes are logical NHWC, weights KRSC, linear weights (in, out).
+
+Dtypes are names, because bfloat16 is one of them, which NumPy does not know. `WithRelu` is the one operation that only fusion
+makes (`graph.py`).
 """
 
 from __future__ import annotations
@@ -10,8 +13,20 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
-from hpctrain.backend.dtypes import item_bytes
 from hpctrain.core.errors import ShapeError
+
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "int64": 8, "int32": 4, "uint32": 4, "uint16": 2, "uint8": 1, "bool": 1}
+
+
+def item_bytes(dtype: str) -> int:
+    """Bytes of one element."""
+    return ITEM_BYTES[dtype]
+
+
+def parameter_dtype(dtype: str) -> str:
+    """The dtype of parameters, gradients and statistics beside activations of `dtype`: never below float32."""
+    return "float32" if dtype == "bfloat16" else dtype
+
 
 Shape = tuple[int, ...]
 Pair = tuple[int, int]
@@ -327,3 +342,16 @@ class SoftmaxCrossEntropySpec:
     smoothing: float = 0.0
     #: classes beside the first for the second accuracy
     top: ClassVar[int] = 5
+
+
+@dataclass(frozen=True)
+class WithRelu:
+    """A convolution or linear layer with a ReLU behind it."""
+
+    inner: Conv2dSpec | LinearSpec
+
+    def output(self, x: TensorSpec) -> TensorSpec:
+        return self.inner.output(x)
+
+    def flops(self, x: TensorSpec) -> int:
+        return self.inner.flops(x)

@@ -10,15 +10,13 @@ from statistics import median
 import numpy as np
 
 from hpctrain.bench.engine_step import EngineStep, workload
-from hpctrain.config.data_section import AugmentConfig
-from hpctrain.config.schema import Config
-from hpctrain.data.facts import DataFacts
-from hpctrain.data.image_file import ImageFile
+from hpctrain.config.grid import model_options
+from hpctrain.config.schema import AugmentConfig, Config
+from hpctrain.data.image_file import DataFacts, ImageFile
 from hpctrain.data.loader import Loader
 from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.sampler import Sampler
 from hpctrain.run.images import make_pipeline, open_images
-from hpctrain.experiment.model import model_options
 
 READ, AUGMENT, NORMALISE, WHOLE = "read", "augment", "normalise", "whole batches"
 _PREPARE = "prepare"

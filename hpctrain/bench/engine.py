@@ -1,30 +1,129 @@
-"""The measurements of `hpctrain bench engine`, as data, and their tables."""
+"""The measurements of `hpctrain bench engine`, as data, and their tables.
+
+`profile` times the primitives of oneDNN in a step, from its own verbose lines; `device_gemm_peak` measures the rate of large
+matrix products that the rates of a device's operators are compared with.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
+from hpctrain.backend.cuda.device import Device
+from hpctrain.backend.cuda.kernel_set import CudaKernelSet
+from hpctrain.backend.onednn.binding import load
 from hpctrain.backend.onednn.kernel_set import OnednnKernelSet
-from hpctrain.bench.device_peak import device_gemm_peak, device_of
-from hpctrain.bench.engine_profile import PrimitiveTime, profile
-from hpctrain.bench.engine_step import (
-    EngineStep,
-    LayerTime,
-    Workload,
-    gemm_peak,
-    stand_ins,
-    time_layers,
-    timed,
-)
+from hpctrain.backend.operators import KernelSet
+from hpctrain.backend.specs import item_bytes
+from hpctrain.bench.engine_step import EngineStep, LayerTime, Workload, gemm_peak, stand_ins, time_layers, timed
 from hpctrain.bench.interleaved import Rounds, SteppingError, interleave, ours, peer, with_threads
-from hpctrain.launch.process_memory import peak_resident_bytes
+from hpctrain.launch.control_groups import peak_resident_bytes
+
+_PREFIX = "onednn_verbose,exec,"
+_FIELDS = 9  # engine, kind, implementation, propagation, memory, attributes, auxiliary, problem, milliseconds
+
+
+@dataclass(frozen=True)
+class PrimitiveTime:
+    """One execution of a primitive.
+
+    kind: such as "convolution". implementation: such as "brgconv:avx512_core". propagation: such as "forward_training".
+    memory: its formats. problem: the shape, as oneDNN writes it.
+    """
+
+    kind: str
+    implementation: str
+    propagation: str
+    memory: str
+    problem: str
+    seconds: float
+
+
+def profile(run: Callable[[], object], steps: int) -> list[list[PrimitiveTime]]:
+    """The primitives that `run` executed, by step.
+
+    Standard output of the whole process goes to a file meanwhile. oneDNN measures without its own printing.
+    """
+    library = load()
+    found = []
+    for _ in range(steps):
+        with tempfile.TemporaryFile("w+") as file:
+            with _stdout_to(file):
+                library.dnnl_set_verbose(1)
+                try:
+                    run()
+                finally:
+                    library.dnnl_set_verbose(0)
+            file.seek(0)
+            found.append(list(parse(file)))
+    return found
+
+
+def parse(lines: Iterable[str]) -> Iterator[PrimitiveTime]:
+    """The executions among oneDNN's lines."""
+    for line in lines:
+        if not line.startswith(_PREFIX):
+            continue
+        fields = line.removeprefix(_PREFIX).strip().split(",")
+        # an implementation's name may hold commas, nothing else does
+        extra = len(fields) - _FIELDS
+        assert extra >= 0, line
+        implementation = ",".join(fields[2 : 3 + extra])
+        propagation, memory, _, _, problem, milliseconds = fields[3 + extra :]
+        yield PrimitiveTime(fields[1], implementation, propagation, memory, problem, float(milliseconds) / 1e3)
+
+
+@contextmanager
+def _stdout_to(file: IO[str]) -> Iterator[None]:
+    flush_c = ctypes.CDLL(None).fflush
+    sys.stdout.flush()
+    flush_c(None)
+    kept = os.dup(1)
+    os.dup2(file.fileno(), 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        flush_c(None)
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+_PEAK_SIZE = 8192
+_SLOW_SIZE = 128  # where the device is the CPU
+_REPEATS = 9
+
+
+def device_of(kernels: KernelSet) -> Device | None:
+    """The device that a kernel set computes on; None for sets of the host."""
+    return kernels.runtime.device if isinstance(kernels, CudaKernelSet) else None
+
+
+def device_gemm_peak(kernels: KernelSet) -> float:
+    """GFLOP/s of matrix products of the set's device, in its dtype and precision, one behind the other."""
+    assert isinstance(kernels, CudaKernelSet)
+    runtime = kernels.runtime
+    size = _SLOW_SIZE if runtime.device.name == "emulated" else _PEAK_SIZE
+    a, b, c = (
+        runtime.device.allocate(size * size * item_bytes(runtime.dtype)).view(runtime.dtype).reshape(size, size) for _ in range(3)
+    )
+    runtime.device.gemm(runtime.stream, a, b, c, precision=runtime.precision)
+    kernels.wait()
+    begin = time.perf_counter()
+    for _ in range(_REPEATS):
+        runtime.device.gemm(runtime.stream, a, b, c, precision=runtime.precision)
+    kernels.wait()
+    return _REPEATS * 2 * size**3 / (time.perf_counter() - begin) / 1e9
+
 
 _WARM_UP = 2
 

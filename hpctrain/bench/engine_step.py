@@ -1,22 +1,30 @@
-"""Whole training steps of one network on made-up images, alone: what the engine's benchmarks run and measure."""
+"""Run whole training steps of one network on synthetic images, alone: what the benchmarks of the engine run and measure.
+
+As a program (`python -m hpctrain.bench.engine_step`) it is a process that runs steps on request; `interleaved.py` states the
+protocol and has its other side.
+"""
 
 from __future__ import annotations
 
+import json
 import math
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import IO
 
 import numpy as np
 
 from hpctrain.backend.choice import make_backend
 from hpctrain.backend.operators import CapturesWork, StepContext
+from hpctrain.bench.interleaved import Turn
 from hpctrain.core.errors import ConfigError
+from hpctrain.launch.control_groups import peak_resident_bytes
 from hpctrain.models import catalogue
 from hpctrain.nn.compile.steps import SelfMade
-from hpctrain.nn.hooks import StepHooks
 from hpctrain.nn.network import Network
-from hpctrain.nn.program import Program
+from hpctrain.nn.program import Program, StepHooks
 from hpctrain.optim.optimizers.sgd import Sgd
 
 LEARNING_RATE = 1e-4  # as small as keeps every network finite on labels that mean nothing
@@ -236,3 +244,28 @@ def timed(step: EngineStep, steps: int) -> tuple[float, float, Sequence[float]]:
     begin, cpu = time.perf_counter(), time.process_time()
     losses = [step.run() for _ in range(steps)]
     return time.perf_counter() - begin, time.process_time() - cpu, losses
+
+
+def serve(step: EngineStep, asked: IO[str]) -> None:
+    """Step as the lines say, until they end."""
+    for line in asked:
+        before = time.process_time()
+        wall, cpu, losses = timed(step, json.loads(line)["steps"])
+        finite = all(map(math.isfinite, losses))
+        turn = Turn(wall, cpu, finite, losses[-1], before, time.process_time(), peak_resident_bytes())
+        print(json.dumps(asdict(turn)), flush=True)
+
+
+def main(arguments: list[str]) -> int:
+    """Serve steps of the workload that the first argument, JSON, describes; gives the exit code."""
+    settings = json.loads(arguments[0])
+    task = workload(settings["model"], settings["batch"], settings["pixels"], settings["options"])
+    step = EngineStep(task, settings["backend"])
+    facts = {"version": step.backend, "parameters": step.parameters, "arena_bytes": step.program.activation_bytes}
+    print(json.dumps(facts), flush=True)
+    serve(step, sys.stdin)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

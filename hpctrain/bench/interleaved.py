@@ -236,7 +236,7 @@ def _far_behind(group: Sequence[Series], clock: str) -> list[str]:
 
 def ours(settings: Mapping[str, Any]) -> list[str]:
     """The command of a process that steps our engine; settings: model, batch, pixels, options, backend."""
-    return [sys.executable, "-m", "hpctrain.bench.engine_child", json.dumps(dict(settings))]
+    return [sys.executable, "-m", "hpctrain.bench.engine_step", json.dumps(dict(settings))]
 
 
 def peer(python: str, settings: Mapping[str, Any]) -> list[str]:

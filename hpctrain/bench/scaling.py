@@ -21,16 +21,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hpctrain.bench.machine import machine
+from hpctrain.config.checks import check_names, refusal
 from hpctrain.config.load import load
 from hpctrain.config.schema import Config
 from hpctrain.core.errors import ConfigError, HpctrainError, LaunchError
-from hpctrain.config.checks import check_names, refusal
-from hpctrain.experiment.compute_only import RESULT_FILE
-from hpctrain.run.trace_report import TABLE_FILE
 from hpctrain.core.files import read_text
 from hpctrain.launch.threads import usable_cores
-from hpctrain.storage.atomic_write import write_bytes, write_json
+from hpctrain.run.trace_report import COMPUTE_ONLY_FILE, TABLE_FILE
 from hpctrain.runs.directory import RunDirectory
+from hpctrain.storage.atomic_write import write_bytes, write_json
 
 Mode = Literal["weak", "strong"]
 
@@ -131,7 +130,7 @@ def _measure(task: ScalingStudy, config: Config, ranks: int, threads: int | None
     settings += [] if threads is None else [f"threads={threads}"]
     settings += [] if task.machine is None else [f"machine={json.dumps(task.machine)}"]
     table, account = _job(task, ranks, [*settings, "trace=true"], TABLE_FILE)
-    alone, _ = _job(task, ranks, [*settings, "--compute-only"], RESULT_FILE)
+    alone, _ = _job(task, ranks, [*settings, "--compute-only"], COMPUTE_ONLY_FILE)
     total = table["table"]["total"]
     names = ("kernels", "mpi", "launcher", "numpy", "model", "averager")
     return Point(

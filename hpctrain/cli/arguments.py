@@ -1,15 +1,31 @@
-"""Arguments that several commands take, and the words that a shell may complete them with. Imports nothing before it is asked."""
+"""Arguments that several commands take: paths, configurations with overrides, ranks that keep a log, and words for completion.
+
+`load_config` is how every command reads its configuration: an unknown name is told before what follows from it. Nothing heavy
+is
+imported before it is asked for.
+"""
 
 from __future__ import annotations
 
 import math
 import os
+import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.paths import expanded
+from hpctrain.core import log
+from hpctrain.core import log as rank_log
+from hpctrain.core.errors import ConfigError
+from hpctrain.core.files import expanded
+from hpctrain.core.sentences import nearest
+from hpctrain.launch.launcher import Launcher
+
+if TYPE_CHECKING:
+    from hpctrain.config.schema import Config
+    from hpctrain.core.yaml_source import KeyPath, Source
 
 
 class FilePath(click.Path):
@@ -77,7 +93,7 @@ class Seconds(click.FloatRange):
 
 def keys(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
     """The keys of configurations that begin so, each with its =; of a section that is not named yet, the section alone."""
-    from hpctrain.config.faults import known_paths, section_at
+    from hpctrain.config.load import known_paths, section_at
     from hpctrain.core.yaml_source import dotted
 
     depth = incomplete.count(".") + 1
@@ -85,11 +101,11 @@ def keys(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> lis
     return [f"{dotted(path)}{'=' if section_at(path) is None else '.'}" for path in paths]
 
 
-def sites(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+def complete_sites(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
     """The sites whose names begin so."""
-    from hpctrain.site import profile_files
+    from hpctrain.site import profile
 
-    return [name for name in profile_files.paths() if name.startswith(incomplete)]
+    return [name for name in profile.profile_paths() if name.startswith(incomplete)]
 
 
 def examples(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
@@ -107,3 +123,72 @@ PASS_STYLE = click.option(
     type=click.Choice(["bar", "none"]),
     help="Show by a bar on stderr how many images are done, or not; by default a bar on a terminal.",
 )
+
+
+def load_config(file: Path, overrides: tuple[str, ...]) -> tuple[Config, Source]:
+    """The configuration in FILE with OVERRIDES, by its schema; `check_names` checks the options. Imports no NumPy if it is right.
+
+    Raises:
+        ConfigError: one sentence for each fault, each with its place.
+    """
+    from hpctrain.config.load import load  # here: it loads pydantic and YAML, which `hpctrain --help` does not need
+
+    return load(file, overrides, _refusal)
+
+
+def _refusal(path: KeyPath, name: str) -> str | None:
+    from hpctrain.config.checks import refusal
+
+    return refusal(path, name)
+
+
+ALL, NONE = "all", "none"
+_SPANS = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
+
+
+def log_ranks_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives a command the option; the argument is `log_ranks`."""
+    return click.option(
+        "--log-ranks",
+        default=NONE,
+        metavar="all|none|0,3,8-15",
+        help="Write all that these ranks log to logs/rank-NNNN.log in the run directory, with the time, errors and stacks.",
+    )(command)
+
+
+def begin_log(text: str, launcher: Launcher) -> None:
+    """Log as this rank is to, where `text` is what the option was given; lines wait for their file from now on.
+
+    Raises:
+        ConfigError: it names no ranks, or one that the job does not have; the message gives the nearest that is right.
+    """
+    rank, size = launcher.rank or 0, launcher.expected_size or 1
+    if names_rank(text, size, rank):
+        rank_log.begin_rank_log()
+    log.configure(rank, size)
+    log.leave_warnings_to_rank_0(rank)
+
+
+def names_rank(text: str, size: int, rank: int) -> bool:
+    """Whether a list of ranks has this rank of so many.
+
+    Raises:
+        ConfigError: as `begin_log`.
+    """
+    if text in (ALL, NONE):
+        return text == ALL
+    words = text.replace(" ", "")
+    if not _SPANS.fullmatch(words):
+        near = nearest(text, (ALL, NONE)) or ALL
+        raise ConfigError(f"--log-ranks is {text!r}, but must be all, none, or ranks such as 0,3,8-15; the nearest is {near}.")
+    is_named = False
+    for span in words.split(","):
+        first, _, end = span.partition("-")
+        last = end or first
+        if int(first) > int(last):
+            raise ConfigError(f"--log-ranks has {span}, which begins behind its end; the nearest is {last}-{first}.")
+        if int(last) >= size:
+            ranks = "1 rank" if size == 1 else f"{size} ranks"
+            raise ConfigError(f"--log-ranks names rank {int(last)}, but the job has {ranks}; the largest number is {size - 1}.")
+        is_named = is_named or int(first) <= rank <= int(last)
+    return is_named

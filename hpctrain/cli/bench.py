@@ -1,14 +1,27 @@
-"""`hpctrain bench scaling`: the same training on several numbers of ranks."""
+"""`hpctrain bench`: measure how fast images become batches, how fast a model's steps are, and how a training scales.
+
+`data` says what limits the way of images to batches. `engine` times one model's training steps, and their memory, without MPI
+and
+data. `scaling` runs the same training on several numbers of ranks.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import sys
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.cli.arguments import OVERRIDES, FilePath, OutputFile, Seconds
-from hpctrain.core.text import echo
+from hpctrain.cli.arguments import FILE, OVERRIDES, FilePath, OutputFile, Seconds
+from hpctrain.cli.failure import Commands
+from hpctrain.core.text import echo, echo_block
+
+if TYPE_CHECKING:
+    from hpctrain.bench.data import DataRates
 
 
 class RankCounts(click.ParamType):
@@ -111,3 +124,163 @@ def scaling(
     study.write(out, task, points)
     echo(out)
     echo(study.plot(out.with_suffix(".png"), points, mode) or "no plot: matplotlib is not installed (extra export)")
+
+
+_COLUMNS = 80
+_NAME, _NUMBER = 16, 12
+
+
+class ThreadCounts(RankCounts):
+    """Numbers of threads, as 1,2,4."""
+
+    name = "threads"
+
+
+@click.command()
+@FILE
+@OVERRIDES
+@click.option(
+    "--threads",
+    type=ThreadCounts(),
+    help="Numbers of threads that make a batch, such as 1,2,4; by default 1, 2, 4 and so on up to this machine's cores.",
+)
+@click.option("--no-step", is_flag=True, help="Time no training step to compare with.")
+@click.option("--json", "as_json", is_flag=True, help="Print all figures as JSON.")
+@click.option("--out", type=OutputFile(streams=True), help="File to which all figures are written as JSON.")
+def data(
+    file: Path, overrides: tuple[str, ...], threads: tuple[int, ...] | None, no_step: bool, as_json: bool, out: Path | None
+) -> None:
+    """Time the way of images to a batch.
+
+    Prints images per second of each stage for several numbers of threads, and tells which stage limits FILE's training, with
+    OVERRIDES, in one process and without MPI.
+    """
+    from hpctrain.cli.arguments import load_config
+    from hpctrain.launch.launcher import detect
+    from hpctrain.launch.threads import set_threads
+
+    config, source = load_config(file, overrides)
+    plan = set_threads(detect(os.environ), None if config.threads == "auto" else config.threads)  # before NumPy is imported
+    from hpctrain.bench.data import measure
+    from hpctrain.bench.machine import machine
+    from hpctrain.config.checks import check_names
+    from hpctrain.storage.atomic_write import write_json
+
+    check_names(config, source)
+    counts = threads or tuple(1 << power for power in range(plan.cores.bit_length()))
+    rates = measure(config, counts, plan.threads, times_step=not no_step)
+    sentences = [rates.sentence(count) for count in rates.threads]
+    content = {"config": str(file), **asdict(rates), "sentences": sentences, "machine": machine()}
+    if as_json:
+        echo_block(json.dumps(content, indent=1))
+    else:
+        for line in (*rates_table(rates), *_folded(sentences)):
+            echo(line)
+    if out is not None:
+        write_json(out, content)
+
+
+def rates_table(rates: DataRates) -> list[str]:
+    """Images per second by stage; numbers of threads that find no room stand in a table of their own below."""
+    from hpctrain.bench.data import READ
+
+    height, width, channels = rates.shape
+    lines = [f"images/s, in batches of {rates.images} images of {height} x {width} x {channels}"]
+    at_once = (_COLUMNS - _NAME) // _NUMBER
+    for begin in range(0, len(rates.threads), at_once):
+        counts = rates.threads[begin : begin + at_once]
+        lines.append("stage".ljust(_NAME) + "".join(_threads(count).rjust(_NUMBER) for count in counts))
+        for stage in rates.names:
+            name = "read, decode" if stage == READ and rates.decodes else stage
+            lines.append(name.ljust(_NAME) + "".join(f"{rates.rate(stage, count):,.0f}".rjust(_NUMBER) for count in counts))
+    return lines
+
+
+def _threads(count: int) -> str:
+    return f"{count} thread" if count == 1 else f"{count} threads"
+
+
+def _folded(sentences: list[str]) -> list[str]:
+    from hpctrain.train.progress_bar import folded
+
+    return [line for sentence in sentences for line in folded(sentence.split(", "), _COLUMNS, ", ")]
+
+
+@click.command()
+@click.option(
+    "--model", default="resnet50", show_default=True, help="Name of the model in the catalogue (see `hpctrain list models`)."
+)
+@click.option("--batch", type=click.IntRange(min=1), default=8, show_default=True, help="Number of images per step.")
+@click.option(
+    "--px", "pixels", type=click.IntRange(min=1), help="Side of the square images, in pixels; by default the model's own."
+)
+@click.option(
+    "--threads", type=click.IntRange(min=1), help="Number of threads; by default OMP_NUM_THREADS, else this machine's cores."
+)
+@click.option(
+    "--backend",
+    type=click.Choice(["auto", "numpy", "onednn", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="Kernel set to time.",
+)
+@click.option(
+    "--precision",
+    type=click.Choice(["float32", "tf32", "bfloat16"]),
+    default="float32",
+    show_default=True,
+    help="Precision of products, on backend cuda.",
+)
+@click.option(
+    "--steps",
+    type=click.IntRange(min=1),
+    default=5,
+    show_default=True,
+    help="Number of timed steps (two warm-up steps run first).",
+)
+@click.option("--vs", "versus", type=click.Choice(["torch"]), help="Compare with PyTorch, whose steps take turns with these.")
+@click.option("--peer-python", default=sys.executable, help="Python interpreter that has PyTorch; by default this one.")
+@click.option("--out", type=OutputFile(streams=True), help="File to which all figures are written as JSON.")
+def engine(
+    model: str,
+    batch: int,
+    pixels: int | None,
+    threads: int | None,
+    backend: str,
+    precision: str,
+    steps: int,
+    versus: str | None,
+    peer_python: str,
+    out: Path | None,
+) -> None:
+    """Time the training steps of a model.
+
+    Times whole steps and each operator in one process, on made-up images, without MPI and data.
+    """
+    from hpctrain.launch.launcher import detect
+    from hpctrain.launch.threads import set_threads
+
+    plan = set_threads(detect(os.environ), threads)  # before NumPy is imported
+    from hpctrain.bench.engine import compare, measure, print_tables
+    from hpctrain.bench.engine_step import workload
+    from hpctrain.core.errors import BackendError
+    from hpctrain.storage.atomic_write import write_json
+
+    task = workload(model, batch, pixels)
+    measurement = measure(task, backend, steps, plan.threads, precision)
+    if versus is not None and measurement.backend == "cuda":
+        raise BackendError("--vs torch compares on the CPU, and backend cuda computes on a GPU; give --backend onednn or numpy.")
+    compared = compare(task, measurement.backend, peer_python, plan.threads, steps) if versus is not None else None
+    print_tables(measurement, compared)
+    if out is not None:
+        write_json(out, {**measurement.as_dict(), "comparison": compared})
+
+
+@click.group(cls=Commands)
+def bench() -> None:
+    """Measure how fast things are on this machine."""
+
+
+bench.add_command(data)
+bench.add_command(engine)
+bench.add_command(scaling)

@@ -36,10 +36,10 @@ def listing(path: Path) -> None:
     PATH is a run directory, its directory of checkpoints, or a checkpoint. The one with the best evaluation is marked. No
     tensor is read, only names, sizes and metadata, and the record of the best one.
     """
-    from hpctrain.storage import best_record
+    from hpctrain.runs import directory as best_record
 
     files = files_of(path)
-    best = best_record.read(files[0][1].parent)
+    best = best_record.read_best(files[0][1].parent)
     mark = "" if best is None else f"best: {best}"
     for step, file in sorted(files):
         if not file.exists():
@@ -125,9 +125,9 @@ def convert(path: Path, layout: str | None, shards: int | None, out: Path) -> No
     to the last bit; it is read again and compared before the command ends. The name of a directory of shards ends in .shards. A
     training goes on from the new checkpoint where it lies in the directory of checkpoints of a run.
     """
-    from hpctrain.storage.checkpoint import is_sharded
-    from hpctrain.storage.convert import convert as write_converted
     from hpctrain.runs.owner import owned, run_of
+    from hpctrain.storage.checkpoint import convert as write_converted
+    from hpctrain.storage.checkpoint import is_sharded
 
     _, file = files_of(path)[-1]
     sharded = layout == "sharded" if layout is not None else not is_sharded(file)
@@ -150,11 +150,10 @@ def prune(path: Path, keep: int, drop_best: bool) -> None:
     was written to them for an hour. A run that another job writes to is refused. PATH is a run directory or its directory of
     checkpoints. In any other directory, only files whose metadata identify them as checkpoints of a run are deleted.
     """
-    from hpctrain.storage import best_record
+    from hpctrain.runs import directory as best_record
+    from hpctrain.runs.owner import is_run, owned
     from hpctrain.storage import checkpoint as storage
-    from hpctrain.storage.leftovers import ABANDONED_SECONDS, remove_left
-    from hpctrain.storage.run_marker import is_run
-    from hpctrain.runs.owner import owned
+    from hpctrain.storage.checkpoint import ABANDONED_SECONDS, remove_left
 
     directory = _directory(path)
     if not directory.is_dir():
@@ -162,12 +161,12 @@ def prune(path: Path, keep: int, drop_best: bool) -> None:
     place = directory.absolute()
     of_run = place.name == "checkpoints" and is_run(place.parent)
     with owned(place.parent if of_run else None, "hpctrain checkpoint prune"):
-        best = best_record.read(directory)
+        best = best_record.read_best(directory)
         left = remove_left(directory, least_age_seconds=ABANDONED_SECONDS) if of_run else []
         for file in [*storage.prune(directory, keep, () if best is None or drop_best else {best.step}, is_run=of_run), *left]:
             echo(f"deleted {file}")
         if best is not None and not (directory / best.checkpoint).exists():
-            best_record.write(directory, None)
+            best_record.write_best(directory, None)
 
 
 def files_of(path: Path) -> list[tuple[int, Path]]:

@@ -1,4 +1,7 @@
-"""`hpctrain config`: show, check, describe and copy configuration files. Needs no MPI and no data."""
+"""`hpctrain config` and `hpctrain list`: show, check, describe and copy configuration files, and the names that they can choose.
+
+Neither needs MPI or data.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,9 @@ from pathlib import Path
 
 import click
 
-from hpctrain.cli.arguments import FILE, OVERRIDES, FilePath
+from hpctrain.cli.arguments import FILE, OVERRIDES, FilePath, load_config
 from hpctrain.cli.arguments import examples as complete_examples
 from hpctrain.cli.failure import Commands
-from hpctrain.cli.loading import load_config
 from hpctrain.core.text import echo, echo_block
 
 
@@ -30,8 +32,8 @@ def show(file: Path, overrides: tuple[str, ...]) -> None:
     Prints FILE with OVERRIDES such as optimizer.lr=0.2 and the defaults of all keys and options, as YAML: a configuration that
     starts the same run. Options of the model that follow from the data, such as its classes, are left out.
     """
-    from hpctrain.config.dump import dump
     from hpctrain.config.checks import check_names
+    from hpctrain.config.load import dump
     from hpctrain.config.options import filled
 
     loaded, source = load_config(file, overrides)
@@ -105,6 +107,64 @@ def schema() -> None:
 
     Editors complete and check by it: it has every key, and every name with its options.
     """
-    from hpctrain.experiment.options_schema import json_schema
+    from hpctrain.config.options import json_schema
 
     echo_block(json.dumps(json_schema(), indent=2))
+
+
+# The kinds of `config/options.py`, which imports NumPy; a test compares them.
+KINDS = ("models", "optimizers", "averagers", "schedules", "augmentations", "reporters")
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print names with their options, types and defaults as JSON.")
+_MOST_COLUMNS = 100
+
+
+@click.group("list", cls=Commands)
+def listing() -> None:
+    """Print names that a configuration can have.
+
+    Their options are described in docs/options.md, by --json, and by `hpctrain config schema`.
+    """
+
+
+def _command(kind: str) -> click.Command:
+    @click.command(kind, help=f"Print all {kind} with one sentence each.")
+    @_JSON
+    def show(as_json: bool) -> None:
+        echo_block(_as_json(kind) if as_json else _table(kind))
+
+    return show
+
+
+for _kind in KINDS:
+    listing.add_command(_command(_kind))
+
+
+def _table(kind: str) -> str:
+    """Names and sentences in two columns, as wide as the terminal; those of installed packages last."""
+    from hpctrain.config.options import choices, registry
+
+    width = min(shutil.get_terminal_size((80, 24)).columns, _MOST_COLUMNS)
+    formatter = click.HelpFormatter(width=width)
+    offers = [(offer.name, f"Of the package {offer.package}: {offer.reference}.") for offer in registry(kind).offers()]
+    formatter.write_dl([*((choice.name, choice.sentence) for choice in choices(kind)), *offers])
+    return formatter.getvalue()
+
+
+def _as_json(kind: str) -> str:
+    from hpctrain.config.options import choices, registry
+
+    content: dict[str, object] = {
+        choice.name: {
+            "sentence": choice.sentence,
+            "settled": dict(choice.fixed),
+            "options": {
+                option.name: {**option.schema, "description": option.meaning}
+                | ({"needed": True} if option.needed else {"default": option.default})
+                for option in choice.options
+            },
+        }
+        for choice in choices(kind)
+    }
+    offers = registry(kind).offers()
+    content |= {offer.name: {"package": offer.package, "reference": offer.reference} for offer in offers}
+    return json.dumps(content, indent=1)

@@ -1,22 +1,131 @@
-"""`hpctrain data`: fetch, convert, look at and check data files."""
+"""`hpctrain data`: fetch, convert, look at and check data files.
+
+`progress` shows how far a command is: a bar on a terminal, a line now and then in a log.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from hpctrain.cli.arguments import FilePath, OutputFile
-from hpctrain.cli.data_check import check
 from hpctrain.cli.failure import USER_ERROR, Commands
-from hpctrain.cli.progress import progress
 from hpctrain.core.text import echo, echo_block
 
 if TYPE_CHECKING:
     from hpctrain.data.convert.common import LeftOut
+    from hpctrain.train.progress_bar import ProgressBar
+
+
+#: between two lines of a log
+LINE_SECONDS = 30.0
+
+
+@contextmanager
+def progress(
+    description: str, total: int, noun: str = "images", clock: Callable[[], float] = time.monotonic
+) -> Iterator[Callable[[int], None]]:
+    """While this lasts, standard error shows how many of `total` are done; gives what is to be told of each few more.
+
+    On a terminal that is a bar, of which nothing stays. Elsewhere it is a line every half minute.
+
+    Args:
+        noun: what is counted. clock: in seconds.
+    """
+    if not sys.stderr.isatty():
+        yield _Lines(description, total, noun, clock).advance
+        return
+    from rich.console import Console
+
+    from hpctrain.train.progress_bar import ProgressBar  # loads rich, which takes longer than short commands
+
+    bar = ProgressBar(Console(stderr=True, soft_wrap=True, highlight=False, force_terminal=True), clock, stays=False)
+    try:
+        bar.begin(description, total)
+        yield _Line(bar, description, total, noun, clock).advance
+    finally:
+        bar.close()
+
+
+class _Lines:
+    """Lines of a log; arguments as of `progress`."""
+
+    def __init__(self, description: str, total: int, noun: str, clock: Callable[[], float]) -> None:
+        self._description, self._total, self._noun, self._clock = description, total, noun, clock
+        self._done = 0
+        self._last = clock()
+
+    def advance(self, count: int) -> None:
+        """So many more are done."""
+        self._done += count
+        if self._clock() - self._last < LINE_SECONDS:
+            return
+        self._last = self._clock()
+        share = f", {self._done / self._total:.1%}" if self._total else ""
+        echo(f"{self._description}: {self._done:,} of {self._total:,} {self._noun}{share}", err=True)
+
+
+class _Line:
+    """The line of a bar, with the rate and the time left; arguments as of `progress`."""
+
+    def __init__(self, bar: ProgressBar, description: str, total: int, noun: str, clock: Callable[[], float]) -> None:
+        from hpctrain.train.progress_bar import TimeLeft
+
+        self._bar, self._description, self._noun, self._clock = bar, description, noun, clock
+        self._begin, self._done, self._left = clock(), 0, TimeLeft(0, total, clock)
+
+    def advance(self, count: int) -> None:
+        """So many more are done."""
+        from hpctrain.train.progress_bar import duration_text
+
+        self._done += count
+        elapsed, left = self._clock() - self._begin, self._left.seconds(self._done)
+        facts = [(1, f"{self._done / elapsed:,.0f} {self._noun}/s")] if elapsed > 0 else []
+        self._bar.show(self._description, self._done, facts if left is None else [*facts, (0, f"{duration_text(left)} left")])
+
+
+# NumPy and HDF5 are imported inside the command: the command line itself must start fast, and set threads before NumPy is there.
+
+_DAMAGED = 2
+
+
+@click.command()
+@click.argument("file", type=FilePath(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print the findings as one JSON object.")
+@click.option("--strict", is_flag=True, help="Leave with exit code 2 for duplicates and empty classes, too.")
+@click.option("--threads", type=click.IntRange(1), help="Number of threads that decode images; by default one per core.")
+def check(file: Path, as_json: bool, strict: bool, threads: int | None) -> None:
+    """Search a data file for damage, duplicates and more.
+
+    Every sample is read and compared with its checksum, and picture files are decoded. Damage is a sample that changed or cannot
+    be read or decoded, a label outside the classes, or anything else that is not as it was written; the exit code is 2 then.
+    Duplicates, within a class and across classes, and classes without a sample are told, and change the exit code with --strict
+    only.
+    """
+    from hpctrain.data.check import check_file
+    from hpctrain.data.convert.common import default_threads
+    from hpctrain.data.image_file import read_contents
+
+    with progress(f"checking {file.name}", len(read_contents(file).labels)) as advance:
+        checked = check_file(file, default_threads() if threads is None else threads, advance)
+    if as_json:
+        content = {"file": str(file), "images": checked.images, "classes": checked.classes, "damaged": checked.damaged}
+        echo_block(json.dumps({**content, "findings": [finding.to_json() for finding in checked.findings]}, indent=1))
+    else:
+        for finding in checked.findings:
+            echo(f"{'damage' if finding.damage else 'note'}: {finding.sentence}.")
+        outcome = "damaged" if checked.damaged else "as it was written"
+        echo(f"{file}: {checked.images} images of {checked.classes} classes, {outcome}")
+    if checked.damaged or (strict and checked.findings):
+        raise SystemExit(_DAMAGED)
+
 
 # NumPy and HDF5 are imported inside the commands: the command line itself must start fast, and set threads before NumPy is there.
 

@@ -21,11 +21,12 @@ import click
 
 from hpctrain.core import log
 from hpctrain.core.errors import HpctrainError, LaunchError, RankLostError
-from hpctrain.flight.start_records import hint
-from hpctrain.launch import exit_codes, process_end
-from hpctrain.launch.launcher import EXPECT_RANKS, Launcher, detect, environment_fault, place_of
+from hpctrain.core.text import colours
 from hpctrain.core.text import sentence as sentence_of
-from hpctrain.speaker import colours
+from hpctrain.flight.start_records import hint
+from hpctrain.launch import process_end
+from hpctrain.launch import process_end as exit_codes
+from hpctrain.launch.launcher import EXPECT_RANKS, Launcher, detect, environment_fault, place_of
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -75,7 +76,7 @@ def user_errors_end_in_sentences(
             raise
         failed(" ".join(sentences), error.ranks if isinstance(error, HpctrainError) else ())
         if rank is not None:
-            log.also("\n".join(sentences), last=True)
+            log.tee("\n".join(sentences), last=True)
             time.sleep(_silent_seconds(error, rank()))
         if not _is_said_by_another(error, in_job=rank is not None):
             for sentence in sentences:
@@ -101,7 +102,7 @@ def job_ends_on_error(
         failed(sentence, ())
         if rank():  # Ctrl-C reaches all ranks: rank 0 reports it and ends the job
             time.sleep(_ALONE_AFTER_SECONDS)
-        process_end.say(rank(), [sentence, *hint()], sys.stderr, stacks=False)
+        process_end.say_last_words(rank(), [sentence, *hint()], sys.stderr, stacks=False)
         _leave(abort, 130)
     except _Left:
         raise
@@ -109,7 +110,7 @@ def job_ends_on_error(
         call = "sys.exit()" if left.code is None else f"sys.exit({left.code!r})"
         failed(f"{call} inside of a run", ())
         # MPI would wait in this rank for the others to end, and they in a step for this one.
-        process_end.say(
+        process_end.say_last_words(
             rank(),
             [*traceback.format_exc().splitlines(), f"{call} inside of a run ends the job.", *hint()],
             sys.stderr,
@@ -119,7 +120,7 @@ def job_ends_on_error(
     except MemoryError as error:
         sentence = _out_of_memory(error, rank())
         failed(sentence, ())
-        log.also(sentence, last=True)
+        log.tee(sentence, last=True)
         _say(sentence, None)
         _leave(abort, USER_ERROR)
     except BrokenPipeError:  # as in `hpctrain train ... | head`: nobody reads what would be said
@@ -127,7 +128,7 @@ def job_ends_on_error(
         _leave(abort, BUG)
     except Exception as error:
         failed(f"{type(error).__name__}: {error}", ())
-        process_end.say(rank(), [*traceback.format_exc().splitlines(), *hint()], sys.stderr, stacks=False)
+        process_end.say_last_words(rank(), [*traceback.format_exc().splitlines(), *hint()], sys.stderr, stacks=False)
         _leave(abort, BUG)
 
 
@@ -148,7 +149,7 @@ def _say(sentence: str, rank: Callable[[], int] | None) -> None:
 
 def _out_of_memory(error: MemoryError, rank: int) -> str:
     """One sentence: where memory ran out, what was asked for, and what the plan has."""
-    from hpctrain.train.memory_check import planned
+    from hpctrain.train.passes import planned
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _PACKAGE in Path(frame.filename).parents]

@@ -1,40 +1,127 @@
-"""A process of a job that has a configuration, from its launcher to its session.
+"""A process of a job, from its launcher to its end: what a command and a program of the user's know of it at any point.
 
-Where ranks are lost and the configuration says so, it makes a new session over those that are left.
+`JobProcess` is any process of a job. `ConfiguredProcess` has a configuration, and goes from its launcher to a session; where
+ranks
+are lost and the configuration says so, it makes a new session over those that are left. Imports no NumPy: thread counts must
+be
+set before it loads.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import platform
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from hpctrain.cli.arguments import NONE, begin_log, load_config
 from hpctrain.core import log
-from hpctrain.cli.job_process_rest import JobProcess
-from hpctrain.cli.loading import load_config
-from hpctrain.cli.log_ranks import NONE, begin_log
 from hpctrain.core.errors import HpctrainError, LaunchError, RankLostError
+from hpctrain.core.log import get_logger
+from hpctrain.flight import start_records
 from hpctrain.flight.recorder import FlightRecorder
-from hpctrain.launch.exit_codes import End
-from hpctrain.launch import keeper
+from hpctrain.launch import keeper, shared_segments
 from hpctrain.launch.launcher import Launcher, detect, lone_fault
+from hpctrain.launch.process_end import End
 from hpctrain.launch.signals import SignalWatch
 from hpctrain.launch.threads import ThreadPlan, set_threads
-from hpctrain.log import get_logger
 from hpctrain.version import __version__
 
 if TYPE_CHECKING:
     from hpctrain.comm.base import Communicator
+    from hpctrain.comm.progress import ProgressEngine
     from hpctrain.config.schema import Config
     from hpctrain.core.yaml_source import Source
     from hpctrain.job.session import Session
     from hpctrain.run.smoke import SmokeTrial
+
+
+#: that the ranks may take to end MPI together
+LEAVE_SECONDS = 60.0
+
+
+class JobProcess:
+    """The knowledge of this process so far: enough to end the job from any point.
+
+    Attributes:
+        world: of all ranks, from `start_world` on. flight: the process's record.
+        exits: what is undone when the run is over. watched: of it, what watches the process in the present world.
+    """
+
+    def __init__(self, launcher: Launcher) -> None:
+        self.launcher = launcher
+        self.world: Communicator | None = None
+        self.flight: FlightRecorder = start_records.taken()
+        self.exits, self.watched = contextlib.ExitStack(), contextlib.ExitStack()
+        self._removed = shared_segments.Removed()
+
+    def rank(self) -> int:
+        """This process's rank, as far as it is known; else 0."""
+        return self.world.rank if self.world is not None else self.launcher.rank or 0
+
+    def abort(self, code: int) -> None:
+        """End the whole job."""
+        if self.world is not None:
+            self.world.abort(code)
+
+    def failed(self, sentence: str, ranks: Sequence[int] = ()) -> None:
+        """Keep the error in the flight record, before anybody ends the job for it. ranks: at which its cause lies."""
+        self.flight.ended(End.FAILED, sentence, ranks)
+
+    def start_world(self, deadline_seconds: float) -> Communicator:
+        """MPI's world, or one of this process alone (see `session.start_world`). Collective; removes what dead jobs have left."""
+        from hpctrain.job import session
+
+        if self.launcher.starts_mpi:
+            shared_segments.announce()
+            if not self.launcher.local_rank:
+                self._removed = shared_segments.remove_stale()
+        with self.flight.waiting("the start of MPI"):
+            self.world = session.start_world(self.launcher, deadline_seconds, self.flight)
+        if self.launcher.starts_mpi:
+            log.configure(self.world.rank, self.world.size)
+            shared_segments.remember()
+            self.exits.callback(shared_segments.forget)
+        return self.world
+
+    def watch(self, world: Communicator, deadline_seconds: float) -> None:
+        """From now on the heartbeat watches this process. Collective."""
+        from hpctrain.job.flight_records import watched
+
+        self.exits.push(self.watched)  # before what was there at the start
+        self.watched.enter_context(watched(self.flight, world, deadline_seconds))
+
+    def started(self, progress: ProgressEngine) -> None:
+        """The engine is there: its deadlines are explained by all ranks' records, and what was removed is told."""
+        from hpctrain.job.flight_records import explain_deadlines
+
+        explain_deadlines(progress)
+        if self._removed.count:
+            log.get_logger(__name__).info(str(self._removed))
+            self._removed = shared_segments.Removed()
+
+    def finish(self) -> None:
+        """The run is over, and well."""
+        self.exits.close()
+
+    def end_mpi(self) -> None:
+        """End MPI, where it has started. Collective."""
+        if self.launcher.starts_mpi:
+            from hpctrain.comm import mpi
+
+            mpi.finish(LEAVE_SECONDS)
+
+    def leave(self, code: int) -> NoReturn:
+        """End this process in good order. Collective: MPI ends first, so that no launcher takes the code for a crash."""
+        self.end_mpi()
+        raise SystemExit(code)
+
 
 _log = get_logger(__name__)
 
@@ -67,9 +154,9 @@ class ConfiguredProcess(JobProcess):
         self._log_ranks, self._smoke = log_ranks, smoke
         self._options = {"smoke": smoke, **options}
         self._trial: SmokeTrial | None = None
-        from hpctrain.job.lost_ranks import RunMemory  # here: `hpctrain --help` loads this module and does not need it
+        from hpctrain.job.lost_ranks import ShrinkState  # here: `hpctrain --help` loads this module and does not need it
 
-        self.memory, self._watch = RunMemory(), watch
+        self.memory, self._watch = ShrinkState(), watch
         self._config: Config | None = None
         self._prepared: tuple[Config, ThreadPlan] | HpctrainError = HpctrainError("No configuration was read yet.")
         self._asked = False  # this rank was at the end of the run, and has asked the others
@@ -84,7 +171,7 @@ class ConfiguredProcess(JobProcess):
         if self.memory.shrunk and self.world is not None:
             from hpctrain.comm import mpi
 
-            keeper.own().finished()
+            keeper.current_keeper().finished()
             mpi.leave(self.world, code)
         super().leave(code)
 
@@ -189,23 +276,23 @@ class ConfiguredProcess(JobProcess):
         except HpctrainError as error:
             self._prepared = error
         self._load(trains=trains)
-        from hpctrain.experiment.transport import tried
+        from hpctrain.run.messages import try_transport
         from hpctrain.runs.directory import git_state
 
         _collect_again()
         self._revision = git_state() if self.rank() == 0 else {}  # starts processes, too
-        self._device_messages = tried(self._config, self.launcher)  # and this one
+        self._device_messages = try_transport(self._config, self.launcher)  # and this one
         self.flight.phase("")
         self.start_world(self._deadline_seconds)
         self.exits.callback(self.end_mpi)  # while its segments are still written down: who is killed here has left them
 
     def _load(self, *, trains: bool) -> None:
         """Load the job's modules while no rank waits for another, so that one slow file system does not delay all ranks."""
-        from hpctrain.experiment import automatic
+        from hpctrain.run import build
         from hpctrain.storage import checkpoint  # noqa: F401  h5py starts a process, which is unsafe once MPI runs
 
         if self._config is not None:
-            automatic.load(self._config)
+            build.load_search(self._config)
             if self._config.trace:
                 from hpctrain.run import trace_report  # noqa: F401
         if trains:
@@ -220,13 +307,11 @@ class ConfiguredProcess(JobProcess):
 
         goes_on: without lost ranks, where the configuration says so.
         """
-        from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
-        from hpctrain.experiment.automatic import resolve
+        from hpctrain.comm.base import raise_on_all_ranks
         from hpctrain.job.lost_ranks import check_offered
-        from hpctrain.job.same_start import check_same_start
-        from hpctrain.job.session import Session
-        from hpctrain.experiment.started_job import StartedJob
-        from hpctrain.experiment.user_code import check_alike
+        from hpctrain.job.same_start import check_same_code, check_same_start
+        from hpctrain.job.session import Session, StartedJob
+        from hpctrain.run.build import resolve
 
         world = self._joined
         self.watch(world, self._deadline_seconds)
@@ -234,7 +319,7 @@ class ConfiguredProcess(JobProcess):
         if goes_on:
             raise_on_all_ranks(world, lambda: check_offered(config, self.launcher))
         check_same_start(world, config, leads_node=not self.launcher.local_rank, options=self._options)
-        check_alike(world)
+        check_same_code(world)
         if goes_on and config.on_lost_rank.shrinks:  # any rank may be the first one of a smaller world
             self._revision = world.broadcast_object(self._revision)
         started = StartedJob(world, threads.threads, config.deadline_seconds)

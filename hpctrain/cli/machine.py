@@ -1,20 +1,31 @@
-"""`hpctrain calibrate`: measure the machine that the job runs on, and write it to a file that planners read."""
+"""`hpctrain doctor` and `hpctrain calibrate`: jobs that examine the machine they run on.
+
+The doctor says within seconds whether a training would run well here. Calibration measures the machine, and writes it to a
+file
+that planners read.
+"""
 
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from hpctrain.cli.arguments import OutputFile, Seconds
+from hpctrain.cli.arguments import OVERRIDES, FilePath, OutputFile, Seconds, load_config
 from hpctrain.cli.failure import job_ends_on_error
+from hpctrain.doctor.run import LATER_SECONDS, DoctorRank
+from hpctrain.doctor.start_facts import queued_seconds
+from hpctrain.doctor.watch import Notebook, watched
 from hpctrain.launch.launcher import detect
+from hpctrain.launch.scheduler import age_seconds
 from hpctrain.launch.threads import set_threads
 
 if TYPE_CHECKING:
     from hpctrain.comm.base import Communicator
+
 
 _DEADLINE_SECONDS = 300.0
 
@@ -54,8 +65,46 @@ def calibrate(out: Path, seconds: float, threads: int | None) -> None:
 
     with job_ends_on_error(rank, abort):
         plan = set_threads(launcher, threads)  # before NumPy is imported
-        from hpctrain.planner.measurement import run_calibration
         from hpctrain.job.session import start_world
+        from hpctrain.planner.measurement import run_calibration
 
         world = start_world(launcher, _DEADLINE_SECONDS)
         run_calibration(world, plan.threads, seconds, out, _DEADLINE_SECONDS)
+
+
+@click.command()
+@click.argument("file", type=FilePath(dir_okay=False, path_type=Path), required=False)
+@OVERRIDES
+@click.option("--strict", is_flag=True, help="Leave with exit code 2 where there are warnings, too.")
+@click.option("--json", "as_json", is_flag=True, help="Print all findings and the place of each rank as JSON.")
+@click.option(
+    "--run-directory",
+    type=FilePath(file_okay=False, path_type=Path),
+    help="Directory in which runs will be made, to be tried out; by default the configuration's output, or runs.",
+)
+@click.option(
+    "--seconds",
+    type=Seconds(min=5),
+    default=60.0,
+    show_default=True,
+    help="Longest time that the job may take, in seconds, also where MPI hangs.",
+)
+def doctor(
+    file: Path | None, overrides: tuple[str, ...], strict: bool, as_json: bool, run_directory: Path | None, seconds: float
+) -> None:
+    """Check whether a training would run well here.
+
+    Start it as the training: mpiexec -n 4 python -m mpi4py -m hpctrain doctor FILE. OVERRIDES such as batch=64 win over FILE,
+    without which grid and data files are not looked at. Each finding has the line that mends it; the exit code is 2 where
+    something would stop or spoil a training.
+    """
+    launcher = detect(os.environ)
+    read = None if file is None else partial(load_config, file, overrides)
+    rank = DoctorRank(launcher, read, run_directory, strict, as_json, seconds, age_seconds() - queued_seconds())
+
+    def work(notebook: Notebook) -> int:
+        with job_ends_on_error(rank.rank, rank.abort):
+            return rank.run(notebook)
+        raise AssertionError("an error has ended the process")
+
+    raise SystemExit(watched(work, rank.explain, seconds + (LATER_SECONDS if launcher.rank else 0)))

@@ -1,4 +1,8 @@
-"""The command line: each command in a file of its own, loaded when it is called, so that none pays for the others' imports."""
+"""The command line: each command in a module that is loaded when it is called, so that none pays for the others' imports.
+
+`hpctrain completion` is here, too: the tab key completes commands, options, keys of configurations, and names of sites and
+examples.
+"""
 
 from __future__ import annotations
 
@@ -7,32 +11,57 @@ import importlib
 import click
 
 from hpctrain.cli.failure import Commands
+from hpctrain.core.errors import ConfigError
 from hpctrain.core.text import echo_block
+
+_VARIABLE = "_HPCTRAIN_COMPLETE"
+
+# Values follow a key's = without a blank, and keys a section's dot.
+_NO_BLANK = "    [[ ${COMPREPLY[0]-} == *[=.] ]] && compopt -o nospace\n"
+
+
+@click.command()
+@click.argument("shell", metavar="bash|zsh|fish")
+def completion(shell: str) -> None:
+    """Print what makes a shell complete hpctrain's words.
+
+    For bash, put this line into ~/.bashrc: eval "$(hpctrain completion bash)".
+    """
+    from click.shell_completion import BashComplete, get_completion_class
+
+    kind = get_completion_class(shell)
+    if kind is None:
+        raise ConfigError(f'The words of a shell "{shell}" cannot be completed; those of bash, zsh and fish can.')
+    source = kind(cli, {}, "hpctrain", _VARIABLE).source()
+    if issubclass(kind, BashComplete):
+        source = source.replace("\n    return 0\n", f"\n{_NO_BLANK}    return 0\n")
+    click.echo(source)
+
 
 # command -> (module, attribute); listed, not discovered, so that `hpctrain --help` imports nothing else
 _COMMANDS = {
     "train": ("hpctrain.cli.train", "train"),
     "eval": ("hpctrain.cli.train", "evaluate"),
-    "predict": ("hpctrain.cli.predict", "predict"),
-    "script": ("hpctrain.cli.script", "script"),
+    "predict": ("hpctrain.cli.train", "predict"),
+    "script": ("hpctrain.cli.train", "script"),
     "run": ("hpctrain.cli.run_command", "run"),
     "submit": ("hpctrain.cli.submit", "submit"),
-    "sites": ("hpctrain.cli.sites", "sites"),
+    "sites": ("hpctrain.cli.submit", "sites"),
     "config": ("hpctrain.cli.config", "config"),
     "plan": ("hpctrain.cli.plan", "plan"),
     "calibrate": ("hpctrain.cli.machine", "calibrate"),
-    "doctor": ("hpctrain.cli.doctor", "doctor"),
-    "bench": ("hpctrain.cli.bench_rest", "bench"),
+    "doctor": ("hpctrain.cli.machine", "doctor"),
+    "bench": ("hpctrain.cli.bench", "bench"),
     "data": ("hpctrain.cli.data", "data"),
     "checkpoint": ("hpctrain.cli.checkpoint", "checkpoint"),
     "weights": ("hpctrain.cli.weights", "weights"),
-    "autopsy": ("hpctrain.cli.autopsy", "autopsy"),
-    "trace": ("hpctrain.cli.trace", "trace"),
-    "watch": ("hpctrain.cli.watch", "watch"),
+    "autopsy": ("hpctrain.cli.runs", "autopsy"),
+    "trace": ("hpctrain.cli.runs", "trace"),
+    "watch": ("hpctrain.cli.runs", "watch"),
     "report": ("hpctrain.cli.runs", "report"),
-    "compare": ("hpctrain.cli.compare", "compare"),
-    "list": ("hpctrain.cli.listing", "listing"),
-    "completion": ("hpctrain.cli.completion", "completion"),
+    "compare": ("hpctrain.cli.runs", "compare"),
+    "list": ("hpctrain.cli.config", "listing"),
+    "completion": ("hpctrain.cli.main", "completion"),
 }
 
 

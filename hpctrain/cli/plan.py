@@ -1,23 +1,358 @@
-"""`hpctrain plan`: what a configuration means on a grid of ranks, before it runs. Needs no MPI, and only the data's header."""
+"""`hpctrain plan`: what a configuration means on a grid of ranks, before it runs. Needs no MPI, and only the data's header.
+
+`search` finds the grid, plan and averager that cost least on a machine, by simulation. `simulate` shows how a training would
+scale
+on a machine, from one simulated step for each number of ranks.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.cli.arguments import FILE, OVERRIDES, FilePath, Seconds
+from hpctrain.cli.arguments import FILE, OVERRIDES, FilePath, OutputFile, Seconds, load_config
+from hpctrain.cli.bench import RankCounts
 from hpctrain.cli.failure import Commands
-from hpctrain.cli.loading import load_config
-from hpctrain.cli.plan_search import search
-from hpctrain.cli.plan_simulate import simulate
+from hpctrain.core.errors import ConfigError
 from hpctrain.core.text import echo, echo_block
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from hpctrain.comm.link import LinkModel
-    from hpctrain.experiment.planned_run import PlannedRun
+    from hpctrain.config.schema import Config
+    from hpctrain.planner.configured_search import PlannedSearch, SimulatedPoint, SimulatedStudy
+    from hpctrain.planner.planned_run import PlannedRun
+
+
+ELLIPSIS = "..."
+_MOST_RANKS = 1_000_000
+
+
+class RankSeries(RankCounts):
+    """Numbers of ranks: 1,2,4 or 1,2,...,8192, where each number is as many times the one before as the second is the first."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        words = [word.strip() for word in str(value).split(",")]
+        if ELLIPSIS in words:
+            place = words.index(ELLIPSIS)
+            words[place : place + 1] = self._between(words, place, str(value), param, ctx)
+        counts = super().convert(",".join(words), param, ctx)
+        if counts[-1] > _MOST_RANKS:
+            self.fail(f"{counts[-1]} ranks are more than any machine has; the most are {_MOST_RANKS}", param, ctx)
+        return counts
+
+    def _between(
+        self, words: list[str], place: int, value: str, param: click.Parameter | None, ctx: click.Context | None
+    ) -> list[str]:
+        """The numbers that the dots stand for."""
+        around = words[max(0, place - 2) : place] + words[place + 1 : place + 2]
+        if len(around) < 3 or not all(word.isdecimal() and int(word) >= 1 for word in around):
+            self.fail(f"{value!r} must have two numbers before the dots and one behind them, as 1,2,...,8192", param, ctx)
+        first, second, last = map(int, around)
+        if second <= first or second % first or last < second:
+            self.fail(f"{value!r} must grow by a whole factor up to the dots and beyond, as 1,2,...,8192", param, ctx)
+        factor, count, counts = second // first, second, []
+        while count * factor < last:
+            count *= factor
+            counts.append(str(count))
+        if count * factor != last and count != last:
+            nearest = count * factor if last - count > count * factor - last else count
+            self.fail(f"{value!r} does not reach {last} by factors of {factor}; the nearest number is {nearest}", param, ctx)
+        return counts
+
+
+class Factor(click.FloatRange):
+    """A finite number above 0."""
+
+    def __init__(self) -> None:
+        super().__init__(min=0, min_open=True)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        factor = float(super().convert(value, param, ctx))
+        if not math.isfinite(factor):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return factor
+
+
+class SlowRank(click.ParamType):
+    """A rank and how many times longer its compute takes, as 3=1.5."""
+
+    name = "rank=factor"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, float]:
+        if isinstance(value, tuple):
+            return value
+        rank, _, factor = str(value).partition("=")
+        if not rank.strip().isdecimal():
+            self.fail(f"{value!r} must be a rank and a factor, as 3=1.5", param, ctx)
+        return int(rank), Factor().convert(factor, param, ctx)
+
+
+MACHINE = click.option(
+    "--machine",
+    type=FilePath(),
+    required=True,
+    metavar="FILE|NAME",
+    help="Machine to plan for: a file that `hpctrain calibrate` wrote, or the name of one that is installed.",
+)
+BANDWIDTH = click.option(
+    "--bandwidth", type=Factor(), default=1.0, help="Factor on the bandwidth of the machine's links, to ask what if."
+)
+LATENCY = click.option(
+    "--latency", type=Factor(), default=1.0, help="Factor on the latency of the machine's links, to ask what if."
+)
+COMPUTE = click.option(
+    "--compute", type=Factor(), default=1.0, help="Factor on the speed at which ranks compute, to ask what if."
+)
+IMAGE = click.option(
+    "--image",
+    nargs=3,
+    type=click.IntRange(min=1),
+    metavar="H W C",
+    help="Size of the images as the network sees them; by default that of the training file's, augmented, or the model's own "
+    "where there is no such file.",
+)
+CLASSES = click.option(
+    "--classes",
+    type=click.IntRange(min=1),
+    help="Number of classes; by default that of the training file, or the model's own where there is no such file.",
+)
+
+
+def slow_ranks(pairs: tuple[tuple[int, float], ...], most_ranks: int) -> Mapping[int, float]:
+    """The factors by rank.
+
+    Raises:
+        ConfigError: a rank that no simulated job has.
+    """
+    for rank, _ in pairs:
+        if rank >= most_ranks:
+            raise ConfigError(
+                f"--slow names rank {rank}, but the largest job has {most_ranks} ranks; the last is {most_ranks - 1}."
+            )
+    return dict(pairs)
+
+
+@click.command()
+@FILE
+@OVERRIDES
+@MACHINE
+@click.option("--ranks", type=click.IntRange(min=1, max=1_000_000), required=True, help="Number of ranks of the job.")
+@click.option("--best", type=click.IntRange(min=1), default=5, show_default=True, help="Number of choices to print.")
+@click.option(
+    "--write", type=OutputFile(streams=True), help="File for the configuration with the best choice, as `train` takes it."
+)
+@click.option(
+    "--keep",
+    type=click.Choice(["grid", "plan", "averager", "micro_batches"]),
+    multiple=True,
+    help="Section of the configuration that stays as it is; may be given several times.",
+)
+@click.option(
+    "--measure", is_flag=True, help="Measure the operators of the best choices on this machine first, and search again."
+)
+@click.option(
+    "--seconds",
+    type=Seconds(min=1),
+    default=60.0,
+    show_default=True,
+    help="Time after which --measure begins nothing more, in seconds.",
+)
+@BANDWIDTH
+@LATENCY
+@COMPUTE
+@IMAGE
+@CLASSES
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, times in seconds and sizes in bytes.")
+def search(
+    file: Path,
+    overrides: tuple[str, ...],
+    machine: str,
+    ranks: int,
+    best: int,
+    write: Path | None,
+    keep: tuple[str, ...],
+    measure: bool,
+    seconds: float,
+    bandwidth: float,
+    latency: float,
+    compute: float,
+    image: tuple[int, int, int] | None,
+    classes: int | None,
+    as_json: bool,
+) -> None:
+    """Find the fastest way to run a training.
+
+    Searches the grid, the use of each layer, the averager and the number of micro-batches with which a step of FILE's training,
+    with OVERRIDES, takes least time on that many ranks of a machine, as far as memory allows; the best few are simulated.
+    """
+    if write is not None and write.exists() and file.exists() and write.samefile(file):
+        raise ConfigError(f"--write {write} is the configuration itself, whose comments would be lost; give another name.")
+    from hpctrain.config.checks import check_names
+
+    config, source = load_config(file, overrides)
+    check_names(config, source)
+    from hpctrain.planner import configured_search, machine_file
+
+    factors = {"bandwidth": bandwidth, "latency": latency, "compute": compute}
+    task = configured_search.SearchTask(config, ranks, machine_file.read(machine), factors, keep, image, classes)
+    outcome = configured_search.run_search(task)
+    if measure:
+        from hpctrain.planner.measurement import measure as measure_here
+
+        coverage = measure_here(task, [choice.candidate for choice in outcome.result.choices[:best]], seconds)
+        left = f"; {coverage.left} did not fit into the time or the memory" if coverage.left else ""
+        echo(f"Measured {coverage.programs} programs in {coverage.seconds:.0f} s{left}.", err=True)
+        outcome = configured_search.run_search(task)
+    command = _written(config, outcome, file, overrides, write)
+    from hpctrain.cli import simulation_tables
+
+    if as_json:
+        echo_block(json.dumps(simulation_tables.search_dict(outcome, best, command), indent=1))
+    else:
+        simulation_tables.print_search(outcome, best, command)
+
+
+def _written(config: Config, outcome: PlannedSearch, file: Path, overrides: tuple[str, ...], write: Path | None) -> str:
+    """The command line that trains with the best choice, from the file that is written for it, if any."""
+    from hpctrain.config import grid
+    from hpctrain.storage.atomic_write import write_text
+
+    choice = outcome.result.best
+    if write is None:
+        words = (*overrides, *grid.overrides(choice.candidate))
+        return grid.command_line(str(file), words, outcome.task.ranks)
+    head = (
+        f"{file} with the grid, plan and averager that hpctrain plan search chose for {outcome.task.ranks} ranks",
+        f"of the machine {outcome.task.machine.name}: simulated, {choice.prediction.step.seconds:.4g} s per step.",
+    )
+    write_text(write, grid.written(config, choice.candidate, head))
+    return grid.command_line(str(write), (), outcome.task.ranks)
+
+
+@click.command()
+@FILE
+@OVERRIDES
+@MACHINE
+@click.option(
+    "--ranks",
+    type=RankSeries(),
+    required=True,
+    help="Numbers of ranks to simulate, such as 1,2,4 or 1,2,...,8192 (each twice the one before).",
+)
+@click.option(
+    "--mode",
+    type=click.Choice(["weak", "strong"]),
+    default="weak",
+    show_default=True,
+    help="Meaning of the configured batch: each rank's own (weak), or shared by all ranks (strong).",
+)
+@click.option(
+    "--averager",
+    "averagers",
+    multiple=True,
+    metavar="NAME",
+    help="Averager to simulate instead of the configured one, a name or {name: ..., options}; may be given several times.",
+)
+@BANDWIDTH
+@LATENCY
+@COMPUTE
+@click.option(
+    "--slow",
+    type=SlowRank(),
+    multiple=True,
+    help="Rank that computes so many times longer than others, as 3=1.5.",
+)
+@click.option(
+    "--jitter",
+    type=click.FloatRange(min=0, max=1),
+    default=0.0,
+    help="Share by which the times of operators deviate at random.",
+)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the random deviations.")
+@IMAGE
+@CLASSES
+@click.option("--png", type=OutputFile(), help="File to which the curves are drawn; needs matplotlib (the extra `export`).")
+@click.option("--trace", type=OutputFile(), help="File for the trace of the step of the largest job, as runs write traces.")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, times in seconds and sizes in bytes.")
+def simulate(
+    file: Path,
+    overrides: tuple[str, ...],
+    machine: str,
+    ranks: tuple[int, ...],
+    mode: Any,
+    averagers: tuple[str, ...],
+    bandwidth: float,
+    latency: float,
+    compute: float,
+    slow: tuple[tuple[int, float], ...],
+    jitter: float,
+    seed: int,
+    image: tuple[int, int, int] | None,
+    classes: int | None,
+    png: Path | None,
+    trace: Path | None,
+    as_json: bool,
+) -> None:
+    """Simulate how a training scales on a machine.
+
+    Simulates a step of FILE's training, with OVERRIDES, on each number of ranks: its time, the exposed time of it, efficiency
+    and memory. The machine need not be there, nor the data.
+    """
+    configs = _configs(file, overrides, averagers)
+    from hpctrain.planner import configured_search, machine_file
+    from hpctrain.planner.configured_search import progress_of
+    from hpctrain.planner.tasks import SimulationOptions
+
+    slow_factors = slow_ranks(slow, ranks[-1])
+    progress = progress_of(next(iter(configs.values())))
+    study = configured_search.SimulatedStudy(
+        configs=configs,
+        ranks=ranks,
+        mode=mode,
+        machine=machine_file.read(machine),
+        factors={"bandwidth": bandwidth, "latency": latency, "compute": compute},
+        options=SimulationOptions(progress=progress, slow=slow_factors, jitter=jitter, seed=seed),
+        image=image,
+        classes=classes,
+    )
+    points = configured_search.run(study)
+    _print(study, points, as_json=as_json)
+    if trace is not None:
+        echo(configured_search.write_trace(trace, points[len(ranks) - 1], study.title), err=as_json)
+    if png is not None:
+        drawn = configured_search.plot(png, points, study.title)
+        echo(drawn or f"{png} is not drawn: matplotlib is not installed (extra `export`).", err=as_json or not drawn)
+
+
+def _configs(file: Path, overrides: tuple[str, ...], averagers: tuple[str, ...]) -> dict[str, Config]:
+    """The configuration with each averager, by its label."""
+    from hpctrain.config.checks import check_names
+
+    configs = {}
+    for averager in averagers or ("",):
+        config, source = load_config(file, (*overrides, *([f"averager={averager}"] if averager else [])))
+        check_names(config, source)
+        configs[averager or config.averager.name] = config
+    return configs
+
+
+def _print(study: SimulatedStudy, points: Sequence[SimulatedPoint], *, as_json: bool) -> None:
+    from hpctrain.cli import simulation_tables
+    from hpctrain.planner import configured_search
+
+    if as_json:
+        echo_block(json.dumps(configured_search.facts(study, points), indent=1))
+    else:
+        simulation_tables.print_scaling(study, points)
 
 
 _RANKS = click.option(
@@ -118,7 +453,7 @@ def show(
     task = _task(file, overrides, ranks, image, classes, machine)
     from hpctrain.cli import plan_tables
     from hpctrain.planner import planned_run
-    from hpctrain.experiment.pinned_memory import pinned_memory
+    from hpctrain.planner.planned_run import pinned_memory
 
     report = planned_run.description(task)
     averaged = planned_run.group_schedules(task, _link(alpha_seconds, beta_seconds_per_byte), ranks_per_node)

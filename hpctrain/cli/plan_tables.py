@@ -12,17 +12,15 @@ from rich.measure import Measurement
 from rich.segment import Segment
 from rich.table import Table
 
-from hpctrain.core.intervals import Box, Interval
 from hpctrain.comm.link import LinkModel
-from hpctrain.core.console import PlainConsole
-from hpctrain.planner.planned_run import averaging_bytes, micro_counts
 from hpctrain.config.grid import overlap
-from hpctrain.experiment.pinned_memory import PlannedPinnedMemory
-from hpctrain.experiment.planned_run import PlannedRun
+from hpctrain.core.console import PlainConsole
+from hpctrain.core.intervals import Box, Interval
 from hpctrain.parallel.layout import LayoutKind
-from hpctrain.parallel.plan_report_rest import LayerReport, PlanReport, RedistributionReport, Traffic, Words
+from hpctrain.parallel.plan_report import LayerReport, PlanReport, RedistributionReport, Traffic, Words
 from hpctrain.planner.averaging_costs import AveragerChoice
 from hpctrain.planner.group_schedules import GroupSchedule
+from hpctrain.planner.planned_run import PlannedPinnedMemory, PlannedRun, averaging_bytes, micro_counts
 
 _COLUMNS = 100  # where there is no terminal; more where the layers need more
 _WIDEST = 1000

@@ -15,8 +15,7 @@ from hpctrain.core.errors import LaunchError
 from hpctrain.core.text import echo
 
 if TYPE_CHECKING:
-    from hpctrain.launch.supervisor import Attempt
-    from hpctrain.launch.train_command import TrainCommand
+    from hpctrain.launch.supervisor import Attempt, TrainCommand
 
 #: in the output directory: a line for each attempt
 ATTEMPTS_FILE = "restarts.jsonl"
@@ -46,19 +45,18 @@ def run(restarts: int, pause: float, requeue: bool, command: tuple[str, ...]) ->
     COMMAND has the launcher in it, as in: hpctrain run -- mpiexec -n 4 python -m mpi4py -m hpctrain train FILE.
     A signal that asks for the end is passed on, and nothing is started again then. The exit code is that of the last attempt.
     """
-    from hpctrain.launch.supervisor import Rules, Supervisor, summary
-    from hpctrain.launch.train_command import TrainCommand
+    from hpctrain.launch.supervisor import RestartPolicy, Supervisor, TrainCommand, summary
 
     training = TrainCommand.find(command)
     _refuse_ranks()
     output, name = _output_and_name(training)
     from hpctrain.cli.run_traces import RunTraces
-    from hpctrain.launch import process_mark
-    from hpctrain.launch.supervised_command import SupervisedCommand
+    from hpctrain.launch import processes
+    from hpctrain.launch.supervisor import SupervisedCommand
     from hpctrain.runs.owner import SUPERVISOR
 
-    rules = Rules(restarts, pause, requeue, excludes=training.uses_srun and "SLURM_JOB_ID" in os.environ)
-    os.environ[SUPERVISOR] = str(process_mark.own())
+    rules = RestartPolicy(restarts, pause, requeue, excludes=training.uses_srun and "SLURM_JOB_ID" in os.environ)
+    os.environ[SUPERVISOR] = str(processes.own_mark())
     traces, runner = RunTraces(output, name, os.environ[SUPERVISOR]), SupervisedCommand(_say)
     supervisor = Supervisor(training, rules, runner, look=traces.look, keep=lambda done: _keep(output, name, done), say=_say)
     try:
@@ -92,7 +90,7 @@ def _output_and_name(command: TrainCommand) -> tuple[Path, str]:
     Raises:
         ConfigError: the configuration has a fault. click.UsageError: the training's options have one.
     """
-    from hpctrain.cli.loading import load_config
+    from hpctrain.cli.arguments import load_config
     from hpctrain.cli.train import train
 
     words = _asked(command.training)

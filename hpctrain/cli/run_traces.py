@@ -7,12 +7,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from hpctrain.cli.autopsy import directory_of
+from hpctrain.cli.runs import directory_of
 from hpctrain.core.errors import DataError
-from hpctrain.flight.autopsy import autopsy
-from hpctrain.flight.report import records_in
+from hpctrain.flight.autopsy import autopsy, records_in
 from hpctrain.flight.ring import FlightRecord
-from hpctrain.launch.supervisor import Traces
+from hpctrain.launch.supervisor import AttemptOutcome
 from hpctrain.runs.directory import RunDirectory, runs
 from hpctrain.runs.owner import living_owner, owners
 
@@ -33,7 +32,7 @@ class RunTraces:
         self._seen = dict(self._checkpoints())
         self._jobs = {records[0].job for records in self._records()}
 
-    def look(self) -> Traces:
+    def look(self) -> AttemptOutcome:
         """The traces of the latest attempt."""
         written = {path: version for path, version in self._checkpoints() if self._seen.get(path) != version}
         self._seen = dict(self._checkpoints())
@@ -46,8 +45,8 @@ class RunTraces:
                 self._jobs.add(records[0].job)
                 found = autopsy(records)
                 reached = max((record.step for record in records), default=0) or step
-                return Traces(run, newest, reached, found.sentences[0], _node(records, found.blamed))
-        return Traces(run, newest, step)
+                return AttemptOutcome(run, newest, reached, found.sentences[0], _node(records, found.blamed))
+        return AttemptOutcome(run, newest, step)
 
     def _checkpoints(self) -> Iterator[tuple[Path, tuple[int, ...]]]:
         """Yield (path, file version) of all checkpoints of the runs with this name, newest run first."""

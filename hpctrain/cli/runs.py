@@ -1,8 +1,20 @@
-"""`hpctrain report`: runs as one HTML page that people look at."""
+"""The commands that read run directories: `hpctrain autopsy`, `watch`, `trace`, `report` and `compare`.
+
+Only `report --test` needs MPI.
+
+`autopsy` says what a job that died or hung did last, and who held the others up. `watch` follows a run from another shell and
+writes nothing. `trace` prints the time table of a traced run once more. `report` makes one HTML page of runs, and `compare`
+shows
+runs side by side.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
+import sys
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,18 +22,232 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hpctrain.cli.arguments import FilePath, OutputFile
-from hpctrain.cli.job_process import ConfiguredProcess
+from hpctrain.cli.arguments import FilePath, OutputFile, Seconds
 from hpctrain.cli.failure import job_ends_on_error
+from hpctrain.cli.job_process import ConfiguredProcess
+from hpctrain.core.errors import DataError
+from hpctrain.core.text import echo, echo_block, escaped
 from hpctrain.launch.launcher import detect
 from hpctrain.launch.threads import set_threads
-from hpctrain.core.text import echo
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from hpctrain.config.schema import Config
     from hpctrain.core.yaml_source import Source
-    from hpctrain.report.judged_set import JudgedSet
-    from hpctrain.report.page import Page
+    from hpctrain.report.page import JudgedSet, Page
+    from hpctrain.runs.directory import RunDirectory
+    from hpctrain.runs.state import RunReader, RunState
+
+
+@click.command()
+@click.argument("run", required=False, type=FilePath(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print the findings and the state of every rank as JSON.")
+def autopsy(run: Path | None, as_json: bool) -> None:
+    """Say which rank of a dead job went wrong first, and where.
+
+    RUN is a run directory, or one that holds flight records: what each rank did last, which the system keeps however it ended. By
+    default it is the latest start on this machine that ended before it had a run directory.
+    """
+    from hpctrain.flight import autopsy as report
+    from hpctrain.flight.autopsy import autopsy as findings
+
+    run = _latest_start() if run is None else run
+    found = report.find_records(directory_of(run))
+    records, notes = found.records, found.notes()
+    if as_json:
+        echo_block(json.dumps(report.autopsy_json(records, notes), indent=1))
+        return
+    width = shutil.get_terminal_size().columns
+    for sentence in findings(records).sentences:
+        echo_block(click.wrap_text(escaped(sentence), width))
+    echo()
+    for line in _aligned(report.rank_table(records), width):
+        echo(line)
+    for record in records:
+        if record.sentence:
+            echo_block(click.wrap_text(escaped(f"rank {record.rank}: {record.sentence}"), width, subsequent_indent="  "))
+    for note in notes:
+        echo_block(click.wrap_text(escaped(f"note: {note}"), width, subsequent_indent="  "))
+    logs = _logs(run, [record.rank for record in records])
+    if logs:
+        echo(logs)
+
+
+def _latest_start() -> Path:
+    """Return the directory with the records of the latest start.
+
+    Raises:
+        DataError: no start has left records.
+    """
+    from hpctrain.flight.start_records import RECORDS, latest
+
+    directory = latest(os.environ)
+    if directory is None:
+        raise DataError(f"No start has left flight records on this machine; give the directory of a run, or set {RECORDS}.")
+    echo(f"records of {directory}", err=True)
+    return directory
+
+
+def _logs(run: Path, ranks: list[int]) -> str:
+    """Where the log files of ranks lie that have kept some; empty where none has."""
+    from hpctrain.core.text import spans
+    from hpctrain.runs.directory import RunDirectory
+
+    kept = [rank for rank in ranks if RunDirectory(run).log_path(rank).is_file()]
+    if not kept:
+        return ""
+    return f"logs of {'rank' if len(kept) == 1 else 'ranks'} {spans(kept)}: {RunDirectory(run).log_path(kept[0]).parent}"
+
+
+def directory_of(run: Path) -> Path:
+    """Return the directory of a run's records: the one that the run points to, its subdirectory `flight`, or `run` itself.
+
+    Raises:
+        DataError: the pointer file is damaged.
+    """
+    from hpctrain.runs.directory import RunDirectory
+
+    kept = RunDirectory(run).flight_records()
+    return kept if kept.is_dir() else run
+
+
+def _aligned(rows: list[tuple[str, ...]], width: int) -> list[str]:
+    """Lines whose cells stand below each other; one that does not fit ends in three dots."""
+    numbers = (0, 3, 5, 7)
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = (
+            cell.rjust(widths[column]) if column in numbers else cell.ljust(widths[column]) for column, cell in enumerate(row)
+        )
+        line = "  ".join(cells).rstrip()
+        lines.append(line if len(line) <= width else f"{line[: width - 3]}...")
+    return lines
+
+
+_RUNS = Path("runs")
+
+
+@click.command()
+@click.argument("run", required=False, type=FilePath(path_type=Path))
+@click.option(
+    "--runs",
+    type=FilePath(file_okay=False, path_type=Path),
+    default=_RUNS,
+    show_default=True,
+    help="Directory whose newest run is followed where no RUN is given.",
+)
+@click.option("--once", is_flag=True, help="Show the run as it is now and end.")
+@click.option(
+    "--interval",
+    type=Seconds(min=0.1),
+    default=1.0,
+    show_default=True,
+    help="Look again after so many seconds.",
+)
+def watch(run: Path | None, runs: Path, once: bool, interval: float) -> None:
+    """Follow a run from another shell until it ends.
+
+    RUN is a run directory, by default the newest one. Nothing is written to it. Where the output is no terminal, each news is
+    a line.
+    """
+    from hpctrain.cli.watch_screen import COLUMNS
+    from hpctrain.core.console import PlainConsole
+    from hpctrain.runs.state import RunReader
+
+    reader = RunReader(_directory(run, runs), follows=not once)
+    console = PlainConsole(width=None if sys.stdout.isatty() else COLUMNS)
+    if once:
+        _show(reader.read(time.time()), console)
+        return
+    try:
+        follow = _redraw if console.is_terminal else _lines
+        follow(reader, console, interval)
+    except KeyboardInterrupt:  # the usual end of somebody who looks
+        return
+
+
+def _directory(run: Path | None, runs: Path) -> RunDirectory:
+    """The run to follow.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    from hpctrain.core.errors import CheckpointError
+    from hpctrain.runs import directory
+
+    if run is not None:
+        return directory.RunDirectory.open(run)
+    for newest in directory.runs(runs, None):
+        return newest
+    raise CheckpointError(f"There is no run in {runs}; give the directory of one, or that of all by --runs.")
+
+
+def _show(state: RunState, console: Console) -> None:
+    from hpctrain.cli.watch_screen import screen
+
+    console.print(screen(state, console))
+
+
+def _redraw(reader: RunReader, console: Console, interval: float) -> None:
+    """A screen that is drawn again until the run ends, and stays then."""
+    from rich.live import Live
+
+    from hpctrain.cli.watch_screen import screen
+
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            state = reader.read(time.time())
+            live.update(screen(state, console), refresh=True)
+            if state.end is not None:
+                return
+            time.sleep(interval)
+
+
+def _lines(reader: RunReader, console: Console, interval: float) -> None:
+    """A line for each record of steps, epochs and evaluations and for each event, then the last screen."""
+    from hpctrain.cli.watch_screen import news
+
+    known = 0
+    while True:
+        state = reader.read(time.time())
+        known = min(known, len(state.records))  # a resume cuts the metrics
+        for line in news(state.records[known:]):
+            console.print(line, soft_wrap=True)
+        known = len(state.records)
+        if state.end is not None:
+            console.print()
+            _show(state, console)
+            return
+        sys.stdout.flush()
+        time.sleep(interval)
+
+
+@click.command()
+@click.argument("run", type=FilePath(path_type=Path))
+@click.option("--all", "whole", is_flag=True, help="Print all rows, where by default the lightest are summed up in one.")
+def trace(run: Path, whole: bool) -> None:
+    """Show where the time of a traced run went.
+
+    RUN is the directory of a run with trace=true. Rows that took most of a step come first.
+    """
+    from hpctrain.core.errors import DataError
+    from hpctrain.core.files import json_object, read_bytes
+    from hpctrain.trace import time_table, time_table_text
+
+    path = run / "time_table.json"
+    if not path.is_file():
+        raise DataError(f"{run} holds no time_table.json; give the directory of a run with trace=true that has ended.")
+    try:
+        content = json_object(read_bytes(path)) or {}
+        table, facts = time_table.from_json(content["table"]), (float(content["clock_error_seconds"]), int(content["ranks"]))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise DataError(f"{path} is no time table of this version; trace the run again.") from error
+    width = shutil.get_terminal_size((time_table_text.COLUMNS, 0)).columns
+    for line in time_table_text.lines(table, *facts, width, None if whole else time_table_text.LINES):
+        echo(line)
+
 
 _MOST_PICTURES = 24
 
@@ -76,8 +302,8 @@ def _judged(job: ConfiguredProcess, run: Path) -> list[JudgedSet]:
         return find_run(str(run), run.parent).parsed(())
 
     session = job.start_from(read)
-    from hpctrain.experiment.judgement import judge
-    from hpctrain.report.judged_set import result_of
+    from hpctrain.report.page import result_of
+    from hpctrain.run.evaluation import judge
 
     return [result_of(run.resolve().name, judge(session, str(run), _MOST_PICTURES))]
 
@@ -88,9 +314,8 @@ def write_report(runs: Sequence[Path], target: Path, png: Path | None, results: 
     Raises:
         ConfigError: a place that cannot be written to. CheckpointError, DataError: as `read_runs`.
     """
-    from hpctrain.report.contents import report_page
-    from hpctrain.report.page import html
-    from hpctrain.report.record import read_runs
+    from hpctrain.report.page import html, report_page
+    from hpctrain.report.run_record import read_runs
     from hpctrain.storage.atomic_write import write_text
 
     page = report_page(read_runs(runs), results)
@@ -118,3 +343,36 @@ def _write(path: Path, write: Callable[[], object]) -> None:
         write()
     except OSError as error:
         raise ConfigError(f"{path} cannot be written ({error.strerror or error}); give another path.") from error
+
+
+@click.command()
+@click.argument("runs", metavar="RUN RUN...", nargs=-1, required=True, type=FilePath(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print the same as JSON.")
+@click.option("--out", type=OutputFile(streams=True), help="File to which the report of all runs is written, too.")
+def compare(runs: tuple[Path, ...], as_json: bool, out: Path | None) -> None:
+    """Compare runs: results, differences, and where bits part.
+
+    Each RUN is a run directory. Bits are compared by the hashes that runs keep every few steps (hashes.every_steps), and by
+    checkpoints of the same step, tensor by tensor.
+    """
+    from hpctrain.core.errors import ConfigError
+
+    if len(runs) < 2:
+        raise ConfigError("One run cannot be compared; give two run directories or more, or use `hpctrain report`.")
+    from hpctrain.cli.result_tables import comparison_lines
+    from hpctrain.report.comparison import compared
+
+    comparison = compared(runs)
+    if as_json:
+        echo_block(json.dumps(comparison.to_json(), indent=1))
+    else:
+        from hpctrain.core.console import PlainConsole
+
+        console = PlainConsole(width=None if sys.stdout.isatty() else 80)
+        for renderable in comparison_lines(comparison):
+            console.print(renderable)
+    if out is not None:
+        from hpctrain.report.figures import check_matplotlib
+
+        check_matplotlib()
+        write_report(runs, out, None)

@@ -1,14 +1,54 @@
-"""`hpctrain submit`: a job script for a site, written beside the runs and handed to its scheduler. Needs no MPI."""
+"""`hpctrain submit` and `hpctrain sites`: job scripts, and the machines for which they can be written. Neither needs MPI.
+
+A script is written next to the runs and handed to the site's scheduler.
+"""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from hpctrain.cli.arguments import OVERRIDES, FilePath, sites
-from hpctrain.cli.loading import load_config
+from hpctrain.cli.arguments import OVERRIDES, FilePath, complete_sites, load_config
 from hpctrain.core.text import echo, echo_block
+
+if TYPE_CHECKING:
+    from hpctrain.site.profile import Site
+
+
+_MOST_COLUMNS = 100
+
+
+@click.command()
+@click.argument("name", required=False, shell_complete=complete_sites)
+def sites(name: str | None) -> None:
+    """Print the machines that jobs can be submitted on.
+
+    With NAME, print all that is known of one as YAML, each setting with its source. Profiles of your own, which may extend
+    another one, lie in sites/ of hpctrain's configuration directory.
+    """
+    from hpctrain.site import profile
+
+    if name is not None:
+        echo_block(_as_yaml(profile.read_site(name)))
+        return
+    formatter = click.HelpFormatter(width=min(shutil.get_terminal_size((80, 24)).columns, _MOST_COLUMNS))
+    known = [profile.read_site(site) for site in profile.profile_paths()]
+    formatter.write_dl(
+        [(site.name, site.profile.description + ("" if site.is_installed else f" ({site.path})")) for site in known]
+    )
+    echo_block(formatter.getvalue())
+    echo()
+    echo(f"Profiles of your own: {profile.where_own()}/NAME.yaml")
+
+
+def _as_yaml(site: Site) -> str:
+    import yaml
+
+    head = f"# {site.path}\n"
+    return head + yaml.safe_dump(site.profile.model_dump(mode="json", exclude_none=True), sort_keys=False, width=120)
 
 
 @click.command()
@@ -19,7 +59,7 @@ from hpctrain.core.text import echo, echo_block
     "site_name",
     required=True,
     metavar="NAME",
-    shell_complete=sites,
+    shell_complete=complete_sites,
     help="Take the machine of this name (see hpctrain sites).",
 )
 @click.option("--nodes", type=click.IntRange(min=1), default=1, show_default=True, help="Ask for this number of nodes.")
@@ -60,17 +100,15 @@ def submit(
     Submitted again, the same command goes on from the newest checkpoint of the run of that name.
     """
     from hpctrain.config.checks import check_names
-    from hpctrain.site import profile_files
-    from hpctrain.site.job import JobRequest, check_backend, plan_job
-    from hpctrain.site.script import render
-    from hpctrain.site.submission import job_files
-    from hpctrain.site.submission import submit as hand_over
     from hpctrain.runs.directory import latest
     from hpctrain.runs.owner import living_owner
+    from hpctrain.site import profile
+    from hpctrain.site.job import JobRequest, check_backend, job_files, plan_job, render
+    from hpctrain.site.job import submit as hand_over
 
     config, source = load_config(file, overrides)
     check_names(config, source)
-    site = profile_files.read(site_name)
+    site = profile.read_site(site_name)
     request = JobRequest(
         nodes, ranks_per_node, cores_per_rank, limit, account, queue, hostfile, stage, restarts, doctor=not no_doctor
     )

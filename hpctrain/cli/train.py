@@ -1,25 +1,40 @@
-"""`hpctrain train` and `hpctrain eval`: set threads, start the communication, build the experiment, run it."""
+"""The commands whose process is a rank: `hpctrain train`, `hpctrain eval`, `hpctrain predict` and `hpctrain script`.
+
+Each sets threads, starts the communication, builds what it needs and runs it. `predict` turns pictures of any kind into class
+names
+and probabilities, by a checkpoint. `script` runs a program of the user's own, kept and ended as a run is.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import runpy
+import sys
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from hpctrain.cli.arguments import FILE, OVERRIDES, PASS_STYLE, FilePath, OutputFile, check_output
-from hpctrain.cli.job_process import ConfiguredProcess
+from hpctrain.cli.arguments import FILE, OVERRIDES, PASS_STYLE, FilePath, OutputFile, check_output, log_ranks_option
 from hpctrain.cli.failure import job_ends_on_error
-from hpctrain.cli.log_ranks import log_ranks_option
-from hpctrain.launch.exit_codes import FINISHED, STOPPED
+from hpctrain.cli.job_process import ConfiguredProcess
+from hpctrain.core.errors import ConfigError
+from hpctrain.core.text import echo
+from hpctrain.flight import start_records
+from hpctrain.launch.launcher import detect
+from hpctrain.launch.process_end import FINISHED, STOPPED, USER_ERROR
 from hpctrain.launch.signals import SignalWatch
+from hpctrain.launch.threads import set_threads
 
 if TYPE_CHECKING:
+    from hpctrain.config.schema import Config
+    from hpctrain.core.yaml_source import Source
     from hpctrain.job.session import Session
-    from hpctrain.train.reporting import ProgressStyle
     from hpctrain.train.progress_bar import PassStyle
+    from hpctrain.train.reporting import ProgressStyle
+
 
 COMPUTE_ONLY_STEPS = 20
 _PRINTED = "-"  # in place of a file's name
@@ -196,7 +211,7 @@ def evaluate(
     with job_ends_on_error(job.rank, job.abort, job.failed):
         session = job.start(file, overrides, checkpoint)
         from hpctrain.cli.result_tables import print_json, print_text, write_confusion
-        from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
+        from hpctrain.comm.base import raise_on_all_ranks
         from hpctrain.run.evaluation import run_evaluation
         from hpctrain.train.progress_bar import pass_on_stderr
 
@@ -212,3 +227,170 @@ def evaluate(
             if target is not None:
                 write_confusion(evaluation, target)
         job.finish()
+
+
+_RUNS = Path("runs")
+_MOST_LISTED = 20
+
+
+@click.command()
+@click.argument("places", metavar="IMAGE...", nargs=-1, required=True, type=FilePath(path_type=Path))
+@click.option(
+    "--checkpoint",
+    type=FilePath(),
+    default="auto",
+    metavar="auto|best|PATH",
+    help="Checkpoint file or run directory that predicts; auto takes the newest run that has a checkpoint, best the best "
+    "checkpoint of the newest run that has one.",
+)
+@click.option(
+    "--runs",
+    type=FilePath(file_okay=False, path_type=Path),
+    help="Directory in which auto and best look for runs, of any name; by default runs.",
+)
+@click.option(
+    "--config",
+    "file",
+    type=FilePath(dir_okay=False, path_type=Path),
+    help="Configuration file in place of the checkpoint's own one, needed for code of your own; auto and best take its runs.",
+)
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Key of the configuration that has another value.")
+@click.option("--top", type=click.IntRange(min=1), default=5, show_default=True, help="Number of classes shown of each image.")
+@click.option("--flip", is_flag=True, help="Average the probabilities of each image and its mirror image.")
+@click.option("--averaged", is_flag=True, help="Predict with the average of the weights, which a training with ema.decay keeps.")
+@click.option(
+    "--fit",
+    type=click.Choice(["crop", "squash"]),
+    help="Cut out the centre (crop), or change the aspect (squash); by default as the evaluated data file was made.",
+)
+@click.option(
+    "--batch",
+    type=click.IntRange(min=1),
+    help="Number of images that all ranks compute at once; by default as evaluation, at most 64 of each rank.",
+)
+@click.option("--max-pixels", type=click.IntRange(1), help="Number of pixels of the largest image; by default 178,956,970.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per image, each on a line of its own.")
+@PASS_STYLE
+def predict(
+    places: tuple[Path, ...],
+    checkpoint: str,
+    runs: Path | None,
+    file: Path | None,
+    overrides: tuple[str, ...],
+    top: int,
+    flip: bool,
+    averaged: bool,
+    fit: str | None,
+    batch: int | None,
+    max_pixels: int | None,
+    as_json: bool,
+    style: PassStyle | None,
+) -> None:
+    """Predict the classes of images.
+
+    IMAGE is a picture file (JPEG, PNG, WebP, TIFF and others), or a directory with some. A run directory says all that is needed
+    of the model, so that no configuration is. Images that cannot be decoded are named, and the others go on; the exit code is 2
+    then.
+    """
+    if file is not None and runs is not None:
+        raise click.UsageError("--config says where its runs are; leave --runs out, or --config.")
+    job = ConfiguredProcess(top=top, flip=flip, averaged=averaged, fit=fit, batch=batch)
+    chosen = _Choice(checkpoint, runs or _RUNS, file, overrides)
+    with job_ends_on_error(job.rank, job.abort, job.failed):
+        session = job.start_from(chosen.read)
+        from hpctrain.cli.result_tables import print_lines, print_table
+        from hpctrain.run.prediction import PredictionRequest, run_prediction
+        from hpctrain.train.progress_bar import pass_on_stderr
+
+        source: str = session.world.broadcast_object(chosen.source)
+        request = PredictionRequest(places, top, flip, averaged, fit, batch, max_pixels)
+        predictions = run_prediction(session, source, request)
+        show = print_lines if as_json else print_table
+        with pass_on_stderr(style, len(predictions.files), visible=session.is_root, description="prediction") as advance:
+            broken = show(predictions.counted(advance), visible=session.is_root)
+        job.finish()
+    if broken:
+        if job.rank() == 0:
+            echo(_sentence(broken, len(predictions.files)), err=True)
+        job.leave(USER_ERROR)
+
+
+def _sentence(broken: Sequence[Path], pictures: int) -> str:
+    """The last words, where some pictures were not predicted."""
+    shown = ", ".join(os.fsencode(path).decode(errors="replace") for path in broken[:_MOST_LISTED])
+    more = f", and {len(broken) - _MOST_LISTED} more" if len(broken) > _MOST_LISTED else ""
+    return f"hpctrain: {len(broken)} of {pictures} images could not be predicted: {shown}{more}."
+
+
+class _Choice:
+    """The run that the options choose.
+
+    Attributes:
+        source: what `find_checkpoint` takes, once the configuration was read.
+    """
+
+    def __init__(self, checkpoint: str, directory: Path, file: Path | None, overrides: tuple[str, ...]) -> None:
+        self.source = checkpoint
+        self._directory, self._file, self._overrides = directory, file, overrides
+
+    def read(self) -> tuple[Config, Source]:
+        """The configuration, with the defaults for all that concerns other ranks than those of this job."""
+        set_threads(detect(os.environ), None)  # before NumPy is loaded, which a checkpoint alone may need to be read
+        from hpctrain.cli.arguments import load_config
+        from hpctrain.run.stored_run import FRESH, find_run
+
+        if self._file is not None:
+            return load_config(self._file, (*FRESH, *self._overrides))
+        run = find_run(self.source, self._directory)
+        self.source = run.source
+        return run.parsed(self._overrides)
+
+
+#: that ranks which have not started MPI yet may take to do it, where one of them ends the job
+START_SECONDS = 60.0
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.argument("file", type=FilePath(path_type=Path))
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def script(file: Path, arguments: tuple[str, ...]) -> None:
+    """Run the Python program FILE, which calls hpctrain.start.
+
+    A rank that ends by an error ends the job, also before MPI has started, and a parent process says so of one that is killed.
+    ARGUMENTS are those of the program.
+    """
+    launcher = detect(os.environ)
+
+    def abort(code: int) -> None:
+        if launcher.starts_mpi:
+            from hpctrain.comm import mpi
+
+            mpi.abort_job(code, START_SECONDS)
+
+    with job_ends_on_error(lambda: launcher.rank or 0, abort, start_records.failed):
+        left = _left_by(file, arguments)
+    if left.code not in (0, None):
+        code = left.code if isinstance(left.code, int) else 1
+        if code is not left.code:
+            echo(left.code, err=True)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        abort(code)
+        raise SystemExit(code)
+
+
+def _left_by(file: Path, arguments: tuple[str, ...]) -> SystemExit:
+    """The way in which a program has left, once it has.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    if not file.is_file():
+        raise ConfigError(f"There is no program {file}; give the path of a Python file.")
+    sys.argv[:] = [str(file), *arguments]
+    sys.path[0] = str(file.resolve().parent)
+    try:
+        runpy.run_path(str(file), run_name="__main__")
+    except SystemExit as left:
+        return left
+    return SystemExit()

@@ -41,11 +41,11 @@ def _mpi() -> str:
 
 
 def _kernels() -> str:
-    from hpctrain.backend.kernels.onednn import library
+    from hpctrain.backend.onednn import binding
     from hpctrain.backend.onednn.kernel_set import available
 
     reason = available()
     if reason is not None:
         return f"numpy. oneDNN cannot be used: {reason}"
-    number = library.version(library.load())
+    number = binding.version(binding.load())
     return f"onednn {number.major}.{number.minor}.{number.patch}, numpy"

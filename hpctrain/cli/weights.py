@@ -151,12 +151,12 @@ def _checkpoint(source: Path, *, best: bool) -> Path:
         CheckpointError: there is none.
     """
     from hpctrain.cli.checkpoint import files_of
-    from hpctrain.storage import best_record
+    from hpctrain.runs import directory
 
     _, newest = files_of(source)[-1]
     if not best:
         return newest
-    record = best_record.read(newest.parent)
+    record = directory.read_best(newest.parent)
     if record is None or not (newest.parent / record.checkpoint).exists():
         raise CheckpointError(f"{source} has no best checkpoint; leave --best out to take the newest, {newest.name}.")
     return newest.parent / record.checkpoint

@@ -2,15 +2,23 @@
 
 A communicator never sees a parameter, and posts nothing by itself. Collectives on one communicator match by posting order, so
 every rank posts the same ones in the same order. Buffers are C-contiguous arrays of float32, float64, int32, int64, uint8 or
-uint16, and must stay untouched between posting and completion; 16-bit floats travel as their bits, and are never summed on their
-way. Names that end in `_object` pickle and are for start-up and shut-down only; they wait through the same deadline as everything
-else.
+uint16, and must stay untouched between posting and completion; 16-bit floats travel as their bits, and are never summed on
+their way. Methods whose names end in `_object` pickle and are for start-up and shut-down only; they wait with the same
+deadline as everything else.
+
+`SingleCommunicator` is the protocol on one process: every operation is complete when it returns. A laptop without MPI trains
+with it. `raise_on_all_ranks` makes every rank raise what one rank raises, so that none is left waiting for another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+import os
+import sys
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+from hpctrain.core.errors import CommunicationTimeoutError, HpctrainError, RankLostError
 
 Array = Any
 
@@ -106,3 +114,169 @@ class Communicator(Protocol):
     def abort(self, code: int) -> None:
         """End the whole job at once."""
         ...
+
+
+class Complete:
+    """A handle of an operation that is complete."""
+
+    def test(self) -> bool:
+        return True
+
+    def __str__(self) -> str:
+        return "of one process"
+
+
+class _Receive:
+    """A receive from oneself: complete once the matching send has filled it."""
+
+    def __init__(self, buffer: Array, tag: int) -> None:
+        self.buffer = buffer
+        self.tag = tag
+        self.filled = False
+
+    def test(self) -> bool:
+        return self.filled
+
+    def __str__(self) -> str:
+        return f"receive from 0, tag {self.tag}, of {self.buffer.size} elements"
+
+    def fill(self, message: Array) -> None:
+        assert (message.size, message.dtype) == (self.buffer.size, self.buffer.dtype), "message and receiver differ"
+        _copy_flat(message, self.buffer)
+        self.filled = True
+
+
+_COMPLETE = Complete()
+
+
+class SingleCommunicator:
+    """Rank 0 of 1. Sums are what is there; gathers copy; messages to oneself match by tag, in posting order."""
+
+    rank = 0
+    size = 1
+    world_ranks: tuple[int, ...] = (0,)
+
+    def __init__(self, name: str = "world") -> None:
+        self.name = name
+        self._sent: defaultdict[int, deque[Array]] = defaultdict(deque)
+        self._expected: defaultdict[int, deque[_Receive]] = defaultdict(deque)
+
+    def iallreduce(self, buffer: Array) -> Handle:
+        _check_buffer(buffer)
+        return _COMPLETE
+
+    def ireduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Handle:
+        return self._move(send, recv, counts)
+
+    def iallgather(self, send: Array | None, recv: Array, counts: Sequence[int]) -> Handle:
+        return self._move(recv if send is None else send, recv, counts)
+
+    def ialltoall(self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Handle:
+        assert list(send_counts) == list(recv_counts)
+        return self._move(send, recv, send_counts)
+
+    def ibroadcast(self, buffer: Array, root: int) -> Handle:
+        assert root == 0
+        _check_buffer(buffer)
+        return _COMPLETE
+
+    def ibarrier(self) -> Handle:
+        return _COMPLETE
+
+    def isend(self, buffer: Array, dest: int, tag: int) -> Handle:
+        assert dest == 0
+        _check_buffer(buffer)
+        if self._expected[tag]:
+            self._expected[tag].popleft().fill(buffer)
+        else:
+            self._sent[tag].append(buffer.copy())
+        return _COMPLETE
+
+    def irecv(self, buffer: Array, source: int, tag: int) -> Handle:
+        assert source == 0
+        _check_buffer(buffer)
+        receive = _Receive(buffer, tag)
+        if self._sent[tag]:
+            receive.fill(self._sent[tag].popleft())
+        else:
+            self._expected[tag].append(receive)
+        return receive
+
+    def split(self, color: int | None, key: int, name: str) -> SingleCommunicator | None:
+        return None if color is None else SingleCommunicator(name)
+
+    def split_shared_memory(self, name: str) -> SingleCommunicator:
+        return SingleCommunicator(name)
+
+    def allgather_object(self, value: Any) -> list[Any]:
+        return [value]
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        assert root == 0
+        return value
+
+    def abort(self, code: int) -> None:
+        """End this process at once; does not come back."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    def _move(self, send: Array, recv: Array, counts: Sequence[int]) -> Handle:
+        _check_buffer(send)
+        _check_buffer(recv)
+        assert list(counts) == [send.size] == [recv.size]
+        assert send.dtype == recv.dtype
+        if send is not recv:
+            _copy_flat(send, recv)
+        return _COMPLETE
+
+
+def _check_buffer(array: Array) -> None:
+    flags = getattr(array, "flags", None)  # an array of a device has none, and is C-contiguous
+    assert flags is None or flags.c_contiguous, "a buffer is C-contiguous"
+
+
+def _copy_flat(source: Array, target: Array) -> None:
+    target.reshape(-1)[...] = source.reshape(-1)
+
+
+T = TypeVar("T")
+
+
+def raise_on_all_ranks(comm: Communicator, work: Callable[[], T]) -> T:
+    """The result of `work` on this rank, once every rank's is done. Collective.
+
+    `work` communicates nothing on `comm`. An exception that is not ours propagates at once: it is a bug and ends the job.
+
+    Raises:
+        HpctrainError: where any rank's `work` raised one, every rank raises the lowest such rank's; the message names the
+            ranks unless it is all of them, and so do the error's `ranks` where it has none of its own. The first rank says it.
+    """
+    failure: HpctrainError | None = None
+    try:
+        result = work()
+    except (CommunicationTimeoutError, RankLostError):  # no other rank would answer
+        raise
+    except HpctrainError as error:
+        failure = error
+    outcomes = comm.allgather_object(None if failure is None else (type(failure), str(failure), failure.ranks))
+    failed = [rank for rank, outcome in enumerate(outcomes) if outcome is not None]
+    if not failed:
+        return result
+    if failure is not None and len(failed) == comm.size and comm.rank == 0:
+        raise failure.of_all_ranks(comm.world_ranks[0])
+    kind, message, ranks = outcomes[failed[0]]
+    if len(failed) < comm.size:
+        ranks = ranks or [comm.world_ranks[rank] for rank in failed]
+    raise kind(message + on_ranks(failed, comm.size), ranks=ranks).of_all_ranks(comm.world_ranks[0]) from failure
+
+
+def on_ranks(failed: Sequence[int], size: int) -> str:
+    """The end of a sentence that names the ranks, ' (on ranks 1 and 2 of 4)'; empty where it is all of them."""
+    if len(failed) == size:
+        return ""
+    if len(failed) == 1:
+        return f" (on rank {failed[0]} of {size})"
+    if len(failed) > 8:
+        return f" (on {len(failed)} of {size} ranks, the first is {failed[0]})"
+    return f" (on ranks {', '.join(map(str, failed[:-1]))} and {failed[-1]} of {size})"

@@ -12,8 +12,8 @@ import sys
 
 import numpy as np
 
-from hpctrain.backend.cuda import choose
-from hpctrain.backend.cuda.choose import NodePlace
+from hpctrain.backend import choice
+from hpctrain.backend.choice import NodePlace
 from hpctrain.comm import mpi
 from hpctrain.core.errors import BackendError, MissingLibraryError
 from hpctrain.launch.launcher import without_launcher
@@ -57,10 +57,10 @@ def outcome() -> str:
         mpi.world(_DEADLINE_SECONDS)
     except MissingLibraryError:
         return UNTRIED
-    if not choose.cupy_is_installed():
+    if not choice.cupy_is_installed():
         return UNTRIED
     try:
-        choose.narrow(os.environ, NodePlace())
+        choice.narrow(os.environ, NodePlace())
         from hpctrain.backend.cuda.cupy_device import CupyDevice
 
         device = CupyDevice(0)

@@ -1,8 +1,15 @@
-"""Collectives in two levels, for nodes with several ranks each: within a node, and across nodes between ranks of equal number.
+"""Groups of ranks: the process grid, nodes, and collectives in two levels.
 
-A flat reduce-scatter or allgather of n bytes moves about n times the ranks of a node over each link. In two levels sums are made
-within a node first, and what is gathered crosses once: (N - 1) / N n for N nodes, as if a node were one rank (Cho, Finkler, Kung
-and Hunter, "BlueConnect", MLSys 2019). Each rank of a node drives a share of its link.
+Rank (r, c) of a grid of Pr (`grid.rows`) by Pc (`grid.cols`) ranks belongs to two groups. The Pr ranks of equal c are a split
+group: they share samples and exchange activations, on the critical path. The Pc ranks of equal r are a data group: they hold
+the same weights and exchange gradients, which hide. So the ranks of a split group are neighbours: position = c * Pr + r, over
+the ranks ordered by node, and a split group lies inside a node where Pr divides the node's ranks.
+
+`TwoLevel` does reduce-scatters and allgathers within a node, and across nodes between ranks of equal number, for nodes with
+several ranks each. A flat reduce-scatter or allgather of n bytes moves about n times the ranks of a node over each link. In
+two
+levels sums are made within a node first, and what is gathered crosses once: (N - 1) / N n for N nodes, as if a node were one
+rank (Cho, Finkler, Kung and Hunter, "BlueConnect", MLSys 2019). Each rank of a node drives a share of its link.
 """
 
 from __future__ import annotations
@@ -10,13 +17,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
-from hpctrain.core.intervals import even
 from hpctrain.comm.base import Array, Communicator, GradientSums, Handle
-from hpctrain.comm.spare_buffers import SpareBuffers
-from hpctrain.comm.order import Stages
-from hpctrain.comm.turns import Turns
+from hpctrain.comm.order import SpareBuffers, Stages, Turns
+from hpctrain.core.errors import ShapeError
+from hpctrain.core.intervals import even
 
 
 @dataclass(frozen=True)
@@ -240,3 +247,72 @@ class SumsInLevels:
 
     def ireduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Handle:
         return self._comm.ireduce_scatter(send, recv, counts)
+
+
+class GridAxis(StrEnum):
+    """The axis of the grid along which a group runs, and the name of the group's communicator.
+
+    SPLIT: the Pr ranks of equal c, r = 0 .. Pr-1: they share samples and split layers (model, domain).
+    DATA: the Pc ranks of equal r, c = 0 .. Pc-1: they hold the same weights and split the batch.
+    """
+
+    SPLIT = "split"
+    DATA = "data"
+
+
+class ProcessGrid:
+    """This rank's place in the grid and its groups. Making it is collective, over all ranks of `world`.
+
+    Attributes:
+        row, col: this rank's r and c. node: the ranks of this rank's node. node_of: for each world rank, the number of its node,
+            nodes counted by their lowest rank.
+
+    Raises:
+        ShapeError: `rows` times `cols` is not the world's size; on every rank alike, before any communication.
+    """
+
+    def __init__(self, world: Communicator, rows: int, cols: int) -> None:
+        check_grid(rows, cols, world.size)
+        self.world = world
+        self.rows = rows
+        self.cols = cols
+        self.node = world.split_shared_memory("node")
+        self.node_of = node_numbers(world, self.node)
+        self.row, self.col = coordinates(self.node_of, rows)[world.rank]
+        split = world.split(self.col, self.row, GridAxis.SPLIT.value)
+        data = world.split(self.row, self.col, GridAxis.DATA.value)
+        assert split is not None
+        assert data is not None
+        self._along = {GridAxis.SPLIT: split, GridAxis.DATA: data}
+
+    def along(self, axis: GridAxis) -> Communicator:
+        """This rank's group along an axis; its rank in it is r (SPLIT) or c (DATA)."""
+        return self._along[axis]
+
+
+def check_grid(rows: int, cols: int, size: int) -> None:
+    """Refuse a grid that does not multiply to `size` ranks.
+
+    Raises:
+        ShapeError: the message gives the nearest legal grid.
+    """
+    if rows >= 1 and cols >= 1 and rows * cols == size:
+        return
+    divisors = [n for n in range(1, size + 1) if size % n == 0]
+    nearest = min(divisors, key=lambda n: (abs(n - rows), n))
+    raise ShapeError(
+        f"A grid of {rows} x {cols} has {rows * cols} places, the world has {size} ranks; grid.rows * grid.cols must be {size}, "
+        f"the nearest legal grid is {nearest} x {size // nearest}."
+    )
+
+
+def coordinates(node_of: tuple[int, ...], rows: int) -> list[tuple[int, int]]:
+    """(r, c) of each world rank: split group after split group of `rows` ranks, over the ranks ordered by (node, rank).
+
+    World rank c * rows + r is (r, c) where nodes hold consecutive ranks; rank 0 is always (0, 0).
+    """
+    order = sorted(range(len(node_of)), key=lambda rank: (node_of[rank], rank))
+    by_rank = [(0, 0)] * len(order)
+    for position, rank in enumerate(order):
+        by_rank[rank] = (position % rows, position // rows)
+    return by_rank

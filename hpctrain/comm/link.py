@@ -1,12 +1,20 @@
-"""The link model: what an operation among ranks costs, from two measured numbers.
+"""Models and measurements of what lies between ranks: the cost of a link, and the offsets of their clocks.
 
-Every rank has one link, full duplex. Costs are those of the bandwidth-optimal algorithms (rings; recursive halving and doubling
-move the same bytes), after Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH",
-IJHPCA 2005. n is the size of the whole buffer in bytes, P the number of ranks; one rank costs nothing.
+The link model says what an operation among ranks costs, from two measured numbers. Every rank has one link, full duplex. Costs
+are those of the bandwidth-optimal algorithms (rings; recursive halving and doubling move the same bytes), after Thakur,
+Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 2005. n is the size of the whole
+buffer in bytes, P the number of ranks; one rank costs nothing.
+
+One clock for all ranks follows from offsets to rank 0: the quickest of many round trips, with the bound that it proves. Rank 0
+sends at t0, rank r reads its clock c, the answer is back at t1. However long the ways were, rank r read c at some instant of
+[t0, t1], so c - (t0 + t1) / 2 is its offset to within (t1 - t0) / 2 (Cristian, "Probabilistic clock synchronization",
+Distributed Computing 3, 1989). The quickest round trip has the least bound.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -145,3 +153,85 @@ def _half_pair(comm: Communicator, progress: ProgressEngine, whole_bytes: int) -
         wait(comm.iallgather(None, buffer, counts))
         seconds.append(progress.now() - begin)
     return piece.nbytes, median(seconds[1:]) / 2
+
+
+Wait = Callable[[Handle, str], None]
+
+CLOCK_ROUNDS = 30
+_CLOCK_TAG = 7301
+
+
+@dataclass(frozen=True)
+class Offset:
+    """This rank's clock less rank 0's, in nanoseconds, at `at_ns` of this rank's clock; true to within `error_ns`."""
+
+    at_ns: int
+    offset_ns: int
+    error_ns: int
+
+
+@dataclass(frozen=True)
+class ClockMap:
+    """This rank's clock brought to rank 0's: a straight line through two offsets, as clocks drift."""
+
+    begin: Offset
+    end: Offset
+
+    def to_root(self, times_ns: np.ndarray) -> np.ndarray:
+        """Rank 0's time, int64, of instants of this rank's clock."""
+        span = self.end.at_ns - self.begin.at_ns
+        times_ns = np.asarray(times_ns, np.int64)
+        if span <= 0:
+            return times_ns - self.end.offset_ns
+        share = (times_ns - self.begin.at_ns) / span
+        drift = self.end.offset_ns - self.begin.offset_ns
+        return times_ns - self.begin.offset_ns - np.rint(share * drift).astype(np.int64)
+
+    @property
+    def error_ns(self) -> int:
+        """Bound of the error between the two measurements, for clocks that drift evenly."""
+        return max(self.begin.error_ns, self.end.error_ns)
+
+
+def measure_offset(
+    comm: Communicator, wait: Wait, *, clock_ns: Callable[[], int] = time.perf_counter_ns, rounds: int = CLOCK_ROUNDS
+) -> Offset:
+    """This rank's offset to rank 0. Collective: rank 0 plays with one rank after another; nothing else should be under way.
+
+    Args:
+        wait: waits for a handle (`ProgressEngine.wait_handle`).
+    """
+    if comm.rank == 0:
+        for rank in range(1, comm.size):
+            _measure_rank(comm, wait, clock_ns, rank, rounds)
+        return Offset(clock_ns(), 0, 0)
+    return _answer_root(comm, wait, clock_ns, rounds)
+
+
+def _measure_rank(comm: Communicator, wait: Wait, clock_ns: Callable[[], int], rank: int, rounds: int) -> None:
+    """Rank 0's part: keeps the quickest round trip and sends its offset to rank `rank`."""
+    ping, pong = np.zeros(1, np.int64), np.zeros(1, np.int64)
+    best = (0, 0, 0)
+    for number in range(rounds):
+        answer = comm.irecv(pong, rank, _CLOCK_TAG)
+        begin = clock_ns()
+        wait(comm.isend(ping, rank, _CLOCK_TAG), "a clock's question")
+        wait(answer, "a clock's answer")
+        end = clock_ns()
+        if number == 0 or end - begin < best[1] - best[0]:
+            best = (begin, end, int(pong[0]))
+    begin, end, theirs = best
+    measured = np.array([theirs, theirs - (begin + end) // 2, -(-(end - begin) // 2) + 1], np.int64)
+    wait(comm.isend(measured, rank, _CLOCK_TAG), "a clock's offset")
+
+
+def _answer_root(comm: Communicator, wait: Wait, clock_ns: Callable[[], int], rounds: int) -> Offset:
+    ping, pong = np.zeros(1, np.int64), np.zeros(1, np.int64)
+    for _ in range(rounds):
+        wait(comm.irecv(ping, 0, _CLOCK_TAG), "a clock's question")
+        pong[0] = clock_ns()
+        wait(comm.isend(pong, 0, _CLOCK_TAG), "a clock's answer")
+    measured = np.zeros(3, np.int64)
+    wait(comm.irecv(measured, 0, _CLOCK_TAG), "a clock's offset")
+    at_ns, offset_ns, error_ns = (int(value) for value in measured)
+    return Offset(at_ns, offset_ns, error_ns)

@@ -1,41 +1,262 @@
 """The communicator over MPI. The only module that imports mpi4py, and only when the world is started.
 
-Where a rank dies and MPI goes on (`goes_on_without_lost_ranks`), what waits for it raises `RankLostError`, on every rank.
-
-Arrays move with MPI's nonblocking collectives on plain datatypes and built-in operations. One thread of a process talks to MPI,
+Arrays move with MPI's nonblocking collectives on plain datatypes and built-in operations. One thread of a process talks to
+MPI,
 so it is started at level "serialized": "multiple" switches fast paths off in several MPIs. A user who wants MPI's own
 progress thread (MPICH_ASYNC_PROGRESS=1, which needs "multiple") sets MPI4PY_RC_THREAD_LEVEL=multiple, and that is respected.
+Picklable values travel on top of buffer operations, so that they wait with the deadline: start-up and shut-down only.
+
+Lost ranks: an MPI with fault tolerance (ULFM, as Open MPI 5 has it) goes on when a rank dies (`goes_on_without_lost_ranks`). A
+rank that waits for a dead one gets an error. One that waits for a living rank, which has got such an error and has left its
+work, would wait without end. So the first rank that learns of a loss revokes all its communicators, which makes operations on
+them fail on all ranks; ranks that share no other communicator with it see it at the world's, which all of them test. Whatever
+waits then raises `RankLostError`, on every rank.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
-from hpctrain.backend.cuda.device_array import DeviceArray
-from hpctrain.comm import objects
+import numpy as np
+
+from hpctrain.backend.cuda.device import DeviceArray
 from hpctrain.comm.base import Array, Communicator, Handle
-from hpctrain.comm.lost_ranks import LostRanks, named, translated
-from hpctrain.comm.mpi_buffers import MpiBuffers, not_empty, piece
-from hpctrain.comm.mpi_handle import MpiHandle
-from hpctrain.comm.poll_policy import WaitPolicy
-from hpctrain.comm.progress import ProgressEngine
-from hpctrain.comm.watchdog import guard
+from hpctrain.comm.mpi_buffers import MpiBuffers, dtype_char, not_empty, piece
+from hpctrain.comm.progress import ProgressEngine, WaitPolicy, guard
 from hpctrain.core.errors import MissingLibraryError, RankLostError
+from hpctrain.core.text import spans
 from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.launch import keeper
 from hpctrain.launch.launcher import keeps_job_of_lost_ranks
 from hpctrain.launch.streams import flush_to_reader
-from hpctrain.rank_spans import spans
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+
+Wait = Callable[[Handle, str], None]
+
+
+def allgather_object(comm: Communicator, value: Any, wait: Wait) -> list[Any]:
+    """Every rank's value, in rank order. Collective; waits through `wait(handle, purpose)`."""
+    pickled = np.frombuffer(pickle.dumps(value), np.uint8)
+    sizes = np.zeros(comm.size, np.int64)
+    sizes[comm.rank] = pickled.size
+    wait(comm.iallgather(None, sizes, [1] * comm.size), "sizes of gathered objects")
+    counts = [int(size) for size in sizes]
+    gathered = np.empty(sum(counts), np.uint8)
+    wait(comm.iallgather(pickled, gathered, counts), "gathered objects")
+    ends = np.cumsum(sizes)
+    return [pickle.loads(gathered[end - size : end].tobytes()) for size, end in zip(sizes, ends, strict=True)]
+
+
+def broadcast_object(comm: Communicator, value: Any, root: int, wait: Wait) -> Any:
+    """`root`'s value; root gets its own object back. Collective; waits through `wait(handle, purpose)`."""
+    data = np.frombuffer(pickle.dumps(value), np.uint8).copy() if comm.rank == root else np.empty(0, np.uint8)
+    size = np.array([data.size], np.int64)
+    wait(comm.ibroadcast(size, root), "size of a broadcast object")
+    if comm.rank != root:
+        data = np.empty(int(size[0]), np.uint8)
+    wait(comm.ibroadcast(data, root), "broadcast object")
+    return value if comm.rank == root else pickle.loads(data.tobytes())
+
+
+# A poll takes a microsecond, and waits that last sleep for 50 between two: the look is at most some 10 ms late.
+_POLLS_OF_A_LOOK = 256
+_PAUSE_SECONDS = 1e-3
+# The launcher's word of a death takes milliseconds, and longer where the machine is busy.
+_KNOWN_AFTER_SECONDS = 5.0
+
+
+class RevocableCommunicator(Protocol):
+    """The part of an MPI communicator that is used here, as mpi4py names it."""
+
+    def Get_failed(self) -> Any: ...
+
+    def Get_group(self) -> Any: ...
+
+    def Get_size(self) -> int: ...
+
+    def Iprobe(self) -> bool: ...
+
+    def Is_revoked(self) -> bool: ...
+
+    def Revoke(self) -> None: ...
+
+
+class LostRanks:
+    """Knows all communicators that this process has made from one world, and the operations that it has in flight on them.
+
+    Args:
+        mpi: the module `mpi4py.MPI`. world: of all ranks.
+
+    Attributes:
+        error: the exception of MPI calls.
+    """
+
+    def __init__(self, mpi: Any, world: RevocableCommunicator) -> None:
+        self.error: type[Exception] = mpi.Exception
+        self._classes = (mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED)
+        self._world = world
+        self._communicators: list[RevocableCommunicator] = [world]
+        self._in_flight: set[Handle] = set()
+        self._polls = 0
+
+    def made(self, communicator: RevocableCommunicator) -> None:
+        """A communicator was made from the world, or from one of its parts."""
+        self._communicators.append(communicator)
+
+    def begun(self, handle: Handle) -> None:
+        """An operation is in flight: its handle, which holds its buffers, is kept until it has ended."""
+        self._in_flight.add(handle)
+
+    def ended(self, handle: Handle) -> None:
+        """It is in flight no more: it is complete, or has failed."""
+        self._in_flight.discard(handle)
+
+    def polled(self) -> None:
+        """An operation was tested that has not ended. Now and then: whether another rank has learnt of a loss.
+
+        Raises:
+            RankLostError: it has.
+        """
+        self._polls += 1
+        if self._polls % _POLLS_OF_A_LOOK == 0 and self._world.Is_revoked():
+            self.revoke()
+            raise RankLostError(self.sentence())
+
+    def check(self, error: Exception, sleep: Callable[[float], None] = time.sleep) -> None:
+        """Nothing, where an MPI call has failed for another reason than a lost rank, as far as MPI knows or soon will.
+
+        Raises:
+            RankLostError: that was the reason. All ranks that share a communicator with this one are told.
+        """
+        if error.Get_error_class() in self._classes or self._soon_known(sleep):  # type: ignore[attr-defined]
+            self.revoke()
+            raise RankLostError(self.sentence()) from error
+
+    def _soon_known(self, sleep: Callable[[float], None]) -> bool:
+        """Whether a loss comes to be known: messages to a rank that has just died fail with any error before that."""
+        for _ in range(round(_KNOWN_AFTER_SECONDS / _PAUSE_SECONDS)):
+            with contextlib.suppress(self.error):
+                self._world.Iprobe()  # lets MPI take notice
+            if self._world.Is_revoked() or self.lost():
+                return True
+            sleep(_PAUSE_SECONDS)
+        return False
+
+    def revoke(self) -> None:
+        """Make all operations on all communicators fail, on every rank."""
+        for communicator in self._communicators:
+            if not communicator.Is_revoked():
+                communicator.Revoke()
+
+    def lost(self) -> tuple[int, ...]:
+        """The ranks of the world that this process knows to be lost; others may know of more."""
+        failed, group = self._world.Get_failed(), self._world.Get_group()
+        try:
+            return tuple(sorted(failed.Translate_ranks(list(range(failed.size)), group))) if failed.size else ()
+        finally:
+            failed.Free()
+            group.Free()
+
+    def sentence(self) -> str:
+        """For a user: what is lost, as far as this process knows, and what to do."""
+        return (
+            f"{named(self.lost())} of {self._world.Get_size()} was lost, as the process has died or its node; start again with "
+            "--resume, or set on_lost_rank to shrink to go on without lost ranks."
+        )
+
+    def settle(self, seconds: float, sleep: Callable[[float], None] = time.sleep) -> bool:
+        """Test what is in flight on revoked communicators until it has ended, so long at most; True once nothing is.
+
+        Until then MPI may write into its buffers.
+        """
+        end = time.monotonic() + seconds
+        while self._in_flight and time.monotonic() < end:
+            for handle in tuple(self._in_flight):
+                with contextlib.suppress(RankLostError):
+                    handle.test()
+            if self._in_flight:
+                sleep(_PAUSE_SECONDS)
+        return not self._in_flight
+
+    def unsettled(self) -> Sequence[Handle]:
+        """The operations that are still in flight."""
+        return tuple(self._in_flight)
+
+
+def named(ranks: Sequence[int]) -> str:
+    """The subject of a sentence: `Rank 2`, `Ranks 1-2`; `A rank` where it is not known which."""
+    if not ranks:
+        return "A rank"
+    return f"{'Rank' if len(ranks) == 1 else 'Ranks'} {spans(ranks)}"
+
+
+def translated(comm: RevocableCommunicator, world: RevocableCommunicator) -> tuple[int, ...]:
+    """The ranks of `comm` in `world`, in its order. Not collective."""
+    group, of_all = comm.Get_group(), world.Get_group()
+    try:
+        return tuple(group.Translate_ranks(list(range(group.size)), of_all))
+    finally:
+        group.Free()
+        of_all.Free()
+
+
+# The names of dtypes by their characters, at hand: an operation's text is made as it is posted.
+_DTYPES = {char: np.dtype(char).name for char in "fdilqBH"}
+
+
+class MpiHandle:
+    """A posted MPI operation; holds its buffers until it is complete.
+
+    Args:
+        request: of MPI, as mpi4py has it.
+        lost: is told of its begin and its end, and what MPI says of lost ranks; None: nobody asks.
+    """
+
+    __slots__ = ("_dtype", "_elements", "_lost", "_operation", "_request")
+
+    def __init__(self, request: Any, operation: str, buffer: Array | None = None, lost: LostRanks | None = None) -> None:
+        self._request, self._lost = request, lost
+        self._operation = operation
+        self._elements: int = 0 if buffer is None else buffer.size
+        self._dtype: str = "" if buffer is None else dtype_char(buffer)
+        if lost is not None:
+            lost.begun(self)
+
+    def test(self) -> bool:
+        if self._lost is not None:
+            return self._test_beside(self._lost)
+        complete: bool = self._request.Test()
+        return complete
+
+    def _test_beside(self, lost: LostRanks) -> bool:
+        """As `test`, where MPI goes on when a rank dies."""
+        try:
+            complete: bool = self._request.Test()
+        except lost.error as error:
+            lost.ended(self)
+            lost.check(error)
+            raise
+        if complete:
+            lost.ended(self)
+        else:
+            lost.polled()
+        return complete
+
+    def __str__(self) -> str:
+        return f"{self._operation} of {self._elements} {_DTYPES[self._dtype]} elements" if self._dtype else self._operation
+
 
 # MPI_Abort itself needs a network: where a link is cut it may hang.
 _ABORT_SECONDS = 10.0
@@ -189,7 +410,7 @@ def _abort(comm: MPI.Comm, code: int) -> None:
     backstop.daemon = True
     backstop.start()
     flush_to_reader()
-    keeper.own().pulse.tell()
+    keeper.current_keeper().pulse.tell()
     comm.Abort(code)
     # MPICH comes back from it where its launcher's process cannot be told, and the end of MPI would then wait for that process.
     os._exit(code)
@@ -345,10 +566,10 @@ class MpiCommunicator:
         return self._part(self._called(partial(self.comm.Split_type, self._mpi.COMM_TYPE_SHARED, self.rank)), name)
 
     def allgather_object(self, value: Any) -> list[Any]:
-        return objects.allgather_object(self, value, self.wait)
+        return allgather_object(self, value, self.wait)
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        return objects.broadcast_object(self, value, root, self.wait)
+        return broadcast_object(self, value, root, self.wait)
 
     def abort(self, code: int) -> None:
         """End the whole job, on whatever communicator it is called; does not come back."""

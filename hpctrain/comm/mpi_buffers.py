@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.backend.cuda.device_array import DeviceArray
+from hpctrain.backend.cuda.device import DeviceArray
 from hpctrain.comm.base import Array
 
 #: NumPy's characters of the dtypes of a device; bfloat16 travels as its bits

@@ -1,31 +1,191 @@
 """The progress engine: posts operations in a fixed order, drives them all, and never waits without end.
 
-One `ProgressEngine` per process owns one `PostingQueue` per communicator. Every wait drives all queues: a collective of the split
-group that waits beside one of the data group which nobody drives is a deadlock that separate communicators do not cure. The order
-within a queue is the order of `post`, never one of arrival, so that MPI matches collectives alike on every rank.
+One `ProgressEngine` per process owns one `PostingQueue` per communicator. Every wait drives all queues: a collective of the
+split group that waits next to one of the data group which nobody drives is a deadlock that separate communicators do not cure.
+The order within a queue is the order of `post`, never one of arrival, so that MPI matches collectives alike on every rank.
+
+`WaitPolicy` and `FurtherPolls` are the rules of how a wait waits and how often a program polls after an operator.
+
+`ProgressThread` works on messages while kernels run. In mode `thread` a pass tests, and does nothing else: no operation
+begins,
+completes or computes in it (one of two stages may come to its second), so no averager ever runs on it, and the process's own
+thread sees a change only when it polls. In mode `posting` a pass is a poll: what completes is seen, and what may start is
+started, with what that computes, in the order of its queue.
+
+`guard` is a deadline for phases in which nobody polls: MPI's start, a file opened on a network file system.
 """
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
+import faulthandler
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, NoReturn, TextIO
 
 from hpctrain.comm.base import Communicator, Handle
-from hpctrain.comm.message_account import MessageAccount
-from hpctrain.comm.poll_policy import FurtherPolls, WaitPolicy
-from hpctrain.comm.posting_queue import PostingQueue
-from hpctrain.comm.posting_queue import Ticket
-from hpctrain.comm.progress_thread import ProgressThread
+from hpctrain.comm.posting_queue import MessageAccount, PostingQueue, Ticket
 from hpctrain.core.errors import CommunicationTimeoutError
-from hpctrain.flight.notes import FlightNotes
-from hpctrain.flight.recorder import FlightRecorder
-from hpctrain.launch.exit_codes import End
-from hpctrain.launch import exit_codes, process_end
+from hpctrain.flight.recorder import FlightNotes, FlightRecorder
+from hpctrain.launch import keeper, process_end
+from hpctrain.launch import process_end as exit_codes
+from hpctrain.launch.process_end import End
 from hpctrain.trace.tracer import Category, Tracer
+
+
+@dataclass(frozen=True)
+class WaitPolicy:
+    """The way from a spin to a sleep, in seconds.
+
+    A wait polls, offering its core to others after each poll for `offering_seconds`: as quick as a spin where it has the core to
+    itself. Later it sleeps for `sleep_seconds` between polls, so that a slow rank gets the core; or for `growing_share` of the
+    time waited so far where that is longer, up to `longest_seconds`.
+    """
+
+    offering_seconds: float = 1e-3
+    sleep_seconds: float = 50e-6
+    growing_share: float = 0.0
+    longest_seconds: float = 10e-3
+
+    def sleeps(self, waited_seconds: float) -> bool:
+        """Whether a wait that has lasted so long sleeps before its next poll."""
+        return waited_seconds > self.offering_seconds
+
+    def next_sleep(self, waited_seconds: float) -> float:
+        """The seconds that a wait which has lasted so long sleeps before its next poll."""
+        return max(self.sleep_seconds, min(self.growing_share * waited_seconds, self.longest_seconds))
+
+
+#: for ranks that share a core: one that polls takes it from the rank that it waits for
+SLEEPS_AT_ONCE = WaitPolicy(offering_seconds=0.0)
+
+#: for start-up with more ranks on a node than cores: polls every 50 us of 63 ranks leave little to the one that they wait for
+MORE_RANKS_THAN_CORES = WaitPolicy(growing_share=0.02)
+
+
+class FurtherPolls:
+    """Further polls at the end of an operator, as long as they take no more than a share of the operator's time.
+
+    A message that moves in many small pieces, as over TCP, moves by one piece for each look. A poll is expected to take as long
+    as the one before; so an operator is followed by one poll at least, and by a second one only where it lasted `1 / share` times
+    as long as both.
+
+    Args:
+        share: of an operator's time that all polls after it may take, 0 .. 1.
+    """
+
+    def __init__(self, share: float) -> None:
+        assert 0 <= share <= 1
+        self._share = share
+        self._ended_seconds: float | None = None
+        self._begin_seconds = self._latest_seconds = self._allowed_seconds = 0.0
+
+    def begin(self, now: float) -> None:
+        """An operator has ended at this instant of any clock; the first poll begins."""
+        operator_seconds = 0.0 if self._ended_seconds is None else now - self._ended_seconds
+        self._allowed_seconds = self._share * operator_seconds
+        self._begin_seconds = self._latest_seconds = now
+
+    def another(self, now: float) -> bool:
+        """A poll has ended at this instant: whether one more may begin."""
+        poll_seconds, self._latest_seconds = now - self._latest_seconds, now
+        return now - self._begin_seconds + poll_seconds <= self._allowed_seconds
+
+    def end(self, now: float) -> None:
+        """The last poll has ended, and the next operator begins."""
+        self._ended_seconds = now
+
+
+#: between two passes. Shorter ones take time from the kernels, longer ones leave the wire idle between a message's parts.
+INTERVAL_SECONDS = 200e-6
+
+
+class ProgressThread:
+    """Calls `one_pass` again and again inside of its `with` block, and never outside of it.
+
+    A block does not nest. A pass runs in the context of its owner, such as the handling of floating-point errors there. After an
+    exception the thread makes no more passes in that block; its owner gets it from `raise_failure`, or at the block's end.
+
+    Args:
+        one_pass: over all queues. lock: held during each pass; every other thread that talks to the transport holds it, too.
+        interval_seconds: between two passes, unless somebody calls `wake`.
+
+    Attributes:
+        inside: the block is open; changed under the lock.
+    """
+
+    def __init__(
+        self, one_pass: Callable[[], None], lock: AbstractContextManager[Any], interval_seconds: float = INTERVAL_SECONDS
+    ) -> None:
+        self._one_pass = one_pass
+        self._lock = lock
+        self._interval_seconds = interval_seconds
+        self._open, self._called = threading.Event(), threading.Event()
+        self.inside = False
+        self._context = contextvars.copy_context()
+        self._ended = False
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="hpctrain-progress", daemon=True)
+        self._thread.start()
+
+    @property
+    def identifier(self) -> int | None:
+        """The thread's number, as `threading.get_ident` gives it."""
+        return self._thread.ident
+
+    def wake(self) -> None:
+        """Make the next pass at once, if a block is open."""
+        self._called.set()
+
+    def raise_failure(self) -> None:
+        """Raise here, once, what a pass has raised."""
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def __enter__(self) -> None:
+        assert not self.inside, "the block of a progress thread does not nest"
+        self._context = contextvars.copy_context()
+        self.inside = True
+        self._open.set()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._open.clear()
+        with self._lock:  # a pass under way ends first; the next one finds the block closed
+            self.inside = False
+        if error is None:
+            self.raise_failure()
+
+    def close(self) -> None:
+        """End the thread; outside of the block."""
+        assert not self.inside
+        self._ended = True
+        self._open.set()
+        self._called.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            self._open.wait()
+            if self._ended:
+                return
+            self._called.clear()  # a call from here on is for the pass after this one
+            try:
+                with self._lock:
+                    if self.inside:
+                        self._context.run(self._one_pass)
+            except BaseException as failure:  # the block's owner gets it
+                self._failure = failure
+                self._open.clear()
+            self._called.wait(self._interval_seconds)
+
 
 #: exit code of a job that ended at a deadline (as of timeout(1))
 TIMEOUT_EXIT_CODE = exit_codes.DEADLINE
@@ -287,7 +447,41 @@ class ProgressEngine:
             process_end.await_turn(self.rank, self.deadline_seconds)
         lines = [sentence, "unfinished on this rank:"]
         lines += [f"  {ticket}" for queue in self._queues.values() for ticket in queue.unfinished()]
-        process_end.say(self.rank, [*lines, "stacks of all threads:"], self._stream)
-        process_end.say(self.rank, self.explain(), self._stream, stacks=False)
+        process_end.say_last_words(self.rank, [*lines, "stacks of all threads:"], self._stream)
+        process_end.say_last_words(self.rank, self.explain(), self._stream, stacks=False)
         self._abort(TIMEOUT_EXIT_CODE)
         raise CommunicationTimeoutError(sentence)  # only where `abort` came back
+
+
+# A phase that holds the interpreter lock stops the thread that prints. Then faulthandler, which needs no lock, ends the process.
+_BACKSTOP_SECONDS = 2.0
+
+
+@contextlib.contextmanager
+def guard(phase: str, deadline_seconds: float, *, rank: int | None = None) -> Iterator[None]:
+    """End this process if the block takes longer than the deadline; the launcher then ends the job.
+
+    Prints rank, phase and all stacks on stderr. The exit code is 124. If the phase holds the interpreter lock, the process itself
+    leaves with 1, which its keeper, if any, turns into 124. Do not nest: a process has one such timer.
+    """
+    assert sys.__stderr__ is not None
+    timer = threading.Timer(deadline_seconds, _give_up, (phase, deadline_seconds, rank))
+    timer.daemon = True
+    backstop = deadline_seconds + process_end.turn_seconds(rank or 0, deadline_seconds) + _BACKSTOP_SECONDS
+    faulthandler.dump_traceback_later(backstop, exit=True, file=sys.__stderr__)
+    keeper.current_keeper().pulse.guard(True)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        keeper.current_keeper().pulse.guard(False)
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _give_up(phase: str, deadline_seconds: float, rank: int | None) -> None:
+    process_end.await_turn(rank, deadline_seconds)
+    process_end.say_last_words(
+        rank, [f"{phase} did not end within the deadline of {deadline_seconds:g} s; stacks of all threads:"]
+    )
+    os._exit(TIMEOUT_EXIT_CODE)

@@ -1,14 +1,25 @@
-"""Sums whose parts travel in 16 bits: each goes to the rank that owns it, which adds them up in full precision.
+"""Sums of gradients over ranks that an MPI's own reductions do not make: in 16 bits, in a fixed order, or by kernels.
 
-A reduce-scatter becomes an all-to-all of rounded parts and a local sum, an allreduce that and an allgather of rounded sums: half
-of the bytes of float32, and no sum of 16-bit numbers, which few MPIs have and which would round after every addition. Parts are
-added in rank order, from 0 on, in the dtype of the buffer. A rank's own part is rounded as those of others are, so a sum is the
-same whichever rank owns it, and does not depend on how a buffer is cut. (With one scale for each message, float16 rounds very
-small numbers beside much larger ones of their part more coarsely.)
+All three send each part to the rank that owns it, which adds up what it receives: a reduce-scatter becomes an all-to-all of
+parts and a local sum, an allreduce that and an allgather of the sums. The bytes are those of a ring.
+
+- `SixteenBitSums`: parts are rounded to 16 bits and added up in full precision, in rank order from 0 on, in the dtype of the
+  buffer: half of the bytes of float32, and no sum of 16-bit numbers, which few MPIs have and which would round after every
+  addition. A rank's own part is rounded as those of others are, so a sum is the same whichever rank owns it, and does not
+  depend on how a buffer is cut. (With one scale for each message, float16 rounds very small numbers next to much larger ones
+  of their part more coarsely.) `Compressor` is the interface of what turns arrays into messages.
+- `TreeSums`: the order of additions is that of a tree over shards (`summation_tree`), which the number of ranks does not
+change.
+  A rank with several terms sends all of them: another order of additions would be needed to send one.
+- `PartSums`: parts travel as they are and kernels of a device add them up, for transports that move arrays of a device and do
+  not sum them. Parts are added in rank order, from 0 on, so the bits do not depend on what arrives first, and all ranks have
+the
+  same.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -16,12 +27,51 @@ from typing import Literal
 
 import numpy as np
 
-from hpctrain.core.intervals import even
-from hpctrain.comm.base import Communicator, GradientSums, Handle
-from hpctrain.comm.spare_buffers import SpareBuffers
-from hpctrain.comm.order import Finished, Stages
+from hpctrain.backend.arithmetic import Arithmetic
+from hpctrain.comm.base import Array, Communicator, GradientSums, Handle
 from hpctrain.comm.groups import SumsInLevels, TwoLevel
-from hpctrain.compress.base import Compressor
+from hpctrain.comm.mpi_buffers import piece
+from hpctrain.comm.order import Finished, SpareBuffers, Stages
+from hpctrain.core.intervals import ShardsOfRank, even
+
+
+class Compressor(ABC):
+    """Messages of arrays of one size and dtype.
+
+    An array that holds something that is not finite has a message that does too, so that its receivers learn of it.
+
+    Args:
+        size: elements of an array. dtype: "float32" or "float64".
+
+    Attributes:
+        message_size: uint8 elements of a message, the same for every array, so that no receiver has to be told.
+    """
+
+    message_size: int
+
+    def __init__(self, size: int, dtype: str) -> None:
+        self.size = size
+        self.dtype = np.dtype(dtype)
+
+    def begin_step(self, step: int) -> None:  # noqa: B027  most choose nothing by chance
+        """Let all that is chosen by chance in the next messages follow from `step`, so that a resumed run repeats them."""
+
+    @abstractmethod
+    def compress(self, values: np.ndarray, message: np.ndarray) -> None:
+        """Write the message of `values`, which stay as they are, into `message` (message_size,) uint8."""
+
+    @abstractmethod
+    def decompress(self, message: np.ndarray, values: np.ndarray) -> None:
+        """Write all of `values`: what the message says of them, zeros where it says nothing."""
+
+    @abstractmethod
+    def add_to(self, message: np.ndarray, values: np.ndarray) -> None:
+        """Add what the message says to `values`, element by element."""
+
+    @abstractmethod
+    def subtract_from(self, message: np.ndarray, values: np.ndarray) -> None:
+        """Leave in `values`, of which `message` was made, what it does not say: exactly, they were that plus what it says."""
+
 
 #: how numbers travel; "float32": as they are computed, whatever their dtype
 Wire = Literal["float32", "bfloat16", "float16"]
@@ -183,3 +233,150 @@ class SixteenBitSums:
         with np.errstate(all="ignore"):  # a transport does not warn of overflow
             for begin in range(size, received.size, size):
                 cast.add_to(received[begin : begin + size], total)
+
+
+#: this rank's terms of a sum, in order: one array, or a tuple of arrays of one size
+Terms = np.ndarray | tuple[np.ndarray, ...]
+
+
+class TreeSums:
+    """Sums of 1-D arrays of float32 or float64 over the ranks of a communicator, in the order of a tree.
+
+    Args:
+        comm: carries the parts; other operations may be posted on it in between. shards: those of its ranks.
+        gathers: the same ranks in the same order, for the second stage of allreduces alone; None: there are none.
+    """
+
+    def __init__(self, comm: Communicator, shards: ShardsOfRank, gathers: Communicator | None = None) -> None:
+        assert (comm.rank, comm.size) == (shards.rank, shards.ranks)
+        self._comm, self._gathers = comm, gathers
+        self._terms_of = shards.sums_of_ranks
+        self._additions = shards.additions_of_ranks
+        self._spare = SpareBuffers()
+        self._allreduces = Stages()
+
+    def ireduce_scatter(self, send: Terms, recv: np.ndarray, counts: Sequence[int]) -> Handle:
+        """As a communicator's; `send` has this rank's terms. Where there are several, they may be used again on return."""
+        message, received = self._message(send, counts), self._received(counts, recv)
+        handle = self._post(message, received, counts)
+
+        def finish() -> None:
+            self._add(received, recv)
+            self._give_back(send, message, received)
+
+        return Finished(handle, finish)
+
+    def iallreduce(self, buffer: Terms) -> Handle:
+        """As a communicator's; the sum is put into the last of this rank's terms."""
+        gathers, rank = self._gathers, self._comm.rank
+        assert gathers is not None, "these sums were made for reduce-scatters only"
+        target = buffer[-1] if isinstance(buffer, tuple) else buffer
+        counts = even(target.size, self._comm.size)
+        message, received = self._message(buffer, counts), self._received(counts, target)
+        handle = self._post(message, received, counts)
+        start = sum(counts[:rank])
+
+        def gather() -> Handle:
+            self._add(received, target[start : start + counts[rank]])
+            self._give_back(buffer, message, received)
+            return gathers.iallgather(None, target, counts)
+
+        return self._allreduces.add(handle, gather)
+
+    def _message(self, terms: Terms, counts: Sequence[int]) -> np.ndarray:
+        """For each rank its part of all terms, one after the other: the very term, where there is one."""
+        if not isinstance(terms, tuple):
+            return terms
+        message: np.ndarray = self._spare.take(len(terms) * terms[0].size, terms[0])
+        place = 0
+        for start, stop in pairwise(accumulate(counts, initial=0)):
+            for term in terms:
+                message[place : place + stop - start] = term[start:stop]
+                place += stop - start
+        return message
+
+    def _received(self, counts: Sequence[int], like: np.ndarray) -> np.ndarray:
+        """A buffer for this rank's part of all ranks' terms."""
+        received: np.ndarray = self._spare.take(sum(self._terms_of) * counts[self._comm.rank], like)
+        return received
+
+    def _post(self, message: np.ndarray, received: np.ndarray, counts: Sequence[int]) -> Handle:
+        own, terms = counts[self._comm.rank], self._terms_of
+        sent = [count * terms[self._comm.rank] for count in counts]
+        return self._comm.ialltoall(message, received, sent, [own * number for number in terms])
+
+    def _add(self, received: np.ndarray, total: np.ndarray) -> None:
+        """Sum the terms of all ranks into `total`; the last addition writes there."""
+        if not total.size:
+            return
+        terms = received.reshape(-1, total.size)
+        with np.errstate(all="ignore"):  # a transport does not warn of overflow
+            for step in self._additions[:-1]:
+                terms[step.left] += terms[step.right]
+            last = self._additions[-1]
+            np.add(terms[last.left], terms[last.right], out=total)
+
+    def _give_back(self, terms: Terms, message: np.ndarray, received: np.ndarray) -> None:
+        self._spare.give_back(received)
+        if isinstance(terms, tuple):
+            self._spare.give_back(message)
+
+
+def tree_sums_over(comm: Communicator, shards: ShardsOfRank, *, allreduces: bool) -> TreeSums | None:
+    """The sums over `comm` in the order of the tree; None where one rank has all shards. Collective; set-up.
+
+    Args:
+        allreduces: they are asked for allreduces, too, which need a communicator of their own.
+    """
+    if comm.size == 1:
+        return None
+    gathers = comm.split(0, comm.rank, f"{comm.name} sums") if allreduces else None
+    return TreeSums(comm, shards, gathers)
+
+
+class PartSums:
+    """Implements `GradientSums` for 1-D arrays of a device.
+
+    A sum on its way has a buffer of the parts that arrive, made when so many are first on their way at once and kept.
+
+    Args:
+        comm: moves arrays of the device; other operations may be posted on it in between. gathers: the same ranks in the same
+            order, for the second stage of allreduces alone. arithmetic: of the device.
+    """
+
+    def __init__(self, comm: Communicator, gathers: Communicator, arithmetic: Arithmetic) -> None:
+        self._comm, self._gathers, self._arithmetic = comm, gathers, arithmetic
+        self._allreduces = Stages()
+        self._spare = SpareBuffers(lambda size, like: arithmetic.zeros(size, like.dtype))
+
+    def ireduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Handle:
+        received = self._received(send, counts)
+        handle = self._send_parts(send, received, counts)
+        return Finished(handle, lambda: self._add(received, recv))
+
+    def iallreduce(self, buffer: Array) -> Handle:
+        counts = even(buffer.size, self._comm.size)
+        received = self._received(buffer, counts)
+        handle = self._send_parts(buffer, received, counts)
+
+        def gather() -> Handle:
+            self._add(received, piece(buffer, counts, self._comm.rank))
+            return self._gathers.iallgather(None, buffer, counts)
+
+        return self._allreduces.add(handle, gather)
+
+    def _received(self, like: Array, counts: Sequence[int]) -> Array:
+        """A buffer for this rank's part from everyone."""
+        return self._spare.take(counts[self._comm.rank] * self._comm.size, like)
+
+    def _send_parts(self, send: Array, received: Array, counts: Sequence[int]) -> Handle:
+        return self._comm.ialltoall(send, received, counts, [counts[self._comm.rank]] * self._comm.size)
+
+    def _add(self, received: Array, total: Array) -> None:
+        """Enqueue total := the sum of all ranks' parts, and let the next operation have the buffer, behind that."""
+        if total.size:
+            parts = [received[begin : begin + total.size] for begin in range(0, received.size, total.size)]
+            self._arithmetic.copy(total, parts[0])
+            for part in parts[1:]:
+                self._arithmetic.add(total, part)
+        self._spare.give_back(received)

@@ -1,24 +1,42 @@
-"""Operations on arrays that lie on a device, over a communicator that knows those of the host: it works with every MPI.
+"""The transports of arrays that lie on a device, of which a run takes one. For arrays of the host there is nothing to choose.
 
-An operation has three phases: its arrays are copied to mirrors on the host, then it is posted there, and what it brought is
-copied back. The second begins in a `test` of its handle, or of a later one's, once the copies to the host are done and all
-operations before it have been posted; so the communicator sees the order in which operations were started, the same on every
-rank, whichever device is done first. An operation is complete once the copies back are enqueued: later work of kernels comes
-after them, and the host goes on.
+- "staged": over a communicator that knows arrays of the host; it works with every MPI. An operation has three phases: its
+  arrays are copied to mirrors on the host, then it is posted there, and what it brought is copied back. The second begins in a
+  `test` of its handle, or of a later one's, once the copies to the host are done and all operations before it have been
+posted;
+  so the communicator sees the order in which operations were started, the same on every rank, whichever device is done first.
+  An operation is complete once the copies back are enqueued: later work of kernels comes after them, and the host goes on.
+- "mpi": over an MPI library that reads and writes a device's memory; nothing is copied to the host. An operation is posted
+once
+  the kernels before it are done, in the order in which operations were started, the same on every rank, whichever device is
+  done first; it is complete when MPI says so, and kernels that are launched from then on come after it. The library moves
+  arrays and sums none: nonblocking sums of a device's memory crash some libraries, and go by way of the host in others, so
+  kernels add (`PartSums`).
+- "nccl": by NCCL, which moves and sums arrays on the device, in the order of a stream. An operation is enqueued when it is
+  started, after the kernels before it: the stream waits for them, the host does not. So all ranks enqueue in the order in
+which
+  operations were started, whichever device is done first. It is complete when the host has seen that the device is done with
+  it, and kernels that are launched from then on come after it. Kernels never wait for a rank: only the host does, with its
+  deadline.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import numpy as np
 
-from hpctrain.backend.mirrors import HostMirrors, Transit
+from hpctrain.backend.arithmetic import Arithmetic, DeviceGroup, DeviceMessages, HostMirrors, Transit, WorkMark
 from hpctrain.comm.base import Array, Communicator, GradientSums, Handle
+from hpctrain.comm.groups import TwoLevel
+from hpctrain.comm.mpi_buffers import piece
+from hpctrain.comm.sums import PartSums
+from hpctrain.core.errors import BackendError
 
-_Pieces = list[tuple[int, int]]
+_Intervals = list[tuple[int, int]]
 
 
 class StagedOperation:
@@ -89,15 +107,15 @@ class PostingOrder:
             self._waiting.popleft().post()
 
 
-class _Passage:
+class MirroredArrays:
     """The mirrors of one operation's arrays; an array of the host is its own mirror."""
 
     def __init__(self, mirrors: HostMirrors) -> None:
         self._mirrors = mirrors
         self._leaving: list[tuple[np.ndarray, Array]] = []
-        self._arriving: tuple[Array, _Pieces] = (None, [])
+        self._arriving: tuple[Array, _Intervals] = (None, [])
 
-    def mirror(self, array: Array, *, leaves: _Pieces | None = None, arrives: _Pieces | None = None) -> np.ndarray:
+    def mirror(self, array: Array, *, leaves: _Intervals | None = None, arrives: _Intervals | None = None) -> np.ndarray:
         """The array's mirror.
 
         Args:
@@ -123,11 +141,11 @@ class _Passage:
         self._mirrors.arrive(transit, *self._arriving)
 
 
-def _whole(array: Array) -> _Pieces:
+def _all_elements(array: Array) -> _Intervals:
     return [(0, array.size)]
 
 
-def _own_and_others(counts: Sequence[int], rank: int) -> tuple[_Pieces, _Pieces]:
+def _own_and_others(counts: Sequence[int], rank: int) -> tuple[_Intervals, _Intervals]:
     """The interval of a rank's piece of a buffer, and those of all other pieces."""
     begin, total = sum(counts[:rank]), sum(counts)
     end = begin + counts[rank]
@@ -145,15 +163,15 @@ class StagedSums:
         self._sums, self._mirrors, self._order = sums, mirrors, order
 
     def iallreduce(self, buffer: Array) -> Handle:
-        passage = _Passage(self._mirrors)
-        mirror = passage.mirror(buffer, leaves=_whole(buffer), arrives=_whole(buffer))
-        return _start(self._order, passage, lambda: self._sums.iallreduce(mirror), f"allreduce of {buffer.size} elements")
+        passage = MirroredArrays(self._mirrors)
+        mirror = passage.mirror(buffer, leaves=_all_elements(buffer), arrives=_all_elements(buffer))
+        return _start_staged(self._order, passage, lambda: self._sums.iallreduce(mirror), f"allreduce of {buffer.size} elements")
 
     def ireduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Handle:
-        passage = _Passage(self._mirrors)
-        sent, received = passage.mirror(send, leaves=_whole(send)), passage.mirror(recv, arrives=_whole(recv))
+        passage = MirroredArrays(self._mirrors)
+        sent, received = passage.mirror(send, leaves=_all_elements(send)), passage.mirror(recv, arrives=_all_elements(recv))
         text = f"reduce-scatter of {send.size} elements"
-        return _start(self._order, passage, lambda: self._sums.ireduce_scatter(sent, received, counts), text)
+        return _start_staged(self._order, passage, lambda: self._sums.ireduce_scatter(sent, received, counts), text)
 
 
 class StagedCommunicator:
@@ -182,41 +200,41 @@ class StagedCommunicator:
         return self._sums.ireduce_scatter(send, recv, counts)
 
     def iallgather(self, send: Array | None, recv: Array, counts: Sequence[int]) -> Handle:
-        passage, text = _Passage(self._mirrors), f"allgather of {recv.size} elements"
+        passage, text = MirroredArrays(self._mirrors), f"allgather of {recv.size} elements"
         mine, others = _own_and_others(counts, self.rank)
         if send is None:
             received = passage.mirror(recv, leaves=mine, arrives=others)
-            return _start(self._order, passage, lambda: self._inner.iallgather(None, received, counts), text)
-        sent, received = passage.mirror(send, leaves=_whole(send)), passage.mirror(recv, arrives=_whole(recv))
-        return _start(self._order, passage, lambda: self._inner.iallgather(sent, received, counts), text)
+            return _start_staged(self._order, passage, lambda: self._inner.iallgather(None, received, counts), text)
+        sent, received = passage.mirror(send, leaves=_all_elements(send)), passage.mirror(recv, arrives=_all_elements(recv))
+        return _start_staged(self._order, passage, lambda: self._inner.iallgather(sent, received, counts), text)
 
     def ialltoall(self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Handle:
-        passage = _Passage(self._mirrors)
-        sent, received = passage.mirror(send, leaves=_whole(send)), passage.mirror(recv, arrives=_whole(recv))
+        passage = MirroredArrays(self._mirrors)
+        sent, received = passage.mirror(send, leaves=_all_elements(send)), passage.mirror(recv, arrives=_all_elements(recv))
         text = f"all-to-all of {send.size} elements"
-        return _start(self._order, passage, lambda: self._inner.ialltoall(sent, received, send_counts, recv_counts), text)
+        return _start_staged(self._order, passage, lambda: self._inner.ialltoall(sent, received, send_counts, recv_counts), text)
 
     def ibroadcast(self, buffer: Array, root: int) -> Handle:
-        passage = _Passage(self._mirrors)
-        leaves, arrives = (_whole(buffer), None) if self.rank == root else (None, _whole(buffer))
+        passage = MirroredArrays(self._mirrors)
+        leaves, arrives = (_all_elements(buffer), None) if self.rank == root else (None, _all_elements(buffer))
         mirror = passage.mirror(buffer, leaves=leaves, arrives=arrives)
         text = f"broadcast of {buffer.size} elements"
-        return _start(self._order, passage, lambda: self._inner.ibroadcast(mirror, root), text)
+        return _start_staged(self._order, passage, lambda: self._inner.ibroadcast(mirror, root), text)
 
     def ibarrier(self) -> Handle:
-        return _start(self._order, _Passage(self._mirrors), self._inner.ibarrier, "barrier")
+        return _start_staged(self._order, MirroredArrays(self._mirrors), self._inner.ibarrier, "barrier")
 
     def isend(self, buffer: Array, dest: int, tag: int) -> Handle:
-        passage = _Passage(self._mirrors)
-        mirror = passage.mirror(buffer, leaves=_whole(buffer))
+        passage = MirroredArrays(self._mirrors)
+        mirror = passage.mirror(buffer, leaves=_all_elements(buffer))
         text = f"message of {buffer.size} elements to {dest}"
-        return _start(self._order, passage, lambda: self._inner.isend(mirror, dest, tag), text)
+        return _start_staged(self._order, passage, lambda: self._inner.isend(mirror, dest, tag), text)
 
     def irecv(self, buffer: Array, source: int, tag: int) -> Handle:
-        passage = _Passage(self._mirrors)
-        mirror = passage.mirror(buffer, arrives=_whole(buffer))
+        passage = MirroredArrays(self._mirrors)
+        mirror = passage.mirror(buffer, arrives=_all_elements(buffer))
         text = f"message of {buffer.size} elements from {source}"
-        return _start(self._order, passage, lambda: self._inner.irecv(mirror, source, tag), text)
+        return _start_staged(self._order, passage, lambda: self._inner.irecv(mirror, source, tag), text)
 
     def split(self, color: int | None, key: int, name: str) -> Communicator | None:
         inner = self._inner.split(color, key, name)
@@ -235,9 +253,300 @@ class StagedCommunicator:
         self._inner.abort(code)
 
 
-def _start(order: PostingOrder, passage: _Passage, post: Callable[[], Handle], text: str) -> Handle:
+def _start_staged(order: PostingOrder, passage: MirroredArrays, post: Callable[[], Handle], text: str) -> Handle:
     """Begin the first phase of an operation."""
     transit = passage.begin()
     operation = StagedOperation(order, transit, post, lambda: passage.end(transit), text)
     order.add(operation)
     return operation
+
+
+class _AfterKernels:
+    """Implements `Transit` for arrays that stay where they are. mark: of the kernels before; None: there are none."""
+
+    def __init__(self, mark: WorkMark | None) -> None:
+        self._mark = mark
+
+    def on_host(self) -> bool:
+        return self._mark is None or self._mark.done
+
+
+class DeviceMpiCommunicator:
+    """Implements `Communicator` for arrays of a device and of the host alike. Making it is not collective, see `over_mpi`.
+
+    Args:
+        inner: carries the messages, and reads the device's memory; nobody else posts on it. arithmetic: of the device.
+        gathers: the same ranks in the same order, for the second stage of allreduces; None: arrays of the device are not summed.
+
+    Attributes:
+        rank, size, name, world_ranks: of `inner`.
+    """
+
+    def __init__(self, inner: Communicator, arithmetic: Arithmetic, gathers: Communicator | None = None) -> None:
+        messages = arithmetic.messages()
+        assert messages is not None, "the arrays lie on a device"
+        self.rank, self.size, self.name, self.world_ranks = inner.rank, inner.size, inner.name, inner.world_ranks
+        self._inner, self._arithmetic, self._messages = inner, arithmetic, messages
+        self._order = PostingOrder()
+        self._sums = None if gathers is None else PartSums(self, gathers, arithmetic)
+
+    def iallreduce(self, buffer: Array) -> Handle:
+        if not isinstance(buffer, np.ndarray):
+            return self._device_sums().iallreduce(buffer)
+        return self._start(lambda: self._inner.iallreduce(buffer), "allreduce", buffer)
+
+    def ireduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Handle:
+        if not isinstance(send, np.ndarray):
+            return self._device_sums().ireduce_scatter(send, recv, counts)
+        return self._start(lambda: self._inner.ireduce_scatter(send, recv, counts), "reduce-scatter", send)
+
+    def iallgather(self, send: Array | None, recv: Array, counts: Sequence[int]) -> Handle:
+        if send is not None and not isinstance(recv, np.ndarray):
+            self._arithmetic.copy(piece(recv, counts, self.rank), send.reshape(-1))
+            send = None  # in place now, by the device's own copy
+        return self._start(lambda: self._inner.iallgather(send, recv, counts), "allgather", recv)
+
+    def ialltoall(self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Handle:
+        if not isinstance(recv, np.ndarray):
+            self._arithmetic.copy(piece(recv, recv_counts, self.rank), piece(send, send_counts, self.rank))
+        return self._start(lambda: self._inner.ialltoall(send, recv, send_counts, recv_counts), "all-to-all", send)
+
+    def ibroadcast(self, buffer: Array, root: int) -> Handle:
+        return self._start(lambda: self._inner.ibroadcast(buffer, root), "broadcast", buffer)
+
+    def ibarrier(self) -> Handle:
+        return self._start(self._inner.ibarrier, "barrier")
+
+    def isend(self, buffer: Array, dest: int, tag: int) -> Handle:
+        return self._start(lambda: self._inner.isend(buffer, dest, tag), f"message to {dest}", buffer)
+
+    def irecv(self, buffer: Array, source: int, tag: int) -> Handle:
+        return self._start(lambda: self._inner.irecv(buffer, source, tag), f"message from {source}", buffer)
+
+    def split(self, color: int | None, key: int, name: str) -> Communicator | None:
+        inner = self._inner.split(color, key, name)
+        return None if inner is None else over_mpi(inner, self._arithmetic)
+
+    def split_shared_memory(self, name: str) -> Communicator:
+        return over_mpi(self._inner.split_shared_memory(name), self._arithmetic)
+
+    def allgather_object(self, value: Any) -> list[Any]:
+        return self._inner.allgather_object(value)
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        return self._inner.broadcast_object(value, root)
+
+    def abort(self, code: int) -> None:
+        self._inner.abort(code)
+
+    def _device_sums(self) -> PartSums:
+        assert self._sums is not None, f"{self.name} moves arrays of the device, and sums none"
+        return self._sums
+
+    def _start(self, post: Callable[[], Handle], operation: str, array: Array | None = None) -> Handle:
+        """The next operation; `array` says how large it is, and where."""
+        mark = None if array is None or isinstance(array, np.ndarray) else self._messages.mark()
+        text = operation if array is None else f"{operation} of {array.size} elements"
+        started = StagedOperation(self._order, _AfterKernels(mark), post, lambda: None, text, "complete")
+        self._order.add(started)
+        return started
+
+
+def over_mpi(inner: Communicator, arithmetic: Arithmetic) -> DeviceMpiCommunicator:
+    """The ranks of `inner` by an MPI library that reads the device's memory, with sums. Collective; set-up only."""
+    gathers = inner.split(0, inner.rank, f"{inner.name} sums")
+    assert gathers is not None
+    return DeviceMpiCommunicator(inner, arithmetic, DeviceMpiCommunicator(gathers, arithmetic))
+
+
+class NcclHandle:
+    """Implements `Handle`: complete when the device is done with it.
+
+    Raises in `test`:
+        BackendError: NCCL has failed in the background, as where a rank is lost.
+    """
+
+    __slots__ = ("_group", "_mark", "_text")
+
+    def __init__(self, group: DeviceGroup, text: str) -> None:
+        self._group, self._text = group, text
+        self._mark: WorkMark | None = group.mark()
+
+    def test(self) -> bool:
+        if self._mark is None:
+            return True
+        if self._mark.done:
+            self._mark = None
+            return True
+        fault = self._group.links.fault()
+        if fault is not None:
+            raise BackendError(f"NCCL failed in an {self._text}: {fault}; start again with --resume, or set transport to staged.")
+        return False
+
+    def __str__(self) -> str:
+        return f"{self._text}, {'complete' if self._mark is None else 'enqueued, waiting for the device or its peers'}"
+
+
+class NcclCommunicator:
+    """Implements `Communicator` for arrays of a device, by NCCL, and of the host, by another communicator.
+
+    Operations on arrays of the host, messages, barriers, objects and splits go to that one, and have an order of their own. (With
+    NCCL a message holds up the stream until it is received: two ranks that send before they receive would wait for each other.)
+    Operations of several communicators must be enqueued in one order on all ranks, so a run puts all of a group on one.
+
+    Args:
+        inner: of the same ranks, by way of the host. arithmetic: of the device. group: of the devices of the same ranks.
+
+    Attributes:
+        rank, size, name, world_ranks: of `inner`.
+    """
+
+    def __init__(self, inner: Communicator, arithmetic: Arithmetic, group: DeviceGroup) -> None:
+        self.rank, self.size, self.name, self.world_ranks = inner.rank, inner.size, inner.name, inner.world_ranks
+        self._inner, self._arithmetic, self._group, self._links = inner, arithmetic, group, group.links
+
+    def iallreduce(self, buffer: Array) -> Handle:
+        if isinstance(buffer, np.ndarray):
+            return self._inner.iallreduce(buffer)
+        self._group.wait_for_kernels()
+        if buffer.size:
+            self._links.sum_to_all(buffer)
+        return self._enqueued("allreduce", buffer)
+
+    def ireduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Handle:
+        """As a sum to each rank, all of them at once: pieces may have unlike sizes."""
+        if isinstance(send, np.ndarray):
+            return self._inner.ireduce_scatter(send, recv, counts)
+        assert (send.size, recv.size) == (sum(counts), counts[self.rank])
+        self._group.wait_for_kernels()
+        with self._links.together():
+            for root, count in enumerate(counts):
+                if count:
+                    self._links.sum_to_one(piece(send, counts, root), recv, root)
+        return self._enqueued("reduce-scatter", send)
+
+    def iallgather(self, send: Array | None, recv: Array, counts: Sequence[int]) -> Handle:
+        """As a broadcast from each rank, all of them at once."""
+        if isinstance(recv, np.ndarray):
+            return self._inner.iallgather(send, recv, counts)
+        assert recv.size == sum(counts)
+        if send is not None:
+            self._arithmetic.copy(piece(recv, counts, self.rank), send.reshape(-1))
+        self._group.wait_for_kernels()
+        with self._links.together():
+            for root, count in enumerate(counts):
+                if count:
+                    self._links.broadcast(piece(recv, counts, root), root)
+        return self._enqueued("allgather", recv)
+
+    def ialltoall(self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Handle:
+        if isinstance(send, np.ndarray):
+            return self._inner.ialltoall(send, recv, send_counts, recv_counts)
+        self._arithmetic.copy(piece(recv, recv_counts, self.rank), piece(send, send_counts, self.rank))
+        self._group.wait_for_kernels()
+        with self._links.together():
+            for other in range(self.size):
+                if other != self.rank and send_counts[other]:
+                    self._links.send(piece(send, send_counts, other), other)
+                if other != self.rank and recv_counts[other]:
+                    self._links.receive(piece(recv, recv_counts, other), other)
+        return self._enqueued("all-to-all", send)
+
+    def ibroadcast(self, buffer: Array, root: int) -> Handle:
+        if isinstance(buffer, np.ndarray):
+            return self._inner.ibroadcast(buffer, root)
+        self._group.wait_for_kernels()
+        if buffer.size:
+            self._links.broadcast(buffer, root)
+        return self._enqueued("broadcast", buffer)
+
+    def ibarrier(self) -> Handle:
+        return self._inner.ibarrier()
+
+    def isend(self, buffer: Array, dest: int, tag: int) -> Handle:
+        return self._inner.isend(buffer, dest, tag)
+
+    def irecv(self, buffer: Array, source: int, tag: int) -> Handle:
+        return self._inner.irecv(buffer, source, tag)
+
+    def split(self, color: int | None, key: int, name: str) -> Communicator | None:
+        inner = self._inner.split(color, key, name)
+        return None if inner is None else joined(inner, self._arithmetic)
+
+    def split_shared_memory(self, name: str) -> Communicator:
+        return joined(self._inner.split_shared_memory(name), self._arithmetic)
+
+    def allgather_object(self, value: Any) -> list[Any]:
+        return self._inner.allgather_object(value)
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        return self._inner.broadcast_object(value, root)
+
+    def abort(self, code: int) -> None:
+        self._links.abort()
+        self._inner.abort(code)
+
+    def _enqueued(self, operation: str, array: Array) -> Handle:
+        return NcclHandle(self._group, f"{operation} of {array.size} elements")
+
+
+def over_nccl(inner: Communicator, arithmetic: Arithmetic) -> NcclCommunicator:
+    """The ranks of `inner`, with their devices joined. Collective; set-up only, once `group_fault` has found nothing wrong."""
+    mirrors = arithmetic.mirrors()
+    assert mirrors is not None, "the arrays lie on a device"
+    return joined(StagedCommunicator(inner, mirrors), arithmetic)
+
+
+def joined(inner: Communicator, arithmetic: Arithmetic) -> NcclCommunicator:
+    """The same, where `inner` takes arrays of the device by way of the host. Collective; set-up only."""
+    messages, peers = arithmetic.messages(), inner.split(0, inner.rank, f"{inner.name} devices")
+    assert messages is not None, "the arrays lie on a device"
+    assert peers is not None
+    return NcclCommunicator(inner, arithmetic, messages.join(peers))
+
+
+def group_fault(world: Communicator, messages: DeviceMessages) -> str | None:
+    """Why the devices of these ranks cannot be joined, in one clause, the same on every rank; None where they can. Collective."""
+    facts: list[tuple[str, str | None]] = world.allgather_object((messages.identity, messages.group_fault()))
+    ranks_of: dict[str, list[int]] = {}
+    for rank, (identity, fault) in enumerate(facts):
+        if fault is not None:
+            return f"on rank {rank} {fault}"
+        ranks_of.setdefault(identity, []).append(rank)
+    shared = next((ranks for ranks in ranks_of.values() if len(ranks) > 1), None)
+    return None if shared is None else f"ranks {shared[0]} and {shared[1]} share a GPU, and NCCL takes one rank on each"
+
+
+#: "staged": through the host's memory; "mpi": by an MPI library that reads the device's; "nccl": by NCCL
+Transport = Literal["staged", "mpi", "nccl"]
+
+
+def staged(comm: Communicator, arithmetic: Arithmetic) -> StagedCommunicator:
+    """The ranks of `comm`, for arrays of the device of `arithmetic` too, by way of the host. Not collective."""
+    mirrors = arithmetic.mirrors()
+    assert mirrors is not None, "the arrays lie on a device"
+    return StagedCommunicator(comm, mirrors)
+
+
+def reaching(transport: Transport, comm: Communicator, arithmetic: Arithmetic) -> Communicator:
+    """The ranks of `comm`, for arrays of the device of `arithmetic` too. Collective; set-up only.
+
+    In two levels, MPI reaches devices in both; NCCL does within nodes, and between nodes arrays go by way of the host.
+    """
+    if transport == "staged":
+        return staged(comm, arithmetic)
+
+    match transport:
+        case "mpi" if isinstance(comm, TwoLevel):
+            return TwoLevel(over_mpi(comm.flat, arithmetic), comm.levels, partial(_buffer, arithmetic))
+        case "mpi":
+            return over_mpi(comm, arithmetic)
+        case "nccl" if isinstance(comm, TwoLevel):
+            by_host, within = staged(comm.flat, arithmetic), partial(joined, arithmetic=arithmetic)
+            return TwoLevel(by_host, comm.levels, partial(_buffer, arithmetic), within)
+        case "nccl":
+            return over_nccl(comm, arithmetic)
+
+
+def _buffer(arithmetic: Arithmetic, size: int, like: Array) -> Array:
+    return arithmetic.zeros(size, like.dtype)

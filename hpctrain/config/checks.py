@@ -1,6 +1,8 @@
-"""Checks of a configuration that need the program's parts, but neither data nor MPI: names, their options, values that must fit.
+"""Checks of a configuration that need the program's parts, but neither data nor MPI: names, options, values that must fit.
 
-Those that need the number of ranks or the images are made where these are known, when a run is built.
+Those that need the number of ranks or the images are made where these are known, when a run is built. Options that backend
+cuda
+does not take are checked again where backend auto has taken a GPU.
 """
 
 from __future__ import annotations
@@ -8,28 +10,139 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from hpctrain.averaging.strategy import PlannedGroup
+from hpctrain.averaging.averagers import make_strategy
+from hpctrain.averaging.base import PlannedGroup
 from hpctrain.backend.choice import precision_fault
+from hpctrain.backend.operators import KernelSet
+from hpctrain.comm.progress_mode import ProgressMode
+from hpctrain.config import grid
+from hpctrain.config.grid import size_faults
+from hpctrain.config.options import LISTS, choice, kind_of, registry
 from hpctrain.config.schema import Config
 from hpctrain.config.values import Named
+from hpctrain.core.errors import ConfigError, HpctrainError, OptionError
 from hpctrain.core.yaml_source import KeyPath, Source
 from hpctrain.data.augmentations import AUGMENTATIONS
 from hpctrain.data.pipeline import check_order
-from hpctrain.core.errors import ConfigError, HpctrainError, OptionError
-from hpctrain.config import grid
-from hpctrain.averaging.averagers import make_strategy
-from hpctrain.experiment.device_faults import device_faults
-from hpctrain.experiment.exact_faults import exact_faults
-from hpctrain.experiment.image_sizes import size_faults
-from hpctrain.config.options import LISTS, choice, kind_of, registry
 from hpctrain.models import catalogue
-from hpctrain.nn.frozen import frozen_layers
+from hpctrain.nn.network import frozen_layers
 from hpctrain.nn.parameter import GroupLayout
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.optimizers import OPTIMIZERS
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.optim.schedules import SCHEDULES
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
+from hpctrain.train.passes import backend_fault, split_fault, statistics_fault
+
+_HOST_SETS = 'or backend to "onednn" or "numpy"'
+
+
+def device_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
+    """(key path, sentence) of each option that the configured backend, cuda, does not take, or that others do not."""
+    if config.backend == "cuda":
+        yield from _faults(config)
+    elif config.backend != "auto" and config.transport != "auto":
+        yield ("transport",), transport_fault(config.transport)
+
+
+def check_device(config: Config, kernels: KernelSet) -> None:
+    """Refuse options that these kernels do not take. Not collective, and alike on every rank.
+
+    Raises:
+        ConfigError: the first of them.
+    """
+    if not kernels.arithmetic.on_host:
+        for _, sentence in _faults(config):
+            raise ConfigError(sentence)
+
+
+def _faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
+    if config.data.mixing.mixes:
+        yield ("data", "mixing"), mixing_fault("cuda")
+    if config.progress in (ProgressMode.THREAD, ProgressMode.POSTING):
+        yield ("progress",), progress_fault(config.progress)
+    wire = config.averager.options.get("wire_parameters", "float32")
+    if wire != "float32":
+        yield ("averager", "wire_parameters"), wire_fault(wire)
+
+    if config.transport == "nccl" and config.averager.name == "sparse":
+        yield ("transport",), sparse_fault()
+    if config.transport == "nccl" and config.on_lost_rank.shrinks:
+        yield ("transport",), shrink_fault()
+
+
+def transport_fault(transport: str) -> str:
+    """The sentence that refuses a way between GPUs where none compute."""
+    return f'transport is {transport}, which is a way between GPUs; set it to auto, or backend to "cuda".'
+
+
+def sparse_fault() -> str:
+    """The sentence that refuses NCCL beside an averager that chooses what travels on the host."""
+    return "transport is nccl, but averager sparse chooses on the host what travels; set transport to auto, staged or mpi."
+
+
+def shrink_fault() -> str:
+    """The sentence that refuses NCCL where a run is to go on without lost ranks."""
+    return (
+        "transport is nccl, whose operations do not end when a rank is lost, and on_lost_rank is shrink; set transport to "
+        "staged, or on_lost_rank to stop."
+    )
+
+
+def mixing_fault(kernels: str) -> str:
+    """The sentence that refuses mixed images beside a kernel set whose loss takes one label of each sample."""
+    return (
+        f"data.mixing mixes the labels of images, which the loss of backend {kernels} does not take so far; set "
+        f"data.mixing.mixup and data.mixing.cutmix to 0, {_HOST_SETS}."
+    )
+
+
+def progress_fault(mode: str) -> str:
+    """The sentence that refuses a thread for messages beside a device, whose work one thread enqueues."""
+    return (
+        f"progress is {mode}, but one thread enqueues the work of backend cuda, copies of what travels included, and its kernels "
+        f"need no core; set progress to auto or test, {_HOST_SETS}."
+    )
+
+
+def wire_fault(wire: str) -> str:
+    """The sentence that refuses parameters in 16 bits beside a device."""
+    return (
+        f"averager.wire_parameters is {wire}, but on backend cuda parameters travel as they are so far; set it to float32, "
+        f"{_HOST_SETS}."
+    )
+
+
+_THREADS_FAULT = (
+    "threads is auto, which shares out a node's cores among its ranks, but with exact all runs need the same number of threads "
+    "per rank, as kernels may add in another order on another number; set threads to the number that a rank has in every run, "
+    "such as 1."
+)
+
+
+def exact_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
+    """(key path, sentence) of each value that `exact` does not take; those of averagers are found where these are made."""
+    if config.exact.shards is None:
+        return
+    for section in config.automatic:
+        yield (section,), _open_fault(section)
+    if config.backend == "cuda":
+        yield ("backend",), backend_fault("cuda")
+    if config.threads == "auto":
+        yield ("threads",), _THREADS_FAULT
+    synchronised = config.batch_norm.statistics == "synchronised"
+    faults = {
+        ("grid", "rows"): split_fault(config.grid.rows),
+        ("batch_norm", "statistics"): statistics_fault(["batch_norm.statistics"]) if synchronised else None,
+    }
+    for path, sentence in faults.items():
+        if sentence is not None:
+            yield path, sentence
+
+
+def _open_fault(section: str) -> str:
+    """The sentence that refuses a section whose values would follow from the number of ranks."""
+    return f"{section} is auto, which chooses by the ranks, but exact.shards asks for the same bits on any; write {section} out."
 
 
 def check_names(config: Config, source: Source) -> None:

@@ -1,7 +1,7 @@
 """Every name that a configuration can choose, with its options: types, defaults and meanings, read from what is constructed.
 
 Frozen dataclasses `Options` or constructors' signatures, with the "Args" of their docstrings, are the one source of what
-`config show` fills in, of the JSON schema, of `hpctrain list` and of docs/options.md.
+`config show` fills in, of `hpctrain list`, of docs/options.md, and of the JSON schema by which editors complete and check.
 """
 
 from __future__ import annotations
@@ -10,21 +10,22 @@ import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from pydantic import PydanticUserError, TypeAdapter
 
-from hpctrain.config.open_section import AUTO
+from hpctrain.averaging import averagers
+from hpctrain.config import load
 from hpctrain.config.schema import Config, OptimizerConfig, ScheduleConfig
-from hpctrain.config.values import Named, plain
+from hpctrain.config.values import AUTO, Named, plain
+from hpctrain.core.errors import ConfigError
+from hpctrain.core.registry import Registry, options_of, parameters_of
 from hpctrain.core.yaml_source import KeyPath
 from hpctrain.data.augmentations import AUGMENTATIONS
-from hpctrain.core.errors import ConfigError
-from hpctrain.averaging import averagers
 from hpctrain.models import catalogue
 from hpctrain.optim.optimizers import OPTIMIZERS
 from hpctrain.optim.schedules import SCHEDULES
-from hpctrain.core.registry import Registry, options_of, parameters_of
 from hpctrain.train.reporters import REPORTERS
 
 #: options of models that follow from the rest of the configuration where they are left out
@@ -237,3 +238,75 @@ def _arguments(text: str) -> Iterator[tuple[str, str]]:
     section = re.search(r"^Args:\n((?:    .*\n?|\n)*)", text, re.MULTILINE)
     for match in re.finditer(r"^    (\w+): (.*(?:\n {8}.*)*)", section[1] if section else "", re.MULTILINE):
         yield match[1], " ".join(match[2].split())
+
+
+_KINDS = {
+    **{f"{section.capitalize()}Config": kind for section, kind in SECTIONS.items()},
+    "AugmentConfig": "augmentations",
+    "ReporterConfig": "reporters",
+}
+
+_REFERENCE = {
+    "type": "string",
+    "pattern": "^[^:]+:[A-Za-z_][A-Za-z0-9_]*$",
+    "description": "Code of your own: module:Name or path/to/file.py:Name.",
+}
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON schema (draft 2020-12): every key, and for every name its options with types, defaults and meanings."""
+    schema = load.keys_schema()
+    for section, kind in _KINDS.items():
+        name_alone, whole = schema["$defs"][section]["anyOf"]
+        listed = {**name_alone, "enum": [choice.name for choice in _all_choices(kind)]}
+        schema["$defs"][section]["anyOf"] = [listed, *_alternatives(whole, kind), *_of_the_user(whole, kind)]
+    return schema
+
+
+def _all_choices(kind: str) -> tuple[Choice, ...]:
+    """Those that are listed, and the one that leaves the strategy to the start of a run."""
+    return (*choices(kind), *((AUTOMATIC,) if kind == "averagers" else ()))
+
+
+def _of_the_user(whole: dict[str, Any], kind: str) -> Iterator[dict[str, Any]]:
+    """A reference to code of the user's or a name that an installed package offers: alone, and with any options."""
+    offered = list(dict.fromkeys(offer.name for offer in registry(kind).offers()))
+    name = {"anyOf": [_REFERENCE, {"enum": offered}]} if offered else _REFERENCE
+    yield name
+    yield {**whole, "properties": {**whole["properties"], "name": name}, "additionalProperties": True}
+
+
+def _alternatives(whole: dict[str, Any], kind: str) -> Iterator[dict[str, Any]]:
+    """The mapping of one section, once for each set of options; names with the same ones are alternatives of one."""
+    by_family = sorted(_all_choices(kind), key=lambda choice: choice.family)
+    for family, group in groupby(by_family, key=lambda choice: choice.family):
+        members = list(group)
+        options = _most_options(members)
+        names = {"enum": [choice.name for choice in members], "description": whole["properties"]["name"]["description"]}
+        required = [*whole.get("required", ()), *(option.name for option in options if option.needed)]
+        yield {
+            **whole,
+            "title": family,
+            "description": next(choice.sentence for choice in members if choice.name == family),
+            "properties": {
+                **whole["properties"],
+                "name": names,
+                **(_following() if kind == "models" else {}),
+                **{option.name: _property(option) for option in options},
+            },
+            "required": required,
+            "additionalProperties": False,
+        }
+
+
+def _most_options(members: list[Choice]) -> tuple[Option, ...]:
+    return max((choice.options for choice in members), key=len)
+
+
+def _following() -> dict[str, Any]:
+    return {name: {"description": meaning} for name, meaning in FOLLOWING.items()}
+
+
+def _property(option: Option) -> dict[str, Any]:
+    default = {} if option.needed else {"default": option.default}
+    return {**option.schema, **default, "description": option.meaning}

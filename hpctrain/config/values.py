@@ -1,16 +1,32 @@
-"""The parts that sections of a configuration are made of: numbers, texts, mappings of known keys, and names with free options."""
+"""Values that sections of a configuration are made of: numbers, texts, sizes, durations, names with options, open sections.
+
+Sizes of memory and files are written "64GB", "16 GiB" or as a number of bytes; durations "3h50m", "00:50:00" or as a number of
+seconds. A section that may be left open has `auto` in its place: a run chooses it at its start.
+"""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    SerializerFunctionWrapHandler,
+    WithJsonSchema,
+    model_serializer,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
-from hpctrain.paths import expanded
+from hpctrain.core.files import expanded
 from hpctrain.core.text import forbidden
 
 _MOST_CHARACTERS = 4096  # the limit of a path on Linux
@@ -160,3 +176,139 @@ class Named(BaseModel):
     def options(self) -> dict[str, Any]:
         """The keywords beside the declared fields; a fresh dict, lists as tuples."""
         return dict(self.__pydantic_extra__ or {})
+
+
+#: in place of a size: chosen at the start
+AUTO_SIZE: Literal["auto"] = "auto"
+
+_TEXT = re.compile(r"((?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:e\+?[0-9]{1,2})?)(?:([kmgt])(i?)b?|b)?")
+_MOST = 1 << 62
+_POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a text; kB, MB, GB and TB are powers of 1000, KiB and so on of 1024.
+
+    Raises:
+        ValueError: it is none.
+    """
+    match = _TEXT.fullmatch("".join(text.split()).lower())
+    if match is None:
+        raise ValueError(text)
+    number, unit, binary = match.groups()
+    return round(float(number) * ((1024 if binary else 1000) ** _POWERS[unit] if unit else 1))
+
+
+def _size(value: Any) -> Any:
+    if value == AUTO_SIZE:
+        return value
+    try:
+        size = math.nan if isinstance(value, bool) else parse_size(value) if isinstance(value, str) else float(value)
+    except (TypeError, ValueError):
+        size = math.nan
+    if not 0 <= size < _MOST:
+        raise PydanticCustomError(
+            "size_type", 'must be "auto", or a size of 0 or more, such as "64GB", "16GiB" or a number of bytes'
+        )
+    return int(size)
+
+
+#: of a configuration: bytes or "auto", written in any of the ways above
+Size = Annotated[
+    int | Literal["auto"],
+    BeforeValidator(_size),
+    WithJsonSchema({"anyOf": [{"const": AUTO_SIZE}, {"type": "integer", "minimum": 0}, {"type": "string"}]}),
+]
+
+
+#: in place of a duration: until the end of the Slurm job
+SLURM: Literal["slurm"] = "slurm"
+
+_NUMBER = r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
+_UNITS = re.compile(rf"(?:{_NUMBER}d)?(?:{_NUMBER}h)?(?:{_NUMBER}m(?:in)?)?(?:{_NUMBER}s)?")
+# Slurm's forms: minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes and days-hours:minutes:seconds.
+_CLOCKS = (
+    re.compile(r"()(?:([0-9]+):(?=[0-5]?[0-9]:))?([0-9]+):([0-5][0-9])"),
+    re.compile(r"([0-9]+)-([01]?[0-9]|2[0-3])(?::([0-5][0-9])(?::([0-5][0-9]))?)?"),
+)
+_SECONDS = (86_400, 3_600, 60, 1)
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of a text.
+
+    Raises:
+        ValueError: it is none.
+    """
+    compact = "".join(text.split()).lower()
+    if is_bare_number(compact):
+        return float(compact)
+    match = next((found for clock in _CLOCKS if (found := clock.fullmatch(compact))), None) or _UNITS.fullmatch(compact)
+    if match is None or not compact:
+        raise ValueError(text)
+    return sum(unit * float(part) for unit, part in zip(_SECONDS, match.groups(), strict=True) if part)
+
+
+def is_bare_number(text: str) -> bool:
+    """Return whether a duration has no unit. A configuration means seconds by such a number, users of Slurm mean minutes."""
+    return DECIMAL.fullmatch("".join(text.split())) is not None
+
+
+def _duration(value: Any) -> Any:
+    if value is None or value == SLURM:
+        return value
+    try:
+        seconds = math.nan if isinstance(value, bool) else parse_duration(value) if isinstance(value, str) else float(value)
+    except (TypeError, ValueError):
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise PydanticCustomError(
+            "duration_type", 'must be a time above 0, such as "3h50m", "00:50:00" or a number of seconds, or "slurm", or null'
+        )
+    return seconds
+
+
+#: of a configuration: seconds, "slurm" or nothing; written in any of the ways above
+Duration = Annotated[
+    float | Literal["slurm"] | None,
+    BeforeValidator(_duration),
+    WithJsonSchema({"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "string"}, {"type": "null"}]}),
+]
+
+
+#: in place of a section: it is chosen at the start of a run
+AUTO = "auto"
+
+#: sections that a run can choose at its start
+OPEN_SECTIONS = ("grid", "plan", "averager")
+
+
+def or_auto(schema: dict[str, Any]) -> None:
+    """JSON schema of a section that may also be left to the start of a run."""
+    whole = dict(schema)
+    schema.clear()
+    schema["anyOf"] = [{"const": AUTO, "description": "OpenSection at the start of a run: the fastest by prediction."}, whole]
+
+
+class OpenSection(BaseModel):
+    """A section in whose place "auto" may stand: a run chooses its values at its start then; until then it has the defaults."""
+
+    _automatic: bool = PrivateAttr(default=False)
+
+    @property
+    def automatic(self) -> bool:
+        """True where the values are still to be chosen."""
+        return self._automatic
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _from_auto(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        if value != AUTO:
+            return handler(value)
+        section = handler({})
+        section._automatic = True
+        return section
+
+    @model_serializer(mode="wrap")
+    def _to_auto(self, handler: SerializerFunctionWrapHandler) -> Any:
+        return AUTO if self._automatic else handler(self)

@@ -1,6 +1,8 @@
-"""A file with all that one rank logs and says, which a job of many ranks keeps for the ranks that are asked for.
+"""The log: one line per event on stderr, from rank 0 unless a message concerns one rank alone, and files of single ranks.
 
-A thread writes it, so that a disk that hangs, is full or gone holds up nothing: lines wait, and the run goes on.
+A job of many ranks keeps a file with all that a rank logs and prints, for the ranks that are asked for. A thread writes it, so
+that
+a disk that hangs, is full or gone holds up nothing: lines wait, and the run continues.
 """
 
 from __future__ import annotations
@@ -8,17 +10,19 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import threading
 import time
+import warnings
 from collections import deque
 from pathlib import Path
 
-from hpctrain.core.text import escaped
+from hpctrain.core.text import beginning_with, colours, escaped, place
 
 #: lines that wait for the file, or for a disk that takes them; the oldest ones go first
 MOST_WAITING = 10_000
 
-_FORMAT = "%(asctime)s.%(msecs)03d %(levelname)-7s %(message)s"
+_FILE_FORMAT = "%(asctime)s.%(msecs)03d %(levelname)-7s %(message)s"
 _TIME = "%Y-%m-%d %H:%M:%S"
 # From one attempt to the next, where a disk refuses lines.
 _AGAIN_SECONDS = 5.0
@@ -37,7 +41,7 @@ class RankLog(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.DEBUG)
-        self.setFormatter(logging.Formatter(_FORMAT, _TIME))
+        self.setFormatter(logging.Formatter(_FILE_FORMAT, _TIME))
         self._waiting: deque[str] = deque(maxlen=MOST_WAITING)
         self._wake = threading.Event()
         self._closed = self._refused = False
@@ -119,14 +123,14 @@ class RankLog(logging.Handler):
 _OF_PROCESS: list[RankLog] = []
 
 
-def begin() -> RankLog:
+def begin_rank_log() -> RankLog:
     """The log file of this process; it is made at the first call."""
     if not _OF_PROCESS:
         _OF_PROCESS.append(RankLog())
     return _OF_PROCESS[-1]
 
 
-def own() -> RankLog | None:
+def current_rank_log() -> RankLog | None:
     """The log file of this process; None where it keeps none."""
     return _OF_PROCESS[-1] if _OF_PROCESS else None
 
@@ -137,15 +141,75 @@ def end() -> None:
         _OF_PROCESS.pop().close()
 
 
-def also(text: str, level: int = logging.ERROR, *, last: bool = False) -> None:
+def tee(text: str, level: int = logging.ERROR, *, last: bool = False) -> None:
     """Keep what was said past the log in this process's log file, too, where there is one. From any thread.
 
     last: the process is about to end; wait for the disk, for a second at most.
     """
-    log = own()
+    log = current_rank_log()
     if log is None:
         return
     record = logging.LogRecord("hpctrain", level, "", 0, "%s", (text.rstrip("\n"),), None)
     log.add(log.format(record))
     if last:
         log.flush()
+
+
+_FORMAT = "%(asctime)s %(levelname).1s %(message)s"
+_YELLOW, _RED, _PLAIN = "\x1b[33m", "\x1b[31m", "\x1b[0m"
+
+
+def get_logger(name: str) -> logging.Logger:
+    """The logger of one module; `name` is the module's `__name__`."""
+    return logging.getLogger(name)
+
+
+def configure(rank: int, size: int | None = None, *, level: int = logging.INFO) -> None:
+    """Send the package's log to stderr: everything from rank 0, warnings and worse from the others, which give their place.
+
+    A rank that keeps a log file (`rank_log.begin`) writes everything there, too.
+
+    Args:
+        size: ranks of the job; None: unknown.
+    """
+    root = logging.getLogger("hpctrain")
+    for old in list(root.handlers):
+        root.removeHandler(old)
+    handler = _WholeLines("" if rank == 0 else place(rank, size))
+    handler.setLevel(level if rank == 0 else max(level, logging.WARNING))
+    root.addHandler(handler)
+    kept = current_rank_log()
+    if kept is not None:
+        root.addHandler(kept)
+    root.setLevel(handler.level if kept is None else logging.DEBUG)
+    root.propagate = False
+
+
+def leave_warnings_to_rank_0(rank: int) -> None:
+    """Keep Python's own warnings, which all ranks meet alike, off the terminal on other ranks than 0, which log them to files."""
+    if rank == 0 or sys.warnoptions:
+        return
+    warnings_log, kept = logging.getLogger("py.warnings"), current_rank_log()
+    warnings_log.addHandler(logging.NullHandler() if kept is None else kept)
+    warnings_log.propagate = False
+    if "error" not in {action for action, *_ in warnings.filters}:
+        logging.captureWarnings(True)
+
+
+class _WholeLines(logging.StreamHandler):
+    """Writes each record at once, with the rank's place before every line; on a terminal warnings and errors have colours."""
+
+    def __init__(self, beginning: str) -> None:
+        super().__init__(sys.stderr)
+        self.setFormatter(logging.Formatter(_FORMAT, "%H:%M:%S"))
+        self._beginning = beginning
+        try:
+            self._colours = colours(self.stream.fileno(), os.environ)
+        except (OSError, ValueError):  # a stream of a test or a notebook
+            self._colours = False
+
+    def format(self, record: logging.LogRecord) -> str:
+        lines = beginning_with(self._beginning, super().format(record)).removesuffix("\n")
+        if not self._colours or record.levelno < logging.WARNING:
+            return lines
+        return f"{_RED if record.levelno >= logging.ERROR else _YELLOW}{lines}{_PLAIN}"

@@ -22,8 +22,7 @@ from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from hpctrain.core import user_code
 from hpctrain.core.errors import ConfigError, OptionError
-from hpctrain.nearest import choices
-from hpctrain.core.sentences import joined, rule
+from hpctrain.core.sentences import choices, joined, rule
 
 T = TypeVar("T")
 

@@ -1,10 +1,16 @@
-"""Makes untrusted text safe for terminals, scripts and file names: forbidden characters, escapes, quotes, shortening."""
+"""Text for terminals, scripts and file names: untrusted text made safe, lines of ranks kept whole, spans of ranks.
+
+Loaded before a process becomes a rank, so it imports little.
+"""
 
 from __future__ import annotations
 
+import os
+import platform
 import re
 import sys
 import unicodedata
+from collections.abc import Mapping, Sequence
 
 # Control characters (C0, DEL, C1), format characters (bidirectional, zero-width), lone surrogates, and line separators.
 _FORBIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
@@ -71,3 +77,82 @@ def shell_word(text: str) -> str:
     if not text:
         return '""'
     return text if _PLAIN_WORD.fullmatch(text) else "'" + text.replace("'", "'\"'\"'") + "'"
+
+
+def spans(ranks: Sequence[int]) -> str:
+    """Ranks in ascending order as people write them: (0, 1, 2, 5) -> "0-2, 5"."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def ranks_of(text: str, below: int | None = None) -> tuple[int, ...]:
+    """Return the ranks that `spans` has written.
+
+    Args:
+        below: number of ranks of the job, to check text that may be damaged; None: no check.
+
+    Raises:
+        ValueError: `spans` cannot have written the text, or a rank in it is not below `below`.
+    """
+    ranks: list[int] = []
+    for span in text.split(", ") if text else ():
+        first, _, last = span.partition("-")
+        if below is not None and not 0 <= int(first) <= int(last or first) < below:
+            raise ValueError(f"{span} is not below {below}")
+        ranks.extend(range(int(first), int(last or first) + 1))
+        if below is not None and len(ranks) > below:
+            raise ValueError(f"more than {below} ranks")
+    return tuple(ranks)
+
+
+# A pipe takes so many bytes of one write without bytes of others in between (POSIX: 512 at least; Linux: 4096).
+_WHOLE_BYTES = 4096
+_TAB = "\t"
+
+
+def place(rank: int | None, size: int | None = None) -> str:
+    """The beginning of a rank's line where several ranks speak: "[3/64@node7] ".
+
+    Args:
+        rank: None: unknown, for which the beginning is empty. size: ranks of the job; None: unknown, and left out.
+    """
+    if rank is None:
+        return ""
+    return f"[{rank}{'' if size is None else f'/{size}'}@{platform.node().partition('.')[0]}] "
+
+
+def beginning_with(beginning: str, text: str) -> str:
+    """Return a text with `beginning` before each line and a newline at its end. Escape control characters."""
+    return "".join(f"{beginning}{escaped(line, keep=_TAB)}\n" for line in text.splitlines())
+
+
+def write_lines(text: str, descriptor: int = 2) -> None:
+    """Write lines past Python's streams, in writes of whole lines, which no other rank's interrupt in a pipe.
+
+    Only a line of more than 4096 bytes may be. text: ends with a line's end.
+
+    Raises:
+        OSError: the descriptor cannot be written.
+    """
+    whole = b""
+    for line in text.encode(errors="backslashreplace").splitlines(keepends=True):
+        if whole and len(whole) + len(line) > _WHOLE_BYTES:
+            _write(whole, descriptor)
+            whole = b""
+        whole += line
+    _write(whole, descriptor)
+
+
+def _write(data: bytes, descriptor: int) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def colours(descriptor: int, environ: Mapping[str, str]) -> bool:
+    """Whether lines may have colours: on a terminal that knows them, unless NO_COLOR is set (no-color.org)."""
+    return not environ.get("NO_COLOR") and environ.get("TERM") != "dumb" and os.isatty(descriptor)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.files import read_bytes
-from hpctrain.nearest import choices
+from hpctrain.core.sentences import choices
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoints
@@ -34,7 +34,7 @@ _REFERENCE = re.compile(r"(?P<place>[^:]+):(?P<name>[A-Za-z_]\w*)")
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _MOST_CODE_BYTES = 1 << 28  # a compiled module among them
 _NOT_THE_USERS = ("<frozen ", str(Path(importlib.__file__).parents[1]))
-_PACKAGE = Path(__file__).parent
+_PACKAGE = Path(__file__).parents[1]
 #: prefix of the names of modules that were loaded from a file named by a reference
 _OF_FILES = "_hpctrain_"
 #: names of the program itself as a module

@@ -1,22 +1,108 @@
 """Samples in memory that the ranks of a node share: each is held once, by whichever rank reads it first.
 
 A byte for each sample says whether it is there. Ranks write the same pixels to the same place, so nothing goes wrong where two
-read a sample at once; a second value, "being read", makes that rare. Nobody asks anybody, and nobody waits without end: who has
-waited long for a sample reads it from the source.
+read a sample at once; a second value, "being read", makes that rare. Ranks exchange no messages, and no rank waits without
+end: a
+rank that has waited long for a sample reads it from the source.
+
+`ReadCounts` counts samples and bytes by where they came from. `FillingPlan` says which rank reads which samples, and sends
+them to
+which others, where a job fills the memory of all nodes before its first step.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from hpctrain.comm.shared_memory import SharedMemory
-from hpctrain.data.image_file import ReadImages
-from hpctrain.data.read_counts import Origin, ReadCounts
-from hpctrain.data.unreadable import stand_ins
+from hpctrain.data.image_file import ImageArray, ReadImages
+from hpctrain.data.readers import BlockReader, stand_ins
+
+
+class Origin(StrEnum):
+    """The place that samples were read from: the data file, a local copy, memory of the node, or that of other nodes."""
+
+    FILE = "file"
+    LOCAL = "local"
+    MEMORY = "memory"
+    NODES = "nodes"
+
+
+class ReadCounts:
+    """Samples and bytes by origin; any thread may add to them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts = {origin: [0, 0] for origin in Origin}
+
+    def add(self, origin: Origin, samples: int, n_bytes: int) -> None:
+        """So much more was read there."""
+        with self._lock:
+            count = self._counts[origin]
+            count[0] += samples
+            count[1] += n_bytes
+
+    def values(self) -> dict[str, int]:
+        """By name, as `file_samples` and `file_bytes`; a fresh dict."""
+        with self._lock:
+            return {
+                f"{origin}_{name}": value
+                for origin, count in self._counts.items()
+                for name, value in zip(("samples", "bytes"), count, strict=True)
+            }
+
+
+def summed(of_ranks: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """The counts of several ranks, added up by name."""
+    total: dict[str, int] = {}
+    for counts in of_ranks:
+        for name, value in counts.items():
+            total[name] = total.get(name, 0) + value
+    return total
+
+
+class CountedImages:
+    """Images that are counted as they are read; arrays may be given, too.
+
+    Attributes:
+        replaced: by sample that could not be read, the one that is read in its place.
+    """
+
+    def __init__(self, images: ImageArray, counts: ReadCounts, origin: Origin = Origin.FILE) -> None:
+        self._images, self._counts, self._origin = images, counts, origin
+        self.shape = images.shape
+        self.replaced = stand_ins(images)
+
+    def __getitem__(self, index: int | slice | tuple[int | slice, slice, slice]) -> np.ndarray:
+        """Pixels of a sample or of several, of whole images or of a region, as of an array."""
+        pixels: np.ndarray = self._images[index]
+        samples = np.arange(self.shape[0])[index[0] if isinstance(index, tuple) else index].reshape(-1)
+        self._counts.add(self._origin, len(samples), self._bytes_of(samples, pixels))
+        return pixels
+
+    def take(self, samples: np.ndarray, out: np.ndarray) -> np.ndarray:
+        """Whole images of samples (n,), written to `out` (n, H, W, C), which is returned."""
+        if isinstance(self._images, np.ndarray):
+            np.take(self._images, samples, axis=0, out=out, mode="clip")
+        else:
+            self._images.take(samples, out)
+        self._counts.add(self._origin, len(samples), self._bytes_of(samples, out))
+        return out
+
+    def _bytes_of(self, samples: np.ndarray, pixels: np.ndarray) -> int:
+        """The size of what was read to make these pixels."""
+        if isinstance(self._images, BlockReader) and self._images.decodes:
+            return int(self._images.extents.sizes(samples).sum())
+        return pixels.nbytes
+
 
 _ABSENT, _BEING_READ, _THERE = range(3)
 _ALIGNMENT_BYTES = 64
@@ -219,3 +305,58 @@ class SampleMemory:
             self._memory.fence()
             self._states[samples] = state
         return images
+
+
+@dataclass(frozen=True)
+class FillingPlan:
+    """Samples 0 .. samples - 1 in chunks, one after another; in a round every rank reads one and sends it to the other memories.
+
+    It follows from numbers that every rank knows, so nobody asks anybody.
+
+    Args:
+        samples: that every memory has a place for. at_once: samples of a chunk.
+        memory_of: for each rank, the number of the memory that it shares with others, from 0.
+    """
+
+    samples: int
+    at_once: int
+    memory_of: tuple[int, ...]
+
+    @property
+    def rounds(self) -> int:
+        """Rounds until all samples were read."""
+        return -(-self.samples // (self.at_once * len(self.memory_of)))
+
+    def done_after(self, rounds: int) -> int:
+        """Samples that every memory holds after so many rounds."""
+        return min(self.samples, rounds * self.at_once * len(self.memory_of))
+
+    def chunk(self, turn: int, rank: int) -> tuple[int, int]:
+        """The first sample that a rank reads in a round, and the one behind its last; both are the same where it reads none."""
+        first = min(self.samples, self._number(turn, rank) * self.at_once)
+        return first, min(self.samples, first + self.at_once)
+
+    def receivers(self, turn: int, rank: int) -> tuple[int, ...]:
+        """The ranks to which a rank sends what it reads in a round: one of each other memory, all of them in turn."""
+        first, stop = self.chunk(turn, rank)
+        if first == stop:
+            return ()
+        number = self._number(turn, rank)
+        others = (ranks for memory, ranks in enumerate(self._ranks_of) if memory != self.memory_of[rank])
+        return tuple(ranks[number % len(ranks)] for ranks in others)
+
+    def senders(self, turn: int, rank: int) -> tuple[int, ...]:
+        """The ranks whose chunks a rank receives in a round."""
+        others = (other for other, memory in enumerate(self.memory_of) if memory != self.memory_of[rank])
+        return tuple(other for other in others if rank in self.receivers(turn, other))
+
+    @cached_property
+    def _ranks_of(self) -> Sequence[Sequence[int]]:
+        """The ranks of each memory."""
+        ranks_of: list[list[int]] = [[] for _ in range(max(self.memory_of) + 1)]
+        for rank, memory in enumerate(self.memory_of):
+            ranks_of[memory].append(rank)
+        return ranks_of
+
+    def _number(self, turn: int, rank: int) -> int:
+        return turn * len(self.memory_of) + rank

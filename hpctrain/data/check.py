@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.data.readers import BlockReader
-from hpctrain.data.image_file import ImageFile, read_contents
-from hpctrain.data.format import Stored, changed_datasets, check_names, check_place, check_statistics, check_structure, sum_of
 from hpctrain.core.errors import DataError
+from hpctrain.data.format import Stored, changed_datasets, check_names, check_place, check_statistics, check_structure, sum_of
+from hpctrain.data.image_file import ImageFile, read_contents
+from hpctrain.data.readers import BlockReader
 
 #: called with the number of samples that were just looked at
 Advance = Callable[[int], None]
@@ -159,8 +159,7 @@ class _Samples:
 
     def _decode(self, contents: dict[int, bytes], undecodable: dict[int, str], others: list[int]) -> None:
         """Note the pixels of picture files, by sample, and which of them cannot be decoded, or to other pixels."""
-        from hpctrain.data.convert.common import in_order
-        from hpctrain.data.convert.packing import PictureForm
+        from hpctrain.data.convert.common import PictureForm, in_order
         from hpctrain.data.decoding import Fit
 
         height, width, channels = self.file.shape

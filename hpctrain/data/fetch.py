@@ -18,13 +18,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from hpctrain.data.classes import difference
+from hpctrain.core.errors import DataError
+from hpctrain.core.log import get_logger
 from hpctrain.data.convert import idx
 from hpctrain.data.convert.common import Advance, no_progress
 from hpctrain.data.files import system_errors_as
-from hpctrain.data.image_file import ImageFile
-from hpctrain.core.errors import DataError
-from hpctrain.log import get_logger
+from hpctrain.data.image_file import ImageFile, class_difference
 from hpctrain.storage.atomic_write import write_bytes
 
 CLASS_NAMES = (
@@ -204,7 +203,7 @@ def _is_there(path: Path, names: Sequence[str]) -> bool:
         classes = ImageFile.open(path).class_names
     except DataError as error:
         raise DataError(f"{str(error).rstrip('.')}; --overwrite replaces it.") from error
-    if difference(classes, names) is not None:
+    if class_difference(classes, names) is not None:
         raise DataError(
             f"{path} exists already, with {len(classes)} classes that are not those of Fashion-MNIST; give another --out, or "
             "--overwrite to replace it."

@@ -1,4 +1,28 @@
-"""The contents of a data file as they are stored, and the rules that they keep."""
+"""The data format: the contents of a data file as they are stored, and the rules that they keep.
+
+A data file is an HDF5 file with all images of a split in one contiguous block, as pixels or as picture files.
+
+| object        | shape          | type    | what it holds |
+|---------------|----------------|---------|---------------|
+| `images`      | (N, H, W, C)   | uint8   | version 2: pixels, contiguous, unfiltered: readable by offset |
+| `blob`        | (bytes,)       | uint8   | version 3: JPEG and PNG files one behind another, in place of `images` |
+| `offsets`     | (N + 1,)       | int64   | version 3: of each file in `blob`, and of its end |
+| `labels`      | (N,)           | int64   | 0 .. classes - 1 |
+| `class_names` | (classes,)     | UTF-8   | of fixed length, padded with zero bytes |
+| `mean`, `std` | (C,)           | float64 | per channel over the pixels of the whole file, in units of 0..1 |
+| `sums`        | (N,)           | uint32  | crc32 of each sample's stored bytes; early files of version 2 have none |
+| `pixel_sums`  | (N,)           | uint32  | version 3: crc32 of the pixels that each picture file decodes to |
+
+Attributes of the root: `format`, `version`; of each dataset: `sha256` of its bytes; of `images` or `blob`: `fit`, "crop" or
+"squash", where pictures were brought to one size; of `blob`: `form`, the (H, W, C) that they are brought to, and `max_pixels`
+of the largest picture, if that is not the decoder's own limit. Everything but the images is compared with its checksum
+whenever
+the file is opened.
+
+HDF5's own structures have checksums from its 1.10 format on, except the heap of variable-length values, where a damaged byte
+can
+make HDF5 loop without end; hence texts of fixed length.
+"""
 
 from __future__ import annotations
 

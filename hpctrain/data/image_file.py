@@ -1,45 +1,31 @@
-"""The data format: an HDF5 file with all images of a split in one contiguous block, as pixels or as picture files.
+"""Open data files: images, labels and class names, from a file or synthetic.
 
-| object        | shape          | type    | what it holds |
-|---------------|----------------|---------|---------------|
-| `images`      | (N, H, W, C)   | uint8   | version 2: pixels, contiguous, unfiltered: readable by offset |
-| `blob`        | (bytes,)       | uint8   | version 3: JPEG and PNG files one behind another, in place of `images` |
-| `offsets`     | (N + 1,)       | int64   | version 3: of each file in `blob`, and of its end |
-| `labels`      | (N,)           | int64   | 0 .. classes - 1 |
-| `class_names` | (classes,)     | UTF-8   | of fixed length, padded with zero bytes |
-| `mean`, `std` | (C,)           | float64 | per channel over the pixels of the whole file, in units of 0..1 |
-| `sums`        | (N,)           | uint32  | crc32 of each sample's stored bytes; early files of version 2 have none |
-| `pixel_sums`  | (N,)           | uint32  | version 3: crc32 of the pixels that each picture file decodes to |
-
-Attributes of the root: `format`, `version`; of each dataset: `sha256` of its bytes; of `images` or `blob`: `fit`, "crop" or
-"squash", where pictures were brought to one size; of `blob`: `form`, the (H, W, C) that they are brought to, and `max_pixels` of
-the largest picture, if that is not the decoder's own limit. HDF5 opens the file, without locks, to find where the images lie;
-from then on they are a memory map, so that reading a sample is a copy from the page cache. Everything but the images is compared
-with its checksum whenever the file is opened.
-
-HDF5's own structures have checksums from its 1.10 format on, except the heap of variable-length values, where a damaged byte can
-make HDF5 loop without end; hence texts of fixed length. Version 1 had neither and is read by `format_version_1`, without HDF5.
+HDF5 opens the file, without locks, to find where the images lie; from then on they are a memory map, so that reading a sample
+is
+a copy from the page cache. Here are also the classes of several files in one order, by name; the facts by which a run
+recognises its training data, and ranks those of each other; and images that are functions of split, sample and shape alone.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import unicodedata
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
 import h5py
 import numpy as np
 
-from hpctrain.data import format
-from hpctrain.data.readers import BlockReader
-from hpctrain.data.extents import Extents
-from hpctrain.data.files import require_file, system_errors_as
-from hpctrain.data.writer import EncodedFileWriter, ImageFileWriter, write
-from hpctrain.data.mapped_reader import MappedReader
-from hpctrain.data.format import ENCODED_VERSION, FORMAT, VERSION, Stored, changed, check
-from hpctrain.data.unreadable import UnreadableError, reason
+from hpctrain.backend.counter_random import key, words
+from hpctrain.config.schema import SYNTHETIC
 from hpctrain.core.errors import DataError
+from hpctrain.data import format
+from hpctrain.data.files import require_file, system_errors_as
+from hpctrain.data.format import ENCODED_VERSION, FORMAT, VERSION, Stored, changed, check, digest_of, names_digest, normal_name
+from hpctrain.data.readers import BlockReader, Extents, MappedReader, UnreadableError, reason
+from hpctrain.data.writer import EncodedFileWriter, ImageFileWriter, write
 
 __all__ = ["FORMAT", "VERSION", "EncodedFileWriter", "ImageFile", "ImageFileWriter", "write"]
 
@@ -245,7 +231,7 @@ def _map(path: Path, contents: Stored) -> tuple[ImageArray, ReadImages]:
         if images.offsets is None:
             mapped = np.memmap(path, np.uint8, "r", images.offset, images.shape)
             return np.asarray(mapped), MappedReader(path, mapped, images.offset)
-        from hpctrain.data.encoded_reader import EncodedReader  # loads Pillow, which pixels do without
+        from hpctrain.data.decoding import EncodedReader  # loads Pillow, which pixels do without
 
         block = np.memmap(path, np.uint8, "r", images.offset, (images.needed_bytes,))
         assert contents.sums is not None, "checked"
@@ -254,3 +240,235 @@ def _map(path: Path, contents: Stored) -> tuple[ImageArray, ReadImages]:
         form, fit = images.shape[1:], contents.fit or "crop"
         reader = EncodedReader(path, block, extents, sums, form, fit, max_pixels=contents.max_pixels)
         return reader, reader
+
+
+def class_difference(names: Sequence[str], others: Sequence[str]) -> str | None:
+    """How two lists of class names differ, in words; None where they are the same, be it in another order.
+
+    Where a name stands for several classes the order, too, must be the same: it is all that tells them apart.
+    """
+    names, others = [*map(normal_name, names)], [*map(normal_name, others)]
+    if len(names) != len(others):
+        return f"there are {len(names)} and {len(others)} classes{_only(names, others)}"
+    if sorted(names) == sorted(others) and (len(set(names)) == len(names) or names == others):
+        return None
+    first = next(number for number, pair in enumerate(zip(names, others, strict=True)) if pair[0] != pair[1])
+    return f"class {first} is {names[first]!r} and {others[first]!r}{_only(names, others)}"
+
+
+def _only(names: Sequence[str], others: Sequence[str]) -> str:
+    alone = [f"{name!r}" for one, other in ((names, others), (others, names)) for name in one if name not in other][:1]
+    return f", {alone[0]} is in one of them only" if alone else ""
+
+
+def with_class_order(file: ImageFile, names: Sequence[str], origin: str) -> ImageFile:
+    """The same file with the classes in the order of `names`, which `origin` has: its labels are mapped by name.
+
+    Raises:
+        DataError: it has other classes, or another number of them; the message names the first difference.
+    """
+    differs = class_difference(file.class_names, names)
+    if differs is not None:
+        raise DataError(
+            f"{file.path} has other classes than {origin}: {differs}. "
+            f"Convert it again with the same class names, or use other data."
+        )
+    names = tuple(names)
+    if names == file.class_names:
+        return file
+    label_of = {normal_name(name): label for label, name in enumerate(names)}
+    if len(label_of) < len(names):  # a name stands for several classes; `difference` then requires the same order
+        mapped = np.arange(len(names))
+    else:
+        mapped = np.array([label_of[normal_name(name)] for name in file.class_names], np.int64)
+    moments = file.mean, file.std
+    labels = mapped[file.labels]
+    return ImageFile(file.path, file.images, labels, names, moments, file.manifest, file.pixels, file.fit, file.sums)
+
+
+#: limits on the samples whose stored bytes are compared, in number and in bytes; at least two samples are
+_MOST_SAMPLES, _MOST_BYTES = 16, 1 << 20
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """A training file, as plain data.
+
+    Args:
+        samples: images in it. shape: (H, W, C) of each. images, labels: sha256, as the file has it.
+        class_names: what outputs 0, 1, ... of the model mean.
+        mean, std: (C,), in units of 0..1: what images are normalised with.
+        fit: how pictures were brought to the shape ("crop", "squash"); None: the file does not say.
+    """
+
+    samples: int
+    shape: tuple[int, ...]
+    images: str
+    labels: str
+    class_names: tuple[str, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    fit: str | None = None
+
+    @classmethod
+    def of(cls, file: ImageFile) -> DataFacts:
+        """Those of an open file; reads no image."""
+        return cls(
+            samples=len(file),
+            shape=file.shape,
+            images=file.manifest["images"],
+            labels=hashlib.sha256(file.labels.astype("<i8").tobytes()).hexdigest(),
+            class_names=file.class_names,
+            mean=_numbers(file.mean),
+            std=_numbers(file.std),
+            fit=file.fit,
+        )
+
+    @classmethod
+    def from_meta(cls, values: Mapping[str, Any]) -> DataFacts:
+        """From what JSON has made of `to_meta`."""
+        plain: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+        return cls(**plain)
+
+    def to_meta(self) -> dict[str, Any]:
+        """As JSON can hold it, to the last bit."""
+        values = asdict(self)
+        if self.fit is None:
+            del values["fit"]  # which earlier versions of hpctrain do not know
+        return values
+
+
+@dataclass(frozen=True)
+class ImageForm:
+    """The form that pictures of any size are brought to, before they are augmented and normalised.
+
+    Args:
+        shape: (H, W, C). fit: "crop" or "squash", see `decoder.decode`.
+    """
+
+    shape: tuple[int, int, int]
+    fit: str = "crop"
+
+    @classmethod
+    def of(cls, file: ImageFile | DataFacts) -> ImageForm:
+        """The form of a data file's images; where it does not say how it was made, as the converters do by default."""
+        height, width, channels = file.shape
+        return cls((height, width, channels), file.fit or "crop")
+
+    @classmethod
+    def from_meta(cls, values: Mapping[str, Any]) -> ImageForm:
+        """From what JSON has made of `to_meta`."""
+        height, width, channels = values["shape"]
+        return cls((height, width, channels), values["fit"])
+
+    def to_meta(self) -> dict[str, Any]:
+        """As JSON can hold it."""
+        return asdict(self)
+
+
+def compared_facts(file: ImageFile) -> dict[str, Any]:
+    """Return the facts by which ranks check that they have opened the same data, in the order of comparison.
+
+    They describe the samples, not the file format: if a file of pixels and one of picture files hold the same samples, the facts
+    that both have are equal. A fact that a format lacks is left out. Labels and the checksums of all samples are those that the
+    file declares. The stored bytes of at most 16 evenly spaced samples are read.
+
+    Returns:
+        "samples", "shape", "classes", "labels" (sha256), "mean", "deviation", "image N" (crc32 of the pixels of sample N),
+        "sums" (sha256 of these of all samples) and "images" (sha256 of all pixels).
+    """
+    reader, manifest = file.pixels, file.manifest
+    facts: dict[str, Any] = {
+        "samples": len(file),
+        "shape": file.shape,
+        "classes": tuple(unicodedata.normalize("NFC", name) for name in file.class_names),
+        "labels": manifest.get("labels") or digest_of(file.labels.astype("<i8", copy=False)),
+        "mean": _numbers(file.mean),
+        "deviation": _numbers(file.std),
+    }
+    if isinstance(reader, BlockReader):
+        mean_bytes = max(1, reader.extents.size_bytes // len(file))
+        count = min(len(file), _MOST_SAMPLES, max(2, _MOST_BYTES // mean_bytes))
+        samples = np.unique(np.linspace(0, len(file) - 1, count).astype(np.int64))
+        facts |= {f"image {sample}": value for sample, value in reader.read_sums(samples).items()}
+        sums = reader.pixel_sums(file.sums)
+        if sums is not None:
+            facts["sums"] = digest_of(sums.astype("<u4", copy=False))
+    if "images" in manifest and "blob" not in manifest:
+        facts["images"] = manifest["images"]
+    return facts
+
+
+def _numbers(values: np.ndarray) -> tuple[float, ...]:
+    return tuple(float(value) for value in values)
+
+
+Split = Literal["train", "test"]
+_WINDOWS = 1 << 20  # places in the pool where an image may begin
+_STRIPES = 8  # of one brightness: wider than shifts of augmentations
+_MEASURED = 64  # images of which mean and deviation are taken
+
+
+class SyntheticImages:
+    """Images that are made when they are read; it is indexed as an array (N, H, W, C) of uint8 is.
+
+    Args:
+        split: test images are others than training images. labels: (N,), the class of each. shape: (H, W, C). classes: of all.
+    """
+
+    def __init__(self, split: Split, labels: np.ndarray, shape: tuple[int, int, int], classes: int) -> None:
+        self.shape = (len(labels), *shape)
+        self._labels = labels
+        self._begins = (words(key("synthetic windows", split), np.arange(len(labels)), range(1))[:, 0] % _WINDOWS).astype(
+            np.int64
+        )
+        self._size = shape[0] * shape[1] * shape[2]
+        pool = words(key("synthetic noise"), [0], range(-(-(_WINDOWS + self._size) // 4)))
+        self._pool = np.right_shift(pool.reshape(-1).view(np.uint8), 1)
+        stripe = np.arange(shape[0]) * _STRIPES // shape[0]
+        brightness = words(key("synthetic stripes"), np.arange(classes), range(_STRIPES)) >> np.uint32(25)
+        self._stripes = brightness.astype(np.uint8)[:, stripe]
+
+    def __getitem__(self, index: int | slice | tuple[int | slice, slice, slice]) -> np.ndarray:
+        """Pixels of one sample (h, w, C) or of several (n, h, w, C): whole, or a region of them."""
+        samples, *region = index if isinstance(index, tuple) else (index,)
+        rows, columns = region or (slice(None), slice(None))
+        if isinstance(samples, slice):
+            numbers = range(self.shape[0])[samples]
+            out = np.empty((len(numbers), *self._pixels(0)[rows, columns].shape), np.uint8)
+            for number, target in zip(numbers, out, strict=True):
+                self._write(number, rows, columns, target)
+            return out
+        out = np.empty(self._pixels(0)[rows, columns].shape, np.uint8)
+        self._write(samples, rows, columns, out)
+        return out
+
+    def take(self, samples: Sequence[int] | np.ndarray, out: np.ndarray) -> np.ndarray:
+        """Whole images of samples, written to `out` (n, H, W, C), which is returned."""
+        for sample, target in zip(samples, out, strict=True):
+            self._write(int(sample), slice(None), slice(None), target)
+        return out
+
+    def _pixels(self, sample: int) -> np.ndarray:
+        """View of the noise of an image."""
+        begin = self._begins[sample]
+        return self._pool[begin : begin + self._size].reshape(self.shape[1:])
+
+    def _write(self, sample: int, rows: slice, columns: slice, out: np.ndarray) -> None:
+        stripes = self._stripes[self._labels[sample], rows]
+        np.add(self._pixels(sample)[rows, columns], stripes[:, None, None], out=out)
+
+
+def synthetic_file(split: Split, samples: int, shape: tuple[int, int, int], classes: int) -> ImageFile:
+    """Made-up images as if they were in a data file; no file is read.
+
+    Args:
+        samples: images, of which sample n is of class n modulo `classes`. shape: (H, W, C).
+    """
+    labels = np.arange(samples, dtype=np.int64) % classes
+    names = tuple(f"class {number}" for number in range(classes))
+    images = SyntheticImages(split, labels, shape, classes)
+    some = images[:_MEASURED].reshape(-1, shape[2]) / 255
+    description = f"synthetic {split} images 1: {samples} of {shape} and {classes} classes"
+    manifest = {"images": hashlib.sha256(description.encode()).hexdigest(), "class_names": names_digest(names)}
+    return ImageFile(Path(SYNTHETIC), images, labels, names, (some.mean(axis=0), some.std(axis=0)), manifest)

@@ -1,24 +1,44 @@
-"""Stored bytes of samples in a file of the node, written as they are first read from the data file.
+"""A copy of samples on the local disk of a node, written as they are first read from the data file.
 
-The file is read and written by system calls, never mapped: a disk that is full, or a file that somebody cuts short, is an error
-of a call and no signal. Each sample has a checksum in memory of the node, so that bytes that have changed are noticed, and read
+The file is read and written by system calls, never mapped: a disk that is full, or a file that somebody cuts short, is an
+error
+of a call and no signal. Each sample has a checksum in memory of the node, so that bytes that have changed are noticed, and
+read
 from the data file again.
+
+A copy that is not kept has no name from the moment it is made, so that no other program finds it, and nothing is left where
+ranks
+are killed. One that is kept for a later run has a name that follows from the data file, and is locked while a job uses it: a
+second job on the node takes a copy of its own. What it holds is written to an index next to it at the end of a job; a file
+without
+an index that fits holds nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import hashlib
+import json
 import os
+import stat
+import tempfile
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
-from hpctrain.comm.shared_memory import SharedMemory
-from hpctrain.data.image_file import ReadImages
-from hpctrain.data.read_counts import Origin, ReadCounts
-from hpctrain.data.unreadable import stand_ins
-from hpctrain.log import get_logger
+from hpctrain.comm.base import Communicator
+from hpctrain.comm.shared_memory import SharedMemory, share
+from hpctrain.core.files import expanded
+from hpctrain.core.log import get_logger
+from hpctrain.data.cache import Origin, ReadCounts
+from hpctrain.data.image_file import ImageFile, ReadImages
+from hpctrain.data.readers import stand_ins
+from hpctrain.storage.atomic_write import write_bytes
 
 _ABSENT, _THERE = range(2)
 _CHECKSUM_BYTES = 4
@@ -169,3 +189,184 @@ class LocalSamples:
 
     def _read(self, sample: int, row: np.ndarray) -> bool:
         return sample not in self.replaced and self._copy.read(sample, row.data)
+
+
+# Of the free space of a disk, that is taken at most.
+_SHARE_OF_DISK = 0.9
+_PREFIX = f"hpctrain-{os.getuid()}-"
+
+
+@dataclass(frozen=True)
+class LocalFile:
+    """A node's local copy of a data file.
+
+    Attributes:
+        copy: None: there is none. n_bytes: of the file, when all is there. found: samples of an earlier run in it.
+        denied: why it is none, or smaller than asked for; empty: it is neither.
+        index: where the first rank of the node writes down what it holds, with what it is known by; None: it is not kept.
+    """
+
+    copy: LocalCopy | None = None
+    n_bytes: int = 0
+    found: int = 0
+    denied: str = ""
+    index: Path | None = None
+    known_by: Mapping[str, object] = field(default_factory=dict)
+
+    def keep(self) -> None:
+        """Write down what the copy holds, where it is kept. By the first rank of the node, once all have read."""
+        if self.index is None or self.copy is None:
+            return
+        tables = self.copy.states.tobytes() + self.copy.checksums.tobytes()
+        header = json.dumps({**self.known_by, "count": self.copy.count, "crc32": zlib.crc32(tables)}).encode()
+        with contextlib.suppress(OSError):  # without it the next run reads the data file again
+            write_bytes(self.index, header + b"\n" + tables)
+
+
+@dataclass(frozen=True)
+class LocalRequest:
+    """A wish for a local copy.
+
+    Attributes:
+        directory: with variables of the environment. limit: bytes; None: what the disk has. first: of the samples; kept: for a
+            later run.
+    """
+
+    directory: str
+    limit: int | None
+    first: int
+    kept: bool
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A file that one rank has made for its node; count: of samples that it has room for. path: None: it has no name."""
+
+    descriptor: int = -1
+    count: int = 0
+    path: Path | None = None
+    denied: str = ""
+
+
+def open_local(node: Communicator, file: ImageFile, request: LocalRequest) -> LocalFile:
+    """The local copy of a file for the ranks of a node; where there can be none, why. Collective over the node; start-up only."""
+    known_by = _identity(file)
+    mine = _prepare(file, request, known_by) if node.rank == 0 else _Prepared()
+    prepared, process = node.broadcast_object((mine, os.getpid()))
+    if not prepared.count:
+        _close(mine.descriptor)
+        return LocalFile(denied=prepared.denied)
+    descriptor, refused = mine.descriptor, ""
+    if node.rank:
+        try:
+            descriptor = os.open(f"/proc/{process}/fd/{prepared.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            refused = error.strerror or str(error)
+    opened = node.allgather_object((refused, None if descriptor < 0 else _number(descriptor)))
+    table = share(node, table_bytes(prepared.count))
+    refused = next((reason for reason, _ in opened if reason), table.denied)
+    if refused or len({number for _, number in opened}) > 1:
+        _close(descriptor)
+        return LocalFile(denied=f"the ranks of a node cannot share it ({refused or 'they do not see each other'})")
+    copy = LocalCopy(descriptor, fixed_size(int(np.prod(file.shape))), table, request.first, prepared.count)
+    index = None if prepared.path is None else _index_of(prepared.path)
+    found = _load(copy, index, known_by) if index is not None and node.rank == 0 else 0
+    n_bytes = prepared.count * int(np.prod(file.shape))
+    return LocalFile(copy, n_bytes, node.broadcast_object(found), prepared.denied, index, known_by)
+
+
+def _prepare(file: ImageFile, request: LocalRequest, known_by: Mapping[str, object]) -> _Prepared:
+    """A file in the directory, and how many samples it has room for."""
+    image_bytes, wanted = int(np.prod(file.shape)), len(file) - request.first
+    if wanted <= 0:
+        return _Prepared()
+    descriptor = -1
+    try:
+        directory = _directory(request.directory)
+        descriptor, path = _make(directory, known_by, kept=request.kept)
+        room = _room(descriptor)
+    except OSError as error:
+        _close(descriptor)
+        return _Prepared(denied=f"{request.directory} cannot be used: {error.strerror or error}")
+    limit = room if request.limit is None else min(room, request.limit)
+    count = min(wanted, limit // image_bytes)
+    short = count < wanted and limit == room
+    return _Prepared(descriptor, count, path, f"{directory} has room for {limit / 1e9:.3g} GB" if short else "")
+
+
+def _directory(name: str) -> Path:
+    """The directory that a name with variables stands for, which is made where it is missing.
+
+    Raises:
+        OSError: a variable is not set, or there can be no such directory.
+    """
+    try:
+        path = Path(expanded(name))
+    except ValueError as error:
+        raise OSError(str(error)) from None
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _make(directory: Path, known_by: Mapping[str, object], *, kept: bool) -> tuple[int, Path | None]:
+    """A file for this job alone: the kept one of that data; where another job has it, or none is asked for, a nameless one."""
+    if kept:
+        name = hashlib.sha256(json.dumps(known_by, sort_keys=True).encode()).hexdigest()[:16]
+        path = directory / f"{_PREFIX}{name}.samples"
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        status = os.fstat(descriptor)
+        if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077:
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return descriptor, path
+        os.close(descriptor)
+    descriptor, text = tempfile.mkstemp(".samples", _PREFIX, directory)
+    os.unlink(text)
+    return descriptor, None
+
+
+def _room(descriptor: int) -> int:
+    """The bytes that a file may have: most of what is free on its disk, and what it has already."""
+    system = os.fstatvfs(descriptor)
+    return int(_SHARE_OF_DISK * system.f_bavail * system.f_frsize) + os.fstat(descriptor).st_blocks * 512
+
+
+def _identity(file: ImageFile) -> dict[str, object]:
+    """The marks of a data file: the checksum of what it stores, the images' shape, its size and time."""
+    status = os.stat(file.path)
+    return {
+        "images": file.stored_digest,
+        "bytes": status.st_size,
+        "time_ns": status.st_mtime_ns,
+        "shape": list(file.images.shape),
+    }
+
+
+def _index_of(path: Path) -> Path:
+    return path.with_suffix(".index")
+
+
+def _load(copy: LocalCopy, index: Path, known_by: Mapping[str, object]) -> int:
+    """Take what an earlier run has written down of a kept file; give how many samples there are."""
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        header, _, tables = index.read_bytes().partition(b"\n")
+        values = json.loads(header)
+        count = int(values.pop("count"))
+        fits = values.pop("crc32") == zlib.crc32(tables) and len(tables) == table_bytes(count)
+        if fits and values == json.loads(json.dumps(known_by)):
+            both = min(count, copy.count)
+            copy.states[:both] = np.frombuffer(tables, np.uint8, both)
+            copy.checksums[:both] = np.frombuffer(tables, np.uint32, both, offset=count)
+            return int(np.count_nonzero(copy.states))
+    return 0
+
+
+def _number(descriptor: int) -> tuple[int, int]:
+    """The number of an open file in the system."""
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino
+
+
+def _close(descriptor: int) -> None:
+    if descriptor >= 0:
+        os.close(descriptor)

@@ -11,12 +11,12 @@ from typing import cast
 
 import numpy as np
 
+from hpctrain.core.errors import DataError, ShapeError
+from hpctrain.core.log import get_logger
 from hpctrain.data.convert.common import in_order, listed
 from hpctrain.data.convert.folder import Search
 from hpctrain.data.decoding import FOREIGN_SUFFIXES, SUFFIXES, Fit, decode
-from hpctrain.data.facts import ImageForm
-from hpctrain.core.errors import DataError, ShapeError
-from hpctrain.log import get_logger
+from hpctrain.data.image_file import ImageForm
 
 _DECODED_CHANNELS = (1, 3)
 _log = get_logger(__name__)

@@ -1,25 +1,171 @@
-"""From stored pixels to what a network reads: augmentations, then normalisation, of whole images or of a region of them."""
+"""From stored pixels to what a network reads: augmentations, then normalisation, of whole images or of a region of them.
+
+Threads share the samples of a batch (`BatchThreads`); what a sample becomes does not depend on which of them makes it. The
+last
+steps, a resize, windows, normalisation and one filled box, may be left to a kernel set (`Pipeline.unfinished`). The size of
+images may change from epoch to epoch (`ImageSizes`): a training may begin with small images and end with large ones.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from threading import Lock
 from typing import Any
 
 import numpy as np
 
 from hpctrain.backend import counter_random
-from hpctrain.backend.pixel_batch import PixelBatch
+from hpctrain.backend.pixels import WINDOW, PixelBatch, Resampling
+from hpctrain.core.errors import ConfigError, ShapeError
 from hpctrain.core.intervals import Box, shape_of, size_of, whole
 from hpctrain.data.augmentations import AUGMENTATIONS
-from hpctrain.data.augmentations.base import LEAST_FOR_OPENCV, Augmentation, NormalisedAugmentation
+from hpctrain.data.augmentations.base import (
+    LEAST_FOR_OPENCV,
+    Augmentation,
+    FillingAugmentation,
+    NormalisedAugmentation,
+    ResamplingAugmentation,
+    WindowAugmentation,
+)
 from hpctrain.data.augmentations.flip import Flip
-from hpctrain.data.batch_threads import BatchThreads
-from hpctrain.data.deferred import can_defer, composed, filling, first_deferred, mirrored_box, resampled
 from hpctrain.data.format import check_statistics
-from hpctrain.core.errors import ConfigError, ShapeError
+
+#: of samples that a thread takes at once, so that they stay in a core's cache, and a call's fixed costs are those of several
+CHUNK_BYTES = 1 << 21
+#: for each thread, where chunks are not too small then: some samples take longer than others
+_CHUNKS_PER_THREAD = 2
+_LEAST_CHUNK_BYTES = 1 << 18
+#: of threads, where nobody asks for a number: from so many cores on one more does not help
+_MOST_BY_DEFAULT = 8
+_CORES_PER_THREAD = 4
+
+#: makes the samples from one number up to another; first comes the number of the thread, from 0
+Work = Callable[[int, int, int], None]
+
+
+def default_threads(cores: int) -> int:
+    """Threads that make batches where a rank has so many cores: most of them compute at the same time."""
+    return max(1, min(_MOST_BY_DEFAULT, cores // _CORES_PER_THREAD))
+
+
+class BatchThreads:
+    """Runs work over the samples of a batch, in the calling thread and `count` - 1 others, which start with the first batch.
+
+    The threads end with the object. One call at a time.
+    """
+
+    def __init__(self, count: int = 1) -> None:
+        assert count >= 1, f"{count} threads"
+        self.count = count
+        self._others: ThreadPoolExecutor | None = None
+
+    def run(self, samples: int, sample_bytes: int, work: Work) -> None:
+        """Have `work` make all samples, in chunks; an error of any of them is raised once nobody works any more.
+
+        Args:
+            sample_bytes: of one sample, from which the chunks' length follows.
+        """
+        most, least = (max(1, size // max(1, sample_bytes)) for size in (CHUNK_BYTES, _LEAST_CHUNK_BYTES))
+        length = most if self.count == 1 else min(most, max(least, samples // (_CHUNKS_PER_THREAD * self.count)))
+        chunks = iter(range(0, samples, length))
+        helpers = min(self.count, -(-samples // length)) - 1
+        begun: list[Future[None]] = []
+        if helpers > 0:
+            if self._others is None:
+                self._others = ThreadPoolExecutor(self.count - 1, "hpctrain-batch")
+            begun = [self._others.submit(_make, number, chunks, length, samples, work) for number in range(1, helpers + 1)]
+        errors = []
+        try:
+            _make(0, chunks, length, samples, work)
+        except BaseException as error:  # raised below: the others still write to the batch
+            errors.append(error)
+        errors += [failure for future in begun if (failure := future.exception()) is not None]
+        if errors:
+            raise errors[0]
+
+
+def _make(thread: int, chunks: Iterator[int], length: int, samples: int, work: Work) -> None:
+    """Make chunks until none is left; the iterator of a range gives each of them to one thread."""
+    for first in chunks:
+        work(thread, first, min(samples, first + length))
+
+
+def first_deferred(steps: Sequence[Augmentation]) -> int:
+    """The number of the first step that may be left: windows are all that follow it, and it resizes images or is one itself."""
+    made = [number for number, step in enumerate(steps, 1) if not isinstance(step, WindowAugmentation)]
+    if not made:
+        return 0
+    return made[-1] - 1 if isinstance(steps[made[-1] - 1], ResamplingAugmentation) else made[-1]
+
+
+def leaves_resize(steps: Sequence[Augmentation]) -> bool:
+    """Whether the first of the steps that may be left resizes images."""
+    first = first_deferred(steps)
+    return first < len(steps) and isinstance(steps[first], ResamplingAugmentation)
+
+
+def resampled(step: Augmentation, size: tuple[int, int], u: np.ndarray) -> Resampling | None:
+    """The resize of images of `size` (H, W) that a step is, by the numbers u (count, draws); None: it is none."""
+    if not isinstance(step, ResamplingAugmentation):
+        return None
+    height, width, _ = step.output_shape(*size, 0)
+    return Resampling(step.source_boxes(size, u).astype(np.int32), (height, width), step.interpolates)
+
+
+def can_defer(normalised: Sequence[NormalisedAugmentation]) -> bool:
+    """Whether steps behind normalisation are at most one rectangle of one number."""
+    return not normalised or (len(normalised) == 1 and filling(normalised) is not None)
+
+
+def filling(normalised: Sequence[NormalisedAugmentation]) -> FillingAugmentation | None:
+    """The step that fills a rectangle with one number, where it is the first one."""
+    first = normalised[0] if normalised else None
+    return first if isinstance(first, FillingAugmentation) and first.fill is not None else None
+
+
+def composed(
+    count: int, size: tuple[int, int], steps: Iterable[tuple[Augmentation, np.ndarray]]
+) -> tuple[np.ndarray, tuple[int, int]]:
+    """Windows (count,) of `WINDOW` that show what all steps together show of images of `size` (H, W), and the size of results.
+
+    Args:
+        steps: windows, with the numbers (count, draws) that were drawn for them.
+    """
+    windows = np.zeros(count, WINDOW)
+    windows["step"] = 1
+    windows["shown"] = [(0, size[0]), (0, size[1])]
+    for step, u in steps:
+        assert isinstance(step, WindowAugmentation), f"{step} is no window"
+        top, left, direction = step.windows(size, u).T
+        height, width, _ = step.output_shape(*size, 0)
+        size = height, width
+        _show(windows, top, left, direction, size)
+    return windows, size
+
+
+def _show(windows: np.ndarray, top: np.ndarray, left: np.ndarray, direction: np.ndarray, size: tuple[int, int]) -> None:
+    """Put a window of `size` in front of others: its pixel (y, x) is theirs at (top + y, left + direction * x)."""
+    before, behind = windows["shown"][:, 1].T.astype(np.int64)
+    mirrored = direction < 0
+    across = np.where(mirrored, left - behind + 1, before - left), np.where(mirrored, left - before + 1, behind - left)
+    windows["shown"][:, 0] = np.clip(windows["shown"][:, 0] - top[:, np.newaxis], 0, size[0])
+    windows["shown"][:, 1] = np.clip(np.stack(across, axis=1), 0, size[1])
+    windows["top"] += top.astype(np.int32)
+    windows["left"] += (windows["step"] * left).astype(np.int32)
+    windows["step"] *= direction.astype(np.int32)
+
+
+def mirrored_box(box: Box, width: int) -> Box:
+    """A box of an image (H, W) so wide, in its mirror image."""
+    rows, (left, right) = box
+    return rows, (width - right, width - left)
+
 
 Read = Callable[[int, Box], np.ndarray]
 
@@ -304,3 +450,72 @@ def check_order(steps: Sequence[Augmentation]) -> None:
 def _words(stream: counter_random.Key, sample: int, count: int) -> np.ndarray:
     drawn: np.ndarray = counter_random.words(stream, np.array([sample]), range(count))[0]
     return drawn
+
+
+@dataclass(frozen=True)
+class ImageSizes:
+    """The shorter sides of images by epoch.
+
+    Args:
+        steps: (epoch, side in pixels): from which epoch on images have which side. Epochs count from 0, and rise from it.
+
+    Raises:
+        ConfigError: epochs that do not begin at 0 or do not rise, or a side that is not positive.
+    """
+
+    steps: tuple[tuple[int, int], ...]
+
+    def __post_init__(self) -> None:
+        if not self.steps:
+            raise ConfigError("There are no sizes of images; give at least one, such as (0, 32).")
+        fault = first_fault(self.steps)
+        if fault is not None:
+            raise ConfigError(f"Size {fault[0]} of images, {self.steps[fault[0]]}, {fault[1]}.")
+
+    def at(self, epoch: int) -> int:
+        """The side in an epoch, counted from 0."""
+        return self.steps[bisect_right([first for first, _ in self.steps], epoch) - 1][1]
+
+    def changes_at(self, epoch: int) -> bool:
+        """Whether an epoch, counted from 0, has another size than the one before; True for the first."""
+        return epoch == 0 or self.at(epoch) != self.at(epoch - 1)
+
+    def largest(self, epochs: int) -> int:
+        """The largest side that a training of so many epochs comes to."""
+        return max(side for first, side in self.steps if first < max(1, epochs))
+
+    def shapes(
+        self, pipeline: Pipeline, stored: tuple[int, int, int], epochs: int | None = None
+    ) -> tuple[tuple[int, int, int], ...]:
+        """(H, W, C) of each size that a pipeline makes of images as they are stored, the largest first.
+
+        epochs: of the training; None: it comes to all sizes.
+
+        Raises:
+            ShapeError: stored images that are too small for one of them.
+        """
+        sides = {side for first, side in self.steps if epochs is None or first < max(1, epochs)}
+        return tuple(_shape_at(pipeline, stored, side) for side in sorted(sides, reverse=True))
+
+    def __str__(self) -> str:
+        return ", ".join(f"{side} px from epoch {first + 1}" for first, side in self.steps)
+
+
+def _shape_at(pipeline: Pipeline, stored: tuple[int, int, int], side: int) -> tuple[int, int, int]:
+    try:
+        return pipeline.resized(side).output_shape(*stored)
+    except ShapeError as error:
+        raise ShapeError(f"There cannot be images of {side} px: {error}") from None
+
+
+def first_fault(steps: tuple[tuple[int, int], ...]) -> tuple[int, str] | None:
+    """(number of a step, its fault as the second half of a sentence) of the first step at fault; None: there is none."""
+    for number, (before, (epoch, side)) in enumerate(pairwise(((-1, 1), *steps))):
+        if number == 0 and epoch != 0:
+            return number, f"begins at epoch {epoch}, but images need a size from the first epoch on, which is 0"
+        if epoch <= before[0]:
+            least = before[0] + 1
+            return number, f"begins at epoch {epoch}, but the size before at epoch {before[0]}; the smallest value is {least}"
+        if side < 1:
+            return number, f"has images of {side} px; the smallest side is 1"
+    return None

@@ -1,9 +1,13 @@
 """Stored bytes of samples, read so that what a disk refuses is an exception that names the sample.
 
 A file that becomes unreadable under a memory map (an error of its disk, a file that is cut short, a file system that is gone)
-ends the process that touches it by SIGBUS, without a word of the file. So the map is never touched from here: the system copies
+ends the process that touches it by SIGBUS, without a word of the file. So the map is never touched from here: the system
+copies
 out of it (`process_vm_readv` of this very process, one call for up to 1,024 pieces of a batch), and says where it could not go
 on. What is missing then is read from the file, again after some pauses, which tells the reason.
+
+`Extents` says where the bytes of each sample lie, `ReadPolicy` how often a sample is tried and whether others may replace it.
+`MappedReader` reads pixels as an array's are read; `decoding.EncodedReader` decodes picture files.
 """
 
 from __future__ import annotations
@@ -12,18 +16,144 @@ import contextlib
 import ctypes
 import errno
 import os
+import re
 import time
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, cast
+from typing import ClassVar, Protocol, cast, runtime_checkable
 
 import numpy as np
 
-from hpctrain.data.extents import Extents
-from hpctrain.data.unreadable import ReadPolicy, UnreadableError
-from hpctrain.log import get_logger
+from hpctrain.core.errors import DataError
+from hpctrain.core.log import get_logger
+
+#: seconds before a sample is read again, one for each time
+PAUSES_SECONDS = (0.1, 0.4, 1.6)
+#: of the deadline, that pauses for one sample may take in all
+_SHARE_OF_DEADLINE = 0.25
+# The text of HDF5 for what a system call has said.
+_HDF5_REASON = re.compile(r"error message = '([^']*)'")
+
+
+class UnreadableError(DataError):
+    """Samples that cannot be read; the sentence names the file, the sample and the reason."""
+
+
+@runtime_checkable
+class HasStandIns(Protocol):
+    """Images of which some may be others in their places."""
+
+    @property
+    def replaced(self) -> Mapping[int, int]:
+        """By sample that could not be read, the one that is read in its place; the same object, which grows."""
+
+
+def stand_ins(images: object) -> Mapping[int, int]:
+    """The samples that were read in the places of others, as `HasStandIns.replaced`; none for images that have no such."""
+    return images.replaced if isinstance(images, HasStandIns) else {}
+
+
+@dataclass(frozen=True)
+class ReadPolicy:
+    """How a rank reads.
+
+    Attributes:
+        most: samples of the file that others may stand in for; None: the first that cannot be read is an error.
+        place: of the reader, at the end of sentences, as in " (on rank 1 of 4, node7)".
+        pauses_seconds: before a sample is read again.
+    """
+
+    most: int | None = None
+    place: str = ""
+    pauses_seconds: tuple[float, ...] = PAUSES_SECONDS
+
+
+def pauses_within(deadline_seconds: float) -> tuple[float, ...]:
+    """The pauses that leave a deadline most of its time."""
+    return tuple(_fitting(deadline_seconds * _SHARE_OF_DEADLINE))
+
+
+def _fitting(seconds: float) -> Iterator[float]:
+    for pause in PAUSES_SECONDS:
+        seconds -= pause
+        if seconds < 0:
+            return
+        yield pause
+
+
+def reason(error: BaseException) -> str | None:
+    """The words of the operating system for an error of it or of HDF5, as "Input/output error"; None where it is another."""
+    if not isinstance(error, OSError):
+        return None
+    found = _HDF5_REASON.search(str(error))
+    if found is not None and found[1] != "Success":
+        return found[1]
+    # h5py's errors have no number that could be trusted, and long texts.
+    known = error.strerror is not None and error.errno is not None and error.errno in errno.errorcode
+    return error.strerror if known and "(" not in str(error.strerror) else None
+
+
+@dataclass(frozen=True)
+class Extents:
+    """The stored bytes of samples, which lie one behind another in one block of a file.
+
+    Attributes:
+        first: place of the block's first byte in the file. count: samples. stride: bytes of each sample; None: they differ.
+        offsets: (count + 1,) int64 from 0, of each sample's first byte in the block, and of the block's end; None: by `stride`.
+    """
+
+    first: int
+    count: int
+    stride: int | None
+    offsets: np.ndarray | None = None
+
+    @classmethod
+    def fixed(cls, first: int, count: int, stride: int) -> Extents:
+        """Extents of samples that all have `stride` bytes, as pixels do."""
+        return cls(first, count, stride)
+
+    @classmethod
+    def rising(cls, first: int, offsets: np.ndarray) -> Extents:
+        """Extents of samples of different sizes; offsets: (N + 1,) int64, rising from 0."""
+        return cls(first, len(offsets) - 1, None, offsets)
+
+    def __len__(self) -> int:
+        return self.count
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the block."""
+        return int(self.offsets[-1]) if self.offsets is not None else self.count * (self.stride or 0)
+
+    @property
+    def end(self) -> int:
+        """Place behind the block in the file."""
+        return self.first + self.size_bytes
+
+    def starts(self, samples: np.ndarray) -> np.ndarray:
+        """(n,) int64: places of the first bytes of samples (n,) in the block; the file has them at `first` + these."""
+        return samples * np.int64(self.stride or 0) if self.offsets is None else self.offsets[samples]
+
+    def sizes(self, samples: np.ndarray) -> np.ndarray:
+        """(n,) int64: stored bytes of samples (n,)."""
+        if self.offsets is None:
+            return np.full(len(samples), self.stride, np.int64)
+        sizes: np.ndarray = self.offsets[samples + 1] - self.offsets[samples]
+        return sizes
+
+    def samples_of(self, start: int, stop: int) -> range:
+        """The samples that have bytes in start .. stop - 1 of the block."""
+        if stop <= start or not self.count:
+            return range(0)
+        if self.offsets is None:
+            stride = max(1, self.stride or 0)
+            return range(start // stride, min(self.count, -(-stop // stride)))
+        first = int(np.searchsorted(self.offsets, start, "right")) - 1
+        return range(first, min(self.count, int(np.searchsorted(self.offsets, stop, "left"))))
+
 
 _PIECES_AT_ONCE = 1024  # the system takes no more
 _CHUNK_BYTES = 16 << 20
@@ -276,3 +406,58 @@ def _system_copy() -> Callable[..., int]:
 
 
 _copy = _system_copy()
+
+
+class MappedReader(BlockReader):
+    """Reads samples of images (N, H, W, C) uint8 that lie in one block of a file. One thread at a time.
+
+    Args:
+        path: of the file, which is held open. images: a map of the block. offset: of its first byte in the file.
+    """
+
+    def __init__(self, path: Path, images: np.memmap, offset: int) -> None:
+        super().__init__(path, images, Extents.fixed(offset, images.shape[0], int(np.prod(images.shape[1:]))))
+        self.shape = images.shape
+
+    def take(self, samples: np.ndarray, out: np.ndarray) -> np.ndarray:
+        """Whole images of samples (n,), written to `out` (n, H, W, C), which is contiguous and is returned.
+
+        Raises:
+            UnreadableError: a sample cannot be read, and none may stand in for it.
+        """
+        height, width, _ = self.shape[1:]
+        self._read(np.asarray(samples, np.int64), slice(0, height), slice(0, width), out)
+        return out
+
+    def __getitem__(self, index: int | slice | tuple[int | slice, slice, slice]) -> np.ndarray:
+        """Pixels of a sample or of several, of whole images or of a region, as of an array; errors as of `take`."""
+        wanted, *region = index if isinstance(index, tuple) else (index,)
+        rows, columns = (
+            slice(*part.indices(size)) for part, size in zip(region or [slice(None)] * 2, self.shape[1:3], strict=True)
+        )
+        numbers = range(self.shape[0])[wanted]
+        samples = np.array([numbers] if isinstance(numbers, int) else numbers, np.int64)
+        size = (max(0, rows.stop - rows.start), max(0, columns.stop - columns.start), self.shape[3])
+        out = np.empty((len(samples), *size), np.uint8)
+        self._read(samples, rows, columns, out)
+        return out[0] if isinstance(numbers, int) else out
+
+    def _read(self, samples: np.ndarray, rows: slice, columns: slice, out: np.ndarray) -> None:
+        if not out.size:
+            return
+        begins, length = self._pieces(rows, columns)
+
+        def attempt(actual: np.ndarray, places: np.ndarray, patient: bool) -> Mapping[int, str]:
+            sources = self.extents.starts(actual)[:, None] + begins
+            targets = (places[:, None] * len(begins) + np.arange(len(begins))) * length
+            return self.fetch(actual, sources, targets, np.full(len(actual), length), out.reshape(-1), patient=patient)
+
+        self._complete(samples, attempt)
+
+    def _pieces(self, rows: slice, columns: slice) -> tuple[np.ndarray, int]:
+        """Where the neighbouring bytes of a region of an image begin, and how many there are of each."""
+        width, channels = self.shape[2:]
+        if columns.stop - columns.start == width:
+            return np.array([rows.start * width * channels], np.int64), (rows.stop - rows.start) * width * channels
+        starts = (np.arange(rows.start, rows.stop, dtype=np.int64) * width + columns.start) * channels
+        return starts, (columns.stop - columns.start) * channels

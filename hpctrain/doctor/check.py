@@ -10,10 +10,10 @@ from typing import Any
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.config.schema import Config
+from hpctrain.core.text import spans
 from hpctrain.doctor.findings import DoctorFinding, FindingKind
 from hpctrain.doctor.start_facts import StartFacts
 from hpctrain.launch.launcher import Launcher
-from hpctrain.rank_spans import spans
 
 
 @dataclass(frozen=True)

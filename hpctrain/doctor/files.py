@@ -1,17 +1,166 @@
-"""HDF5 and its file locks, in the run directory and on the configuration's data files."""
+"""Checks of directories and files: the run directory, HDF5 and its locks, data files, and the nodes' own disks and memory.
+
+The run directory must take files as checkpoints are written, and all nodes must see it. MPI and a run also write to /dev/shm,
+the
+temporary directory, and a directory of flight records. For each check, `gather_...` takes the facts of a rank, and `judge_...`
+is
+a pure function of the facts of all ranks.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpctrain.core.errors import ConfigError, DataError, HpctrainError
+from hpctrain.core.files import path_of
 from hpctrain.doctor.check import Check, JobView, JoinedPlace, OwnPlace, present
 from hpctrain.doctor.findings import DoctorFinding, FindingKind, Severity, fine
-from hpctrain.doctor.subjects.directories import existing, probe_path
-from hpctrain.core.errors import DataError, HpctrainError
+from hpctrain.storage.atomic_write import write_bytes
+
+NOT_WRITABLE = FindingKind(
+    "run-directory",
+    Severity.FAULT,
+    "The directory for runs cannot be written: it is read-only, full, or of somebody else.",
+    "Set `output` in the configuration, or `--run-directory` here, to a directory that you may write.",
+)
+READS_OTHER = FindingKind(
+    "read-back",
+    Severity.FAULT,
+    "A file that was written, brought to the disk and renamed there reads otherwise than it was written.",
+    "Put `output` on another file system: checkpoints on this one cannot be trusted.",
+)
+SLOW_DIRECTORY = FindingKind(
+    "slow-run-directory",
+    Severity.WARNING,
+    "Writing 1 MB to the disk, with fsync and rename, takes more than 5 s.",
+    "Put `output` on a parallel or local file system.",
+)
+NOT_SHARED = FindingKind(
+    "not-shared",
+    Severity.WARNING,
+    "Nodes do not see what rank 0 writes in the run directory: sharded checkpoints and resumes need that.",
+    "Put `output` on a file system that all nodes share.",
+)
+
+_SECONDS = 5.0
+_LOOKS = 20  # a network file system may show a new name late
+_LOOK_SECONDS = 0.1
+_PROBE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class DirectoryFacts:
+    """The outcome of a probe. error: errno, 0 where all went well. matches: what was read is what was written."""
+
+    directory: str
+    error: int = 0
+    matches: bool = True
+    seconds: float = 0.0
+
+
+def existing(directory: Path) -> Path:
+    """The directory itself, or the nearest above it that is there: a training makes what lacks below."""
+    directory = directory.absolute()
+    return next((path for path in (directory, *directory.parents) if path.exists()), directory)
+
+
+def probe_path(directory: Path, name: str) -> Path:
+    """A file of this process in a directory."""
+    return directory / f".hpctrain-doctor-{name}-{os.getpid()}"
+
+
+def gather_directory(place: OwnPlace) -> DirectoryFacts | None:
+    """The facts of the first rank, which writes the files of a run."""
+    if not place.leads_job:
+        return None
+    directory = existing(place.directory)
+    content, path = os.urandom(_PROBE_BYTES), probe_path(directory, "write")
+    begin = time.perf_counter()
+    try:
+        write_bytes(path, content)
+        matches = path.read_bytes() == content
+        path.unlink()
+    except OSError as error:
+        return DirectoryFacts(str(directory), error.errno or errno.EIO)
+    return DirectoryFacts(str(directory), 0, matches, time.perf_counter() - begin)
+
+
+def judge_directory(job: JobView, facts: Sequence[DirectoryFacts | None]) -> list[DoctorFinding]:
+    """One finding."""
+    fact = facts[0]
+    assert fact is not None, "the first rank looks"
+    if fact.error:
+        return [
+            NOT_WRITABLE.found(f"{fact.directory} cannot be written: {os.strerror(fact.error)}.", _mend_directory(fact.error))
+        ]
+    if not fact.matches:
+        return [READS_OTHER.found(f"A file in {fact.directory} reads otherwise than it was written.")]
+    sentence = f"1 MB was written, brought to the disk and read back in {fact.directory} in {fact.seconds:.2f} s."
+    return [SLOW_DIRECTORY.found(sentence) if fact.seconds > _SECONDS else fine(sentence)]
+
+
+def _mend_directory(error: int) -> str:
+    if error in (errno.ENOSPC, errno.EDQUOT):
+        return "Make room, or train with output=DIR on another disk."
+    return "Train with output=DIR, a directory that you may write."
+
+
+def gather_shared(place: JoinedPlace) -> bool | None:
+    """Whether the first rank of this node sees a file that rank 0 has made. Collective."""
+    world, directory = place.world, existing(place.own.directory)
+    path = Path(world.broadcast_object(str(probe_path(directory, "shared"))))
+    if world.rank == 0:
+        made = _make(path)
+    made = world.broadcast_object(made if world.rank == 0 else None)
+    seen = _sees(path) if made and place.node.rank == 0 else None
+    world.allgather_object(None)  # nobody looks any more
+    if world.rank == 0 and made:
+        path.unlink(missing_ok=True)
+    return seen
+
+
+def _make(path: Path) -> bool:
+    try:
+        path.touch()
+    except OSError:
+        return False
+    return True
+
+
+def _sees(path: Path) -> bool:
+    for _ in range(_LOOKS):
+        if path.exists():
+            return True
+        time.sleep(_LOOK_SECONDS)
+    return False
+
+
+def judge_shared(job: JobView, facts: Sequence[bool | None]) -> list[DoctorFinding]:
+    """One finding."""
+    blind = [rank for rank, sees in enumerate(facts) if sees is False]
+    if blind:
+        hosts = ", ".join(dict.fromkeys(job.hosts[rank] for rank in blind))
+        return [NOT_SHARED.found(f"What rank 0 writes in the run directory is not seen on {hosts}.")]
+    if len(job.nodes) == 1 or not any(facts):
+        return [fine("One node." if len(job.nodes) == 1 else "Not looked at: rank 0 cannot write there.")]
+    return [fine(f"All {len(job.nodes)} nodes see what rank 0 writes in the run directory.")]
+
+
+DIRECTORY = Check(
+    "directory",
+    "writing, fsync, rename and reading back in the directory for runs",
+    (NOT_WRITABLE, READS_OTHER, SLOW_DIRECTORY),
+    gather_directory,
+    judge_directory,
+)
+SHARED = Check("sharing", "that all nodes see the directory for runs", (NOT_SHARED,), gather_shared, judge_shared, joined=True)
+
 
 LOCKED = FindingKind(
     "hdf5-lock",
@@ -59,7 +208,7 @@ class Hdf5Facts:
     switch: str = ""
 
 
-def gather(place: OwnPlace) -> Hdf5Facts | None:
+def gather_hdf5(place: OwnPlace) -> Hdf5Facts | None:
     """The facts of this node."""
     if not place.leads_node:
         return None
@@ -70,7 +219,7 @@ def gather(place: OwnPlace) -> Hdf5Facts | None:
 
 
 def _data_files(place: OwnPlace) -> list[Path]:
-    from hpctrain.config.data_section import SYNTHETIC
+    from hpctrain.config.schema import SYNTHETIC
 
     if place.config is None:
         return []
@@ -107,7 +256,7 @@ def _probe(directory: Path) -> str:
     return ""
 
 
-def judge(job: JobView, facts: Sequence[Hdf5Facts | None]) -> list[DoctorFinding]:
+def judge_hdf5(job: JobView, facts: Sequence[Hdf5Facts | None]) -> list[DoctorFinding]:
     """A finding for each data file that cannot be opened on a node, and one for locks."""
     found: dict[str, DoctorFinding] = {}
     for rank, fact in present(facts):
@@ -131,10 +280,10 @@ def gather_same(place: JoinedPlace) -> tuple[str, int]:
     config, world = place.own.config, place.world
     if config is None:
         return "", 0
-    from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
-    from hpctrain.run.images import configured_splits, open_alike
-    from hpctrain.experiment.initial_weights import read_weights
+    from hpctrain.comm.base import raise_on_all_ranks
     from hpctrain.job.same_start import compare
+    from hpctrain.run.build import read_weights
+    from hpctrain.run.images import configured_splits, open_alike
 
     try:
         files = len(open_alike(world, config, configured_splits(config)))
@@ -160,4 +309,111 @@ def judge_same(job: JobView, facts: Sequence[tuple[str, int]]) -> list[DoctorFin
 SAME = Check(
     "data files", "that all ranks have the same data files and weights", (OTHER_DATA,), gather_same, judge_same, joined=True
 )
-CHECK = Check("HDF5", "locks of HDF5 in the directory for runs, and the data files", (LOCKED, NO_LOCKS, DATA), gather, judge)
+HDF5 = Check(
+    "HDF5", "locks of HDF5 in the directory for runs, and the data files", (LOCKED, NO_LOCKS, DATA), gather_hdf5, judge_hdf5
+)
+
+
+NO_SCRATCH = FindingKind(
+    "no-scratch",
+    Severity.WARNING,
+    "A node has no temporary directory that can be written: MPIs keep sockets and sessions there.",
+    "Set `TMPDIR` to a directory on the nodes' own disks: `export TMPDIR=/tmp`.",
+)
+FULL_SCRATCH = FindingKind(
+    "full-scratch",
+    Severity.FAULT,
+    "The temporary directory of a node, or that of flight records, has no room.",
+    "Remove what earlier jobs have left there, or set `TMPDIR` to another directory.",
+)
+FULL_MEMORY = FindingKind(
+    "full-shared-memory",
+    Severity.FAULT,
+    "/dev/shm of a node is full: MPI's messages between ranks of a node lie there, and a rank ends by SIGBUS.",
+    "Remove what killed jobs have left there (`ls -l /dev/shm`), or give the container a larger one (`--shm-size`).",
+)
+
+#: in which programs look for a directory of the node, the first that is set
+VARIABLES = ("SLURM_TMPDIR", "TMPDIR")
+_SHARED_MEMORY = Path("/dev/shm")
+_LEAST_BYTES = 16 << 20
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass(frozen=True)
+class ScratchFacts:
+    """One place of a node. error: errno of writing there, 0 where it went well. variable: that names it; "" where none does."""
+
+    path: str
+    variable: str
+    error: int
+    free_bytes: int
+
+
+def gather_scratch(place: OwnPlace) -> list[ScratchFacts] | None:
+    """The places of this node."""
+    if not place.leads_node:
+        return None
+    variable = next((name for name in VARIABLES if os.environ.get(name)), "")
+    scratch = Path(os.environ[variable] if variable else "/tmp")
+    places = [look(scratch, variable)]
+    if _SHARED_MEMORY.is_dir():
+        places.append(look(_SHARED_MEMORY, ""))
+    if place.config is not None and place.config.flight not in ("run", "none"):
+        try:
+            places.append(look(existing(path_of(place.config.flight)), "flight"))
+        except ConfigError:  # a variable is not set on this node
+            places.append(ScratchFacts(place.config.flight, "flight", errno.ENOENT, 0))
+    return places
+
+
+def look(directory: Path, variable: str) -> ScratchFacts:
+    """Write a little there, and ask how much more there is room for."""
+    path = probe_path(directory, "scratch")
+    try:
+        status = os.statvfs(directory)
+        with path.open("xb", buffering=0) as file:
+            file.write(bytes(4096))
+        path.unlink()
+    except OSError as error:
+        path.unlink(missing_ok=True) if directory.is_dir() else None
+        return ScratchFacts(str(directory), variable, error.errno or errno.EIO, 0)
+    return ScratchFacts(str(directory), variable, 0, status.f_bavail * status.f_frsize)
+
+
+def judge_scratch(job: JobView, facts: Sequence[list[ScratchFacts] | None]) -> list[DoctorFinding]:
+    """A finding for each place that is not as it should be, of the first node where it is not."""
+    found: dict[str, DoctorFinding] = {}
+    for rank, places in present(facts):
+        where = f" of {job.hosts[rank]}" if len(job.nodes) > 1 else ""
+        for fact in places:
+            if (finding := _finding(fact, where)) is not None:
+                found.setdefault(fact.path, finding)
+    if found:
+        return list(found.values())
+    least: dict[str, int] = {}
+    for _, places in present(facts):
+        for fact in places:
+            least[fact.path] = min(fact.free_bytes, least.get(fact.path, fact.free_bytes))
+    return [fine(f"Room on every node: {', '.join(f'{size / 1e9:,.1f} GB in {path}' for path, size in least.items())}.")]
+
+
+def _finding(fact: ScratchFacts, where: str) -> DoctorFinding | None:
+    named = f"{fact.path}{where}{f' ({fact.variable})' if fact.variable else ''}"
+    if fact.error in _FULL or (not fact.error and fact.free_bytes < _LEAST_BYTES):
+        room = f"{named} has room for {fact.free_bytes / 1e6:,.1f} MB."
+        if Path(fact.path) == _SHARED_MEMORY:
+            return FULL_MEMORY.found(room)
+        return FULL_SCRATCH.found(room, f"Make room in {fact.path}, or export TMPDIR=DIR, a directory with room on the node.")
+    if fact.error:
+        return NO_SCRATCH.found(f"{named} cannot be written: {os.strerror(fact.error)}.", "export TMPDIR=/tmp")
+    return None
+
+
+SCRATCH = Check(
+    "scratch",
+    "the temporary directory, /dev/shm and the flight directory of each node",
+    (NO_SCRATCH, FULL_SCRATCH, FULL_MEMORY),
+    gather_scratch,
+    judge_scratch,
+)

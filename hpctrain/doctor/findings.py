@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from hpctrain.launch import exit_codes
+from hpctrain.launch import process_end
 
 
 class Severity(StrEnum):
@@ -66,4 +66,4 @@ def capital(text: str) -> str:
 def exit_code(findings: Iterable[DoctorFinding], *, strict: bool) -> int:
     """0 where nothing stops or spoils a training, else 2. strict: warnings count, too."""
     bad = (Severity.FAULT, Severity.WARNING) if strict else (Severity.FAULT,)
-    return exit_codes.USER_ERROR if any(finding.severity in bad for finding in findings) else exit_codes.FINISHED
+    return process_end.USER_ERROR if any(finding.severity in bad for finding in findings) else process_end.FINISHED

@@ -1,4 +1,7 @@
-"""The job of the doctor: each rank gathers facts, alone and then together, and rank 0 judges them all."""
+"""The job of the doctor: each rank gathers facts, alone and then together, and rank 0 judges them all.
+
+`CHECKS` has all checks in the order of the table. Those that need all ranks are made in this order on each of them.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,64 @@ from typing import Any
 
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.device_probe import last_line
-from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.groups import node_numbers
+from hpctrain.comm.progress import ProgressEngine
 from hpctrain.config.schema import Config
+from hpctrain.doctor import files, nodes, ranks
+from hpctrain.doctor import files as directories
+from hpctrain.doctor import files as scratch
+from hpctrain.doctor import nodes as clocks
+from hpctrain.doctor import nodes as gpu
+from hpctrain.doctor import nodes as kernels
+from hpctrain.doctor import nodes as progress
+from hpctrain.doctor import nodes as start_up
+from hpctrain.doctor import nodes as versions
+from hpctrain.doctor import ranks as cores
+from hpctrain.doctor import ranks as grid
+from hpctrain.doctor import ranks as mpi_library
 from hpctrain.doctor.check import Check, JobView, JoinedPlace, OwnPlace
-from hpctrain.doctor.checks import CHECKS, ENDED, FAILED, HANGS
-from hpctrain.doctor.findings import DoctorFinding
-from hpctrain.doctor.subjects import gpu, mpi_library
-from hpctrain.doctor import ranks
-from hpctrain.doctor.subjects.mpi_library import LibraryFacts
+from hpctrain.doctor.findings import DoctorFinding, FindingKind, Severity
+from hpctrain.doctor.ranks import LibraryFacts
 from hpctrain.doctor.watch import Notebook, RankEnd
+
+CHECKS: Sequence[Check] = (
+    ranks.LAUNCHER,
+    mpi_library.MPI_LIBRARY,
+    grid.GRID,
+    cores.BINDING,
+    cores.THREADS,
+    nodes.MEMORY,
+    progress.PROGRESS,
+    gpu.GPUS,
+    kernels.KERNELS,
+    versions.VERSIONS,
+    start_up.START_UP,
+    directories.DIRECTORY,
+    directories.SHARED,
+    files.HDF5,
+    files.SAME,
+    scratch.SCRATCH,
+    clocks.CLOCKS,
+)
+
+#: kinds that belong to no check: they say how the doctor's own job has ended, and where a check could not be made
+HANGS = FindingKind(
+    "hangs",
+    Severity.FAULT,
+    "The ranks did not come to an end together within the time limit; the sentence says in what they were.",
+    "See in the launcher's own messages whether all ranks were started; try another network, such as `export FI_PROVIDER=tcp`.",
+)
+ENDED = FindingKind(
+    "ended",
+    Severity.FAULT,
+    "A library has ended the process, by a signal or an exit code; the sentence says in what it was, and its last words.",
+    "Read what stands before this table on standard error.",
+)
+FAILED = FindingKind(
+    "check-failed", Severity.WARNING, "A check could not be made; the sentence has the system's reason.", "See the reason."
+)
+JOB_KINDS = (HANGS, ENDED, FAILED)
+
 
 #: the phase in which MPI may hang or end the process
 STARTS = "starting MPI"
@@ -112,11 +163,11 @@ def examine_alone(
         library: the MPI library's name, where it could start. error: why it could not be loaded. ended: how the rank ended.
     """
     facts = dict(own)
-    known = facts.get(mpi_library.CHECK.name)
+    known = facts.get(mpi_library.MPI_LIBRARY.name)
     if error:
-        facts[mpi_library.CHECK.name] = replace(known, error=error) if isinstance(known, LibraryFacts) else LibraryFacts()
+        facts[mpi_library.MPI_LIBRARY.name] = replace(known, error=error) if isinstance(known, LibraryFacts) else LibraryFacts()
     job = JobView(place.launcher, 1, (platform.node(),), (0,), library, place.config)
-    outcome = judge(job, [facts], [check for check in CHECKS if check.name != ranks.CHECK.name])
+    outcome = judge(job, [facts], [check for check in CHECKS if check.name != ranks.LAUNCHER.name])
     return outcome if ended is None else Examination(job, {"job": [ended], **outcome.findings}, outcome.by_rank)
 
 
@@ -137,8 +188,8 @@ def judge(job: JobView, by_rank: Sequence[Facts], checks: Sequence[Check] = CHEC
 def explained(place: OwnPlace, end: RankEnd) -> tuple[DoctorFinding, Callable[[], Examination]]:
     """How a rank ended that came to no end by itself; and the outcome from its notes, for the rank that prints."""
     note = end.note if isinstance(end.note, Progression) else Progression("starting Python", {})
-    library = note.facts.get(mpi_library.CHECK.name)
-    ended = gpu.from_start(end.words)
+    library = note.facts.get(mpi_library.MPI_LIBRARY.name)
+    ended = nodes.from_start(end.words)
     if ended is None and isinstance(library, LibraryFacts) and note.phase == STARTS:
         ended = ranks.wrong_launcher(place.launcher, library.library, library.beside)
     if ended is None:

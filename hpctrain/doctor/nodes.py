@@ -1,18 +1,33 @@
-"""The memory that the ranks of a node will take, by the plan of a training step, against what the node has."""
+"""Checks of the nodes: memory, GPUs, kernels, versions, the time to start, clocks, and whether messages move during compute.
+
+For each check, `gather_...` takes the facts of a rank, and `judge_...` is a pure function of the facts of all ranks.
+"""
 
 from __future__ import annotations
 
 import math
+import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from hpctrain.backend.onednn.kernel_set import available
+from hpctrain.comm import progress_mode
+from hpctrain.comm.device_probe import AWARE, GTL_WORDS, UNAWARE, UNTRIED, trial
+from hpctrain.comm.link import Offset, measure_offset
+from hpctrain.comm.progress_mode import OverlapMeasurement, ProgressMode
+from hpctrain.config.grid import columns
 from hpctrain.config.schema import Config
-from hpctrain.doctor.check import Check, JobView, OwnPlace, present
+from hpctrain.core.errors import ConfigError, HpctrainError
+from hpctrain.core.text import spans
+from hpctrain.doctor.check import Check, JobView, JoinedPlace, OwnPlace, present
 from hpctrain.doctor.findings import DoctorFinding, FindingKind, Severity, fine
-from hpctrain.core.errors import HpctrainError
+from hpctrain.doctor.start_facts import StartFacts
+from hpctrain.job.same_start import check_same_start
 from hpctrain.planner.measurement import facts_here
 from hpctrain.planner.planned_run import description, prepare
-from hpctrain.config.grid import columns
+from hpctrain.runs.directory import software_versions
 
 TOO_LITTLE = FindingKind(
     "too-little-memory",
@@ -48,7 +63,7 @@ class MemoryFacts:
     reason: str = ""
 
 
-def gather(place: OwnPlace) -> MemoryFacts | None:
+def gather_memory(place: OwnPlace) -> MemoryFacts | None:
     """The facts of this node. Rank 0 plans a step of the largest share of the batch, in a second or two."""
     if not place.leads_node:
         return None
@@ -77,7 +92,7 @@ def planned_bytes(config: Config, ranks: int) -> tuple[int, int, int]:
     return passing, _COPIES * max((report.parameters for report in reports), default=0), samples
 
 
-def judge(job: JobView, facts: Sequence[MemoryFacts | None]) -> list[DoctorFinding]:
+def judge_memory(job: JobView, facts: Sequence[MemoryFacts | None]) -> list[DoctorFinding]:
     """One finding, about the node with the least room."""
     planned = facts[0]
     assert planned is not None, "the first rank looks"
@@ -98,10 +113,10 @@ def judge(job: JobView, facts: Sequence[MemoryFacts | None]) -> list[DoctorFindi
     if shares[worst] <= _TIGHT:
         return [fine(told)]
     kind = TOO_LITTLE if shares[worst] > 1 else TIGHT
-    return [kind.found(told, _mend(job.config, planned, count, node.node_bytes))]
+    return [kind.found(told, _mend_memory(job.config, planned, count, node.node_bytes))]
 
 
-def _mend(config: Config | None, planned: MemoryFacts, ranks: int, node_bytes: int) -> str:
+def _mend_memory(config: Config | None, planned: MemoryFacts, ranks: int, node_bytes: int) -> str:
     """The number of micro-batches with which the ranks fit, or that of ranks."""
     room = _TIGHT * node_bytes - ranks * planned.held_bytes
     if room > 0 and config is not None:
@@ -114,4 +129,346 @@ def _mend(config: Config | None, planned: MemoryFacts, ranks: int, node_bytes: i
     return f"Start at most {'1 rank' if fitting == 1 else f'{fitting} ranks'} on a node."
 
 
-CHECK = Check("memory", "the memory of each node against the plan of a step on it", (TOO_LITTLE, TIGHT), gather, judge)
+MEMORY = Check(
+    "memory", "the memory of each node against the plan of a step on it", (TOO_LITTLE, TIGHT), gather_memory, judge_memory
+)
+
+
+NO_GTL = FindingKind(
+    "no-gtl",
+    Severity.FAULT,
+    "Cray MPICH is asked to take messages from GPUs (`MPICH_GPU_SUPPORT_ENABLED=1`), but its library for them is not loaded: "
+    "MPI ends each rank when it starts.",
+    "`export MPICH_GPU_SUPPORT_ENABLED=0`: trainings send through the host's memory then. Or link mpi4py to the site's "
+    "libmpi_gtl_cuda.so.",
+)
+FEW_GPUS = FindingKind(
+    "too-few-gpus",
+    Severity.FAULT,
+    "The configuration's backend is cuda, and a node has fewer GPUs than ranks.",
+    "Start as many ranks on a node as it has GPUs.",
+)
+HOST_MEMORY = FindingKind(
+    "not-gpu-aware",
+    Severity.REMARK,
+    "MPI takes no messages from the GPU's memory: trainings send through the host's (`transport: staged`).",
+    "Use an MPI that was built for GPUs, or `transport: nccl`.",
+)
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_SUPPORT = "MPICH_GPU_SUPPORT_ENABLED"
+_DRIVER = Path("/proc/driver/nvidia/gpus")
+
+
+@dataclass(frozen=True)
+class GpuFacts:
+    """The GPUs that a rank sees.
+
+    Attributes:
+        visible: their names, as the environment gives them, else as the driver does. confined: the environment names them.
+        probe: AWARE, UNAWARE with a reason, UNTRIED, or what MPI said when it ended the process.
+    """
+
+    visible: tuple[str, ...] = ()
+    confined: bool = False
+    probe: str = UNTRIED
+
+
+def gather_gpus(place: OwnPlace) -> GpuFacts:
+    """The facts of this rank; the first one of a node starts a process where there is a GPU, or MPI is to support one."""
+    named = os.environ.get(_VISIBLE)
+    if named is not None:
+        visible = tuple(entry.strip() for entry in named.split(",") if entry.strip())
+    else:
+        visible = tuple(sorted(path.name for path in _DRIVER.iterdir())) if _DRIVER.is_dir() else ()
+    tries = place.leads_node and (bool(visible) or os.environ.get(_SUPPORT) == "1")
+    return GpuFacts(visible, named is not None, trial() if tries else UNTRIED)
+
+
+def from_start(text: str) -> DoctorFinding | None:
+    """The finding that an MPI's last words lead to; None where they say nothing of GPUs."""
+    if GTL_WORDS not in text:
+        return None
+    return NO_GTL.found("MPI says at its start: GPU support is asked for, but the GTL library is not linked.")
+
+
+def judge_gpus(job: JobView, facts: Sequence[GpuFacts]) -> list[DoctorFinding]:
+    """All that is wrong with GPUs, or what there is."""
+    aborted = next((finding for fact in facts if (finding := from_start(fact.probe)) is not None), None)
+    found = [] if aborted is None else [aborted]
+    if job.config is not None and job.config.backend == "cuda":
+        found += _cuda(job, facts)
+    unaware = [rank for rank, fact in enumerate(facts) if fact.probe.startswith(UNAWARE)]
+    if unaware:
+        reason = facts[unaware[0]].probe.partition(": ")[2]
+        found.append(HOST_MEMORY.found(f"MPI takes no messages from GPU memory on {job.hosts[unaware[0]]}: {reason}."))
+    if found:
+        return found
+    counts = [_gpus_of(facts, ranks) for ranks in job.nodes.values()]
+    if not any(counts):
+        return [fine("No node shows a GPU.")]
+    most = f"{min(counts)} to {max(counts)}" if min(counts) != max(counts) else f"{counts[0]}"
+    aware = "; MPI takes messages from their memory (transport mpi)" if any(fact.probe == AWARE for fact in facts) else ""
+    return [fine(f"GPUs per node: {most}{aware}.")]
+
+
+def _cuda(job: JobView, facts: Sequence[GpuFacts]) -> list[DoctorFinding]:
+    """Why backend cuda cannot be used on these ranks."""
+    for ranks in job.nodes.values():
+        gpus = _gpus_of(facts, ranks)
+        if gpus < len(ranks):
+            told = f"{job.hosts[ranks[0]]} has {gpus} {'GPU' if gpus == 1 else 'GPUs'} for {len(ranks)} ranks"
+            most = f"at most {gpus} ranks on a node, or ask for {len(ranks)} GPUs" if gpus else "on nodes with GPUs"
+            return [FEW_GPUS.found(f"{told}, and backend is cuda.", f"Start {most}: --gpus-per-task=1.")]
+    return []
+
+
+def _gpus_of(facts: Sequence[GpuFacts], ranks: Sequence[int]) -> int:
+    """GPUs that the ranks of a node see together. Ranks that are each shown one, by the same number, may have different ones."""
+    shown = [facts[rank].visible for rank in ranks]
+    if len(ranks) > 1 and all(facts[rank].confined and len(facts[rank].visible) == 1 for rank in ranks):
+        return len(ranks) if len(set(shown)) == 1 and shown[0] == ("0",) else len(set(shown))
+    return len(set().union(*shown))
+
+
+GPUS = Check(
+    "GPUs",
+    "the GPUs of each node, and MPI's messages from their memory",
+    (NO_GTL, FEW_GPUS, HOST_MEMORY),
+    gather_gpus,
+    judge_gpus,
+)
+
+
+NO_ONEDNN = FindingKind(
+    "no-onednn",
+    Severity.FAULT,
+    "The configuration asks for backend onednn, which cannot be used on some node.",
+    "pip install onednn-cpu-gomp==2023.2.0",
+)
+SLOW_KERNELS = FindingKind(
+    "slow-kernels",
+    Severity.WARNING,
+    "oneDNN cannot be used, so that NumPy computes, several times slower.",
+    "pip install onednn-cpu-gomp==2023.2.0",
+)
+UNLIKE_KERNELS = FindingKind(
+    "unlike-kernels",
+    Severity.FAULT,
+    "Ranks would compute with different kernels: the slowest node holds up all others, and results depend on the node.",
+    "Give all nodes the same environment, or set `backend` to numpy.",
+)
+
+
+@dataclass(frozen=True)
+class KernelFacts:
+    """The kernel set of a rank. reason: why it is not oneDNN's, where that was wanted; empty where it is."""
+
+    name: str
+    reason: str = ""
+
+
+def gather_kernels(place: OwnPlace) -> KernelFacts | None:
+    """The facts of this node; a GPU is looked at elsewhere."""
+    if not place.leads_node:
+        return None
+    backend, dtype = ("auto", "float32") if place.config is None else (place.config.backend, place.config.dtype)
+    if backend in ("numpy", "cuda"):
+        return KernelFacts(backend)
+    if dtype != "float32":
+        return KernelFacts("numpy")
+    reason = available()
+    return KernelFacts("onednn") if reason is None else KernelFacts("numpy", reason)
+
+
+def judge_kernels(job: JobView, facts: Sequence[KernelFacts | None]) -> list[DoctorFinding]:
+    """One finding."""
+    looked = [(rank, fact) for rank, fact in enumerate(facts) if fact is not None]
+    missing = [rank for rank, fact in looked if fact.reason]
+    wanted = job.config is not None and job.config.backend == "onednn"
+    if missing:
+        reason = next(fact.reason for _, fact in looked if fact.reason)
+        kind = NO_ONEDNN if wanted else UNLIKE_KERNELS if len(missing) < len(looked) else SLOW_KERNELS
+        where = "" if len(missing) == len(looked) else f" ({', '.join(dict.fromkeys(job.hosts[rank] for rank in missing))})"
+        finding = kind.from_error(reason) if "; " in reason else kind.found(reason)
+        return [kind.found(f"{finding.sentence.removesuffix('.')}{where}.", finding.mend)]
+    return [fine(f"Kernels {looked[0][1].name}.")]
+
+
+KERNELS = Check(
+    "kernels",
+    "the kernel set that computes on each node",
+    (NO_ONEDNN, SLOW_KERNELS, UNLIKE_KERNELS),
+    gather_kernels,
+    judge_kernels,
+)
+
+
+MISMATCH = FindingKind(
+    "mismatch",
+    Severity.FAULT,
+    "Ranks have other packages, other files of hpctrain or another configuration than rank 0: a training is refused.",
+    "Give all nodes the same environment.",
+)
+
+
+def gather_versions(place: JoinedPlace) -> tuple[str, str]:
+    """(the first difference between ranks, or "", this rank's versions). Collective."""
+    try:
+        check_same_start(place.world, place.own.config, leads_node=place.own.leads_node)
+    except ConfigError as error:
+        return str(error), ""
+    return "", ", ".join(f"{name} {version}" for name, version in software_versions().items())
+
+
+def judge_versions(job: JobView, facts: Sequence[tuple[str, str]]) -> list[DoctorFinding]:
+    """One finding; the ranks have told each other what differs."""
+    difference, versions = facts[0]
+    if difference:
+        finding = MISMATCH.from_error(difference)
+        ranks = [rank for rank in range(job.size) if f"Rank {rank} has " in difference]
+        where = "".join(f" (rank {rank} is on {job.hosts[rank]})" for rank in ranks)
+        return [MISMATCH.found(f"{finding.sentence.removesuffix('.')}{where}.", finding.mend)]
+    return [fine(f"{'The same on all ranks: ' if job.size > 1 else ''}{versions}.")]
+
+
+VERSIONS = Check(
+    "versions",
+    "versions of packages and files of hpctrain on all nodes",
+    (MISMATCH,),
+    gather_versions,
+    judge_versions,
+    joined=True,
+)
+
+
+SLOW_IMPORT = FindingKind(
+    "slow-import",
+    Severity.WARNING,
+    "The slowest rank took more than 5 s to load Python and all modules of a training, on a core that it had.",
+    "Copy the environment to the nodes' own disks before the job, such as by `sbcast` of an archive, and start from there.",
+)
+
+_MOST_START_SECONDS = 5.0
+
+
+def gather_start_up(place: OwnPlace) -> StartFacts | None:
+    """The facts that were taken when this rank started."""
+    return place.start
+
+
+def judge_start_up(job: JobView, facts: Sequence[StartFacts | None]) -> list[DoctorFinding]:
+    """One finding, about the slowest rank."""
+    known = present(facts)
+    if not known:
+        return [fine("Not measured.")]
+    rank, fact = max(known, key=lambda one: one[1].seconds)
+    whose = f"Rank {rank} ({job.hosts[rank]})" if job.size > 1 else "The program"
+    times = f"{fact.seconds:.1f} s to load, {fact.cpu_seconds:.1f} s of them computing"
+    sentence = f"{whose} took {times}; it opened {fact.files:,} files."
+    return [SLOW_IMPORT.found(sentence) if fact.seconds > _MOST_START_SECONDS else fine(sentence)]
+
+
+START_UP = Check(
+    "start-up", "the time to load Python and all modules of a training", (SLOW_IMPORT,), gather_start_up, judge_start_up
+)
+
+
+SKEW = FindingKind(
+    "clock-skew",
+    Severity.WARNING,
+    "The wall clocks of nodes are apart: the autopsy of a failed job would put events of different nodes in the wrong order.",
+    "Ask for a time service (chrony) on these nodes, or leave them out: `srun --exclude=NODES`.",
+)
+
+_ROUNDS = 10
+#: by which clocks may be apart without harm
+_MOST_SKEW_SECONDS = 0.5
+
+
+def gather_clocks(place: JoinedPlace) -> Offset:
+    """This rank's wall clock less rank 0's. Collective."""
+    return measure_offset(place.world, place.progress.wait_handle, clock_ns=time.time_ns, rounds=_ROUNDS)
+
+
+def judge_clocks(job: JobView, facts: Sequence[Offset]) -> list[DoctorFinding]:
+    """One finding: the nodes whose clocks are surely apart from rank 0's, or by how much clocks may be."""
+    seconds = [(abs(fact.offset_ns) - fact.error_ns) * 1e-9 for fact in facts]
+    late = [rank for rank, apart in enumerate(seconds) if apart > _MOST_SKEW_SECONDS]
+    if late:
+        worst = max(late, key=lambda rank: seconds[rank])
+        hosts = list(dict.fromkeys(job.hosts[rank] for rank in late))
+        offset = facts[worst].offset_ns * 1e-9
+        direction = "ahead of" if offset > 0 else "behind"
+        return [
+            SKEW.found(
+                f"The clock of {job.hosts[worst]} is {abs(offset):.1f} s {direction} that of {job.hosts[0]} "
+                f"(ranks {spans(late)}).",
+                f"srun --exclude={','.join(hosts)} ..., or a time service (chrony) on these nodes.",
+            )
+        ]
+    most = max((abs(fact.offset_ns) + fact.error_ns) * 1e-6 for fact in facts)
+    return [fine("One node." if len(job.nodes) == 1 else f"Clocks of {len(job.nodes)} nodes are at most {most:.1f} ms apart.")]
+
+
+CLOCKS = Check(
+    "clocks", "the wall clocks of the nodes against that of the first one", (SKEW,), gather_clocks, judge_clocks, joined=True
+)
+
+
+NOTHING_HIDES = FindingKind(
+    "nothing-hides",
+    Severity.REMARK,
+    "In no progress mode do messages move while layers compute: their time adds to that of a step.",
+    "Leave a core of each rank free, or on Cray: `export MPICH_ASYNC_PROGRESS=1 MPICH_MAX_THREAD_SAFETY=multiple`.",
+)
+
+_MESSAGE_BYTES = 16 << 20
+_OPERATOR_SECONDS = 5e-3
+#: of the messages' time: less is as good as nothing
+_LITTLE = 0.25
+
+
+def gather_progress(place: JoinedPlace) -> OverlapMeasurement | None:
+    """The measurement, the same on all ranks; None on one rank. Collective; takes two seconds or three."""
+    if place.world.size == 1:
+        return None
+    modes = [ProgressMode.TEST, ProgressMode.NONE, *([ProgressMode.THREAD] if _threads_may_call() else [])]
+    measured = progress_mode.measure(
+        place.world, place.progress, modes, operator_seconds=_OPERATOR_SECONDS, most_bytes=_MESSAGE_BYTES
+    )
+    progress_mode.apply(place.progress, ProgressMode.TEST)
+    return measured if place.world.rank == 0 else None
+
+
+def _threads_may_call() -> bool:
+    from hpctrain.comm import mpi
+
+    return mpi.threads_may_call()
+
+
+def judge_progress(job: JobView, facts: Sequence[OverlapMeasurement | None]) -> list[DoctorFinding]:
+    """One finding, with what each mode hides in words."""
+    measured = facts[0]
+    if measured is None:
+        return [fine("One rank: nothing travels.")]
+    shares = {mode: measured.hidden(mode) for mode in measured.by_round}
+    told = "; ".join(f"{mode.in_words}: {_share(shares[mode])}" for mode in sorted(shares, key=list(ProgressMode).index))
+    sentence = f"Of {measured.wire_seconds * 1e3:.0f} ms of messages, hidden under as much computing: {told}."
+    if max(shares.values()) >= _LITTLE:
+        return [fine(sentence)]
+    return [NOTHING_HIDES.found(sentence)]
+
+
+def _share(hidden: float) -> str:
+    return "nothing" if hidden < 0.005 else f"{min(hidden, 1):.0%}"
+
+
+PROGRESS = Check(
+    "progress",
+    "how much of the messages' time passes while the program computes",
+    (NOTHING_HIDES,),
+    gather_progress,
+    judge_progress,
+    joined=True,
+)

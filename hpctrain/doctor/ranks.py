@@ -1,16 +1,31 @@
-"""The launcher and the size of MPI's world: N processes that are each alone are the usual fault, and a silent one."""
+"""Checks of how the ranks were started: launcher, MPI library, cores and threads, and the configuration's grid on them.
+
+N processes that are each alone are the usual fault, and a silent one. Cores that are shared slow a training more than anything
+else. For each check, `gather_...` takes the facts of a rank, and `judge_...` is a pure function of the facts of all ranks.
+"""
 
 from __future__ import annotations
 
 import os
+import shlex
+import shutil
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpctrain.comm.groups import check_grid
+from hpctrain.config.grid import check_batch, columns, describe, parallel_plan
+from hpctrain.config.schema import Config
+from hpctrain.core.errors import HpctrainError
 from hpctrain.doctor.check import Check, JobView, OwnPlace
 from hpctrain.doctor.findings import DoctorFinding, FindingKind, Severity, capital, fine
-from hpctrain.launch.launcher import Launcher, lone_fault, world_fault
+from hpctrain.job.session import describe_cores
+from hpctrain.launch.control_groups import whole_quota
+from hpctrain.launch.launcher import Launcher, lone_fault, without_launcher, world_fault
+from hpctrain.launch.threads import core_names
+from hpctrain.run.single_values import SingleValues, single_values_of
 
 SINGLETONS = FindingKind(
     "singletons",
@@ -61,7 +76,7 @@ class LauncherFacts:
     alone: str | None = None
 
 
-def gather(place: OwnPlace) -> LauncherFacts:
+def gather_launcher(place: OwnPlace) -> LauncherFacts:
     """The facts of this rank."""
     return LauncherFacts(mpiexec_beside_python(), 1 + len(_siblings(os.getppid())), lone_fault(place.launcher, os.environ))
 
@@ -93,7 +108,7 @@ def first_of_siblings() -> bool:
     return all(sibling > keeper for sibling in _siblings(keeper))
 
 
-def judge(job: JobView, facts: Sequence[LauncherFacts]) -> list[DoctorFinding]:
+def judge_launcher(job: JobView, facts: Sequence[LauncherFacts]) -> list[DoctorFinding]:
     """One finding: the first fault, or who started how many ranks."""
     launcher, first = job.launcher, facts[0]
     fault = world_fault(launcher, job.size, job.library)
@@ -121,12 +136,12 @@ def judge(job: JobView, facts: Sequence[LauncherFacts]) -> list[DoctorFinding]:
     return [fine(f"{count} on {'1 node' if nodes == 1 else f'{nodes} nodes'}, started by {launcher.name}.")]
 
 
-CHECK = Check(
+LAUNCHER = Check(
     "launcher",
     "the launcher, and whether MPI's world has the size that it was asked for",
     (SINGLETONS, WRONG_LAUNCHER, WORLD_SIZE, ONE_OF_SEVERAL, ALONE),
-    gather,
-    judge,
+    gather_launcher,
+    judge_launcher,
 )
 
 
@@ -158,3 +173,335 @@ def _words(process: int) -> bytes | None:
         return Path(f"/proc/{process}/cmdline").read_bytes()
     except OSError:
         return None
+
+
+NO_LIBRARY = FindingKind(
+    "no-mpi-library",
+    Severity.FAULT,
+    "mpi4py finds no MPI library; under a launcher no training starts.",
+    "pip install mpich",
+)
+OTHER_MPIEXEC = FindingKind(
+    "other-mpiexec",
+    Severity.WARNING,
+    "The first mpiexec on PATH is of another MPI than the library that mpi4py loads: started by it, each rank is alone.",
+    "Put the folder of the right mpiexec first: `export PATH=FOLDER:$PATH`.",
+)
+THREAD_LEVEL = FindingKind(
+    "thread-level",
+    Severity.WARNING,
+    "MPI has started at thread level single or funneled: no thread can move messages while layers compute.",
+    "unset MPI4PY_RC_THREAD_LEVEL",
+)
+THREAD_NEEDED = FindingKind(
+    "thread-level-needed",
+    Severity.FAULT,
+    "The same, and the configuration's `progress` is a mode with a thread: the training is refused.",
+    "unset MPI4PY_RC_THREAD_LEVEL",
+)
+
+_LEVEL = "MPI4PY_RC_THREAD_LEVEL"
+_ANSWER_SECONDS = 5.0
+#: words of a library's or a launcher's own text -> the MPI
+_FAMILIES = (
+    ("Open MPI", "Open MPI"),
+    ("OpenRTE", "Open MPI"),
+    ("PRRTE", "Open MPI"),
+    ("prte", "Open MPI"),
+    ("Intel", "Intel MPI"),
+    ("MPICH", "MPICH"),
+    ("HYDRA", "MPICH"),
+    ("MVAPICH", "MVAPICH"),
+)
+
+
+@dataclass(frozen=True)
+class LibraryFacts:
+    """The launchers on PATH, in its order.
+
+    Attributes:
+        launchers: (path of an mpiexec, its MPI, "" where it does not say). beside: the mpiexec in the folder of this Python.
+        library: that mpi4py loads, by a process that starts no MPI. level_asked: the thread level that the environment asks for.
+        error: why no library could be loaded.
+    """
+
+    launchers: tuple[tuple[str, str], ...] = ()
+    beside: str = ""
+    library: str = ""
+    level_asked: str = ""
+    error: str = ""
+
+
+def gather_library(place: OwnPlace) -> LibraryFacts | None:
+    """The facts of the first rank; starts processes."""
+    if not place.leads_job:
+        return None
+    folders = dict.fromkeys(os.environ.get("PATH", "").split(os.pathsep))
+    paths = [path for path in (shutil.which("mpiexec", path=folder) for folder in folders) if path]
+    launchers = tuple((path, family(_said_by([path, "--version"]))) for path in paths)
+    library = _said_by([sys.executable, "-m", "mpi4py", "--mpi-lib-version"])
+    name = " ".join(library.partition("\n")[0].split()) if family(library) else ""
+    return LibraryFacts(launchers, mpiexec_beside_python(), name, os.environ.get(_LEVEL, ""))
+
+
+def family(text: str) -> str:
+    """The MPI that a library or a launcher calls itself; empty where it is none that is known."""
+    return next((name for word, name in _FAMILIES if word in text), "")
+
+
+def _said_by(command: Sequence[str]) -> str:
+    """All that a short command prints, as by a process that no launcher has started; empty where it does not end in time."""
+    try:
+        done = subprocess.run(
+            command, env=without_launcher(os.environ), capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=False
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout + done.stderr
+
+
+def judge_library(job: JobView, facts: Sequence[LibraryFacts]) -> list[DoctorFinding]:
+    """All that is wrong with the library, or its name."""
+    first = facts[0]
+    library = job.library or first.library
+    if first.error or not library:
+        return [NO_LIBRARY.from_error(first.error or "mpi4py loads no MPI library that is known here.")]
+    found = [*_other_launcher(first, family(library)), *_thread_level(library, first, job.config)]
+    return found or [fine(f"{library}.")]
+
+
+def _other_launcher(facts: LibraryFacts, library: str) -> list[DoctorFinding]:
+    """The warning where the first mpiexec on PATH is of another MPI."""
+    families = {path: name for path, name in facts.launchers if name}
+    if not families or not library or next(iter(families.values())) == library:
+        return []
+    path, name = next(iter(families.items()))
+    right = facts.beside or next((other for other, its in families.items() if its == library), "")
+    mend = f"export PATH={shlex.quote(str(Path(right).parent))}:$PATH" if right else f"Use the mpiexec of {library}."
+    return [OTHER_MPIEXEC.found(f"The first mpiexec on PATH ({path}) is of {name}, but mpi4py loads {library}.", mend)]
+
+
+def _thread_level(library: str, facts: LibraryFacts, config: Config | None) -> list[DoctorFinding]:
+    """The finding where MPI lets only one thread call it."""
+    level = library.rpartition("thread level ")[2]  # the library's name where it has not started
+    if level not in ("single", "funneled"):
+        return []
+    progress = "" if config is None else config.progress
+    kind = THREAD_NEEDED if progress in ("thread", "posting") else THREAD_LEVEL
+    wish = f", and progress is {progress}" if kind is THREAD_NEEDED else ""
+    if facts.level_asked:
+        return [kind.found(f"MPI has started at thread level {level}, as {_LEVEL} asks{wish}.", f"unset {_LEVEL}")]
+    sentence = f"MPI has started at thread level {level}, though serialized was asked for{wish}."
+    return [kind.found(sentence, "export MPICH_MAX_THREAD_SAFETY=multiple, or use an MPI that was built for threads.")]
+
+
+MPI_LIBRARY = Check(
+    "MPI",
+    "the MPI library of mpi4py, the mpiexec on PATH, and the thread level",
+    (NO_LIBRARY, OTHER_MPIEXEC, THREAD_LEVEL, THREAD_NEEDED),
+    gather_library,
+    judge_library,
+)
+
+
+TOO_MANY_THREADS = FindingKind(
+    "too-many-threads",
+    Severity.FAULT,
+    "The threads of BLAS or OpenMP of all ranks of a node outnumber its cores: they take turns, and a step takes far longer.",
+    "Leave `OMP_NUM_THREADS` and `OPENBLAS_NUM_THREADS` unset, or set them to the cores of a rank.",
+)
+TOO_MANY_RANKS = FindingKind(
+    "too-many-ranks",
+    Severity.WARNING,
+    "Ranks of one thread outnumber the cores that they may run on.",
+    "Start fewer ranks on a node, or let the launcher give each cores of its own.",
+)
+THREADS_REFUSED = FindingKind(
+    "threads-refused",
+    Severity.FAULT,
+    "The configuration's `threads`, or `OMP_NUM_THREADS`, is a number that a training refuses.",
+    "Set `threads` to auto.",
+)
+OVERLAP = FindingKind(
+    "overlapping-cores",
+    Severity.WARNING,
+    "Ranks of a node are bound to sets of cores that differ, but have cores in common.",
+    "Let the launcher bind each rank to cores of its own.",
+)
+UNBOUND = FindingKind(
+    "unbound",
+    Severity.REMARK,
+    "The ranks of a node may all run on the same cores: the system moves their threads about.",
+    "Let the launcher bind each rank to cores of its own.",
+)
+
+
+@dataclass(frozen=True)
+class CoreFacts:
+    """The cores and threads of a rank.
+
+    Attributes:
+        cpus: logical ones that it may run on. cores: the physical ones among them. threads: that it computes with; None where
+            they were refused. pools: threads of each library's pool. fault: the refusal.
+        variables: of the environment, that set numbers of threads. quota: cores that control groups allow; None: no limit.
+    """
+
+    cpus: frozenset[int]
+    cores: frozenset[str]
+    threads: int | None
+    pools: Mapping[str, int]
+    fault: str
+    variables: Mapping[str, str]
+    quota: int | None = None
+
+    @property
+    def most_threads(self) -> int:
+        """Threads of its largest pool."""
+        return max([self.threads or 1, *self.pools.values()])
+
+
+def gather_cores(place: OwnPlace) -> CoreFacts:
+    """The facts of this rank; NumPy and the kernels are loaded, so that their pools can be asked."""
+    cpus = frozenset(os.sched_getaffinity(0))
+    return CoreFacts(cpus, core_names(cpus), place.threads, _pools(), place.threads_fault, dict(place.variables), whole_quota())
+
+
+def _pools() -> dict[str, int]:
+    import numpy  # noqa: F401  starts its pool
+    from threadpoolctl import threadpool_info
+
+    return {str(pool["internal_api"]): int(pool["num_threads"]) for pool in threadpool_info()}
+
+
+def judge_binding(job: JobView, facts: Sequence[CoreFacts]) -> list[DoctorFinding]:
+    """Whether ranks of a node have cores of their own."""
+    described = describe_cores([fact.cpus for fact in facts], job.node_of)
+    sentence = f"{described[0].upper()}{described[1:]}"
+    found = []
+    for ranks in job.nodes.values():
+        masks = [facts[rank].cpus for rank in ranks]
+        distinct = set(masks)
+        shared = sum(map(len, masks)) > len(frozenset().union(*masks))
+        if len(ranks) > 1 and len(distinct) == 1 and len(facts[ranks[0]].cores) > 1:
+            found.append((UNBOUND, len(facts[ranks[0]].cores) // len(ranks)))
+        elif shared and len(distinct) > 1:
+            found.append((OVERLAP, len(frozenset().union(*(facts[rank].cores for rank in ranks))) // len(ranks)))
+    if not found:
+        return [fine(f"{sentence}.")]
+    kind, cores = min(found, key=lambda one: one[0] is not OVERLAP)
+    return [kind.found(f"{sentence}{': they overlap' if kind is OVERLAP else ''}.", bind_line(job, max(1, cores)))]
+
+
+def bind_line(job: JobView, cores: int) -> str:
+    """The line that binds each rank to so many cores, by the launcher of this job."""
+    name = job.launcher.name
+    if name.startswith("Slurm"):
+        return f"srun --cpus-per-task={cores} --cpu-bind=cores ..."
+    if name.startswith("Open MPI"):
+        return f"mpiexec --map-by slot:PE={cores} --bind-to core ..."
+    if name.startswith("Cray PALS"):
+        return f"mpiexec --depth={cores} --cpu-bind depth ..."
+    return f"mpiexec -bind-to core:{cores} -n {job.size} ..."
+
+
+def judge_threads(job: JobView, facts: Sequence[CoreFacts]) -> list[DoctorFinding]:
+    """Whether the threads of each node fit its cores. The first node where they do not stands for all."""
+    refused = [rank for rank, fact in enumerate(facts) if fact.fault]
+    if refused:
+        return [THREADS_REFUSED.from_error(facts[refused[0]].fault)]
+    for ranks in job.nodes.values():
+        cores = len(frozenset().union(*(facts[rank].cores for rank in ranks)))
+        cores = min([cores, *(quota for rank in ranks if (quota := facts[rank].quota) is not None)])
+        threads = sum(facts[rank].most_threads for rank in ranks)
+        if threads > cores:
+            return [_too_many(job, facts, ranks, threads, cores)]
+    threads, cores = facts[0].most_threads, len(facts[0].cores)
+    return [fine(f"{threads} {'thread' if threads == 1 else 'threads'} per rank, which may run on {_cores(cores)}.")]
+
+
+def _too_many(job: JobView, facts: Sequence[CoreFacts], ranks: Sequence[int], threads: int, cores: int) -> DoctorFinding:
+    most = max(ranks, key=lambda rank: facts[rank].most_threads)
+    fact = facts[most]
+    place = f"on {job.hosts[most]} " if len(job.nodes) > 1 else ""
+    told = f"{'1 rank' if len(ranks) == 1 else f'{len(ranks)} ranks'} {place}compute with {threads} threads on {_cores(cores)}"
+    if fact.most_threads == 1:
+        return TOO_MANY_RANKS.found(f"{told}.", f"Start at most {cores} on a node, or ask for more cores per rank.")
+    fitting = max(1, cores // len(ranks))
+    guilty = [name for name, value in fact.variables.items() if value.isdecimal() and int(value) > fitting]
+    because = f" ({', '.join(f'{name}={fact.variables[name]}' for name in guilty)})" if guilty else ""
+    names = guilty or ["OMP_NUM_THREADS"]
+    return TOO_MANY_THREADS.found(f"{told}{because}.", f"export {' '.join(f'{name}={fitting}' for name in names)}")
+
+
+def _cores(count: int) -> str:
+    return "1 core" if count == 1 else f"{count} cores"
+
+
+BINDING = Check("binding", "the cores that each rank may run on", (OVERLAP, UNBOUND), gather_cores, judge_binding)
+THREADS = Check(
+    "threads",
+    "the threads of BLAS and OpenMP on each node against its cores",
+    (TOO_MANY_THREADS, TOO_MANY_RANKS, THREADS_REFUSED),
+    gather_cores,
+    judge_threads,
+)
+
+
+WRONG_GRID = FindingKind(
+    "wrong-grid",
+    Severity.FAULT,
+    "The grid of the configuration, or its batch, does not fit the number of ranks.",
+    "Set `grid.rows` and `grid.cols` so that they multiply to the number of ranks.",
+)
+
+SINGLE_VALUE = FindingKind(
+    "single-value",
+    Severity.FAULT,
+    "A batch norm would take its statistics over a single value per channel in every step, and pass on its bias alone.",
+    "Set `batch` higher, or `batch_norm.statistics` to synchronised, or use larger images.",
+)
+SHORT_BATCH = FindingKind(
+    "short-batch",
+    Severity.REMARK,
+    "The last batch of each epoch leaves a batch norm a single value per channel.",
+    "Choose a `batch` that divides the images of an epoch or leaves a larger rest.",
+)
+
+
+def gather_grid(place: OwnPlace) -> SingleValues | None:
+    """Return the check of the job's batch norms, from the header of its training file. Only rank 0 reads it."""
+    if place.config is None or not place.leads_job:
+        return None
+    return single_values_of(place.config, place.launcher.expected_size or 1)
+
+
+def judge_grid(job: JobView, facts: Sequence[SingleValues | None]) -> list[DoctorFinding]:
+    """One finding."""
+    config = job.config
+    if config is None:
+        return [fine("Not looked at: no configuration was given.")]
+    if "grid" in config.automatic or "plan" in config.automatic:
+        return [fine("Chosen when a training starts (auto).")]
+    ranks = job.launcher.expected_size or job.size  # where each is alone, the grid is not what is wrong
+    cols = columns(config, ranks)
+    try:
+        check_grid(config.grid.rows, cols, ranks)
+        check_batch(config.batch, config.grid.rows, cols)
+        plan = parallel_plan(config, cols)
+    except HpctrainError as error:
+        return [WRONG_GRID.from_error(str(error))]
+    single = facts[0] or SingleValues()
+    if single.refusal is not None:
+        return [SINGLE_VALUE.from_error(single.refusal)]
+    if single.warning is not None:
+        return [SHORT_BATCH.found(f"{single.warning}.")]
+    return [fine(f"{describe(plan)}.")]
+
+
+GRID = Check(
+    "grid",
+    "the configuration's grid and batch on this number of ranks",
+    (WRONG_GRID, SINGLE_VALUE, SHORT_BATCH),
+    gather_grid,
+    judge_grid,
+)

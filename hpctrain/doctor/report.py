@@ -13,10 +13,9 @@ from rich.table import Table
 from hpctrain.core.console import PlainConsole
 from hpctrain.doctor.findings import DoctorFinding, Severity, exit_code
 from hpctrain.doctor.job import Examination
-from hpctrain.doctor.subjects.cores import BINDING, CoreFacts
-from hpctrain.doctor.subjects.gpu import CHECK as GPUS
-from hpctrain.doctor.subjects.gpu import GpuFacts
-from hpctrain.experiment.cores import ranges
+from hpctrain.doctor.nodes import GPUS, GpuFacts
+from hpctrain.doctor.ranks import BINDING, CoreFacts
+from hpctrain.job.session import ranges
 
 _WIDTH = 80  # where there is no terminal, as under mpiexec
 _MOST_RANKS = 16

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
+from hpctrain.core.errors import HpctrainError, LaunchError, MissingLibraryError
+from hpctrain.core.text import echo
 from hpctrain.doctor.findings import exit_code
 from hpctrain.doctor.watch import Notebook, RankEnd
-from hpctrain.core.errors import HpctrainError, LaunchError, MissingLibraryError
 from hpctrain.launch import shared_segments
-from hpctrain.launch.exit_codes import FINISHED, USER_ERROR
 from hpctrain.launch.launcher import Launcher, environment_fault, place_of
+from hpctrain.launch.process_end import FINISHED, USER_ERROR
 from hpctrain.launch.threads import VARIABLES, set_threads
-from hpctrain.core.text import echo
 
 if TYPE_CHECKING:
     from hpctrain.comm.base import Communicator
@@ -76,21 +76,20 @@ class DoctorRank:
         configuration = _with_names_checked(configuration)
         if not self.launcher.starts_mpi:
             _refuse(configuration)  # nobody waits for this rank
-        from hpctrain.doctor import job
-        from hpctrain.doctor.subjects import gpu
+        from hpctrain.doctor import job, nodes
 
         notes = job.RankNotes(notebook, place.config)
         notes.phase("looking at what it sees by itself")
         if not isinstance(configuration, HpctrainError):
             notes.facts = job.gather_alone(place)
-        if place.leads_job and gpu.from_start(str(notes.facts.get(gpu.CHECK.name))) is not None:
+        if place.leads_job and nodes.from_start(str(notes.facts.get(nodes.GPUS.name))) is not None:
             return self._report(job.examine_alone(place, notes.facts))  # MPI would end the whole job
         notes.phase(job.STARTS)
         fault = environment_fault(os.environ)
         if fault is not None and self.launcher.starts_mpi:
             raise LaunchError(fault)
         from hpctrain.comm import mpi
-        from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
+        from hpctrain.comm.base import raise_on_all_ranks
 
         shared_segments.announce()  # where this rank is ended, a later training removes what it leaves in /dev/shm
         try:

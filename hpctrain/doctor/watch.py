@@ -18,8 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from hpctrain.launch.exit_codes import BUG, FINISHED, USER_ERROR
 from hpctrain.launch.keeper import may_fork
+from hpctrain.launch.process_end import BUG, FINISHED, USER_ERROR
 
 _PR_SET_PDEATHSIG = 1
 _LOOK_SECONDS = 0.1

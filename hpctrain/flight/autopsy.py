@@ -1,15 +1,231 @@
-"""Findings from the flight records of all ranks: the first that went wrong, and where. Pure; one sentence each."""
+"""Findings from the flight records of all ranks: the first that went wrong, and where; one sentence each.
+
+A rank that waits points to those that have not posted what it waits for. Followed from rank to rank this ends at one that
+waits
+for nobody, which held all others up, or runs in a circle. Where all have posted, one that does not move any more is to blame:
+a
+message also needs the processor of those that have posted it.
+
+The rules are pure functions of records. `find_records` reads those of a directory; `rank_table` and `autopsy_json` show them.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
 from signal import Signals
 
-from hpctrain.flight.findings import Autopsy, latest_seconds, named, place, posted_at, silence, silent_seconds
-from hpctrain.launch.exit_codes import End
-from hpctrain.flight.ring import FlightRecord, RecordedOperation
-from hpctrain.flight.waits import held_up
+from hpctrain.core.errors import DataError
+from hpctrain.core.text import ranks_of, spans
+from hpctrain.flight.ring import FlightRecord, RecordedOperation, file_name, read
+from hpctrain.launch.process_end import End
+
+# A process that has been silent for so much longer than the latest one is taken for dead, or stopped: its heartbeat looks once a
+# second, and twenty times within a deadline that is short.
+_SILENT_SECONDS = 3.0
+_SILENT_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class Autopsy:
+    """The findings, the most important first, and the ranks that they blame."""
+
+    sentences: tuple[str, ...]
+    blamed: tuple[int, ...] = ()
+
+
+def place(record: FlightRecord) -> str:
+    """The phase and the step of a rank."""
+    phase = record.phase or "its start"
+    return f"{phase}, step {record.step}" if record.step else phase
+
+
+def named(ranks: Sequence[int]) -> str:
+    """'rank 3', or 'ranks 0-2, 5'."""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {spans(ranks)}"
+
+
+def posted_at(operation: RecordedOperation) -> str:
+    """The line of the program that posted an operation, as the end of a clause; empty where it is not known."""
+    return f" ({operation.line})" if operation.line else ""
+
+
+def latest_seconds(records: Sequence[FlightRecord]) -> float:
+    """The last instant at which any of the processes is known to have lived, on the wall clock."""
+    return max(record.wall_seconds(record.last_ns) for record in records)
+
+
+def silent_seconds(record: FlightRecord, latest: float) -> float:
+    """Seconds from the last sign of life of a process to the latest of all; 0 where they are too few to say anything."""
+    silent = latest - record.wall_seconds(record.last_ns)
+    least = min(_SILENT_SECONDS, _SILENT_SHARE * record.deadline_ns * 1e-9) if record.deadline_ns else _SILENT_SECONDS
+    return silent if silent > least else 0.0
+
+
+def silence(record: FlightRecord, seconds: float) -> str:
+    """The sentence about a process that has been silent for so long."""
+    last = f"Rank {record.rank} was silent for {seconds:.0f} s at the end, last in {place(record)}"
+    return f"{last}: ended, stopped, or its node lost."
+
+
+_OF_RANKS = re.compile(r" of ranks ([0-9, -]+)\)$")
+# A heartbeat looks for moves every second or every twentieth of a deadline, and other nodes see its record late.
+_STILL_SHARE = 0.75
+
+
+def held_up(records: Sequence[FlightRecord]) -> Autopsy | None:
+    """The ranks at the end of the waits."""
+    by_rank = {record.rank: record for record in records}
+    edges = {rank: _absence(record, by_rank) for rank, record in by_rank.items() if record.wait}
+    if not edges:
+        return None
+    path = [min(edges, key=lambda rank: by_rank[rank].wall_seconds(by_rank[rank].wait_since_ns))]
+    while absent := edges[path[-1]].ranks:
+        free = [rank for rank in absent if rank not in edges]
+        if free:
+            return _never_posted(path[-1], free, edges[path[-1]], by_rank)
+        if absent[0] in path:
+            return _circle([*path[path.index(absent[0]) :], absent[0]], edges, by_rank)
+        path.append(absent[0])
+    return _nobody_absent(path[-1], edges[path[-1]], by_rank)
+
+
+@dataclass(frozen=True)
+class _Absence:
+    """The operation that holds a waiting rank up, where it is one of a queue, and the ranks that have not posted it."""
+
+    operation: RecordedOperation | None
+    ranks: tuple[int, ...]
+
+
+def _absence(record: FlightRecord, by_rank: Mapping[int, FlightRecord]) -> _Absence:
+    """Those that a waiting rank waits for; ranks without a record count as such.
+
+    An operation whose own turn has not come waits for those in flight on this rank: the first of them that others lack counts.
+    Where others lack none, the transport holds up the first of them.
+    """
+    awaited = awaited_operation(record)
+    if awaited is None:  # outside the queues: those that do not wait for the same
+        named = _OF_RANKS.search(record.wait)
+        ranks = _ranks(named[1] if named else "", record, by_rank)
+        return _Absence(None, tuple(rank for rank in ranks if rank not in by_rank or by_rank[rank].wait != record.wait))
+    flying = [recorded for recorded in record.operations if recorded.started_ns and not recorded.done_ns]
+    flying = [] if awaited.started_ns else sorted(flying, key=lambda recorded: recorded.started_ns)
+    for operation in flying or [awaited]:
+        absent = _absent(operation, record, by_rank)
+        if absent:
+            return _Absence(operation, absent)
+    return _Absence(flying[0] if flying else awaited, ())
+
+
+def awaited_operation(record: FlightRecord) -> RecordedOperation | None:
+    """The operation that a rank waits for, where it is one of a queue."""
+    return (
+        next((recorded for recorded in record.operations if recorded.number == record.wait_number), None) if record.wait else None
+    )
+
+
+def _absent(operation: RecordedOperation, record: FlightRecord, by_rank: Mapping[int, FlightRecord]) -> tuple[int, ...]:
+    _, _, ranks = operation.queue.rpartition(" of ")
+    members = _ranks(ranks, record, by_rank)
+    return tuple(rank for rank in members if rank not in by_rank or not _has_started(by_rank[rank], operation))
+
+
+def _ranks(text: str, record: FlightRecord, by_rank: Mapping[int, FlightRecord]) -> tuple[int, ...]:
+    """Return the ranks that a text names; all ranks of the job if it names none or is damaged."""
+    try:
+        ranks = ranks_of(text, record.ranks)
+    except ValueError:
+        ranks = ()
+    return ranks or tuple(sorted({*range(record.ranks), *by_rank}))
+
+
+def _has_started(record: FlightRecord, operation: RecordedOperation) -> bool:
+    """Whether a rank has posted its part of an operation, as far as its ring goes back."""
+    of_queue = [recorded for recorded in record.operations if recorded.queue == operation.queue]
+    same = next((recorded for recorded in of_queue if recorded.sequence == operation.sequence), None)
+    if same is not None:
+        return same.started_ns > 0
+    return any(recorded.sequence > operation.sequence for recorded in of_queue)
+
+
+def _never_posted(waiting: int, absent: Sequence[int], absence: _Absence, by_rank: Mapping[int, FlightRecord]) -> Autopsy:
+    record = by_rank[waiting]
+    sentences = [
+        f"{named(absent).capitalize()} never posted {_text(absence, record)}, for which rank {waiting} waited "
+        f"{_seconds(record, record.wait_since_ns)} ({place(record)})."
+    ]
+    latest = latest_seconds([*by_rank.values()])
+    for rank in absent:
+        if rank not in by_rank:
+            continue
+        other = by_rank[rank]
+        silent = silent_seconds(other, latest)
+        if other.seen_ns == other.begun_ns:  # the heartbeat has not begun, so that silence means nothing
+            since = other.wall_seconds(other.phase_since_ns or other.begun_ns)
+            sentences.append(f"Rank {rank} was in {place(other)} for {max(0.0, latest - since):.0f} s.")
+            continue
+        gone = f", and was silent for {silent:.0f} s at the end: ended, stopped, or its node lost" if silent else ""
+        sentences.append(f"{_whereabouts(other)}{gone}.")
+    return Autopsy(tuple(sentences), tuple(absent))
+
+
+def _text(absence: _Absence, record: FlightRecord) -> str:
+    """The operation that holds a rank up, with its place in its queue, and in the program."""
+    operation = absence.operation
+    if operation is None:
+        return record.wait
+    what = f"the {operation.operation} for {operation.purpose}" if operation.operation else operation.purpose
+    return f"{what}, number {operation.sequence} of {operation.queue}{posted_at(operation)}"
+
+
+def _circle(path: Sequence[int], edges: Mapping[int, _Absence], by_rank: Mapping[int, FlightRecord]) -> Autopsy:
+    """Ranks of which each waits for the next; the first comes last again."""
+    texts = {rank: _text(edges[rank], by_rank[rank]) for rank in path}
+    blamed = tuple(sorted(texts))
+    if len(blamed) == 1:
+        return Autopsy((f"Rank {blamed[0]} waits for what it has not posted itself: {texts[blamed[0]]}.",), blamed)
+    steps = [f"rank {rank} waits for {texts[rank]}, which rank {other} has not posted" for rank, other in pairwise(path)]
+    return Autopsy((f"{named(blamed).capitalize()} wait for each other: {'; '.join(steps)}.",), blamed)
+
+
+def _nobody_absent(rank: int, absence: _Absence, by_rank: Mapping[int, FlightRecord]) -> Autopsy:
+    """All have posted what a rank waits for: one that does not move drives it no more, or the transport does not."""
+    record = by_rank[rank]
+    waited = f"rank {rank} waited {_seconds(record, record.wait_since_ns)} for ({place(record)})"
+    posted = f"All ranks posted what {waited}, {_text(absence, record)}"
+    still = [other for other in by_rank.values() if _is_still(other, record)]
+    if not still:
+        return Autopsy((f"{posted}: the transport has not moved it, as where a link is cut.",))
+    ranks, latest = tuple(other.rank for other in still), latest_seconds([*by_rank.values()])
+    sentences = [f"{posted}; {named(ranks)} did not drive it any more."]
+    for other in still:
+        silent = silent_seconds(other, latest)
+        sentences.append(silence(other, silent) if silent else f"{_whereabouts(other)}.")
+    return Autopsy(tuple(sentences), ranks)
+
+
+def _is_still(record: FlightRecord, waiting: FlightRecord) -> bool:
+    """Whether a rank has not moved for most of the time that another one waited: it computes, reads, or is stopped."""
+    watched = record.alive_ns > record.begun_ns  # else no heartbeat has told of moves, as waits are
+    if record.wait and not watched:
+        return False
+    at = waiting.wall_seconds(waiting.last_ns)
+    waited = at - waiting.wall_seconds(waiting.wait_since_ns)
+    return at - record.wall_seconds(record.moved_ns) > _STILL_SHARE * waited
+
+
+def _whereabouts(record: FlightRecord) -> str:
+    return f"Rank {record.rank} was in {place(record)} for {_seconds(record, record.phase_since_ns)}"
+
+
+def _seconds(record: FlightRecord, since_ns: int) -> str:
+    return f"{max(0.0, (record.last_ns - since_ns) * 1e-9):.0f} s"
+
 
 # Collectives whose sizes are the same on all ranks.
 _ALIKE = re.compile(r"(allreduce|reduce-scatter|allgather|broadcast from \d+) of \d+ \w+ elements|barrier")
@@ -124,3 +340,152 @@ def _stuck(records: Sequence[FlightRecord]) -> Autopsy:
 
 def _were(records: Sequence[FlightRecord]) -> str:
     return "was" if len(records) == 1 else "were"
+
+
+_ENDS = {
+    End.RUNNING: "did not say",
+    End.FINISHED: "finished",
+    End.FAILED: "failed",
+    End.DEADLINE: "deadline",
+    End.SIGNAL: "killed",
+    End.LEFT: "left",
+    End.WENT_ON: "went on",
+    End.LAUNCHER: "launcher",
+    End.CLOSED: "closed",
+}
+_NAME = re.compile(re.escape(file_name(0)).replace("00000", r"(\d{5,7})"))
+#: prefix of directories, numbered from 1, with the records from before a loss of ranks
+BEFORE_LOSS = "before-loss-"
+# Largest number of damaged records that are reported one by one; the others are counted.
+_MOST_NOTES = 8
+
+
+@dataclass(frozen=True)
+class FoundRecords:
+    """The content of a directory of records.
+
+    Attributes:
+        records: of the latest start, by rank. damaged: a sentence per record that cannot be read. others: number of entries
+            that are no records.
+    """
+
+    records: tuple[FlightRecord, ...]
+    damaged: tuple[str, ...] = ()
+    others: int = 0
+
+    def notes(self) -> list[str]:
+        """Return a sentence for each of the first damaged records, and one with the number of the others."""
+        lines = list(self.damaged[:_MOST_NOTES])
+        if len(self.damaged) > _MOST_NOTES:
+            lines.append(f"{len(self.damaged) - _MOST_NOTES} more records cannot be read.")
+        if self.others:
+            lines.append(f"{self.others} {'entry is' if self.others == 1 else 'entries are'} no flight record, and left out.")
+        return lines
+
+
+def find_records(directory: Path, *, operations: bool = True) -> FoundRecords:
+    """Return the records of the latest start in a directory, and what else it holds. operations: see `read`.
+
+    Raises:
+        DataError: the directory or none of its records can be read.
+    """
+    try:
+        names = sorted(os.listdir(directory))
+    except NotADirectoryError as error:
+        raise DataError(f"{directory} is no directory; give that of a run.") from error
+    except FileNotFoundError as error:
+        raise DataError(f"There is no directory {directory}; give that of a run.") from error
+    except (OSError, ValueError) as error:
+        raise DataError(f"{str(directory)!r} cannot be read ({error}); give the directory of a run.") from error
+    records, damaged = [], []
+    ours = [(int(match[1]), directory / name) for name in names if (match := _NAME.fullmatch(name))]
+    for rank, path in ours:
+        try:
+            record = read(path, operations=operations)
+        except DataError as error:
+            damaged.append(str(error))
+        except OSError as error:
+            damaged.append(f"{path} cannot be read: {error.strerror or error}.")
+        else:
+            if record.rank == rank:
+                records.append(record)
+            else:
+                damaged.append(f"{path} holds the record of rank {record.rank}; delete it.")
+    if not records:
+        if damaged:
+            raise DataError(f"No flight record in {directory} can be read. {damaged[0]}")
+        raise DataError(f"{directory} holds no flight records (rank-*.flight); give the directory of a run that kept them.")
+    earlier = sum(name.startswith(BEFORE_LOSS) for name in names)
+    return FoundRecords(newest(records), tuple(damaged), len(names) - len(ours) - earlier)
+
+
+def records_in(directory: Path, *, operations: bool = True) -> tuple[FlightRecord, ...]:
+    """Return the records of the latest start in a directory, by rank; see `find_records`.
+
+    Raises:
+        DataError: no record there can be read.
+    """
+    return find_records(directory, operations=operations).records
+
+
+def explanation(directory: Path | None) -> list[str]:
+    """Lines for the end of a job that hangs; none where nothing is kept."""
+    if directory is None:
+        return []
+    try:
+        return [f"autopsy: {sentence}" for sentence in autopsy(records_in(directory)).sentences]
+    except (DataError, OSError) as error:
+        return [f"autopsy: {error}"]
+
+
+def rank_table(records: Sequence[FlightRecord]) -> list[tuple[str, ...]]:
+    """The cells of a table of the ranks, heads first: how each ended, its step, its phase and its wait with their seconds."""
+    rows: list[tuple[str, ...]] = [("rank", "host", "end", "step", "phase", "for, s", "waits for", "for, s")]
+    for record in records:
+        waits = (record.wait, _seconds_text(record.last_ns - record.wait_since_ns)) if record.wait else ("", "")
+        phase = record.phase or "start"
+        since = _seconds_text(record.last_ns - (record.phase_since_ns or record.begun_ns))
+        rows.append((str(record.rank), record.host, _ENDS[record.end], str(record.step or ""), phase, since, *waits))
+    return rows
+
+
+def autopsy_json(records: Sequence[FlightRecord], notes: Sequence[str] = ()) -> dict[str, object]:
+    """Return the findings, and each rank's state with its unfinished operations. notes: about files that were left out."""
+    result = autopsy(records)
+    return {
+        "findings": list(result.sentences),
+        "blamed": list(result.blamed),
+        "notes": list(notes),
+        "ranks": [_state(record) for record in records],
+    }
+
+
+def _state(record: FlightRecord) -> dict[str, object]:
+    unfinished = [operation for operation in record.operations if not operation.done_ns]
+    return {
+        "rank": record.rank,
+        "host": record.host,
+        "process": record.process,
+        "end": _ENDS[record.end],
+        "sentence": record.sentence,
+        "epoch": record.epoch,
+        "step": record.step,
+        "place": place(record),
+        "seen": record.wall_seconds(record.seen_ns),
+        "last": record.wall_seconds(record.last_ns),
+        "waits_for": record.wait,
+        "unfinished": [
+            {
+                "queue": operation.queue,
+                "number": operation.sequence,
+                "purpose": operation.purpose,
+                "operation": operation.operation,
+                "line": operation.line,
+            }
+            for operation in unfinished
+        ],
+    }
+
+
+def _seconds_text(nanoseconds: int) -> str:
+    return f"{max(0.0, nanoseconds * 1e-9):.1f}"

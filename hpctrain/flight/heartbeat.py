@@ -14,10 +14,9 @@ from collections.abc import Callable, Sequence
 from typing import TextIO
 
 from hpctrain.flight.recorder import FlightRecorder
-from hpctrain.launch.exit_codes import End
 from hpctrain.launch import process_end
-from hpctrain.launch.exit_codes import DEADLINE
-from hpctrain.launch.pulse import Pulse
+from hpctrain.launch.keeper import Pulse
+from hpctrain.launch.process_end import DEADLINE, End
 
 _LONGEST_TICK_SECONDS = 1.0
 _TICKS_OF_A_DEADLINE = 20
@@ -107,7 +106,7 @@ class Heartbeat:
         """End a keeper that is stopped or hangs, and this process with it, so that the launcher notices an end."""
         sentence = "the parent process of this rank was stopped, or hung; both processes are ended"
         self._recorder.ended(End.FAILED, sentence)
-        process_end.say(self._rank, [f"{sentence}."], self._stream, stacks=False)
+        process_end.say_last_words(self._rank, [f"{sentence}."], self._stream, stacks=False)
         self._end_keeper()
 
     def _give_up(self) -> None:
@@ -116,7 +115,7 @@ class Heartbeat:
         self._recorder.ended(End.DEADLINE, sentence)
         if self._stream is None:
             process_end.await_turn(self._rank, self._deadline_seconds)
-        process_end.say(self._rank, [f"{sentence}; stacks of all threads:"], self._stream)
-        process_end.say(self._rank, self._explain(), self._stream, stacks=False)
+        process_end.say_last_words(self._rank, [f"{sentence}; stacks of all threads:"], self._stream)
+        process_end.say_last_words(self._rank, self._explain(), self._stream, stacks=False)
         self._abort(DEADLINE)
         os._exit(DEADLINE)

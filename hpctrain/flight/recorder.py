@@ -1,4 +1,8 @@
-"""The flight recorder of a process: operations, phases and waits go into its ring as they happen, in a microsecond or so each."""
+"""The flight recorder of a process: operations, phases and waits go into its ring as they happen, in a microsecond or so each.
+
+`FlightNotes` is what a program notes, where there is a recorder. `SourceLines` finds the line of the program that posts an
+operation, in a fraction of a microsecond.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,63 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
 
-from hpctrain.launch.exit_codes import End
+from hpctrain.core.text import spans
 from hpctrain.flight.ring import Field, RingWriter, Word, file_name, record_at
-from hpctrain.flight.source_lines import SourceLines
-from hpctrain.rank_spans import spans
+from hpctrain.launch.process_end import End
+
+_PACKAGE = Path(__file__).parents[1]  # as code objects name it: links are not followed
+# These post on behalf of others.
+_INSIDE = (_PACKAGE / "comm", _PACKAGE / "flight")
+# A program that makes its code while it runs has new places without end, for which the record has no room.
+_MOST_PLACES = 4096
+
+
+class SourceLines:
+    """Remembers the line of each place in the program that it is asked about: looking one up decodes tables, and makes a text.
+
+    Args:
+        name: gives the number that stands for a text.
+    """
+
+    def __init__(self, name: Callable[[str], int]) -> None:
+        self._name = name
+        #: by code object and instruction; None: a place inside of the packages that post for others
+        self._known: dict[tuple[int, int], int | None] = {}
+        self._codes: dict[int, CodeType] = {}  # kept, so that no other one gets its number
+
+    def place(self, frame: FrameType | None) -> int:
+        """The number of "file:line" of the first frame, from this one outwards, that posts for itself; 0 where there is none."""
+        known = self._known
+        while frame is not None:
+            key = (id(frame.f_code), frame.f_lasti)
+            try:
+                place = known[key]
+            except KeyError:
+                place = self._look_up(frame, key)
+            if place is not None:
+                return place
+            frame = frame.f_back
+        return 0
+
+    def _look_up(self, frame: FrameType, key: tuple[int, int]) -> int | None:
+        if len(self._known) >= _MOST_PLACES:
+            return 0
+        path = Path(frame.f_code.co_filename)
+        place = None if any(folder in path.parents for folder in _INSIDE) else self._name(_text(path, frame.f_lineno))
+        self._codes[key[0]] = frame.f_code
+        self._known[key] = place
+        return place
+
+
+def _text(path: Path, line: int) -> str:
+    """A line, in a file of the package as seen from there."""
+    within = path.relative_to(_PACKAGE) if _PACKAGE in path.parents else path
+    return f"{within}:{line}"
 
 
 class FlightRecorder:
@@ -215,3 +269,50 @@ def _remove(path: Path | None) -> None:
         with contextlib.suppress(OSError):
             path.unlink()
             path.parent.rmdir()
+
+
+_NOTHING: AbstractContextManager[Any] = nullcontext()
+
+
+class FlightNotes:
+    """Tells a recorder what the program does; costs next to nothing where there is none.
+
+    Args:
+        recorder: None: nobody is told.
+    """
+
+    __slots__ = ("_recorder",)
+
+    def __init__(self, recorder: FlightRecorder | None) -> None:
+        self._recorder = recorder
+
+    def alive(self) -> None:
+        """The process gets on, as the heartbeat is to know. Waits do, too: they have a deadline of their own."""
+        if self._recorder is not None:
+            self._recorder.beats += 1
+
+    def phase(self, name: str) -> None:
+        """The program does something else from now on."""
+        if self._recorder is not None:
+            self._recorder.phase(name)
+
+    @contextmanager
+    def meanwhile(self, name: str) -> Iterator[None]:
+        """The program does something else while this lasts, and then again what it did before."""
+        before = None if self._recorder is None else self._recorder.phase_name
+        self.phase(name)
+        try:
+            yield
+        finally:
+            if before is not None:
+                self.phase(before)
+
+    def step(self, epoch: int, step: int) -> None:
+        """A training step begins. epoch, step: from 1 on; of the whole training."""
+        if self._recorder is not None:
+            self._recorder.step(epoch, step)
+            self._recorder.phase("a training step")
+
+    def waiting(self, purpose: str, number: int) -> AbstractContextManager[Any]:
+        """While this lasts, the program waits. number: of the operation in the record; 0: of none that was queued."""
+        return _NOTHING if self._recorder is None else self._recorder.waiting(purpose, number)

@@ -19,10 +19,9 @@ from enum import IntEnum
 from pathlib import Path
 
 from hpctrain.core.errors import DataError
-from hpctrain.launch import process_mark
-from hpctrain.launch.exit_codes import FINISHED, STOPPED
-from hpctrain.launch.exit_codes import End
-from hpctrain.rank_spans import ranks_of
+from hpctrain.core.text import ranks_of
+from hpctrain.launch import processes
+from hpctrain.launch.process_end import FINISHED, STOPPED, End
 
 MAGIC = int.from_bytes(b"hpcFLY02", "little")
 #: operations that a ring holds
@@ -106,7 +105,7 @@ class RingWriter:
             OSError: the file cannot be made, or there is no room for it.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
-        begun = path.with_name(f".{path.name}.{process_mark.own()}")
+        begun = path.with_name(f".{path.name}.{processes.own_mark()}")
         descriptor = os.open(begun, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             os.posix_fallocate(descriptor, 0, _SIZE)  # a full disk is an error now, and not a SIGBUS at some step

@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from hpctrain.flight.recorder import FlightRecorder
-from hpctrain.launch.exit_codes import End
 from hpctrain.flight.ring import file_name
 from hpctrain.launch.launcher import Launcher
+from hpctrain.launch.process_end import End
 from hpctrain.launch.processes import launcher_process, status_of
 
 #: environment variable: the directory for the records of a start

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from hpctrain.config.open_section import OPEN_SECTIONS
-from hpctrain.config.schema import Config
-from hpctrain.core.errors import CheckpointError, ConfigError
 from hpctrain.config import grid
-from hpctrain.experiment.candidate_keys import flow
+from hpctrain.config.grid import flow
+from hpctrain.config.schema import Config
+from hpctrain.config.values import OPEN_SECTIONS
+from hpctrain.core.errors import CheckpointError, ConfigError
 from hpctrain.parallel.parallel_plan import ParallelPlan
 
 if TYPE_CHECKING:  # a start with nothing `auto` must not load the planner
-    from hpctrain.experiment.planned_run import PlannedRun
     from hpctrain.planner.machine import Machine
-    from hpctrain.planner.prediction import Prediction
+    from hpctrain.planner.planned_run import PlannedRun
+    from hpctrain.planner.tasks import Prediction
 
 #: key of a checkpoint's metadata
-META = "choice"
+CHOICE_META = "choice"
 
 
 @dataclass(frozen=True)

@@ -8,20 +8,19 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from hpctrain.comm.base import Communicator
+from hpctrain.comm.base import Communicator, on_ranks, raise_on_all_ranks
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.comm.raise_on_all_ranks import on_ranks, raise_on_all_ranks
 from hpctrain.core.errors import DataError
-from hpctrain.job.session import Session
+from hpctrain.core.files import path_of
+from hpctrain.flight.autopsy import BEFORE_LOSS, explanation, records_in
 from hpctrain.flight.heartbeat import Heartbeat
 from hpctrain.flight.recorder import FlightRecorder
-from hpctrain.flight.report import BEFORE_LOSS, explanation, records_in
-from hpctrain.launch.exit_codes import End
 from hpctrain.flight.ring import file_name
+from hpctrain.job.session import Session
 from hpctrain.launch import keeper
-from hpctrain.paths import path_of
+from hpctrain.launch.process_end import End
 from hpctrain.runs.directory import RunDirectory
-from hpctrain.train.metrics_rest import Reporter
+from hpctrain.train.metrics import Reporter
 
 #: of the configuration's `flight`: in the run directory, and nowhere
 IN_RUN, NOWHERE = "run", "none"
@@ -42,14 +41,14 @@ def watched(flight: FlightRecorder, world: Communicator, deadline_seconds: float
         deadline_seconds=deadline_seconds,
         abort=world.abort,
         rank=world.rank,
-        pulse=keeper.own().pulse,
-        end_keeper=keeper.own().end,
+        pulse=keeper.current_keeper().pulse,
+        end_keeper=keeper.current_keeper().end,
         explain=explain,
     ).start()
     try:
         yield
         heartbeat.close()
-        if keeper.own().stays_stopped():
+        if keeper.current_keeper().stays_stopped():
             heartbeat.end_keeper()
         flight.ended(End.FINISHED)
     finally:
@@ -114,12 +113,12 @@ def keep_in(flight: FlightRecorder, target: Path) -> None:
     Raises:
         OSError: the file cannot be made, or there is no room for it.
     """
-    keeper.own().record(flight.keep_in(target))
+    keeper.current_keeper().record(flight.keep_in(target))
 
 
 def keep_nowhere(flight: FlightRecorder) -> None:
     """Keep this rank's record in memory from now on; its keeper then marks no record."""
-    keeper.own().record(None)
+    keeper.current_keeper().record(None)
     flight.keep_nowhere()
 
 

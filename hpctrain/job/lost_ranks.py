@@ -1,29 +1,128 @@
-"""A run that goes on without ranks that have died: what a process remembers of it, what all that are left agree on, what is said.
+"""The knowledge of a process about its run that outlives lost ranks: the run's owner, its directory, and who was lost.
 
-Each rank keeps a `RunMemory` over all worlds that the run has, which get smaller. Ranks learn of a loss at different places, so
-what they remember may differ; `RunMemory.agree` ends that before anything is made in the new world. Loads no NumPy.
+One rank's process holds the ownership of a run, and all ranks know the owner. Each rank keeps a `ShrinkState` over all worlds
+that
+the run has, which get smaller. Ranks learn of a loss at different places, so what they remember may differ;
+`ShrinkState.agree` ends
+that before anything is made in the new world. Loads no NumPy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.comm.lost_ranks import named
+from hpctrain.comm.mpi import named
 from hpctrain.config.schema import Config
-from hpctrain.core.errors import ConfigError
-from hpctrain.experiment.run_ownership import RunOwnership
+from hpctrain.core.errors import CheckpointError, CommunicationTimeoutError, ConfigError, HpctrainError, RankLostError
 from hpctrain.launch.launcher import Launcher
 from hpctrain.runs.directory import RunDirectory
+from hpctrain.runs.owner import MISSED_SECONDS, Contender, Ownership
+from hpctrain.storage.checkpoint import remove_left
 
 if TYPE_CHECKING:
     from hpctrain.comm.base import Communicator
-    from hpctrain.train.metrics_rest import Reporter
+    from hpctrain.job.session import Session
+    from hpctrain.train.metrics import Reporter
     from hpctrain.train.snapshot import Position
 
 
-class RunMemory:
+_COMMAND = "hpctrain train"
+# Time between two looks at the record of an owner.
+_LOOK_SECONDS = 0.5
+
+
+class RunOwnership:
+    """A process's knowledge of its job's ownership of a run. It survives the loss of ranks.
+
+    Attributes:
+        ownership: on rank 0, of the run that the job owns; None on other ranks, and before the job owns one.
+    """
+
+    def __init__(self) -> None:
+        self.ownership: Ownership | None = None
+        self._run: Path | None = None
+        self._token = ""
+
+    def take(self, session: Session, run: Path) -> bool:
+        """Take ownership of a run, and release another run that the job owns. Collective.
+
+        Waits for a sign of life if nothing else can tell whether another owner is alive.
+
+        Returns:
+            False if the job owned the run already.
+
+        Raises:
+            RunOwnedError: another owner is alive. CheckpointError: the run cannot be written.
+        """
+        from hpctrain.comm.base import raise_on_all_ranks  # loads NumPy, before which threads must be set
+
+        world, notes = session.world, session.progress.notes
+        run = world.broadcast_object(run.resolve())
+        if world.broadcast_object(self.ownership is not None and self.ownership.run == run):
+            return False
+        self.release()
+        contender = self._contender(session, run) if session.is_root else None
+        self._run, self._token = run, ""
+        while not self._token:
+
+            def attempt() -> str:
+                if contender is not None:
+                    self.ownership = _attempt(contender, run)
+                return "" if self.ownership is None else self.ownership.owner.token
+
+            self._token = world.broadcast_object(raise_on_all_ranks(world, attempt))
+            notes.alive()
+            if not self._token:
+                time.sleep(_LOOK_SECONDS)
+        return True
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Release the run at the end of the block, and after an error that all ranks raise.
+
+        After any other error a rank may still be writing, so that the run stays owned until the process has ended. After a loss
+        of ranks the remaining ranks go on with the run.
+        """
+        try:
+            yield
+        except (RankLostError, CommunicationTimeoutError):
+            raise
+        except HpctrainError:
+            self.release()
+            raise
+        self.release()
+
+    def release(self) -> None:
+        """Release the run. Not collective."""
+        if self.ownership is not None:
+            self.ownership.release()
+            self.ownership = None
+
+    def _contender(self, session: Session, run: Path) -> Contender:
+        """Return a contender for the run. After a loss of ranks, the new rank 0 takes over from the process that owned it."""
+        shrinks, predecessor = session.config.on_lost_rank.shrinks, self._token if self._run == run else ""
+        missed = max(MISSED_SECONDS, 2 * session.config.deadline_seconds) if shrinks else MISSED_SECONDS
+        return Contender(run, _COMMAND, predecessor=predecessor, missed_seconds=missed, outlives=shrinks)
+
+
+def _attempt(contender: Contender, run: Path) -> Ownership | None:
+    try:
+        ownership = contender.attempt()
+    except OSError as error:
+        raise CheckpointError(
+            f"The run {run} cannot be written to ({error.strerror}); make room or allow it, or train in another output."
+        ) from error
+    if ownership is not None:
+        for directory in (run, RunDirectory(run).checkpoints):
+            remove_left(directory, owned=True)  # the processes that began these files are dead
+    return ownership
+
+
+class ShrinkState:
     """A process's knowledge of its run, which outlives the ranks that are lost.
 
     Attributes:

@@ -1,7 +1,8 @@
-"""Checks that all ranks of a job start alike: same request, same packages, and same contents of everything that each rank reads.
+"""Checks that all ranks of a job start alike: same request, packages and code, same contents of everything that each rank reads.
 
 Each rank reads data files, weights, checkpoints and code by itself, by a path under which another node may have another file.
-Ranks with different inputs would train without an error, but not what any single process would. Therefore everything that ranks
+Ranks with different inputs would train without an error, but not what any single process would. Therefore everything that
+ranks
 read separately is a `Subject`, and is compared before it is used.
 """
 
@@ -17,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.comm.base import Communicator
-from hpctrain.config.schema import Config
-from hpctrain.data.facts import compared_facts
-from hpctrain.data.image_file import ImageFile
-from hpctrain.core.errors import ConfigError, DataError, HpctrainError
+from hpctrain.config.options import named, names
 from hpctrain.config.resume_rules import flat
+from hpctrain.config.schema import Config
+from hpctrain.core import user_code
+from hpctrain.core.errors import ConfigError, DataError, HpctrainError
 from hpctrain.core.files import read_bytes
+from hpctrain.data.image_file import ImageFile, compared_facts
 from hpctrain.runs.directory import software_versions
 
 _PACKAGE = Path(__file__).parents[1]
@@ -33,7 +35,7 @@ _ASIDE = (
     *(f"experiment/{name}.py" for name in ("judgement", "options_schema", "prediction", "run_events", "run_state")),
     *(f"experiment/{name}.py" for name in ("model_weights", "simulated_scaling", "smoke", "stored_run")),
     *(f"launch/{name}.py" for name in ("supervised_command", "supervisor", "train_command")),
-    *("models/onnx_model.py", "hpctrain_testing/formulas.py", "storage/convert.py", "trace/step_lanes.py", "train/predictor.py"),
+    *("models/onnx_model.py", "hpctrain_testing/formulas.py", "storage/checkpoint.py", "trace/chrome.py", "train/evaluation.py"),
 )
 #: modules that only a rank with a GPU loads
 _OF_GPUS = ("backend/cuda/", "backend/kernels/cuda/")
@@ -234,3 +236,20 @@ def _reference_words(ranks: Sequence[int]) -> str:
     """Return the words for the reference ranks, to follow "rank": rank 0 alone, if it is among them."""
     more = len(ranks) - 1 if ranks[0] else 0
     return f"{ranks[0]}" + (f" and {more} {'other' if more == 1 else 'others'}" if more else "")
+
+
+def check_same_code(world: Communicator) -> None:
+    """Compare the code that the ranks have loaded, and the user's modules that it imports. Collective.
+
+    Raises:
+        ConfigError: a rank has loaded other code than most ranks under the same name; the same error on every rank.
+    """
+    if world.size > 1:
+        mend = "give all nodes the same files"
+        of_references = Subject("other code", mend, user_code.digests())
+        compare(world, of_references, Subject("other code", mend, user_code.modules(), partial=True))
+
+
+def is_trusted(stored: Config, config: Config) -> bool:
+    """True where looking at `stored`, of a checkpoint, imports no code that `config` does not name."""
+    return all(name in names(kind) for kind, name in set(named(stored)) - set(named(config)))

@@ -1,30 +1,112 @@
-"""A started process of a job: its world, grid, progress engine and log."""
+"""A started process of a job: its world, grid, progress engine and log, and the cores that its ranks may run on.
+
+A `StartedJob` has ranks, but no grid yet; a `StartedRank` has its place on the grid; a `Session` has a configuration, too.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
+from typing import TypeVar
 
-from hpctrain import log
-from hpctrain.backend.cuda.choose import NodePlace
-from hpctrain.comm.base import Communicator
-from hpctrain.comm.grid import ProcessGrid, check_grid
-from hpctrain.comm.poll_policy import MORE_RANKS_THAN_CORES, WaitPolicy
-from hpctrain.comm.progress import ProgressEngine
-from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
-from hpctrain.comm.single import SingleCommunicator
-from hpctrain.comm.watchdog import guard
-from hpctrain.config.schema import Config
-from hpctrain.core.errors import LaunchError
-from hpctrain.job.automatic_choice import Resolved
+from hpctrain.backend.choice import NodePlace
+from hpctrain.comm.base import Communicator, SingleCommunicator, raise_on_all_ranks
+from hpctrain.comm.groups import ProcessGrid, check_grid
+from hpctrain.comm.progress import MORE_RANKS_THAN_CORES, ProgressEngine, WaitPolicy, guard
 from hpctrain.config.grid import check_batch, columns
+from hpctrain.config.schema import Config
+from hpctrain.core import log
+from hpctrain.core.errors import LaunchError
 from hpctrain.flight.recorder import FlightRecorder
+from hpctrain.job.automatic_choice import Resolved
 from hpctrain.launch.launcher import Launcher, check_world, environment_fault, lone_fault
-from hpctrain.launch.threads import ThreadPlan, outnumbers_cores
+from hpctrain.launch.threads import ThreadPlan, outnumbers_cores, usable_cores
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.trace.tracer import Tracer, capacity_for
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class StartedJob:
+    """The ranks of a started job before it has a grid. threads: per rank. deadline_seconds: how long a rank waits for others."""
+
+    world: Communicator
+    threads: int
+    deadline_seconds: float
+
+    def on_root(self, work: Callable[[], Result]) -> Result:
+        """Run `work` on rank 0, and return its result or raise its error on every rank. Collective."""
+        on_rank_0 = raise_on_all_ranks(self.world, lambda: work() if self.world.rank == 0 else None)
+        result: Result = self.world.broadcast_object(on_rank_0)
+        return result
+
+
+Cpus = frozenset[int]
+
+_MOST_RANKS = 8  # of a node, written out one by one
+_MOST_PATTERNS = 4  # nodes that differ, written out
+
+
+def cores_of_ranks(world: Communicator, node_of: Sequence[int]) -> str:
+    """The line for all ranks. Collective over `world`.
+
+    Args:
+        node_of: for each world rank, the number of its node.
+    """
+    return describe_cores(world.allgather_object(frozenset(os.sched_getaffinity(0))), node_of)
+
+
+def describe_cores(cpus: Sequence[Cpus], node_of: Sequence[int]) -> str:
+    """One line from each rank's logical CPUs; nodes whose ranks have the same ones are told once."""
+    ranks_of: dict[int, list[int]] = {}
+    for rank, node in enumerate(node_of):
+        ranks_of.setdefault(node, []).append(rank)
+    patterns: dict[tuple[Cpus, ...], list[int]] = {}  # ranks of all nodes of a kind
+    for ranks in ranks_of.values():
+        patterns.setdefault(tuple(cpus[rank] for rank in ranks), []).extend(ranks)
+    if len(patterns) == 1:
+        alike = f" on each of {len(ranks_of)} nodes" if len(ranks_of) > 1 else ""
+        return f"cores of the ranks: {_of_a_node(next(iter(patterns)))}{alike}"
+    texts = [f"{_of_a_node(pattern)} ({_ranks(ranks)})" for pattern, ranks in patterns.items()]
+    left_out = [f"and {len(texts) - _MOST_PATTERNS} more kinds of node"] if len(texts) > _MOST_PATTERNS else []
+    return "cores of the ranks: " + "; ".join(texts[:_MOST_PATTERNS] + left_out)
+
+
+def _of_a_node(cpus: Sequence[Cpus]) -> str:
+    if len(cpus) > 1 and len(set(cpus)) == 1:
+        return f"{ranges(cpus[0])}, shared by {len(cpus)} ranks"
+    texts = [ranges(mask) for mask in cpus]
+    if len(texts) > _MOST_RANKS:
+        texts = [*texts[: _MOST_RANKS - 1], "...", texts[-1]]
+    return " | ".join(texts)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {ranges(ranks)}"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Numbers as people write them: {0, 1, 2, 5} -> "0-2,5"."""
+    runs = []
+    for _, run in groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0]):
+        members = [number for _, number in run]
+        runs.append(str(members[0]) if len(members) == 1 else f"{members[0]}-{members[-1]}")
+    return ",".join(runs)
+
+
+def oversubscribed(node: Communicator, world: Communicator, threads: int) -> bool:
+    """True where on any node the threads of all ranks outnumber the cores that they may run on. Collective over `world`.
+
+    Args:
+        node: the ranks of this rank's node. threads: of this rank.
+    """
+    of_node = node.allgather_object((frozenset(os.sched_getaffinity(0)), threads))
+    cores = usable_cores(frozenset().union(*(mask for mask, _ in of_node)))
+    return any(world.allgather_object(sum(count for _, count in of_node) > cores))
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,111 @@
-"""The memory limit that a process runs under, and how often the kernel has ended one under it: Linux's control groups."""
+"""Memory and processor time that this process may use: what the machine has, and the limits of Linux's control groups.
+
+Containers and schedulers set such limits. `available_bytes` is the memory that may still be taken, `cpu_quota` the processor
+time,
+`MemoryGroup` says whether the kernel ended a process because memory ran out, and `resident_bytes` what this process holds.
+Nothing here starts a process.
+"""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+_MEMINFO = Path("/proc/meminfo")
+# (what a line of /proc/self/cgroup has for controllers, where that hierarchy is, files of the limit and of the use, and the name
+# of the part of it that the kernel can take back at once)
+_MEMORY_FILES = (
+    ("memory", Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ("", Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
+)
+
+
+def available_bytes(root: Path = Path("/")) -> int | None:
+    """The bytes that may still be taken here; None where nothing tells. root: of the file system, for tests."""
+    rooms = [*_of_machine(root), *_of_groups(root)]
+    return max(0, min(rooms)) if rooms else None
+
+
+def _of_machine(root: Path) -> Iterator[int]:
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in (root / _MEMINFO.relative_to("/")).read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                yield int(line.split()[1]) * 1024
+
+
+def _of_groups(root: Path) -> Iterator[int]:
+    for controller, mount, *files in _MEMORY_FILES:
+        for folder in control_groups(controller, mount, root):
+            yield from _room(folder, *files)
+
+
+def control_groups(controller: str, mount: Path, root: Path = Path("/")) -> Iterator[Path]:
+    """Yield this process's control group and its ancestors, innermost first: a job's limit may be set above that of its step.
+
+    Args:
+        controller: of version 1; empty for version 2. mount: of its hierarchy. root: of the file system, for tests.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        lines = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
+        top = root / mount.relative_to("/")
+        for _, controllers, group in lines:
+            if controller in controllers.split(","):
+                folder = top / group.lstrip("/")
+                yield from (place for place in (folder, *folder.parents) if place.is_relative_to(top))
+
+
+def _room(folder: Path, limit: str, use: str, reclaimable: str) -> Iterator[int]:
+    """The limit of a group less its use; nothing where there is no limit, or no such group here, as in a container."""
+    with contextlib.suppress(OSError, ValueError):
+        most, used = int((folder / limit).read_text()), int((folder / use).read_text())
+        values = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines() if len(line.split()) == 2)
+        yield most - used + int(values.get(reclaimable, 0))
+
+
+# Version 1 is mounted by the names of its controllers.
+_V1_MOUNTS = (Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup/cpu,cpuacct"), Path("/sys/fs/cgroup/cpuacct,cpu"))
+_V2_MOUNTS = (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified"))
+
+
+def cpu_quota(root: Path = Path("/")) -> float | None:
+    """Return the number of CPUs whose time this process's control group may use: the minimum over the group and its ancestors.
+
+    None if there is no limit. More threads than that use the quota up early, and all wait until the next period.
+
+    Args:
+        root: of the file system, for tests.
+    """
+    return min(_quotas(root), default=None)
+
+
+def whole_quota(root: Path = Path("/")) -> int | None:
+    """Return `cpu_quota` rounded down to whole cores, at least 1. That number of threads is never throttled."""
+    quota = cpu_quota(root)
+    return None if quota is None else max(1, int(quota))
+
+
+def _quotas(root: Path) -> Iterator[float]:
+    for mount in _V2_MOUNTS:
+        for folder in control_groups("", mount, root):
+            with contextlib.suppress(OSError, ValueError):  # "max 100000" means no limit
+                quota, period = map(int, (folder / "cpu.max").read_text().split())
+                yield from _share(quota, period)
+    for mount in _V1_MOUNTS:
+        for folder in control_groups("cpu", mount, root):
+            with contextlib.suppress(OSError, ValueError):  # a quota of -1 means no limit
+                quota, period = (int((folder / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
+                yield from _share(quota, period)
+
+
+def _share(quota: int, period: int) -> Iterator[float]:
+    if quota > 0 and period > 0:
+        yield quota / period
+
+
 # (what a line of /proc/self/cgroup has for controllers, where that hierarchy is, the files of counts and of the limit)
-_VERSIONS = (
+_KILL_FILES = (
     ("memory", Path("/sys/fs/cgroup/memory"), "memory.oom_control", "memory.limit_in_bytes"),
     ("", Path("/sys/fs/cgroup"), "memory.events", "memory.max"),
 )
@@ -31,7 +129,7 @@ class MemoryGroup:
         """The group of this process. root: of the file system, for tests."""
         with contextlib.suppress(OSError, ValueError):
             lines = [line.split(":", 2) for line in listing.read_text().splitlines()]
-            for controller, mount, counts, limit in _VERSIONS:
+            for controller, mount, counts, limit in _KILL_FILES:
                 for _, controllers, group in lines:
                     # In a container the path may be that of the machine, where the group itself is mounted.
                     for folder in (root / mount.relative_to("/") / group.lstrip("/"), root / mount.relative_to("/")):
@@ -70,3 +168,19 @@ def _kills(path: Path) -> int:
     if "oom_kill" not in values:
         raise ValueError("no count of processes")
     return int(values["oom_kill"])
+
+
+def peak_resident_bytes() -> int:
+    """The most memory that this process has held resident so far."""
+    return _status_bytes("VmHWM")
+
+
+def resident_bytes() -> int:
+    """The memory that this process holds resident now."""
+    return _status_bytes("VmRSS")
+
+
+def _status_bytes(field: str) -> int:
+    with open("/proc/self/status", encoding="ascii") as file:
+        line = next(line for line in file if line.startswith(f"{field}:"))
+    return int(line.split()[1]) * 1024

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpctrain.core.errors import LaunchError
-from hpctrain.speaker import place
+from hpctrain.core.text import place
 
 #: set by the user: how many ranks the job must have
 EXPECT_RANKS = "HPCTRAIN_EXPECT_RANKS"

@@ -1,4 +1,8 @@
-"""The words of a process that gives up: in whole lines with its place, in its log file, too, and by few ranks of a job."""
+"""How a process ends: the exit codes of a job, the kinds of an end, and the last words of a process that gives up.
+
+Exit codes are the same on every rank; 128 + n stands for an end by signal n that left no checkpoint. Last words are written in
+whole lines with the rank's place, in its log file, too, and by few ranks of a job.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,36 @@ import faulthandler
 import os
 import time
 from collections.abc import Sequence
+from enum import IntEnum
 from typing import TextIO
 
 from hpctrain.core import log
+from hpctrain.core.text import beginning_with, write_lines
 from hpctrain.launch.launcher import place_of
-from hpctrain.speaker import beginning_with, write_lines
+
+FINISHED = 0
+BUG = 1
+USER_ERROR = 2
+#: a signal or the limit of time asked for the end, and a checkpoint to go on from was written: requeue on it
+STOPPED = 85
+#: a wait among the ranks took longer than the deadline
+DEADLINE = 124
+SIGNALLED = 128
+
+
+class End(IntEnum):
+    """How a process ended, as far as it knew, or as its keeper saw."""
+
+    RUNNING = 0
+    FINISHED = 1
+    FAILED = 2
+    DEADLINE = 3
+    SIGNAL = 4
+    LEFT = 5  # by something that called exit()
+    WENT_ON = 6  # the process itself did not: another rank was lost, and it has another record from there on
+    LAUNCHER = 7  # by its keeper, since the launcher's process had ended or was stopped
+    CLOSED = 8  # by its keeper, since the process had closed descriptors of other parts of the program
+
 
 # Until a job is ended that another rank has given up.
 _TURN_SECONDS = 1.0
@@ -35,7 +64,7 @@ def await_turn(rank: int | None, deadline_seconds: float) -> None:
     time.sleep(turn_seconds(rank or 0, deadline_seconds))
 
 
-def say(rank: int | None, lines: Sequence[str], stream: TextIO | None = None, *, stacks: bool = True) -> None:
+def say_last_words(rank: int | None, lines: Sequence[str], stream: TextIO | None = None, *, stacks: bool = True) -> None:
     """Print lines on standard error, with this rank's place, and the stacks of all threads behind them.
 
     Past Python's streams, whose locks a thread that hangs may hold.
@@ -52,7 +81,7 @@ def say(rank: int | None, lines: Sequence[str], stream: TextIO | None = None, *,
         else:
             stream.write(text)
             stream.flush()
-    log.also(text, last=True)
+    log.tee(text, last=True)
 
 
 def stacks_of_threads() -> str:

@@ -1,12 +1,16 @@
-"""The scheduler's job that this process belongs to, and queries for the state of a job."""
+"""The scheduler's job of this process: its number, whether a job is alive, its age here and the time that it has left."""
 
 from __future__ import annotations
 
 import os
 import re
 import subprocess
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+from hpctrain.launch import keeper
+from hpctrain.launch.processes import status_of
 
 SLURM, PBS = "Slurm", "PBS"
 #: environment variables of a PBS job that resubmits itself: the number of the first job, and the number of resubmissions
@@ -97,3 +101,22 @@ def _slurm_answer(done: subprocess.CompletedProcess[str]) -> bool | None:
 
 def _pbs_answer(done: subprocess.CompletedProcess[str]) -> bool | None:
     return False if done.returncode and _PBS_OVER.search(done.stdout + done.stderr) else None
+
+
+#: in the environment of Slurm's jobs since 22.05: the second of the wall clock at which the job will be ended
+SLURM_END = "SLURM_JOB_END_TIME"
+
+
+def age_seconds() -> float:
+    """Seconds since the launcher started this rank: its keeper, where it has one. 0 where the system does not say."""
+    process = os.getpid() if keeper.current_keeper().said is None else os.getppid()
+    status = status_of(process)
+    if status is None:
+        return 0.0
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - status.begun / os.sysconf("SC_CLK_TCK"))
+
+
+def slurm_seconds_left(environ: Mapping[str, str]) -> float | None:
+    """Seconds until Slurm ends this job; None where its environment does not say."""
+    end = environ.get(SLURM_END, "")
+    return int(end) - time.time() if end.isdecimal() else None

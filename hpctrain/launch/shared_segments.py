@@ -19,8 +19,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.launch.process_mark import begun as _begun
-from hpctrain.launch.process_mark import namespace as _namespace
+from hpctrain.launch.processes import process_namespace as _namespace
+from hpctrain.launch.processes import start_ticks as _begun
 
 MEMORY = Path("/dev/shm")
 

@@ -18,14 +18,9 @@ from signal import Signals
 
 from hpctrain.core import log
 from hpctrain.launch import process_end
-from hpctrain.launch.exit_codes import SIGNALLED
 from hpctrain.launch.launcher import place_of
-from hpctrain.launch.signal_mask import HELD
-from hpctrain.launch.signal_mask import OF_PROGRAMS
-from hpctrain.launch.signal_mask import STACKS
-from hpctrain.launch.signal_mask import STOPS
-from hpctrain.launch.signal_mask import hold
-from hpctrain.launch.signal_mask import release
+from hpctrain.launch.process_end import SIGNALLED
+from hpctrain.launch.signal_mask import OF_PROGRAMS, STACKS, STOPS, hold
 
 # One request may arrive several times: from the terminal, the launcher, the parent process. What comes later is another one.
 AGAIN_SECONDS = 3.0
@@ -138,7 +133,7 @@ class SignalWatch:
             self._stop(number, now)
         elif number == STACKS and now - self._stacks_at >= _STACKS_SECONDS:
             self._stacks_at = now
-            process_end.say(self._rank, [f"{number.name} received, the run goes on; stacks of all threads:"])
+            process_end.say_last_words(self._rank, [f"{number.name} received, the run goes on; stacks of all threads:"])
 
     def _run(self) -> None:
         while not self._closed:
@@ -177,4 +172,4 @@ class SignalWatch:
         clear = "\r\x1b[2K" if os.isatty(2) else ""
         with contextlib.suppress(OSError):
             os.write(2, f"{clear}hpctrain: {place}{sentence}\n".encode())
-        log.also(sentence, logging.WARNING, last=True)
+        log.tee(sentence, logging.WARNING, last=True)

@@ -1,9 +1,15 @@
-"""Standard streams: what the starter of this process has closed (`>&-`; some batch systems close stdin), and the last words."""
+"""Standard streams of a process: open what its starter closed, survive a full disk, and flush before the end.
+
+A starter may close a descriptor (`>&-`; some batch systems close stdin). A standard output that is a file may be on a disk
+which
+is full or fails: a run does not end because of what it prints.
+"""
 
 from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import fcntl
 import io
 import os
@@ -11,6 +17,7 @@ import stat
 import sys
 import termios
 import time
+from typing import Any
 
 _LOOK_SECONDS = 1e-3
 
@@ -54,3 +61,47 @@ def _unread(descriptor: int) -> int:
         if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
             fcntl.ioctl(descriptor, termios.FIONREAD, count)
     return count[0]
+
+
+_REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE, errno.ENOTCONN)
+
+
+class ForgivingFile(io.RawIOBase):
+    """Writes to a descriptor, which stays open; what the disk refuses is dropped, and told once on standard error."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._told = False
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        return False
+
+    def write(self, data: Any) -> int:
+        try:
+            return os.write(self._descriptor, data)
+        except OSError as error:
+            if error.errno not in _REFUSED:
+                raise
+            if not self._told:
+                self._told = True
+                said = f"hpctrain: the standard output cannot be written ({error.strerror}); the run goes on without it.\n"
+                with contextlib.suppress(OSError):
+                    os.write(2, said.encode())
+            return len(data)
+
+
+def go_on_without_output() -> None:
+    """From now on a disk that refuses the standard output ends nothing. A terminal, and a pipe whose reader may leave, stay."""
+    with contextlib.suppress(OSError, ValueError):
+        mode = os.fstat(1).st_mode
+        if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or os.isatty(1) or sys.stdout.fileno() != 1:
+            return
+        sys.stdout.flush()
+        file = io.BufferedWriter(ForgivingFile(1))
+        sys.stdout = io.TextIOWrapper(file, sys.stdout.encoding, sys.stdout.errors, write_through=False)

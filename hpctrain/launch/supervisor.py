@@ -1,20 +1,234 @@
-"""Starts a training again where it fails: from its newest checkpoint, after a pause that grows, on other nodes where one is bad.
+"""Restart a training that fails: from its newest checkpoint, after a pause that grows, on other nodes where one is bad.
 
-Knows no MPI and no files: how an attempt is run, and what it has left, are told by others.
+`TrainCommand` finds the training in a command line and makes the command of the next attempt. `SupervisedCommand` runs a
+command:
+it is told of requests to stop once, and leaves no process behind. The command is in a process group of its own, so that Ctrl-C
+at
+a terminal reaches the supervisor alone: launchers that get it twice kill their ranks. Processes whose parent ends before them
+become children of the supervisor, which ends those that stay. Where the supervisor is killed, the system sends the command
+SIGTERM. `Supervisor` decides after each attempt. It knows no MPI and no files: how an attempt is run, and what it has left,
+are
+told by others.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from signal import Signals
 from typing import Any, Protocol
 
-from hpctrain.launch.exit_codes import FINISHED, SIGNALLED, STOPPED, USER_ERROR
-from hpctrain.launch.train_command import TrainCommand
+from hpctrain.core.errors import LaunchError
+from hpctrain.launch.process_end import FINISHED, SIGNALLED, STOPPED, USER_ERROR
+from hpctrain.launch.signal_mask import HELD, STOPS, release
+from hpctrain.launch.signals import AGAIN_SECONDS
+
+_PROGRAM, _TRAIN, _RESUME = "hpctrain", "train", "--resume"
+_SRUN = "srun"
+_EXCLUDE = ("--exclude", "-x")
+
+
+@dataclass(frozen=True)
+class TrainCommand:
+    """The words of a command; `train` is the word at the place `train_at`."""
+
+    words: tuple[str, ...]
+    train_at: int
+
+    @classmethod
+    def find(cls, words: Sequence[str]) -> TrainCommand:
+        """The command, with its training found: the word `train` behind `hpctrain`, by whatever path.
+
+        Raises:
+            LaunchError: there is none, or there are several.
+        """
+        places = [place for place in range(1, len(words)) if words[place] == _TRAIN and Path(words[place - 1]).name == _PROGRAM]
+        if len(places) != 1:
+            found = "no training" if not places else f"{len(places)} trainings"
+            raise LaunchError(
+                f'The command "{" ".join(words)}" has {found} in it; it must have the words hpctrain train FILE once, as in '
+                "mpiexec -n 4 python -m mpi4py -m hpctrain train FILE."
+            )
+        return cls(tuple(words), places[0])
+
+    @property
+    def training(self) -> tuple[str, ...]:
+        """The words behind `train`: file, overrides and options."""
+        return self.words[self.train_at + 1 :]
+
+    @property
+    def uses_srun(self) -> bool:
+        """Slurm starts it."""
+        return Path(self.words[0]).name == _SRUN
+
+    def resumed(self, run: Path) -> TrainCommand:
+        """The same, going on from the newest checkpoint of a run directory."""
+        before, rest = self.words[: self.train_at + 1], _without(self.training, (_RESUME,))
+        return TrainCommand((*before, _RESUME, str(run), *rest), self.train_at)
+
+    def excluding(self, nodes: Iterable[str]) -> TrainCommand:
+        """The same under `srun`, on none of these nodes, nor on those that it leaves out already."""
+        given = _values(self.words[1 : self.train_at], _EXCLUDE)
+        names = list(dict.fromkeys((*given, *nodes)))
+        if not names:
+            return self
+        before = (self.words[0], f"{_EXCLUDE[0]}={','.join(names)}", *_without(self.words[1 : self.train_at], _EXCLUDE))
+        return TrainCommand((*before, *self.words[self.train_at :]), len(before))
+
+
+def _split(words: Sequence[str], options: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words without these options, and the values of the options."""
+    kept: list[str] = []
+    values: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        option, equals, value = word.partition("=")
+        if option not in options:
+            kept.append(word)
+        elif equals:
+            values.append(value)
+        else:
+            values += [following for following in [next(rest, None)] if following is not None]
+    return kept, values
+
+
+def _without(words: Sequence[str], options: Sequence[str]) -> list[str]:
+    return _split(words, options)[0]
+
+
+def _values(words: Sequence[str], options: Sequence[str]) -> list[str]:
+    return _split(words, options)[1]
+
+
+#: the request that every launcher passes on to its ranks, and none takes for its own
+PASSED_ON = Signals.SIGUSR1
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_LOOK_SECONDS = 1.0
+# That a command may take to end at an interrupt, and those whose parent is gone to end by themselves.
+_INTERRUPTED_SECONDS = 10.0
+_ORPHAN_SECONDS = 20.0
+
+
+class SupervisedCommand:
+    """Runs one command after another. One per process, on the main thread, which has no others when it is made.
+
+    Args:
+        say: tells a person a sentence.
+
+    Attributes:
+        request: the signal that has asked for the end; None: none has.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.request: Signals | None = None
+        self._say = say
+        self._asked_at = self._kill_at = float("inf")
+        self._libc = ctypes.CDLL(None)
+        self._waited = frozenset(HELD)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_BLOCK, self._waited)
+        self._libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+    def close(self) -> None:
+        """Let signals do again what they did before."""
+        self._libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        release()
+
+    def run(self, words: Sequence[str]) -> int:
+        """Run a command to its end; give its exit code, 128 + n where signal n has ended it.
+
+        Raises:
+            LaunchError: it cannot be started.
+        """
+        try:
+            process = subprocess.Popen(words, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=self._prepare)
+        except OSError as error:
+            raise LaunchError(f"{words[0]} cannot be started: {error.strerror}.") from error
+        try:
+            while process.poll() is None:
+                self._take(self._next(_LOOK_SECONDS), process.pid)
+                if time.monotonic() >= self._kill_at:
+                    self._kill_group(process.pid)
+        finally:
+            if process.poll() is None:
+                self._kill_group(process.pid)
+                process.wait()
+            self._end_left_behind()
+        return process.returncode if process.returncode >= 0 else SIGNALLED - process.returncode
+
+    def pause(self, seconds: float) -> None:
+        """Wait, until somebody asks for the end."""
+        end = time.monotonic() + seconds
+        while self.request is None and (left := end - time.monotonic()) > 0:
+            self._take(self._next(min(left, _LOOK_SECONDS)), None)
+
+    def _prepare(self) -> None:
+        """In the command's process, before its program."""
+        release()
+        self._libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+
+    def _next(self, seconds: float) -> Signals | None:
+        received = signal.sigtimedwait(self._waited, seconds)
+        return None if received is None else Signals(received.si_signo)
+
+    def _take(self, number: Signals | None, process: int | None) -> None:
+        if number not in STOPS:
+            return
+        now = time.monotonic()
+        if self.request is None:
+            self.request, self._asked_at = number, now
+            self._say(f"{number.name} received: the training saves and ends, and is not started again")
+            self._send(process, PASSED_ON)
+        elif number == Signals.SIGINT and now - self._asked_at >= AGAIN_SECONDS:
+            self._say(f"{number.name} received again: the training ends at once")
+            self._send(process, Signals.SIGINT)
+            self._kill_at = min(self._kill_at, now + _INTERRUPTED_SECONDS)
+
+    @staticmethod
+    def _send(process: int | None, number: Signals) -> None:
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, number)
+
+    @staticmethod
+    def _kill_group(process: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process, signal.SIGKILL)
+
+    def _end_left_behind(self) -> None:
+        """Wait for processes of the command that have outlived it, and end those that stay for too long."""
+        patience = 0.0 if time.monotonic() >= self._kill_at else _ORPHAN_SECONDS
+        end = time.monotonic() + patience
+        while children := _children():
+            for child in children:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(child, os.WNOHANG)
+            if time.monotonic() >= end:
+                for child in children:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(child, signal.SIGKILL)
+            self._take(self._next(0.05), None)
+
+
+def _children() -> list[int]:
+    """The processes whose parent this one is, zombies among them."""
+    this, children = os.getpid(), []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == this:
+                    children.append(int(entry.name))
+    return children
+
 
 LONGEST_PAUSE_SECONDS = 300.0
 #: failures after which a node is left out
@@ -32,7 +246,7 @@ class Runner(Protocol):
 
 
 @dataclass(frozen=True)
-class Rules:
+class RestartPolicy:
     """The restarts after failures between which no checkpoint was written, and the first pause; further ones double.
 
     requeue: go on after exit code 85, too. excludes: leave out nodes that failed twice.
@@ -45,7 +259,7 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class Traces:
+class AttemptOutcome:
     """The traces of an attempt. run: its directory. checkpoint: the newest one that it has written. None: there is none.
 
     finding: the first one of its flight records. node: that of the ranks that these blame, where it is one of several; or "".
@@ -67,7 +281,7 @@ class Attempt:
     begin: float
     end: float
     code: int
-    traces: Traces
+    traces: AttemptOutcome
     excluded: tuple[str, ...]
     next: str
 
@@ -107,10 +321,10 @@ class Supervisor:
     def __init__(
         self,
         command: TrainCommand,
-        rules: Rules,
+        rules: RestartPolicy,
         runner: Runner,
         *,
-        look: Callable[[], Traces],
+        look: Callable[[], AttemptOutcome],
         keep: Callable[[Attempt], None],
         say: Callable[[str], None],
     ) -> None:
@@ -151,7 +365,7 @@ class Supervisor:
             command = command.resumed(self._state.run)
         return command.excluding(excluded).words if excluded else command.words
 
-    def _judge(self, code: int, traces: Traces) -> tuple[float | None, str]:
+    def _judge(self, code: int, traces: AttemptOutcome) -> tuple[float | None, str]:
         progress = traces.checkpoint is not None
         if code == FINISHED:
             return None, "done"
@@ -166,7 +380,7 @@ class Supervisor:
             return 0.0, "stopped with a checkpoint, and goes on"
         return self._failed(traces, progress=progress)
 
-    def _failed(self, traces: Traces, *, progress: bool) -> tuple[float | None, str]:
+    def _failed(self, traces: AttemptOutcome, *, progress: bool) -> tuple[float | None, str]:
         state, rules = self._state, self._rules
         state.failures = 1 if progress else state.failures + 1
         if rules.excludes and traces.node:

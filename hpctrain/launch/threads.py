@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.core.errors import LaunchError
-from hpctrain.launch.cpu_quota import whole_quota
+from hpctrain.launch.control_groups import whole_quota
 from hpctrain.launch.launcher import Launcher
 from hpctrain.launch.processes import launcher_process
 

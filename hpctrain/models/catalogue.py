@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpctrain.core.errors import ConfigError, OptionError
-from hpctrain.nn.layers import Layer
 from hpctrain.core.registry import Registry, check_options, parameters_of
+from hpctrain.nn.layers import Layer
 
 FAMILIES: Registry[Layer] = Registry("hpctrain.models.families", "model", None)
 

@@ -11,11 +11,22 @@ from typing import Any
 import numpy as np
 
 from hpctrain.backend.graph import Graph, GraphBuilder, Node
-from hpctrain.backend.specs import AdaptiveAveragePoolSpec, AddSpec, BatchNormSpec, Conv2dSpec, DropoutSpec, FlattenSpec, LinearSpec, PoolSpec, ReluSpec, TensorSpec, Window
+from hpctrain.backend.specs import (
+    AdaptiveAveragePoolSpec,
+    AddSpec,
+    BatchNormSpec,
+    Conv2dSpec,
+    DropoutSpec,
+    FlattenSpec,
+    LinearSpec,
+    PoolSpec,
+    ReluSpec,
+    TensorSpec,
+    Window,
+)
 from hpctrain.core.errors import BackendError, CheckpointError
 from hpctrain.models.state_dict import StateEntry, declared_state
-from hpctrain.nn.layers import Layer
-from hpctrain.nn.layers_parts.pad_channels import PadChannelsSpec
+from hpctrain.nn.layers import Layer, PadChannelsSpec
 
 #: operator set: of those that define all operators used here, the newest that runtimes of the last two years know
 OPSET = 21

@@ -6,13 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from hpctrain.core.errors import OptionError
-from hpctrain.nn.layers import Layer
-from hpctrain.nn.layers_parts.batch_norm import BatchNorm
-from hpctrain.nn.layers_parts.conv2d import Conv2d
-from hpctrain.nn.layers_parts.relu import ReLU
-from hpctrain.nn.layers_parts.residual import Residual
-from hpctrain.nn.layers_parts.sequential import Sequential
-from hpctrain.nn.layers_parts.stochastic_depth import StochasticDepth
+from hpctrain.nn.layers import BatchNorm, Conv2d, Layer, ReLU, Residual, Sequential, StochasticDepth
 
 MOST_CHANNELS = 1_000_000  # far beyond any network: what is larger is a slip of the pen
 

@@ -2,17 +2,40 @@
 
 A layer declares its parameters and says which operation it is; it holds no arrays and knows no rank. What runs it is a
 `Program`, with operators of the chosen kernel set. Parallelism, fusion and layouts work on the graph and leave layers alone.
+The bases come first (`Layer`, `Leaf`), then the short forms of windows, then one class for each layer, and the containers
+last. A layer of one's own derives from `hpctrain.nn.custom.ArrayLayer`.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 from hpctrain.backend.graph import GraphBuilder
-from hpctrain.backend.specs import Spec, TensorSpec, Window
-from hpctrain.nn.parameter import ParameterSpec, StatisticSpec
+from hpctrain.backend.operators import AnyArrays, Operator, StepContext
+from hpctrain.backend.specs import (
+    AdaptiveAveragePoolSpec,
+    AddSpec,
+    BatchNormSpec,
+    Conv2dSpec,
+    DropoutSpec,
+    Edges,
+    FlattenSpec,
+    LinearSpec,
+    Pair,
+    PoolSpec,
+    ReluSpec,
+    Spec,
+    TensorSpec,
+    Window,
+)
+from hpctrain.core.errors import ConfigError, ShapeError
+from hpctrain.core.intervals import Box
+from hpctrain.nn import initialise
+from hpctrain.nn.parameter import Initializer, Interchange, ParameterSpec, StatisticSpec
 
 
 def join(prefix: str, name: str) -> str:
@@ -81,3 +104,489 @@ class Leaf(Layer):
             parameters={role: join(name, role) for role in self.parameters()},
             statistics={role: join(name, role) for role in self.statistics()},
         )
+
+
+PairLike = int | Pair
+EdgesLike = int | Pair | Edges
+
+
+def pair(value: PairLike, what: str, smallest: int = 1) -> Pair:
+    """(rows, columns) from one number or a pair.
+
+    Raises:
+        ShapeError: a value below `smallest`; `what` names it.
+    """
+    rows, columns = (value, value) if isinstance(value, int) else value
+    if min(rows, columns) < smallest:
+        nearest = (max(rows, smallest), max(columns, smallest))
+        raise ShapeError(f"A {what} of {(rows, columns)} is below {smallest}; the nearest legal one is {nearest}.")
+    return rows, columns
+
+
+def edges(padding: EdgesLike) -> Edges:
+    """(top, bottom, left, right) from one number, (rows, columns) as torch has it, or the four edges.
+
+    Raises:
+        ShapeError: a negative edge, or another number of values.
+    """
+    values = (padding, padding) if isinstance(padding, int) else tuple(padding)
+    if len(values) == 2:
+        values = (values[0], values[0], values[1], values[1])
+    if len(values) != 4:
+        raise ShapeError(
+            f"A padding {values} of {len(values)} values is none of one number, (rows, columns) and (top, bottom, left, right)."
+        )
+    if min(values) < 0:
+        nearest = tuple(max(0, value) for value in values)
+        raise ShapeError(f"A padding of {values} has a negative edge; the nearest legal one is {nearest}.")
+    return values
+
+
+def window(kernel: PairLike, stride: PairLike, padding: EdgesLike, dilation: PairLike = 1) -> Window:
+    """The window of a convolution or pool.
+
+    Raises:
+        ShapeError: a kernel, stride or dilation below 1, or a negative padding.
+    """
+    return Window(pair(kernel, "kernel"), pair(stride, "stride"), edges(padding), pair(dilation, "dilation"))
+
+
+class Conv2d(Leaf):
+    """y (N, Ho, Wo, K) from x (N, H, W, C) with weight (K, R, S, C / groups) and bias (K).
+
+    Args:
+        channels_in, channels_out: C and K.
+        kernel, stride, dilation: one number or (rows, columns).
+        padding: zeros around the image: one number, (rows, columns) or (top, bottom, left, right).
+        groups: divides C and K; C for a depthwise convolution.
+        bias: whether a bias is added; leave it out before a batch norm, which cancels it.
+        weight_values, bias_values: first values; by default He's normal with fan out, and 0.
+
+    Raises:
+        ShapeError: sizes below 1, a negative padding, groups that do not divide the channels.
+    """
+
+    def __init__(
+        self,
+        channels_in: int,
+        channels_out: int,
+        kernel: PairLike,
+        stride: PairLike = 1,
+        padding: EdgesLike = 0,
+        dilation: PairLike = 1,
+        groups: int = 1,
+        bias: bool = True,
+        *,
+        weight_values: Initializer | None = None,
+        bias_values: Initializer | None = None,
+    ) -> None:
+        self.window = window(kernel, stride, padding, dilation)
+        self._spec = Conv2dSpec(channels_in, channels_out, self.window, groups, bias)
+        fan_out = channels_out * math.prod(self.window.kernel)
+        self._weight_values = initialise.kaiming_normal(fan_out) if weight_values is None else weight_values
+        self._bias_values = initialise.constant(0.0) if bias_values is None else bias_values
+
+    def spec(self, name: str) -> Conv2dSpec:
+        return self._spec
+
+    def parameters(self) -> Mapping[str, ParameterSpec]:
+        weight = ParameterSpec(self._spec.weight_shape, self._weight_values, interchange=Interchange(axes=(0, 3, 1, 2)))
+        if not self._spec.bias:
+            return {"weight": weight}
+        bias = ParameterSpec((self._spec.channels_out,), self._bias_values, decay=False)
+        return {"weight": weight, "bias": bias}
+
+
+class Linear(Leaf):
+    """y (N, out) = x (N, in) @ weight (in, out) + bias (out).
+
+    Args:
+        features_in, features_out: sizes of one sample.
+        bias: whether a bias is added.
+        image_shape: (H, W, C) of the image whose flattening is the input, if it is one: torchvision flattens (C, H, W), so its
+            rows are in another order, which matters for interchange only.
+        weight_values, bias_values: first values; uniform in +-1/sqrt(in) by default.
+
+    Raises:
+        ShapeError: sizes below 1, or an image of another size than the input.
+    """
+
+    def __init__(
+        self,
+        features_in: int,
+        features_out: int,
+        bias: bool = True,
+        *,
+        image_shape: tuple[int, int, int] | None = None,
+        weight_values: Initializer | None = None,
+        bias_values: Initializer | None = None,
+    ) -> None:
+        if min(features_in, features_out) < 1:
+            raise ShapeError(f"A linear layer from {features_in} to {features_out} features is empty; both must be at least 1.")
+        if image_shape is not None and math.prod(image_shape) != features_in:
+            raise ShapeError(
+                f"An image of shape {image_shape} has {math.prod(image_shape)} elements, the linear layer takes {features_in}."
+            )
+        self._spec = LinearSpec(features_in, features_out, bias)
+        default = initialise.uniform(1.0 / math.sqrt(features_in))
+        self._weight_values = default if weight_values is None else weight_values
+        self._bias_values = default if bias_values is None else bias_values
+        self._interchange = _interchange(features_out, image_shape)
+
+    def spec(self, name: str) -> LinearSpec:
+        return self._spec
+
+    def parameters(self) -> Mapping[str, ParameterSpec]:
+        weight = ParameterSpec(
+            self._spec.weight_shape, self._weight_values, interchange=self._interchange, sufficient_factors=True
+        )
+        if not self._spec.bias:
+            return {"weight": weight}
+        return {
+            "weight": weight,
+            "bias": ParameterSpec((self._spec.features_out,), self._bias_values, decay=False, sufficient_factors=True),
+        }
+
+
+def _interchange(features_out: int, image_shape: tuple[int, int, int] | None) -> Interchange:
+    if image_shape is None:
+        return Interchange(axes=(1, 0))
+    return Interchange((*image_shape, features_out), (3, 2, 0, 1), (features_out, math.prod(image_shape)))
+
+
+class BatchNorm(Leaf):
+    """y = weight * (x - mean) / sqrt(var + epsilon) + bias per channel, the last dim (Ioffe and Szegedy 2015, algorithm 1).
+
+    The number of batches seen, which torchvision stores beside the running statistics, is not modelled: with a fixed momentum
+    nothing depends on it.
+
+    Args:
+        channels: C.
+        epsilon: added to the variance.
+        momentum: weight of the newest batch in the running mean and variance, in [0, 1].
+        synchronised: statistics of all ranks that share the step instead of this rank's samples only.
+        weight: first value of every element of the weight (gamma); 0 makes a residual block start as the identity.
+
+    Raises:
+        ShapeError: channels below 1, a momentum outside [0, 1], an epsilon that is not positive.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        epsilon: float = 1e-5,
+        momentum: float = 0.1,
+        synchronised: bool = False,
+        *,
+        weight: float = 1.0,
+    ) -> None:
+        if channels < 1:
+            raise ShapeError(f"Batch norm over {channels} channels is empty; it needs at least 1.")
+        if not 0.0 <= momentum <= 1.0:
+            raise ShapeError(f"A batch norm momentum of {momentum} is outside [0, 1]; the default is 0.1.")
+        if not epsilon > 0.0:
+            raise ShapeError(f"A batch norm epsilon of {epsilon} is not positive; the default is 1e-05.")
+        self._spec = BatchNormSpec(channels, epsilon, synchronised)
+        self._momentum = momentum
+        self._weight = weight
+
+    def spec(self, name: str) -> BatchNormSpec:
+        return self._spec
+
+    def parameters(self) -> Mapping[str, ParameterSpec]:
+        shape = (self._spec.channels,)
+        return {
+            "weight": ParameterSpec(shape, initialise.constant(self._weight), decay=False),
+            "bias": ParameterSpec(shape, initialise.constant(0.0), decay=False),
+        }
+
+    def statistics(self) -> Mapping[str, StatisticSpec]:
+        shape = (self._spec.channels,)
+        return {
+            "running_mean": StatisticSpec(shape, 0.0, self._momentum),
+            "running_var": StatisticSpec(shape, 1.0, self._momentum),
+        }
+
+
+class ReLU(Leaf):
+    """y = max(x, 0), element by element; the gradient at 0 is 0."""
+
+    def spec(self, name: str) -> ReluSpec:
+        return ReluSpec()
+
+
+class MaxPool(Leaf):
+    """y (N, Ho, Wo, C): the largest value of each window of x (N, H, W, C); padding counts as -inf.
+
+    Args:
+        kernel, dilation: one number or (rows, columns).
+        stride: the kernel by default.
+        padding: one number, (rows, columns) or (top, bottom, left, right); at most half the kernel.
+        ceil_mode: a last window that only partly covers the image counts too.
+
+    Raises:
+        ShapeError: sizes below 1, or a padding of more than half the kernel.
+    """
+
+    def __init__(
+        self,
+        kernel: PairLike,
+        stride: PairLike | None = None,
+        padding: EdgesLike = 0,
+        dilation: PairLike = 1,
+        ceil_mode: bool = False,
+    ) -> None:
+        self.window = window(kernel, kernel if stride is None else stride, padding, dilation)
+        self._spec = PoolSpec("max", self.window, ceil_mode)
+
+    def spec(self, name: str) -> PoolSpec:
+        return self._spec
+
+
+class AveragePool(Leaf):
+    """y (N, Ho, Wo, C): the mean of each window of x (N, H, W, C).
+
+    Args:
+        kernel: one number or (rows, columns).
+        stride: the kernel by default.
+        padding: one number, (rows, columns) or (top, bottom, left, right); at most half the kernel.
+        ceil_mode: a last window that only partly covers the image counts too.
+        count_include_pad: the mean divides by the padding's elements too, as torch does by default.
+
+    Raises:
+        ShapeError: sizes below 1, or a padding of more than half the kernel.
+    """
+
+    def __init__(
+        self,
+        kernel: PairLike,
+        stride: PairLike | None = None,
+        padding: EdgesLike = 0,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+    ) -> None:
+        self.window = window(kernel, kernel if stride is None else stride, padding)
+        self._spec = PoolSpec("average", self.window, ceil_mode, count_include_pad)
+
+    def spec(self, name: str) -> PoolSpec:
+        return self._spec
+
+
+class AdaptiveAveragePool(Leaf):
+    """y (N, Ho, Wo, C): output (i, j) is the mean of rows [floor(i H / Ho), ceil((i + 1) H / Ho)) and columns alike.
+
+    Args:
+        size: (Ho, Wo) or one number for both; 1 is global pooling. May exceed the image's size.
+
+    Raises:
+        ShapeError: a size below 1.
+    """
+
+    def __init__(self, size: PairLike = 1) -> None:
+        self._spec = AdaptiveAveragePoolSpec(pair(size, "pooled image size"))
+
+    def spec(self, name: str) -> AdaptiveAveragePoolSpec:
+        return self._spec
+
+
+class Flatten(Leaf):
+    """(N, H, W, C) -> (N, H*W*C), in that order; no data moves."""
+
+    def spec(self, name: str) -> FlattenSpec:
+        return FlattenSpec()
+
+
+class Dropout(Leaf):
+    """y = x * keep / (1 - rate) in training, y = x in evaluation (Srivastava et al. 2014, inverted form).
+
+    keep is a pure function of (seed, step, layer name, sample id, index in the sample), the same for any grid of ranks.
+
+    Args:
+        rate: chance that an element is dropped, in [0, 1).
+        seed: of the masks.
+
+    Raises:
+        ShapeError: a rate outside [0, 1).
+    """
+
+    def __init__(self, rate: float = 0.5, seed: int = 0) -> None:
+        if not 0.0 <= rate < 1.0:
+            raise ShapeError(f"A dropout rate of {rate} is outside [0, 1); the default is 0.5.")
+        self._rate, self._seed = rate, seed
+
+    def spec(self, name: str) -> DropoutSpec:
+        return DropoutSpec(self._rate, name, self._seed)
+
+
+class StochasticDepth(Leaf):
+    """y = x * keep / (1 - rate) with one keep for all of a sample in training, y = x in evaluation (Huang et al., ECCV 2016).
+
+    At the end of a residual block's body it drops the whole body, sample by sample: torchvision.ops.StochasticDepth in the mode
+    "row". keep is a pure function of (seed, step, layer name, sample id), the same for any grid of ranks.
+
+    Args:
+        rate: chance that a sample is dropped, in [0, 1).
+        seed: of the masks.
+
+    Raises:
+        ShapeError: a rate outside [0, 1).
+    """
+
+    def __init__(self, rate: float, seed: int = 0) -> None:
+        if not 0.0 <= rate < 1.0:
+            raise ShapeError(f"A stochastic depth of {rate} is outside [0, 1); 0 switches it off.")
+        self._rate, self._seed = rate, seed
+
+    def spec(self, name: str) -> DropoutSpec:
+        return DropoutSpec(self._rate, name, self._seed, per_sample=True)
+
+
+class PadChannels(Leaf):
+    """y (N, H, W, before + C + after) from x (N, H, W, C): x between channels of zeros (He et al. 2016, option A).
+
+    Args:
+        before, after: channels of zeros, at least 0 each.
+
+    Raises:
+        ShapeError: a negative number of channels.
+    """
+
+    def __init__(self, before: int, after: int) -> None:
+        if min(before, after) < 0:
+            nearest = (max(before, 0), max(after, 0))
+            raise ShapeError(f"Channels of padding {(before, after)} are negative; the nearest legal ones are {nearest}.")
+        self._spec = PadChannelsSpec(before, after)
+
+    def spec(self, name: str) -> PadChannelsSpec:
+        return self._spec
+
+
+@dataclass(frozen=True)
+class PadChannelsSpec:
+    """Brings its own operator: the arithmetic service of any kernel set does it."""
+
+    before: int
+    after: int
+    window: ClassVar[Window] = Window((1, 1), (1, 1), (0, 0, 0, 0))  # every pixel by itself
+
+    def with_window(self, window: Window) -> PadChannelsSpec:
+        """A window of one pixel has no padding to change."""
+        return self
+
+    def output(self, *inputs: TensorSpec) -> TensorSpec:
+        (x,) = inputs
+        return x.with_shape((*x.shape[:-1], self.before + x.shape[-1] + self.after))
+
+    def flops(self, *inputs: TensorSpec) -> int:
+        return 0
+
+    def operator(self, inputs: tuple[TensorSpec, ...], *, training: bool) -> Operator:
+        return PadChannelsOperator(self, inputs[0])
+
+
+class PadChannelsOperator(AnyArrays, Operator):
+    """Copies into the middle channels; backward copies out of them."""
+
+    def __init__(self, spec: PadChannelsSpec, x: TensorSpec) -> None:
+        self.spec, self.inputs, self.output = spec, (x,), spec.output(x)
+        self._all: Box = tuple((0, size) for size in x.shape)
+        self._middle: Box = (*self._all[:-1], (spec.before, spec.before + x.shape[-1]))
+
+    def forward(self, context: StepContext) -> None:
+        self.arithmetic.fill(self.buffers.output, 0.0)
+        self.arithmetic.copy_box(self.buffers.output, self._middle, self.buffers.inputs[0], self._all)
+
+    def backward_input(self) -> None:
+        target, dy = self.buffers.input_grads[0], self.buffers.output_grad
+        assert target is not None
+        assert dy is not None
+        self.arithmetic.copy_box(target, self._all, dy, self._middle)
+
+
+class Sequential(Layer):
+    """The composition of its children, first to last.
+
+    Args:
+        layers: name -> layer; a plain sequence is named "0", "1", ... . Empty: the identity.
+
+    Raises:
+        ConfigError: a name that is empty or contains a dot.
+    """
+
+    def __init__(self, layers: Mapping[str, Layer] | Sequence[Layer]) -> None:
+        named = layers if isinstance(layers, Mapping) else {str(i): layer for i, layer in enumerate(layers)}
+        check_names(named)
+        self._children = dict(named)
+
+    def children(self) -> Mapping[str, Layer]:
+        return self._children
+
+    def lower(self, graph: GraphBuilder, x: int, name: str) -> int:
+        for child_name, child in self._children.items():
+            x = child.lower(graph, x, join(name, child_name))
+        return x
+
+
+def check_names(layers: Mapping[str, Layer]) -> None:
+    """Child names are parts of dotted names.
+
+    Raises:
+        ConfigError: a name that is empty or contains a dot.
+    """
+    for name in layers:
+        if not name or "." in name:
+            nearest = name.replace(".", "_") or "0"
+            raise ConfigError(f"A layer cannot be named {name!r}: a name is not empty and has no dot, such as {nearest!r}.")
+
+
+_SUM = "add"
+
+
+class Residual(Layer):
+    """y = activation(body(x) + shortcut(x)) (He et al. 2016, eq. 1 and 2).
+
+    Children are the body's layers under their own names, then the shortcut and the activation under theirs.
+
+    Args:
+        body: name -> layer, one after another.
+        shortcut: None is the identity.
+        shortcut_name: the shortcut's child name; torchvision's is "downsample".
+        activation: after the sum; None: nothing.
+        activation_name: the activation's child name.
+
+    Raises:
+        ConfigError: a name that is empty, has a dot, or occurs twice ("add" is the sum's).
+    """
+
+    def __init__(
+        self,
+        body: Mapping[str, Layer],
+        shortcut: Layer | None = None,
+        *,
+        shortcut_name: str = "downsample",
+        activation: ReLU | None = None,
+        activation_name: str = "relu",
+    ) -> None:
+        self._body = dict(body)
+        self._shortcut = {} if shortcut is None else {shortcut_name: shortcut}
+        self._activation = {} if activation is None else {activation_name: activation}
+        names = [*self._body, *self._shortcut, *self._activation, _SUM]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ConfigError(f"A residual block has two parts named {twice!r}; call one of them '{twice}_1'.")
+        check_names(self.children())
+
+    def children(self) -> Mapping[str, Layer]:
+        return {**self._body, **self._shortcut, **self._activation}
+
+    def lower(self, graph: GraphBuilder, x: int, name: str) -> int:
+        body = _chain(self._body, graph, x, name)
+        shortcut = _chain(self._shortcut, graph, x, name)
+        total = graph.emit(join(name, _SUM), AddSpec(), (body, shortcut))
+        return _chain(self._activation, graph, total, name)
+
+
+def _chain(layers: Mapping[str, Layer], graph: GraphBuilder, x: int, name: str) -> int:
+    for child_name, child in layers.items():
+        x = child.lower(graph, x, join(name, child_name))
+    return x

@@ -1,32 +1,147 @@
-"""A model with its parameters, statistics and programs: what a rank trains."""
+"""A model with its parameters, statistics and programs: what a rank trains.
+
+`Distribution` is the seam to the ranks: through it the engine, which knows no rank, asks for one rank's graph and shards.
+Frozen layers keep their parameters, and the running statistics of their batch norms. They have no gradients, so nothing of
+them is averaged and no optimiser keeps state for them; their batch norms compute as in evaluation. If no layer before a frozen
+one is trained, nothing goes back through it at all, and its activations are not kept.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import partial
 from itertools import accumulate
 from types import MappingProxyType
+from typing import Protocol
 
-from hpctrain.backend.alignment import aligned
-from hpctrain.backend.dtypes import parameter_dtype
-from hpctrain.backend.operators import Array, CapturesWork, KernelSet, LocalStatistics, StatisticsMerger
-from hpctrain.backend.graph import Graph, GraphBuilder
-from hpctrain.backend.specs import SoftmaxCrossEntropySpec, TensorSpec
-from hpctrain.core.errors import ShapeError
-from hpctrain.nn.captured_program import CapturedProgram
+from hpctrain.backend.graph import Graph, GraphBuilder, Node
+from hpctrain.backend.operators import Array, CapturesWork, KernelSet, LocalStatistics, Operator, StatisticsMerger, aligned
+from hpctrain.backend.specs import BatchNormSpec, SoftmaxCrossEntropySpec, TensorSpec, parameter_dtype
+from hpctrain.core.errors import ConfigError, ShapeError
+from hpctrain.core.sentences import nearest
+from hpctrain.nn.captured_program import CapturedProgram, Slices
 from hpctrain.nn.compile.compiler import compile_graph
 from hpctrain.nn.compile.plan import ExecutionPlan
-from hpctrain.nn.distribution import Distribution, Shard, Undistributed
-from hpctrain.nn.frozen import frozen_layers, layer_of, with_frozen
 from hpctrain.nn.initialise import first_value
 from hpctrain.nn.layers import Layer, join
-from hpctrain.nn.parameter import FlatGroup, Parameter, ParameterSpec, StatisticSpec
-from hpctrain.nn.program import Program
-from hpctrain.nn.side_by_side import SideBySide, alike
-from hpctrain.nn.spans import Slices
-from hpctrain.nn.statistics import FlatStatistics, ProgramStatistics
+from hpctrain.nn.parameter import FlatGroup, FlatStatistics, Parameter, ParameterSpec, ProgramStatistics, StatisticSpec
+from hpctrain.nn.program import Program, SideBySide, alike
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A rank's part of a split parameter or statistic: elements [start, stop) of one dim."""
+
+    dim: int
+    interval: tuple[int, int]
+
+    @property
+    def index(self) -> tuple[slice | type(Ellipsis), ...]:  # type: ignore[valid-type]
+        """The index of this part in an array that holds the whole."""
+        interval = slice(*self.interval)
+        return (interval,) if self.dim == 0 else (Ellipsis, interval)
+
+
+class Distribution(Protocol):
+    """The share of a model that one rank computes.
+
+    Attributes:
+        ranks: that compute together, of a split group.
+    """
+
+    @property
+    def ranks(self) -> int: ...
+
+    def prepare(self, graph: Graph) -> None:
+        """Take the model, lowered for one sample; called before all else, and for images of each further shape."""
+        ...
+
+    def local(self, graph: Graph, counts: Sequence[int]) -> Graph:
+        """This rank's graph, where the ranks of its split group hold `counts` samples of `graph`."""
+        ...
+
+    def message_bytes(self, operators: Sequence[Operator]) -> int:
+        """Memory that these operators of one program take for messages inside the split group, beside the arena."""
+        ...
+
+    def shard(self, name: str) -> Shard | None:
+        """This rank's part of a parameter or statistic, by full name; None: it holds all of it."""
+        ...
+
+    def contributes(self, name: str) -> tuple[bool, bool]:
+        """Whether this rank adds a statistic to the step's sums for its own samples, and for those of its split group."""
+        ...
+
+
+class Undistributed:
+    """A rank that computes whole layers on its own samples."""
+
+    ranks: int = 1
+
+    def prepare(self, graph: Graph) -> None:
+        return None
+
+    def local(self, graph: Graph, counts: Sequence[int]) -> Graph:
+        return graph
+
+    def message_bytes(self, operators: Sequence[Operator]) -> int:
+        return 0
+
+    def shard(self, name: str) -> Shard | None:
+        return None
+
+    def contributes(self, name: str) -> tuple[bool, bool]:
+        return True, False
+
+
+def frozen_layers(model: Layer, patterns: Sequence[str]) -> frozenset[str]:
+    """The dotted names of the layers with parameters that one of the patterns matches. "*" matches dots, too.
+
+    A layer is frozen as a whole: a pattern that matches its name, or that of one of its parameters, freezes them all.
+
+    Raises:
+        ConfigError: a pattern that matches nothing, or patterns that leave no layer to train.
+    """
+    names = {
+        name: [name, *(f"{name}.{role}" for role in layer.parameters())] for name, layer in model.walk() if layer.parameters()
+    }
+    frozen: set[str] = set()
+    for pattern in patterns:
+        matching = {layer for layer, parameters in names.items() if any(fnmatchcase(name, pattern) for name in parameters)}
+        if not matching:
+            near = nearest(pattern, names)
+            known = f"the nearest layer is {near}" if near is not None else f"layers are named as {next(iter(names), 'none')}"
+            raise ConfigError(f'The pattern "{pattern}" of frozen layers matches no layer with parameters; {known}.')
+        frozen |= matching
+    if frozen and frozen == names.keys():
+        raise ConfigError(
+            f"The patterns of frozen layers {list(patterns)} match all {len(names)} layers with parameters, so that nothing is "
+            f"trained; leave {list(names)[-1]} to be trained, at least."
+        )
+    return frozenset(frozen)
+
+
+def with_frozen(graph: Graph, layers: frozenset[str]) -> Graph:
+    """The same graph in which these layers are not trained."""
+    return (
+        replace(graph, nodes=tuple(_frozen(node) if node.name in layers else node for node in graph.nodes)) if layers else graph
+    )
+
+
+def layer_of(name: str) -> str:
+    """The layer of a parameter or running statistic."""
+    return name.rpartition(".")[0]
+
+
+def _frozen(node: Node) -> Node:
+    spec = node.spec
+    if isinstance(spec, BatchNormSpec):
+        spec = replace(spec, fixed=True, synchronised=False)
+    return replace(node, spec=spec, frozen=True)
+
 
 ALL, MODEL = "all", "model"  # parameters that are whole on every rank, and those that are split
 _ALONE: Mapping[str, StatisticsMerger] = MappingProxyType(dict.fromkeys(("all", "data", "split"), LocalStatistics()))

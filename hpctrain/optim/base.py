@@ -1,20 +1,30 @@
 """Optimisers: one pass over the segments that a rank owns.
 
-An optimiser is bound to a flat group and to the segments that this rank updates (all of them, or a shard): its state holds just
+An optimiser is bound to a flat group and to the segments that this rank updates (all of them, or a shard): its state holds
+just
 those. It never communicates; what must be summed over ranks (squared norms, for LARS and clipping) is asked of the averager.
+
+The module also holds what several optimisers share: the places of owned segments in the state (`Packing`), the number of
+updates of each parameter (`UpdateCounts`), gradient clipping by the global norm, and weight decay.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from enum import StrEnum
-from typing import ClassVar
+from itertools import pairwise
+from typing import ClassVar, Literal, get_args
 
 import numpy as np
 
-from hpctrain.backend.arithmetic import Array
-from hpctrain.nn.parameter import FlatGroup, Segment
+from hpctrain.backend.arithmetic import Array, UpdateRun
+from hpctrain.core.errors import OptionError
+from hpctrain.nn.parameter import FlatGroup, Segment, whole
 
 
 class NormsNeeded(StrEnum):
@@ -115,3 +125,135 @@ class Optimizer(ABC):
 
     def load_counters(self, counters: Mapping[str, int]) -> None:  # noqa: B027
         """Take what `counters` gave, among names of others; those that are missing are as in a new run."""
+
+
+class Packing:
+    """Owned segments one behind the other.
+
+    Args:
+        owned: segments that do not overlap, in any order.
+
+    Attributes:
+        size: elements of all of them.
+    """
+
+    def __init__(self, owned: Sequence[Segment]) -> None:
+        ordered = sorted((segment for segment in owned if segment.size), key=lambda segment: segment.start)
+        assert all(a.stop <= b.start for a, b in pairwise(ordered)), "owned segments overlap"
+        self._starts: list[int] = []
+        self._stops: list[int] = []
+        self._offsets: list[int] = []
+        self.size = 0
+        for start, stop in whole(ordered):
+            self._starts.append(start)
+            self._stops.append(stop)
+            self._offsets.append(self.size - start)
+            self.size += stop - start
+
+    def offset(self, start: int, stop: int) -> int:
+        """The number to add to a place in the flat buffers, inside [start, stop), to get the place in the state."""
+        i = bisect_right(self._starts, start) - 1
+        owned = i >= 0 and stop <= self._stops[i]
+        assert owned, f"elements [{start}, {stop}) are not owned here"
+        return self._offsets[i]
+
+    def place(self, segment: Segment) -> slice:
+        """The place of an owned segment, of a part of one, or of one without elements."""
+        low = segment.start + (self.offset(segment.start, segment.stop) if segment.size else 0)
+        return slice(low, low + segment.size)
+
+    def placed(self, run: UpdateRun) -> UpdateRun:
+        """The same run with its place in the state."""
+        offset = self.offset(run.start, run.stop)
+        return replace(run, offset=offset) if offset else run
+
+
+_UPDATES = "updates"
+_LEFT_OUT = "left_out/"
+
+
+class UpdateCounts:
+    """Counts on every rank the updates of all parameters of a group, also of those that it does not own.
+
+    Steps are counted as they begin, and the updates of an owned segment as they are made, which may be in a later step.
+
+    Args:
+        owned: segments that are always updated as they are here.
+    """
+
+    def __init__(self, group: FlatGroup, owned: Sequence[Segment]) -> None:
+        self._names = frozenset(group.parameters)
+        self._parameter = {segment.start: segment.parameter for segment in owned if segment.size}
+        self._done = dict.fromkeys(self._parameter, 0)
+        self._steps = 0
+        self._left_out: Counter[str] = Counter()
+
+    def begin_step(self, left_out: Collection[str]) -> None:
+        """A step begins that updates all parameters of the group but `left_out`."""
+        self._steps += 1
+        self._left_out.update(left_out)
+
+    def count(self, segment: Segment) -> int:
+        """Count an update of an owned segment, and give the number of all that it has had."""
+        self._done[segment.start] += 1
+        return self._done[segment.start]
+
+    def counters(self) -> dict[str, int]:
+        """The counts by name, the same on every rank. After all updates of the steps so far."""
+        return {_UPDATES: self._steps} | {f"{_LEFT_OUT}{name}": steps for name, steps in sorted(self._left_out.items())}
+
+    def load_counters(self, counters: Mapping[str, int]) -> None:
+        """Take what `counters` gave, of this group or of others; names that are missing stand for 0."""
+        self._steps = counters.get(_UPDATES, 0)
+        steps = {name: counters.get(f"{_LEFT_OUT}{name}", 0) for name in self._names}
+        self._left_out = Counter({name: number for name, number in steps.items() if number})
+        for start, name in self._parameter.items():
+            self._done[start] = self._steps - steps[name]
+
+
+#: added to |g|, so that a gradient of zeros is not divided by
+EPSILON = 1e-6
+
+
+def check_clip_norm(clip_norm: float | None) -> None:
+    """Nothing, where the value is legal.
+
+    Raises:
+        OptionError: it is not.
+    """
+    if clip_norm is not None and not clip_norm > 0.0:
+        sentence = f"clip_norm {clip_norm} must be positive; leave it out (null) to switch clipping off."
+        raise OptionError(sentence, "clip_norm")
+
+
+def clip_scale(clip_norm: float | None, norms: Norms | None) -> float:
+    """min(1, clip_norm / (|g| + 1e-6)), |g| over all parameters of `norms`; 1 where clipping is off.
+
+    A gradient that is not finite stays so: |g| = nan gives 1 and |g| = inf gives 0, and 0 * inf is nan.
+    """
+    if clip_norm is None:
+        return 1.0
+    assert norms is not None, "clipping needs norms"
+    return min(1.0, clip_norm / (norms.global_gradient() + EPSILON))
+
+
+DecayExclude = Literal["norm_and_bias", "none"]
+
+
+def check_decay(weight_decay: float, decay_exclude: str) -> None:
+    """Nothing, where both values are legal.
+
+    Raises:
+        OptionError: one of them is not.
+    """
+    if not (weight_decay >= 0.0 and math.isfinite(weight_decay)):
+        sentence = f"weight_decay {weight_decay} must be a finite number of at least 0; the usual value is 1e-4."
+        raise OptionError(sentence, "weight_decay")
+    if decay_exclude not in get_args(DecayExclude):
+        sentence = f"decay_exclude {decay_exclude!r} is unknown; it is one of {', '.join(get_args(DecayExclude))}."
+        raise OptionError(sentence, "decay_exclude")
+
+
+def is_excluded(segment: Segment, decay_exclude: str) -> bool:
+    """True for a norm's parameters and biases, where `decay_exclude` leaves them out."""
+    return decay_exclude == "norm_and_bias" and not segment.decay

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from hpctrain.backend.arithmetic import Array
 from hpctrain.core.errors import ConfigError
 from hpctrain.nn.parameter import FlatGroup, Segment
-from hpctrain.optim.base import Norms, NormsNeeded, Optimizer
-from hpctrain.optim.packing import Packing
-from hpctrain.optim.update_counts import UpdateCounts
+from hpctrain.optim.base import Norms, NormsNeeded, Optimizer, Packing, UpdateCounts
 
 #: the name of the state
 EMA = "ema"

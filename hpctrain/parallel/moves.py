@@ -1,7 +1,12 @@
-"""Moving a tensor from one layout to another inside a split group: the pieces as data, and the runner that moves them.
+"""Moves of tensors between layouts inside a split group: the group, the pieces as data, their runner, and the operators.
 
-One primitive serves all: halos, gathers, scatters and redistributions are all-to-alls of box intersections. The adjoint of a
-move sends every element's gradient back to its owner, where the parts are added in rank order.
+One primitive serves all: halos, gathers, scatters and redistributions are all-to-alls of box intersections (`Transfer`). The
+adjoint of a move sends every element's gradient back to its owner, where the parts are added in rank order.
+
+Partitioning inserts moves and sums of partial tensors into a graph. They bring their own operators and work on plain memory,
+wherever that lies: what they compute is the arithmetic service's. Their gradients are exact adjoints: a move's sends each
+gradient back to its owner and adds, a sum's hands out copies. Between a start and its end the host waits for other ranks, so
+no program with one of these is captured.
 """
 
 from __future__ import annotations
@@ -9,15 +14,84 @@ from __future__ import annotations
 import functools
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from hpctrain.backend.arithmetic import Arithmetic, Array
-from hpctrain.backend.dtypes import item_bytes
-from hpctrain.core.intervals import Box, intersect, shape_of, size_of, whole, within
+from hpctrain.backend.host_arithmetic import HostArithmetic
+from hpctrain.backend.operators import (
+    Accumulating,
+    AnyArrays,
+    Buffers,
+    CallsHost,
+    DeferredStart,
+    Operator,
+    RecomputedOutput,
+    StepContext,
+)
+from hpctrain.backend.specs import Shape, TensorSpec, item_bytes
+from hpctrain.comm.base import Communicator, SingleCommunicator
 from hpctrain.comm.posting_queue import Ticket
+from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.transports import StagedCommunicator
+from hpctrain.core.intervals import Box, intersect, shape_of, size_of, whole, within
 from hpctrain.parallel.layout import Layout, LayoutKind
-from hpctrain.parallel.split_group import SplitGroup
+
+
+class SplitGroup:
+    """The Pr ranks that share samples and split layers, on a communicator of their own.
+
+    Exchanges follow each other, so all of them share one buffer: the contents of one are valid until the next one starts. On a
+    device the buffer has one mirror on the host, which they share alike.
+
+    Args:
+        comm: nobody else posts on it. arithmetic: of the arrays that are exchanged; by default those of the host.
+
+    Attributes:
+        rank, size: r and Pr. waited_seconds: all waits for exchanges so far, the time that no computation hid.
+    """
+
+    def __init__(self, comm: Communicator, progress: ProgressEngine, arithmetic: Arithmetic | None = None) -> None:
+        self.rank, self.size = comm.rank, comm.size
+        self._arithmetic = HostArithmetic() if arithmetic is None else arithmetic
+        self._mirrors = self._arithmetic.mirrors()
+        self._comm = comm if self._mirrors is None else StagedCommunicator(comm, self._mirrors)
+        self._progress = progress
+        self._queue = progress.queue(self._comm)
+        self._buffer = self.memory(0)
+        self.waited_seconds = 0.0
+
+    def memory(self, size_bytes: int) -> Array:
+        """Memory for the messages of one operator, uint8 zeros."""
+        return self._arithmetic.zeros(size_bytes, "uint8")
+
+    def reserve(self, size_bytes: int) -> Array:
+        """The shared buffer, uint8, at least so large. It is replaced where it has to grow: ask again for each exchange."""
+        if self._buffer.size < size_bytes:
+            old, self._buffer = self._buffer, self.memory(size_bytes)
+            if self._mirrors is not None:
+                self._mirrors.cover(self._buffer, instead_of=old if old.size else None)
+        return self._buffer[:size_bytes]
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Size of the shared buffer."""
+        return int(self._buffer.size)
+
+    def alltoall(self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int], purpose: str) -> Ticket:
+        """Send piece r of `send` to rank r, and receive piece r of `recv` from it. Collective; does not wait."""
+        return self._queue.post(lambda: self._comm.ialltoall(send, recv, send_counts, recv_counts), purpose)
+
+    def wait(self, ticket: Ticket) -> None:
+        """Wait until the exchange is complete."""
+        begin = self._progress.waited_seconds
+        self._progress.wait(ticket)
+        self.waited_seconds += self._progress.waited_seconds - begin
+
+
+def unused_group() -> SplitGroup:
+    """A group for graphs that are planned and never run."""
+    return SplitGroup(SingleCommunicator("split"), ProgressEngine(rank=0, deadline_seconds=1.0, abort=lambda code: None))
 
 
 @dataclass(frozen=True)
@@ -233,3 +307,216 @@ def _counts(pieces: Sequence[Piece], ranks: int) -> list[int]:
     for piece in pieces:
         counts[piece.peer] = piece.stop - piece.start
     return counts
+
+
+# A halo is kept for backward and put around the rank's own tile again, instead of both together, unless that saves little memory.
+_RECOMPUTE_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class RedistributeSpec:
+    """This rank's tensor of `source` becomes that of `target`. Collective over the split group.
+
+    early: it is sent at its place in the graph and received just before its reader; it then has message buffers of its own.
+    """
+
+    source: Layout
+    target: Layout
+    rank: int
+    purpose: str
+    group: SplitGroup = field(compare=False, repr=False)
+    early: bool = False
+
+    def output(self, *inputs: Any, **none: Any) -> TensorSpec:
+        (x,) = inputs
+        assert x.shape == shape_of(self.source.boxes[self.rank]), (x.shape, self.source.boxes[self.rank])
+        return TensorSpec(shape_of(self.target.boxes[self.rank]), x.dtype)
+
+    def flops(self, *inputs: Any, **none: Any) -> int:
+        return 0
+
+    def operator(self, inputs: tuple[TensorSpec, ...], *, training: bool) -> Operator:
+        return RedistributeOperator(self, inputs[0], training=training)
+
+
+class RedistributeOperator(AnyArrays, CallsHost, Accumulating, DeferredStart, RecomputedOutput, Operator):
+    """Forward packs and sends, copies the local elements while those travel, and unpacks; backward is the adjoint.
+
+    `begin_backward` sends gradients ahead, so that they travel while the reader's weight gradients are computed. Where the
+    target is little more than the source (a halo), it is recomputed for backward instead of being kept.
+
+    Attributes:
+        share: the pieces that this rank sends, receives and copies. message_bytes: of its message buffers.
+    """
+
+    def __init__(self, spec: RedistributeSpec, x: TensorSpec, *, training: bool) -> None:
+        self.spec: RedistributeSpec = spec
+        self.inputs, self.output = (x,), spec.output(x)
+        self.share = transfer(spec.source, spec.target, spec.rank)
+        self.message_bytes = self.share.buffer_bytes(x.item_bytes)
+        received = self.share.receive_size
+        self.begins_early = spec.early
+        # An edge is small enough to be kept.
+        self.recomputes_output = training and not spec.early and received <= _RECOMPUTE_SHARE * x.size
+        self.saved_bytes = received * x.item_bytes if self.recomputes_output else 0
+        self._sent: Ticket | None = None
+        self._returned: Ticket | None = None
+
+    def bind(self, buffers: Buffers) -> None:
+        super().bind(buffers)
+        dtype = self.inputs[0].dtype
+        self._runner = TransferRunner(
+            self.share, self.spec.group, self.arithmetic, dtype, self.spec.purpose, own_memory=self.spec.early
+        )
+        self._kept = None if buffers.saved is None else buffers.saved.view(dtype)
+
+    def begin_forward(self) -> None:
+        self._sent = self._runner.start(self.buffers.inputs[0])
+
+    def forward(self, context: StepContext) -> None:
+        if self._sent is None:
+            self.begin_forward()
+        ticket, self._sent = self._sent, None
+        assert ticket is not None
+        self._runner.finish(ticket, self.buffers.inputs[0], self.buffers.output, self._kept)
+
+    def recompute_output(self) -> None:
+        self._runner.recompute(self.buffers.inputs[0], self.buffers.output, self._kept)
+
+    def begin_backward(self) -> None:
+        dy = self.buffers.output_grad
+        assert dy is not None
+        self._returned = self._runner.start_adjoint(dy)
+
+    def backward_input(self) -> None:
+        if self._returned is None:
+            self.begin_backward()
+        ticket, self._returned = self._returned, None
+        assert ticket is not None
+        dy, dx = self.buffers.output_grad, self.buffers.input_grads[0]
+        assert dy is not None
+        assert dx is not None
+        self._runner.finish_adjoint(ticket, dy, dx, accumulate=self.buffers.accumulate[0])
+
+
+@dataclass(frozen=True)
+class ReduceScatterSpec:
+    """Every rank holds a summand of all elements; rank r gets the sum of its box of `target`, a partition.
+
+    The adjoint of a move from `target` to everybody. Collective over the split group.
+    """
+
+    target: Layout
+    everything: Layout
+    rank: int
+    purpose: str
+    group: SplitGroup = field(compare=False, repr=False)
+
+    def output(self, *inputs: Any, **none: Any) -> TensorSpec:
+        (x,) = inputs
+        assert x.shape == self.target.shape, (x.shape, self.target.shape)
+        return TensorSpec(shape_of(self.target.boxes[self.rank]), x.dtype)
+
+    def flops(self, *inputs: Any, **none: Any) -> int:
+        return 0
+
+    def operator(self, inputs: tuple[TensorSpec, ...], *, training: bool) -> Operator:
+        return ReduceScatterOperator(self, inputs[0])
+
+
+class ReduceScatterOperator(AnyArrays, CallsHost, Operator):
+    """Forward sends each summand to the owner of its elements, who adds in rank order; backward gathers the gradient.
+
+    Attributes:
+        share: this rank's, of the move whose adjoint the sum is. message_bytes: of its message buffers.
+    """
+
+    def __init__(self, spec: ReduceScatterSpec, x: TensorSpec) -> None:
+        self.spec: ReduceScatterSpec = spec
+        self.inputs, self.output = (x,), spec.output(x)
+        self.share = transfer(spec.target, spec.everything, spec.rank)
+        self.message_bytes = self.share.buffer_bytes(x.item_bytes)
+
+    def bind(self, buffers: Buffers) -> None:
+        super().bind(buffers)
+        self._runner = TransferRunner(self.share, self.spec.group, self.arithmetic, self.inputs[0].dtype, self.spec.purpose)
+
+    def forward(self, context: StepContext) -> None:
+        x = self.buffers.inputs[0]
+        self._runner.finish_adjoint(self._runner.start_adjoint(x), x, self.buffers.output, accumulate=False)
+
+    def backward_input(self) -> None:
+        dy, dx = self.buffers.output_grad, self.buffers.input_grads[0]
+        assert dy is not None
+        assert dx is not None
+        self._runner.finish(self._runner.start(dy), dy, dx)
+
+
+@dataclass(frozen=True)
+class PartialMeanSpec:
+    """(N, h, w, C) -> (N, 1, 1, C): the sum of this rank's tile over the elements of the whole image."""
+
+    elements: int
+
+    def output(self, *inputs: Any, **none: Any) -> TensorSpec:
+        (x,) = inputs
+        return TensorSpec((x.shape[0], 1, 1, x.shape[3]), x.dtype)
+
+    def flops(self, *inputs: Any, **none: Any) -> int:
+        shape: Shape = inputs[0].shape
+        return shape[0] * shape[1] * shape[2] * shape[3]
+
+    def operator(self, inputs: tuple[TensorSpec, ...], *, training: bool) -> Operator:
+        return PartialMeanOperator(self, inputs[0])
+
+
+class PartialMeanOperator(AnyArrays, Operator):
+    """The partial mean; zero for an empty tile."""
+
+    def __init__(self, spec: PartialMeanSpec, x: TensorSpec) -> None:
+        self.inputs, self.output = (x,), spec.output(x)
+        self.spec = spec
+        self._scale = 1.0 / max(1, spec.elements)
+
+    def forward(self, context: StepContext) -> None:
+        self.arithmetic.sum_pixels(self.buffers.output, self.buffers.inputs[0], self._scale)
+
+    def backward_input(self) -> None:
+        dy, dx = self.buffers.output_grad, self.buffers.input_grads[0]
+        assert dy is not None
+        assert dx is not None
+        self.arithmetic.spread_pixels(dx, dy, self._scale)
+
+
+@dataclass(frozen=True)
+class NothingSpec:
+    """An operation with an empty output on this rank (it holds no channel of it): the gradient of its input is zero."""
+
+    spec: Any
+    shape: Shape
+
+    def output(self, *inputs: Any, **none: Any) -> TensorSpec:
+        return TensorSpec(self.shape, inputs[0].dtype)
+
+    def flops(self, *inputs: Any, **none: Any) -> int:
+        return 0
+
+    def operator(self, inputs: tuple[TensorSpec, ...], *, training: bool) -> Operator:
+        return NothingOperator(self, inputs)
+
+
+class NothingOperator(AnyArrays, Operator):
+    """Computes nothing; its parameters on this rank are empty too."""
+
+    def __init__(self, spec: NothingSpec, inputs: tuple[TensorSpec, ...]) -> None:
+        self.inputs, self.output = inputs, spec.output(*inputs)
+        self.spec = spec
+        self.needs_inputs = (False,) * len(inputs)
+
+    def forward(self, context: StepContext) -> None:
+        return None
+
+    def backward_input(self) -> None:
+        for dx in self.buffers.input_grads:
+            if dx is not None:
+                self.arithmetic.fill(dx, 0.0)

@@ -10,7 +10,7 @@ from enum import StrEnum
 
 from hpctrain.backend.specs import Pair
 from hpctrain.core.errors import ConfigError
-from hpctrain.nearest import choices
+from hpctrain.core.sentences import choices
 
 
 class Parallelism(StrEnum):

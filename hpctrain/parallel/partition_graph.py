@@ -12,14 +12,20 @@ from dataclasses import dataclass, field
 from hpctrain.backend.graph import Graph, GraphBuilder, Node
 from hpctrain.backend.specs import Conv2dSpec, LinearSpec, Spec, TensorSpec
 from hpctrain.core.intervals import Box, Interval, shape_of
-from hpctrain.nn.distribution import Shard
+from hpctrain.nn.network import Shard
 from hpctrain.parallel import layout
-from hpctrain.parallel.interior import InteriorSplit, JoinRowsSpec, NoInterior, split_interior
 from hpctrain.parallel.layout import Layout
+from hpctrain.parallel.moves import RedistributeSpec, ReduceScatterSpec, SplitGroup
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
-from hpctrain.parallel.redistribute import RedistributeSpec, ReduceScatterSpec
-from hpctrain.parallel.sharding_rules import OperatorSharding, SplitContext, shard
-from hpctrain.parallel.split_group import SplitGroup
+from hpctrain.parallel.sharding_rules import (
+    InteriorSplit,
+    JoinRowsSpec,
+    NoInterior,
+    OperatorSharding,
+    SplitContext,
+    shard,
+    split_interior,
+)
 
 # Their gradients of input and parameters do not build on each other, so either may be computed first.
 _EITHER_ORDER = (Conv2dSpec, LinearSpec)

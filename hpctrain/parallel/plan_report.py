@@ -1,23 +1,168 @@
-"""Makes the report of a plan: owners of all elements, words that travel, memory. Pure arithmetic; the same on every rank."""
+"""The report of a plan over a model, in integers: owners of all elements, words that travel, memory.
+
+Pure arithmetic; the same on every rank. Ranks are counted by position, c * Pr + r. Words are elements of the run's dtype that
+a
+rank hands to the communicator for others in one training step; statistics are float64 and counted apart.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
+from operator import add
 
-from hpctrain.backend import dtypes
-from hpctrain.backend.operators import KernelSet
+from hpctrain.backend import specs
 from hpctrain.backend.graph import Graph, Node
+from hpctrain.backend.operators import KernelSet
 from hpctrain.backend.specs import BatchNormSpec, Shape
-from hpctrain.core.intervals import Interval, intersect, shape_of, size_of, whole
+from hpctrain.core.intervals import Box, Interval, intersect, shape_of, size_of, whole
 from hpctrain.parallel.layout import Layout, LayoutKind
-from hpctrain.parallel.local_graph import LocalGraph, local_graphs, training_plan
-from hpctrain.parallel.parallel_plan import ParallelPlan
-from hpctrain.parallel.partition_graph import PartitionedGraph, PartitionStep, partition_graph
-from hpctrain.parallel.plan_report_rest import GroupReport, LayerReport, MemoryReport, PlanReport, RedistributionReport, Traffic, Words, add_words, nothing
 from hpctrain.parallel.moves import moved, moved_back
+from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
+from hpctrain.parallel.partition_graph import PartitionedGraph, PartitionStep, partition_graph
+from hpctrain.parallel.rank_graph import LocalGraph, local_graphs, training_plan
+
+STATISTIC_BYTES = 8
+
+Words = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Words by position. statistics_*: float64 words of batch statistics."""
+
+    forward: Words
+    backward: Words
+    statistics_forward: Words
+    statistics_backward: Words
+
+    def bytes_forward(self, item_bytes: int) -> Words:
+        return _bytes(self.forward, self.statistics_forward, item_bytes)
+
+    def bytes_backward(self, item_bytes: int) -> Words:
+        return _bytes(self.backward, self.statistics_backward, item_bytes)
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(
+            add_words(self.forward, other.forward),
+            add_words(self.backward, other.backward),
+            add_words(self.statistics_forward, other.statistics_forward),
+            add_words(self.statistics_backward, other.statistics_backward),
+        )
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One layer of the model on the grid.
+
+    operation: a word and the window. kind: how its output is split. shape: of the output of the first split group's
+    samples. owns: each position's box of its group's output. halo: (rows, columns) of input images that each position gets from
+    others, for its windows. traffic: halos and statistics. parameters: elements held by each position. activations: words of
+    each position's output, and of its input with the halo where there is one.
+    """
+
+    name: str
+    operation: str
+    use: Parallelism
+    kind: LayoutKind
+    shape: Shape
+    owns: tuple[Box, ...]
+    halo: tuple[tuple[int, int], ...]
+    traffic: Traffic
+    parameters: Words
+    activations: Words
+
+
+@dataclass(frozen=True)
+class RedistributionReport:
+    """A move between layers whose layouts differ, before `reader`; or a sum, after the layer that left its summands.
+
+    source, target: how the tensor is split, "everything" where every rank gets all of it, "parts of a sum".
+    activations: words that each position's result takes.
+    """
+
+    name: str
+    reader: str
+    source: str
+    target: str
+    traffic: Traffic
+    activations: Words
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes of one position.
+
+    activations: the arena of a training step, gradients of activations included. messages: the buffers of the split group.
+    parameters: their values; their gradients take the same again.
+    """
+
+    activations: int
+    messages: int
+    parameters: int
+
+
+@dataclass(frozen=True)
+class GroupReport:
+    """A group of parameters that are averaged together: elements that each position holds, over how many ranks."""
+
+    name: str
+    ranks: int
+    elements: Words
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """A plan over a model. counts: samples of each position. entries: in forward order. memory: None without kernels."""
+
+    plan: ParallelPlan
+    counts: tuple[int, ...]
+    dtype: str
+    item_bytes: int
+    entries: tuple[LayerReport | RedistributionReport, ...]
+    groups: tuple[GroupReport, ...]
+    memory: tuple[MemoryReport, ...] | None
+
+    @property
+    def layers(self) -> tuple[LayerReport, ...]:
+        return tuple(entry for entry in self.entries if isinstance(entry, LayerReport))
+
+    @property
+    def redistributions(self) -> tuple[RedistributionReport, ...]:
+        return tuple(entry for entry in self.entries if isinstance(entry, RedistributionReport))
+
+    @property
+    def traffic(self) -> Traffic:
+        """The words of a whole step; the averaging of gradients is left out."""
+        total = nothing(len(self.counts))
+        for entry in self.entries:
+            total = total + entry.traffic
+        return total
+
+    @property
+    def parameters(self) -> Words:
+        """Elements of all parameters that each position holds."""
+        total: Words = (0,) * len(self.counts)
+        for layer in self.layers:
+            total = add_words(total, layer.parameters)
+        return total
+
+
+def nothing(ranks: int) -> Traffic:
+    """No words of so many ranks."""
+    zeros = (0,) * ranks
+    return Traffic(zeros, zeros, zeros, zeros)
+
+
+def add_words(a: Words, b: Words) -> Words:
+    """Position by position."""
+    return tuple(map(add, a, b))
+
+
+def _bytes(words: Words, statistics: Words, item_bytes: int) -> Words:
+    return tuple(item_bytes * n + STATISTIC_BYTES * s for n, s in zip(words, statistics, strict=True))
 
 
 def report_plan(
@@ -170,7 +315,7 @@ class _GroupReporter:
         item = local.graph.tensors[0].item_bytes
         arena = training_plan(local, kernels).arena_bytes
         parameters = sum(held(shape, self.shards.get(name), rank) for name, shape in self._parameters.items())
-        of_parameters = dtypes.item_bytes(dtypes.parameter_dtype(local.graph.tensors[0].dtype))
+        of_parameters = specs.item_bytes(specs.parameter_dtype(local.graph.tensors[0].dtype))
         return MemoryReport(arena, message_words(local) * item, parameters * of_parameters)
 
 

@@ -10,17 +10,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpctrain.averaging import slice_sizes
+from hpctrain.averaging import slicing
 from hpctrain.averaging.collective_schedule import OperationKind
-from hpctrain.averaging.rounding import Rounding
+from hpctrain.averaging.sixteen_bits import Rounding
 from hpctrain.averaging.slicing import Compression
 from hpctrain.averaging.sufficient_factors import moves_less
 from hpctrain.comm.groups import Levels, levels
-from hpctrain.planner.collective_costs import unhindered_seconds
-from hpctrain.planner.compute_costs_rest import ComputeCosts
-from hpctrain.planner.grid_placements import GridPlacements
+from hpctrain.planner.collective_costs import GridPlacements, MessageCosts, unhindered_seconds
+from hpctrain.planner.compute_costs import ComputeCosts
 from hpctrain.planner.machine import Machine
-from hpctrain.planner.message_costs import MessageCosts
 from hpctrain.planner.tasks import GroupPlacement
 
 _LARGEST_BYTES = 1 << 24  # of a slice, as averagers cut them
@@ -236,8 +234,8 @@ def _slice_bytes(choice: AveragerChoice, total_bytes: int, ranks: int) -> int:
     if choice.name == "blocking":
         return total_bytes
     if choice.name == "priority":
-        return slice_sizes.slice_bytes(_SLICE_BYTES, total_bytes, ranks, slice_sizes.RULE_LINK)
+        return slicing.slice_bytes(_SLICE_BYTES, total_bytes, ranks, slicing.RULE_LINK)
     if choice.name == "overlap":
         return min(total_bytes, _LARGEST_BYTES)
-    bucket = choice.options.get("bucket_bytes") or slice_sizes.bucket_bytes(total_bytes, ranks, slice_sizes.RULE_LINK)
-    return min(total_bytes, slice_sizes.largest_bytes(bucket))
+    bucket = choice.options.get("bucket_bytes") or slicing.bucket_bytes(total_bytes, ranks, slicing.RULE_LINK)
+    return min(total_bytes, slicing.largest_bytes(bucket))

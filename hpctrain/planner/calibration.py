@@ -1,20 +1,93 @@
-"""Calibration: everything of a machine, measured by the ranks of a job in at most a given time.
+"""Calibrate a machine: its links, memory and operator rates, measured by the ranks of a job within a given time.
 
-Links are measured between pairs of ranks: within nodes by all pairs at once, as ranks of a node communicate at the same time in a
-step; between nodes by one pair, which then has its nodes' cards to itself, and by all at once to learn how many share a card.
+Links are measured between pairs of ranks: within nodes by all pairs at once, as ranks of a node communicate at the same time
+in a step; between nodes by one pair, which then has the network cards of its nodes to itself, and by all pairs at once to
+learn how many ranks share a card. Rates of operator classes are work over time in steps of small networks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
+from hpctrain.backend.operators import KernelSet
 from hpctrain.comm.base import Communicator
-from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.groups import node_numbers
-from hpctrain.planner import link_fit, machine_file
+from hpctrain.comm.progress import ProgressEngine
+from hpctrain.models import catalogue
+from hpctrain.nn.layers import Flatten, Layer, Linear, Sequential
+from hpctrain.nn.network import Network
+from hpctrain.planner import link_measurement, machine_file
 from hpctrain.planner.link_measurement import SIZES, LinkProbe, MessagePoint
 from hpctrain.planner.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
+from hpctrain.planner.operator_work import OperatorWork, work_of
+from hpctrain.planner.program_timing import TimedProgram, clock_of, fake_mergers
+
+_STEPS = 4
+
+
+@dataclass(frozen=True)
+class RateTask:
+    """A network of which operators are timed, on `batch` images of `pixels` to a side."""
+
+    make: Callable[[], Layer]
+    batch: int
+    pixels: int
+
+
+def _linear() -> Layer:
+    return Sequential([Flatten(), Linear(12 * 12 * 3, 4096), Linear(4096, 1024), Linear(1024, 100)])
+
+
+#: convolutions of usual shapes and what lies between them; large linear layers
+_LARGE = (RateTask(lambda: catalogue.build("resnet18", {}), 4, 112), RateTask(_linear, 32, 12))
+#: operators so small that a call is all that they take
+_SMALL = RateTask(lambda: catalogue.build("resnet_small", {"depth": 20, "width": 0.25}), 1, 8)
+
+#: (its work, seconds)
+Timing = tuple[OperatorWork, float]
+
+
+def measure_rates_of(
+    kernels: KernelSet, threads: int, before: Callable[[], None] = lambda: None
+) -> dict[OperatorClass, OperatorRate]:
+    """The rates of one rank with so many threads. before: a barrier, where several ranks are to compute at the same time."""
+    clock = clock_of(threads)
+    call_seconds = median(seconds for _, seconds in _timings(_SMALL, kernels, clock, before))
+    timings = [timing for task in _LARGE for timing in _timings(task, kernels, clock, before)]
+    return rates_from_timings(timings, call_seconds)
+
+
+def rates_from_timings(timings: list[Timing], call_seconds: float) -> dict[OperatorClass, OperatorRate]:
+    """Work over time beside calls: operations of convolutions and products, bytes of what memory bounds."""
+    memory = _ratio([(work.bytes, seconds) for work, seconds in timings if work.kind is OperatorClass.MEMORY], call_seconds)
+    flops = {
+        kind: _ratio([(work.flops, seconds) for work, seconds in timings if work.kind is kind], call_seconds)
+        for kind in (OperatorClass.CONVOLUTION, OperatorClass.PRODUCT)
+    }
+    flops[OperatorClass.MEMORY] = flops[OperatorClass.CONVOLUTION]
+    return {kind: OperatorRate(flops[kind], memory, call_seconds) for kind in OperatorClass}
+
+
+def _ratio(works: list[tuple[int, float]], call_seconds: float) -> float:
+    seconds = sum(max(0.0, seconds - call_seconds) for _, seconds in works)
+    return sum(work for work, _ in works) / seconds
+
+
+def _timings(task: RateTask, kernels: KernelSet, clock: Callable[[], float], before: Callable[[], None]) -> list[Timing]:
+    network = Network(task.make(), (task.pixels, task.pixels, 3), kernels)
+    timed = TimedProgram(
+        network.graph(task.batch), kernels, network.parameter_specs, shards={}, mergers=fake_mergers(1, 1), clock=clock
+    )
+    times = timed.measure(_STEPS, before)
+    timings = []
+    for (action, k), seconds in times.actions.items():
+        work = work_of(timed.plan.steps[k], action, timed.plan.memory[k])
+        if not work.is_nothing:
+            timings.append((work, seconds))
+    return timings
+
 
 # Where nothing can be measured: some value of its kind. Shared memory of current processors; 10 Gb/s Ethernet.
 _USUAL_WITHIN = Link((LinkSegment(0, 2e-6, 2e-10, None, 0), LinkSegment(16 << 10, 5e-6, 1.5e-10, None, 1)), 1e-5, 1e-10, 3e-10)
@@ -147,7 +220,7 @@ def _within(
         return _USUAL_WITHIN, {"within": "not measured: one rank a node; some current processor's shared memory"}
     pair = _pair(comm, _number(layout, comm.rank, lambda node, local: (node, local // 2)), "calibration within nodes")
     points = LinkProbe(comm, pair, progress).measure(SIZES, budget_seconds=budget_seconds)
-    return link_fit.link(points, bursts=False), {"within": f"{here}, all ranks of a node in pairs at once"}
+    return link_measurement.link(points, bursts=False), {"within": f"{here}, all ranks of a node in pairs at once"}
 
 
 def _between(
@@ -161,14 +234,18 @@ def _between(
     points = LinkProbe(comm, alone, progress).measure(SIZES, budget_seconds=budget_seconds)
     sources = {"between": f"{here}, one rank of each of two nodes"}
     if layout.ranks_per_node == 1:
-        return link_fit.link(points), 1, {**sources, "ranks_per_card": "one rank a node"}
+        return link_measurement.link(points), 1, {**sources, "ranks_per_card": "one rank a node"}
     color = _number(layout, comm.rank, lambda node, local: (node // 2, local))
     sizes = [point.n_bytes for point in points[-2:]]
     pair = _pair(comm, color, "calibration of cards")
     together = comm.split(None if pair is None else 0, comm.rank, "calibration of cards, all pairs")
     at_once = LinkProbe(comm, pair, progress, together).measure(sizes, polls=False, budget_seconds=0.0)  # one pass
     sharing = _sharing(points, at_once, layout.ranks_per_node)
-    return link_fit.link(points), sharing, {**sources, "ranks_per_card": f"{here}, pairs of all ranks of two nodes at once"}
+    return (
+        link_measurement.link(points),
+        sharing,
+        {**sources, "ranks_per_card": f"{here}, pairs of all ranks of two nodes at once"},
+    )
 
 
 def _sharing(alone: Sequence[MessagePoint], at_once: Sequence[MessagePoint], ranks_per_node: int) -> int:

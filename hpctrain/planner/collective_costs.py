@@ -1,30 +1,84 @@
-"""Collectives on a machine: the stages that one consists of, and what each of them costs. Pure functions.
+"""Costs of collectives on a machine: where groups of ranks lie, and the stages that a collective consists of there.
 
-The algorithms are those that MPICH (and Cray's MPI, which comes from it) takes for nonblocking collectives on plain arrays, after
-Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 2005. n is the whole
-buffer's size in bytes, P the number of ranks:
+The algorithms are those that MPICH (and Cray's MPI, which comes from it) takes for nonblocking collectives on plain arrays,
+after Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 2005. n is the
+size of the whole buffer in bytes, P the number of ranks:
 
     reduce-scatter      below 512 KiB recursive halving: ceil(log2 P) rounds, the first with half of n to the farthest rank;
                         from there on pairwise: P - 1 rounds of n / P, in round d to the d-th next rank
     allgather           below 512 KiB recursive doubling, to the nearest rank first, where P is a power of two; below 80 KiB
                         Bruck's for any other P, with as many rounds; from there on a ring: P - 1 rounds of n / P
     allreduce           up to 2 KiB recursive doubling: ceil(log2 P) rounds of n; from there on halving and then doubling
-    all-to-all          all messages at once, one to each rank that gets anything
-    in two levels       as comm/groups.py does: each level is a collective by itself
+    all-to-all          all messages at once, one to each rank that receives anything
+    in two levels       as comm/two_level.py does: each level is a collective by itself
 
-Ranks that halve or double in numbers that are no power of two send whole buffers to a partner first, and get them at the end.
+Ranks that halve or double in numbers that are no power of two send whole buffers to a partner first, and receive them at the
+end. `MessageCosts` prices the operations of an averager: whole, rounded to 16 bits, or the largest elements across nodes.
+Their work (rounding, adding up, choosing) is expressed as bytes of memory that take as long on one core. Rounding and
+choosing were measured relative to a copy; the machine's rate of memory turns them into seconds.
+
+Pure functions; the same on every rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from hpctrain.averaging.collective_schedule import OperationKind
+from hpctrain.averaging.sixteen_bits import Rounding
+from hpctrain.averaging.slicing import INDEX_BYTES, Compression
 from hpctrain.comm.groups import Levels
-from hpctrain.planner.machine import Link, Machine
+from hpctrain.comm.sums import Wire
+from hpctrain.planner.machine import Link, Machine, OperatorClass
 from hpctrain.planner.tasks import GroupPlacement
+
+
+def all_ranks(machine: Machine, ranks: int) -> GroupPlacement:
+    """The placement of all ranks of a job."""
+    return GroupPlacement(ranks, machine.nodes_of(ranks), min(ranks, machine.ranks_per_node))
+
+
+def split_groups(machine: Machine, rows: int, cols: int) -> GroupPlacement:
+    """The placement of the split groups, whose ranks are neighbours: the one that is spread most stands for all."""
+    return _placement(machine, [range(column * rows, (column + 1) * rows) for column in range(cols)])
+
+
+def data_groups(machine: Machine, rows: int, cols: int) -> GroupPlacement:
+    """The placement of the data groups, one for each rank of a split group: the one that is spread most stands for all."""
+    return _placement(machine, [range(row, rows * cols, rows) for row in range(rows)])
+
+
+def _placement(machine: Machine, groups: Sequence[Iterable[int]]) -> GroupPlacement:
+    """The placement of groups alike, of which each rank is in one."""
+    alike: Counter[int] = Counter()
+    ranks = nodes = most = 0
+    for members in groups:
+        on_node = Counter(position // machine.ranks_per_node for position in members)
+        alike.update(on_node.keys())
+        ranks, nodes, most = sum(on_node.values()), max(nodes, len(on_node)), max(most, *on_node.values())
+    return GroupPlacement(ranks, nodes, most, max(alike.values()))
+
+
+@dataclass(frozen=True)
+class GridPlacements:
+    """all_ranks: of the whole grid. split: of the Pr ranks that share samples. data: of the Pc ranks with the same weights."""
+
+    all_ranks: GroupPlacement
+    split: GroupPlacement
+    data: GroupPlacement
+
+
+def grid_placements(machine: Machine, rows: int, cols: int) -> GridPlacements:
+    """The placements of a grid of Pr x Pc."""
+    return GridPlacements(
+        all_ranks(machine, rows * cols),
+        split_groups(machine, rows, cols),
+        data_groups(machine, rows, cols),
+    )
+
 
 #: of tasks that are no operation of a schedule: an all-to-all of the split group, batch statistics, the step's message
 Kind = OperationKind | Literal["exchange", "merge", "message"]
@@ -298,3 +352,118 @@ def _sharers(machine: Machine, placement: GroupPlacement, crossing: float) -> fl
     cards = max(1, machine.ranks_per_node // machine.ranks_per_card)
     using = placement.per_node * placement.alike
     return max(1.0, using / min(cards, max(1.0, using * crossing)))
+
+
+#: bytes by element: to round it, and to read a rounded one (and add it to a sum)
+_ROUNDING_BYTES: Mapping[Wire, tuple[int, int]] = {"float32": (0, 0), "bfloat16": (28, 13), "float16": (68, 42)}
+#: bytes by element of a part, to add its residual, choose the largest ones and take these out
+_SELECTION_BYTES = 36
+#: bytes by element and position that arrive, to add it where it belongs
+_PAIR_BYTES = 84
+
+
+@dataclass(frozen=True)
+class MessageCosts:
+    """Prices the operations of one parameter group.
+
+    Attributes:
+        placement, levels: of the group's ranks. item_bytes: of an element. rounding: of its messages; None: they are whole.
+    """
+
+    machine: Machine
+    placement: GroupPlacement
+    levels: Levels | None
+    item_bytes: int
+    rounding: Rounding | None = None
+
+    def stages(self, kind: OperationKind, n_bytes: float, compression: Compression | None = None) -> tuple[Stage, ...]:
+        """The stages of one operation.
+
+        Args:
+            n_bytes: of the whole buffer, as `collective_costs.stages` counts, in the numbers that are computed with.
+            compression: of the slice, if any.
+        """
+        if compression is not None:
+            return self._compressed(kind, n_bytes, compression)
+        wire = self._wire(kind)
+        if wire == "float32" or self.placement.ranks == 1:
+            return self._whole(kind, n_bytes)
+        elements = n_bytes / self.item_bytes
+        write, read = (count * elements for count in _ROUNDING_BYTES[wire])
+        if kind is OperationKind.ALLREDUCE:  # each sum is rounded once more by its owner, and read by everybody
+            return self._allreduce(n_bytes, write, read)
+        if kind is OperationKind.REDUCE_SCATTER:
+            return self._reduce(n_bytes, write + read)
+        return self._working(self._whole(kind, self._sent(n_bytes)), read + write / self.placement.ranks)
+
+    def selection_seconds(self, elements: float) -> float:
+        """Seconds of a core, to choose the largest elements of a part of so many."""
+        return self.memory_seconds(_SELECTION_BYTES * elements)
+
+    def scatter_seconds(self, elements: float, compression: Compression) -> float:
+        """Seconds of a core, to add up what all nodes sent of a part of so many elements."""
+        pairs = compression.nodes * compression.kept(round(elements))
+        return self.memory_seconds(elements * self.item_bytes + _PAIR_BYTES * pairs)
+
+    def choice_seconds(self, elements: float, compression: Compression) -> float:
+        """Both."""
+        return self.selection_seconds(elements) + self.scatter_seconds(elements, compression)
+
+    def memory_seconds(self, n_bytes: float) -> float:
+        """Seconds of a core for bytes read and written."""
+        rate = self.machine.rates.get(OperatorClass.MEMORY)
+        return n_bytes / rate.bytes_per_second if rate is not None else 0.0
+
+    def _wire(self, kind: OperationKind) -> Wire:
+        if self.rounding is None or kind in (OperationKind.NORMS, OperationKind.INPUTS, OperationKind.ERRORS):
+            return "float32"
+        return self.rounding.parameters if kind is OperationKind.ALLGATHER else self.rounding.gradients
+
+    def _sent(self, n_bytes: float) -> float:
+        return 2 * n_bytes / self.item_bytes
+
+    def _whole(self, kind: OperationKind, n_bytes: float) -> tuple[Stage, ...]:
+        return stages(self.machine, kind, n_bytes, self.placement, self.levels)
+
+    def _exchange(self, n_bytes: float, work_bytes: float, placement: GroupPlacement | None = None) -> tuple[Stage, ...]:
+        """Rounded parts to their owners, who add them up."""
+        exchanged = stages(self.machine, OperationKind.INPUTS, self._sent(n_bytes), placement or self.placement)
+        return self._working(exchanged, work_bytes)
+
+    def _reduce(self, n_bytes: float, work_bytes: float) -> tuple[Stage, ...]:
+        if self.levels is None:
+            return self._exchange(n_bytes, work_bytes)
+        per_node = self.levels.per_node
+        within = stages(self.machine, OperationKind.REDUCE_SCATTER, n_bytes, within_nodes(self.placement, per_node))
+        across = across_nodes(self.placement, self.levels.nodes, per_node)
+        return (*within, *self._exchange(n_bytes / per_node, work_bytes / per_node, across))
+
+    def _allreduce(self, n_bytes: float, write: float, read: float) -> tuple[Stage, ...]:
+        """A sum whose parts and results cross rounded. write, read: work of rounding the buffer once, and of reading it."""
+        two, kind = self.levels, OperationKind.ALLGATHER
+        if two is None:
+            gathered = stages(self.machine, kind, self._sent(n_bytes), self.placement)
+            return (*self._exchange(n_bytes, write + read), *self._working(gathered, read + write / self.placement.ranks))
+        share, across = n_bytes / two.per_node, across_nodes(self.placement, two.nodes, two.per_node)
+        gathered = stages(self.machine, kind, self._sent(share), across)
+        work = (read + write / two.nodes) / two.per_node
+        within = stages(self.machine, kind, n_bytes, within_nodes(self.placement, two.per_node))
+        return (*self._reduce(n_bytes, write + read), *self._working(gathered, work), *within)
+
+    def _compressed(self, kind: OperationKind, n_bytes: float, compression: Compression) -> tuple[Stage, ...]:
+        """Sums and parameters stay within nodes; values and positions cross them."""
+        nodes = compression.nodes
+        per_node = self.placement.ranks // nodes
+        if kind is not OperationKind.SPARSE:
+            return stages(self.machine, kind, n_bytes, within_nodes(self.placement, per_node)) if per_node > 1 else ()
+        across = self.placement if per_node == 1 else across_nodes(self.placement, nodes, per_node)
+        kept = compression.kept(-(-round(n_bytes / self.item_bytes) // per_node))
+        return stages(self.machine, OperationKind.ALLGATHER, nodes * kept * (self.item_bytes + INDEX_BYTES), across)
+
+    def _working(self, stages_of: tuple[Stage, ...], work_bytes: float) -> tuple[Stage, ...]:
+        """The stages with work of a core in the first of them."""
+        if not stages_of:
+            return ()
+        seconds, first = self.memory_seconds(work_bytes), stages_of[0]
+        latency, cpu = first.latency_seconds + seconds, first.cpu_seconds + seconds
+        return (replace(first, latency_seconds=latency, cpu_seconds=cpu), *stages_of[1:])

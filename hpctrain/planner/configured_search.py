@@ -1,27 +1,171 @@
-"""One step of a configuration, simulated on several numbers of ranks: how a training would scale. Needs neither MPI nor data.
+"""The planner's work for a configuration: costs, the search for a grid, plan and averager, and simulated scaling.
 
-Efficiency compares with the smallest number of ranks, as in `bench/scaling.py`: T(R0) / T(R) where each rank has a batch of its
-own (weak scaling), R0 T(R0) / (R T(R)) where all share one (strong scaling).
+Computation costs measured times where there are some, a machine's rates elsewhere. A scaling study simulates one step on
+several
+numbers of ranks and needs neither MPI nor data. Its efficiency compares with the smallest number of ranks, as in
+`bench/scaling.py`: T(R0) / T(R) where each rank has a batch of its own (weak scaling), R0 T(R0) / (R T(R)) where all share one
+(strong scaling).
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from hpctrain.config.schema import Config
-from hpctrain.experiment import planned_job, planner_costs, planner_search
-from hpctrain.planner.planned_run import prepare
-from hpctrain.experiment.planned_run import Image, PlannedRun
-from hpctrain.experiment.planner_search import SearchTask
+from hpctrain.comm.groups import check_grid
+from hpctrain.comm.progress_mode import ProgressMode
+from hpctrain.config import grid
+from hpctrain.config.grid import with_candidate
+from hpctrain.config.schema import AveragerConfig, Config, GridConfig, PlanConfig
+from hpctrain.planner import planned_run
+from hpctrain.planner.averaging_costs import AveragerChoice
+from hpctrain.planner.compute_costs import ComputeCosts, MeasuredCosts, RateCosts, ScaledCosts
 from hpctrain.planner.machine import Machine
-from hpctrain.planner.predict import predict
-from hpctrain.planner.prediction import Prediction, SimulationOptions
+from hpctrain.planner.operator_times import OperatorTimes, Setting, cache_file
+from hpctrain.planner.planned_run import Image, PlannedRun, prepare
+from hpctrain.planner.program_timing import processor_model, setting_here
+from hpctrain.planner.search import SearchResult, search
+from hpctrain.planner.search_space import SearchSpace
+from hpctrain.planner.step_program import predict
+from hpctrain.planner.tasks import Prediction, SimulationOptions
 from hpctrain.storage.atomic_write import replacing, write_bytes
 from hpctrain.trace.chrome import ChromeTrace
+
+
+def configured_costs(machine: Machine, task: PlannedRun, compute: float = 1.0) -> ComputeCosts:
+    """The costs of a job's operators on a machine: measured ones from the user's cache where it is this one, else by its rates.
+
+    Args:
+        machine: as it is, not scaled. compute: ranks compute so many times as fast.
+    """
+    rates = RateCosts(machine, task.config.dtype)
+    known: ComputeCosts = rates
+    if is_here(machine):
+        times = OperatorTimes(configured_setting(machine, task), cache_file())
+        known = MeasuredCosts(times, rates) if len(times) else rates
+    return known if compute == 1 else ScaledCosts(known, compute)
+
+
+def is_here(machine: Machine) -> bool:
+    """True where the machine's rates were measured on a processor like this one: its times hold there."""
+    sources = [source for key, source in machine.sources.items() if key.startswith("rates")]
+    return any(source.startswith("measured") and processor_model() in source for source in sources)
+
+
+def configured_setting(machine: Machine, task: PlannedRun) -> Setting:
+    """The setting of a rank of the job: its threads, and as many ranks at work as there are on a node."""
+    return setting_here(
+        task.kernels, configured_threads(machine, task), configured_concurrency(machine, task.plan.rows * task.plan.cols)
+    )
+
+
+def configured_threads(machine: Machine, task: PlannedRun) -> int:
+    """Threads of a rank: as configured, else one for each of its cores."""
+    configured = task.config.threads
+    return max(1, int(machine.cores_per_rank)) if configured == "auto" else configured
+
+
+def configured_concurrency(machine: Machine, ranks: int) -> int:
+    """Ranks that compute at the same time on a node."""
+    return min(ranks, machine.ranks_per_node)
+
+
+#: sections of a configuration that a search chooses
+SEARCHED_SECTIONS = ("grid", "plan", "averager", "micro_batches")
+
+
+@dataclass(frozen=True)
+class SearchTask:
+    """A search that is asked for.
+
+    machine: as it is; factors: keywords of `Machine.scaled`, by which it is changed. keep: sections of the configuration that
+    stay as they are. image: (H, W, C), and classes: None as in `prepare`.
+    """
+
+    config: Config
+    ranks: int
+    machine: Machine
+    factors: Mapping[str, float] = field(default_factory=dict)
+    keep: Collection[str] = ()
+    image: Image | None = None
+    classes: int | None = None
+
+
+@dataclass(frozen=True)
+class PlannedSearch:
+    """A search and its result. job: on a grid that stands for any."""
+
+    task: SearchTask
+    job: PlannedRun
+    result: SearchResult
+
+
+def job_of(task: SearchTask) -> PlannedRun:
+    """The job on a grid that it can be planned on: what is searched for is not asked of the configuration.
+
+    Raises:
+        HpctrainError: what the configuration and the data do not agree on.
+    """
+    config, ranks = task.config, task.ranks
+    rows = next(rows for rows in range(1, ranks + 1) if ranks % rows == 0 and ranks // rows <= config.batch)
+    open_sections = {"grid": GridConfig(rows=rows), "plan": PlanConfig(), "averager": AveragerConfig(), "micro_batches": 1}
+    return prepare(config.model_copy(update=open_sections), ranks, task.image, task.classes)
+
+
+def progress_of(config: Config) -> ProgressMode:
+    """The mode of progress that is simulated: as configured, where it is not left to a measurement."""
+    return ProgressMode.TEST if config.progress == "auto" else ProgressMode(config.progress)
+
+
+def space_of(task: SearchTask, job: PlannedRun) -> SearchSpace:
+    """All grids, plans, averagers and micro-batches, but those that the configuration names in sections that are kept.
+
+    Raises:
+        ConfigError, ShapeError: a grid or a plan that is to be kept, and that so many ranks cannot have.
+    """
+    config, ranks, keep = task.config, task.ranks, task.keep
+    fixed_grid, fixed_plan = None, None
+    if "grid" in keep:
+        fixed_grid = config.grid.rows, grid.columns(config, ranks)
+        check_grid(*fixed_grid, ranks)
+        grid.check_batch(config.batch, *fixed_grid)
+    elif not job.kernels.arithmetic.on_host:  # the costs know of no way through the host's memory, which split layers take
+        fixed_grid = (1, ranks)
+    if "plan" in keep:
+        fixed_plan = grid.parallel_plan(config, grid.columns(config, ranks))
+    return SearchSpace(
+        fixed_grid=fixed_grid,
+        fixed_plan=fixed_plan,
+        fixed_averager=AveragerChoice(config.averager.name, config.averager.options) if "averager" in keep else None,
+        fixed_micro_batches=config.micro_batches if "micro_batches" in keep else None,
+        options=SimulationOptions(progress=progress_of(config)),
+    )
+
+
+def run_search(task: SearchTask) -> PlannedSearch:
+    """Search.
+
+    Raises:
+        ConfigError: no grid has a place for so many ranks, or a job that fits in no plan.
+    """
+    job = job_of(task)
+    costs = configured_costs(task.machine, job, task.factors.get("compute", 1.0))
+    machine, space = task.machine.scaled(**task.factors), space_of(task, job)
+    result = search(planned_run.job(job), machine, costs, task.ranks, space, predicted_by=predict)
+    return PlannedSearch(task, job, result)
+
+
+def with_best(task: SearchTask) -> Config:
+    """The configuration with a value for each section that it leaves open (auto): the best by a search, where there is any.
+
+    Raises:
+        ConfigError: as `run`.
+    """
+    return with_candidate(task.config, run_search(task).result.best.candidate) if task.config.automatic else task.config
+
 
 Mode = Literal["weak", "strong"]
 
@@ -105,13 +249,13 @@ class SimulatedStudy:
         for label in self.configs:
             for ranks in self.ranks:
                 search = self.search_task(label, ranks)
-                yield label, prepare(planner_search.chosen(search), ranks, self.image, self.classes)
+                yield label, prepare(with_best(search), ranks, self.image, self.classes)
 
     def search_task(self, label: str, ranks: int) -> SearchTask:
         """The search for what the configuration of a label leaves open (auto) on so many ranks; all else is kept."""
         config = self.configs[label]
         batch = config.batch * ranks if self.mode == "weak" else config.batch
-        keep = [section for section in planner_search.SECTIONS if section not in config.automatic]
+        keep = [section for section in SEARCHED_SECTIONS if section not in config.automatic]
         config = config.model_copy(update={"batch": batch})
         return SearchTask(config, ranks, self.machine, self.factors, keep, self.image, self.classes)
 
@@ -126,9 +270,9 @@ def run(study: SimulatedStudy, say: Callable[[str], None] = lambda line: None) -
     points = []
     for label, task in list(study.tasks()):
         say(f"{label}, {task.plan.rows * task.plan.cols} ranks")
-        costs = planner_costs.costs(study.machine, task, study.factors.get("compute", 1.0))
-        candidate = planned_job.candidate(task)
-        prediction = predict(planned_job.job(task), candidate, machine, costs, study.options)
+        costs = configured_costs(study.machine, task, study.factors.get("compute", 1.0))
+        candidate = planned_run.candidate(task)
+        prediction = predict(planned_run.job(task), candidate, machine, costs, study.options)
         points.append(SimulatedPoint(label, candidate.ranks, task.config.batch, (task.plan.rows, task.plan.cols), prediction))
     return points
 

@@ -1,12 +1,14 @@
-"""Estimates: lower bounds of a step's time for all grids, uses, averagers and micro-batches, without a simulation.
+"""Estimate lower bounds of a step's time for all grids, uses, averagers and micro-batches, without a simulation.
 
-By grid and averager, the uses follow from a shortest path through the network's segments; see `shortest_path`.
+By grid and averager, the uses follow from a shortest path through the network's segments; see `shortest_path`. `patterns`
+turns the use of each layer into the few patterns of a plan, which a configuration can hold.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hpctrain.core.errors import BackendError
@@ -14,22 +16,66 @@ from hpctrain.nn.compile.compiler import compile_graph
 from hpctrain.parallel.layout import Layout
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.planner.averaging_costs import AveragerChoice, AveragingCosts
-from hpctrain.planner.compute_costs_rest import ComputeCosts
+from hpctrain.planner.compute_costs import ComputeCosts
 from hpctrain.planner.job import Candidate, Job
 from hpctrain.planner.layer_costs import (
+    NetworkSegment,
     SegmentCost,
     SegmentCosts,
     UseOf,
     layout_key,
     parameter_item_bytes,
     parameter_memory_bytes,
+    segments,
 )
-from hpctrain.planner.lower_bounds import remaining_costs
 from hpctrain.planner.machine import Machine
-from hpctrain.planner.plan_patterns import patterns
 from hpctrain.planner.search_space import SearchSpace
-from hpctrain.planner.segments import NetworkSegment, segments
-from hpctrain.planner.shortest_path import Costs, Edge, ShortestPath, shortest_paths
+from hpctrain.planner.shortest_path import Costs, Edge, ShortestPath, remaining_costs, shortest_paths
+
+
+def patterns(uses: Mapping[str, Parallelism]) -> tuple[Parallelism, dict[str, Parallelism]]:
+    """(default, pattern -> use) such that a `ParallelPlan` gives each dotted name its use; few of them, general ones first."""
+    default = _most_frequent(list(uses.values()))
+    rules: dict[str, Parallelism] = {}
+    _add(rules, uses, list(uses), (), default)
+    return default, rules
+
+
+def _add(
+    rules: dict[str, Parallelism],
+    uses: Mapping[str, Parallelism],
+    names: Sequence[str],
+    prefix: tuple[str, ...],
+    inherited: Parallelism,
+) -> None:
+    """Add rules for names that begin with a prefix, all of which follow `inherited` so far."""
+    children: dict[str, list[str]] = {}
+    for name in names:
+        children.setdefault(name.split(".")[len(prefix)], []).append(name)
+    for child, members in children.items():
+        path = (*prefix, child)
+        leaf, below = ".".join(path), [name for name in members if name.count(".") >= len(path)]
+        if leaf in members and uses[leaf] is not inherited:
+            rules[leaf] = uses[leaf]
+        if not below:
+            continue
+        use = _most_frequent([uses[name] for name in below])
+        # Worth a rule of its own where it saves others.
+        differing = sum(uses[name] is not inherited for name in below)
+        remaining = 1 + sum(uses[name] is not use for name in below)
+        if use is not inherited and remaining <= differing:
+            rules[f"{leaf}.*"] = use
+            _add(rules, uses, below, path, use)
+        else:
+            _add(rules, uses, below, path, inherited)
+
+
+def _most_frequent(uses: Sequence[Parallelism]) -> Parallelism:
+    if not uses:
+        return Parallelism.BATCH
+    counted = Counter(uses)
+    return max(Parallelism, key=lambda use: counted[use])
+
 
 #: a segment's use; None: as the fixed plan says
 SegmentUse = Parallelism | None

@@ -1,4 +1,8 @@
-"""The averaging of a job's gradients as data: by parameter group, the strategy, the ranks and the schedule of its operations."""
+"""Plan the averaging of a job's gradients as data: by parameter group, the strategy, the ranks and the schedule of operations.
+
+From the schedules follow the bytes that ranks exchange, and the pinned memory for what travels between devices through the
+host (`mirror_bytes`).
+"""
 
 from __future__ import annotations
 
@@ -7,16 +11,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hpctrain.averaging.collective_schedule import CollectiveSchedule
-from hpctrain.averaging.rounding import Rounding
+from hpctrain.averaging.base import PlannedGroup, Strategy
+from hpctrain.averaging.collective_schedule import CollectiveSchedule, OperationKind
+from hpctrain.averaging.sixteen_bits import Rounding
 from hpctrain.averaging.slicing import Slice
-from hpctrain.averaging.strategy import PlannedGroup, Strategy
-from hpctrain.backend.dtypes import parameter_dtype
-from hpctrain.core.intervals import Interval
+from hpctrain.backend.specs import parameter_dtype
 from hpctrain.comm.link import LinkModel
+from hpctrain.core.intervals import Interval
 from hpctrain.data.sampler import counts as counts_over
-from hpctrain.nn.distribution import Shard
-from hpctrain.nn.network import ALL, MODEL, local_spec
+from hpctrain.nn.network import ALL, MODEL, Shard, local_spec
 from hpctrain.nn.parameter import GroupLayout, ParameterSpec
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.parallel.partition_graph import PartitionedGraph, partition_graph
@@ -239,3 +242,27 @@ def _by_rank(by_place: Sequence[int], order: Sequence[int] | None) -> tuple[int,
         return tuple(by_place)
     numbers = dict(zip(order, by_place, strict=True))
     return tuple(numbers[rank] for rank in range(len(order)))
+
+
+def mirror_bytes(group: GroupSchedule, item_bytes: int) -> tuple[int, ...] | None:
+    """Bytes of the mirrors of each rank of a group, in one level.
+
+    Each array that travels has one: of an allreduce, the slice; where owners update, the slice's gradient, the sum of the owned
+    part and the slice's parameters. None where the schedule does not tell: inputs and errors of layers or chosen elements travel.
+
+    Args:
+        item_bytes: of an element of gradients and parameters.
+    """
+    if group.ranks == 1:
+        return (0,)
+    schedule = group.schedule
+    if schedule is None:
+        return (group.elements * item_bytes,) * group.ranks
+    if any(piece.sufficient_factors or piece.compression is not None for piece in schedule.slices):
+        return None
+    gathered = {operation.slice for operation in schedule.operations if operation.kind is OperationKind.ALLGATHER}
+    totals = [0] * group.ranks
+    for number, piece in enumerate(schedule.slices):
+        owned = group.owned(piece) if number in gathered else (-piece.size,) * group.ranks
+        totals = [total + 2 * piece.size + part for total, part in zip(totals, owned, strict=True)]
+    return tuple(total * item_bytes for total in totals)

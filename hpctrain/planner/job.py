@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from hpctrain.averaging.strategy import PlannedGroup, Strategy
-from hpctrain.backend.operators import KernelSet
+from hpctrain.averaging.base import PlannedGroup, Strategy
 from hpctrain.backend.graph import Graph
+from hpctrain.backend.operators import KernelSet
 from hpctrain.nn.parameter import ParameterSpec
 from hpctrain.optim.base import NormsNeeded
 from hpctrain.parallel.parallel_plan import ParallelPlan

@@ -1,41 +1,86 @@
-"""Costs of a segment of a network on a grid, for one use of its layers and one layout of what goes in: seconds and memory.
+"""Cut a network into segments, and price a segment on a grid for one use of its layers: seconds and memory.
 
-The layouts are those that the sharding rules give, and operators are priced at the blocks of one rank, one that has two
-neighbours where there are three or more. No plan is compiled and no schedule made, so a segment costs milliseconds to price.
+A segment is a part of a graph that takes one choice: a chain is cut in front of each layer with weights, and what follows it
+(batch norm, ReLU, pooling) belongs to it. The branches of a residual block meet before anything can be cut, so a block takes
+one choice for all of it. The layouts are those of the sharding rules, and operators are priced at the blocks of one rank, one
+with two neighbours where there are three or more. No plan is compiled and no schedule made, so that pricing a segment takes
+milliseconds.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hpctrain.backend import dtypes
+from hpctrain.backend import specs as dtypes
 from hpctrain.backend.graph import Graph, GraphBuilder, Node
-from hpctrain.backend.specs import BatchNormSpec, LinearSpec, TensorSpec
-from hpctrain.core.intervals import shape_of
+from hpctrain.backend.specs import BatchNormSpec, Conv2dSpec, LinearSpec, TensorSpec
+from hpctrain.comm.base import SingleCommunicator
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.comm.single import SingleCommunicator
+from hpctrain.core.intervals import shape_of
 from hpctrain.data.sampler import counts as counts_over
 from hpctrain.nn.compile.plan import Action, PlannedStep
 from hpctrain.nn.compile.steps import Steps, make_steps
 from hpctrain.parallel import layout
 from hpctrain.parallel.layout import Layout
+from hpctrain.parallel.moves import RedistributeSpec, ReduceScatterSpec, SplitGroup, transfer
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
-from hpctrain.parallel.plan_report_rest import STATISTIC_BYTES
-from hpctrain.parallel.redistribute import RedistributeSpec, ReduceScatterSpec
+from hpctrain.parallel.plan_report import STATISTIC_BYTES
 from hpctrain.parallel.sharding_rules import OperatorSharding, SplitContext, shard
-from hpctrain.parallel.split_group import SplitGroup
-from hpctrain.parallel.moves import transfer
 from hpctrain.planner.averaging_costs import AveragedParts, LinearSize
-from hpctrain.planner.collective_costs import stages, unhindered_seconds
-from hpctrain.planner.compute_costs_rest import ComputeCosts
-from hpctrain.planner.grid_placements import grid_placements
+from hpctrain.planner.collective_costs import grid_placements, stages, unhindered_seconds
+from hpctrain.planner.compute_costs import ComputeCosts
 from hpctrain.planner.job import Job
 from hpctrain.planner.machine import Machine
-from hpctrain.planner.move_traffic import is_move
-from hpctrain.planner.segments import NetworkSegment
+from hpctrain.planner.operator_work import is_move
+
+
+@dataclass(frozen=True)
+class NetworkSegment:
+    """Neighbouring nodes of a graph. start, stop: their positions. source, output: the one tensor that goes in, and out."""
+
+    start: int
+    stop: int
+    source: int
+    output: int
+
+    def nodes(self, graph: Graph) -> tuple[Node, ...]:
+        """The nodes, of this graph or of the same model's for another number of samples."""
+        return graph.nodes[self.start : self.stop]
+
+
+def segments(graph: Graph) -> tuple[NetworkSegment, ...]:
+    """The segments of a graph in forward order; together all of its nodes."""
+    merged: list[NetworkSegment] = []
+    for piece in _pieces(graph):
+        weighted = any(isinstance(node.spec, Conv2dSpec | LinearSpec) for node in piece.nodes(graph))
+        first = not merged or not any(_is_weighted(node) for node in merged[0].nodes(graph))
+        if merged and (not weighted or (len(merged) == 1 and first)):
+            merged[-1] = NetworkSegment(merged[-1].start, piece.stop, merged[-1].source, piece.output)
+        else:
+            merged.append(piece)
+    return tuple(merged)
+
+
+def _is_weighted(node: Node) -> bool:
+    return isinstance(node.spec, Conv2dSpec | LinearSpec)
+
+
+def _pieces(graph: Graph) -> Iterator[NetworkSegment]:
+    """The shortest stretches between tensors that alone go on."""
+    last_reader: dict[int, int] = {}
+    for position, node in enumerate(graph.nodes):
+        for tensor in node.inputs:
+            last_reader[tensor] = position
+    start, source, reach = 0, 0, last_reader.get(0, -1)
+    for position, node in enumerate(graph.nodes):
+        if reach <= position:  # all tensors so far are read by now
+            yield NetworkSegment(start, position + 1, source, node.output)
+            start, source = position + 1, node.output
+        reach = max(reach, last_reader.get(node.output, len(graph.nodes)))
+
 
 UseOf = Callable[[str], Parallelism]
 

@@ -1,22 +1,40 @@
-"""The job that calibrates: all its ranks measure the machine that they run on, and the first one writes it down."""
+"""Measurements for plans: a machine by the ranks of a job, and times of operators by ranks or by processes of their own.
+
+`run_calibration` is the job of `hpctrain calibrate`; a started job measures its machine whole for a choice at the start, or in
+haste for the account at its end. Times of operators come from the file of earlier ones, else they are measured by as many
+processes
+at the same time as a node has ranks of the job: caches, memory and cores are then as busy as in a step. The processes of
+`plan search --measure` need no MPI: they meet at barriers only.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import platform
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from hpctrain.backend.choice import make_backend
-from hpctrain.backend.cuda.choose import NodePlace
-from hpctrain.comm.base import Communicator
+from hpctrain.backend.choice import NodePlace, make_backend
+from hpctrain.backend.operators import KernelSet
+from hpctrain.comm.base import Communicator, raise_on_all_ranks
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
+from hpctrain.core.errors import ConfigError
+from hpctrain.core.log import get_logger
 from hpctrain.launch.threads import usable_cores
-from hpctrain.planner import machine_file, rate_measurement
-from hpctrain.planner.calibration import RankFacts, calibrate
+from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
+from hpctrain.planner import calibration, configured_search, machine_file, planned_run
+from hpctrain.planner.calibration import MeasureRates, RankFacts, calibrate
+from hpctrain.planner.configured_search import SearchTask, job_of
+from hpctrain.planner.job import Candidate, Job
 from hpctrain.planner.machine import Link, Machine, OperatorClass
+from hpctrain.planner.operator_times import OperatorTimes, Setting, cache_file
+from hpctrain.planner.program_timing import Coverage, ensure_measured, processor_model, setting_here
+from hpctrain.planner.search_space import SearchSpace, grid_shapes
 from hpctrain.storage.atomic_write import check_target
 
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -40,7 +58,7 @@ def run_calibration(world: Communicator, threads: int, seconds: float, out: Path
         world,
         progress,
         facts_here(),
-        lambda before: rate_measurement.measure(backend.kernels, threads, before),
+        lambda before: calibration.measure_rates_of(backend.kernels, threads, before),
         name=out.stem,
         when=time.strftime("%Y-%m-%d"),
         seconds=seconds,
@@ -132,3 +150,192 @@ def _processor() -> str:
     except OSError:
         return platform.machine()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+NAME = "measured at the run"
+
+_WHOLE_SECONDS = 60.0
+# Links have a part of it alone; rates are known then.
+_HASTE_SECONDS = 3.0
+
+
+def measured(world: Communicator, kernels: KernelSet, threads: int, deadline_seconds: float) -> Machine:
+    """Links, memory and rates, within a minute. Collective; the same on every rank."""
+    return _calibrated(
+        world, lambda before: calibration.measure_rates_of(kernels, threads, before), _WHOLE_SECONDS, deadline_seconds
+    )
+
+
+def measured_in_haste(world: Communicator, rates: MeasureRates, deadline_seconds: float) -> Machine:
+    """Links of a few sizes of messages, in two seconds, beside rates that are known. Collective; the same on every rank."""
+    return _calibrated(world, rates, _HASTE_SECONDS, deadline_seconds)
+
+
+def _calibrated(world: Communicator, rates: MeasureRates, seconds: float, deadline_seconds: float) -> Machine:
+    return calibrate(
+        world,
+        ProgressEngine(rank=world.rank, deadline_seconds=deadline_seconds, abort=world.abort),
+        facts_here(),
+        rates,
+        name=NAME,
+        when=time.strftime("%Y-%m-%d"),
+        seconds=seconds,
+        physical_cores=usable_cores,
+    )
+
+
+_log = get_logger(__name__)
+
+
+def measured_times(
+    world: Communicator,
+    job: Job,
+    space: SearchSpace,
+    *,
+    threads: int,
+    memory_bytes: int,
+    budget_seconds: float,
+    deadline_seconds: float,
+) -> OperatorTimes:
+    """Times of what the likely candidates compute, measured with all ranks at work; rank 0 keeps them. Collective.
+
+    Args:
+        threads: of a rank. memory_bytes: of a rank; candidates that take more are not measured.
+        budget_seconds: after which nothing more is begun. deadline_seconds: that a rank waits for the others.
+
+    Raises:
+        ConfigError: no grid fits batch and ranks.
+    """
+    progress = ProgressEngine(rank=world.rank, deadline_seconds=deadline_seconds, abort=world.abort)
+    node = world.split_shared_memory("node")
+    times: OperatorTimes = world.broadcast_object(
+        OperatorTimes(setting_here(job.kernels, threads, node.size), cache_file()) if world.rank == 0 else None
+    )
+    candidates = list(_likely(job, space, world.size))
+    left = budget_seconds
+    for some in (candidates[:1], candidates[1:]):  # whatever is chosen, it is compared with the first one
+        coverage = ensure_measured(
+            job,
+            some,
+            times,
+            budget_seconds=left,
+            memory_bytes=memory_bytes,
+            before=lambda: progress.wait_handle(world.ibarrier(), "a timed step"),
+            agree=world.broadcast_object,
+        )
+        left -= coverage.seconds
+    if world.rank == 0:
+        _keep(times)
+    return times
+
+
+def _likely(job: Job, space: SearchSpace, ranks: int) -> Iterator[Candidate]:
+    """One use for all layers on each grid, or the plan that is fixed; data parallelism alone comes first."""
+    micro_batches = space.fixed_micro_batches or 1
+    shapes = sorted(grid_shapes(space, job.graph_of(1), ranks, job.batch))
+    for rows, cols in shapes:
+        fixed = space.fixed_plan
+        if fixed is not None:
+            tiles = fixed.tiles if fixed.rows == rows else None
+            yield Candidate(ParallelPlan(rows, cols, fixed.default, fixed.use, tiles), micro_batches=micro_batches)
+            continue
+        for use in (Parallelism.BATCH,) if rows == 1 else Parallelism:
+            yield Candidate(ParallelPlan(rows, cols, use), micro_batches=micro_batches)
+
+
+def _keep(times: OperatorTimes) -> None:
+    try:
+        times.save()
+    except OSError as error:
+        _log.warning("The operator times cannot be kept (%s); they are measured again the next time.", error.strerror)
+
+
+_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+_PATIENCE_SECONDS = 600.0  # of a process for the others: one that failed never comes
+
+
+@dataclass(frozen=True)
+class _Work:
+    """The work of each process, as it can be sent there."""
+
+    task: SearchTask
+    candidates: tuple[Candidate, ...]
+    setting: Setting
+    budget_seconds: float
+
+
+def measure(task: SearchTask, candidates: Sequence[Candidate], budget_seconds: float) -> Coverage:
+    """Measure what the candidates compute and the user's cache does not know, for about so many seconds, and keep it there.
+
+    Raises:
+        ConfigError: the machine is not this one. OSError: the cache cannot be written.
+    """
+    if not configured_search.is_here(task.machine):
+        raise ConfigError(
+            f"--measure measures this processor, {processor_model()}, but machine {task.machine.name} was not measured on it; "
+            f"measure this machine with `hpctrain calibrate`, or leave --measure out."
+        )
+    setting = configured_search.configured_setting(task.machine, job_of(task))
+    return _in_processes(_Work(task, tuple(candidates), setting, budget_seconds), setting.concurrency)
+
+
+def _in_processes(work: _Work, processes: int) -> Coverage:
+    """Run the work in so many processes; what the first of them says."""
+    context = multiprocessing.get_context("spawn")
+    barrier, decision, results = context.Barrier(processes), context.Value("b", 1), context.SimpleQueue()
+    before = {name: os.environ.get(name) for name in _THREADS}
+    os.environ.update(dict.fromkeys(_THREADS, str(work.setting.threads)))  # pools of threads read them when they start
+    try:
+        members = [
+            context.Process(target=_measure, args=(work, number, barrier, decision, results), daemon=True)
+            for number in range(processes)
+        ]
+        for member in members:
+            member.start()
+        for member in members:
+            member.join()
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+    if any(member.exitcode for member in members):
+        raise ConfigError("The operators could not be measured, as is told above; leave --measure out.")
+    coverage: Coverage = results.get()
+    return coverage
+
+
+def _measure(work: _Work, number: int, barrier: Any, decision: Any, results: Any) -> None:
+    """The work of one process. One that fails ends the others' waits."""
+    try:
+        _measure_with_others(work, number, barrier, decision, results)
+    except BaseException:
+        barrier.abort()
+        raise
+
+
+def _measure_with_others(work: _Work, number: int, barrier: Any, decision: Any, results: Any) -> None:
+    """The first process decides for all when to stop, and keeps the times."""
+
+    def agree(go_on: bool) -> bool:
+        if number == 0:
+            decision.value = go_on
+        barrier.wait(_PATIENCE_SECONDS)
+        answer = bool(decision.value)
+        barrier.wait(_PATIENCE_SECONDS)
+        return answer
+
+    times = OperatorTimes(work.setting, cache_file())
+    barrier.wait(_PATIENCE_SECONDS)  # all have read what there was before anything is written
+    coverage = ensure_measured(
+        planned_run.job(job_of(work.task)),
+        work.candidates,
+        times,
+        budget_seconds=work.budget_seconds,
+        memory_bytes=work.task.machine.memory_bytes,
+        before=lambda: barrier.wait(_PATIENCE_SECONDS),
+        agree=agree,
+    )
+    if number == 0:
+        times.save()
+        results.put(coverage)

@@ -1,6 +1,8 @@
-"""Measured times of operators, and the file that keeps them from one run to the next.
+"""Keep measured times of operators, from one run to the next.
 
-Between times at neighbouring sizes of the same operator it is interpolated; far from all of them there is no time.
+The key of a time holds everything that changes it: operation, channels, layouts, use of memory and extents, but no names,
+purposes or random seeds. Between times at neighbouring sizes of the same operator, times are interpolated; far from all
+measured sizes there is no time.
 """
 
 from __future__ import annotations
@@ -9,15 +11,97 @@ import json
 import os
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from hpctrain.core.files import read_text
-from hpctrain.log import get_logger
-from hpctrain.paths import user_directory
-from hpctrain.planner.operator_key import OperatorKey
+from hpctrain.backend.specs import TensorSpec
+from hpctrain.core.files import read_text, user_directory
+from hpctrain.core.log import get_logger
+from hpctrain.nn.compile.plan import Action, PlannedStep, StepMemory
+from hpctrain.parallel.moves import RedistributeOperator, RedistributeSpec
+from hpctrain.planner.operator_work import is_move, transfer_of
 from hpctrain.storage import atomic_write
+
+# Fields of specs that no time depends on.
+_IRRELEVANT = frozenset({"layer", "seed", "first_sample", "origin", "unsplit_shape", "merge", "epsilon", "elements", "padding"})
+
+
+@dataclass(frozen=True)
+class OperatorKey:
+    """An operator's work in one phase.
+
+    family: operation, channels, layouts and use of memory: operators of one family differ in their extents alone.
+    extents: (N, H, W) of the first input; H and W are 1 where it has no images. details: what else there is to tell them
+    apart, padding and the pieces of a move: little of the time depends on it.
+    """
+
+    family: str
+    extents: tuple[int, int, int]
+    details: str = ""
+
+
+def operator_key(step: PlannedStep, action: Action, memory: StepMemory | None = None) -> OperatorKey:
+    """The key of a step's phase. memory: see `ComputeCosts.seconds`."""
+    operator = step.operator
+    spec = getattr(operator, "spec", None) if step.node is not None else None
+    inputs = operator.inputs
+    first = inputs[0].shape
+    extents = (first[0], first[1], first[2]) if len(first) == 4 else (first[0], 1, 1)
+    details = ",".join(_paddings(spec))
+    name = type(operator).__name__
+    if is_move(operator):
+        pieces = transfer_of(operator)
+        name += f" {len(pieces.sends)} {len(pieces.receives)}"
+        details = f"{[piece.shape for piece in pieces.sends]} {[piece.shape for piece in pieces.receives]}"
+        if isinstance(operator, RedistributeOperator):
+            assert isinstance(operator.spec, RedistributeSpec)
+            name += f" {operator.spec.source.kind} {operator.spec.target.kind} {operator.recomputes_output}"
+    else:
+        name += f" {_text(spec)}"
+    tensors = " ".join(_tensor(x) for x in (*inputs, operator.output))
+    return OperatorKey(f"{action.name} {name} {tensors} {_use_of_memory(step, memory)}", extents, details)
+
+
+def _use_of_memory(step: PlannedStep, memory: StepMemory | None) -> str:
+    """Letters: gradients that are asked for (w), added to (a), summed by the program (s); i: the output lies in the input."""
+    if memory is None:
+        return "w" * len(step.inputs)
+    summed = {number for number, _, _ in memory.sums}
+    asked = (
+        "-" if region is None else "s" if i in summed else "a" if memory.accumulate[i] else "w"
+        for i, region in enumerate(memory.input_grads)
+    )
+    in_place = any(region == memory.output for region in memory.inputs)
+    return "".join(asked) + "i" * in_place + "c" * memory.copies_gradient
+
+
+def _tensor(x: TensorSpec) -> str:
+    return f"{x.layout}:{x.dtype}:{len(x.shape)}:{x.shape[-1]}"
+
+
+def _text(value: Any) -> str:
+    """A spec as text; of objects that are no data, the type alone."""
+    if is_dataclass(value) and not isinstance(value, type):
+        kept = (field.name for field in fields(value) if field.name not in _IRRELEVANT)
+        return f"{type(value).__name__}({','.join(f'{name}={_text(getattr(value, name))}' for name in kept)})"
+    if isinstance(value, tuple | list):
+        return f"({','.join(_text(item) for item in value)})"
+    if isinstance(value, Enum) or value is None or isinstance(value, bool | int | float | str):
+        return str(value)
+    return type(value).__name__
+
+
+def _paddings(value: Any) -> Iterator[str]:
+    """All paddings in a spec."""
+    if is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            if field.name == "padding":
+                yield str(getattr(value, field.name))
+            else:
+                yield from _paddings(getattr(value, field.name))
+
 
 _log = get_logger(__name__)
 

@@ -1,15 +1,144 @@
-"""The work of an operator's phase: floating-point operations, and bytes of memory read and written once each."""
+"""Count the work of an operator's phase: floating-point operations, and bytes of memory read and written once each.
+
+Three kinds of work: kernels (`work_of`); moves between layouts, which pack, copy and unpack (`move_traffic`); and products of
+exchanged inputs and errors, which make the weight gradient of a linear layer at its owners over all samples
+(`FactorProduct`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from hpctrain.backend.dtypes import item_bytes
-from hpctrain.backend.kernels.fused_specs import WithRelu
-from hpctrain.backend.specs import BatchNormSpec, Conv2dSpec, LinearSpec, Spec
-from hpctrain.nn.compile.plan import Action, PlannedStep, StepMemory
+import numpy as np
+
+from hpctrain.backend.operators import Operator, SufficientFactors
+from hpctrain.backend.specs import BatchNormSpec, Conv2dSpec, LinearSpec, Spec, WithRelu, item_bytes
+from hpctrain.core.intervals import size_of
+from hpctrain.nn.compile.plan import Action, ExecutionPlan, PlannedStep, StepMemory
+from hpctrain.parallel.moves import RedistributeOperator, RedistributeSpec, ReduceScatterOperator, ReduceScatterSpec, Transfer
 from hpctrain.planner.machine import OperatorClass
-from hpctrain.planner.move_traffic import is_move, move_traffic
+
+
+@dataclass(frozen=True)
+class MoveTraffic:
+    """Bytes read and written on one rank.
+
+    packing: before the messages are posted. copying: while they travel. unpacking: when they have arrived.
+    """
+
+    packing: int
+    copying: int
+    unpacking: int
+
+    @property
+    def total(self) -> int:
+        return self.packing + self.copying + self.unpacking
+
+
+def is_move(operator: Operator) -> bool:
+    """The operator exchanges messages with its split group."""
+    return isinstance(getattr(operator, "spec", None), RedistributeSpec | ReduceScatterSpec)
+
+
+def transfer_of(operator: Operator) -> Transfer:
+    """A move's share of its rank."""
+    assert isinstance(operator, RedistributeOperator | ReduceScatterOperator)
+    return operator.share
+
+
+def move_traffic(operator: Operator, action: Action, *, accumulate: bool = False) -> MoveTraffic:
+    """The traffic of a move's phase: FORWARD, INPUT or RECOMPUTE; of all others, none.
+
+    accumulate: the input's gradient is added to.
+    """
+    item_bytes, share = operator.inputs[0].item_bytes, transfer_of(operator)
+    owned, wanted = operator.inputs[0].size, operator.output.size
+    if isinstance(operator.spec, ReduceScatterSpec):  # the adjoint of a move from the owners to everybody
+        owned, wanted = wanted, owned
+        action = {Action.FORWARD: Action.INPUT, Action.INPUT: Action.FORWARD}.get(action, action)
+    if action is Action.FORWARD:
+        keeps = isinstance(operator, RedistributeOperator) and operator.recomputes_output
+        elements = _forward(share, wanted, keeps=keeps)
+    elif action is Action.INPUT:
+        elements = _adjoint(share, owned, accumulate=accumulate)
+    elif action is Action.RECOMPUTE:
+        _, copying, unpacking = _forward(share, wanted, keeps=False)
+        elements = 0, copying, unpacking
+    else:
+        elements = 0, 0, 0
+    return MoveTraffic(*(count * item_bytes for count in elements))
+
+
+def _forward(share: Transfer, wanted: int, *, keeps: bool) -> tuple[int, int, int]:
+    """Elements read and written. wanted: of the local target. keeps: received ones are copied once more."""
+    zeroed = wanted if share.gaps else 0
+    return 2 * share.send_size, 2 * _local_size(share) + zeroed, (2 + 2 * keeps) * share.receive_size
+
+
+def _adjoint(share: Transfer, owned: int, *, accumulate: bool) -> tuple[int, int, int]:
+    """Elements read and written. owned: of the local source, which received gradients are added to."""
+    zeroed = owned if share.spare and not accumulate else 0
+    return 2 * share.receive_size, (2 + accumulate) * _local_size(share) + zeroed, 3 * share.send_size
+
+
+def _local_size(share: Transfer) -> int:
+    return 0 if share.local is None else size_of(share.local[0])
+
+
+_WARM_UP = 2
+
+
+@dataclass(frozen=True)
+class FactorProduct:
+    """x^T dy of x (samples, inputs) and dy (samples, outputs)."""
+
+    samples: int
+    inputs: int
+    outputs: int
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.samples * self.inputs * self.outputs
+
+    def bytes(self, item_bytes: int) -> int:
+        """Bytes read and written."""
+        read = self.samples * (self.inputs + self.outputs)
+        return (read + self.inputs * self.outputs) * item_bytes
+
+
+def product_of(step: PlannedStep, samples: int) -> FactorProduct | None:
+    """The product that makes the weight's gradient of a linear layer over so many samples; None of other steps."""
+    spec = step.operator.spec if step.node is not None else None
+    inner = spec.inner if isinstance(spec, WithRelu) else spec
+    if not isinstance(step.operator, SufficientFactors) or not isinstance(inner, LinearSpec):
+        return None
+    return FactorProduct(samples, inner.features_in, inner.features_out)
+
+
+def products_of(plan: ExecutionPlan, samples: int) -> list[FactorProduct]:
+    """The products of all linear layers of a plan."""
+    products = (product_of(step, samples) for step in plan.steps)
+    return [product for product in products if product is not None]
+
+
+def time_product(
+    product: FactorProduct, dtype: str, steps: int, clock: Callable[[], float], before: Callable[[], None] = lambda: None
+) -> float:
+    """The median of the seconds of so many products; two come before. before: see `TimedProgram.measure`."""
+    random = np.random.default_rng(0)
+    inputs, errors = (
+        random.standard_normal((product.samples, width), np.float32).astype(dtype) for width in (product.inputs, product.outputs)
+    )
+    gradient = np.zeros((product.inputs, product.outputs), dtype)
+    seconds = []
+    for _ in range(_WARM_UP + steps):
+        before()
+        begin = clock()
+        np.matmul(inputs.T, errors, out=gradient)
+        seconds.append(clock() - begin)
+    return float(np.median(seconds[_WARM_UP:]))
+
 
 _FORWARD = (Action.FORWARD, Action.RECOMPUTE, Action.COPY)
 _PHASES = (*_FORWARD, Action.PARAMETERS, Action.INPUT)

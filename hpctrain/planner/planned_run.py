@@ -1,39 +1,144 @@
-"""Plans before a run: what a configuration means on so many ranks, without MPI and without the data's images."""
+"""A configuration as a job that can be planned: without MPI, and without the data's images.
+
+`prepare` puts a configuration on a grid, with everything that plans follow from; `job` and `candidate` are that in the
+planner's
+terms; `description`, `group_schedules` and `pinned_memory` tell what it means on each rank.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from hpctrain.backend import dtypes
-from hpctrain.backend.choice import make_backend
-from hpctrain.backend.cuda.choose import NodePlace
+from hpctrain.averaging.averagers import make_strategy
+from hpctrain.backend import specs as dtypes
+from hpctrain.backend.choice import NodePlace, make_backend
 from hpctrain.backend.graph import Graph, GraphBuilder
-from hpctrain.backend.specs import TensorSpec
-from hpctrain.comm.grid import check_grid, coordinates
+from hpctrain.backend.operators import KernelSet, PixelInput
+from hpctrain.backend.specs import TensorSpec, item_bytes, parameter_dtype
+from hpctrain.comm.groups import check_grid, coordinates
 from hpctrain.comm.link import LinkModel
-from hpctrain.config.data_section import SYNTHETIC
-from hpctrain.config.schema import Config
-from hpctrain.data.pipeline import Pipeline
-from hpctrain.data.sampler import counts as counts_over
-from hpctrain.core.errors import ConfigError, ShapeError
 from hpctrain.config import grid
-from hpctrain.experiment import planned_job
-from hpctrain.experiment.image_sizes import of_largest
-from hpctrain.run.images import open_images
-from hpctrain.experiment.model import model_options
-from hpctrain.experiment.planned_run import Image, PlannedRun
+from hpctrain.config.grid import model_options, of_largest
+from hpctrain.config.schema import SYNTHETIC, Config
+from hpctrain.core.errors import ConfigError, ShapeError
+from hpctrain.data.image_file import DataFacts, ImageFile
+from hpctrain.data.pipeline import Pipeline, leaves_resize
+from hpctrain.data.sampler import counts
+from hpctrain.data.sampler import counts as counts_over
 from hpctrain.models import catalogue
-from hpctrain.nn.frozen import frozen_layers, with_frozen
-from hpctrain.nn.network import declared
+from hpctrain.nn.initialise import constant
+from hpctrain.nn.layers import Layer
+from hpctrain.nn.network import declared, frozen_layers, with_frozen
+from hpctrain.nn.parameter import FlatGroup, ParameterSpec
+from hpctrain.optim.base import Optimizer
+from hpctrain.optim.optimizers import OPTIMIZERS
 from hpctrain.parallel.parallel_plan import ParallelPlan
-from hpctrain.parallel.plan_report_rest import PlanReport
-from hpctrain.parallel.plan_report import report_plan
+from hpctrain.parallel.plan_report import PlanReport, report_plan
 from hpctrain.planner import group_schedules as schedules
-from hpctrain.planner.group_schedules import GroupSchedule
+from hpctrain.planner.group_schedules import GroupSchedule, mirror_bytes
+from hpctrain.planner.job import Candidate, Job
+from hpctrain.run.images import make_pipeline, open_images
+
+Image = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A configuration on a grid. image_shape: (H, W, C) as the network sees it. counts: samples of a step by position.
+
+    assumption: a sentence that says what the plan assumes because the data are not there; empty where it assumes nothing.
+    """
+
+    config: Config
+    plan: ParallelPlan
+    image_shape: Image
+    counts: tuple[int, ...]
+    graph_of: Callable[[int], Graph]
+    specs: Mapping[str, ParameterSpec]
+    kernels: KernelSet
+    assumption: str = ""
+
+
+def job(task: PlannedRun) -> Job:
+    """The training, whatever its grid, plan and averager."""
+    config = task.config
+    optimizer = OPTIMIZERS.create(config.optimizer.name, config.optimizer.options)
+    return Job(
+        model=config.model.name,
+        graph_of=task.graph_of,
+        specs=task.specs,
+        kernels=task.kernels,
+        dtype=task.graph_of(1).tensors[0].dtype,
+        image_shape=task.image_shape,
+        batch=config.batch,
+        norms_needed=optimizer.norms_needed,
+        strategy=make_strategy,
+        momentum=optimizer.momentum,
+        state_arrays=state_arrays(optimizer, averages=config.ema.decay is not None),
+    )
+
+
+def state_arrays(optimizer: Optimizer, *, averages: bool) -> int:
+    """The numbers that a bound optimiser keeps for each element; binds it to a parameter of one number, to count them.
+
+    Args:
+        averages: an average of the weights is kept, too.
+    """
+    group = FlatGroup({"weight": ParameterSpec((1,), constant(0.0))})
+    optimizer.bind(group, group.segments)
+    sizes = [int(array.size) for array in optimizer.state(group.segments[0]).values()]
+    return sum(sizes) + int(averages)
+
+
+def of_network(
+    model: Layer,
+    image_shape: Image,
+    kernels: KernelSet,
+    *,
+    dtype: str,
+    batch: int,
+    optimizer: Optimizer,
+    averages: bool = False,
+) -> Job:
+    """The training of a network that was made in Python.
+
+    Args:
+        dtype: of activations. batch: samples of a step over all ranks. optimizer: of no replica. averages: an average of the
+            weights is kept.
+
+    Raises:
+        ShapeError: layers that do not fit each other or the images.
+    """
+
+    def graph_of(samples: int) -> Graph:
+        builder = GraphBuilder(TensorSpec((samples, *image_shape), dtype))
+        return builder.build(model.lower(builder, 0, ""))
+
+    specs, _ = declared(model, graph_of(1))
+    return Job(
+        type(model).__name__,
+        graph_of,
+        specs,
+        kernels,
+        dtype,
+        image_shape,
+        batch,
+        norms_needed=optimizer.norms_needed,
+        strategy=make_strategy,
+        momentum=optimizer.momentum,
+        state_arrays=state_arrays(optimizer, averages=averages),
+    )
+
+
+def candidate(task: PlannedRun) -> Candidate:
+    """The grid, plan and averager that are configured."""
+    averager = task.config.averager
+    return Candidate(task.plan, averager.name, averager.options, task.config.micro_batches)
 
 
 def plan_for(config: Config, ranks: int | None) -> ParallelPlan:
@@ -141,7 +246,7 @@ def group_schedules(task: PlannedRun, link: LinkModel, ranks_per_node: int | Non
     Raises:
         ConfigError: an averager that a run would refuse.
     """
-    return schedules.group_schedules(planned_job.job(task), planned_job.candidate(task), link, ranks_per_node)
+    return schedules.group_schedules(job(task), candidate(task), link, ranks_per_node)
 
 
 def averaging_bytes(task: PlannedRun, planned: Sequence[GroupSchedule]) -> tuple[int, ...]:
@@ -155,3 +260,70 @@ def rank_map(plan: ParallelPlan, ranks_per_node: int | None) -> tuple[tuple[int,
     size = plan.rows * plan.cols
     node_of = tuple(rank // (ranks_per_node or size) for rank in range(size))
     return tuple((r, c, node) for (r, c), node in zip(coordinates(node_of, plan.rows), node_of, strict=True))
+
+
+# Averagers that send other arrays than those of their schedule's slices, as the steps go.
+_UNTOLD = ("lazy", "sparse")
+
+
+@dataclass(frozen=True)
+class PlannedPinnedMemory:
+    """Bytes by position. messages: mirrors of what travels between devices. images: batches of stored pixels.
+
+    None where they are known in the run only: `messages` with several nodes of several ranks, split layers, exchanged inputs and
+    errors, the averagers lazy and sparse, and another transport than staged; `images` where the data files are not there yet.
+    """
+
+    messages: tuple[int, ...] | None
+    images: tuple[int, ...] | None
+
+
+def pinned_memory(task: PlannedRun, averaged: Sequence[GroupSchedule]) -> PlannedPinnedMemory | None:
+    """The pinned memory of a run; None where it computes in the memory of the host.
+
+    Raises:
+        HpctrainError: data files that cannot be read.
+    """
+    if task.kernels.arithmetic.on_host:
+        return None
+    return PlannedPinnedMemory(_of_messages(task, averaged), _of_images(task))
+
+
+def _of_messages(task: PlannedRun, averaged: Sequence[GroupSchedule]) -> tuple[int, ...] | None:
+    in_levels = any(group.order is not None for group in averaged)
+    by_device = task.config.transport in ("mpi", "nccl")
+    if task.plan.rows > 1 or in_levels or by_device or task.config.averager.name in _UNTOLD:
+        return None
+    item = item_bytes(parameter_dtype(task.config.dtype))
+    of_groups = [mirror_bytes(group, item) for group in averaged]
+    if any(of_ranks is None for of_ranks in of_groups):
+        return None
+    return tuple(sum(of_ranks) for of_ranks in zip(*filter(None, of_groups), strict=True))
+
+
+def _of_images(task: PlannedRun) -> tuple[int, ...] | None:
+    """Batches of training and of evaluation go through the same memory."""
+    config = task.config
+    splits = [("train", config.data.train), *([("test", config.data.test)] if config.data.test is not None else [])]
+    if any(path != SYNTHETIC and not Path(str(path)).exists() for _, path in splits):
+        return None
+    train = open_images(config, "train")
+    facts = DataFacts.of(train)
+    pipeline = of_largest(config, make_pipeline(config, config.data.augment, facts))
+    mixes = bool(config.data.mixing.mixes)
+    largest = [0] * len(task.counts) if mixes else _of_batches(task, train, pipeline, config.batch, config.micro_batches)
+    if config.data.test is not None:
+        pipeline = make_pipeline(config, config.data.evaluate_augment, facts)
+        of_test = _of_batches(task, open_images(config, "test"), pipeline, config.evaluate.batch or config.batch, 1)
+        largest = [max(pair) for pair in zip(largest, of_test, strict=True)]
+    return tuple(largest)
+
+
+def _of_batches(task: PlannedRun, file: ImageFile, pipeline: Pipeline, batch: int, parts: int) -> list[int]:
+    """By position, of batches of a file in so many parts."""
+    of_ranks = counts(min(batch, len(file)), len(task.counts), task.plan.rows)
+    if task.plan.rows > 1 or not pipeline.can_defer or not isinstance(task.kernels, PixelInput):
+        return [0] * len(of_ranks)
+    stored = pipeline.stored_shape(*file.shape)
+    resizes = leaves_resize(pipeline.augmentations)
+    return [task.kernels.pinned_input_bytes(-(-count // parts), stored, resizes=resizes) for count in of_ranks]

@@ -6,14 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from hpctrain.averaging.dependencies import EventKind, LocalEventKey
-from hpctrain.backend.kernels.abilities import SufficientFactors
+from hpctrain.averaging.collective_schedule import EventKind, LocalEventKey
+from hpctrain.backend.operators import SufficientFactors
 from hpctrain.backend.specs import BatchNormSpec
 from hpctrain.nn.compile.plan import Action, ExecutionPlan, PlannedStep
-from hpctrain.parallel.redistribute import ReduceScatterSpec
-from hpctrain.planner.compute_costs_rest import ComputeCosts
-from hpctrain.planner.factor_products import product_of
-from hpctrain.planner.move_traffic import is_move, move_traffic, transfer_of
+from hpctrain.parallel.moves import ReduceScatterSpec
+from hpctrain.planner.compute_costs import ComputeCosts
+from hpctrain.planner.operator_work import is_move, move_traffic, product_of, transfer_of
 from hpctrain.planner.tasks import (
     BeginExchange,
     Compute,

@@ -9,7 +9,7 @@ from hpctrain.backend.specs import Conv2dSpec, LinearSpec
 from hpctrain.core.errors import ConfigError
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.planner.averaging_costs import AveragerChoice
-from hpctrain.planner.prediction import SimulationOptions
+from hpctrain.planner.tasks import SimulationOptions
 
 #: averagers that leave the optimisation as it is; `lazy` changes it
 AVERAGERS = (

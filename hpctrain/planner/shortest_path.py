@@ -1,13 +1,14 @@
-"""Shortest paths through layers of states by several costs at once: all paths that no other one beats in every cost.
+"""Find shortest paths through layers of states by several costs at once: all paths that no other path beats in every cost.
 
 Gholami et al., SPAA 2018, choose the parallelism of each layer by its cost and the redistribution in front of it, which is a
-shortest path over (layer, choice). A step's time is the larger of what the program and the messages take, so one sum does not
-tell the best path; those that are best by any rule that rises with both costs are the paths that no other one beats in both.
+shortest path over (layer, choice). A step's time is the larger of what the program and the messages take, so one sum does
+not determine the best path; the paths that are best by any rule that rises with both costs are those that no other path beats
+in both. `remaining_costs` bounds from below what the layers ahead add to each cost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar, cast
 
@@ -109,3 +110,34 @@ def _thinned(labels: list[_Label[Choice]], most: int) -> list[_Label[Choice]]:
         return labels
     step = (len(labels) - 1) / (most - 1)
     return [labels[round(position * step)] for position in range(most)]
+
+
+@dataclass(frozen=True)
+class Remaining:
+    """least[k], most[k]: of layers k and beyond, each cost by itself, from any state."""
+
+    least: tuple[Costs, ...]
+    most: tuple[Costs, ...]
+
+    def bound(self, layers_behind: int, costs: Costs) -> Costs:
+        """No path that begins with these costs of so many layers ends with less."""
+        return tuple(map(sum, zip(costs, self.least[layers_behind], strict=True)))
+
+
+def remaining_costs(edges: Mapping[tuple[int, Hashable], Sequence[Edge]], layers: int, length: int) -> Remaining:
+    """The bounds for a number of layers, whose edges have costs of a given length."""
+    least = [[float("inf")] * length for _ in range(layers)]
+    most = [[0.0] * length for _ in range(layers)]
+    for (layer, _), of_state in edges.items():
+        for edge in of_state:
+            least[layer] = [min(known, cost) for known, cost in zip(least[layer], edge.costs, strict=True)]
+            most[layer] = [max(known, cost) for known, cost in zip(most[layer], edge.costs, strict=True)]
+    return Remaining(_sums_ahead(least, length), _sums_ahead(most, length))
+
+
+def _sums_ahead(by_layer: Sequence[Sequence[float]], length: int) -> tuple[Costs, ...]:
+    """For each layer, the sums over it and all layers behind it; at the end zeros."""
+    ahead: list[Costs] = [(0.0,) * length]
+    for costs in reversed(by_layer):
+        ahead.append(tuple(map(sum, zip(costs, ahead[-1], strict=True))))
+    return tuple(reversed(ahead))

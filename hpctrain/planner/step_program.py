@@ -1,36 +1,280 @@
-"""A step of a job on all ranks, as data: each class of ranks with its tasks, and the groups that average parameters.
+"""Build the step of a job on all ranks as data, and predict its time, memory and bytes.
 
-The tasks follow the execution plans that a run compiles, the training step and the averagers' schedules; the seconds are those of
-the costs. Pure: no rank, no array, and the work does not grow with the ranks beyond a few numbers for each.
+Thousands of ranks are a few classes whose steps are alike. Their tasks follow the execution plans that a run compiles, the
+training step and the averagers' schedules, settled with the times that a run would measure; the seconds are those of the
+costs. Pure: no rank, no array, and the work does not grow with the ranks beyond a few numbers for each.
+
+`predict` is the one entrance for searches, commands and runs: it simulates the program, and counts memory and bytes in
+integers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from hpctrain.averaging.collective_schedule import CollectiveSchedule
+from hpctrain.averaging.base import Strategy
+from hpctrain.averaging.collective_schedule import CollectiveSchedule, EventKind, OperationKind
+from hpctrain.averaging.reduce_scatter import ReduceScatterStrategy
+from hpctrain.averaging.slicing import layer_slices
 from hpctrain.averaging.step_times import Times, upper_medians
-from hpctrain.averaging.reduce_scatter_strategy import ReduceScatterStrategy
-from hpctrain.averaging.strategy import Strategy
-from hpctrain.backend.dtypes import item_bytes, parameter_dtype
 from hpctrain.backend.graph import Graph
-from hpctrain.backend.specs import BatchNormSpec
-from hpctrain.nn.network import ALL
-from hpctrain.parallel.local_graph import training_plan
-from hpctrain.planner import placements
-from hpctrain.planner.compute_costs_rest import ComputeCosts
+from hpctrain.backend.specs import BatchNormSpec, item_bytes, parameter_dtype
+from hpctrain.comm.groups import Levels
+from hpctrain.comm.link import LinkModel
+from hpctrain.core.intervals import even
+from hpctrain.data.sampler import counts as counts_over
+from hpctrain.nn.network import ALL, MODEL
+from hpctrain.nn.parameter import GroupLayout
+from hpctrain.parallel.partition_graph import partition_graph
+from hpctrain.parallel.plan_report import message_words
+from hpctrain.parallel.rank_graph import LocalGraph, local_graphs, training_plan, whole_graph
+from hpctrain.planner import collective_costs
+from hpctrain.planner.collective_costs import stages, unhindered_seconds
+from hpctrain.planner.compute_costs import ComputeCosts
 from hpctrain.planner.group_schedules import GroupStrategy, group_strategies
+from hpctrain.planner.group_schedules import exchanged_bytes as group_bytes
 from hpctrain.planner.job import Candidate, Job
 from hpctrain.planner.machine import Machine
-from hpctrain.planner.measured_times import link_model, times_of
-from hpctrain.planner.rank_classes import AlikeRanks, alike_ranks, group_keys
-from hpctrain.planner.rank_memory import rank_memory
 from hpctrain.planner.rank_tasks import StepFacts, product_seconds, rank_tasks
-from hpctrain.planner.tasks import AveragedGroup, GroupPlacement, RankClass, StepProgram, Task
+from hpctrain.planner.simulation.simulate import simulate
+from hpctrain.planner.tasks import (
+    AveragedGroup,
+    BeginExchange,
+    Compute,
+    EndBackward,
+    GroupPlacement,
+    Happens,
+    Merge,
+    NeedsParameters,
+    Prediction,
+    RankClass,
+    SimulationOptions,
+    StepProgram,
+    Task,
+)
+
+
+@dataclass(frozen=True)
+class AlikeRanks:
+    """Ranks that do the same work and average the same parameters.
+
+    first: the position of the first of them. ranks: how many. split_rank: r of the first.
+    samples: of a rank. micro_batches: by micro-batch of a step, its graph. groups: by parameter group, the key of its averaging.
+    """
+
+    first: int
+    ranks: int
+    split_rank: int
+    samples: int
+    micro_batches: tuple[LocalGraph, ...]
+    groups: Mapping[str, str]
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.first}" if self.ranks == 1 else f"{self.ranks} ranks like {self.first}"
+
+
+def group_keys(strategies: Sequence[GroupStrategy]) -> list[str]:
+    """The key of each strategy: its group's name, with the first rank of the split group where several have such a group."""
+    names = Counter(of_group.group for of_group in strategies)
+    return [
+        of_group.group if names[of_group.group] == 1 else f"{of_group.group}-row{of_group.split_ranks[0]}"
+        for of_group in strategies
+    ]
+
+
+def alike_ranks(job: Job, candidate: Candidate, strategies: Sequence[GroupStrategy]) -> list[AlikeRanks]:
+    """All ranks of a candidate in classes, by their first positions; there are a few, whatever the grid."""
+    rows = candidate.plan.rows
+    groups_of = _groups_of(strategies, rows)
+    classes: dict[tuple[object, ...], AlikeRanks] = {}
+    for share, column, many in _shares(job.batch, candidate):
+        by_micro_batch = list(_graphs(job, candidate, share))
+        for row, samples in enumerate(share):
+            graphs = tuple(graphs[row] for graphs in by_micro_batch)
+            key = samples, graphs, tuple(groups_of[row].items())
+            before = classes.get(key)
+            first = column * rows + row if before is None else before.first
+            split_rank, ranks = (row, many) if before is None else (before.split_rank, before.ranks + many)
+            classes[key] = AlikeRanks(first, ranks, split_rank, samples, graphs, groups_of[row])
+    return sorted(classes.values(), key=lambda one: one.first)
+
+
+def _groups_of(strategies: Sequence[GroupStrategy], rows: int) -> list[dict[str, str]]:
+    """By split rank: parameter group -> key."""
+    groups: list[dict[str, str]] = [{} for _ in range(rows)]
+    for key, of_group in zip(group_keys(strategies), strategies, strict=True):
+        for row in of_group.split_ranks:
+            groups[row][of_group.group] = key
+    assert all(names.keys() <= {ALL, MODEL} for names in groups)
+    return groups
+
+
+def _shares(batch: int, candidate: Candidate) -> Iterator[tuple[tuple[int, ...], int, int]]:
+    """(samples of a split group's ranks, the first such group, how many there are); of two sizes at most."""
+    rows, cols = candidate.plan.rows, candidate.plan.cols
+    of_groups = counts_over(batch, cols)
+    for samples, many in Counter(of_groups).items():
+        yield even(samples, rows), of_groups.index(samples), many
+
+
+def _graphs(job: Job, candidate: Candidate, share: Sequence[int]) -> Iterator[list[LocalGraph]]:
+    """By micro-batch: the graphs of a split group's ranks; micro-batches of the same samples have the same."""
+    known: dict[tuple[int, ...], list[LocalGraph]] = {}
+    sizes = [even(count, candidate.micro_batches) for count in share]
+    for number in range(candidate.micro_batches):
+        counts = tuple(size[number] for size in sizes)
+        if counts not in known:
+            known[counts] = _graphs_of(job, candidate, counts)
+        yield known[counts]
+
+
+def _graphs_of(job: Job, candidate: Candidate, counts: tuple[int, ...]) -> list[LocalGraph]:
+    graph = job.graph_of(sum(counts))
+    if candidate.plan.rows == 1:
+        return [whole_graph(graph)]
+    return local_graphs(partition_graph(graph, candidate.plan, counts), range(len(counts)))
+
+
+# Of a data loader: the batch that a step reads, and the one that is being made.
+_BATCHES = 2
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes. activations: the arena of a step, gradients of activations included. messages: buffers of the split group.
+
+    parameters: their values. gradients: of parameters, sums of micro-batches included. averaging: buffers in which sums arrive.
+    state: of the optimiser and of the weights' average, for what the rank owns. images: of the batch, and of the one behind it.
+    """
+
+    activations: int
+    messages: int
+    parameters: int
+    gradients: int
+    averaging: int
+    state: int
+    images: int
+
+    @property
+    def total(self) -> int:
+        return self.activations + self.messages + self.parameters + self.gradients + self.averaging + self.state + self.images
+
+
+def rank_memory(
+    job: Job,
+    graphs: Sequence[LocalGraph],
+    samples: int,
+    sizes: Mapping[str, int],
+    schedules: Sequence[CollectiveSchedule | None],
+) -> RankMemory:
+    """The memory of a rank.
+
+    Args:
+        graphs: by micro-batch; they share one arena. samples: of the rank, of a step. sizes: of all parameters, as it holds them.
+        schedules: of its parameter groups.
+    """
+    plans = [training_plan(local, job.kernels) for local in dict.fromkeys(graphs)]
+    item, of_parameters = (item_bytes(dtype) for dtype in (job.dtype, parameter_dtype(job.dtype)))
+    elements = sum(sizes.values())
+    sharded = [schedule for schedule in schedules if schedule is not None and _has_owners(schedule)]
+    owned = sum(_owned(schedule, sizes) for schedule in sharded) if sharded else elements
+    arriving = sum(_arriving(schedule, job.batch, samples) for schedule in sharded if schedule.ranks > 1)
+    return RankMemory(
+        activations=max(plan.arena_bytes for plan in plans),
+        messages=max(message_words(local) for local in graphs) * item,
+        parameters=elements * of_parameters,
+        gradients=elements * of_parameters * (2 if len(graphs) > 1 else 1),
+        averaging=arriving * of_parameters,
+        state=owned * of_parameters * job.state_arrays,
+        images=_BATCHES * samples * math.prod(job.image_shape) * item,
+    )
+
+
+def _has_owners(schedule: CollectiveSchedule) -> bool:
+    return any(operation.kind is OperationKind.ALLGATHER for operation in schedule.operations)
+
+
+def _owned(schedule: CollectiveSchedule, sizes: Mapping[str, int]) -> int:
+    """Elements that the first rank, which has most, updates."""
+    replicated = sum(sizes[name] for piece in schedule.slices for name in piece.replicated)
+    return replicated + sum(piece.owned_size(0, schedule.ranks) for piece in schedule.slices)
+
+
+def _arriving(schedule: CollectiveSchedule, batch: int, samples: int) -> int:
+    """Elements of the buffers for sums of the owned parts; of exchanging layers, for inputs and errors; and what owners keep."""
+    total = 0
+    rounded_parameters = schedule.rounding is not None and schedule.rounding.parameters != "float32"
+    for k, piece in enumerate(schedule.slices):
+        owned = piece.owned_size(0, schedule.ranks)
+        if piece.compression is not None:  # the sum within the node, what is kept back, and what all nodes send
+            pairs = piece.compression.nodes * piece.compression.kept(owned)
+            total += owned * (2 if schedule.ranks > piece.copies else 1) + 2 * pairs
+            continue
+        if not piece.sufficient_factors:
+            total += owned * (2 if rounded_parameters else 1)
+            continue
+        total += samples * piece.units + batch * (owned // piece.unit)
+        total += batch * piece.unit if layer_slices(schedule.slices, k)[0] == k else 0
+    return total
+
+
+_SMALL_BYTES, _LARGE_BYTES = 1 << 10, 1 << 20  # of the buffers that `comm.link.calibrate` measures with
+
+
+def times_of(tasks: Sequence[Task], group: str, layout: GroupLayout) -> Times:
+    """Seconds of compute from a step's begin, as `averaging.step_clock` takes them: waits are left out.
+
+    Args:
+        group: the key of the averaging. layout: its parameters; what is not announced is so when backward ends.
+    """
+    now = 0.0
+    names = {segment.parameter for segment in layout.segments if segment.size}
+    ready: dict[str, float] = {}
+    free: dict[str, float] = {}
+    needed: dict[str, float] = {}
+    for task in tasks:
+        match task:
+            case Compute():
+                now += task.seconds
+            case NeedsParameters() if task.group == group:
+                for name in names.intersection(task.parameters):
+                    needed.setdefault(name, now)  # in the first micro-batch
+            case Happens() if task.group == group and task.event.kind is not EventKind.INPUTS:
+                (ready if task.event.kind is EventKind.GRADIENT else free)[task.event.parameter] = now
+            case EndBackward():
+                break
+    for times in (ready, free):
+        for name in names:
+            times.setdefault(name, now)
+    return Times(ready, free, needed, now)
+
+
+def link_model(machine: Machine, placement: GroupPlacement, levels: Levels | None) -> LinkModel:
+    """The link as `comm.link` measures it: a reduce-scatter and an allgather of two sizes, and what an operation costs."""
+    if placement.ranks == 1:
+        return LinkModel(0.0, 0.0)
+    (small, small_seconds), (large, large_seconds) = (
+        _half_pair(machine, placement, levels, size) for size in (_SMALL_BYTES, _LARGE_BYTES)
+    )
+    others = placement.ranks - 1
+    beta = max(0.0, large_seconds - small_seconds) / (others * (large - small))
+    operation_seconds = (machine.between if placement.nodes > 1 else machine.within).operation_seconds
+    return LinkModel(max(0.0, small_seconds / others - small * beta), beta, operation_seconds)
+
+
+def _half_pair(machine: Machine, placement: GroupPlacement, levels: Levels | None, whole_bytes: int) -> tuple[int, float]:
+    """(bytes of a rank's piece, half the time of a reduce-scatter and an allgather of about `whole_bytes`)."""
+    piece = 4 * max(1, whole_bytes // 4 // placement.ranks)
+    pair = (OperationKind.REDUCE_SCATTER, OperationKind.ALLGATHER)
+    seconds = sum(unhindered_seconds(stages(machine, kind, piece * placement.ranks, placement, levels)) for kind in pair)
+    return piece, seconds / 2
+
 
 _HEAD = 6  # numbers of the step's message in front of the batch statistics
 _NUMBER_BYTES = 8
@@ -65,9 +309,9 @@ class _Builder:
     def __init__(self, job: Job, candidate: Candidate, machine: Machine, costs: ComputeCosts) -> None:
         self._job, self._machine, self._costs = job, machine, costs
         rows, cols = candidate.plan.rows, candidate.plan.cols
-        self._all = placements.all_ranks(machine, rows * cols)
-        self._split = placements.split_groups(machine, rows, cols)
-        self._data = placements.data_groups(machine, rows, cols)
+        self._all = collective_costs.all_ranks(machine, rows * cols)
+        self._split = collective_costs.split_groups(machine, rows, cols)
+        self._data = collective_costs.data_groups(machine, rows, cols)
         strategies = group_strategies(job, candidate, machine.ranks_per_node)
         self._strategies = dict(zip(group_keys(strategies), strategies, strict=True))
         self._classes = alike_ranks(job, candidate, strategies)
@@ -169,3 +413,50 @@ def statistics_size(graph: Graph) -> int:
         channels = spec.channels if isinstance(spec, BatchNormSpec) else math.prod(graph.tensors[node.output].shape[-1:])
         size += channels * len(node.statistics)
     return size
+
+
+def exchanged_bytes(program: StepProgram) -> int:
+    """Bytes that all ranks hand over for others in a step: activations, batch statistics and the averaging of gradients.
+
+    As `hpctrain plan show` counts them, and as the communicators of a run do; norms and the step's message are left out.
+    """
+    return split_bytes(program) + sum(_averaging_bytes(group, program) for group in program.groups.values())
+
+
+def split_bytes(program: StepProgram) -> int:
+    """Bytes of activations and batch statistics."""
+    placements = {"all": program.all_ranks, "split": program.split, "data": program.data}
+    total = 0
+    for of_class in program.classes:
+        exchanges = sum(task.exchange.sent_bytes for task in of_class.tasks if isinstance(task, BeginExchange))
+        merges = sum(_merged_bytes(task, placements[task.ranks]) for task in of_class.tasks if isinstance(task, Merge))
+        total += of_class.ranks * (exchanges + merges)
+    return total
+
+
+def _merged_bytes(merge: Merge, placement: GroupPlacement) -> int:
+    return merge.bytes * (placement.ranks - 1)
+
+
+def _averaging_bytes(group: AveragedGroup, program: StepProgram) -> int:
+    ranks = sum(of_class.ranks for of_class in program.classes if of_class.name in group.members)
+    order = None if group.levels is None else group.levels.order
+    of_group = sum(group_bytes(group.schedule, group.elements, group.samples, order, group.item_bytes, group.rounding))
+    return of_group * (ranks // group.placement.ranks)
+
+
+_USUAL = SimulationOptions()
+
+
+def predict(
+    job: Job, candidate: Candidate, machine: Machine, costs: ComputeCosts, options: SimulationOptions = _USUAL
+) -> Prediction:
+    """The simulated step of a candidate, the memory of the rank that needs most, and the bytes that all ranks exchange.
+
+    Raises:
+        HpctrainError: what a run would refuse.
+    """
+    program = step_program(job, candidate, machine, costs)
+    step = simulate(program, machine, options)
+    memory = max(of_class.memory_bytes for of_class in program.classes)
+    return Prediction(step, memory, exchanged_bytes(program), costs.measured_share())

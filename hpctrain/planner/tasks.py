@@ -1,6 +1,7 @@
-"""A rank's step as data: its tasks in the program's order, for each class of ranks whose steps are alike.
+"""Describe a step as data: the tasks of each class of ranks in the order of the program, and the result of simulating them.
 
-The order is that of the execution plan and of the training step, so a simulation posts, waits and polls where a run does.
+Ranks whose steps are alike form a class. The order of tasks is that of the execution plan and of the training step, so that a
+simulation posts, waits and polls where a run does.
 """
 
 from __future__ import annotations
@@ -8,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hpctrain.averaging.collective_schedule import CollectiveSchedule
-from hpctrain.averaging.dependencies import LocalEventKey
-from hpctrain.averaging.rounding import Rounding
+from hpctrain.averaging.collective_schedule import CollectiveSchedule, LocalEventKey
+from hpctrain.averaging.sixteen_bits import Rounding
 from hpctrain.comm.groups import Levels
-from hpctrain.trace.tracer import Category
+from hpctrain.comm.progress_mode import ProgressMode
+from hpctrain.trace.time_table import TimeTable
+from hpctrain.trace.tracer import Category, Events
 
 
 @dataclass(frozen=True)
@@ -157,3 +159,47 @@ class StepProgram:
     all_ranks: GroupPlacement
     split: GroupPlacement
     data: GroupPlacement
+
+
+@dataclass(frozen=True)
+class SimulationOptions:
+    """progress: who moves messages while kernels run. steps: simulated ones; the last one counts, when all pipelines are full.
+
+    slow: by world rank, how many times longer its compute takes. jitter: deviation of an operator's time, as a share of it, drawn
+    from `seed`. Both unfold the classes of ranks.
+    """
+
+    progress: ProgressMode = ProgressMode.TEST
+    steps: int = 4
+    slow: Mapping[int, float] = field(default_factory=dict)
+    jitter: float = 0.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class SimulatedStep:
+    """The last simulated step. seconds: of the slowest class. table: means over ranks, as runs tabulate their traces.
+
+    events: by class, in the format that runs record, times in ns since the simulation's begin.
+    """
+
+    seconds: float
+    table: TimeTable
+    events: Mapping[str, Events]
+
+    @property
+    def exposed_seconds(self) -> float:
+        return self.table.total.exposed_seconds
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A candidate on a machine. memory_bytes: the most of any rank. exchanged_bytes: of a step, over all ranks.
+
+    measured_share: of the compute seconds, how much follows from measured times rather than from rates.
+    """
+
+    step: SimulatedStep
+    memory_bytes: int
+    exchanged_bytes: int
+    measured_share: float

@@ -1,19 +1,45 @@
-"""Runs side by side: results, differences of configuration and versions, and at which step their bits part."""
+"""Runs side by side: results, differences of settings and versions, and the step at which their bits part."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hpctrain.core.errors import CheckpointError, DataError
-from hpctrain.report.differences import ComparedSetting, differences
-from hpctrain.report.record import RunRecord, read_runs
-from hpctrain.report.run_record import Summary, summary
-from hpctrain.storage.checkpoint import CheckpointContent, checkpoints, read
-from hpctrain.runs.records import read_hashes
+from hpctrain.report.run_record import RunRecord, Summary, read_runs, summary
 from hpctrain.runs.directory import RunDirectory
+from hpctrain.runs.records import read_hashes
+from hpctrain.storage.checkpoint import CheckpointContent, checkpoints, read
+
+#: stands for a key that a run does not have
+ABSENT = "-"
+
+
+@dataclass(frozen=True)
+class ComparedSetting:
+    """One key. values: of each run."""
+
+    key: str
+    values: tuple[str, ...]
+
+    @property
+    def differs(self) -> bool:
+        """Whether runs have different values."""
+        return len(set(self.values)) > 1
+
+
+def side_by_side(of_runs: Sequence[Mapping[str, str]]) -> tuple[ComparedSetting, ...]:
+    """All keys that a run has, in the order of their first appearance."""
+    keys = dict.fromkeys(key for settings in of_runs for key in settings)
+    return tuple(ComparedSetting(key, tuple(settings.get(key, ABSENT) for settings in of_runs)) for key in keys)
+
+
+def differences(of_runs: Sequence[Mapping[str, str]]) -> tuple[ComparedSetting, ...]:
+    """Those that differ."""
+    return tuple(setting for setting in side_by_side(of_runs) if setting.differs)
+
 
 _PARAMETERS = "parameters/"
 

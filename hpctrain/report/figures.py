@@ -1,24 +1,100 @@
-"""Figures, drawn by matplotlib: as SVG for a page, whose colours are the page's, or as PNG files on white."""
+"""Figures, drawn by matplotlib: as SVG for a page, whose colours are the page's, or as PNG files on white.
+
+Colours are names that a page gives a meaning for light and for dark, with values for pictures. Figures of curves show runs by
+colour, training as a thin line, evaluations as a strong one with a mark for each. Figures of traced runs show where the time
+of a
+step goes by layer, and the last step of every rank on one line of time.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import io
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.core.errors import ConfigError
-from hpctrain.report import theme
+from hpctrain.core.errors import ConfigError, DataError
+from hpctrain.core.files import json_object, read_bytes
+from hpctrain.report.run_record import AVERAGED, TEST, TRAINING, Curve, Panel
 from hpctrain.storage.atomic_write import write_bytes
+from hpctrain.trace.chrome import MESSAGES, PROGRAM, StepLanes, last_steps
+from hpctrain.trace.time_table import Row, TimeTable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+
+#: by name of the page's variable, what pictures on white have
+LIGHT = {
+    "ink": "#1f2933",
+    "faint": "#d5dbe1",
+    "paper": "#ffffff",
+    "forward": "#3f7fbf",
+    "backward": "#17406d",
+    "update": "#8a63b8",
+    "waiting": "#d8432f",
+    "messages": "#e0962a",
+    "run0": "#1f6fb4",
+    "run1": "#c8501e",
+    "run2": "#2c8a57",
+    "run3": "#8a4fb0",
+    "run4": "#b03a5b",
+    "run5": "#5b6b1f",
+    "run6": "#1d8a99",
+    "run7": "#7a5230",
+}
+#: the same on a dark ground
+DARK = LIGHT | {
+    "ink": "#e4e9ee",
+    "faint": "#3a444e",
+    "paper": "#14191f",
+    "forward": "#6fa8dc",
+    "backward": "#3a73ad",
+    "update": "#b597dd",
+    "waiting": "#f0705d",
+    "messages": "#eeb45c",
+    "run0": "#62aeea",
+    "run1": "#f08a56",
+    "run2": "#5fc48d",
+    "run3": "#c391e8",
+    "run4": "#ea7795",
+    "run5": "#b3c45a",
+    "run6": "#58c7d6",
+    "run7": "#c99a70",
+}
+RUN_COLOURS = 8
+#: stand for the names in a figure until it is written: no colour that anything else would have
+_MARKERS = {name: f"#0f{number:02x}f0" for number, name in enumerate(LIGHT)}
+_HEX = re.compile(r"#0f[0-9a-f]{2}f0")
+
+
+def colour_marker(name: str) -> str:
+    """The colour that stands for a name in a figure."""
+    return _MARKERS[name]
+
+
+def run_colour(run: int) -> str:
+    """The name of a run's colour; there are eight, one after another."""
+    return f"run{run % RUN_COLOURS}"
+
+
+def with_variables(svg: str) -> str:
+    """An SVG whose markers are the page's variables."""
+    names = {colour: name for name, colour in _MARKERS.items()}
+    return _HEX.sub(lambda match: f"var(--{names[match[0]]})", svg)
+
+
+def css_variables(values: dict[str, str]) -> str:
+    """The declarations of the variables."""
+    return " ".join(f"--{name}: {value};" for name, value in values.items())
+
 
 #: so wide that letters are read where a page is 400 pixels wide
 WIDTH_INCHES = 4.8
@@ -77,7 +153,7 @@ def check_matplotlib() -> None:
 def for_page(drawing: Drawing) -> PageFigure:
     """The figure, its names prefixed by its key, so that a page may have many."""
     buffer = io.StringIO()
-    with _drawn(drawing, Style(theme.marker, alone=False)) as (figure, values):
+    with _drawn(drawing, Style(colour_marker, alone=False)) as (figure, values):
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
@@ -86,7 +162,7 @@ def for_page(drawing: Drawing) -> PageFigure:
     svg = _REFERENCE.sub(lambda match: f"{match[1]}{drawing.key}-{match[2]}", svg)
     svg = re.sub(r'<svg ([^>]*?)width="[^"]*" ?|height="[^"]*pt" ?', lambda match: f"<svg {match[1]}" if match[1] else "", svg)
     svg = svg.replace("<svg ", f'<svg role="img" aria-label="{escape(drawing.words)}" focusable="false" ', 1)
-    return PageFigure(drawing.key, drawing.title, drawing.words, theme.with_variables(svg), values)
+    return PageFigure(drawing.key, drawing.title, drawing.words, with_variables(svg), values)
 
 
 def _class(name: str) -> str:
@@ -101,9 +177,9 @@ def write_png(drawing: Drawing, path: Path) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    with _drawn(drawing, Style(theme.LIGHT.__getitem__, alone=True)) as (figure, _):
+    with _drawn(drawing, Style(LIGHT.__getitem__, alone=True)) as (figure, _):
         picture = io.BytesIO()
-        figure.savefig(picture, format="png", dpi=_DOTS_PER_INCH, facecolor=theme.LIGHT["paper"])
+        figure.savefig(picture, format="png", dpi=_DOTS_PER_INCH, facecolor=LIGHT["paper"])
     write_bytes(path, picture.getvalue())
 
 
@@ -152,3 +228,179 @@ def _place(axes: Axes) -> dict[str, Any]:
         "xlim": [float(value) for value in axes.get_xlim()],
         "ylim": [float(value) for value in axes.get_ylim()],
     }
+
+
+_STYLES: Mapping[str, Mapping[str, Any]] = {
+    TRAINING: {"linewidth": 0.9, "alpha": 0.75},
+    TEST: {"linewidth": 1.8, "marker": "o", "markersize": 3.2},
+    AVERAGED: {"linewidth": 1.4, "linestyle": "--", "marker": "s", "markersize": 2.6},
+}
+#: more evaluations than that have no marks
+_MOST_MARKS = 40
+_DIGITS = 5
+
+
+def panel_drawing(panel: Panel, names: Sequence[str]) -> Drawing:
+    """The figure of a panel. names: of the runs."""
+    return Drawing(panel.key, panel.title, _words(panel, names), partial(_draw, panel, names))
+
+
+def _draw(panel: Panel, names: Sequence[str], figure: Figure, style: Style) -> Mapping[str, Any]:
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+    axes = figure.add_subplot()
+    for curve in panel.curves:
+        line_style = dict(_STYLES[curve.part])
+        if len(curve.xs) > _MOST_MARKS:
+            line_style.pop("marker", None)
+        elif len(curve.xs) == 1:
+            line_style.setdefault("marker", ".")
+        (line,) = axes.plot(curve.xs, curve.ys, color=style.colour(run_colour(curve.run)), **line_style)
+        line.set_gid(f"run{curve.run}-{curve.part.replace(' ', '-').replace(',', '')}")
+    axes.set_xlabel("epoch")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if panel.percent:
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.grid(visible=True, linewidth=0.6)
+    _explain_lines(figure, panel, style)
+    if style.alone and len(names) > 1:
+        _name_runs(figure, names, style)
+    return {"curves": [_values(curve) for curve in panel.curves], "percent": panel.percent}
+
+
+def _explain_lines(figure: Figure, panel: Panel, style: Style) -> None:
+    """A legend of lines, above the axes, where there is more than one kind of them."""
+    from matplotlib.lines import Line2D
+
+    parts = [part for part in _STYLES if any(curve.part == part for curve in panel.curves)]
+    if len(parts) > 1:
+        lines = [Line2D([], [], color=style.colour("ink"), label=part, **_STYLES[part]) for part in parts]
+        figure.legend(handles=lines, loc="outside upper left", ncols=len(parts))
+
+
+def _name_runs(figure: Figure, names: Sequence[str], style: Style) -> None:
+    """A legend of colours, below the axes."""
+    from matplotlib.patches import Patch
+
+    patches = [Patch(color=style.colour(run_colour(run)), label=name) for run, name in enumerate(names)]
+    figure.legend(handles=patches, loc="outside lower left", ncols=1, fontsize="small")
+
+
+def _values(curve: Curve) -> dict[str, Any]:
+    return {
+        "run": curve.run,
+        "part": curve.part,
+        "xs": [float(f"{x:.{_DIGITS}g}") for x in curve.xs],
+        "ys": [float(f"{y:.{_DIGITS}g}") for y in curve.ys],
+    }
+
+
+def _words(panel: Panel, names: Sequence[str]) -> str:
+    """The last value of each curve."""
+    ends = []
+    for curve in panel.curves:
+        value = f"{curve.ys[-1]:.2%}" if panel.percent else f"{curve.ys[-1]:.4g}"
+        ends.append(f"{names[curve.run]}, {curve.part}: {value} at epoch {curve.xs[-1]:.4g}")
+    return f"{panel.title} over epochs. At the end: {'; '.join(ends)}."
+
+
+_MOST_LAYERS = 20
+_MOST_RANKS = 16
+_LANE_INCHES = 0.32
+#: a longer trace is not read: a program of a page is none for it
+LARGEST_TRACE_BYTES = 300 << 20
+#: shares of a step; shorter pieces are not seen
+_SHORTEST = 1 / 1500
+
+
+def layer_drawing(table: TimeTable, key: str, name: str) -> Drawing:
+    """Time computed and waited, in milliseconds of a step, of the layers and works that took most."""
+    rows = sorted(table.rows, key=_weight, reverse=True)[:_MOST_LAYERS]
+    left = len(table.rows) - len(rows)
+    more = f", and {left} more that are not shown" if left else ""
+    exposed = table.total.exposed_seconds / table.step_seconds if table.step_seconds else 0.0
+    words = f"Lines of the time table that took most{more}. Waits for messages are {exposed:.1%} of a step."
+
+    def draw(figure: Figure, style: Style) -> None:
+        axes = figure.add_subplot()
+        places = range(len(rows))
+        computed = [1e3 * (row.compute_seconds + row.messages_seconds) for row in rows]
+        axes.barh(places, computed, color=style.colour("forward"), label="computed")
+        waited = [1e3 * row.exposed_seconds for row in rows]
+        axes.barh(places, waited, left=computed, color=style.colour("waiting"), label="waited for messages")
+        axes.set_yticks(places, [_short(row.name) for row in rows])
+        axes.invert_yaxis()
+        axes.set_xlabel("ms of a step")
+        axes.grid(visible=True, axis="x", linewidth=0.6)
+        axes.set_axisbelow(True)
+        figure.legend(loc="outside upper left", ncols=2)
+
+    return Drawing(f"layers-{key}", f"Time of a step by layer: {name}", words, draw, (WIDTH_INCHES, 1.0 + 0.19 * len(rows)))
+
+
+def timeline_drawing(steps: Sequence[StepLanes], key: str, name: str) -> Drawing:
+    """The last step: for each rank a lane of its program, and under it one of its messages."""
+    shown = steps[:_MOST_RANKS]
+    left = len(steps) - len(shown)
+    more = f" The first {len(shown)} of {len(steps)} ranks." if left else ""
+    waits = [sum(last - first for first, last in step.lanes["waiting"]) for step in shown]
+    words = f"The last step of each rank, {max(step.seconds for step in shown) * 1e3:.4g} ms at most; "
+    words += f"waits for messages between {min(waits) * 1e3:.4g} and {max(waits) * 1e3:.4g} ms.{more}"
+
+    def draw(figure: Figure, style: Style) -> None:
+        axes = figure.add_subplot()
+        whole = max(step.begin_seconds + step.seconds for step in shown)
+        for place, step in enumerate(shown):
+            for kind, intervals in step.lanes.items():
+                top, height = (place + 0.48, 0.22) if kind == MESSAGES else (place, 0.44)
+                bars = [(1e3 * first, 1e3 * (last - first)) for first, last in _coarse(intervals, whole * _SHORTEST)]
+                axes.broken_barh(bars, (top, height), color=style.colour(kind), linewidth=0, label=kind if not place else None)
+        axes.set_yticks([place + 0.35 for place in range(len(shown))], [f"rank {step.rank}" for step in shown])
+        axes.set_ylim(len(shown), -0.15)
+        axes.set_xlim(0, 1e3 * whole)
+        axes.set_xlabel("ms")
+        short = {"columnspacing": 0.8, "handlelength": 0.8, "handletextpad": 0.4, "fontsize": 8}
+        figure.legend(loc="outside upper left", ncols=len({*PROGRAM.values()}) + 1, **short)
+
+    inches = WIDTH_INCHES, 1.1 + _LANE_INCHES * len(shown)
+    return Drawing(f"timeline-{key}", f"One step of every rank: {name}", words, draw, inches)
+
+
+def read_steps(path: Path) -> tuple[StepLanes, ...]:
+    """The last step of every rank in a trace file.
+
+    Raises:
+        DataError: it cannot be read, or is too long for it.
+    """
+    try:
+        size = path.stat().st_size
+        if size > LARGEST_TRACE_BYTES:
+            raise DataError(
+                f"{path} has {size / 1e6:,.0f} MB, of which at most {LARGEST_TRACE_BYTES / 1e6:,.0f} are read for a picture; "
+                f"trace fewer steps (--steps), or look at it with Perfetto."
+            )
+        content = json_object(read_bytes(path, LARGEST_TRACE_BYTES))
+        if content is None:
+            raise ValueError("it is no JSON object")
+        return last_steps(content)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{path} is no trace that can be read ({error}); trace the run again.") from error
+
+
+def _coarse(intervals: Sequence[tuple[float, float]], shortest: float) -> list[tuple[float, float]]:
+    """The same where gaps and pieces that nobody sees are joined to what is before them, or left out."""
+    joined: list[tuple[float, float]] = []
+    for first, last in intervals:
+        if joined and first - joined[-1][1] < shortest:
+            joined[-1] = (joined[-1][0], last)
+        else:
+            joined.append((first, last))
+    return [(first, last) for first, last in joined if last - first >= shortest / 2]
+
+
+def _weight(row: Row) -> float:
+    return row.compute_seconds + row.messages_seconds + row.exposed_seconds
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 24 else f"{name[:9]}...{name[-12:]}"

@@ -1,20 +1,164 @@
-"""A report as one HTML file that needs nothing else: tables, figures, styles and a small program."""
+"""A report on runs as one HTML file that needs nothing else: tables, figures, styles and a small program.
+
+`report_page` decides what stands in each part, `result_of` turns the judgement of a test set into a table of confusions and
+pictures, and `html` renders the page.
+"""
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 
+import numpy as np
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from hpctrain.report import theme
-from hpctrain.report.figures import Drawing, PageFigure, for_page
-from hpctrain.report.judged_set import JudgedSet
+from hpctrain.core.errors import DataError
+from hpctrain.report import figures as theme
+from hpctrain.report.comparison import side_by_side
+from hpctrain.report.figures import Drawing, PageFigure, for_page, layer_drawing, panel_drawing, read_steps, timeline_drawing
+from hpctrain.report.run_record import UNKNOWN, RunRecord, panels, summary, summary_texts
+from hpctrain.run.evaluation import JudgedImage, Judgement
+from hpctrain.runs.state import Record
+from hpctrain.train.progress_bar import loss_text
 from hpctrain.version import __version__
+
+#: a table of more classes is not read by anybody; the largest confusions stand for it
+MOST_CLASSES = 40
+_MOST_CONFUSIONS = 30
+_STRONGEST_PERCENT = 70
+#: the side of a picture on the page; larger images are made smaller
+_PIXELS = 160
+#: larger pictures are JPEG files, of which a hundred weigh half a megabyte; smaller ones are kept to the last bit
+_MOST_EXACT = 64
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A count of the table. percent: of its class's samples, for its colour. right: the class was recognised."""
+
+    count: int
+    percent: int
+    right: bool
+
+
+@dataclass(frozen=True)
+class ConfusionLine:
+    """A class, and how often it was taken for each."""
+
+    name: str
+    cells: tuple[Cell, ...]
+
+
+@dataclass(frozen=True)
+class ClassLine:
+    """A class with its accuracy, in words. rival: the class that it was most often taken for, and how often."""
+
+    name: str
+    images: str
+    top1: str
+    rival: str
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image. data: as an URL. words: what it was taken for."""
+
+    number: int
+    label: str
+    words: str
+    data: str
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """A group of images."""
+
+    title: str
+    pictures: tuple[Picture, ...]
+
+
+@dataclass(frozen=True)
+class JudgedSet:
+    """The result of one run on its test set. headings: above the table of `confusion`, which is () for too many classes."""
+
+    name: str
+    words: str
+    headings: tuple[str, ...]
+    confusion: tuple[ConfusionLine, ...]
+    classes: tuple[ClassLine, ...]
+    groups: tuple[Pictures, ...]
+
+
+def result_of(name: str, judgement: Judgement) -> JudgedSet:
+    """The result of a run of that name."""
+    names = judgement.class_names
+    whole = len(names) <= MOST_CLASSES
+    groups = (
+        Pictures("Surest mistakes", tuple(_picture(image, names) for image in judgement.wrong)),
+        Pictures("Surest hits, by class", tuple(_picture(image, names) for image in judgement.right)),
+    )
+    lines = tuple(_lines(judgement)) if whole else ()
+    return JudgedSet(name, _words(judgement, whole=whole), names, lines, tuple(_classes(judgement)), groups)
+
+
+def _words(judgement: Judgement, *, whole: bool) -> str:
+    confusion, names = judgement.confusion, judgement.class_names
+    scores = confusion.scores()
+    samples, hits = sum(score.samples for score in scores), sum(score.hits for score in scores)
+    accuracy = f"{hits / samples:.2%}" if samples else "-"
+    words = f"{judgement.checkpoint.name}: {samples:,} images, top-1 {accuracy}."
+    if confusion.undecided:
+        words += f" The outputs for {confusion.undecided:,} images are not finite."
+    if whole:
+        return words
+    mistakes = confusion.largest_confusions(_MOST_CONFUSIONS)
+    told = "; ".join(f"{names[label]} for {_taken_for(rival, names)} {count:,} times" for label, rival, count in mistakes)
+    return f"{words} Most often taken: {told}." if told else words
+
+
+def _taken_for(prediction: int, names: tuple[str, ...]) -> str:
+    return names[prediction] if prediction < len(names) else "no class"
+
+
+def _lines(judgement: Judgement) -> Iterator[ConfusionLine]:
+    for label, name in enumerate(judgement.class_names):
+        counts = judgement.confusion.of_label(label)[: len(judgement.class_names)].tolist()
+        samples = max(1, sum(counts))
+        cells = (
+            Cell(count, -(-_STRONGEST_PERCENT * count // samples), prediction == label) for prediction, count in enumerate(counts)
+        )
+        yield ConfusionLine(f"{label} {name}", tuple(cells))
+
+
+def _classes(judgement: Judgement) -> Iterator[ClassLine]:
+    """All classes, the lowest accuracy first; those without images last."""
+    names = judgement.class_names
+    for score in judgement.confusion.worst_first():
+        rival = "-" if score.rival is None else f"{names[score.rival]}, {score.rival_count:,} times"
+        yield ClassLine(names[score.label], f"{score.samples:,}", "-" if score.top1 is None else f"{score.top1:.2%}", rival)
+
+
+def _picture(image: JudgedImage, names: tuple[str, ...]) -> Picture:
+    words = f"{image.probability:.1%} {names[image.prediction]}"
+    return Picture(image.number, names[image.label], words, _url(image.pixels))
+
+
+def _url(pixels: np.ndarray) -> str:
+    """A picture of (H, W, C) uint8 with one or three channels, or of the first of others."""
+    from PIL import Image
+
+    picture = Image.fromarray(pixels if pixels.shape[2] == 3 else pixels[:, :, 0])
+    form, options = ("PNG", {"optimize": True}) if max(picture.size) <= _MOST_EXACT else ("JPEG", {"quality": 85})
+    picture.thumbnail((_PIXELS, _PIXELS))
+    buffer = io.BytesIO()
+    picture.save(buffer, form, **options)
+    return f"data:image/{form.lower()};base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 @dataclass(frozen=True)
@@ -90,7 +234,7 @@ def html(page: Page) -> str:
         return Markup(json.dumps({**values, "names": names}, separators=(",", ":")).replace("<", "\\u003c"))
 
     style = (templates / "report.css").read_text(encoding="utf-8")
-    style = style.replace("{{ light }}", theme.css(theme.LIGHT)).replace("{{ dark }}", theme.css(theme.DARK))
+    style = style.replace("{{ light }}", theme.css_variables(theme.LIGHT)).replace("{{ dark }}", theme.css_variables(theme.DARK))
     return environment.from_string((templates / "report.html.j2").read_text(encoding="utf-8")).render(
         title=page.title,
         names=names,
@@ -122,3 +266,118 @@ def _shown(parts: Sequence[PagePart]) -> list[_ShownPart]:
 def _safe(figure: PageFigure) -> PageFigure:
     """The figure, whose SVG is written as it is: matplotlib has escaped all text in it."""
     return PageFigure(figure.key, figure.title, figure.words, Markup(figure.svg), figure.values)
+
+
+def report_page(records: Sequence[RunRecord], results: Sequence[JudgedSet] = ()) -> Page:
+    """The report on runs.
+
+    Args:
+        results: of test sets, where they were computed.
+    """
+    names = tuple(record.name for record in records)
+    title = f"{names[0]}" if len(names) == 1 else f"{len(names)} runs: {', '.join(names)}"
+    parts = (
+        _summary(records),
+        _curves(records, names),
+        _time(records),
+        PagePart("test", "Test images", results=tuple(results)),
+        _events(records),
+        _checkpoints(records),
+        _settings(records),
+    )
+    return Page(title, names, tuple(part for part in parts if not part.is_empty))
+
+
+def _summary(records: Sequence[RunRecord]) -> PagePart:
+    """A line for each figure, beside it the values of the runs."""
+    lines = tuple(Line((heading, *values)) for heading, values in summary_texts([summary(record) for record in records]))
+    return PagePart("summary", "Summary", tables=(Table("", ("", *(record.name for record in records)), lines),))
+
+
+def _curves(records: Sequence[RunRecord], names: Sequence[str]) -> PagePart:
+    """Figures, and the values of evaluations for those who do not see them, or have no pointer."""
+    tables = []
+    for record in records:
+        evaluations = [entry for entry in record.state.records if entry.get("kind") == "evaluation"]
+        lines = tuple(Line((str(entry.get("epoch")), *_means(entry))) for entry in evaluations)
+        if lines:
+            title = "Evaluations" if len(records) == 1 else f"Evaluations of {record.name}"
+            headings = ("epoch", "loss", "top-1", "top-5")
+            tables.append(Table(title, headings, lines, frozenset({1, 2, 3}), folded=True))
+    drawings = tuple(panel_drawing(panel, names) for panel in panels(records))
+    return PagePart("curves", "Curves", drawings=drawings, tables=tuple(tables))
+
+
+def _means(entry: Record) -> tuple[str, ...]:
+    loss, accuracies = entry.get("loss"), (entry.get("top1"), entry.get("top5"))
+    return (UNKNOWN if loss is None else loss_text(loss), *(UNKNOWN if one is None else f"{one:.2%}" for one in accuracies))
+
+
+def _time(records: Sequence[RunRecord]) -> PagePart:
+    """Figures of the runs that were traced."""
+    drawings, sentences = [], []
+    for number, record in enumerate(records):
+        key = str(number)
+        if record.tables:
+            drawings.append(layer_drawing(record.tables[0], key, record.name))
+        if record.trace is not None:
+            try:
+                steps = read_steps(record.trace)
+            except DataError as error:
+                sentences.append(str(error))
+                continue
+            if steps:
+                drawings.append(timeline_drawing(steps, key, record.name))
+    if not drawings and not sentences:
+        sentences.append("No run was traced; train with trace=true to see where the time of a step goes.")
+    return PagePart("time", "Time of a step", drawings=tuple(drawings), sentences=tuple(sentences))
+
+
+def _events(records: Sequence[RunRecord]) -> PagePart:
+    lines = []
+    for record in records:
+        for event in record.state.events:
+            when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.time)) if event.time else UNKNOWN
+            lines.append(Line((when, event.text) if len(records) == 1 else (when, record.name, event.text)))
+    headings = ("time", "event") if len(records) == 1 else ("time", "run", "event")
+    tables = (Table("", headings, tuple(lines)),) if lines else ()
+    return PagePart("events", "Events", tables=tables, sentences=() if lines else ("Nothing out of the ordinary was recorded.",))
+
+
+def _checkpoints(records: Sequence[RunRecord]) -> PagePart:
+    tables = []
+    for record in records:
+        lines = tuple(
+            Line(
+                (
+                    f"{stored.step:,}",
+                    f"{stored.megabytes:,.1f}",
+                    time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(stored.written)),
+                    f"{stored.name}{', the best: ' if stored.best else ''}{stored.best}",
+                )
+            )
+            for stored in record.checkpoints
+        )
+        if lines:
+            title = record.name if len(records) > 1 else ""
+            tables.append(Table(title, ("step", "MB", "written", "file"), lines, frozenset({1})))
+    return PagePart("checkpoints", "Checkpoints", tables=tuple(tables))
+
+
+def _settings(records: Sequence[RunRecord]) -> PagePart:
+    """Configuration and versions: the differences of several runs first, then all."""
+    headings = ("key", *(record.name for record in records))
+    tables = []
+    for title, of_runs in (
+        ("configuration", [record.settings for record in records]),
+        ("versions", [record.versions for record in records]),
+    ):
+        settings = side_by_side(of_runs)
+        different = tuple(Line((setting.key, *setting.values)) for setting in settings if setting.differs)
+        if different:
+            tables.append(Table(f"Differences of {title}", headings, different))
+        every = tuple(Line((setting.key, *setting.values), setting.differs) for setting in settings)
+        if every:
+            tables.append(Table(f"All of {title}", headings, every, folded=True))
+    same = len(records) > 1 and not any(table.title.startswith("Differences") for table in tables)
+    return PagePart("settings", "Configuration", tables=tuple(tables), sentences=("All runs have the same.",) if same else ())

@@ -1,15 +1,153 @@
-"""The results of a run in a few figures."""
+"""All that a run's directory tells for a report: settings, versions, checkpoints, the results in a few figures, and curves.
+
+`read_runs` reads directories, `summary` the results of one run, and `panels` what was measured in training and in evaluations,
+over the epochs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
+from typing import Any, TypeGuard
 
-from hpctrain.runs.state import Record
-from hpctrain.report.record import RunRecord
-from hpctrain.train.progress_text import duration_text, loss_text
+import numpy as np
+
+from hpctrain.core.errors import CheckpointError, ConfigError, DataError
+from hpctrain.core.files import json_object, read_bytes
+from hpctrain.core.yaml_source import read_yaml
+from hpctrain.run.trace_report import TABLE_FILE, TRACE_FILE
+from hpctrain.runs import directory as best_record
+from hpctrain.runs.directory import RunDirectory
+from hpctrain.runs.state import Record, RunReader, RunState
+from hpctrain.storage.checkpoint import checkpoints
+from hpctrain.trace import time_table
+from hpctrain.trace.time_table import TimeTable
+from hpctrain.train.progress_bar import duration_text, loss_text
+
+
+@dataclass(frozen=True)
+class StoredCheckpoint:
+    """A checkpoint on the disk. written: seconds of the wall clock. best: what makes it the best one; "" where it is not."""
+
+    step: int
+    name: str
+    megabytes: float
+    written: float
+    best: str
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One run.
+
+    Args:
+        name: of its directory. state: at the time of reading. settings: of its configuration, by dotted key, as text.
+        versions: of what computed, its source's revision among them. tables: where the time of a traced step went, of all ranks
+            together and then of each; none where it was not traced. trace: the file of its events; None: there is none.
+    """
+
+    name: str
+    state: RunState
+    settings: Mapping[str, str]
+    versions: Mapping[str, str]
+    checkpoints: tuple[StoredCheckpoint, ...]
+    tables: tuple[TimeTable, ...]
+    trace: Path | None
+
+
+def read_runs(paths: Sequence[Path]) -> tuple[RunRecord, ...]:
+    """The records of runs, each of which is told apart by its name.
+
+    Raises:
+        CheckpointError: a directory is that of no run. DataError: a configuration or a record that cannot be read, or the same
+            run twice.
+    """
+    records = tuple(_read(RunDirectory.open(path)) for path in paths)
+    resolved = [record.state.path.resolve() for record in records]
+    for number, path in enumerate(resolved):
+        if path in resolved[:number]:
+            raise DataError(f"{paths[number]} is given twice; give each run once.")
+    return records
+
+
+def _read(directory: RunDirectory) -> RunRecord:
+    return RunRecord(
+        directory.path.resolve().name,
+        RunReader(directory).read(time.time()),
+        dict(_flat("", _settings(directory))),
+        _versions(directory.path),
+        tuple(_checkpoints(directory.checkpoints)),
+        _tables(directory.path / TABLE_FILE),
+        directory.path / TRACE_FILE if (directory.path / TRACE_FILE).is_file() else None,
+    )
+
+
+def _settings(directory: RunDirectory) -> object:
+    try:
+        return read_yaml(directory.config(), str(directory.path / "config.yaml"))[0]
+    except (OSError, UnicodeDecodeError, ConfigError) as error:
+        raise DataError(f"{directory.path / 'config.yaml'} cannot be read ({error}); restore the file.") from error
+
+
+def _flat(prefix: str, value: object) -> Iterator[tuple[str, str]]:
+    """(dotted key, text) of each value; a list of plain values is one."""
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from _flat(f"{prefix}.{key}" if prefix else str(key), item)
+    elif isinstance(value, list) and any(isinstance(item, Mapping | list) for item in value):
+        for number, item in enumerate(value):
+            yield from _flat(f"{prefix}.{number}", item)
+    else:
+        yield prefix, json.dumps(value, default=str).strip('"')
+
+
+def _versions(path: Path) -> dict[str, str]:
+    texts = {name: str(value) for name, value in _json(path / "versions.json").items()}
+    git = _json(path / "git.json")
+    if "revision" in git:
+        texts["revision"] = f"{git['revision']}{' with changes' if git.get('dirty') else ''}"
+    return texts
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """A JSON object; an empty one where the file is not there, or is none."""
+    try:
+        return json_object(read_bytes(path)) or {}
+    except (DataError, OSError):
+        return {}
+
+
+def _checkpoints(directory: Path) -> Iterator[StoredCheckpoint]:
+    """The checkpoints by step; one that is deleted meanwhile is left out."""
+    try:
+        best = best_record.read_best(directory)
+        stored = checkpoints(directory)
+    except (CheckpointError, OSError):
+        return
+    for step, path in stored:
+        try:
+            files = [entry.stat() for entry in os.scandir(path)] if path.is_dir() else [path.stat()]
+            written = path.stat().st_mtime
+        except OSError:
+            continue
+        mark = str(best) if best is not None and best.checkpoint == path.name else ""
+        yield StoredCheckpoint(step, path.name, sum(file.st_size for file in files) / 1e6, written, mark)
+
+
+def _tables(path: Path) -> tuple[TimeTable, ...]:
+    content = _json(path)
+    try:
+        return tuple(time_table.from_json(table) for table in (content["table"], *content["per_rank"]))
+    except (KeyError, TypeError):
+        return ()
+
 
 #: stands for a figure that is not known
 UNKNOWN = "-"
@@ -85,7 +223,7 @@ def summary(record: RunRecord) -> Summary:
     )
 
 
-def texts(summaries: Sequence[Summary]) -> list[tuple[str, list[str]]]:
+def summary_texts(summaries: Sequence[Summary]) -> list[tuple[str, list[str]]]:
     """(heading, the text of each run) of all figures, for people."""
     return [
         ("state", [figures.end for figures in summaries]),
@@ -166,3 +304,113 @@ def _number(entry: Record, key: str) -> float | None:
 def _whole(entry: Record, key: str) -> int:
     value = entry.get(key)
     return value if isinstance(value, int) else 0
+
+
+TRAINING, TEST, AVERAGED = "training", "test", "test, averaged weights"
+#: of a curve; more cannot be seen
+MOST_POINTS = 400
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One measure of one run. run: its place among those of the report. part: of what, such as `TRAINING`; xs: in epochs."""
+
+    run: int
+    part: str
+    xs: tuple[float, ...]
+    ys: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Curves that share their axes. key: a word for it. unit: of the values, "" for none. percent: they are fractions."""
+
+    key: str
+    title: str
+    curves: tuple[Curve, ...]
+    percent: bool = False
+
+
+def panels(records: Sequence[RunRecord]) -> tuple[Panel, ...]:
+    """A panel for each measure that a run has."""
+    kinds = (("loss", "Loss", False), ("top1", "Top-1 accuracy", True), ("top5", "Top-5 accuracy", True))
+    learning = [
+        Panel(key, title, tuple(curve for run, record in enumerate(records) for curve in _learning(run, record, key)), percent)
+        for key, title, percent in kinds
+    ]
+    others = [
+        Panel(key, title, tuple(curve for run, record in enumerate(records) for curve in _plain(run, record, key)))
+        for key, title in (("lr", "Learning rate"), ("images_per_second", "Images per second"))
+    ]
+    return tuple(panel for panel in (*learning, *others) if panel.curves)
+
+
+def thinned(xs: Sequence[float], ys: Sequence[float], most: int = MOST_POINTS) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """At most so many points: of each stretch its least and its greatest value, in order, and both ends."""
+    if len(xs) <= most:
+        return tuple(xs), tuple(ys)
+    values = np.asarray(ys)
+    kept = {0, len(xs) - 1}
+    for stretch in np.array_split(np.arange(len(xs)), (most - 2) // 2):
+        kept |= {int(stretch[values[stretch].argmin()]), int(stretch[values[stretch].argmax()])}
+    order = sorted(kept)
+    return tuple(xs[i] for i in order), tuple(ys[i] for i in order)
+
+
+def _learning(run: int, record: RunRecord, key: str) -> Iterator[Curve]:
+    records = record.state.records
+    yield from _curve(run, TRAINING, _training(records, key))
+    evaluations = [entry for entry in records if entry.get("kind") == "evaluation"]
+    for part, name in ((TEST, key), (AVERAGED, f"ema_{key}")):
+        yield from _curve(run, part, [(entry.get("epoch"), entry.get(name)) for entry in evaluations])
+
+
+def _plain(run: int, record: RunRecord, key: str) -> Iterator[Curve]:
+    records = record.state.records
+    samples = samples_per_epoch(records)
+    entries = [entry for entry in records if entry.get("kind") == "interval"]
+    yield from _curve(run, TRAINING, [(_place(entry, samples), entry.get(key)) for entry in entries])
+
+
+def _curve(run: int, part: str, points: Sequence[tuple[object, object]]) -> Iterator[Curve]:
+    """The curve of all points whose both numbers are known and finite, the last one of each place; none where there are none."""
+    known = {float(x): float(y) for x, y in points if _is_number(x) and _is_number(y)}
+    if known:
+        xs, ys = zip(*sorted(known.items()), strict=True)
+        yield Curve(run, part, *thinned(xs, ys))
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def samples_per_epoch(records: Sequence[Record]) -> int:
+    """Images of an epoch, as a run's metrics tell; 0 where they do not."""
+    told = [entry.get("samples") for entry in records if entry.get("kind") == "start"]
+    told += [entry.get("images") for entry in records if entry.get("kind") == "epoch"]
+    return max((count for count in told if isinstance(count, int)), default=0)
+
+
+def _place(entry: Record, samples: int) -> float | None:
+    """Where in the training an interval ends, in epochs."""
+    epoch, images = entry.get("epoch"), entry.get("images")
+    if not samples or not isinstance(epoch, int) or not isinstance(images, int):
+        return None
+    return epoch - 1 + images / samples
+
+
+def _training(records: Sequence[Record], key: str) -> list[tuple[object, object]]:
+    """(place, mean) of each interval alone: a record has the mean over its epoch so far."""
+    samples = samples_per_epoch(records)
+    points: list[tuple[object, object]] = []
+    epoch, images, total = 0, 0, 0.0
+    for entry in records:
+        place, mean = _place(entry, samples), entry.get(key)
+        if entry.get("kind") not in ("interval", "epoch") or place is None or not isinstance(mean, int | float):
+            continue
+        if entry["epoch"] != epoch or entry["images"] < images:
+            epoch, images, total = entry["epoch"], 0, 0.0
+        if entry["images"] > images:
+            points.append((place, (mean * entry["images"] - total) / (entry["images"] - images)))
+            images, total = entry["images"], mean * entry["images"]
+    return points

@@ -1,0 +1,5 @@
+"""Runs, from a session to results: built, trained, resumed, evaluated, used to predict.
+
+`training` has the sequence of a training, `build` makes its objects from the configuration, `resume` finds where it starts.
+Commands, benchmarks and the Python API import this package. Read `training` first.
+"""

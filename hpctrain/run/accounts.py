@@ -1,26 +1,362 @@
-"""The account at the end of a run: how long steps took, and how long a simulation or the run's own choice says they take.
+"""Accounts of a run, in lines at its end and in records: steps, waits for data, what was read, memory, and hashes of its state.
 
-What is simulated are messages, and waits for them; the times of operators are those of a few early steps of the run itself.
+The account of steps compares how long they took with a simulation or the run's own choice. What is simulated are messages, and
+waits
+for them; the times of operators are those of a few early steps of the run itself. Hashes are taken after every so many steps
+and
+appended to a file of the run directory by rank 0.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import fmean
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from hpctrain.backend.arithmetic import PinnedBytes
+from hpctrain.backend.choice import Backend
+from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.core.errors import HpctrainError
-from hpctrain.experiment import step_account
+from hpctrain.data.cache import summed
 from hpctrain.job.automatic_choice import PredictedStep
-from hpctrain.run.build import Parts
 from hpctrain.job.session import Session
-from hpctrain.train.metrics_rest import Reporter
-from hpctrain.train.operator_sample import OperatorSample
-from hpctrain.train.accounts import StepTimes
+from hpctrain.launch.control_groups import peak_resident_bytes
+from hpctrain.run.build import TrainingSetup
+from hpctrain.run.images import UnreadableReport
+from hpctrain.runs.directory import RunDirectory
+from hpctrain.runs.records import PatientRecords
+from hpctrain.trace.tracer import Category
+from hpctrain.train.accounts import DataWaits, MeasuredStep, OperatorSample, StepTimes
+from hpctrain.train.metrics import Reporter
+from hpctrain.train.progress_bar import folded
+from hpctrain.train.replica import Replica
+from hpctrain.train.snapshot import Position
 from hpctrain.train.trainer import Outcome
 
 if TYPE_CHECKING:
     from hpctrain.run.step_prediction import StepPrediction
+    from hpctrain.train.state_hashes import StateHashes
+
+
+#: fewer tell nothing
+FEWEST_STEPS = 14
+
+
+def steps_over_ranks(world: Communicator, mine: MeasuredStep | None) -> MeasuredStep | None:
+    """The slowest rank's step, and the means of the ranks' exposed time and of their time for messages; None after too few steps.
+
+    Collective over the world.
+    """
+    measured = [one for one in world.allgather_object(mine) if one is not None]
+    if len(measured) < world.size or min(one.steps for one in measured) < FEWEST_STEPS:
+        return None
+    return MeasuredStep(
+        max(one.seconds for one in measured),
+        fmean(one.exposed_seconds for one in measured),
+        min(one.steps for one in measured),
+        fmean(one.messages_seconds for one in measured),
+    )
+
+
+def accuracy(predicted_seconds: float, measured_seconds: float) -> float:
+    """1 - |predicted - measured| / measured; 1 is exact, 0 and less is far off."""
+    return 1 - abs(predicted_seconds - measured_seconds) / measured_seconds
+
+
+def step_lines(measured: MeasuredStep, predicted: PredictedStep | None = None, reason: str = "") -> list[str]:
+    """The account, in as many lines as it takes. reason: why there is no prediction."""
+    if predicted is None:
+        why = [f"no prediction: {reason}"] if reason else []
+        waits = f"measured {measured.seconds:.3g} s a step, of which {measured.exposed_seconds:.3g} s waited for messages"
+        return folded([waits, f"posting and progress took {measured.messages_seconds:.2g} s", *why])
+    return folded(
+        [
+            f"predicted {predicted.seconds:.3g} s a step, measured {measured.seconds:.3g} "
+            f"({accuracy(predicted.seconds, measured.seconds):.0%})",
+            f"exposed {predicted.exposed_seconds:.3g} against {measured.exposed_seconds:.3g}",
+            f"posting and progress took {measured.messages_seconds:.2g} s",
+        ]
+    )
+
+
+def step_facts(measured: MeasuredStep, step: int, predicted: PredictedStep | None = None) -> dict[str, object]:
+    """For the metrics. step: of the run's end."""
+    account: dict[str, object] = {
+        "step": step,
+        "steps": measured.steps,
+        "measured_step_seconds": measured.seconds,
+        "measured_exposed_seconds": measured.exposed_seconds,
+        "measured_messages_seconds": measured.messages_seconds,
+    }
+    if predicted is not None:
+        account |= {
+            "predicted_step_seconds": predicted.seconds,
+            "predicted_exposed_seconds": predicted.exposed_seconds,
+            "accuracy": accuracy(predicted.seconds, measured.seconds),
+            "measured_share": predicted.measured_share,
+            "machine": predicted.machine,
+            "machine_digest": predicted.machine_digest,
+        }
+    return account
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    """Bytes resident at most, of the rank that held most, and in the mean of the ranks.
+
+    Shared memory that a rank has touched counts, and so do the pages of files that it has mapped and read.
+
+    Attributes:
+        rank: that held most, the first of several. device_bytes: in use of the GPU of a rank at the end, the most of any; None
+            where ranks compute on the processor. pinned: for its GPU, of the rank that has most of it; None there, too.
+    """
+
+    most_bytes: int
+    rank: int
+    mean_bytes: float
+    device_bytes: int | None = None
+    pinned: PinnedBytes | None = None
+
+
+def peaks_over_ranks(world: Communicator, backend: Backend) -> PeakMemory:
+    """The peaks of all ranks so far. Collective over the world."""
+    own = peak_resident_bytes(), backend.kernels.used_bytes(), backend.kernels.pinned_bytes()
+    of_ranks = world.allgather_object(own)
+    resident = [on_host for on_host, _, _ in of_ranks]
+    on_devices = [on_device for _, on_device, _ in of_ranks if on_device is not None]
+    pinned = max((of_rank for _, _, of_rank in of_ranks if of_rank is not None), key=lambda one: one.total, default=None)
+    most = max(resident)
+    return PeakMemory(most, resident.index(most), fmean(resident), max(on_devices, default=None), pinned)
+
+
+def finish_memory(world: Communicator, backend: Backend, reporter: Reporter, steps: tuple[int, int]) -> None:
+    """Say and record the account; the last one stays where nothing was trained. Collective over the world.
+
+    Args:
+        steps: at which the job began, and ended.
+    """
+    if steps[0] != steps[1]:
+        peak = peaks_over_ranks(world, backend)
+        reporter.record("memory", memory_facts(peak, steps[1]))
+        reporter.say(memory_line(peak, world.size))
+        if peak.pinned is not None:
+            reporter.say(pinned_line(peak.pinned))
+
+
+def memory_line(peak: PeakMemory, ranks: int) -> str:
+    """The account in words."""
+    of_rank = f" on rank {peak.rank}, {peak.mean_bytes / 1e6:,.0f} MB in the mean" if ranks > 1 else ""
+    on_device = "" if peak.device_bytes is None else f"; {peak.device_bytes / 1e6:,.0f} MB of a GPU"
+    return f"peak memory {peak.most_bytes / 1e6:,.0f} MB{of_rank}{on_device}"
+
+
+def pinned_line(pinned: PinnedBytes) -> str:
+    """The pinned memory in words."""
+    messages, images = pinned.messages / 1e6, pinned.images / 1e6
+    return f"pinned memory of a rank {pinned.total / 1e6:,.1f} MB: messages {messages:,.1f} MB, images {images:,.1f} MB"
+
+
+def memory_facts(peak: PeakMemory, step: int) -> dict[str, object]:
+    """For the metrics. step: of the run's end."""
+    values: dict[str, object] = {"step": step, "peak_bytes": peak.most_bytes, "rank": peak.rank, "mean_bytes": peak.mean_bytes}
+    if peak.device_bytes is not None:
+        values["device_bytes"] = peak.device_bytes
+    if peak.pinned is not None:
+        values |= {"pinned_message_bytes": peak.pinned.messages, "pinned_image_bytes": peak.pinned.images}
+    return values
+
+
+#: a share of the time from which on waits for data deserve a word on what to do about them
+_NOTABLE_SHARE = 0.05
+
+
+@dataclass(frozen=True)
+class WaitsOfRanks:
+    """Sums over steps. seconds: of the steps, and waited_seconds: of waits for data in them; both means over ranks.
+
+    most_waited_seconds: of the rank that waited longest, which is `rank` of the world.
+    """
+
+    steps: int = 0
+    seconds: float = 0.0
+    waited_seconds: float = 0.0
+    most_waited_seconds: float = 0.0
+    rank: int = 0
+
+    @classmethod
+    def of(cls, table: np.ndarray) -> WaitsOfRanks:
+        """From a line for each rank: its number in the world, its steps, their seconds, and those of waits."""
+        ranks, steps, seconds, waited = table.T
+        slowest = int(waited.argmax())
+        return cls(int(steps.min()), float(seconds.mean()), float(waited.mean()), float(waited[slowest]), int(ranks[slowest]))
+
+    @property
+    def share(self) -> float:
+        """Share of the time of steps; 0 where there was none."""
+        return self.waited_seconds / self.seconds if self.seconds else 0.0
+
+    @property
+    def most_share(self) -> float:
+        """The same of the rank that waited longest."""
+        return self.most_waited_seconds / self.seconds if self.seconds else 0.0
+
+    def facts(self) -> dict[str, object]:
+        """For the metrics."""
+        return {
+            "steps": self.steps,
+            "seconds": self.seconds,
+            "waited_seconds": self.waited_seconds,
+            "share": self.share,
+            "most_waited_seconds": self.most_waited_seconds,
+            "most_share": self.most_share,
+            "rank": self.rank,
+        }
+
+    def lines(self, ranks: int) -> list[str]:
+        """The end of a run: what share of its time steps waited for data."""
+        words = [f"steps waited for data {self.share:.1%} of the time"]
+        if ranks > 1:
+            words[0] += f" (mean of the ranks; rank {self.rank} {self.most_share:.1%})"
+        if self.most_share > _NOTABLE_SHARE:
+            words.append("`hpctrain bench data` tells what limits the data")
+        return folded(words)
+
+
+class DataAccount:
+    """Tells how long steps waited for data. Every method is collective over the ranks that train.
+
+    Attributes:
+        waits: of this rank, which the trainer adds up.
+    """
+
+    def __init__(self, session: Session, reporter: Reporter) -> None:
+        self._session, self._reporter = session, reporter
+        self._every_step = np.zeros((session.groups.all_ranks.size, 4))
+        self.waits = DataWaits()
+
+    def tell(self, position: Position) -> None:
+        """Record the steps of the epoch that has ended at a position, those of this run."""
+        self._record(position.epoch, position)
+
+    def finish(self, position: Position) -> None:
+        """Record what is left of an epoch that has not ended, and say how it was in all steps of this run."""
+        self._record(position.epoch + 1, position)
+        whole = WaitsOfRanks.of(self._every_step)
+        if whole.steps:
+            for line in whole.lines(len(self._every_step)):
+                self._reporter.say(line)
+
+    def _record(self, epoch: int, position: Position) -> None:
+        table = self._gathered()
+        of_epoch = WaitsOfRanks.of(table)
+        self._every_step[:, 0] = table[:, 0]
+        self._every_step[:, 1:] += table[:, 1:]
+        if of_epoch.steps:
+            self._reporter.record("data", {"epoch": epoch, "step": position.global_step, **of_epoch.facts()})
+
+    def _gathered(self) -> np.ndarray:
+        """The sums of all ranks since the last time, a line for each."""
+        comm, progress = self._session.groups.all_ranks, self._session.progress
+        mine = self.waits.take()
+        own = np.array([self._session.world.rank, mine.steps, mine.seconds, mine.waited_seconds])
+        table = np.zeros((comm.size, len(own)))
+        queue = progress.queue(comm)
+        progress.wait(queue.post(lambda: comm.iallgather(own, table.reshape(-1), [len(own)] * comm.size), "waits for data"))
+        return table
+
+
+_WORDS: Mapping[str, str] = {
+    "file": "from the data files",
+    "local": "from the nodes' local copies",
+    "memory": "from memory of the nodes",
+    "nodes": "from other nodes",
+}
+
+
+class ReadReport:
+    """Tells what a run has read. Its methods are collective.
+
+    Args:
+        reporter: of this rank.
+    """
+
+    def __init__(self, session: Session, parts: TrainingSetup, reporter: Reporter) -> None:
+        self._world, self._reporter, self._cache = session.world, reporter, parts.cache
+        self._gaps = UnreadableReport(session, parts.files, reporter)
+
+    def tell(self, position: Position) -> None:
+        """Record what all ranks have read since the start, by where it came from, and the samples that could not be read."""
+        self._gaps.tell(position)
+        total = self._total()
+        if any(total.values()):
+            self._reporter.record("reads", {"epoch": position.epoch, "step": position.global_step, **total})
+
+    def finish(self, position: Position) -> None:
+        """Say what all ranks have read, record samples that could not be read, and keep local copies."""
+        for line in read_lines(self._total()):
+            self._reporter.say(line)
+        if self._cache is not None:
+            self._cache.keep()
+        self._gaps.finish(position)
+
+    def _total(self) -> dict[str, int]:
+        if self._cache is None:
+            return {}
+        return summed(self._world.allgather_object(self._cache.counts.values()))
+
+
+def read_lines(total: Mapping[str, int]) -> list[str]:
+    """The counts of a run in words, in short lines; none where nothing was read from a file."""
+    parts = [
+        f"{total[f'{name}_samples']:,} {text} ({total[f'{name}_bytes'] / 1e9:.3g} GB)"
+        for name, text in _WORDS.items()
+        if total.get(f"{name}_samples")
+    ]
+    return folded([f"samples read: {parts[0]}", *parts[1:]], between=", ") if parts else []
+
+
+class RunHashes:
+    """Keeps records of hashes. Making it and `keep` are collective where the configuration asks for hashes.
+
+    Args:
+        replica: agreed. directory: of the run; where its disk refuses records, they wait (see `Bookkeeping`).
+    """
+
+    def __init__(self, session: Session, replica: Replica, directory: RunDirectory) -> None:
+        self._is_root, self._replica, self._trace = session.is_root, replica, session.progress.trace
+        self._hashes: StateHashes | None = None
+        if not session.config.hashes.every_steps:
+            return
+        from hpctrain.runs.records import HashFile  # here: only runs that keep hashes need it
+        from hpctrain.train.state_hashes import StateHashes
+
+        self._hashes = StateHashes(replica)
+        self._records = PatientRecords(directory.bookkeeping, "hashes", HashFile(directory.hashes_path).append)
+
+    def keep(self, position: Position) -> None:
+        """Record the hashes of the state at a position. Between steps, after `settle` of the replica; drains it."""
+        if self._hashes is None:
+            return
+        from hpctrain.train.state_hashes import hash_of_all  # loaded earlier, by StateHashes
+
+        begin_ns = self._trace.clock_ns() if self._trace is not None else 0
+        self._replica.drain()
+        hashes = self._hashes.take()
+        if self._is_root:
+            whole = hash_of_all(hashes)
+            self._records.add({"step": position.global_step, "epoch": position.epoch + 1, "all": whole, "hashes": hashes})
+        if self._trace is not None:
+            self._trace.add(Category.WORK, "hashes", begin_ns, self._trace.clock_ns())
+
+    def finish(self, position: Position) -> None:
+        """Write what waits, and say what is lost. The position is that of the end. Not collective."""
+        if self._hashes is not None:
+            self._records.close()
 
 
 class RunAccount:
@@ -33,9 +369,9 @@ class RunAccount:
         sample: records operators of a few steps; None where nothing is predicted from them, or a trace has them already.
     """
 
-    def __init__(self, session: Session, parts: Parts, mode: ProgressMode, most_steps: float = math.inf) -> None:
+    def __init__(self, session: Session, parts: TrainingSetup, mode: ProgressMode, most_steps: float = math.inf) -> None:
         self._session = session
-        enough_steps = most_steps >= step_account.FEWEST_STEPS
+        enough_steps = most_steps >= FEWEST_STEPS
         self._wanted = enough_steps and (session.world.size > 1 or session.config.machine is not None)
         self.sample: OperatorSample | None = None
         on_host = parts.backend.kernels.arithmetic.on_host
@@ -52,12 +388,12 @@ class RunAccount:
         """Say and record the account, where there are steps enough."""
         if not self._wanted:
             return
-        measured = step_account.over_ranks(self._session.world, step_times.measured())
+        measured = steps_over_ranks(self._session.world, step_times.measured())
         if measured is None:
             return
         predicted, reason = self._predicted(in_haste=outcome.stopped and not outcome.steps_reached)
-        reporter.record("steps", step_account.facts(measured, outcome.position.global_step, predicted))
-        for line in step_account.lines(measured, predicted, reason):
+        reporter.record("steps", step_facts(measured, outcome.position.global_step, predicted))
+        for line in step_lines(measured, predicted, reason):
             reporter.say(line)
 
     def _predicted(self, *, in_haste: bool) -> tuple[PredictedStep | None, str]:

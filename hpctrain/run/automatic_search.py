@@ -1,38 +1,182 @@
-"""The choice of what a configuration leaves open: by a search at the start of a job, or as an earlier run keeps it.
+"""The choice of grid, plan and averager at the start of a job: by a search, or as an earlier run keeps it.
 
-This module loads the planner, so a training with nothing `auto` does not import it.
+It is made for what a configuration leaves open, or for a network made in Python (`Automatic`). The search runs on rank 0, for
+the job's machine, with times that all ranks measure; its result is sent to all. This module loads
+the planner, so a training with nothing `auto` does not import it.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from hpctrain.comm.base import Communicator
+from hpctrain.backend.choice import NodePlace, make_backend
+from hpctrain.comm.base import Communicator, raise_on_all_ranks
 from hpctrain.comm.progress_mode import ProgressMode
-from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
-from hpctrain.config.data_section import SYNTHETIC
-from hpctrain.config.schema import Config
-from hpctrain.core.errors import ConfigError, DataError
 from hpctrain.config import grid
-from hpctrain.experiment import planned_job, planner_costs
-from hpctrain.job.automatic_choice import META, AutomaticChoice, Resolved, model_digest
-from hpctrain.experiment.candidate_keys import with_candidate, with_defaults
-from hpctrain.experiment.checkpoint_search import find_checkpoint
-from hpctrain.planner.planned_run import prepare
-from hpctrain.run.images import open_alike
-from hpctrain.experiment.planned_run import Image, PlannedRun
-from hpctrain.job.same_start import Subject, compare
-from hpctrain.experiment.start_search import BestCandidate, best, find
-from hpctrain.experiment.started_job import StartedJob
+from hpctrain.config.grid import with_candidate, with_defaults
+from hpctrain.config.schema import SYNTHETIC, Config
+from hpctrain.core.errors import ConfigError, DataError
 from hpctrain.core.files import read_text
-from hpctrain.planner import machine_file
+from hpctrain.job.automatic_choice import (
+    CHOICE_META,
+    AutomaticChoice,
+    PredictedStep,
+    Resolved,
+    chosen_words,
+    model_digest,
+    predicted_step_of,
+)
+from hpctrain.job.same_start import Subject, compare
+from hpctrain.job.session import StartedJob
+from hpctrain.nn.layers import Layer
+from hpctrain.optim.base import Optimizer
+from hpctrain.optim.optimizers import OPTIMIZERS
+from hpctrain.planner import configured_search, machine_file, planned_run
 from hpctrain.planner.averaging_costs import AveragerChoice
-from hpctrain.planner.prediction import SimulationOptions
+from hpctrain.planner.compute_costs import ComputeCosts, MeasuredCosts, RateCosts
+from hpctrain.planner.job import Candidate, Job
+from hpctrain.planner.machine import Machine
+from hpctrain.planner.measurement import measured, measured_times
+from hpctrain.planner.planned_run import Image, PlannedRun, prepare
+from hpctrain.planner.search import SearchChoice, search
 from hpctrain.planner.search_space import SearchSpace
+from hpctrain.planner.step_program import predict
+from hpctrain.planner.tasks import SimulationOptions
+from hpctrain.run.images import open_alike
+from hpctrain.run.resume import find_checkpoint
+from hpctrain.runs.directory import RunDirectory
 from hpctrain.storage import checkpoint
 from hpctrain.storage.checkpoint import CheckpointContent
-from hpctrain.runs.directory import RunDirectory
+
+_TIMING_SECONDS = 20.0
+
+
+@dataclass(frozen=True)
+class BestCandidate:
+    """The outcome of a search. next_best: the second one in words, with its step's seconds; empty where there was none.
+
+    machine: that was measured for the search; None: none was.
+    """
+
+    candidate: Candidate
+    prediction: PredictedStep
+    next_best: str
+    machine: Machine | None = None
+
+
+def find(started: StartedJob, job: Job, space: SearchSpace, machine: str | None) -> BestCandidate:
+    """The fastest candidate by prediction on the ranks of a started job. Collective; the same on every rank.
+
+    Args:
+        machine: a file or the name of an installed one; None: it is measured, within a minute.
+
+    Raises:
+        ConfigError: a machine file with a fault, or a job that fits in no plan.
+    """
+    if machine is None:
+        there = measured(started.world, job.kernels, started.threads, started.deadline_seconds)
+    else:
+        there = started.on_root(lambda: machine_file.read(machine))
+    costs: ComputeCosts = RateCosts(there, job.dtype)
+    if job.kernels.arithmetic.on_host:
+        times = measured_times(
+            started.world,
+            job,
+            space,
+            threads=started.threads,
+            memory_bytes=there.memory_bytes,
+            budget_seconds=_TIMING_SECONDS,
+            deadline_seconds=started.deadline_seconds,
+        )
+        costs = MeasuredCosts(times, RateCosts(there, job.dtype))
+    kept = there if machine is None else None
+    return started.on_root(lambda: best(job, there, costs, started.world.size, space, kept))
+
+
+def best(
+    job: Job, machine: Machine, costs: ComputeCosts, ranks: int, space: SearchSpace, kept: Machine | None = None
+) -> BestCandidate:
+    """The fastest candidate by prediction. Pure.
+
+    Raises:
+        ConfigError: a job that fits in no plan.
+    """
+    first, *others = search(job, machine, costs, ranks, space, predicted_by=predict).choices
+    return BestCandidate(
+        first.candidate, predicted_step_of(first.prediction, machine), "" if not others else _words(others[0]), kept
+    )
+
+
+def _words(choice: SearchChoice) -> str:
+    one = choice.candidate
+    return f"{chosen_words(one.plan, one.averager, one.options)}: {choice.prediction.step.seconds:.3g} s"
+
+
+#: A name, or a mapping of "name" and options, as in a configuration.
+Choice = str | Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Automatic:
+    """A network for which `start` chooses the grid, and `Job.replica` takes the plan and the averager: the fastest by prediction.
+
+    Args:
+        model, image_shape, optimizer, micro_batches, backend, dtype, precision, ema_decay: as `Job.replica` takes them.
+        machine: a file that `hpctrain calibrate` wrote, or the name of an installed one; None: it is measured, within a minute.
+    """
+
+    model: Layer
+    image_shape: tuple[int, int, int]
+    optimizer: Choice | Callable[[], Optimizer] = "sgd"
+    micro_batches: int = 1
+    backend: str = "auto"
+    dtype: str = "float32"
+    precision: str = "float32"
+    machine: str | None = None
+    ema_decay: float | None = None
+
+    def best(self, started: StartedJob, batch: int) -> BestCandidate:
+        """The fastest grid, plan and averager on the ranks of a started job. Collective.
+
+        Raises:
+            HpctrainError: what `Job.replica` refuses, a machine file with a fault, or a network that fits in no plan.
+        """
+
+        def planned() -> Job:
+            chosen = make_backend(self.backend, self.dtype, self.precision, NodePlace(started.world.size))
+            optimizer = optimizer_of(self.optimizer)()
+            return planned_run.of_network(
+                self.model,
+                self.image_shape,
+                chosen.kernels,
+                dtype=chosen.dtype,
+                batch=batch,
+                optimizer=optimizer,
+                averages=self.ema_decay is not None,
+            )
+
+        job = raise_on_all_ranks(started.world, planned)
+        split = job.kernels.arithmetic.on_host
+        space = SearchSpace(fixed_grid=None if split else (1, started.world.size), fixed_micro_batches=self.micro_batches)
+        return find(started, job, space, self.machine)
+
+
+def optimizer_of(optimizer: Choice | Callable[[], Optimizer]) -> Callable[[], Optimizer]:
+    """A maker of optimisers that are not bound yet."""
+    return optimizer if callable(optimizer) else partial(OPTIMIZERS.create, *named(optimizer))
+
+
+def named(choice: Choice) -> tuple[str, dict[str, Any]]:
+    """(name, options)."""
+    options = {"name": choice} if isinstance(choice, str) else dict(choice)
+    if "name" not in options:
+        raise ConfigError(f"{options} has no name; give a name, or a mapping of a name and options.")
+    return options.pop("name"), options
 
 
 def choose(config: Config, started: StartedJob, resume: str | None, repeated: str | None) -> Resolved:
@@ -44,7 +188,7 @@ def choose(config: Config, started: StartedJob, resume: str | None, repeated: st
         return Resolved(kept.applied(config), kept, None, lines)
     _check_same_images(config, world)
     task = raise_on_all_ranks(world, lambda: with_default_plan(config, world.size))
-    outcome = find(started, planned_job.job(task), _space(config, task, world.size), config.machine)
+    outcome = find(started, planned_run.job(task), _space(config, task, world.size), config.machine)
     choice = _choice(config, world.size, task, outcome)
     resolved = choice.applied(config)
     return Resolved(resolved, choice, outcome.machine, (*lines, choice.line(resolved)))
@@ -84,9 +228,9 @@ def _stored(
 
 def _of_checkpoint(source: tuple[Path, CheckpointContent] | None) -> tuple[AutomaticChoice, str] | None:
     """Return the choice in the checkpoint that the run resumes from, and its path."""
-    if source is None or META not in source[1].meta:
+    if source is None or CHOICE_META not in source[1].meta:
         return None
-    place, meta = str(source[0]), source[1].meta[META]
+    place, meta = str(source[0]), source[1].meta[CHOICE_META]
     return AutomaticChoice.from_meta(meta, place), place
 
 
@@ -95,7 +239,7 @@ def _of_run(repeated: str | None) -> tuple[AutomaticChoice, str] | None:
     if repeated is None:
         return None
     if Path(repeated).is_file() or checkpoint.is_sharded(Path(repeated)):
-        meta = checkpoint.open_checkpoint(Path(repeated)).meta.get(META)
+        meta = checkpoint.open_checkpoint(Path(repeated)).meta.get(CHOICE_META)
         return None if meta is None else (AutomaticChoice.from_meta(meta, repeated), repeated)
     path = RunDirectory.open(Path(repeated)).choice_path
     return (AutomaticChoice.from_meta(json.loads(read_text(path)), str(path)), str(path)) if path.exists() else None
@@ -124,8 +268,8 @@ def planned(config: Config, ranks: int | None, machine: str | None, image: Image
             f"give {option}, or values in place of auto."
         )
     measured, task = machine_file.read(name), with_default_plan(config, ranks, image, classes)
-    costs = planner_costs.costs(measured, task)
-    outcome = best(planned_job.job(task), measured, costs, ranks, _space(config, task, ranks))
+    costs = configured_search.configured_costs(measured, task)
+    outcome = best(planned_run.job(task), measured, costs, ranks, _space(config, task, ranks))
     return _choice(config, ranks, task, outcome).applied(config)
 
 

@@ -1,51 +1,190 @@
-"""From a configuration to objects: data, replica, schedule, trainer. The one place that knows all of them."""
+"""From a configuration to objects: choice of open sections, weights, data, replica, schedule, trainer.
+
+The one place that knows all of them. Sections that a configuration leaves open are decided on rank 0 before there is a grid,
+sent to all, and kept. A run that resumes
+from a checkpoint on as many ranks keeps what was decided then: another grid adds numbers in another order.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
-from hpctrain.backend.choice import Backend, make_backend
-from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
-from hpctrain.data.facts import DataFacts
-from hpctrain.data.image_file import ImageFile
-from hpctrain.data.loader import Loader
-from hpctrain.data.sizes import ImageSizes
-from hpctrain.data.synthetic import Split
-from hpctrain.core.errors import DataError, DivergedError
+import numpy as np
+
 from hpctrain.averaging.averagers import make_strategy
-from hpctrain.run.data_cache import DataCache, give_levels
-from hpctrain.experiment.device_faults import check_device
-from hpctrain.config.grid import check_overlap, parallel_plan
-from hpctrain.experiment.image_sizes import check_image_shapes
-from hpctrain.run.images import CHECKPOINT, check_shapes, configured_splits, evaluation_images, make_loader, open_alike, training_images
-from hpctrain.experiment.model import model_options
-from hpctrain.job.session import Session
-from hpctrain.run.single_values import single_values
-from hpctrain.experiment.transport import chosen
+from hpctrain.backend.choice import Backend, make_backend
+from hpctrain.comm.base import Communicator, raise_on_all_ranks
+from hpctrain.config.checks import check_device
+from hpctrain.config.grid import check_image_shapes, check_overlap, model_options, parallel_plan
+from hpctrain.config.schema import Config
+from hpctrain.core.errors import CheckpointError, DataError, DivergedError
+from hpctrain.data.image_file import DataFacts, ImageFile, Split
+from hpctrain.data.loader import Loader
+from hpctrain.data.pipeline import ImageSizes
+from hpctrain.job.automatic_choice import Resolved
+from hpctrain.job.same_start import Subject, compare
+from hpctrain.job.session import Session, StartedJob
 from hpctrain.models import catalogue
+from hpctrain.models.state_dict import StateEntry, check_finite, check_fits, declared_state
 from hpctrain.nn.layers import Layer
+from hpctrain.nn.network import Network
 from hpctrain.optim.ema import EmaRule
 from hpctrain.optim.optimizers import OPTIMIZERS
 from hpctrain.optim.schedules import SCHEDULES
 from hpctrain.optim.schedules.base import LearningRateSchedule
 from hpctrain.parallel.rank_graph import make_network
-from hpctrain.train.data_waits import DataWaits
-from hpctrain.train.early_stop import EarlyStop
-from hpctrain.train.memory_check import check_memory
-from hpctrain.train.metrics_rest import Reporter, RunningSums
-from hpctrain.train.operator_sample import OperatorSample
+from hpctrain.run.data_cache import DataCache, give_levels
+from hpctrain.run.images import (
+    CHECKPOINT,
+    check_shapes,
+    configured_splits,
+    evaluation_images,
+    make_loader,
+    open_alike,
+    training_images,
+)
+from hpctrain.run.messages import choose_transport
+from hpctrain.run.single_values import single_values
+from hpctrain.runs.directory import RunDirectory
+from hpctrain.storage import weights_file
+from hpctrain.storage.atomic_write import write_json
+from hpctrain.train.accounts import DataWaits, OperatorSample
+from hpctrain.train.metrics import Reporter, RunningSums
+from hpctrain.train.passes import check_memory
 from hpctrain.train.replica import Replica
 from hpctrain.train.saving import Saver
 from hpctrain.train.snapshot import Position
-from hpctrain.train.stopping import TimeLimit
+from hpctrain.train.stopping import EarlyStop, TimeLimit
 from hpctrain.train.trainer import Cadence, Trainer
 from hpctrain.train.weight_watch import CheckCadence
 
 
+def resolve(config: Config, started: StartedJob, resume: str | None = None, repeated: str | None = None) -> Resolved:
+    """Choose what the configuration leaves open, as an earlier run keeps it or by a search. Collective over the world.
+
+    Args:
+        resume: what the run goes on from, as `find_start` takes it; None: it starts again. repeated: a run, a directory or a
+            checkpoint, whose averaging is repeated.
+
+    Raises:
+        ConfigError: a machine file with a fault, or a job that fits in no plan.
+        CheckpointError: a stored choice for another model.
+    """
+    if not config.automatic:
+        return Resolved(config)
+    from hpctrain.run.automatic_search import choose  # loaded earlier, by `load`
+
+    return choose(config, started, resume, repeated)
+
+
+def load_search(config: Config) -> None:
+    """Load the modules of `resolve` before ranks wait for each other, so that one slow file system does not delay all ranks."""
+    if config.automatic:
+        from hpctrain.run import automatic_search  # noqa: F401
+
+
+def keep_choice(resolved: Resolved, directory: RunDirectory) -> None:
+    """Write the choice, and the machine that was measured for it, into the run directory; one rank. An old choice goes."""
+    if resolved.choice is None:
+        directory.choice_path.unlink(missing_ok=True)
+        return
+    write_json(directory.choice_path, resolved.choice.to_meta())
+    if resolved.machine is not None:
+        from hpctrain.planner import machine_file  # loaded earlier, to measure the machine
+
+        machine_file.write(directory.machine_path, resolved.machine)
+
+
+_HINT = 'set init.ignore, as in ["fc.*"]'
+
+
+def start_from_weights(session: Session, replica: Replica) -> None:
+    """Write the configured weights, if any, into a replica that has not agreed yet. Collective.
+
+    Raises:
+        CheckpointError: the file cannot be read, does not fit the model, or is another one on some rank; alike on all ranks.
+    """
+    init = session.config.init
+    if init.weights is not None:
+        put_weights(session.world, replica, Path(init.weights), init.ignore, session.config.model.name)
+
+
+def put_weights(
+    world: Communicator, replica: Replica, path: Path, ignore: Sequence[str], model: str, *, hint: str = _HINT
+) -> None:
+    """Write the weights of a file into a replica. Collective.
+
+    Every rank reads the file, whose bytes are then on no network but that of the file system, and takes its part of split layers.
+
+    Args:
+        ignore: patterns of names that keep their values. model: its name in messages.
+        hint: how names are left out, in words.
+
+    Raises:
+        CheckpointError: as `start_from_weights`; no rank's replica has changed then.
+    """
+    network = replica.network
+    compare(world, raise_on_all_ranks(world, lambda: read_weights(world, path)))
+    entries = declared_state(network.model)
+
+    advice = f"Where a layer is meant to begin by the seed, as for another number of classes, {hint}."
+
+    def fitting() -> dict[str, np.ndarray]:
+        tensors = weights_file.read(path).tensors
+        ignored = check_fits(entries, tensors, source=str(path), model=model, ignore=ignore, hint=advice)
+        fitting_tensors = {name: tensors[name] for name in entries if name not in ignored}
+        check_finite(fitting_tensors, str(path), network.parameter_dtype)
+        return fitting_tensors
+
+    state = raise_on_all_ranks(world, fitting)
+    replica.drain()
+    _put(replica, entries, state)
+    replica.parameters_written()
+
+
+def read_weights(world: Communicator, path: Path) -> Subject:
+    """Return the facts of a file of weights, which ranks must have alike. A single rank does not read the file.
+
+    Raises:
+        CheckpointError: there is no such file, or its name has an unknown suffix.
+    """
+    weights_file.check_suffix(path, weights_file.SUFFIXES)
+    if not path.is_file():
+        raise CheckpointError(f"There is no file of weights {path}; give the path of one.")
+    facts = {} if world.size == 1 else {"sha256": weights_file.checksum(path)[:16]}
+    return Subject("another file of weights", f"give all nodes the same {path}", facts, error=CheckpointError)
+
+
+def _put(replica: Replica, entries: Mapping[str, StateEntry], state: Mapping[str, np.ndarray]) -> None:
+    network = replica.network
+    for name, array in state.items():
+        values = entries[name].restore(array)
+        if name in network.parameters:
+            share = replica.shards.part(name, values.astype(network.parameter_dtype, copy=False))
+            network.kernels.arithmetic.from_host(network.parameters[name].data, share)
+        else:
+            network.statistics.views[name][...] = values
+    network.parameters_changed()
+
+
+def describe_start(config: Config, network: Network) -> Iterator[str]:
+    """Sentences about what a training starts from and leaves as it is; none where all is drawn by the seed and trained."""
+    init = config.init
+    if init.weights is not None:
+        left_out = f", without {', '.join(init.ignore)}" if init.ignore else ""
+        yield f"weights of {init.weights}{left_out}"
+    if network.frozen:
+        trained = sum(math.prod(network.parameter_specs[name].shape) for name in network.trained)
+        layers = "layer" if len(network.frozen) == 1 else "layers"
+        yield f"{len(network.frozen)} {layers} frozen: {trained:,} parameters are trained"
+
+
 @dataclass(frozen=True)
-class Parts:
+class TrainingSetup:
     """A rank's replica and data, before there is a run directory.
 
     data: what a checkpoint remembers of the training file. notes: what a user should know of the data, a sentence each.
@@ -69,7 +208,9 @@ class Parts:
         return tuple(loader.file for loader in (self.loader, self.test_loader) if loader is not None)
 
 
-def build(session: Session, known: DataFacts | None = None, *, stop_requested: Callable[[], bool] = lambda: False) -> Parts:
+def build(
+    session: Session, known: DataFacts | None = None, *, stop_requested: Callable[[], bool] = lambda: False
+) -> TrainingSetup:
     """All objects of this rank; averagers have still to agree. Collective; every error is raised alike on every rank.
 
     Args:
@@ -84,11 +225,11 @@ def build(session: Session, known: DataFacts | None = None, *, stop_requested: C
     loaders = [loader for loader in (parts.loader, parts.test_loader) if loader is not None]
     cache = give_levels(session, session.config.data.cache, loaders, stop_requested=stop_requested)
     arithmetic = parts.backend.kernels.arithmetic
-    parts.replica.transport, way = chosen(session.config, session.world, arithmetic, session.device_messages)
+    parts.replica.transport, way = choose_transport(session.config, session.world, arithmetic, session.device_messages)
     return replace(parts, cache=cache, notes=(*parts.notes, *way, *cache.notes))
 
 
-def _build(session: Session, opened: Mapping[Split, ImageFile], known: DataFacts | None) -> Parts:
+def _build(session: Session, opened: Mapping[Split, ImageFile], known: DataFacts | None) -> TrainingSetup:
     config = session.config
     backend = make_backend(config.backend, config.dtype, config.precision, session.place)
     check_device(config, backend.kernels)  # which "auto" may have chosen
@@ -120,7 +261,7 @@ def _build(session: Session, opened: Mapping[Split, ImageFile], known: DataFacts
     single = single_values(config, shapes, len(data.class_names), len(train.file), plan, config.data.train)
     single.check()
     notes = (*train.notes, *(test.notes if test is not None else ()), *((single.warning,) if single.warning else ()))
-    return Parts(backend, replica, loader, test_loader, schedule, data, notes, train.sizes)
+    return TrainingSetup(backend, replica, loader, test_loader, schedule, data, notes, train.sizes)
 
 
 def build_replica(
@@ -174,7 +315,7 @@ def build_replica(
 
 def build_trainer(
     session: Session,
-    parts: Parts,
+    parts: TrainingSetup,
     reporter: Reporter,
     save: Callable[[Position], None],
     *,

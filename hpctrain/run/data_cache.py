@@ -1,7 +1,11 @@
-"""The levels between a job's data files and its loaders: which samples are kept where, and what is said of it at the start."""
+"""The levels between a job's data files and its loaders: which samples are kept where, and the sentences on it at the start.
+
+Memory of the nodes may be filled before the first step: each sample is read once by the job and sent to the other nodes.
+"""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -10,23 +14,151 @@ from typing import TYPE_CHECKING
 import numpy as np
 from pydantic import ValidationError
 
-from hpctrain.comm.base import Communicator
+from hpctrain.comm.base import Communicator, Handle, raise_on_all_ranks
 from hpctrain.comm.shared_memory import share
-from hpctrain.config.data_section import CacheConfig
-from hpctrain.config.size import AUTO
-from hpctrain.data.readers import BlockReader
+from hpctrain.config.schema import CacheConfig
+from hpctrain.config.values import AUTO_SIZE
+from hpctrain.core.errors import ConfigError, HpctrainError
+from hpctrain.core.sentences import rule
+from hpctrain.data.cache import ALONE, CountedImages, FillingPlan, NodeRank, ReadCounts, SampleMemory, bytes_for, held_in
 from hpctrain.data.image_file import ImageFile, ReadImages
 from hpctrain.data.loader import Loader
-from hpctrain.data.read_counts import CountedImages, ReadCounts
-from hpctrain.data.cache import ALONE, NodeRank, SampleMemory, bytes_for, held_in
-from hpctrain.core.errors import ConfigError
-from hpctrain.experiment.kept_samples import KeptSamples, sentences
+from hpctrain.data.readers import BlockReader
 from hpctrain.job.session import StartedRank
-from hpctrain.launch.available_memory import available_bytes
-from hpctrain.core.sentences import rule
+from hpctrain.launch.control_groups import available_bytes
 
-if TYPE_CHECKING:  # loaded where there are local copies only: each module is a file that every rank opens at its start
-    from hpctrain.data.local_file import LocalFile
+if TYPE_CHECKING:
+    from hpctrain.data.local_copy import LocalFile
+
+
+@dataclass(frozen=True)
+class KeptSamples:
+    """The samples of a file that a node keeps.
+
+    Attributes:
+        memory, memory_bytes: samples from the first on. denied: why ranks do not share that memory; empty: they do.
+        local_first, local, local_bytes: samples of the local copy. found: of them, those that an earlier run has left.
+        local_denied: why there is no such copy, or a smaller one than asked for; empty: neither.
+    """
+
+    memory: int = 0
+    memory_bytes: int = 0
+    denied: str = ""
+    local_first: int = 0
+    local: int = 0
+    local_bytes: int = 0
+    found: int = 0
+    local_denied: str = ""
+
+    @property
+    def covered(self) -> int:
+        """Samples that the data file is read for once."""
+        return max(self.memory, self.local_first + self.local if self.local_first <= self.memory else 0)
+
+
+def sentences(file: ImageFile, kept: KeptSamples) -> Iterator[str]:
+    """The levels of a file, a sentence each."""
+    again = ", the others are read again in each epoch" if kept.covered < len(file) else ""
+    if kept.memory:
+        where = "in memory of each node"
+        if kept.denied:
+            where = f"in memory of each rank, as the ranks of a node cannot share it ({kept.denied})"
+        size = f"({kept.memory_bytes / 1e9:.3g} GB)"
+        yield f"data {file.path}: {_part(kept.memory, file)} stay {where} {size}{'' if kept.local else again}"
+    if kept.local:
+        size = f"({kept.local_bytes / 1e9:.3g} GB)"
+        found = f", {kept.found:,} of them from an earlier run" if kept.found else ""
+        short = f", as {kept.local_denied}" if kept.local_denied else ""
+        yield f"data {file.path}: {_part(kept.local, file)} stay in a local copy on each node {size}{found}{short}{again}"
+    elif kept.local_denied:
+        yield f"data {file.path}: there is no local copy, as {kept.local_denied}"
+    if not kept.memory and not kept.local:
+        yield f"data {file.path}: no sample stays in memory of a node, all are read again in each epoch"
+
+
+def _part(samples: int, file: ImageFile) -> str:
+    return "all samples" if samples == len(file) else f"{math.floor(100 * samples / len(file))} % of the samples"
+
+
+# Of a chunk, and what a rank receives in a round.
+_CHUNK_BYTES = 4 << 20
+_RECEIVED_BYTES = 64 << 20
+_TAG = 411
+
+
+def fill(rank: StartedRank, memory: SampleMemory, *, shared: bool, stop_requested: Callable[[], bool] = lambda: False) -> int:
+    """Fill the memory of every node; give the number of samples that all of them hold then, but for unreadable ones. Collective.
+
+    A sample that cannot be read, and for which others may stand in, is left to the ranks that need it. So are those that are
+    missing where the job is to stop: all ranks end with the same round.
+
+    Args:
+        memory: empty. shared: whether the ranks of this node have it in common. stop_requested: this rank was asked to stop.
+
+    Raises:
+        DataError: on every rank, where one could not read a sample, and none may stand in for it.
+    """
+    plan = _plan(rank, memory, shared=shared)
+    errors: list[HpctrainError] = []
+    done = 0
+    while done < plan.rounds and not _some_rank_ends(rank, errors or stop_requested()):
+        _round(rank, memory, plan, done, errors)
+        done += 1
+
+    def tell() -> None:
+        if errors:
+            raise errors[0]
+
+    raise_on_all_ranks(rank.world, tell)
+    return plan.done_after(done)
+
+
+def _some_rank_ends(rank: StartedRank, ends: object) -> bool:
+    """Whether `ends` is true on some rank. Collective."""
+    count = np.array([bool(ends)], np.int64)
+    rank.progress.wait_handle(rank.world.iallreduce(count), "whether memory is filled on")
+    return bool(count[0])
+
+
+def _plan(rank: StartedRank, memory: SampleMemory, *, shared: bool) -> FillingPlan:
+    """Memories are numbered by node, and those of ranks that are alone with theirs behind them."""
+    world = rank.world
+    mark = rank.grid.node_of[world.rank] if shared else world.size + world.rank
+    of_ranks = world.allgather_object((memory.held, mark))
+    marks = sorted({mark for _, mark in of_ranks})
+    at_once = min(_CHUNK_BYTES, _RECEIVED_BYTES // len(marks)) // memory.image_bytes
+    return FillingPlan(min(held for held, _ in of_ranks), max(1, at_once), tuple(marks.index(mark) for _, mark in of_ranks))
+
+
+def _round(rank: StartedRank, memory: SampleMemory, plan: FillingPlan, turn: int, errors: list[HpctrainError]) -> None:
+    """Read a chunk, send it, and receive those of others; after an error nothing more is read, and nothing sent counts."""
+    comm, me, size = rank.world, rank.world.rank, 1 + memory.image_bytes
+    incoming: list[tuple[int, np.ndarray, Handle]] = []
+    for sender in plan.senders(turn, me):
+        first, stop = plan.chunk(turn, sender)
+        message = np.empty((stop - first) * size, np.uint8)
+        incoming.append((first, message, comm.irecv(message, sender, _TAG)))
+    first, stop = plan.chunk(turn, me)
+    message = np.zeros((stop - first) * size, np.uint8)
+    if first < stop and not errors:
+        try:
+            memory.read_ahead(first, *_parts(message, memory))
+        except HpctrainError as error:
+            errors.append(error)
+    handles = [comm.isend(message, receiver, _TAG) for receiver in plan.receivers(turn, me)]
+    for first, received, handle in incoming:
+        rank.progress.wait_handle(handle, "samples of another node")
+        memory.put(first, *_parts(received, memory))
+    for handle in handles:
+        rank.progress.wait_handle(handle, "samples for another node")
+    rank.progress.notes.alive()
+
+
+def _parts(message: np.ndarray, memory: SampleMemory) -> tuple[np.ndarray, np.ndarray]:
+    """The images (n, H, W, C) of a message, and a byte for each that says whether it counts."""
+    count = len(message) // (1 + memory.image_bytes)
+    return message[count:].reshape(count, *memory.shape[1:]), message[:count]
+
 
 #: of the free memory of a node, that `auto` takes at most
 AUTO_SHARE = 0.5
@@ -120,8 +252,6 @@ def _filled(rank: StartedRank, file: ImageFile, level: ReadImages, stop_requeste
     Raises:
         DataError: as `fill`.
     """
-    from hpctrain.experiment.memory_filling import fill  # which jobs of one node do without
-
     memory = level if isinstance(level, SampleMemory) else None
     if not all(rank.world.allgather_object(memory is not None)):  # on some node there is no room for a single sample
         return
@@ -136,7 +266,7 @@ def _filled(rank: StartedRank, file: ImageFile, level: ReadImages, stop_requeste
 def _budget(node: Communicator, config: CacheConfig, auto_share: float) -> tuple[int, str]:
     """The bytes that samples may take of this node's memory; and why that is less than was asked for, if it is."""
     free = node.broadcast_object(available_bytes() if node.rank == 0 else None)
-    if config.memory == AUTO:
+    if config.memory == AUTO_SIZE:
         return (_UNKNOWN_BYTES if free is None else int(auto_share * free)), ""
     most = config.memory if free is None else int(_LARGEST_SHARE * free)
     if config.memory <= most:
@@ -179,7 +309,7 @@ def _local(node: Communicator, file: ImageFile, config: CacheConfig, held: int) 
     """The local copy of what memory does not hold, or of all samples where a later run may take them. Collective."""
     if config.local is None or (held == len(file) and not config.keep):
         return None
-    from hpctrain.data.local_file import LocalRequest, open_local
+    from hpctrain.data.local_copy import LocalRequest, open_local
 
-    limit = None if config.local_limit == AUTO else config.local_limit
+    limit = None if config.local_limit == AUTO_SIZE else config.local_limit
     return open_local(node, file, LocalRequest(config.local, limit, 0 if config.keep else held, config.keep))

@@ -1,32 +1,43 @@
-"""`hpctrain eval`: a checkpoint on the test set, with the classes and the normalisation that the checkpoint remembers."""
+"""`hpctrain eval`: a checkpoint on the test set, with the classes and the normalisation that the checkpoint remembers.
+
+A judgement counts which class was taken for which, and shows images that the checkpoint got right and wrong.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.core import log
+import numpy as np
+
 from hpctrain.backend.choice import make_backend
-from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
+from hpctrain.comm.base import raise_on_all_ranks
 from hpctrain.config.schema import Config
-from hpctrain.data.facts import DataFacts
-from hpctrain.data.image_file import ImageFile
-from hpctrain.data.loader import Loader
-from hpctrain.data.synthetic import Split
+from hpctrain.core import log
 from hpctrain.core.errors import CheckpointError, ConfigError
-from hpctrain.run.build import build_replica
-from hpctrain.experiment.checkpoint_search import find_checkpoint
-from hpctrain.run.data_cache import give_levels
-from hpctrain.run.images import CHECKPOINT, Images, check_shapes, evaluation_images, make_loader, mirrored, open_alike, training_shape
-from hpctrain.run.resume import check_model, data_of, stored_config
+from hpctrain.data.image_file import DataFacts, ImageFile, Split
+from hpctrain.data.loader import Loader
 from hpctrain.job.session import Session
-from hpctrain.storage.checkpoint import CheckpointContent
+from hpctrain.run.build import build_replica
+from hpctrain.run.data_cache import give_levels
+from hpctrain.run.images import (
+    CHECKPOINT,
+    Images,
+    check_shapes,
+    evaluation_images,
+    make_loader,
+    mirrored,
+    open_alike,
+    training_shape,
+)
+from hpctrain.run.resume import check_model, data_of, find_checkpoint, stored_config
 from hpctrain.runs.directory import RunDirectory
-from hpctrain.storage.run_marker import is_run
-from hpctrain.train.confusion import ConfusionCounts, ConfusionMatrix
-from hpctrain.train.metrics_rest import Reporter, RunningSums
+from hpctrain.runs.owner import is_run
+from hpctrain.storage.checkpoint import CheckpointContent
+from hpctrain.train.evaluation import ConfusionCounts, ConfusionMatrix, TopClasses, predict
+from hpctrain.train.metrics import Reporter, RunningSums
 from hpctrain.train.progress_bar import Advance
 from hpctrain.train.replica import Replica
 
@@ -123,7 +134,7 @@ def existing_checkpoint(session: Session, source: str) -> tuple[Path, Checkpoint
 
 def keep_log(checkpoint: Path, rank: int) -> None:
     """The log file of a rank that keeps one goes on in the run that a checkpoint is of; in the checkpoint's directory else."""
-    kept = log.own()
+    kept = log.current_rank_log()
     if kept is not None:
         run = RunDirectory(checkpoint.resolve().parent)
         run = RunDirectory(run.path.parent) if run.path.name == run.checkpoints.name and is_run(run.path.parent) else run
@@ -204,3 +215,79 @@ def _build(
         return make_loader(session, of, replica.tiles, batch=batch, shuffle=False, kernels=replica.network.kernels)
 
     return EvaluationParts(images, replica, loader(images), loader(mirrored(images)) if flip else None)
+
+
+@dataclass(frozen=True)
+class JudgedImage:
+    """One image of a test set.
+
+    Args:
+        number: in the file. pixels: (H, W, C) uint8, as they are stored. label, prediction: classes. probability: of the latter.
+    """
+
+    number: int
+    pixels: np.ndarray
+    label: int
+    prediction: int
+    probability: float
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """The judgement of a test set.
+
+    Args:
+        checkpoint: whose it is. class_names: by label. confusion: which class was taken for which. right: of each class the
+            surest image; wrong: the surest mistakes; the surest first.
+    """
+
+    checkpoint: Path
+    class_names: tuple[str, ...]
+    confusion: ConfusionMatrix
+    right: tuple[JudgedImage, ...]
+    wrong: tuple[JudgedImage, ...]
+
+
+def judge(session: Session, source: str, most: int) -> Judgement:
+    """Judge the configured test set. Collective; every rank has the result.
+
+    Args:
+        source: as `find_checkpoint` takes it. most: images that are wanted of those that are right, and of those that are wrong.
+
+    Raises:
+        ConfigError, CheckpointError, DataError, ShapeError: as `run_evaluation`.
+    """
+    require_test_set(session)
+    path, content = existing_checkpoint(session, source)
+    parts = build_parts(session, path, content)
+    replica = parts.replica
+    batches = predict(replica.network, parts.loader, replica.groups.all_ranks, session.progress, 1)
+    predictions, probabilities = _joined(batches)
+    return raise_on_all_ranks(session.world, lambda: _judgement(path, parts, predictions, probabilities, most))
+
+
+def _joined(batches: Iterable[TopClasses]) -> tuple[np.ndarray, np.ndarray]:
+    """The most probable class of every sample, (N,) int64, and its probability, (N,) float64."""
+    pairs = [(batch.labels[:, 0], batch.probabilities[:, 0]) for batch in batches]
+    return np.concatenate([labels for labels, _ in pairs]), np.concatenate([values for _, values in pairs])
+
+
+def _judgement(path: Path, parts: EvaluationParts, predictions: np.ndarray, probabilities: np.ndarray, most: int) -> Judgement:
+    file = parts.images.file
+    labels, classes = file.labels, len(file.class_names)
+    decided = ~np.isnan(probabilities)
+    width = classes + 1  # the last prediction is of no class
+    cells, counts = np.unique(labels * width + np.where(decided, predictions, classes), return_counts=True)
+    confusion = ConfusionMatrix(classes, cells // width, cells % width, counts.astype(np.int64))
+    surest = [number for number in np.argsort(-probabilities, kind="stable").tolist() if decided[number]]
+    wrong = [number for number in surest if predictions[number] != labels[number]]
+    of_class = {labels[number]: number for number in reversed(surest) if predictions[number] == labels[number]}
+    right = sorted(of_class.values(), key=lambda number: -probabilities[number])
+
+    def images(numbers: list[int]) -> tuple[JudgedImage, ...]:
+        return tuple(
+            JudgedImage(number, file.pixels[number], int(labels[number]), int(predictions[number]), float(probabilities[number]))
+            for number in numbers[:most]
+        )
+
+    return Judgement(path, file.class_names, confusion, images(right), images(wrong))

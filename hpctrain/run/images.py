@@ -1,35 +1,123 @@
-"""From data files to loaders: classes in one order, images normalised in one way, each rank its share."""
+"""From data files to loaders: classes in one order, images normalised in one way, each rank its share.
+
+A sample that cannot be read ends the job, or another one stands in for it, which is reported and recorded.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+import platform
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from hpctrain.backend.operators import KernelSet, PixelInput
-from hpctrain.comm.base import Communicator
-from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
-from hpctrain.comm.watchdog import guard
-from hpctrain.config.data_section import SYNTHETIC, AugmentConfig
-from hpctrain.config.schema import Config
-from hpctrain.data.batch_threads import default_threads
-from hpctrain.data.classes import in_order_of
-from hpctrain.data.facts import DataFacts, ImageForm
-from hpctrain.data.image_file import ImageFile
-from hpctrain.data.loader import Loader, TileOfRank
-from hpctrain.data.mixing import Mixing
-from hpctrain.data.pipeline import Pipeline
-from hpctrain.data.sampler import Sampler
-from hpctrain.data.sizes import ImageSizes
+from hpctrain.comm.base import Communicator, raise_on_all_ranks
+from hpctrain.comm.progress import guard
+from hpctrain.config.grid import image_sizes, of_largest
+from hpctrain.config.schema import SYNTHETIC, AugmentConfig, Config
+from hpctrain.core.errors import ConfigError, ShapeError
+from hpctrain.core.text import spans
 from hpctrain.data.format import normal_name
-from hpctrain.data.synthetic import Split, synthetic_file
-from hpctrain.core.errors import ShapeError
-from hpctrain.experiment.image_sizes import image_sizes, of_largest
+from hpctrain.data.image_file import DataFacts, ImageFile, ImageForm, Split, synthetic_file, with_class_order
+from hpctrain.data.loader import Loader, TileOfRank
+from hpctrain.data.pipeline import ImageSizes, Pipeline, default_threads
+from hpctrain.data.readers import BlockReader, ReadPolicy, pauses_within
+from hpctrain.data.sampler import Mixing, Sampler
 from hpctrain.job.same_start import Subject, compare, opened_file
 from hpctrain.job.session import Session
-from hpctrain.experiment.unreadable import set_policy
+from hpctrain.train.metrics import Reporter
+from hpctrain.train.snapshot import Position
+
+SKIP = "skip"
+
+
+def set_policy(session: Session, file: ImageFile) -> None:
+    """Have a file read as the configuration says. Made-up images can always be read.
+
+    Raises:
+        ConfigError: samples are to be skipped, and ranks share samples: one of them alone cannot take another.
+    """
+    config, world = session.config, session.world
+    skips = config.data.on_unreadable == SKIP
+    check_skip(config, session.groups.split_size)
+    if isinstance(file.pixels, BlockReader):
+        rank = f"rank {world.rank} of {world.size}, " if world.size > 1 else ""
+        most = math.ceil(config.data.max_unreadable * len(file)) if skips else None
+        file.pixels.policy = ReadPolicy(most, f" (on {rank}{platform.node()})", pauses_within(config.deadline_seconds))
+
+
+def check_skip(config: Config, split_size: int) -> None:
+    """Nothing, where samples may be skipped as a configuration says.
+
+    Args:
+        split_size: ranks that share samples.
+
+    Raises:
+        ConfigError: as `set_policy`.
+    """
+    if config.data.on_unreadable == SKIP and split_size > 1:
+        raise ConfigError(
+            f"data.on_unreadable is skip, but grid.rows is {split_size}: ranks that share samples cannot take "
+            "others one by one; set it to stop, or grid.rows to 1."
+        )
+
+
+class UnreadableReport:
+    """Tells of the samples that others stood in for, on any rank; nothing where the job would have ended with the first.
+
+    Args:
+        files: that are read. reporter: of this rank.
+    """
+
+    def __init__(self, session: Session, files: Sequence[ImageFile], reporter: Reporter) -> None:
+        self._world, self._reporter = session.world, reporter
+        self._skips = session.config.data.on_unreadable == SKIP
+        self._files = files
+        self._told: list[dict[int, int]] = [{} for _ in files]
+
+    def tell(self, position: Position) -> None:
+        """Record the samples that are new since the last time, and say so at the first time. Collective."""
+        if not self._skips:
+            return
+        here = [_replaced(file) for file in self._files]
+        of_ranks = self._world.allgather_object(here)
+        for number, (file, told) in enumerate(zip(self._files, self._told, strict=True)):
+            found: dict[int, int] = {}
+            for of_rank in of_ranks:
+                found |= of_rank[number]
+            new = {sample: found[sample] for sample in sorted(found.keys() - told.keys())}
+            if new and not told:
+                ranks = [rank for rank, of_rank in enumerate(of_ranks) if of_rank[number]]
+                where = f"{'rank' if len(ranks) == 1 else 'ranks'} {spans(ranks)}"
+                others = f"others stand in for {'it' if len(new) == 1 else 'them'}"
+                self._reporter.say(f"warning: {_samples(new)} of {file.path} cannot be read on {where}; {others}")
+            told |= new
+            if new:
+                values = {"file": str(file.path), "samples": list(new), "instead": list(new.values()), "count": len(told)}
+                self._reporter.record("unreadable", {"epoch": position.epoch, "step": position.global_step, **values})
+
+    def finish(self, position: Position) -> None:
+        """Record what is new, and say how many there were in all. Collective."""
+        self.tell(position)
+        for file, told in zip(self._files, self._told, strict=True):
+            if told:
+                self._reporter.say(
+                    f"{len(told)} of {len(file)} samples of {file.path} could not be read; others stood in for them"
+                )
+
+
+def _samples(numbers: Collection[int]) -> str:
+    """The first of them, and how many more there are."""
+    more = f" and {len(numbers) - 1} more" if len(numbers) > 1 else ""
+    return f"sample {min(numbers)}{more}"
+
+
+def _replaced(file: ImageFile) -> dict[int, int]:
+    return dict(file.pixels.replaced) if isinstance(file.pixels, BlockReader) else {}
+
 
 CHECKPOINT = "the checkpoint"
 #: of a checkpoint's metadata: the form of the images that it was evaluated on
@@ -119,7 +207,7 @@ def training_images(config: Config, opened: ImageFile, known: DataFacts | None) 
     file = opened
     data = DataFacts.of(file)
     if known is not None:
-        file = in_order_of(opened, known.class_names, CHECKPOINT)
+        file = with_class_order(opened, known.class_names, CHECKPOINT)
         data = replace(DataFacts.of(file), mean=known.mean, std=known.std)
     notes = tuple(_notes(opened, data, CHECKPOINT, normalised=config.data.normalise))
     return Images(file, make_pipeline(config, config.data.augment, data), notes, image_sizes(config)), data
@@ -131,7 +219,7 @@ def evaluation_images(config: Config, opened: ImageFile, data: DataFacts, place:
     Raises:
         DataError: other classes.
     """
-    file = in_order_of(opened, data.class_names, place)
+    file = with_class_order(opened, data.class_names, place)
     notes = tuple(_notes(opened, data, place, normalised=False))
     return Images(file, make_pipeline(config, config.data.evaluate_augment, data), notes)
 

@@ -1,17 +1,88 @@
-"""The progress mode of a run: as configured, or measured at its start."""
+"""The way of a run's messages: between devices by MPI, NCCL or the host, and the mode in which they progress.
+
+Both are as the configuration asks, as far as MPI, NCCL and the GPUs have it, or tried and measured at the start of the run.
+"""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hpctrain.backend import choice
+from hpctrain.backend.arithmetic import Arithmetic
 from hpctrain.comm import progress_mode
+from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress_mode import OverlapMeasurement, ProgressMode
-from hpctrain.core.errors import ConfigError
-from hpctrain.experiment.device_faults import progress_fault
+from hpctrain.comm.transports import Transport
+from hpctrain.config.checks import progress_fault, transport_fault
+from hpctrain.config.schema import Config
+from hpctrain.core.errors import BackendError, ConfigError
 from hpctrain.job.session import StartedRank
+from hpctrain.launch.launcher import Launcher
 from hpctrain.nn.network import Network
+
+#: a remark on transports that have only been run on emulated devices, and on one GPU
+_UNPROVED = "not yet run between GPUs"
+
+
+def try_transport(config: Config | None, launcher: Launcher) -> str | None:
+    """The outcome of a trial whether MPI takes messages from GPUs; None where it does not matter, or where another rank tries.
+
+    It starts a process: call it before MPI starts.
+    """
+    matters = config is not None and config.backend in ("cuda", "auto") and config.transport in ("auto", "mpi")
+    if not matters or not launcher.starts_mpi or launcher.expected_size == 1 or launcher.local_rank:
+        return None
+    if choice.DEVICE_VARIABLE in os.environ or not choice.cupy_is_installed():
+        return None
+    from hpctrain.comm.device_probe import trial  # here: only nodes that may have a GPU need it
+
+    return trial()
+
+
+def choose_transport(
+    config: Config, world: Communicator, arithmetic: Arithmetic, found: str | None
+) -> tuple[Transport, tuple[str, ...]]:
+    """The way, and a line for the start of the run that says which it is and why; no line where nothing travels. Collective.
+
+    Args:
+        found: by this rank's `tried`.
+
+    Raises:
+        ConfigError: a way between GPUs where there are none. BackendError: one that MPI, NCCL or the GPUs do not have.
+        Both on every rank.
+    """
+    messages = arithmetic.messages()
+    if messages is None:
+        if config.transport != "auto":
+            raise ConfigError(transport_fault(config.transport))
+        return "staged", ()
+    if world.size == 1:
+        return "staged", ()
+    from hpctrain.comm.device_probe import AWARE, UNTRIED, last_line
+
+    outcomes = [outcome for outcome in world.allgather_object(found) if outcome not in (None, UNTRIED)]
+    refused = next((outcome for outcome in outcomes if outcome != AWARE), None)
+    reason = None if refused is None else last_line(refused).partition(": ")[2] or last_line(refused)
+    if config.transport == "nccl":
+        from hpctrain.comm import transports
+
+        fault = transports.group_fault(world, messages)
+        if fault is not None:
+            raise BackendError(f"transport is nccl, but {fault}; set transport to auto or staged.")
+        return "nccl", (f"transport nccl: as the configuration says ({_UNPROVED})",)
+    if config.transport == "mpi":
+        if reason is not None:
+            raise BackendError(f"transport is mpi, but MPI takes no messages from a GPU's memory ({reason}); set it to staged.")
+        tested = "as the configuration says, and a trial has shown that MPI can" if outcomes else "as the configuration says"
+        return "mpi", (f"transport mpi: {tested} ({_UNPROVED})",)
+    if config.transport == "auto" and outcomes and reason is None:
+        return "mpi", (f"transport mpi: a trial has shown that MPI takes messages from a GPU's memory ({_UNPROVED})",)
+    because = "" if reason is None else f"; from a GPU's own this one takes none: {reason.rstrip('.')}"
+    return "staged", (f"transport staged: through the host's memory, as every MPI can{because}",)
+
 
 _SHORTEST_OPERATOR_SECONDS = 0.5e-3
 _LONGEST_OPERATOR_SECONDS = 20e-3
@@ -21,7 +92,7 @@ _FLOPS_PER_CORE = 4e10  # of a core that multiplies matrices in float32; a typic
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ChosenProgress:
     """The mode, why, and the measurement, if any, with the time that it took.
 
     Attributes:
@@ -57,7 +128,7 @@ class Chosen:
         return facts
 
 
-def set_progress(rank: StartedRank, network: Network, wanted: str, samples: int) -> Chosen:
+def set_progress(rank: StartedRank, network: Network, wanted: str, samples: int) -> ChosenProgress:
     """Choose the mode and make the engine work in it. Collective over the world; after the averagers are made.
 
     Args:
@@ -77,26 +148,26 @@ def set_progress(rank: StartedRank, network: Network, wanted: str, samples: int)
                 f'progress is {mode}, but MPI has started at {rank.mpi_library.rpartition(", ")[2]}; it needs "serialized" '
                 f'or "multiple": set progress to test, or use an MPI that gives it.'
             )
-        chosen = Chosen(mode, "as configured", matters=rank.world.size > 1)
+        chosen = ChosenProgress(mode, "as configured", matters=rank.world.size > 1)
         if mode is ProgressMode.POSTING and rank.world.size == 1:
-            chosen = Chosen(ProgressMode.TEST, "one rank: nothing travels that a thread could post", matters=False)
+            chosen = ChosenProgress(ProgressMode.TEST, "one rank: nothing travels that a thread could post", matters=False)
     progress_mode.apply(rank.progress, chosen.mode)
     return chosen
 
 
-def _beside_device(wanted: str) -> Chosen:
+def _beside_device(wanted: str) -> ChosenProgress:
     """Kernels take no core from messages, and one thread enqueues all that the device does."""
     if wanted in (ProgressMode.THREAD, ProgressMode.POSTING):
         raise ConfigError(progress_fault(wanted))
     if wanted == "auto":
-        return Chosen(ProgressMode.TEST, "kernels run on a device, which leaves the core to messages", matters=False)
-    return Chosen(ProgressMode(wanted), "as configured", matters=True)
+        return ChosenProgress(ProgressMode.TEST, "kernels run on a device, which leaves the core to messages", matters=False)
+    return ChosenProgress(ProgressMode(wanted), "as configured", matters=True)
 
 
-def _measured(rank: StartedRank, network: Network, samples: int) -> Chosen:
+def _measured(rank: StartedRank, network: Network, samples: int) -> ChosenProgress:
     """By rule `test`; another mode where a measurement leaves no doubt. Collective over the world."""
     if rank.world.size == 1:
-        return Chosen(ProgressMode.TEST, "one rank: nothing travels", matters=False)
+        return ChosenProgress(ProgressMode.TEST, "one rank: nothing travels", matters=False)
     begin = time.perf_counter()
     messages = rank.groups.messages
     first_group = int(messages.broadcast_object(rank.world.rank)) == 0
@@ -105,21 +176,21 @@ def _measured(rank: StartedRank, network: Network, samples: int) -> Chosen:
         shared, measurement = True, _measure(rank, network, samples)
     shared, measurement = rank.world.broadcast_object((shared, measurement))
     if not shared:
-        return Chosen(ProgressMode.TEST, "nobody shares the batch: no gradients travel", matters=False)
+        return ChosenProgress(ProgressMode.TEST, "nobody shares the batch: no gradients travel", matters=False)
     if measurement is None:
         reason = f"all gradients travel in less than {_WORTH_SECONDS * 1e3:g} ms: there is nothing to hide"
-        return Chosen(ProgressMode.TEST, reason, matters=False)
+        return ChosenProgress(ProgressMode.TEST, reason, matters=False)
     return from_measurement(measurement, time.perf_counter() - begin)
 
 
-def from_measurement(measurement: OverlapMeasurement, seconds: float) -> Chosen:
+def from_measurement(measurement: OverlapMeasurement, seconds: float) -> ChosenProgress:
     """The choice that a measurement leads to, and the reason in words; the figures are for the run directory."""
     mode = progress_mode.choose(measurement)
     if mode is ProgressMode.TEST:
         reason = "the usual mode; no other was clearly faster here"
     else:
         reason = f"measured: {1 - measurement.ratio(mode):.0%} less time than the usual mode"
-    return Chosen(mode, reason, measurement=measurement, seconds=seconds)
+    return ChosenProgress(mode, reason, measurement=measurement, seconds=seconds)
 
 
 def _measure(rank: StartedRank, network: Network, samples: int) -> OverlapMeasurement | None:

@@ -10,14 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from hpctrain.config.grid import model_options
 from hpctrain.config.load import parse
-from hpctrain.config.schema import Config
-from hpctrain.data.facts import DataFacts
-from hpctrain.core.errors import CheckpointError, ConfigError
-from hpctrain.run.images import training_shape
-from hpctrain.experiment.model import model_options
 from hpctrain.config.options import named, names
-from hpctrain.run.resume import data_of
+from hpctrain.config.schema import Config
+from hpctrain.core.errors import CheckpointError, ConfigError
+from hpctrain.data.image_file import DataFacts
 from hpctrain.models import catalogue
 from hpctrain.models.onnx_model import onnx_model
 from hpctrain.models.state_dict import (
@@ -30,6 +28,8 @@ from hpctrain.models.state_dict import (
     with_counters,
 )
 from hpctrain.nn.layers import Layer
+from hpctrain.run.images import training_shape
+from hpctrain.run.resume import data_of
 from hpctrain.storage import checkpoint, weights_file
 from hpctrain.storage.atomic_write import write_bytes
 from hpctrain.storage.checkpoint import CheckpointContent, parameter_key, statistic_key

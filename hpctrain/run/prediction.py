@@ -9,18 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
-from hpctrain.data.facts import DataFacts, ImageForm
-from hpctrain.data.image_file import ImageFile
+from hpctrain.comm.base import raise_on_all_ranks
+from hpctrain.data.image_file import DataFacts, ImageFile, ImageForm, Split
 from hpctrain.data.loader import Loader
 from hpctrain.data.pictures import DecodedPictures, picture_facts, picture_files
-from hpctrain.data.synthetic import Split
-from hpctrain.run.evaluation import existing_checkpoint, known_data, trained_replica, unknown_splits
-from hpctrain.run.images import EVALUATION_IMAGES, Images, make_loader, mirrored, open_alike, pictures
 from hpctrain.job.same_start import Subject, compare
 from hpctrain.job.session import Session
+from hpctrain.run.evaluation import existing_checkpoint, known_data, trained_replica, unknown_splits
+from hpctrain.run.images import EVALUATION_IMAGES, Images, make_loader, mirrored, open_alike, pictures
 from hpctrain.storage.checkpoint import CheckpointContent
-from hpctrain.train.predictor import predict
+from hpctrain.train.evaluation import predict
 from hpctrain.train.replica import Replica
 
 #: of a batch, unless another one is asked for: what trained on many ranks is looked at on few

@@ -1,7 +1,11 @@
-"""A started rank, as a program with a loop of its own has it: what makes replicas and their data, and keeps them."""
+"""A started rank, as a program with a loop of its own has it: what makes replicas, their data and checkpoints, and keeps them.
+
+Checkpoints are written where the program says, at once or while its steps continue.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,31 +16,23 @@ from typing import Any, NoReturn
 import numpy as np
 from pydantic import ValidationError
 
-from hpctrain.averaging.strategy import PlannedGroup, Strategy
-from hpctrain.backend.choice import Backend, make_backend
-from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
-from hpctrain.config.data_section import CacheConfig
-from hpctrain.config.schema import NonFiniteConfig
-from hpctrain.data.arrays import ArrayLoader, as_samples
-from hpctrain.data.classes import in_order_of
-from hpctrain.data.image_file import ImageFile
-from hpctrain.data.loader import Loader
-from hpctrain.data.pipeline import Pipeline
-from hpctrain.data.sampler import Sampler
-from hpctrain.data.sizes import ImageSizes
-from hpctrain.core.errors import ConfigError, DataError
 from hpctrain.averaging.averagers import make_strategy
-from hpctrain.run.data_cache import cache_of, give_levels
-from hpctrain.experiment.image_sizes import check_image_shapes
-from hpctrain.experiment.initial_weights import put_weights
-from hpctrain.experiment.loader_arguments import check_shape, mixing_of
-from hpctrain.experiment.loop_checkpoints import LoopCheckpoints
-from hpctrain.experiment.network_choice import Choice, named, optimizer_of
-from hpctrain.run.messages import set_progress
-from hpctrain.job.same_start import Subject, called_with, compare, opened_file
+from hpctrain.averaging.base import PlannedGroup, Strategy
+from hpctrain.backend.choice import Backend, make_backend
+from hpctrain.comm.base import Communicator, raise_on_all_ranks
+from hpctrain.config.grid import check_image_shapes
+from hpctrain.config.schema import CacheConfig, NonFiniteConfig
+from hpctrain.core.errors import CheckpointError, ConfigError, DataError, DivergedError, ShapeError
+from hpctrain.core.files import path_of
+from hpctrain.core.log import get_logger
+from hpctrain.core.registry import check_options
+from hpctrain.data.image_file import ImageFile, with_class_order
+from hpctrain.data.loader import ArrayLoader, Loader, as_samples
+from hpctrain.data.pipeline import ImageSizes, Pipeline
+from hpctrain.data.sampler import Mixing, Sampler
+from hpctrain.flight.recorder import FlightNotes
+from hpctrain.job.same_start import Subject, called_with, check_same_code, compare, opened_file
 from hpctrain.job.session import StartedRank
-from hpctrain.experiment.start_search import BestCandidate
-from hpctrain.experiment.user_code import check_alike
 from hpctrain.launch.signals import SignalWatch
 from hpctrain.nn.layers import Layer
 from hpctrain.nn.network import Network
@@ -44,11 +40,133 @@ from hpctrain.optim.base import Optimizer
 from hpctrain.optim.ema import EmaRule
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.parallel.rank_graph import make_network
-from hpctrain.paths import path_of
 from hpctrain.planner.job import Candidate
-from hpctrain.train.own_loop import OwnLoop
-from hpctrain.train.replica import Replica
+from hpctrain.run.automatic_search import BestCandidate, Choice, named, optimizer_of
+from hpctrain.run.build import put_weights
+from hpctrain.run.checkpoints import one_file, shards
+from hpctrain.run.data_cache import cache_of, give_levels
+from hpctrain.run.messages import set_progress
+from hpctrain.run.resume import read_together
+from hpctrain.storage import checkpoint
+from hpctrain.storage.shards import ShardedTensors
+from hpctrain.train.metrics import Reporter
+from hpctrain.train.replica import BETWEEN, OwnLoop, Replica
+from hpctrain.train.saving import Saver
 from hpctrain.train.weight_watch import CheckCadence
+
+
+def check_shape(shape: tuple[int, ...], replica: Replica) -> None:
+    """Make sure that a replica takes images of a shape (H, W, C).
+
+    Raises:
+        ShapeError: it takes others.
+    """
+    expected = replica.network.image_shape
+    if tuple(shape) != tuple(expected):
+        raise ShapeError(f"Images come out as {tuple(shape)}, but the replica takes {expected} (H, W, C); make it for those.")
+
+
+def mixing_of(options: Mapping[str, float] | None, seed: int, replica: Replica) -> Mixing | None:
+    """The mixing of a loader's images.
+
+    Raises:
+        ConfigError: an option that there is not, a value outside its range, or a loss that takes one label of each sample.
+    """
+    if options is None:
+        return None
+    mixing = Mixing(**check_options(Mixing, "the mixing of images", options, reserved=("seed",)), seed=seed)
+    if mixing.mixes and not replica.network.kernels.arithmetic.on_host:
+        raise ConfigError(
+            'The loss of backend "cuda" takes one label of each sample so far, so it takes no mixed images; leave mixing out.'
+        )
+    return mixing
+
+
+_log = get_logger(__name__)
+
+
+class _Log(Reporter):
+    """Tells of checkpoints in the log of rank 0."""
+
+    def say(self, text: str) -> None:
+        _log.info(text)
+
+
+class LoopCheckpoints:
+    """Writes and reads the checkpoints of a program. Every method is collective.
+
+    Args:
+        world: of all ranks. notes: for the flight record.
+        deadline_seconds: that the end of the program waits for a checkpoint in the background.
+
+    Attributes:
+        saver: of checkpoints in the background, whose news travel with steps.
+    """
+
+    def __init__(self, world: Communicator, notes: FlightNotes, deadline_seconds: float) -> None:
+        self._world, self._notes = world, notes
+        self.saver = Saver(world, notes, _Log(), asynchronous=True, deadline_seconds=deadline_seconds)
+        self._at_once = Saver(world, notes, _Log(), asynchronous=False, deadline_seconds=deadline_seconds)
+
+    def save(self, replica: Replica, path: Path, notes: Mapping[str, Any], *, background: bool) -> None:
+        """Write a checkpoint, or begin to; a path that ends with .shards is a directory with a shard of each rank.
+
+        Raises:
+            CheckpointError: it cannot be written; in the background that is told, and raised by `finish`.
+            DivergedError, CorruptedStateError: it would hold what is not finite, or what ranks do not hold alike.
+        """
+        replica.settle()
+        replica.require_finite()
+        replica.require_alike()
+        self._notes.phase("a checkpoint")
+        position, meta = replica.loop.position(replica.global_step), {"notes": notes}
+        saver = self.saver if background else self._at_once
+        if not background:
+            self.saver.finish()  # one writes in a directory at a time
+        if saver.ready(replica.global_step):
+            if checkpoint.is_sharded(path):
+                saver.begin(shards(self._world, replica, position, meta, path))
+            else:
+                saver.begin(one_file(self._world, replica, position, meta, path, copied=background))
+            replica.kept_step = replica.global_step
+        self._notes.phase(BETWEEN)
+
+    def load(self, replica: Replica, path: Path) -> Mapping[str, Any]:
+        """Restore what `save` wrote; give its notes.
+
+        Raises:
+            CheckpointError: it is missing or damaged, or another model's or optimiser's.
+        """
+        with contextlib.suppress(DivergedError):  # what it tells of is what the checkpoint takes the place of
+            replica.settle()
+        replica.drain()
+        self._notes.phase("a checkpoint")
+        self.saver.settle()
+        content = read_together(self._world, path)
+        raise_on_all_ranks(self._world, partial(replica.load, content))
+        if isinstance(content.tensors, ShardedTensors):
+            content.tensors.close()
+        replica.kept_step = replica.global_step
+        replica.require_alike(schedules=True)
+        self._notes.phase(BETWEEN)
+        notes: Mapping[str, Any] = content.meta.get("notes", {})  # type: ignore[assignment]
+        return notes
+
+    def finish(self) -> None:
+        """Wait for the checkpoint in the background, if any.
+
+        Raises:
+            CheckpointError: it is not there, on every rank.
+        """
+        self._notes.phase("a checkpoint")
+        self.saver.finish()
+        self._notes.phase(BETWEEN)
+
+    def finish_after_error(self) -> None:
+        """The same after an error that all ranks have raised; what cannot be written is not told any more."""
+        with contextlib.suppress(CheckpointError):
+            self.finish()
+
 
 _AUTO = "auto"
 #: the address in the default repr of an object
@@ -178,7 +296,7 @@ class Job(StartedRank):
 
     def _agreed(self, replica: Replica, arguments: Mapping[str, Any], samples: int) -> Replica:
         """A replica on which the ranks have agreed. samples: of a rank's pass, at most. Collective."""
-        check_alike(self.world)
+        check_same_code(self.world)
         if self.size > 1:
             mend = "make the same on all ranks"
             network = Subject("another network in job.replica", mend, _operations(replica))
@@ -279,7 +397,7 @@ class Job(StartedRank):
             file = reference = files[_FILE]
             if like is not None:
                 reference = files[_LIKE]
-                file = in_order_of(file, reference.class_names, str(like))
+                file = with_class_order(file, reference.class_names, str(like))
             mean, std = np.array(reference.mean), np.array(reference.std)
             pipeline = Pipeline(
                 [named(step) for step in augment], seed=seed, mean=mean, std=std, dtype=replica.network.parameter_dtype

@@ -1,4 +1,9 @@
-"""The averagers' schedules beside a run: agreed on before the first step, kept in its directory and its checkpoints."""
+"""What the bits of a run follow from beside its configuration: agreed by all ranks, kept, compared at a resume.
+
+These are the averagers' schedules, kept in the run's directory and in its checkpoints, and, with `exact`, the kernels, NumPy
+and the
+number of threads, kept in checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +11,34 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+
+from hpctrain.averaging.base import Strategy
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
-from hpctrain.averaging.strategy import Strategy
-from hpctrain.comm.grid import GridAxis
-from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
-from hpctrain.comm.watchdog import guard
+from hpctrain.backend.operators import KernelSet
+from hpctrain.comm.base import Communicator, raise_on_all_ranks
+from hpctrain.comm.groups import GridAxis
+from hpctrain.comm.progress import guard
 from hpctrain.core.errors import CheckpointError, ConfigError
-from hpctrain.run.build import Parts
 from hpctrain.job.session import Session
+from hpctrain.launch.threads import ThreadPlan
 from hpctrain.nn.network import ALL
+from hpctrain.run.build import TrainingSetup
+from hpctrain.run.resume import Start
+from hpctrain.runs.directory import RunDirectory
 from hpctrain.storage import checkpoint
 from hpctrain.storage.checkpoint import CheckpointContent
-from hpctrain.runs.directory import RunDirectory
 
 _META = "schedules"
 #: the link is measured meanwhile, where a strategy needs that, and NCCL looks for networks
 _LEAST_JOIN_SECONDS = 60.0
 
 
-def agree(session: Session, parts: Parts, start: CheckpointContent | None = None, schedule_from: str | None = None) -> None:
+def agree_schedules(
+    session: Session, parts: TrainingSetup, start: CheckpointContent | None = None, schedule_from: str | None = None
+) -> None:
     """Fix what each averager posts in a step: as the checkpoint has it, where that fits. Collective.
 
     Args:
@@ -40,7 +53,7 @@ def agree(session: Session, parts: Parts, start: CheckpointContent | None = None
         parts.replica.agree(stored)
 
 
-def _guarded(session: Session, parts: Parts) -> AbstractContextManager[None]:
+def _guarded(session: Session, parts: TrainingSetup) -> AbstractContextManager[None]:
     """A deadline where NCCL joins GPUs, as it waits for all ranks and asks nobody."""
     if parts.replica.transport != "nccl":
         return nullcontext()
@@ -57,14 +70,16 @@ def _stored(
     stored = {group: kept[key] for group, key in keys.items() if key in kept and strategies[group].accepts(kept[key])}
     if schedule_from is None or len(stored) == len(keys):
         return stored
-    others = of_run(schedule_from)
+    others = schedules_of_run(schedule_from)
     for group, strategy in strategies.items():
         if group not in stored:
-            stored[group] = fitting(schedule_from, keys[group], others, strategy)
+            stored[group] = fitting_schedule(schedule_from, keys[group], others, strategy)
     return stored
 
 
-def fitting(source: str, key: str, schedules: Mapping[str, CollectiveSchedule], strategy: Strategy) -> CollectiveSchedule:
+def fitting_schedule(
+    source: str, key: str, schedules: Mapping[str, CollectiveSchedule], strategy: Strategy
+) -> CollectiveSchedule:
     """The schedule of that key.
 
     Raises:
@@ -97,7 +112,7 @@ def fitting(source: str, key: str, schedules: Mapping[str, CollectiveSchedule], 
     return stored
 
 
-def keep(session: Session, parts: Parts, directory: RunDirectory) -> dict[str, object]:
+def keep_schedules(session: Session, parts: TrainingSetup, directory: RunDirectory) -> dict[str, object]:
     """Write the schedules, as they are now, into the run directory; give what a checkpoint's metadata holds. Collective.
 
     A disk that refuses them ends nothing: a checkpoint holds them, too.
@@ -128,7 +143,7 @@ def _of_checkpoint(content: CheckpointContent) -> dict[str, CollectiveSchedule]:
     return {key: CollectiveSchedule.from_json(text) for key, text in texts.items()}
 
 
-def of_run(source: str) -> dict[str, CollectiveSchedule]:
+def schedules_of_run(source: str) -> dict[str, CollectiveSchedule]:
     """The schedules of a run directory, or of a checkpoint.
 
     Raises:
@@ -142,3 +157,72 @@ def of_run(source: str) -> dict[str, CollectiveSchedule]:
     if not schedules:
         raise CheckpointError(f"{source} holds no schedule: its averager has none, or it ended before its first step.")
     return schedules
+
+
+#: the key of a checkpoint's metadata
+EXACT_META = "exact"
+
+
+def reproducibility_record(kernels: KernelSet, threads: ThreadPlan) -> dict[str, str]:
+    """The things that compute on this rank, by their names in messages."""
+    return {
+        "kernels": f"{kernels.name} {kernels.version}".rstrip(),
+        "numpy": np.__version__,
+        "threads": str(threads.threads),
+    }
+
+
+def agree_record(session: Session, parts: TrainingSetup, start: Start | None) -> None:
+    """Make sure that all ranks compute with the same things, and with those of the start, if any. Collective.
+
+    Nothing where the configuration asks for no order of sums.
+
+    Raises:
+        ConfigError: ranks that differ. CheckpointError: a start that differs; both on every rank.
+    """
+    if session.config.exact.shards is None:
+        return
+    present = reproducibility_record(parts.replica.network.kernels, session.threads)
+    check_same_record(session.world, present)
+    if start is not None:
+        check_kept_record(session.world, start.content.meta, present, str(start.path))
+
+
+def check_same_record(world: Communicator, present: Mapping[str, str]) -> None:
+    """Make sure that all ranks compute with the same things. Collective.
+
+    Raises:
+        ConfigError: they do not, on every rank.
+    """
+    of_ranks = world.allgather_object(dict(present))
+    for rank, other in enumerate(of_ranks):
+        for name, value in other.items():
+            if value != of_ranks[0][name]:
+                raise ConfigError(
+                    f"With exact all ranks compute with the same {name}, but rank 0 has {of_ranks[0][name]} and rank {rank} has "
+                    f"{value}; give all ranks what rank 0 has, or leave exact out.",
+                    ranks=[rank],
+                ).of_all_ranks()
+
+
+def check_kept_record(world: Communicator, meta: Mapping[str, Any], present: Mapping[str, str], place: str) -> None:
+    """Make sure that a run goes on with what its checkpoint was made with. Collective.
+
+    Args:
+        meta: of the checkpoint, of a run with `exact`. place: of the checkpoint, for messages.
+
+    Raises:
+        CheckpointError: something is another, or the checkpoint does not tell it, on every rank.
+    """
+    kept: Mapping[str, str] = meta.get(EXACT_META, {})
+
+    def compare() -> None:
+        before = {name: kept.get(name, "not told") for name in present}
+        differing = [f"{name}: {before[name]} -> {value}" for name, value in present.items() if before[name] != value]
+        if differing:
+            raise CheckpointError(
+                f"A run with exact cannot go on from {place} with {'; '.join(differing)}, as its bits would be others. Start it "
+                "with what it had, on any number of ranks, or start a new training without --resume."
+            )
+
+    raise_on_all_ranks(world, compare)

@@ -15,20 +15,16 @@ from pathlib import Path
 
 from hpctrain.backend.graph import Graph, GraphBuilder, Node
 from hpctrain.backend.specs import BatchNormSpec, TensorSpec
-from hpctrain.core.intervals import even
-from hpctrain.config.data_section import SYNTHETIC
-from hpctrain.config.schema import Config
-from hpctrain.data.facts import DataFacts
-from hpctrain.data.sampler import counts
+from hpctrain.config.grid import image_sizes, model_options, parallel_plan
+from hpctrain.config.schema import SYNTHETIC, Config
 from hpctrain.core.errors import ConfigError, HpctrainError
-from hpctrain.config.grid import parallel_plan
-from hpctrain.experiment.image_sizes import image_sizes
-from hpctrain.run.images import Images, make_pipeline, open_images
-from hpctrain.experiment.model import model_options
+from hpctrain.core.intervals import even
+from hpctrain.data.image_file import DataFacts
+from hpctrain.data.sampler import counts
 from hpctrain.models import catalogue
-from hpctrain.nn.frozen import frozen_layers, with_frozen
-from hpctrain.nn.network import ImageShape
+from hpctrain.nn.network import ImageShape, frozen_layers, with_frozen
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
+from hpctrain.run.images import Images, make_pipeline, open_images
 
 #: scopes of images that share statistics: one shard, one rank, the ranks that share samples, or all ranks
 _SHARD, _RANK, _GROUP, _ALL = "a shard", "a rank", "a split group", "the step"

@@ -13,18 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpctrain.config.data_section import SYNTHETIC, AugmentConfig, DataConfig, SizeConfig
-from hpctrain.config.duration import SLURM
-from hpctrain.config.schema import Config, ScheduleConfig
-from hpctrain.data.facts import DataFacts
+from hpctrain.config.grid import size_faults
+from hpctrain.config.schema import SYNTHETIC, AugmentConfig, Config, DataConfig, ScheduleConfig, SizeConfig
+from hpctrain.config.values import SLURM
 from hpctrain.core.errors import ConfigError, HpctrainError
-from hpctrain.run.automatic_search import with_default_plan
-from hpctrain.experiment.image_sizes import size_faults
-from hpctrain.run.images import check_shapes, evaluation_images, open_images, training_shape
-from hpctrain.experiment.planned_run import Image
-from hpctrain.run.single_values import single_values_of
-from hpctrain.experiment.started_job import StartedJob
+from hpctrain.data.image_file import DataFacts
+from hpctrain.job.session import StartedJob
 from hpctrain.models import catalogue
+from hpctrain.planner.planned_run import Image
+from hpctrain.run.automatic_search import with_default_plan
+from hpctrain.run.images import check_shapes, evaluation_images, open_images, training_shape
+from hpctrain.run.single_values import single_values_of
 
 #: behind the name of the configuration, so that neither `--resume auto` nor another run of that name takes one for the other
 SUFFIX = "-smoke"

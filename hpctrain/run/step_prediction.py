@@ -5,28 +5,25 @@ This module loads the planner.
 
 from __future__ import annotations
 
-from hpctrain.core.intervals import even
 from hpctrain.comm.progress_mode import ProgressMode
-from hpctrain.data.sampler import counts as counts_over
-from hpctrain.core.errors import BackendError, HpctrainError
-from hpctrain.experiment import planned_job
-from hpctrain.job.automatic_choice import PredictedStep, predicted_step_of
-from hpctrain.run.build import Parts
 from hpctrain.config.grid import parallel_plan
-from hpctrain.experiment.machine_here import measured_in_haste
+from hpctrain.core.errors import BackendError, HpctrainError
+from hpctrain.core.intervals import even
+from hpctrain.data.sampler import counts as counts_over
+from hpctrain.job.automatic_choice import PredictedStep, predicted_step_of
 from hpctrain.job.session import Session
 from hpctrain.nn.compile.plan import ExecutionPlan
 from hpctrain.optim.optimizers import OPTIMIZERS
 from hpctrain.parallel.parallel_plan import ParallelPlan
-from hpctrain.planner import machine_file
-from hpctrain.planner.compute_costs_rest import ComputeCosts
+from hpctrain.planner import machine_file, planned_run
+from hpctrain.planner.compute_costs import ComputeCosts, RateCosts, SampledCosts, SampledTimes, sampled_rates
 from hpctrain.planner.job import Candidate
 from hpctrain.planner.machine import Machine
-from hpctrain.planner.predict import predict
-from hpctrain.planner.prediction import SimulationOptions
-from hpctrain.planner.rate_costs import RateCosts
-from hpctrain.planner.compute_costs import SampledCosts, SampledTimes, sampled_rates
-from hpctrain.train.operator_sample import OperatorSample
+from hpctrain.planner.measurement import measured_in_haste
+from hpctrain.planner.step_program import predict
+from hpctrain.planner.tasks import SimulationOptions
+from hpctrain.run.build import TrainingSetup
+from hpctrain.train.accounts import OperatorSample
 
 
 class StepPrediction:
@@ -36,7 +33,7 @@ class StepPrediction:
         mode: how messages progress. sample: times of the operators of a few steps; None: they come from a trace, if there is one.
     """
 
-    def __init__(self, session: Session, parts: Parts, mode: ProgressMode, sample: OperatorSample | None) -> None:
+    def __init__(self, session: Session, parts: TrainingSetup, mode: ProgressMode, sample: OperatorSample | None) -> None:
         self._session, self._parts, self._mode, self._sample = session, parts, mode, sample
 
     def predicted(self, *, in_haste: bool) -> PredictedStep | None:
@@ -93,7 +90,7 @@ class StepPrediction:
             HpctrainError: a run that cannot be simulated, with the reason.
         """
         config, network, cols = self._session.config, self._parts.replica.network, self._session.grid.cols
-        job = planned_job.of_network(
+        job = planned_run.of_network(
             network.model,
             network.image_shape,
             network.kernels,

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from hpctrain.config.load import parse
 from hpctrain.config.schema import Config
-from hpctrain.core.yaml_source import Source
 from hpctrain.core.errors import CheckpointError, ConfigError
-from hpctrain.storage import best_record
+from hpctrain.core.yaml_source import Source
+from hpctrain.runs import directory as best_record
 from hpctrain.runs.directory import RunDirectory, runs
 
 AUTO, BEST = "auto", "best"
@@ -95,7 +95,7 @@ def _newest(directory: Path) -> RunDirectory:
 
 def _best(directory: Path) -> StoredRun:
     for run in runs(directory, None):
-        best = best_record.read(run.checkpoints)
+        best = best_record.read_best(run.checkpoints)
         if best is not None:
             return StoredRun(str(run.checkpoints / best.checkpoint), run.config(), str(run.path / "config.yaml"))
     raise CheckpointError(

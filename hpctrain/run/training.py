@@ -1,60 +1,145 @@
-"""A run from start to end: directory, resume, training or evaluation, and what is printed around them."""
+"""A run from start to end: directory, resume, training or evaluation, and what is printed around them.
+
+A run ends early at a signal or at its time limit, which a configuration sets by the clock of this rank.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.core import log, user_code
 from hpctrain.backend.specs import TensorSpec
+from hpctrain.comm.base import Communicator, raise_on_all_ranks
 from hpctrain.comm.progress_mode import ProgressMode
-from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
-from hpctrain.config.dump import dump
-from hpctrain.config.schema import Config
-from hpctrain.core.errors import CheckpointError, CommunicationTimeoutError, ConfigError, HpctrainError, RankLostError
-from hpctrain.experiment import automatic, exact_promise, memory_account
-from hpctrain.run import reproducibility
-from hpctrain.job import flight_records
-from hpctrain.experiment.best_checkpoint import nothing_to_choose
-from hpctrain.run.build import Parts, build, build_trainer
-from hpctrain.run.checkpoints import RunCheckpoints
-from hpctrain.experiment.cores import cores_of_ranks
-from hpctrain.experiment.data_account import DataAccount
 from hpctrain.config.grid import describe, parallel_plan
-from hpctrain.experiment.initial_weights import describe_start, start_from_weights
-from hpctrain.job.lost_ranks import RunMemory
-from hpctrain.experiment.max_time import max_time
-from hpctrain.experiment.oversubscription import oversubscribed
-from hpctrain.run.messages import set_progress
-from hpctrain.experiment.read_report import ReadReport
-from hpctrain.run.resume import Start, find_start, introduce
-from hpctrain.experiment.rollback import rollback
-from hpctrain.run.accounts import RunAccount
-from hpctrain.experiment.run_hashes import RunHashes
-from hpctrain.experiment.run_ownership import RunOwnership
-from hpctrain.job.session import Session
-from hpctrain.experiment.stop import StopReason, kept_clause, stop_lines, stop_reason
+from hpctrain.config.load import dump
+from hpctrain.config.schema import Config
+from hpctrain.config.values import SLURM
+from hpctrain.core import log, user_code
+from hpctrain.core.errors import CheckpointError, CommunicationTimeoutError, ConfigError, HpctrainError, RankLostError
+from hpctrain.core.text import spans
+from hpctrain.job import flight_records
+from hpctrain.job.lost_ranks import RunOwnership, ShrinkState
+from hpctrain.job.session import Session, cores_of_ranks, oversubscribed
+from hpctrain.launch.process_end import STOPPED
+from hpctrain.launch.scheduler import SLURM_END, age_seconds, slurm_seconds_left
 from hpctrain.launch.signals import SignalWatch
-from hpctrain.storage import checkpoint
-from hpctrain.storage.leftovers import ABANDONED_SECONDS, remove_left
+from hpctrain.run import accounts, reproducibility
+from hpctrain.run import build as automatic
+from hpctrain.run import reproducibility as exact_promise
+from hpctrain.run.accounts import DataAccount, ReadReport, RunAccount, RunHashes
+from hpctrain.run.build import TrainingSetup, build, build_trainer, describe_start, start_from_weights
+from hpctrain.run.checkpoints import RunCheckpoints, nothing_to_choose, rollback
+from hpctrain.run.messages import set_progress
+from hpctrain.run.resume import Start, find_start, introduce
 from hpctrain.runs.directory import RunDirectory, runs, software_versions
-from hpctrain.storage.run_marker import claim
-from hpctrain.runs.owner import living_owner
-from hpctrain.train.reporting import ConsoleReporter, ProgressStyle
-from hpctrain.train.log_reporter import LogReporter
-from hpctrain.train.metrics_rest import Reporter, RunningSums
-from hpctrain.train.progress_text import loss_text
+from hpctrain.runs.owner import claim, living_owner
+from hpctrain.storage import checkpoint
+from hpctrain.storage.checkpoint import ABANDONED_SECONDS, checkpoints, remove_left
+from hpctrain.train.metrics import Reporter, RunningSums
+from hpctrain.train.progress_bar import loss_text
 from hpctrain.train.reporters import make_reporter
+from hpctrain.train.reporting import ConsoleReporter, LogReporter, ProgressStyle
 from hpctrain.train.snapshot import Position
+from hpctrain.train.stopping import TimeLimit
 from hpctrain.train.trainer import Outcome, Trainer
 
 if TYPE_CHECKING:
     from hpctrain.run.trace_report import TraceReport
+
+
+@dataclass(frozen=True)
+class MaxTime:
+    """The limit, and the words for it. sentence: for the start of a run; "" where there is no limit."""
+
+    limit: TimeLimit = field(default_factory=TimeLimit)
+    name: str = ""
+    sentence: str = ""
+
+    @property
+    def reason(self) -> str | None:
+        """The reason of a run's end, where this limit has asked for it."""
+        return self.name if self.limit.asked else None
+
+
+def max_time(configured: float | str | None, environ: Mapping[str, str] = os.environ) -> MaxTime:
+    """The limit of `max_time`, counted from the launcher's start of this rank, or until the end of the Slurm job.
+
+    Raises:
+        ConfigError: it is the Slurm job's, and the environment does not tell of that.
+    """
+    if configured is None:
+        return MaxTime()
+    if configured != SLURM:
+        return _named(float(configured) - age_seconds(), f"max_time, {float(configured):g} s")
+    left = slurm_seconds_left(environ)
+    if left is None:
+        raise ConfigError(
+            f"max_time is {SLURM}, but {SLURM_END} is not in the environment, where Slurm has put it since 22.05; "
+            "give a time such as 3h50m."
+        )
+    return _named(left, "max_time, the end of the Slurm job")
+
+
+def _named(left: float, name: str) -> MaxTime:
+    end = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time.time() + left))
+    sentence = f"{name}: the run ends with a checkpoint and exit code 85 before {end}, if it is not done by then"
+    return MaxTime(TimeLimit(left), name, sentence)
+
+
+@dataclass(frozen=True)
+class StopReason:
+    """The signal or the limit that ended a run. ranks: that a signal reached, where not all; others may have had another."""
+
+    name: str
+    ranks: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return self.name + (f" on {'rank' if len(self.ranks) == 1 else 'ranks'} {spans(self.ranks)}" if self.ranks else "")
+
+
+def stop_reason(world: Communicator, watch: SignalWatch, limit: str | None = None) -> StopReason | None:
+    """The signal of the lowest rank that has had one, else the limit of the lowest that has one; None where no rank has either.
+
+    Collective, at the end of a run.
+
+    Args:
+        limit: the name of a limit that has asked this rank to end.
+    """
+    reasons = world.allgather_object((watch.request.name if watch.request is not None else None, limit))
+    names, limits = [name for name, _ in reasons], [name for _, name in reasons]
+    first = next((name for name in names if name is not None), None)
+    if first is None:
+        reached = next((name for name in limits if name is not None), None)
+        return None if reached is None else StopReason(reached)
+    ranks = tuple(rank for rank, name in enumerate(names) if name == first)
+    return StopReason(first, ranks if len(ranks) < len(names) else ())
+
+
+def stop_lines(reason: StopReason, outcome: Outcome, epochs: int, directory: Path, checkpoint: Path) -> list[str]:
+    """How the run ended and how to go on."""
+    position = outcome.position
+    return [
+        f"stopped by {reason} after step {position.global_step}, in epoch {min(position.epoch + 1, epochs)} of {epochs}",
+        f"checkpoint {checkpoint}",
+        f"go on with the same command and --resume {directory} (exit code {STOPPED})",
+    ]
+
+
+def kept_clause(directory: RunDirectory) -> str:
+    """The end of a sentence on a run that ends at once: the checkpoint to go on from, by names alone."""
+    try:
+        written = checkpoints(directory.checkpoints)
+    except OSError:
+        return ""
+    return f"; the newest one on the disk is {written[-1][1]}" if written else "; there is none of this run on the disk"
 
 
 def run_training(
@@ -65,7 +150,7 @@ def run_training(
     steps: int = 0,
     schedule_from: str | None = None,
     style: ProgressStyle | None = None,
-    memory: RunMemory | None = None,
+    memory: ShrinkState | None = None,
     complete: Callable[[], None] = lambda: None,
 ) -> bool:
     """Train; print the last test accuracy and where the run's files lie. Collective.
@@ -77,7 +162,7 @@ def run_training(
         schedule_from: a run whose averaging is repeated (see `collective_schedules.agree`).
         memory: of a run that goes on without lost ranks. complete: called once the run is done, before that is said; may raise.
     """
-    memory = RunMemory() if memory is None else memory
+    memory = ShrinkState() if memory is None else memory
     with memory.ownership.held():
         return _run_owned(session, watch, memory, resume, steps, schedule_from, style, complete)
 
@@ -85,7 +170,7 @@ def run_training(
 def _run_owned(
     session: Session,
     watch: SignalWatch,
-    memory: RunMemory,
+    memory: ShrinkState,
     resume: str | None,
     steps: int,
     schedule_from: str | None,
@@ -108,7 +193,7 @@ def _run_owned(
         reporter.say(f"run directory {directory.path}")
         watch.keeps(partial(kept_clause, directory))
         flight_records.keep(session, directory, reporter, shrunk=memory.shrunk)
-        reproducibility.keep(session, parts, directory)
+        reproducibility.keep_schedules(session, parts, directory)
         account = RunAccount(
             session, parts, _start_measuring(session, parts, directory, reporter), _most_steps(session, parts, begun, steps)
         )
@@ -123,7 +208,7 @@ def _run_owned(
         outcome, evaluation = _train(session, parts, trainer, checkpoints, position, nothing_left=steps < 0)
         _finish_trace(report, session, parts, directory, reporter)
         account.finish(trainer.step_times, outcome, reporter)
-        memory_account.finish(session.world, parts.backend, reporter, (begun, outcome.position.global_step))
+        accounts.finish_memory(session.world, parts.backend, reporter, (begun, outcome.position.global_step))
         for records in (data, reads, hashes):
             records.finish(outcome.position)
         reason = _stop(session, watch, limit.reason, outcome, reporter)
@@ -136,22 +221,22 @@ def _run_owned(
     return reason is not None
 
 
-def _most_steps(session: Session, parts: Parts, done: int, steps: int) -> int:
+def _most_steps(session: Session, parts: TrainingSetup, done: int, steps: int) -> int:
     """Return how many steps the run can still take after `done` of them. steps: a limit; 0: none."""
     left = session.config.epochs * len(parts.loader) - done
     return min(left, steps) if steps else left
 
 
 def _parts(
-    session: Session, watch: SignalWatch, resume: str | None, schedule_from: str | None, memory: RunMemory
-) -> tuple[Parts, Start | None]:
+    session: Session, watch: SignalWatch, resume: str | None, schedule_from: str | None, memory: ShrinkState
+) -> tuple[TrainingSetup, Start | None]:
     """All objects of this rank, with the state of the checkpoint that training goes on from, if any. Collective."""
     start = find_start(session, resume, memory.ownership) if resume is not None else None
     parts = build(session, None if start is None else start.data, stop_requested=watch.asked)
     if start is None:  # else the checkpoint has them
         start_from_weights(session, parts.replica)
-    exact_promise.agree(session, parts, start)
-    reproducibility.agree(session, parts, None if start is None else start.content, schedule_from)
+    exact_promise.agree_record(session, parts, start)
+    reproducibility.agree_schedules(session, parts, None if start is None else start.content, schedule_from)
     if start is None:
         return parts, None
     raise_on_all_ranks(session.world, partial(parts.replica.load, start.content))
@@ -159,7 +244,7 @@ def _parts(
 
 
 def _checkpoints(
-    session: Session, parts: Parts, directory: RunDirectory, reporter: Reporter, start: Start | None
+    session: Session, parts: TrainingSetup, directory: RunDirectory, reporter: Reporter, start: Start | None
 ) -> RunCheckpoints:
     """The checkpoints of the run, which goes on from a start, if any. Collective."""
     checkpoints = RunCheckpoints(session, parts, directory, reporter)
@@ -177,7 +262,9 @@ def _trace_report(session: Session) -> TraceReport | None:
     return TraceReport(session.world, session.progress, trace)
 
 
-def _finish_trace(trace: TraceReport | None, session: Session, parts: Parts, directory: RunDirectory, reporter: Reporter) -> None:
+def _finish_trace(
+    trace: TraceReport | None, session: Session, parts: TrainingSetup, directory: RunDirectory, reporter: Reporter
+) -> None:
     """Write the trace of a run that has one, and say what is in it. Collective."""
     if trace is not None:
         for line in trace.finish(directory.path, _about(session, parts), reporter.width):
@@ -185,7 +272,13 @@ def _finish_trace(trace: TraceReport | None, session: Session, parts: Parts, dir
 
 
 def _train(
-    session: Session, parts: Parts, trainer: Trainer, checkpoints: RunCheckpoints, position: Position, *, nothing_left: bool
+    session: Session,
+    parts: TrainingSetup,
+    trainer: Trainer,
+    checkpoints: RunCheckpoints,
+    position: Position,
+    *,
+    nothing_left: bool,
 ) -> tuple[Outcome, RunningSums | None]:
     """Train, evaluate where no epoch's end has done so, and wait for the last checkpoint. Collective.
 
@@ -213,12 +306,12 @@ def _train(
 
 def run_compute_only(session: Session, steps: int, style: ProgressStyle | None = None) -> None:
     """Time steps that exchange nothing, then the exchange alone; print and record both. The session traces. Collective."""
-    from hpctrain.experiment import compute_only
+    from hpctrain.run import trace_report as compute_only
     from hpctrain.run.trace_report import TraceReport
 
     alone = compute_only.without_communication(session)
     parts = build(alone)
-    reproducibility.agree(alone, parts)
+    reproducibility.agree_schedules(alone, parts)
     ownership = RunOwnership()
     directory = _new_directory(alone, parts, ownership)
     reporter = _reporter(alone, directory, style)
@@ -236,7 +329,7 @@ def run_compute_only(session: Session, steps: int, style: ProgressStyle | None =
         if table is None:
             raise ConfigError("No whole step was run, so there is no compute-only step; set epochs or --steps to at least 1.")
         exchange = compute_only.measure_exchange(session.groups, alone.progress, parts.replica.network)
-        lines += compute_only.report(alone, directory.path, table, exchange, about)
+        lines += compute_only.report_compute_only(alone, directory.path, table, exchange, about)
         for line in lines:
             reporter.say(line)
     finally:
@@ -246,7 +339,7 @@ def run_compute_only(session: Session, steps: int, style: ProgressStyle | None =
         print(f"files of this run: {directory.path}", flush=True)
 
 
-def _new_directory(session: Session, parts: Parts, ownership: RunOwnership) -> RunDirectory:
+def _new_directory(session: Session, parts: TrainingSetup, ownership: RunOwnership) -> RunDirectory:
     """Create a run directory on rank 0, take its ownership, and return it. Collective."""
     config = session.config
 
@@ -256,7 +349,7 @@ def _new_directory(session: Session, parts: Parts, ownership: RunOwnership) -> R
         directory = RunDirectory.create(
             Path(config.output), config.name, config=dump(config), versions=_versions(session, parts), git=session.revision
         )
-        automatic.keep(session.resolved, directory)
+        automatic.keep_choice(session.resolved, directory)
         _remove_left(config, directory)
         return str(directory.path)
 
@@ -272,7 +365,7 @@ def _remove_left(config: Config, directory: RunDirectory) -> None:
             remove_left(run.checkpoints, least_age_seconds=ABANDONED_SECONDS)
 
 
-def _directory(session: Session, parts: Parts, start: Start | None, memory: RunMemory) -> RunDirectory:
+def _directory(session: Session, parts: TrainingSetup, start: Start | None, memory: ShrinkState) -> RunDirectory:
     """The directory of the run, without what lies behind its start. Collective."""
     ownership = memory.ownership
     directory = None if start is None else start.directory
@@ -286,7 +379,7 @@ def _directory(session: Session, parts: Parts, start: Start | None, memory: RunM
     return directory
 
 
-def _cut_records(session: Session, parts: Parts, start: Start | None, directory: RunDirectory) -> None:
+def _cut_records(session: Session, parts: TrainingSetup, start: Start | None, directory: RunDirectory) -> None:
     """Rank 0 takes out of the run what lies behind its start: metrics, and what looks like newer checkpoints. Collective.
 
     The configuration is that of now.
@@ -301,7 +394,7 @@ def _cut_records(session: Session, parts: Parts, start: Start | None, directory:
             checkpoint.set_aside(directory.checkpoints, position.global_step)
             directory.cut_metrics(position.epoch, position.global_step, evaluates=evaluates)
             directory.follow_config(dump(session.config), position.global_step, earlier)
-            automatic.keep(session.resolved, directory)
+            automatic.keep_choice(session.resolved, directory)
 
     raise_on_all_ranks(session.world, cut)
 
@@ -314,7 +407,7 @@ def _reporter(session: Session, directory: RunDirectory, style: ProgressStyle | 
     """
     metrics = session.config.metrics
 
-    kept = log.own()
+    kept = log.current_rank_log()
     logged = []
     if kept is not None:
         kept.keep_in(directory.log_path(session.world.rank))
@@ -329,7 +422,7 @@ def _reporter(session: Session, directory: RunDirectory, style: ProgressStyle | 
     return raise_on_all_ranks(session.world, make)
 
 
-def _introduce(session: Session, parts: Parts, reporter: Reporter, notes: Iterable[str | None] = ()) -> None:
+def _introduce(session: Session, parts: TrainingSetup, reporter: Reporter, notes: Iterable[str | None] = ()) -> None:
     """Say where the run runs, with which parts and on which data, and the notes that are not empty. Collective."""
     config, network = session.config, parts.replica.network
     count = sum(math.prod(spec.shape) for spec in network.parameter_specs.values())
@@ -353,7 +446,7 @@ def _introduce(session: Session, parts: Parts, reporter: Reporter, notes: Iterab
         reporter.say(note)
 
 
-def _introduce_start(session: Session, parts: Parts, reporter: Reporter, start: Start | None, resume: str | None) -> None:
+def _introduce_start(session: Session, parts: TrainingSetup, reporter: Reporter, start: Start | None, resume: str | None) -> None:
     """Say from where the run goes on, where it was asked to."""
     if start is not None:
         introduce(start, session.config, parts.loader.sampler.samples, reporter)
@@ -362,7 +455,7 @@ def _introduce_start(session: Session, parts: Parts, reporter: Reporter, start: 
         reporter.say(f"nothing to resume: no run named {session.config.name} in {place} has a checkpoint yet")
 
 
-def _start_measuring(session: Session, parts: Parts, directory: RunDirectory, reporter: Reporter) -> ProgressMode:
+def _start_measuring(session: Session, parts: TrainingSetup, directory: RunDirectory, reporter: Reporter) -> ProgressMode:
     """Choose the progress mode; say it where it matters, and record it. Collective."""
     config = session.config
     samples = -(-config.batch // session.groups.all_ranks.size // parts.replica.passes.following)
@@ -373,7 +466,7 @@ def _start_measuring(session: Session, parts: Parts, directory: RunDirectory, re
     return chosen.mode
 
 
-def _about(session: Session, parts: Parts) -> dict[str, object]:
+def _about(session: Session, parts: TrainingSetup) -> dict[str, object]:
     """The conditions of a measurement: versions, model, grid, threads."""
     config = session.config
     return {
@@ -435,6 +528,6 @@ def _skipped(position: Position) -> str:
     return f"{position.skipped:,} of {position.global_step:,} {were} skipped, as something in them was not finite"
 
 
-def _versions(session: Session, parts: Parts) -> dict[str, str]:
+def _versions(session: Session, parts: TrainingSetup) -> dict[str, str]:
     software = software_versions(kernels=parts.backend.name, launcher=session.launcher.name, mpi=session.mpi_library)
     return software | dict(parts.backend.versions) | user_code.digests()

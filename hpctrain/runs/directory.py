@@ -11,12 +11,15 @@
         schedule-<group>.json   what the averager of a parameter group posts in a step, in order
         choice.json      what the run chose for grid, plan and averager, where the configuration leaves these to it
         flight/          what each rank did last
-        owners/          who has written to the run, and who does now (see `run_owner`)
+        owners/          who has written to the run, and who does now (see `runs.owner`)
         flight-directory      where that lies, where it is not here
         machine.yaml     the machine that was measured for that, where none was named
         checkpoints/
+            best.json    which of them has the best evaluation, for people and commands (see `BestRecord`)
 
-One rank creates and writes it; the others are told its path. Nothing here communicates.
+One rank creates and writes it; the others receive its path. Nothing here communicates. A run that resumes takes its best
+evaluation
+from the metadata of its checkpoint; best.json is made from there again, and may be deleted.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ import secrets
 import subprocess
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from pathlib import Path
@@ -42,15 +45,15 @@ import yaml
 from hpctrain.core.errors import CheckpointError, ConfigError, DataError
 from hpctrain.core.files import TEXT_BYTES, json_object, read_bytes, read_text
 from hpctrain.launch.signal_mask import release
-from hpctrain.storage import metrics_file
-from hpctrain.storage.atomic_write import PARTIAL, write_bytes, write_json, write_text
-from hpctrain.storage.bookkeeping import Bookkeeping
-from hpctrain.storage.run_marker import MARKER, STAMP, RunMarker, is_run, mark, marker_of, order_of
-from hpctrain.runs.owner import Ownership
+from hpctrain.runs import records
+from hpctrain.runs.owner import MARKER, STAMP, Ownership, RunMarker, is_run, mark, marker_of, order_of
+from hpctrain.runs.records import Bookkeeping
+from hpctrain.storage.atomic_write import PARTIAL, remove_unfinished, write_bytes, write_json, write_text
 from hpctrain.version import __version__
 
 if TYPE_CHECKING:
     from hpctrain.storage.checkpoint import CheckpointContent
+
 
 _EARLIER = re.compile(r"config-(\d{8,})\.yaml")
 _NAME = re.compile(r"^name:.*$", re.MULTILINE)
@@ -274,13 +277,13 @@ class RunDirectory:
             RunOwnedError: another job has taken the run over.
         """
         require_owned(self)
-        metrics_file.append(self.metrics_path, json.dumps(_finite(record), allow_nan=False) + "\n")
+        records.append_lines(self.metrics_path, json.dumps(_finite(record), allow_nan=False) + "\n")
 
     def cut_metrics(self, epoch: int, step: int, *, evaluates: bool = False, goes_back: bool = False) -> None:
         """Before a run goes on from a checkpoint: metrics and hashes end where it was taken (see `metrics_file.cut_back`)."""
         require_owned(self)
         for path in (self.metrics_path, self.hashes_path):
-            metrics_file.cut_back(path, epoch, step, evaluates=evaluates, goes_back=goes_back)
+            records.cut_back(path, epoch, step, evaluates=evaluates, goes_back=goes_back)
 
     def metrics(self) -> list[dict[str, object]]:
         """All complete lines; a last one that a kill has torn is left out.
@@ -319,7 +322,7 @@ def small_files(run: RunDirectory) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in paths if path.stat().st_size <= _MOST_BYTES_OF_SMALL}
 
 
-def restore(run: RunDirectory, files: Mapping[str, bytes]) -> None:
+def restore_files(run: RunDirectory, files: Mapping[str, bytes]) -> None:
     """Write missing small files of the run again, as after a removal of its directory during the training.
 
     Raises:
@@ -441,3 +444,94 @@ def resumable(output: Path, name: str) -> tuple[Path, CheckpointContent] | None:
 
     found = (read_newest(run.checkpoints) for run in runs(output, name))
     return next((each for each in found if each is not None), None)
+
+
+#: in the directory of checkpoints
+BEST_RECORD = "best.json"
+_LARGEST_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class BestRecord:
+    """The checkpoint with the best evaluation.
+
+    Args:
+        checkpoint: name of the file or directory. step: steps done. epoch: epochs trained. measure: "top1", "top5" or "loss", by
+            which it is the best. value: of the measure; accuracies are fractions.
+    """
+
+    checkpoint: str
+    step: int
+    epoch: int
+    measure: str
+    value: float
+
+    def __post_init__(self) -> None:
+        texts, numbers = (self.checkpoint, self.measure), (self.step, self.epoch, self.value)
+        if not all(isinstance(text, str) for text in texts) or not all(isinstance(number, int | float) for number in numbers):
+            raise TypeError("a field is of another type")
+
+    def __str__(self) -> str:
+        value = f"{self.value:.4f}" if self.measure.endswith("loss") else f"{self.value:.2%}"
+        return f"{self.measure} {value} after epoch {self.epoch}"
+
+
+def write_best(directory: Path, best: BestRecord | None) -> None:
+    """Make this the record in a directory of checkpoints; None: there is none. Whole or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    if best is not None and _stored_best(directory) != asdict(best):
+        write_json(directory / BEST_RECORD, asdict(best))
+        return
+    remove_unfinished(directory / BEST_RECORD)
+    if best is None:
+        (directory / BEST_RECORD).unlink(missing_ok=True)
+
+
+def read_best(directory: Path) -> BestRecord | None:
+    """The record in a directory of checkpoints; None where there is none.
+
+    Raises:
+        CheckpointError: it is not readable.
+    """
+    path = directory / BEST_RECORD
+    if not path.exists():
+        return None
+    try:
+        return BestRecord(**(json_object(read_bytes(path, _LARGEST_BYTES)) or {}))
+    except (DataError, OSError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} is no record of a best checkpoint ({error}); delete it, and the run writes it again when it goes on."
+        ) from error
+
+
+def find_best(output: Path, name: str) -> Path:
+    """The best checkpoint of the newest run of that name that has one.
+
+    Raises:
+        CheckpointError: no run has one, or the file is gone.
+    """
+    for run in runs(output, name):
+        best = read_best(run.checkpoints)
+        if best is None:
+            continue
+        path = run.checkpoints / best.checkpoint
+        if not path.exists():
+            raise CheckpointError(
+                f"The best checkpoint of the run {run.path}, {best.checkpoint} ({best}), is not there any more; "
+                f"give one of those that `hpctrain checkpoint list {run.path}` shows."
+            )
+        return path
+    raise CheckpointError(
+        f"No run of {name!r} in {output} has a best checkpoint: with checkpoint.best one is kept where an evaluation and a "
+        f"checkpoint come after the same step; give a checkpoint file, or auto for the newest."
+    )
+
+
+def _stored_best(directory: Path) -> object:
+    try:
+        return json_object(read_bytes(directory / BEST_RECORD, _LARGEST_BYTES))
+    except (DataError, OSError):
+        return None

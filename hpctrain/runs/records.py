@@ -1,4 +1,12 @@
-"""The file of a run's hashes: one line of JSON for each step that has them, in as few bytes as that takes.
+"""Records of a run: files of JSON lines that grow with it, its hashes among them.
+
+Lines are appended whole, and cut back at a resume, so that no step comes twice. A run can do without these files: if their
+disk is
+full or gone, `Bookkeeping` warns once, the training goes on, and what can be written later is; what was lost is logged at the
+end.
+Checkpoints are no such files.
+
+The file of a run's hashes has one line for each step that has them, in as few bytes as that takes:
 
     {"tensors": ["parameters/conv1.weight", ...]}                        the keys of the lines below, until the next such line
     {"step": 100, "epoch": 1, "all": "5f0c...", "hashes": "91b2..."}     16 digits for each tensor, one behind the other
@@ -9,14 +17,198 @@ One process writes. Nothing here communicates.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpctrain.core.errors import DataError
+from hpctrain.core.errors import CheckpointError, DataError
 from hpctrain.core.files import json_object, read_bytes
-from hpctrain.storage import metrics_file
+from hpctrain.core.log import get_logger
+from hpctrain.storage.atomic_write import write_bytes
+
+#: records that are kept in memory until they can be written; the oldest ones go first
+MOST_WAITING = 100_000
+
+_log = get_logger(__name__)
+
+
+class Bookkeeping:
+    """Tries to write, and remembers what it has told. One thread at a time."""
+
+    def __init__(self) -> None:
+        self._failing: dict[str, str] = {}
+
+    def attempt(self, what: str, write: Callable[[], object]) -> bool:
+        """Call `write`; False where the system refused it, which is told unless the last attempt at the same ended alike.
+
+        Args:
+            what: is written, for the sentence: "metrics".
+
+        Raises:
+            BrokenPipeError: nobody reads any more.
+        """
+        try:
+            write()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            why = reason(error)
+            if self._failing.get(what) != why:
+                _log.warning("The %s cannot be written (%s); the run goes on and will try again.", what, why)
+            self._failing[what] = why
+            return False
+        if self._failing.pop(what, None) is not None:
+            _log.warning("The %s can be written again.", what)
+        return True
+
+    def lost(self, what: str, extent: str) -> None:
+        """Say at the end what is missing. extent: as in "3 lines"."""
+        _log.warning("%s of the %s could not be written (%s) and are lost.", extent, what, self._failing.get(what, "no reason"))
+
+
+class PatientRecords:
+    """Records that are written in their order as soon as that is possible.
+
+    Args:
+        append: writes one, whole or not at all.
+    """
+
+    def __init__(self, bookkeeping: Bookkeeping, what: str, append: Callable[[Mapping[str, Any]], None]) -> None:
+        self._bookkeeping, self._what, self._append = bookkeeping, what, append
+        self._waiting: list[Mapping[str, Any]] = []
+        self._dropped = 0
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Write a record, after those that wait."""
+        self._waiting.append(record)
+        if len(self._waiting) > MOST_WAITING:
+            del self._waiting[0]
+            self._dropped += 1
+        self._bookkeeping.attempt(self._what, self._write)
+
+    def close(self) -> None:
+        """The last attempt; say what is lost. May be called twice."""
+        if self._waiting:
+            self._bookkeeping.attempt(self._what, self._write)
+        lost = len(self._waiting) + self._dropped
+        if lost:
+            self._bookkeeping.lost(self._what, f"{lost} {'line' if lost == 1 else 'lines'}")
+        self._waiting, self._dropped = [], 0
+
+    def _write(self) -> None:
+        while self._waiting:
+            self._append(self._waiting[0])
+            del self._waiting[0]
+
+
+def reason(error: OSError) -> str:
+    """The system's words."""
+    return error.strerror or str(error)
+
+
+def append_lines(path: Path, text: str) -> None:
+    """Append lines; they are the system's before this returns. A line that a kill has torn is cut off first.
+
+    One process appends at a time.
+    """
+    with open(path, "ab+") as file:
+        _cut_torn_line(file.fileno())
+        file.write(text.encode())
+
+
+def _cut_torn_line(descriptor: int) -> None:
+    """Shorten the file to its last complete line."""
+    size = os.fstat(descriptor).st_size
+    end, block = size, b""
+    while end and b"\n" not in block:
+        start = max(0, end - 4096)
+        block = os.pread(descriptor, end - start, start)
+        end = start + block.rindex(b"\n") + 1 if b"\n" in block else start
+    if end != size:
+        os.ftruncate(descriptor, end)
+
+
+def cut_back(path: Path, epoch: int, step: int, *, evaluates: bool = False, goes_back: bool = False) -> None:
+    """Remove the records after a position from `path`, as the run will record them again.
+
+    Records without a step stay, and so do lines that no run has written.
+
+    A last line that a kill has torn goes. Any other line that is no JSON object moves to `unreadable_path`, with a warning. At
+    every moment `path` is either what it was before or complete, on the disk. One process at a time.
+
+    Args:
+        epoch, step: of the position: the next step's epoch, and the steps done. evaluates: it will be evaluated again, too.
+        goes_back: the run itself goes back to the position, so that what it says of earlier times stays.
+
+    Raises:
+        CheckpointError: the file cannot be read or written; it is what it was before.
+    """
+    if not path.exists():
+        return
+    try:
+        text = read_bytes(path)
+    except OSError as error:
+        raise CheckpointError(f"The records {path} cannot be read ({error.strerror}); allow it, or remove the file.") from error
+    *lines, _torn = text.split(b"\n")
+    records = [json_object(line) for line in lines]
+    unreadable = [line for line, record in zip(lines, records, strict=True) if record is None]
+    kept = [
+        line
+        for line, record in zip(lines, records, strict=True)
+        if record is not None and not _is_behind(record, epoch, step, evaluates, goes_back)
+    ]
+    new = b"".join(line + b"\n" for line in kept)
+    if new == text:
+        return
+    try:
+        if unreadable:
+            _keep_unreadable(path, unreadable)
+        write_bytes(path, new)
+    except OSError as error:
+        raise CheckpointError(
+            f"The records {path} cannot be cut back to step {step} of the checkpoint ({error.strerror}); make room or allow it."
+        ) from error
+
+
+def unreadable_path(path: Path) -> Path:
+    """Where lines of `path` go that are no JSON objects."""
+    return path.with_name(f"{path.stem}-unreadable.txt")
+
+
+def _is_behind(record: Mapping[str, object], epoch: int, step: int, evaluates: bool, goes_back: bool) -> bool:
+    """Whether a run that goes on from the position records this again.
+
+    A checkpoint at an epoch's last step may be older than the end of the epoch: then its epoch is still that one.
+    """
+    its_step, its_epoch = record.get("step"), record.get("epoch")
+    is_of_a_run = isinstance(record.get("kind"), str) or isinstance(record.get("hashes"), str)
+    if not isinstance(its_step, int) or not is_of_a_run:
+        return False
+    if its_step != step or not isinstance(its_epoch, int):
+        return its_step > step
+    if record.get("kind") == "epoch":
+        counted_from_0 = "images" not in record  # as runs of earlier versions did
+        return its_epoch + counted_from_0 > epoch
+    if record.get("kind") == "evaluation":  # it counts the epochs done
+        return its_epoch > epoch or evaluates
+    if record.get("kind") == "image_size":  # of the epoch that begins here
+        return True
+    if record.get("kind") == "rollback":  # to here, from steps behind
+        return not goes_back
+    return False
+
+
+def _keep_unreadable(path: Path, lines: Sequence[bytes]) -> None:
+    other = unreadable_path(path)
+    first = lines[0][:80].decode(errors="replace")
+    _log.warning("%d lines of %s are no JSON objects (first %r); they are in %s now.", len(lines), path, first, other)
+    with open(other, "ab") as file:
+        file.write(b"".join(line + b"\n" for line in lines))
+        file.flush()
+        os.fsync(file.fileno())
+
 
 #: hexadecimal digits of a hash
 DIGITS = 16
@@ -72,7 +264,7 @@ class HashFile:
         lines = [{**record, "hashes": "".join(record["hashes"].values())}]
         if keys != self._keys:
             lines.insert(0, {"tensors": list(keys)})
-        metrics_file.append(self._path, "".join(json.dumps(line) + "\n" for line in lines))
+        append_lines(self._path, "".join(json.dumps(line) + "\n" for line in lines))
         self._keys = keys
 
     def _latest(self) -> tuple[tuple[str, ...], int | None]:

@@ -1,6 +1,6 @@
-"""The state of a run, as its directory tells it to somebody outside of it: while it runs, after it, and after it died.
+"""The state of a run, as its directory tells it from outside: while it runs, after it, and after it died.
 
-Only reads; needs no MPI and no NumPy.
+Events in its metrics that are out of the ordinary come in words for people. Only reads; needs no MPI and no NumPy.
 """
 
 from __future__ import annotations
@@ -9,19 +9,89 @@ import os
 import re
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hpctrain.core.errors import DataError
-from hpctrain.experiment.run_events import RunEvent, events_of
-from hpctrain.flight.autopsy import autopsy
-from hpctrain.flight.report import records_in
-from hpctrain.launch.exit_codes import End
-from hpctrain.flight.ring import FlightRecord
 from hpctrain.core.files import json_object, read_bytes
+from hpctrain.core.text import spans
+from hpctrain.flight.autopsy import autopsy, records_in
+from hpctrain.flight.ring import FlightRecord
+from hpctrain.launch.process_end import End
 from hpctrain.runs.directory import RunDirectory
+
+
+@dataclass(frozen=True)
+class RunEvent:
+    """An event. time: seconds of the wall clock."""
+
+    time: float
+    text: str
+
+
+def events_of(records: Iterable[Mapping[str, Any]]) -> list[RunEvent]:
+    """The events among the records of a run, in their order; a record that lacks something is told as far as it goes."""
+    events = []
+    for record in records:
+        words = _WORDS.get(str(record.get("kind")))
+        if words is not None:
+            events.append(RunEvent(float(record.get("time") or 0.0), words(record)))
+    return events
+
+
+def _start(record: Mapping[str, Any]) -> str:
+    done = record.get("done_samples") or 0
+    return f"training begins behind {done:,} samples" if done else "training begins"
+
+
+def _resume(record: Mapping[str, Any]) -> str:
+    changes = ", ".join(record.get("changes") or ())
+    return f"resumed at step {record.get('step')}" + (f" with other {changes}" if changes else "")
+
+
+def _skip(record: Mapping[str, Any]) -> str:
+    return f"step {record.get('step')} skipped: {record.get('held') or 'a value'} of {record.get('layer') or 'it'} not finite"
+
+
+def _rollback(record: Mapping[str, Any]) -> str:
+    return f"went back from step {record.get('from_step')} to step {record.get('step')}: {record.get('error')}"
+
+
+def _shrink(record: Mapping[str, Any]) -> str:
+    lost = spans(record.get("lost") or ())
+    return f"lost rank {lost}; went on with {record.get('ranks')} from step {record.get('step')}"
+
+
+def _checkpoint(record: Mapping[str, Any]) -> str:
+    return str(record.get("warning"))
+
+
+def _unreadable(record: Mapping[str, Any]) -> str:
+    return f"samples that could not be read, by step {record.get('step')}"
+
+
+def _image_size(record: Mapping[str, Any]) -> str:
+    return f"images of {record.get('size')} px from epoch {record.get('epoch')}"
+
+
+def _stop(record: Mapping[str, Any]) -> str:
+    return f"stopped by {record.get('by')} after step {record.get('step')}"
+
+
+_WORDS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "start": _start,
+    "resume": _resume,
+    "skip": _skip,
+    "rollback": _rollback,
+    "shrink": _shrink,
+    "checkpoint": _checkpoint,
+    "unreadable": _unreadable,
+    "image_size": _image_size,
+    "stop": _stop,
+}
+
 
 #: without a sign of life after which a rank of this machine counts as silent; the heartbeat gives one every second
 SILENT_SECONDS = 10.0

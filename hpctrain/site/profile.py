@@ -1,14 +1,28 @@
-"""A site profile as frozen data: all that a job script must know of a machine, each setting with its reason and its source."""
+"""Site profiles: all that a job script must know of a machine, as frozen data, each setting with its reason and its source.
+
+Profiles are files of YAML: those that are installed with hpctrain, and a user's own, which may extend one. `read_site` finds
+one
+by name, and turns pydantic's errors into key paths and full sentences.
+"""
 
 from __future__ import annotations
 
+import os
 import re
-from typing import Annotated, Literal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import AfterValidator, Field, StringConstraints, model_validator
+from pydantic import AfterValidator, BaseModel, Field, StringConstraints, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
+from hpctrain.config.load import show
 from hpctrain.config.values import Integer, Section, one_line
+from hpctrain.core.errors import ConfigError
+from hpctrain.core.files import TEXT_BYTES, read_text, user_directory
+from hpctrain.core.sentences import choices, nearest, rule
+from hpctrain.core.yaml_source import KeyPath, Source, dotted, read_yaml
 
 Scheduler = Literal["slurm", "pbs", "hostfile", "local"]
 
@@ -176,3 +190,156 @@ class SiteProfile(Section):
     def stages(self) -> bool:
         """Whether an environment can be unpacked on the nodes, as one in an image cannot."""
         return self.scratch is not None and self.container is None
+
+
+# What patterns of the schema ask for, in words.
+_PATTERNS = {"time": "a time such as 06:00:00"}
+
+
+def faults(error: ValidationError) -> Iterator[tuple[KeyPath, str]]:
+    """(key path, sentence) of each fault; a key that is missing because it is misspelt beside is one fault."""
+    items = error.errors(include_url=False)
+    paths = [tuple(item["loc"]) for item in items]
+    meant = {_meant(path) for item, path in zip(items, paths, strict=True) if item["type"] == "extra_forbidden"}
+    for item, path in zip(items, paths, strict=True):
+        if item["type"] != "missing" or path not in meant:
+            yield path, _sentence(dict(item), path)
+
+
+def _sentence(item: Mapping[str, Any], path: KeyPath) -> str:
+    fields = _fields(path[:-1])
+    if item["type"] == "extra_forbidden":
+        return f'Unknown key "{dotted(path)}"; {choices(str(path[-1]), fields)}.'
+    if item["type"] == "missing":
+        return f'The key "{dotted(path)}" is missing: {fields[str(path[-1])].description}'
+    if not path:
+        return f"A site profile must be a mapping of keys such as description, scheduler, node; it is {show(item['input'])}."
+    if item["type"] == "ranks":
+        return f"{dotted(path)} {item['msg']}."
+    return f"{dotted(path)} is {show(item['input'])}, but {_rule(item, path)}."
+
+
+def _rule(item: Mapping[str, Any], path: KeyPath) -> str:
+    context = item.get("ctx", {})
+    if item["type"] == "string_pattern_mismatch":
+        return f"must be {_PATTERNS.get(str(path[-1]), 'text in one line')}"
+    if item["type"] == "literal_error":
+        legal = [part.strip("' ") for part in context["expected"].replace(" or ", ",").split(",")]
+        near = nearest(str(item["input"]), legal)
+        return rule(item) + (f"; the nearest is '{near}'" if near else "")
+    bound = context.get("ge")
+    return rule(item) + ("" if bound is None else f"; the nearest legal value is {show(bound)}")
+
+
+def _fields(path: KeyPath) -> Mapping[str, Any]:
+    """The fields of the section at a path of the schema; none where there is no section."""
+    kind: Any = SiteProfile
+    for part in path:
+        if _is_section(kind):
+            field = kind.model_fields.get(part)
+            kind = None if field is None else field.annotation
+        else:  # an item of a list, or of a mapping by name
+            kind = get_args(kind)[0 if get_origin(kind) is tuple else -1] if get_args(kind) else None
+        kind = next((inner for inner in get_args(kind) if _is_section(inner) and get_args(kind)[-1] is type(None)), kind)
+    return kind.model_fields if _is_section(kind) else {}
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
+def _meant(path: KeyPath) -> KeyPath | None:
+    """The key of the same mapping that an unknown one is nearest to."""
+    near = nearest(str(path[-1]), _fields(path[:-1]))
+    return None if near is None else (*path[:-1], near)
+
+
+# A link to the folder at the top of the repository; a wheel holds the files themselves.
+INSTALLED = Path(__file__).parents[1] / "examples" / "jobs" / "sites"
+_EXTENDS = "extends"
+
+
+@dataclass(frozen=True)
+class Site:
+    """A profile with its name and the file that it is from."""
+
+    name: str
+    path: Path
+    profile: SiteProfile
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether it came with hpctrain."""
+        return self.path.parent == INSTALLED
+
+
+def own_directory(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Return the directory of a user's own profiles, hpctrain/sites in $XDG_CONFIG_HOME or ~/.config. None without a home."""
+    directory = user_directory("XDG_CONFIG_HOME", ".config", environ)
+    return None if directory is None else directory / "sites"
+
+
+def where_own(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the directory of a user's own profiles, for messages."""
+    directory = own_directory(environ)
+    return "$XDG_CONFIG_HOME/hpctrain/sites" if directory is None else str(directory)
+
+
+def profile_paths(environ: Mapping[str, str] = os.environ) -> dict[str, Path]:
+    """The file of each profile by its name, in the order of names; a user's own one hides an installed one of that name."""
+    folders = [folder for folder in (INSTALLED, own_directory(environ)) if folder is not None]
+    by_name = {path.stem: path for folder in folders for path in folder.glob("*.yaml")}
+    return {name: by_name[name] for name in sorted(by_name)}
+
+
+def read_site(name: str, environ: Mapping[str, str] = os.environ) -> Site:
+    """The profile of that name, with what it extends.
+
+    Raises:
+        ConfigError: there is none; else one sentence for each fault, with its file and line.
+    """
+    known = profile_paths(environ)
+    if name not in known:
+        raise ConfigError(f"There is no site {name!r}; {choices(name, known)}. Profiles of your own lie in {where_own(environ)}.")
+    data, places = _extended(known[name], environ, ())
+    source = Source(str(known[name]), places)
+    try:
+        return Site(name, known[name], SiteProfile.model_validate(data))
+    except ValidationError as error:
+        sentences = [str(source.error(path, sentence)) for path, sentence in faults(error)]
+    raise ConfigError("\n".join(dict.fromkeys(sentences)))
+
+
+def _extended(path: Path, environ: Mapping[str, str], below: tuple[Path, ...]) -> tuple[Any, dict[KeyPath, str]]:
+    """The data of a file laid over that of the profile which it extends, and the places of both."""
+    data, places = _data(path)
+    if not isinstance(data, dict) or _EXTENDS not in data:
+        return data, places
+    base = data.pop(_EXTENDS)
+    # A profile that extends its own name means the installed one, which it hides.
+    known = {**profile_paths(environ), **({path.stem: INSTALLED / path.name} if path.parent != INSTALLED else {})}
+    known = {name: file for name, file in known.items() if file != path and file.exists()}
+    place = places.get((_EXTENDS,), str(path))
+    if not isinstance(base, str) or base not in known:
+        raise ConfigError(f"{place}: extends is {base!r}, but must be the name of a site; {choices(str(base), known)}.")
+    if known[base] in below:
+        raise ConfigError(f"{place}: extends is {base}, which extends this profile itself; take one of the two out.")
+    base_data, base_places = _extended(known[base], environ, (*below, path))
+    return _merged(base_data, data), {**base_places, **places}
+
+
+def _data(path: Path) -> tuple[Any, dict[KeyPath, str]]:
+    try:
+        return read_yaml(read_text(path, TEXT_BYTES), str(path))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: The byte at {error.start} is not UTF-8; save the file as UTF-8.") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: The site profile cannot be read: {error.strerror}.") from None
+
+
+def _merged(base: Any, over: Any) -> Any:
+    """Mappings are merged key by key, null takes an entry away, and everything else replaces what was there."""
+    if not isinstance(base, Mapping) or not isinstance(over, Mapping):
+        return over
+    merged = {**base, **{key: _merged(base.get(key), value) for key, value in over.items()}}
+    return {key: value for key, value in merged.items() if value is not None or key not in base}

@@ -21,8 +21,8 @@ from pathlib import Path
 
 from hpctrain.core.errors import CheckpointError, CheckpointRemovedError
 from hpctrain.core.files import kind_of
-from hpctrain.launch import process_mark
-from hpctrain.launch.process_mark import ProcessMark
+from hpctrain.launch import processes
+from hpctrain.launch.processes import ProcessMark
 
 PARTIAL = ".partial"
 # Longest file name that its partial file's name repeats. With the mark of a process that name has at most 255 bytes.
@@ -99,7 +99,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 def partial_path(path: Path, token: str = "") -> Path:
     """Return a new name for this process's unfinished version of `path`. token: of the attempt; by default a number."""
-    return path.with_name(f"{_partial_prefix(path)}{token or next(_NUMBERS)}.{process_mark.own()}{PARTIAL}")
+    return path.with_name(f"{_partial_prefix(path)}{token or next(_NUMBERS)}.{processes.own_mark()}{PARTIAL}")
 
 
 def writer_of(partial: Path) -> ProcessMark | None:

@@ -3,12 +3,27 @@
 A checkpoint knows neither grid nor ranks: each parameter, statistic and optimiser state is one array of its logical shape, so
 that any number of ranks can continue from it. Here are plain arrays only; who gathers them, and that one rank writes, is the
 caller's. There is no random state to keep: every draw is a function of seed, epoch, step and sample.
+
+`convert` writes a checkpoint in the other layout, a file or shards: the same tensors and metadata to the last bit.
+
+Leftovers of interrupted writes and deletions are read by no program, and the next write removes them (`remove_left`). Each
+file
+names the process that has begun it, and stays while that process is alive. Whether a process on another machine is alive
+cannot be
+seen. Its files are removed once they have not been written to for ABANDONED_SECONDS, or as soon as the directory has another
+owner
+(`runs.owner`), since the process is then dead.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import re
+import secrets
+import shutil
+import tempfile
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,15 +31,108 @@ from pathlib import Path
 
 import numpy as np
 
-from hpctrain.core.intervals import Box, relative, whole
 from hpctrain.core.errors import CheckpointError
-from hpctrain.log import get_logger
-from hpctrain.nearest import choices
-from hpctrain.storage.atomic_write import not_written, replacing, synchronise_directory
-from hpctrain.storage.hdf5_store import read_store, read_store_meta, write_store
-from hpctrain.storage.leftovers import remove_left
-from hpctrain.storage.sharded_checkpoint import BEFORE, MANIFEST, SUFFIX, delete, open_sharded
-from hpctrain.storage.sharded_tensors import ShardedTensors
+from hpctrain.core.intervals import Box, relative, whole
+from hpctrain.core.log import get_logger
+from hpctrain.core.sentences import choices
+from hpctrain.launch import processes
+from hpctrain.storage.atomic_write import PARTIAL, not_written, replacing, synchronise_directory, writer_of
+from hpctrain.storage.hdf5_store import digest_of, read_store, read_store_meta, write_store
+from hpctrain.storage.shards import (
+    BEFORE,
+    MANIFEST,
+    SUFFIX,
+    Part,
+    ShardedTensors,
+    WriteShares,
+    delete,
+    open_sharded,
+    publish,
+    unfinished,
+    write_shard,
+)
+
+#: a write that has added nothing for so long is over
+ABANDONED_SECONDS = 3600.0
+
+_LEFT = re.compile(rf"(?P<of>.+?\.(?:h5|shards))(?:\..+)?{re.escape(PARTIAL)}", re.DOTALL)
+_OF_A_RUN = re.compile(r"checkpoint-\d{8,}(?:-before)?(?:-set-aside)?\.(?:h5|shards)")
+
+
+def remove_left(
+    directory: Path,
+    but: Path | None = None,
+    *,
+    of: Path | None = None,
+    least_age_seconds: float = 0.0,
+    owned: bool = False,
+) -> list[Path]:
+    """Delete leftovers in a directory, and return their paths.
+
+    Args:
+        but: a path that stays. least_age_seconds: files that were written to more recently stay.
+        of: the checkpoint that is about to be written; None: one of a run. If its name is not that of a run's checkpoint, the
+            directory may belong to any program, and only leftovers of this checkpoint are deleted.
+        owned: whether the directory is of a run that this process owns, so that no process on another machine writes there. Then
+            unfinished files of any kind that other processes have left are deleted.
+    """
+    own = None if of is None or _OF_A_RUN.fullmatch(of.name) else of.name
+    paths = [path for path in directory.iterdir() if path != but] if directory.is_dir() else []
+    left = [path for path in paths if _is_left(path.name, own) or (owned and _is_of_a_process(path))]
+    if not left:
+        return []
+    now = _now(directory)
+    old = [path for path in left if _is_over(path, now, least_age_seconds, owned=owned)]
+    for path in old:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+    return [path for path in old if not path.exists()]
+
+
+def _is_left(name: str, own: str | None) -> bool:
+    """Return whether a name is that of an unfinished checkpoint of a run; if `own` is given, of the checkpoint `own`."""
+    match = _LEFT.fullmatch(name)
+    if match is None:
+        return False
+    return match["of"] == own if own is not None else _OF_A_RUN.fullmatch(match["of"]) is not None
+
+
+def _is_of_a_process(path: Path) -> bool:
+    """Return whether a path is an unfinished file that names the process that has begun it."""
+    return path.name.endswith(PARTIAL) and writer_of(path) is not None
+
+
+def _is_over(path: Path, now: float, least_age_seconds: float, *, owned: bool) -> bool:
+    """Return whether the write of an unfinished file is over. now: by the clock of the file server."""
+    writer = writer_of(path)
+    if writer is not None:
+        if writer == processes.own_mark() or writer.lives:
+            return False
+        if writer.lives is None and not owned:
+            least_age_seconds = max(least_age_seconds, ABANDONED_SECONDS)
+    return not least_age_seconds or _last_write_seconds(path) <= now - least_age_seconds
+
+
+def _now(directory: Path) -> float:
+    """Return the time by the clock that dates files in a directory; minus infinity if it is unknown."""
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            return os.fstat(file.fileno()).st_mtime
+    except OSError:
+        return -math.inf
+
+
+def _last_write_seconds(path: Path) -> float:
+    """The time of the last write to a file, or to a directory and its files."""
+    try:
+        files = list(path.iterdir()) if path.is_dir() else []
+        return max(each.stat().st_mtime for each in (path, *files))
+    except OSError:  # somebody is at it
+        return math.inf
+
 
 _log = get_logger(__name__)
 #: broken links, each of which is logged once
@@ -327,3 +435,89 @@ def facts(content: CheckpointContent, key: str) -> tuple[tuple[int, ...], np.dty
         return content.tensors.facts(key)
     tensor = content.tensors[key]
     return tensor.shape, tensor.dtype
+
+
+def convert(source: Path, out: Path, *, sharded: bool, shards: int | None = None) -> CheckpointContent:
+    """Write the checkpoint `source` to `out` in that layout, read it again and compare; the content of the new one.
+
+    Nothing that others write in the directory of `out` is touched. In memory is, of a file, all of it; of shards, the shard that
+    is written, or a tensor.
+
+    Args:
+        shards: their number, where it has some; by default as many as ranks wrote the source. None is made without parts.
+
+    Raises:
+        CheckpointError: the source is damaged, `out` is there already, has the name of the other layout or cannot be written.
+    """
+    _check(out, sharded)
+    content = read(source)
+    if sharded:
+        _write_shards(out, content, shards or int(str(content.meta.get("ranks", 1))))
+    else:
+        _write_file(out, content)
+    try:
+        again = read(out)
+        _compare(content, again, out)
+    except CheckpointError:
+        remove(out)
+        raise
+    return again
+
+
+def _check(out: Path, sharded: bool) -> None:
+    if out.exists() or out.is_symlink():
+        raise CheckpointError(f"{out} is there already, and nothing is overwritten; give another path, or delete it first.")
+    if is_sharded(out) != sharded:
+        legal = out.with_suffix(SUFFIX if sharded else ".h5")
+        raise CheckpointError(
+            f"{out} would be taken for {'a file' if sharded else 'a directory of shards'}: the name of a checkpoint ends in "
+            f"{SUFFIX} exactly where it is a directory of shards; give {legal}."
+        )
+
+
+def _write_file(out: Path, content: CheckpointContent) -> None:
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(out) as partial:
+            write_store(partial, content.tensors, content.meta)
+    except (OSError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"The checkpoint {out} cannot be written ({reason}); make room or choose another path.") from error
+
+
+def _write_shards(out: Path, content: CheckpointContent, shards: int) -> None:
+    partial = unfinished(out, secrets.token_hex(4))
+    each = (_parts(content, number, shards) for number in range(shards))
+    try:
+        publish(partial, out, [write_shard(partial, number, parts) for number, parts in enumerate(each) if parts], content.meta)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _parts(content: CheckpointContent, number: int, shards: int) -> dict[str, Part]:
+    """The parts of one shard."""
+    shares, parts = WriteShares(number, shards), {}
+    for key in content.tensors:
+        shape, dtype = facts(content, key)
+        box: Box | None = whole(shape)
+        if 0 not in shape:
+            box = shares.own(whole(shape), dtype.itemsize)
+        elif number != 0:  # of a tensor without elements, the first shard has name and shape
+            box = None
+        if box is not None:
+            parts[key] = Part(shape, box, np.array(restore(content, key, shape, dtype, box), order="C"))
+    return parts
+
+
+def _compare(content: CheckpointContent, again: CheckpointContent, out: Path) -> None:
+    differs = [key for key in content.tensors if key not in again.tensors or _digest(content, key) != _digest(again, key)]
+    if differs or len(again.tensors) != len(content.tensors) or again.meta != content.meta:
+        what = f"tensor {differs[0]}" if differs else "its metadata or the list of its tensors"
+        raise CheckpointError(
+            f"The new checkpoint {out} differs from its source in {what} and is deleted; convert again, on another disk."
+        )
+
+
+def _digest(content: CheckpointContent, key: str) -> str:
+    return digest_of(np.asarray(content.tensors[key], order="C"))

@@ -1,20 +1,38 @@
-"""Numerical gradient check of a layer in a network: its backward against central differences of its forward, in float64."""
+"""Checks of layers and models: a layer's gradients against central differences in float64, and a model's declarations.
+
+`check_gradients` puts a layer into a small network and compares the network's backward with differences of its forward.
+`parameter_count` and `exported_shapes` read what a model declares, without the memory that a network of it would take.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from hpctrain.backend.operators import KernelSet, StepContext
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.operators import KernelSet, StepContext
 from hpctrain.backend.specs import TensorSpec
-from hpctrain.nn.layers import Layer
-from hpctrain.nn.layers_parts.flatten import Flatten
-from hpctrain.nn.layers_parts.linear import Linear
-from hpctrain.nn.layers_parts.sequential import Sequential
+from hpctrain.models.state_dict import exported_shape
+from hpctrain.nn.layers import Flatten, Layer, Linear, Sequential, join
 from hpctrain.nn.network import Network
+
+
+def parameter_count(model: Layer) -> int:
+    """Trained numbers of the model."""
+    return sum(math.prod(spec.shape) for _, layer in model.walk() for spec in layer.parameters().values())
+
+
+def exported_shapes(model: Layer) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every parameter and running statistic in torchvision's layout, in the order of a state dictionary."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for prefix, layer in model.walk():
+        shapes |= {join(prefix, role): exported_shape(spec) for role, spec in layer.parameters().items()}
+        shapes |= {join(prefix, role): spec.shape for role, spec in layer.statistics().items()}
+    return shapes
+
 
 _CLASSES = 3
 

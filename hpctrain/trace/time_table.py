@@ -1,11 +1,13 @@
 """Where a step's time goes, from its trace: layer | compute | communication | hidden | exposed | which rank came late.
 
-All numbers are means over the counted steps of one rank, in seconds. A rank's program spends every instant of a step in exactly
-one place: computing for some row, posting and testing messages, waiting for some row (exposed), or nowhere that was recorded
-(left over). So compute, messages and exposed of all rows and the left over add up to the step. Communication runs beside that:
-a row's communication is the length of the time in which at least one of its operations was posted and not known to be complete;
-hidden is the part of it in which the program did not wait, for whatever. Exposed time is never a difference: it is the measured
-waits, less what was computed in them.
+All numbers are means over the counted steps of one rank, in seconds. A rank's program spends every instant of a step in
+exactly one place: computing for some row, posting and testing messages, waiting for some row (exposed), or nowhere that was
+recorded (left over). So compute, messages and exposed of all rows and the left over add up to the step. Communication runs at
+the same time: a row's communication is the length of the time in which at least one of its operations was posted and not known
+to be complete; hidden is the part of it in which the program did not wait for anything. Exposed time is never a difference:
+it is the measured waits, less what was computed in them.
+
+A set of intervals is a pair of int64 arrays (start, stop); `union` makes it sorted and disjoint, as the measures require.
 """
 
 from __future__ import annotations
@@ -13,13 +15,86 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from hpctrain.trace import intervals
-from hpctrain.trace.intervals import Intervals
 from hpctrain.trace.tracer import BESIDE, Category, Events
+
+Intervals: TypeAlias = tuple[np.ndarray, np.ndarray]
+
+
+def union(start: np.ndarray, stop: np.ndarray) -> Intervals:
+    """The same instants as sorted, disjoint intervals."""
+    order = np.argsort(start, kind="stable")
+    start, stop = start[order], stop[order]
+    if not len(start):
+        return start, stop
+    reach = np.maximum.accumulate(stop)
+    first = np.concatenate([[True], start[1:] > reach[:-1]])
+    last = np.concatenate([first[1:], [True]])
+    return start[first], reach[last]
+
+
+def total_length(intervals: Intervals) -> int:
+    """Total length."""
+    return int((intervals[1] - intervals[0]).sum())
+
+
+def common_length(a: Intervals, b: Intervals) -> int:
+    """Length of what two disjoint sets have in common."""
+    return int((_covered(b, a[1]) - _covered(b, a[0])).sum()) if len(a[0]) and len(b[0]) else 0
+
+
+def clip(a: Intervals, window: Intervals) -> Intervals:
+    """The part of the disjoint set `a` that lies inside the disjoint set `window`."""
+    starts, stops = [], []
+    first = np.searchsorted(window[1], a[0], side="right")
+    beyond = np.searchsorted(window[0], a[1], side="left")
+    for k in range(len(a[0])):
+        for w in range(first[k], beyond[k]):
+            starts.append(max(a[0][k], window[0][w]))
+            stops.append(min(a[1][k], window[1][w]))
+    return np.array(starts, np.int64), np.array(stops, np.int64)
+
+
+def own_time(start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Segments (start, stop, index) of nested intervals, sorted: each instant belongs to the innermost one that covers it.
+
+    Intervals nest as calls do: an inner one ends no later than the one that it started in (clipped where clocks round).
+    """
+    order = np.lexsort((-stop, start))
+    segments: list[tuple[int, int, int]] = []
+    stack: list[tuple[int, int]] = []  # (stop, index)
+    now = 0
+
+    def emit(until: int) -> None:
+        nonlocal now
+        if stack and until > now:
+            segments.append((now, until, stack[-1][1]))
+        now = max(now, until)
+
+    for begin, end, index in zip(start[order].tolist(), stop[order].tolist(), order.tolist(), strict=True):
+        while stack and stack[-1][0] <= begin:
+            emit(stack[-1][0])
+            stack.pop()
+        emit(begin)
+        stack.append((min(end, stack[-1][0]) if stack else end, index))
+    while stack:
+        emit(stack[-1][0])
+        stack.pop()
+    table = np.array(segments, np.int64).reshape(-1, 3)
+    return table[:, 0], table[:, 1], table[:, 2]
+
+
+def _covered(intervals: Intervals, at: np.ndarray) -> np.ndarray:
+    """Length of the part of a disjoint set that lies before each of the instants `at`."""
+    start, stop = intervals
+    before = np.concatenate([[0], np.cumsum(stop - start)])
+    k = np.searchsorted(start, at, side="right")
+    inside = np.where(k > 0, np.minimum(at - start[np.maximum(k - 1, 0)], (stop - start)[np.maximum(k - 1, 0)]), 0)
+    return before[np.maximum(k - 1, 0)] + inside
+
 
 UPDATE_ROW = "optimizer update"
 _OPERATORS = (Category.FORWARD, Category.PARAMETERS, Category.INPUT)
@@ -166,7 +241,7 @@ def tabulate(events: Events, skip: int = 1) -> TimeTable | None:
     made = _ordered(_row(name, values, per_step) for name, values in rows.items())
     compute = sum(row.compute_seconds for row in made)
     exposed = sum(row.exposed_seconds for row in made)
-    hidden = total_communication - intervals.common(_flying(events, window), waits)
+    hidden = total_communication - common_length(_flying(events, window), waits)
     total = Row(
         "total",
         "total",
@@ -198,7 +273,7 @@ def _starts_in(start_ns: np.ndarray, window: Intervals) -> np.ndarray:
 def _program_time(inside: Events, names: RowNames, rows: dict[str, dict[str, float]]) -> tuple[Intervals, int]:
     """Give every instant of the program to its row; the waits as intervals, and what is left over, in ns."""
     program = inside.select(~np.isin(inside.category, BESIDE))
-    start, stop, owner = intervals.own_time(program.start_ns, program.stop_ns)
+    start, stop, owner = own_time(program.start_ns, program.stop_ns)
     lengths = np.bincount(owner, weights=stop - start, minlength=len(program))
     category = program.category
     keys, inverse = np.unique(np.stack([category, program.name]), axis=1, return_inverse=True)
@@ -217,7 +292,7 @@ def _program_time(inside: Events, names: RowNames, rows: dict[str, dict[str, flo
         else:
             _add(rows, UPDATE_ROW if kind == Category.UPDATE else name, "work", "compute", nanoseconds)
     waiting = category[owner] == Category.WAIT
-    return intervals.union(start[waiting], stop[waiting]), left_over
+    return union(start[waiting], stop[waiting]), left_over
 
 
 def _communication(
@@ -230,14 +305,14 @@ def _communication(
     for index, name in enumerate(operations.name.tolist()):
         members.setdefault(names.of(operations.names[name]), []).append(index)
     for row, indices in members.items():
-        own = intervals.union(operations.start_ns[indices], operations.stop_ns[indices])
-        flying = intervals.clip(own, window)
-        whole = intervals.length(flying)
+        own = union(operations.start_ns[indices], operations.stop_ns[indices])
+        flying = clip(own, window)
+        whole = total_length(flying)
         if whole or begun[indices].any():
             _add(rows, row, "communication", "communication", whole)
-            _add(rows, row, "communication", "hidden", whole - intervals.common(flying, waits))
+            _add(rows, row, "communication", "hidden", whole - common_length(flying, waits))
             _add(rows, row, "communication", "operations", int(begun[indices].sum()) / _SECONDS)
-    return intervals.length(_flying(events, window))
+    return total_length(_flying(events, window))
 
 
 def _delays(inside: Events, names: RowNames, rows: dict[str, dict[str, float]]) -> None:
@@ -250,7 +325,7 @@ def _delays(inside: Events, names: RowNames, rows: dict[str, dict[str, float]]) 
 def _flying(events: Events, window: Intervals) -> Intervals:
     """When anything was in flight."""
     operations = events.of(Category.COMMUNICATION)
-    return intervals.clip(intervals.union(operations.start_ns, operations.stop_ns), window)
+    return clip(union(operations.start_ns, operations.stop_ns), window)
 
 
 _KINDS = ("layer", "communication", "work")

@@ -1,7 +1,7 @@
 """A recorder of timed events: arrays made once, no object kept per event, nothing at all where it is not asked for.
 
 What can be traced holds a `Tracer` or None and asks `if tracer is not None`. Times are nanoseconds of one process's clock;
-`ClockMap` (comm/clock.py) brings those of several processes together; chrome.py writes them, intervals.py helps to add them up.
+`ClockMap` (comm/link.py) brings those of several processes together; chrome.py writes them, intervals.py helps to add them up.
 """
 
 from __future__ import annotations

@@ -1,24 +1,231 @@
-"""Evaluation: every sample once, with running statistics, on all ranks; sums over ranks, never means."""
+"""Evaluation and prediction: every sample once, with running statistics, on all ranks; sums over ranks, never means.
+
+The scores of an image are those of one pass, or the mean over the image and its mirror image. A confusion matrix counts which
+class
+an evaluation took for which, in integers that are exact on any number of ranks; a matrix of 20,000 classes has 400 million
+cells,
+few of which are not zero: only those are kept, and ranks add theirs in blocks. `WeightAverage` puts the average of the
+weights,
+and that of running statistics, in place of them for an evaluation.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from itertools import repeat
 
 import numpy as np
 
-from hpctrain.backend.operators import LossHandle
+from hpctrain.averaging.averager_state import copy_parameters, swap_parameters
+from hpctrain.averaging.base import GradientAverager
 from hpctrain.backend.numpy.classifier import SoftmaxCrossEntropy
+from hpctrain.backend.operators import LossHandle, StepContext
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine
+from hpctrain.core.intervals import ShardsOfRank
 from hpctrain.data.loader import Batch, BatchSource, Share
-from hpctrain.nn.network import Network
-from hpctrain.summation_tree import ShardsOfRank
-from hpctrain.train.confusion import ConfusionCounts
-from hpctrain.train.metrics_rest import RunningSums
-from hpctrain.train.micro_batches import micro_batches_of
-from hpctrain.train.scores import forward, host_logits, log_probabilities, pairs
+from hpctrain.nn.network import Network, layer_of
+from hpctrain.nn.program import Program
+from hpctrain.optim.ema import EMA, EmaRule
+from hpctrain.train.metrics import EvaluationSums, RunningSums
+from hpctrain.train.passes import micro_batches_of
+
+_BLOCK_CELLS = 1 << 20  # that ranks add at once: 8 MiB
+_MOST_PENDING = 1 << 16  # samples that are not counted together yet
+
+
+@dataclass(frozen=True)
+class ClassScore:
+    """The results of one class.
+
+    Args:
+        label: of the class. samples: that are of it. hits: of these, that were taken for it.
+        predictions: samples of any class that were taken for it.
+        rival: the class that its other samples were most often taken for, the first of several; None: there is none.
+        rival_count: how often.
+    """
+
+    label: int
+    samples: int
+    hits: int
+    predictions: int
+    rival: int | None
+    rival_count: int
+
+    @property
+    def top1(self) -> float | None:
+        """Share of its samples that were taken for it; None where it has no sample."""
+        return self.hits / self.samples if self.samples else None
+
+
+@dataclass(frozen=True)
+class ConfusionMatrix:
+    """The cells of a confusion matrix that are not zero, by label, then by prediction.
+
+    Args:
+        classes: of the model. labels, predictions, counts: (cells,) int64. A prediction of `classes` stands for outputs that are
+            not numbers, which are of no class.
+    """
+
+    classes: int
+    labels: np.ndarray
+    predictions: np.ndarray
+    counts: np.ndarray
+
+    @property
+    def undecided(self) -> int:
+        """Samples whose outputs are not numbers."""
+        return int(self.counts[self.predictions == self.classes].sum())
+
+    def of_label(self, label: int) -> np.ndarray:
+        """How often samples of a class were taken for each, (classes + 1,) int64; the last is for no class."""
+        cells = slice(*np.searchsorted(self.labels, [label, label + 1]))
+        counts = np.zeros(self.classes + 1, np.int64)
+        counts[self.predictions[cells]] = self.counts[cells]
+        return counts
+
+    def scores(self) -> list[ClassScore]:
+        """The results of all classes, by label."""
+        predictions = np.zeros(self.classes + 1, np.int64)
+        np.add.at(predictions, self.predictions, self.counts)
+        return [self._score(label, int(predictions[label])) for label in range(self.classes)]
+
+    def worst_first(self) -> list[ClassScore]:
+        """The same, the lowest accuracy first; classes without samples last."""
+        return sorted(self.scores(), key=lambda score: (score.top1 is None, score.top1, score.label))
+
+    def largest_confusions(self, most: int) -> list[tuple[int, int, int]]:
+        """(label, prediction, count) of the most frequent mistakes, the most frequent first."""
+        wrong = np.flatnonzero(self.labels != self.predictions)
+        order = wrong[np.argsort(-self.counts[wrong], kind="stable")][:most]
+        return [(int(self.labels[cell]), int(self.predictions[cell]), int(self.counts[cell])) for cell in order]
+
+    def _score(self, label: int, predictions: int) -> ClassScore:
+        counts = self.of_label(label)
+        samples, hits = int(counts.sum()), int(counts[label])
+        counts[label] = counts[self.classes] = 0  # neither is another class
+        rival = int(counts.argmax())
+        times = int(counts[rival])
+        return ClassScore(label, samples, hits, predictions, rival if times else None, times)
+
+
+class ConfusionCounts:
+    """The counts of one rank's own samples, so far.
+
+    Args:
+        classes: of the model.
+    """
+
+    def __init__(self, classes: int) -> None:
+        self.classes = classes
+        self._cells = np.zeros(0, np.int64)  # label * (classes + 1) + prediction, sorted, each once
+        self._counts = np.zeros(0, np.int64)
+        self._pending: list[np.ndarray] = []
+
+    def add(self, labels: np.ndarray, scores: np.ndarray) -> None:
+        """Count samples: labels (N,), and scores (N, classes), logits or their like, of which the first of the largest counts."""
+        if not len(labels):
+            return
+        # As the loss counts hits: of equal scores the first, and nothing where there is a NaN.
+        predictions = np.where(np.isnan(scores).any(axis=1), self.classes, scores.argmax(axis=1))
+        self._pending.append(labels.astype(np.int64) * (self.classes + 1) + predictions)
+        if sum(map(len, self._pending)) >= _MOST_PENDING:
+            self._gather()
+
+    def summed(self, comm: Communicator, progress: ProgressEngine) -> ConfusionMatrix:
+        """The counts of all ranks, on every rank. Collective."""
+        self._gather()
+        width = self.classes + 1
+        cells: list[np.ndarray] = []
+        counts: list[np.ndarray] = []
+        at_once = max(1, _BLOCK_CELLS // width)
+        for first in range(0, self.classes, at_once):
+            begin, stop = first * width, min(first + at_once, self.classes) * width
+            in_block = slice(*np.searchsorted(self._cells, [begin, stop]))
+            block = np.zeros(stop - begin, np.int64)
+            block[self._cells[in_block] - begin] = self._counts[in_block]
+            _add_over_ranks(block, comm, progress)
+            filled = np.flatnonzero(block)
+            cells.append(filled + begin)
+            counts.append(block[filled])
+        every = np.concatenate(cells)
+        return ConfusionMatrix(self.classes, every // width, every % width, np.concatenate(counts))
+
+    def _gather(self) -> None:
+        """Count the pending samples together with those before."""
+        pending = np.concatenate([np.zeros(0, np.int64), *self._pending])
+        fresh, times = np.unique(pending, return_counts=True)
+        cells = np.union1d(self._cells, fresh)
+        counts = np.zeros(len(cells), np.int64)
+        counts[np.searchsorted(cells, self._cells)] += self._counts
+        counts[np.searchsorted(cells, fresh)] += times
+        self._cells, self._counts, self._pending = cells, counts, []
+
+
+def _add_over_ranks(counts: np.ndarray, comm: Communicator, progress: ProgressEngine) -> None:
+    queue = progress.queue(comm)
+    progress.wait(queue.post(lambda: comm.iallreduce(counts), "confusion matrix"))
+
+
+_LOG_2 = math.log(2.0)
+
+
+def pairs(loader: BatchSource, mirrored: BatchSource | None) -> Iterator[tuple[Batch, Batch | None]]:
+    """Each batch of all samples, with the batch of its mirror images where there are any.
+
+    mirrored: the same samples in the same order, mirrored; None: there are none.
+    """
+    if mirrored is None:
+        yield from ((batch, None) for batch in loader.epoch(0))
+        return
+    yield from zip(loader.epoch(0), mirrored.epoch(0), strict=True)
+
+
+def forward(network: Network, batch: Batch) -> Program:
+    """A program that has computed the logits of a rank's own samples. Collective over the split group.
+
+    Not for a batch of which no rank of the split group has a sample.
+    """
+    program = network.program(batch.share.counts, training=False, image_shape=batch.image_shape)
+    program.set_input(batch.x)
+    program.forward(StepContext(training=False, sample_ids=batch.sample_ids, global_count=batch.global_count))
+    return program
+
+
+def host_logits(network: Network, program: Program) -> np.ndarray:
+    """The logits (N, classes) that a program has computed, bfloat16 as float32, read only, valid until the next pass."""
+    return network.kernels.arithmetic.to_host(program.logits)
+
+
+def log_probabilities(network: Network, batch: Batch, mirror: Batch | None = None) -> np.ndarray:
+    """Logarithms of the probabilities of a rank's own samples, (N, classes) float64. Collective over the split group.
+
+    With mirror images they are those of the mean of both probabilities (Simonyan and Zisserman, ICLR 2015, section 3.2): like
+    every mean of distributions it is one, so that probabilities still add up to 1, and the loss is never above the mean of both.
+
+    Args:
+        mirror: the mirror images of the same samples; None: the images alone count.
+    """
+    if not sum(batch.share.counts):  # of the split group: nobody computes anything
+        return np.zeros((0, network.classes))
+    scores = log_softmax(host_logits(network, forward(network, batch)))
+    if mirror is None:
+        return scores
+    # In logarithms, because a probability of 1e-400 is 0 in float64, and its loss would be infinite.
+    mean: np.ndarray = np.logaddexp(scores, log_softmax(host_logits(network, forward(network, mirror)))) - _LOG_2
+    return mean
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """Logarithms of softmax over the last dim, float64; NaN for a sample of which a logit is NaN or +infinity."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        shifted = logits.astype(np.float64)
+        shifted -= shifted.max(axis=-1, keepdims=True)
+        shifted -= np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    return shifted
 
 
 def evaluate(
@@ -123,3 +330,147 @@ class _Sums:
             rows[step.left] += rows[step.right]
         whole: np.ndarray = rows[0]
         return whole
+
+
+@dataclass(frozen=True)
+class TopClasses:
+    """The most probable classes of neighbouring samples, the most probable first; of equal ones the first.
+
+    Args:
+        first: number of the first sample. labels: (N, K) int64. probabilities: (N, K) float64; all NaN for a sample of which an
+            output is not a number.
+    """
+
+    first: int
+    labels: np.ndarray
+    probabilities: np.ndarray
+
+
+def predict(
+    network: Network,
+    loader: BatchSource,
+    comm: Communicator,
+    progress: ProgressEngine,
+    top: int,
+    *,
+    mirrored: BatchSource | None = None,
+) -> Iterator[TopClasses]:
+    """The most probable classes of all samples, each batch on every rank. Collective, batch by batch.
+
+    Args:
+        network: this rank's copy, with all parameters up to date. loader: this rank's share, in order.
+        comm: all ranks, by position. progress: the process's engine. top: K, at most the number of classes.
+        mirrored: the same share, mirrored: the mean of both probabilities counts.
+    """
+    first = 0
+    for batch, mirror in pairs(loader, mirrored):
+        progress.notes.alive()
+        of_all = _gathered(_top(log_probabilities(network, batch, mirror), top), batch.counts, comm, progress)
+        yield TopClasses(first, of_all[:, :top].astype(np.int64), of_all[:, top:])
+        first += batch.global_count
+
+
+def _gathered(own: np.ndarray, counts: Sequence[int], comm: Communicator, progress: ProgressEngine) -> np.ndarray:
+    """The arrays (N, width) of all ranks, which hold `counts` samples, one after another. Collective."""
+    width = own.shape[1]
+    of_all = np.empty((sum(counts), width), np.float64)
+    queue, pieces = progress.queue(comm), [count * width for count in counts]
+    progress.wait(queue.post(lambda: comm.iallgather(own, of_all, pieces), "predictions"))
+    return of_all
+
+
+def _top(logarithms: np.ndarray, top: int) -> np.ndarray:
+    """Labels, then probabilities, of the K most probable classes of each sample: (N, 2 K) float64."""
+    labels = np.argsort(-logarithms, axis=1, kind="stable")[:, :top]
+    probabilities = np.exp(np.take_along_axis(logarithms, labels, axis=1))
+    probabilities[np.isnan(logarithms).any(axis=1)] = np.nan
+    return np.ascontiguousarray(np.concatenate([labels.astype(np.float64), probabilities], axis=1))
+
+
+class WeightAverage:
+    """The averages that `EmaOptimizer` keeps for the parameters, and here one of the running statistics, alike on every rank.
+
+    The statistics are averaged by the same rule as the weights, one update a step, as timm and torch (use_buffers=True) do. What
+    is frozen has no average, as it would be the same.
+
+    Args:
+        averagers: by parameter group; their optimisers keep averages.
+
+    Attributes:
+        views: every averaged statistic of a layer that is trained, by full name, in its shape.
+    """
+
+    def __init__(self, network: Network, averagers: Mapping[str, GradientAverager], rule: EmaRule) -> None:
+        self._network, self._averagers, self._rule = network, averagers, rule
+        self._running = network.statistics.running.copy()
+        self._updates = 0
+        starts = np.cumsum([0, *(view.size for view in network.statistics.views.values())])
+        self.views = {
+            name: self._running[start : start + view.size].reshape(view.shape)
+            for (name, view), start in zip(network.statistics.views.items(), starts, strict=False)
+            if layer_of(name) not in network.frozen
+        }
+
+    def blend(self, weighted_sums: np.ndarray, count: float) -> None:
+        """As `Statistics.blend`, and an update of their average; nothing where count is 0."""
+        statistics = self._network.statistics
+        if count == 0:
+            return
+        if not self._updates:  # they may have been loaded since
+            self._running[...] = statistics.running
+        statistics.blend(weighted_sums, count)
+        self._updates += 1
+        self._running[...] = (self._running - statistics.running) * self._rule.kept(self._updates) + statistics.running
+
+    def weights_changed(self) -> None:
+        """Weights or statistics were written from outside of steps: until its first update the average is what they are."""
+        if self._weight_updates():
+            return
+        for averager in self._averagers.values():
+            copy_parameters(averager, EMA)
+        self._running[...] = self._network.statistics.running
+
+    def go_on(self) -> None:
+        """The averagers have loaded a checkpoint, and `views` were written: the statistics have had as many updates."""
+        self._updates = self._weight_updates()
+
+    def _weight_updates(self) -> int:
+        """The updates of averages of weights so far."""
+        counters = (averager.counters() for averager in self._averagers.values())
+        return next(counters, {}).get("updates", 0)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Inside, parameters and running statistics are the averages. Collective, at both ends; after a drain."""
+        self._swap()
+        yield  # behind an error of this rank alone nobody would answer, and the job ends
+        self._swap()
+
+    def _swap(self) -> None:
+        for averager in self._averagers.values():
+            swap_parameters(averager, EMA)
+        statistics = self._network.statistics
+        for name, average in self.views.items():
+            running = statistics.views[name]
+            running[...], average[...] = average.copy(), running.copy()
+        statistics.running_changed()
+        self._network.parameters_changed()
+
+
+def evaluated_with(
+    average: WeightAverage | None,
+    evaluate: Callable[..., RunningSums],
+    confusion: ConfusionCounts | None,
+    advance: Callable[[int], None],
+) -> RunningSums:
+    """The sums of an evaluation; with an average of the weights `EvaluationSums`, by a second pass with that. Collective.
+
+    Args:
+        evaluate: makes one pass, with these keywords. confusion: counts in the pass with the weights themselves.
+        advance: told how many samples are done; those of the second pass count on from those of the first.
+    """
+    sums = evaluate(confusion=confusion, advance=advance)
+    if average is None:
+        return sums
+    with average.in_place():
+        return EvaluationSums.of(sums, evaluate(advance=lambda done: advance(sums.count + done)))

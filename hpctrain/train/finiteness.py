@@ -15,7 +15,7 @@ from typing import Any
 
 from hpctrain.averaging.base import GradientAverager
 from hpctrain.backend.arithmetic import Array, Fetch
-from hpctrain.comm.raise_on_all_ranks import on_ranks
+from hpctrain.comm.base import on_ranks
 from hpctrain.core.errors import DivergedError
 from hpctrain.nn.network import Network
 from hpctrain.nn.parameter import FlatGroup, whole

@@ -1,19 +1,58 @@
-"""Shards of a training that has the same bits on any number of ranks: what it needs, and which of them a rank has."""
+"""The passes that a rank splits its samples of a step into: micro-batches, shards of exact trainings, and the memory of one pass.
+
+A training with `exact` has the same bits on any number of ranks: the samples of a step are shared out over shards, whose sums
+have
+one order. `check_exact` refuses what cannot be so; `check_memory` names the batch that fits where a pass needs too much
+memory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from hpctrain.averaging.shard_gradients import ShardGradients
+import numpy as np
+
+from hpctrain.averaging.group_sums import ShardGradients
 from hpctrain.backend.specs import BatchNormSpec
 from hpctrain.comm.base import Communicator
+from hpctrain.core.errors import BackendError, ConfigError
+from hpctrain.core.intervals import ShardsOfRank, even
+from hpctrain.data.loader import Share
 from hpctrain.data.sampler import counts
-from hpctrain.core.errors import ConfigError
 from hpctrain.nn.network import Network
 from hpctrain.nn.parameter import FlatGroup
 from hpctrain.parallel.groups import GridGroups
-from hpctrain.summation_tree import ShardsOfRank
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One of a step's passes: the samples of each rank of the split group.
+
+    shared: where they lie among the split group's samples. own: where this rank's lie among its own.
+    """
+
+    counts: tuple[int, ...]
+    shared: slice | np.ndarray
+    own: slice
+
+
+def micro_batches_of(share: Share, micro_batches: int) -> Iterator[MicroBatch]:
+    """A rank's share of a step in micro-batches; every rank of the split group makes the same ones."""
+    sizes = [even(count, micro_batches) for count in share.counts]
+    starts = [0] * len(share.counts)
+    offsets = [sum(share.counts[:rank]) for rank in range(len(share.counts))]
+    for number in range(micro_batches):
+        counts = tuple(size[number] for size in sizes)
+        runs = [range(offset + start, offset + start + n) for offset, start, n in zip(offsets, starts, counts, strict=True)]
+        shared: slice | np.ndarray = slice(runs[0].start, runs[-1].stop)
+        if micro_batches > 1 and len(runs) > 1:
+            shared = np.concatenate([np.arange(run.start, run.stop) for run in runs])
+        own = starts[share.split_rank]
+        yield MicroBatch(counts, shared, slice(own, own + counts[share.split_rank]))
+        starts = [start + n for start, n in zip(starts, counts, strict=True)]
 
 
 def ranks_fault(shards: int, ranks: int) -> str | None:
@@ -156,3 +195,59 @@ class Passes:
         """
         if self.shards is not None:
             check_counts(of_ranks, self.shards)
+
+
+# The latest network of this process that was checked, with the samples of a pass.
+_CHECKED: list[tuple[weakref.ref[Network], int]] = []
+
+
+def check_memory(network: Network, batch: int, micro_batches: int) -> None:
+    """Nothing, where a step of `batch` samples in so many micro-batches fits into the device's memory, or where none is limited.
+
+    Parameters and gradients are allocated already; the optimiser's state, of the size of the parameters, is not.
+
+    Raises:
+        BackendError: it does not fit; the sentence says which batch does.
+    """
+    samples = -(-batch // micro_batches)
+    _CHECKED[:] = [(weakref.ref(network), samples)]
+    free = network.kernels.free_bytes()
+    if free is None:
+        return
+    state = sum(group.data.nbytes for group in network.groups.values())
+    arena = network.arena_bytes(samples, training=True)
+    if arena + state <= free:
+        return
+    fitting = _fitting(network, samples, arena, free - state)
+    if fitting:
+        remedy = f"{fitting} fit: set micro_batches to {-(-batch // fitting)}, or batch to {fitting}"
+    else:
+        remedy = "not even one fits: take a smaller network or images, or a GPU with more memory"
+    raise BackendError(
+        f"A pass over {samples} samples needs {(arena + state) / 1e9:.2f} GB of the device's memory, "
+        f"of which {free / 1e9:.2f} GB are free; {remedy}."
+    )
+
+
+def planned() -> str | None:
+    """The needs, in words, of the network that this process trains, by its plan; None where there is none, or no plan yet."""
+    network = _CHECKED[-1][0]() if _CHECKED else None
+    if network is None:
+        return None
+    samples = _CHECKED[-1][1]
+    state = sum(group.data.nbytes for group in network.groups.values())
+    with contextlib.suppress(Exception):  # there is little memory left, and nothing may hide the first error
+        arena = network.arena_bytes(samples, training=True)
+        return (
+            f"the plan has {arena / 1e9:.3f} GB for a pass over {samples} samples and {3 * state / 1e9:.3f} GB for parameters, "
+            "gradients and the optimiser's state"
+        )
+    return None
+
+
+def _fitting(network: Network, samples: int, arena: int, available: int) -> int:
+    """The largest number of samples that is found to fit, guessed from the bytes of larger ones; 0 where there is none."""
+    while samples > 1 and arena > available:
+        samples = max(1, min(samples - 1, samples * max(available, 0) // arena))
+        arena = network.arena_bytes(samples, training=True)
+    return samples if arena <= available else 0

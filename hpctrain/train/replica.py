@@ -1,41 +1,311 @@
-"""A rank's trainable copy of a model: network, averagers and step, put together here for runs, tests and benchmarks alike."""
+"""A rank's trainable copy of a model: network, averagers and step, put together here for runs, tests and benchmarks alike.
+
+`make_optimizers`, `make_strategies` and `make_averagers` make one of each for every group of parameters. `OwnLoop` does for a
+loop
+that is the program's own what the trainer does around its steps: they are noted for the flight record, counted where they are
+skipped, and asked to end.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from hpctrain.averaging.base import AveragerSetup, GradientAverager
+from hpctrain.averaging.agreement import make_averager
+from hpctrain.averaging.base import AveragerSetup, GradientAverager, PlannedGroup, Strategy
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
-from hpctrain.averaging.strategy import PlannedGroup, Strategy
+from hpctrain.averaging.group_sums import JointNorms
 from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.transports import Transport
+from hpctrain.core.errors import BackendError, DivergedError
+from hpctrain.core.log import get_logger
 from hpctrain.data.loader import Batch, BatchSource, Place
-from hpctrain.nn.network import Network
+from hpctrain.flight.recorder import FlightNotes
+from hpctrain.nn.network import ALL, MODEL, Network
 from hpctrain.optim.base import Optimizer
-from hpctrain.optim.ema import EmaRule
+from hpctrain.optim.ema import EmaRule, with_ema
+from hpctrain.optim.guarded import GuardedOptimizer, guarded
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.rank_graph import GridDistribution
 from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.storage.shards import Part
 from hpctrain.trace.tracer import Tracer
-from hpctrain.train import owned_parts, snapshot
-from hpctrain.train.confusion import ConfusionCounts
-from hpctrain.train.evaluation import evaluate
-from hpctrain.train.passes import Passes
+from hpctrain.train import snapshot
+from hpctrain.train import snapshot as owned_parts
+from hpctrain.train.evaluation import ConfusionCounts, WeightAverage, evaluate, evaluated_with
 from hpctrain.train.finiteness import Cause
-from hpctrain.train.metrics_rest import RunningSums
-from hpctrain.train.own_loop import OwnLoop
-from hpctrain.train.replica_averagers import make_averagers, make_optimizers, make_strategies, slices_of
-from hpctrain.train.shards import Shards
-from hpctrain.train.snapshot import Position
-from hpctrain.train.step import TrainingStep
-from hpctrain.train.step_guard import StepGuard
-from hpctrain.train.metrics import StepReduction, StepTotals
-from hpctrain.train.weight_average import WeightAverage, evaluated_with
+from hpctrain.train.metrics import RunningSums, StepReduction, StepTotals
+from hpctrain.train.passes import Passes
+from hpctrain.train.saving import Saver
+from hpctrain.train.snapshot import Position, Shards
+from hpctrain.train.step import StepGuard, TrainingStep, timed_optimizer
 from hpctrain.train.weight_watch import CheckCadence, WeightWatch, message_size
+
+_log = get_logger(__name__)
+#: the phase of a program that is in no call of hpctrain
+BETWEEN = "the program, between steps"
+
+
+class OwnLoop:
+    """Does for `Replica.step` what the trainer does around its steps. Only `end` may communicate.
+
+    Args:
+        notes: for the flight record. stop_asked: this rank was asked to stop.
+        most_skips: steps, one after another, that may change nothing as they are not finite; one more ends the training.
+        saver: of checkpoints that are written while steps go on; None: there are none.
+
+    Attributes:
+        skipped: steps that changed nothing. skipped_in_a_row: of the latest ones. cause: of the latest of them.
+        stop_requested: some rank was asked to stop, as all ranks know after the same step.
+    """
+
+    def __init__(
+        self,
+        notes: FlightNotes,
+        *,
+        stop_asked: Callable[[], bool] = lambda: False,
+        most_skips: int = 10,
+        saver: Saver | None = None,
+    ) -> None:
+        self._notes, self._saver, self._most_skips = notes, saver, most_skips
+        self.stop_asked = stop_asked
+        self.skipped = self.skipped_in_a_row = 0
+        self.cause: Cause | None = None
+        self.stop_requested = False
+        self._news = 0
+
+    def begin(self, epoch: int, global_step: int) -> None:
+        """A step begins. epoch, global_step: those done before."""
+        self._notes.step(epoch + 1, global_step + 1)
+
+    def news(self) -> int:
+        """This rank's news of a checkpoint that is being written (see `Saver.news`)."""
+        return 0 if self._saver is None else self._saver.news()
+
+    def heard(self, totals: StepTotals) -> None:
+        """The sums of a step have come."""
+        self.stop_requested = self.stop_requested or totals.stop > 0
+        self._news = max(self._news, totals.news)
+
+    def end(self, cause: Cause | None, lr: float, drain: Callable[[], None]) -> None:
+        """A step is over. Collective where there are news.
+
+        Args:
+            cause: why it has changed nothing; None where it has. drain: completes what is under way, before ranks exchange news.
+
+        Raises:
+            DivergedError: one step more than may be skipped, one after another.
+        """
+        self._count(cause, lr)
+        if self._saver is not None and self._news >= self._saver.size:
+            drain()
+            self._saver.hear()
+        self._news = 0
+        self._notes.phase(BETWEEN)
+
+    def restore(self, position: Position) -> None:
+        """Training goes on from a position."""
+        self.skipped, self.skipped_in_a_row, self.cause = position.skipped, position.skipped_in_a_row, None
+
+    def position(self, global_step: int) -> Position:
+        """Where training stands, as a checkpoint keeps it. global_step: steps done."""
+        return Position(global_step=global_step, skipped=self.skipped, skipped_in_a_row=self.skipped_in_a_row)
+
+    def _count(self, cause: Cause | None, lr: float) -> None:
+        if cause is None:
+            self.skipped_in_a_row = 0
+            return
+        self.cause = cause
+        self.skipped += 1
+        self.skipped_in_a_row += 1
+        _log.info("step %d skipped: %s", cause.step, cause)
+        if self.skipped_in_a_row > self._most_skips:
+            raise too_many_skips(self.skipped_in_a_row, cause, lr)
+
+
+def too_many_skips(skipped_in_a_row: int, cause: Cause, lr: float) -> DivergedError:
+    """The error of a training that skips one step more than it may, one after another. lr: of the last of them."""
+    return DivergedError(
+        f"{skipped_in_a_row} steps, one after another, are not finite and were skipped, the last one step {cause.step}, as "
+        f"{cause}; lower optimizer.lr ({lr:g} there), look for broken samples, or raise on_nonfinite.most.",
+        ranks=cause.blamed,
+    )
+
+
+@dataclass(frozen=True)
+class Optimizers:
+    """The optimisers of a replica, by group of parameters.
+
+    unbound: for averagers to bind and own. guards: within these, what notices writes of others to their state.
+    """
+
+    unbound: dict[str, Optimizer] = field(default_factory=dict)
+    guards: dict[str, GuardedOptimizer] = field(default_factory=dict)
+
+
+def make_optimizers(
+    make: Callable[[], Optimizer] | None, network: Network, progress: ProgressEngine, ema: EmaRule | None
+) -> Optimizers:
+    """One for each group of parameters; none where `make` is None.
+
+    Args:
+        make: gives one that is not bound yet. ema: of an average of the weights that they keep; None: there is none.
+
+    Raises:
+        BackendError: they cannot compute where the arrays of the network lie.
+    """
+    optimizers = Optimizers()
+    if make is None:
+        return optimizers
+    for name in network.groups:
+        guard = optimizers.guards[name] = guarded(with_ema(usable(make(), network), ema))
+        optimizers.unbound[name] = timed_optimizer(guard, progress)
+    return optimizers
+
+
+def make_strategies(
+    make: Callable[[PlannedGroup], Strategy] | None,
+    optimizers: Optimizers,
+    network: Network,
+    groups: GridGroups,
+    nominal_batch: int | None,
+    passes: Passes,
+) -> dict[str, Strategy]:
+    """The strategy of each group of parameters that has an optimiser; none where `make` is None.
+
+    Raises:
+        ConfigError: a strategy that cannot do what is asked for. BackendError: one that the network's kernels do not take.
+    """
+    if make is None:
+        return {}
+    planned = partial(_planned_group, network, groups, nominal_batch, passes)
+    strategies = {name: make(planned(name, optimizer)) for name, optimizer in optimizers.unbound.items()}
+    for strategy in strategies.values():
+        _check_rounding(strategy, network)
+    return strategies
+
+
+def _check_rounding(strategy: Strategy, network: Network) -> None:
+    """Raise if parameters are rounded to 16 bits and do not lie on the host.
+
+    Raises:
+        BackendError: parameters travel in 16 bits and lie on a device, but an owner keeps rounding errors on the host only.
+    """
+    rounding = strategy.rounding
+    if rounding is None or rounding.parameters == "float32" or network.kernels.arithmetic.on_host or strategy.group.ranks == 1:
+        return
+    raise BackendError(
+        f"wire_parameters is {rounding.parameters}, but parameters of backend {network.kernels.name} travel as they are so far; "
+        "set it to float32, or backend to onednn or numpy."
+    )
+
+
+def _planned_group(
+    network: Network,
+    groups: GridGroups,
+    nominal_batch: int | None,
+    passes: Passes,
+    name: str,
+    optimizer: Optimizer,
+) -> PlannedGroup:
+    """A group of parameters, by name, as a strategy plans for it. optimizer: not bound yet."""
+    return PlannedGroup(
+        network.groups[name],
+        groups.gradients[name].size,
+        groups.nodes[name],
+        nominal_batch,
+        passes.micro_batches,
+        norms_needed=optimizer.norms_needed,
+        several_groups=MODEL in network.groups,
+        momentum=optimizer.momentum,
+        names=network.trained,
+        on_host=network.kernels.arithmetic.on_host,
+        shards=passes.shards,
+    )
+
+
+def make_averagers(
+    network: Network,
+    groups: GridGroups,
+    progress: ProgressEngine,
+    strategies: Mapping[str, Strategy],
+    optimizers: Optimizers,
+    stored: Mapping[str, CollectiveSchedule],
+    transport: Transport,
+    passes: Passes,
+) -> dict[str, GradientAverager]:
+    """The averagers of all groups of parameters, which have agreed on what they post. Collective.
+
+    Args:
+        strategies: by group. optimizers: of the same groups. stored: schedules of an earlier run, by group; used where they fit.
+        transport: of arrays that lie on a device.
+        passes: of each rank, whose gradients averagers add up.
+
+    Raises:
+        CollectiveMismatchError: ranks with different schedules.
+    """
+    norms = None
+    if MODEL in network.groups and any(optimizer.needs_norms for optimizer in optimizers.unbound.values()):
+        norms = JointNorms(groups.norms, progress, tuple(network.groups.values()))
+    interval = None
+    if MODEL in network.groups and strategies:
+        one_of_them = next(iter(strategies.values()))  # all have the same options
+        interval = one_of_them.interval(groups.norms, progress, len(strategies))
+    averagers: dict[str, GradientAverager] = {}
+    for name, strategy in strategies.items():
+        group, comm = network.groups[name], groups.gradients[name]
+        gradients = passes.gradients(group, comm)
+        of_group = _transport_of(name, network, transport)
+        setup = AveragerSetup(group, optimizers.unbound[name], comm, progress, norms, interval, of_group, gradients)
+        averagers[name] = make_averager(strategy, setup, stored.get(name))
+    return averagers
+
+
+def _transport_of(name: str, network: Network, transport: Transport) -> Transport:
+    """The way of one group of parameters. NCCL takes one group alone, the one that all ranks hold alike where there is any.
+
+    Two groups have a queue each, in which updates and gathers begin when sums are seen to be complete: another moment on each
+    rank, so their operations could be enqueued in another order on another rank, where each then waits for the other.
+    """
+    by_nccl = ALL if ALL in network.groups else MODEL
+    return "staged" if transport == "nccl" and name != by_nccl else transport
+
+
+def usable(optimizer: Optimizer, network: Network) -> Optimizer:
+    """The optimiser itself.
+
+    Raises:
+        BackendError: it cannot compute where the arrays of the network lie.
+    """
+    if not (optimizer.any_arrays or network.kernels.arithmetic.on_host):
+        raise BackendError(
+            f"The optimizer {type(optimizer).__name__} computes with NumPy, which does not reach arrays of backend "
+            f"{network.kernels.name}; let it compute by group.arithmetic and say any_arrays = True, or set backend to onednn or "
+            "numpy."
+        )
+    return optimizer
+
+
+def slices_of(averagers: Mapping[str, GradientAverager]) -> dict[str, list[int]]:
+    """By parameter, the slices of all schedules that hold some of it, numbered through; none where a rank is alone."""
+    slices: dict[str, list[int]] = {}
+    pieces = (piece for averager in averagers.values() if averager.comm.size > 1 for piece in _pieces(averager))
+    for number, names in enumerate(pieces):
+        for name in names:
+            slices.setdefault(name, []).append(number)
+    return slices
+
+
+def _pieces(averager: GradientAverager) -> list[tuple[str, ...]]:
+    """The parameters of each slice of a schedule; without one every parameter is a slice."""
+    if averager.schedule is None:
+        return [(name,) for name in averager.group.parameters]
+    return [(*piece.parameters, *piece.replicated) for piece in averager.schedule.slices]
+
 
 _NO_CHECKS = CheckCadence()
 # After an overflow every rank raises one error; NumPy's warnings would only precede it.
@@ -296,7 +566,7 @@ class Replica:
 
     def own_parts(self, position: Position, meta: Mapping[str, Any]) -> tuple[dict[str, Part], dict[str, Any]]:
         """The parts of `state` that this rank writes where each rank writes some, copied; and all metadata. Collective, as it."""
-        parts = owned_parts.take(self.network, self.averagers, self.shards, self.groups, self.average)
+        parts = owned_parts.take_parts(self.network, self.averagers, self.shards, self.groups, self.average)
         return parts, snapshot.full_meta(self.averagers, position, meta)
 
     def load(self, content: CheckpointContent) -> Position:

@@ -1,7 +1,12 @@
-"""Rank 0's reporter: a bar on a terminal, one line per interval elsewhere, JSON lines always."""
+"""Reporters of a run: rank 0's console and metrics, and the log file of each rank.
+
+On a terminal there is a bar, elsewhere one line per interval; JSON lines are always written.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import sys
 import time
@@ -10,16 +15,19 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from hpctrain.comm.progress import ProgressEngine
+from hpctrain.core import log
 from hpctrain.core.text import echo_block
-from hpctrain.storage.bookkeeping import PatientRecords
 from hpctrain.runs.directory import RunDirectory
-from hpctrain.train.metrics_rest import Reporter, RunningSums
-from hpctrain.train.progress_text import LOG_COLUMNS, TimeLeft, duration_text, fitting, loss_text
+from hpctrain.runs.records import PatientRecords
+from hpctrain.train.metrics import Reporter, RunningSums
+from hpctrain.train.progress_bar import LOG_COLUMNS, TimeLeft, duration_text, fitting, loss_text
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from hpctrain.train.progress_bar import Advance, ProgressBar
+
 
 # With one of these environment variables, rich treats a stream that is no terminal as one.
 _FORCING = ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
@@ -171,3 +179,61 @@ def make_console(style: ProgressStyle | None) -> Console | Lines:
 
     forced = True if style == "bar" else None
     return PlainConsole(file=sys.stdout, soft_wrap=True, force_terminal=forced)
+
+
+_INTERVAL = "interval"
+
+
+class LogReporter(Reporter):
+    """Logs for this rank's file alone; nothing of it reaches the terminal.
+
+    Args:
+        progress: knows how long this rank has waited for others.
+        interval_seconds: between two lines on steps; the first step has one. clock: in seconds.
+    """
+
+    def __init__(
+        self, progress: ProgressEngine, *, interval_seconds: float = 10.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._progress, self._interval_seconds, self._clock = progress, interval_seconds, clock
+        self._last: float | None = None
+        self._steps = 0
+        self._waited_seconds = 0.0
+
+    def start(self, epochs: int, samples_per_epoch: int, done_samples: int, last_sample: int) -> None:
+        self._waited_seconds = self._progress.waited_seconds
+        _info(f"training begins, {done_samples:,} of {last_sample:,} samples are done")
+
+    def step(self, epoch: int, step: int, sums: RunningSums, lr: float, images_per_second: float) -> None:
+        """Log a line where the interval is over: the step, its loss over all ranks, and this rank's share of waiting."""
+        self._steps += 1
+        if self._last is None or self._clock() - self._last >= self._interval_seconds:
+            self._tell(epoch, step, sums)
+
+    def _tell(self, epoch: int, step: int, sums: RunningSums) -> None:
+        now = self._clock()
+        waited = self._progress.waited_seconds
+        since = "" if self._last is None else f" of {now - self._last:.1f} s"
+        _debug(
+            f"epoch {epoch}, step {step}: loss {sums.means()['loss']:.6g}; in {self._steps} "
+            f"{'step' if self._steps == 1 else 'steps'} this rank waited {waited - self._waited_seconds:.3f} s{since} for others"
+        )
+        self._last, self._steps, self._waited_seconds = now, 0, waited
+
+    def record(self, kind: str, values: Mapping[str, Any]) -> None:
+        if kind != _INTERVAL:
+            _debug(f"{kind}: {json.dumps(values, default=str)}")
+
+    def say(self, text: str) -> None:
+        _info(text)
+
+    def close(self) -> None:
+        _info("the run is over on this rank")
+
+
+def _info(text: str) -> None:
+    log.tee(text, logging.INFO)
+
+
+def _debug(text: str) -> None:
+    log.tee(text, logging.DEBUG)

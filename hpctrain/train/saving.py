@@ -1,24 +1,84 @@
 """Checkpoints of all ranks, written at once or in the background, with one view of how that goes on every rank.
 
 Two things are not known alike on all ranks: whether a rank's part is on the disk yet, and that it cannot be written. Each rank
-adds what it has to tell to the small message of a step (`news`); where the sum says so, all exchange their states (`hear`).
+adds its flag to the small message of a step (`status_flag`); where the sum says so, all exchange their states
+(`exchange_status`). `BackgroundWriter` is the thread that does one piece of work at a time.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpctrain.comm.base import Communicator
-from hpctrain.comm.raise_on_all_ranks import on_ranks, raise_on_all_ranks
+from hpctrain.comm.base import Communicator, on_ranks, raise_on_all_ranks
 from hpctrain.core.errors import CheckpointError, CheckpointRemovedError
-from hpctrain.flight.notes import FlightNotes
-from hpctrain.storage.background_writer import BackgroundWriter
-from hpctrain.train.metrics_rest import Reporter
+from hpctrain.flight.recorder import FlightNotes
+from hpctrain.train.metrics import Reporter
+
+#: the program's own threads come first where there is one core for both
+_NICENESS = 10
+
+
+class BackgroundWriter:
+    """Does work in a thread of its own, a new one for each. Its methods are called from one thread.
+
+    The thread ends with the process, whatever it does then: who wants its work waits for it.
+    """
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._outcome: tuple[Any, Exception | None] = (None, None)
+        self._begin_seconds = 0.0
+
+    @property
+    def busy(self) -> bool:
+        """Work is under way."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def seconds(self) -> float:
+        """Since the latest start."""
+        return time.monotonic() - self._begin_seconds
+
+    def start(self, work: Callable[[], Any]) -> None:
+        """Begin `work`, of which nothing is under way."""
+        assert not self.busy, "one piece of work at a time"
+        self._outcome, self._begin_seconds = (None, None), time.monotonic()
+        self._thread = threading.Thread(target=self._run, args=(work,), name="hpctrain-checkpoint", daemon=True)
+        self._thread.start()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the end of the work, so long at most; True where none is under way."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+        return not self.busy
+
+    def result(self) -> Any:
+        """The result of the latest work, once it is done.
+
+        Raises:
+            Exception: the one with which it ended.
+        """
+        assert not self.busy, "the work is not done"
+        result, error = self._outcome
+        if error is not None:
+            raise error
+        return result
+
+    def _run(self, work: Callable[[], Any]) -> None:
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS)
+        try:
+            self._outcome = work(), None
+        except Exception as error:  # it is the caller's
+            self._outcome = None, error
+
 
 #: between two polls at the states of all ranks, where the program waits for them
 _LOOK_SECONDS = 0.05

@@ -1,19 +1,31 @@
-"""The state of a run as plain arrays and back: what a checkpoint holds, independent of how many ranks wrote it."""
+"""The state of a replica as plain arrays and back: what a checkpoint holds, independent of how many ranks wrote it.
+
+`Shards` makes whole arrays of split parameters, and parts of whole arrays: a checkpoint knows no grid. `take` gathers whole
+tensors
+for one rank to write; `take_parts` copies the parts that each rank writes: everything once, whatever is split and whatever all
+ranks hold.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from hpctrain.averaging.base import GradientAverager, for_holders
 from hpctrain.averaging.sixteen_bits import PARAMETER_ERROR
-from hpctrain.data.sampler import Reordering
+from hpctrain.comm.base import Communicator
+from hpctrain.comm.progress import ProgressEngine
 from hpctrain.core.errors import CheckpointError
-from hpctrain.nn.network import Network
+from hpctrain.core.intervals import Box, relative, replace_dim, size_of, whole
+from hpctrain.data.sampler import Reordering
+from hpctrain.nn.network import Network, Shard
+from hpctrain.nn.parameter import Parameter
 from hpctrain.optim.ema import EMA
+from hpctrain.parallel.groups import GridGroups
 from hpctrain.storage.checkpoint import (
     CheckpointContent,
     averaged_statistic_key,
@@ -22,11 +34,109 @@ from hpctrain.storage.checkpoint import (
     restore,
     statistic_key,
 )
-from hpctrain.train.early_stop import Stagnation
-from hpctrain.train.full_states import full_states
-from hpctrain.train.metrics_rest import RunningSums
-from hpctrain.train.shards import Shards
-from hpctrain.train.weight_average import WeightAverage
+from hpctrain.storage.shards import Part, WriteShares
+from hpctrain.train.evaluation import WeightAverage
+from hpctrain.train.metrics import RunningSums
+from hpctrain.train.stopping import Stagnation
+
+
+class Shards:
+    """The tensors of one network, parameters or anything of their shape.
+
+    Args:
+        holders: the ranks that hold the parts, in order; None where nothing is split.
+    """
+
+    def __init__(self, network: Network, holders: Communicator | None, progress: ProgressEngine) -> None:
+        self._network, self._holders, self._progress = network, holders, progress
+        self._lengths: dict[str, list[int]] | None = None
+
+    def whole_shape(self, name: str) -> tuple[int, ...]:
+        """The parameter's, as the model declares it."""
+        return self._network.parameter_specs[name].shape
+
+    def is_whole(self, name: str) -> bool:
+        """Whether this rank, as all others, holds all of it."""
+        return self._network.shards[name] is None
+
+    def box(self, name: str) -> Box:
+        """The place of this rank's part in the whole."""
+        shape, shard = self.whole_shape(name), self._network.shards[name]
+        return whole(shape) if shard is None else replace_dim(whole(shape), shard.dim, shard.interval)
+
+    def part(self, name: str, whole: np.ndarray) -> np.ndarray:
+        """The part of it that this rank holds; a view."""
+        shard = self._network.shards[name]
+        return whole if shard is None else whole[shard.index]
+
+    def whole(self, name: str, part: np.ndarray) -> np.ndarray:
+        """All of it, from each rank's part in its parameter's shape; the part itself where nothing is split. Collective."""
+        shard = self._network.shards[name]
+        if shard is None:
+            return part
+        assert self._holders is not None, f"{name} is split, but there is nobody who holds the rest"
+        if self._lengths is None:
+            self._lengths = self._agree(self._holders)
+        lengths = self._lengths[name]
+        # The split dim first, so that every rank's part is one block.
+        block = np.ascontiguousarray(np.moveaxis(part, shard.dim, 0))
+        joined = np.empty((sum(lengths), *block.shape[1:]), block.dtype)
+        unit = int(np.prod(block.shape[1:]))
+        handle = self._holders.iallgather(block.reshape(-1), joined.reshape(-1), [length * unit for length in lengths])
+        self._progress.wait_handle(handle, f"parts of {name}")
+        return np.ascontiguousarray(np.moveaxis(joined, 0, shard.dim))
+
+    def most(self, name: str, counts: Sequence[int]) -> list[int]:
+        """The greatest that any rank has of each of `counts`, which are of a split parameter. Collective."""
+        assert self._holders is not None, f"{name} is split, but there is nobody who holds the rest"
+        of_ranks = np.empty((self._holders.size, len(counts)), np.int64)
+        handle = self._holders.iallgather(np.array(counts, np.int64), of_ranks.reshape(-1), [len(counts)] * self._holders.size)
+        self._progress.wait_handle(handle, f"counts of {name}")
+        return [int(count) for count in of_ranks.max(axis=0)]
+
+    def _agree(self, holders: Communicator) -> dict[str, list[int]]:
+        """For each split parameter, how much each rank holds."""
+        split = {name: shard for name, shard in self._network.shards.items() if shard is not None}
+        of_holders: list[dict[str, Shard]] = holders.allgather_object(split)
+        for name in split:
+            intervals = [shards[name].interval for shards in of_holders]
+            assert all(before[1] == after[0] for before, after in pairwise(intervals)), f"parts of {name}: {intervals}"
+        return {name: [shards[name].interval[1] - shards[name].interval[0] for shards in of_holders] for name in split}
+
+
+def full_states(averager: GradientAverager, shards: Shards) -> Iterator[tuple[Parameter, dict[str, np.ndarray]]]:
+    """Yield each parameter of the averager with its `full_state`. After a drain; collective if anything is sharded or split.
+
+    The parts of a split parameter are in several averaging groups. As parts differ in size, a group may exchange or keep back
+    gradients while another does not, and all ranks of a group may update its part while those of another own and round shares of
+    theirs. If a part lacks a state that another part has, the state is zero for it.
+    """
+    for name, parameter in averager.group.parameters.items():
+        state = averager.full_state(parameter)
+        yield parameter, state if shards.is_whole(name) else _with_states_of_all_parts(averager, parameter, state, shards)
+
+
+def _with_states_of_all_parts(
+    averager: GradientAverager, parameter: Parameter, state: Mapping[str, np.ndarray], shards: Shards
+) -> dict[str, np.ndarray]:
+    """Return the state of this rank's part, sorted by name, with zeros for states that only other parts have. Collective.
+
+    Gradients that are kept back have as many holders as in the part with the most.
+    """
+    kept_back = tuple(averager.by_holder)
+    optional = kept_back if averager.rounded is None else (*kept_back, PARAMETER_ERROR)
+    if not optional:
+        return dict(state)
+    same = {key: values for key, values in state.items() if key not in kept_back}
+    counts = [(len(state[key]) if key in kept_back else 1) if key in state else 0 for key in optional]
+    for key, count in zip(optional, shards.most(parameter.name, counts), strict=True):
+        if count and key in kept_back:
+            same[key] = np.zeros((count, parameter.size), averager.group.dtype)
+            same[key][: len(state.get(key, ()))] = state.get(key, 0.0)
+        elif count and key not in same:
+            same[key] = np.zeros(parameter.size, averager.group.dtype)
+    return dict(sorted(same.items()))
+
 
 _COUNTERS = "averaging"  # key of the metadata: by parameter group, what its averager counts
 #: fields of a position that a checkpoint has only where they are not empty: older programs do not know them
@@ -284,3 +394,58 @@ def averaged_keys(content: CheckpointContent) -> dict[str, str]:
 def _part(content: CheckpointContent, key: str, name: str, network: Network, shards: Shards) -> np.ndarray:
     """The part that this rank holds of a tensor that has the shape of parameter `name`."""
     return restore(content, key, shards.whole_shape(name), network.parameter_dtype, shards.box(name))
+
+
+def take_parts(
+    network: Network,
+    averagers: Mapping[str, GradientAverager],
+    shards: Shards,
+    groups: GridGroups,
+    average: WeightAverage | None = None,
+) -> dict[str, Part]:
+    """This rank's parts, copied. After a drain; collective where optimiser state is sharded."""
+    everyone = groups.all_ranks
+    parts: dict[str, Part] = {}
+    for key, shape, held, values, shares in _held(network, averagers, shards, groups, average):
+        empty = size_of(held) == 0
+        box = shares.own(held, values.itemsize) if not empty else None
+        if 0 in shape and everyone.rank == 0:  # of a tensor without elements, its name and shape
+            box = whole(shape)
+        if box is not None:
+            parts[key] = Part(shape, box, np.array(values[relative(box, held)], order="C"))
+    return parts
+
+
+def _held(
+    network: Network,
+    averagers: Mapping[str, GradientAverager],
+    shards: Shards,
+    groups: GridGroups,
+    average: WeightAverage | None,
+) -> Iterator[tuple[str, tuple[int, ...], Box, np.ndarray, WriteShares]]:
+    """(key, shape of the tensor, box that this rank holds, its values, those who hold it, too)."""
+    to_host, for_all = network.kernels.arithmetic.to_host, _shares(groups.all_ranks)
+    for averager in averagers.values():
+        of_group = _shares(averager.comm)
+        for parameter, states in full_states(averager, shards):
+            name = parameter.name
+            shares = for_all if shards.is_whole(name) else of_group
+            shape, box = shards.whole_shape(name), shards.box(name)
+            yield parameter_key(name), shape, box, to_host(parameter.data), shares
+            for state, values in states.items():
+                if state in averager.by_holder:
+                    count = len(values)
+                    holders = values.reshape(count, *parameter.spec.shape)
+                    yield optimizer_key(state, name), (count, *shape), ((0, count), *box), holders, shares
+                else:
+                    yield optimizer_key(state, name), shape, box, values.reshape(parameter.spec.shape), shares
+    for group, frozen in network.frozen_groups.items():
+        for name, parameter in frozen.parameters.items():
+            shares = for_all if shards.is_whole(name) else _shares(groups.gradients[group])
+            yield parameter_key(name), shards.whole_shape(name), shards.box(name), to_host(parameter.data), shares
+    for key, statistic in statistics_of(network, average).items():
+        yield key, statistic.shape, whole(statistic.shape), statistic, for_all
+
+
+def _shares(comm: Communicator) -> WriteShares:
+    return WriteShares(comm.rank, comm.size)

@@ -1,28 +1,176 @@
-"""One training step: forward, loss and backward of each micro-batch; gradients are announced as they become final."""
+"""One training step: forward, loss and backward of each micro-batch; gradients are announced as they become final.
+
+Where a step is traced, operators, everything between them and updates are recorded (`TracingHooks`, `TimedOptimizer`,
+`traced_steps`). `StepGuard` undoes steps with non-finite values, and all ranks agree on each step before any of them goes on:
+a
+step updates as usual, slice by slice; after its last update every rank checks the values that it has updated, and ranks sum
+one
+number. If any rank has found a non-finite value, each restores its copy from before the step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import closing
 from typing import Protocol
 
 import numpy as np
 
+from hpctrain.averaging.averager_state import UndoCopy
 from hpctrain.averaging.base import GradientAverager
 from hpctrain.backend.arithmetic import Fetch
-from hpctrain.backend.operators import Array, LossHandle, StepContext
-from hpctrain.backend.kernels.labels import MixedLabels
+from hpctrain.backend.operators import Array, LossHandle, MixedLabels, StepContext
+from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.data.loader import Batch
-from hpctrain.nn.hooks import StepHooks
 from hpctrain.nn.network import Network
-from hpctrain.nn.parameter import FlatGroup, Parameter
+from hpctrain.nn.parameter import FlatGroup, Parameter, Segment
+from hpctrain.nn.program import StepHooks
+from hpctrain.optim.base import Norms, NormsNeeded, Optimizer
 from hpctrain.trace.tracer import HOOKS, Category, Tracer
-from hpctrain.train.passes import Passes
-from hpctrain.train.finiteness import Finiteness, Look
-from hpctrain.train.micro_batches import MicroBatch, micro_batches_of
+from hpctrain.train.finiteness import Cause, Finiteness, Look
 from hpctrain.train.metrics import StepReduction
-from hpctrain.train.tracing import TracingHooks
+from hpctrain.train.passes import MicroBatch, Passes, micro_batches_of
 from hpctrain.train.weight_watch import WeightWatch
+
+_PHASES: Mapping[str, Category] = {
+    "forward": Category.FORWARD,
+    "parameters": Category.PARAMETERS,
+    "input": Category.INPUT,
+}
+
+
+class TracingHooks(StepHooks):
+    """Hands every event of a step on to `inner`, and records operators and what lies between them, without gaps.
+
+    An operator begins where the last hook before it ended. `begin` starts the clock, `lap` ends a stretch of other work.
+    """
+
+    def __init__(self, inner: StepHooks, trace: Tracer) -> None:
+        self._inner = inner
+        self._trace = trace
+        self._clock_ns = trace.clock_ns
+        self._recorded = 0  # everything before this instant is recorded
+        self._ready = 0  # when the last hook ended
+
+    def begin(self) -> None:
+        """Begin to record."""
+        self._recorded = self._ready = self._clock_ns()
+
+    def lap(self, category: Category, name: str) -> None:
+        """Everything since the last record was this."""
+        now = self._clock_ns()
+        self._trace.add(category, name, self._recorded, now)
+        self._recorded = self._ready = now
+
+    def operator_done(self, name: str, phase: str) -> None:
+        now = self._clock_ns()
+        if self._ready > self._recorded:
+            self._trace.add(Category.AVERAGING, HOOKS, self._recorded, self._ready)
+        self._trace.add(_PHASES[phase], name, self._ready, now)
+        self._recorded = now
+        self._inner.operator_done(name, phase)
+        self._ready = self._clock_ns()
+
+    def before_forward(self, parameters: Sequence[Parameter]) -> None:
+        self._inner.before_forward(parameters)
+        self._ready = self._clock_ns()
+
+    def takes_sufficient_factors(self, parameters: Sequence[Parameter]) -> bool:
+        return self._inner.takes_sufficient_factors(parameters)
+
+    def input_ready(self, parameters: Sequence[Parameter], x: Array) -> None:
+        self._inner.input_ready(parameters, x)
+        self._ready = self._clock_ns()
+
+    def error_ready(self, parameters: Sequence[Parameter], dy: Array) -> None:
+        self._inner.error_ready(parameters, dy)
+        self._ready = self._clock_ns()
+
+    def grad_ready(self, parameter: Parameter) -> None:
+        self._inner.grad_ready(parameter)
+        self._ready = self._clock_ns()
+
+    def data_free(self, parameter: Parameter) -> None:
+        self._inner.data_free(parameter)
+        self._ready = self._clock_ns()
+
+
+class TimedOptimizer(Optimizer):
+    """An optimiser whose updates are told to the engine's account, and recorded where there is a tracer."""
+
+    def __init__(self, inner: Optimizer, progress: ProgressEngine) -> None:
+        self._inner = inner
+        self._account, self._trace = progress.account, progress.trace
+        self.clip_norm = inner.clip_norm
+        self.momentum = inner.momentum
+        self.prepares_norms = inner.prepares_norms
+
+    @property
+    def norms_needed(self) -> NormsNeeded:
+        return self._inner.norms_needed
+
+    def bind(self, group: FlatGroup, owned: Sequence[Segment]) -> None:
+        self._inner.bind(group, owned)
+
+    def begin_step(self, left_out: Collection[str] = ()) -> None:
+        self._inner.begin_step(left_out)
+
+    def counters(self) -> dict[str, int]:
+        return self._inner.counters()
+
+    def load_counters(self, counters: Mapping[str, int]) -> None:
+        self._inner.load_counters(counters)
+
+    def prepare_norms(self, segments: Sequence[Segment]) -> None:
+        if self.prepares_norms:
+            self._timed(segments, lambda: self._inner.prepare_norms(segments))
+
+    def update(self, segments: Sequence[Segment], lr: float, norms: Norms | None) -> None:
+        self._timed(segments, lambda: self._inner.update(segments, lr, norms))
+
+    def _timed(self, segments: Sequence[Segment], write: Callable[[], None]) -> None:
+        begin_ns = self._account.clock_ns()
+        write()
+        stop_ns = self._account.clock_ns()
+        self._account.updated(begin_ns, stop_ns)
+        if segments and self._trace is not None:
+            self._trace.add(Category.UPDATE, segments[0].parameter, begin_ns, stop_ns)
+
+    def state(self, segment: Segment) -> dict[str, np.ndarray]:
+        return self._inner.state(segment)
+
+
+class _TimedLayerwiseOptimizer(TimedOptimizer):
+    """The same for one that needs each layer's norms."""
+
+    layer_norms = True
+
+
+def timed_optimizer(inner: Optimizer, progress: ProgressEngine) -> Optimizer:
+    """`inner`, with its updates told apart from the time that messages take."""
+    return _TimedLayerwiseOptimizer(inner, progress) if inner.layer_norms else TimedOptimizer(inner, progress)
+
+
+def traced_steps(batches: Generator[Batch, None, None], trace: Tracer | None) -> Generator[Batch, None, None]:
+    """The same batches; the time until each was there is recorded, and the step that its user makes of it.
+
+    A step begins where its batch is asked for, and ends where the next one is, or where the generator is closed.
+    """
+    with closing(batches):
+        if trace is None:
+            yield from batches
+            return
+        while True:
+            begin = trace.clock_ns()
+            batch = next(batches, None)
+            if batch is None:
+                return
+            trace.add(Category.LOADING, "data loading", begin, trace.clock_ns())
+            try:
+                yield batch
+            finally:
+                trace.add(Category.STEP, "step", begin, trace.clock_ns(), "", batch.step)
 
 
 class Sum(Protocol):
@@ -273,3 +421,56 @@ class TrainingStep:
     def _lap(self, category: Category, name: str) -> None:
         if self._tracing is not None:
             self._tracing.lap(category, name)
+
+
+class StepGuard:
+    """Keeps what a step changes, and undoes the step if any rank has found a non-finite value. Making it is collective.
+
+    Args:
+        averagers: by parameter group. comm: all ranks that train together; the guard makes a copy of it.
+        finiteness: checks what this rank has updated. watch: is informed of undone steps; None if the replica has no checks.
+    """
+
+    def __init__(
+        self,
+        averagers: Mapping[str, GradientAverager],
+        comm: Communicator,
+        progress: ProgressEngine,
+        finiteness: Finiteness,
+        watch: WeightWatch | None,
+    ) -> None:
+        self._averagers, self._progress, self._finiteness = tuple(averagers.values()), progress, finiteness
+        self._watch = watch
+        self._copies = [UndoCopy(averager) for averager in self._averagers]
+        copied = comm.split(0, comm.rank, "agreement on finite steps")
+        assert copied is not None
+        self._comm = copied
+        self._bad_ranks = np.zeros(1, np.float64)
+
+    def begin(self) -> None:
+        """Copy what the next step changes."""
+        for copy in self._copies:
+            copy.keep()
+
+    def end(self, step: int, *, finite: bool) -> Cause | None:
+        """Complete the step on every rank. If any rank has found a non-finite value, undo it and return the cause. Collective.
+
+        Args:
+            step: counted from 1. finite: this rank's loss and batch statistics.
+        """
+        for averager in self._averagers:
+            averager.drain()
+        seen = self._finiteness.begin().faults()
+        self._bad_ranks[0] = not finite or bool(seen)
+        comm, bad_ranks = self._comm, self._bad_ranks
+        queue = self._progress.queue(comm)
+        self._progress.wait(queue.post(lambda: comm.iallreduce(bad_ranks), "agreement on a finite step"))
+        if not bad_ranks[0]:
+            return None
+        cause = self._finiteness.cause(step, seen, finite=finite, gather=comm.allgather_object)
+        if self._watch is not None:
+            self._watch.verify()  # before the copies overwrite what may be damaged
+            self._watch.step_undone()
+        for copy in self._copies:
+            copy.restore()
+        return cause

@@ -6,24 +6,20 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hpctrain.data.loader import Batch, BatchSource
-from hpctrain.data.sizes import ImageSizes
 from hpctrain.core.errors import DivergedError
+from hpctrain.data.loader import Batch, BatchSource
+from hpctrain.data.pipeline import ImageSizes
 from hpctrain.optim.schedules.base import LearningRateSchedule
 from hpctrain.trace.tracer import Category
-from hpctrain.train.data_waits import DataWaits
-from hpctrain.train.early_stop import EarlyStop
+from hpctrain.train.accounts import DataWaits, OperatorSample, StepTimes
 from hpctrain.train.finiteness import Cause
-from hpctrain.train.metrics_rest import Rate, Reporter, RunningSums
-from hpctrain.train.operator_sample import OperatorSample
-from hpctrain.train.own_loop import too_many_skips
-from hpctrain.train.progress_text import folded, loss_text
-from hpctrain.train.replica import Replica
+from hpctrain.train.metrics import Rate, Reporter, RunningSums
+from hpctrain.train.progress_bar import folded, loss_text
+from hpctrain.train.replica import Replica, too_many_skips
 from hpctrain.train.saving import Saver
 from hpctrain.train.snapshot import Position
-from hpctrain.train.accounts import StepTimes
-from hpctrain.train.stopping import TimeLimit
-from hpctrain.train.tracing import traced_steps
+from hpctrain.train.step import traced_steps
+from hpctrain.train.stopping import EarlyStop, TimeLimit
 
 
 @dataclass(frozen=True)

@@ -1,33 +1,346 @@
 """Watches what ranks must hold alike, as memory and links may flip bits unnoticed.
 
-If every rank holds something, ranks compare it. In every step they compare sums of the parameters that the step has read, taken
+If every rank holds something, ranks compare it. In every step they compare sums of the parameters that the step has read,
+taken
 before its update overwrites them. Every few steps they compare checksums of one part of everything in turn, and before
 checkpoints those of everything. What only updates write, such as an owner's optimiser state (`optim/guarded.py`), running
 statistics and frozen parameters, a rank compares by itself with the sums that it took after its last write.
+
+`AgreedChecksums` compares the checksums within several groups of ranks by a few numbers in one sum over all ranks. n numbers h
+are
+equal exactly if n times the sum of h^2 equals the square of the sum of h (Cauchy-Schwarz). A 32-bit checksum is sent as two
+halves
+of 16 bits and their squares. Their float64 sums over fewer than 2^21 ranks are exact in any order.
+
+`PartChecksums` and `PartGuard` take the checksums, `difference` makes one sentence of those of all ranks: who holds other bits
+than
+the others, and of what.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import starmap
 
 import numpy as np
 
 from hpctrain.averaging.base import GradientAverager
-from hpctrain.averaging.read_sums import ReadSums
-from hpctrain.backend.arithmetic import Fetch
+from hpctrain.averaging.group_sums import ReadSums
+from hpctrain.backend.arithmetic import Arithmetic, Array, Fetch, WatchedArrays
+from hpctrain.backend.host_arithmetic import HostArithmetic
 from hpctrain.core.errors import CorruptedStateError
+from hpctrain.core.intervals import even_intervals
+from hpctrain.core.text import spans
 from hpctrain.nn.network import ALL, Network
 from hpctrain.nn.parameter import FlatGroup
 from hpctrain.optim.guarded import GuardedOptimizer
 from hpctrain.parallel.groups import GridGroups
-from hpctrain.train.agreed_checksums import AgreedChecksums
+from hpctrain.train.evaluation import WeightAverage
 from hpctrain.train.finiteness import Finding, Held
-from hpctrain.train.watch_report import Checksums, RankReport, difference
-from hpctrain.train.watched_parts import Part, PartChecksums, PartDigests, PartGuard, WatchedPiece, cut
-from hpctrain.train.weight_average import WeightAverage
+
+_PER_GROUP = 4  # both halves and their squares
+_HALF_BITS = 16
+_HALF = (1 << _HALF_BITS) - 1
+
+
+class AgreedChecksums:
+    """Makes the numbers of one rank, and interprets their sums over all ranks.
+
+    Args:
+        alike: by kind, groups of positions that must have the same checksum; each position is in one group of a kind.
+        position: of this rank.
+
+    Attributes:
+        size: how many numbers there are.
+    """
+
+    def __init__(self, alike: Sequence[Sequence[Sequence[int]]], position: int) -> None:
+        self._counts = [len(positions) for groups in alike for positions in groups]
+        starts = np.cumsum([0, *map(len, alike)])
+        self._places = [
+            int(start) + next(place for place, positions in enumerate(groups) if position in positions)
+            for start, groups in zip(starts, alike, strict=False)
+        ]
+        self.size = 1 + _PER_GROUP * len(self._counts)
+
+    def numbers(self, checksums: Sequence[int], *, found: bool) -> np.ndarray:
+        """Return this rank's numbers, float64 (size,).
+
+        Args:
+            checksums: of each kind, below 2^32. found: whether this rank has found damage by itself.
+        """
+        numbers = np.zeros(self.size, np.float64)
+        for place, checksum in zip(self._places, checksums, strict=True):
+            low, high = checksum & _HALF, checksum >> _HALF_BITS
+            numbers[_PER_GROUP * place : _PER_GROUP * (place + 1)] = low, high, low * low, high * high
+        numbers[-1] = float(found)
+        return numbers
+
+    def are_well(self, sums: np.ndarray) -> bool:
+        """Return whether the checksums within each group are equal and no rank has found damage.
+
+        Args:
+            sums: the sum of `numbers` over all ranks.
+        """
+        values: list[int] = [round(value) for value in sums.tolist()]
+        for place, count in enumerate(self._counts):
+            low, high, low_square, high_square = values[_PER_GROUP * place : _PER_GROUP * (place + 1)]
+            if count * low_square != low * low or count * high_square != high * high:
+                return False
+        return values[-1] == 0
+
+
+_HOST = HostArithmetic()
+
+
+@dataclass(frozen=True)
+class WatchedPiece:
+    """Elements of an array that must be equal on several ranks.
+
+    Attributes:
+        name: of the whole array, in sentences. values: 1-D, of whole 32-bit words.
+        parameter: its name, where that must be complete before they are read. arithmetic: of where they lie.
+    """
+
+    name: str
+    values: Array
+    parameter: str | None = None
+    arithmetic: Arithmetic = _HOST
+
+
+WatchedPart = tuple[WatchedPiece, ...]
+
+
+def cut(arrays: Sequence[WatchedPiece], *, most: int, least_bytes: int) -> tuple[WatchedPart, ...]:
+    """At most `most` parts of even size, in order, of `least_bytes` or more where there is as much; at least one."""
+    total_bytes = sum(piece.values.nbytes for piece in arrays)
+    parts = max(1, min(most, total_bytes // max(1, least_bytes)))
+    intervals = even_intervals(sum(piece.values.size for piece in arrays), parts)
+    return tuple(tuple(_inside(arrays, begin, end)) for begin, end in intervals)
+
+
+def _inside(arrays: Sequence[WatchedPiece], begin: int, end: int) -> Iterable[WatchedPiece]:
+    """Pieces that make up elements [begin, end) of all arrays, one behind the other."""
+    start = 0
+    for piece in arrays:
+        low, high = max(begin - start, 0), min(end - start, piece.values.size)
+        if low < high:
+            yield replace(piece, values=piece.values[low:high])
+        start += piece.values.size
+
+
+class PartChecksums:
+    """The checksums of a part's pieces, wherever they lie. Made at set-up; its memory is there from then on.
+
+    Attributes:
+        part: as given. names: of its pieces.
+    """
+
+    def __init__(self, part: WatchedPart) -> None:
+        self.part, self.names = part, [piece.name for piece in part]
+        self._tables = [(numbers, arrays.checksums()) for numbers, arrays in _by_place(part)]
+
+    def fetch(self) -> PartDigests:
+        """Take the checksums of what the pieces hold at this point of the work; does not wait."""
+        return PartDigests(len(self.part), [(numbers, table.fetch()) for numbers, table in self._tables])
+
+
+class PartDigests:
+    """Implements `Fetch`: the checksums (CRC-32) of a part's pieces on their way; uint32 (pieces,)."""
+
+    def __init__(self, count: int, fetches: Sequence[tuple[Sequence[int], Fetch]]) -> None:
+        self._count, self._fetches = count, fetches
+
+    def result(self) -> np.ndarray:
+        """Wait for the checksums, and return them in the order of the pieces."""
+        digests = np.zeros(self._count, np.uint32)
+        for numbers, fetch in self._fetches:
+            digests[numbers] = fetch.result()
+        return digests
+
+
+class PartGuard:
+    """Detects changes of a part's pieces between two writes. Made at set-up.
+
+    Attributes:
+        found: names of the pieces that had changed when a change was first seen; empty if none has.
+        remembered: whether the right values are known.
+    """
+
+    def __init__(self, part: WatchedPart) -> None:
+        self._part = tuple(piece for piece in part if piece.values.size)
+        self._guards = [(numbers, arrays.guard()) for numbers, arrays in _by_place(self._part)]
+        self._on_host = all(piece.arithmetic.on_host for piece in self._part)
+        self._asked: list[tuple[Sequence[int], Fetch]] = []
+        self.remembered = False
+        self.found: tuple[str, ...] = ()
+
+    def remember(self) -> None:
+        """Remember the current values as right, just after they were written."""
+        for _, guard in self._guards:
+            guard.remember()
+        self.remembered = True
+
+    def write(self, write: Callable[[], None]) -> None:
+        """Compare the pieces, call `write`, which writes to them, and remember them."""
+        self.compare()
+        write()
+        self.remember()
+
+    def compare(self) -> None:
+        """Compare the pieces with the remembered values; remember them if there are none."""
+        if not self.remembered:
+            self.remember()
+            return
+        for _, guard in self._guards:
+            guard.compare()
+        if self._on_host:  # the result needs no wait
+            self.look()
+            self.tell()
+
+    def look(self) -> None:
+        """Request the findings of all comparisons so far; `tell` waits for them, if pieces are not on the host."""
+        self._asked = [(numbers, guard.fetch_changed()) for numbers, guard in self._guards]
+
+    def tell(self) -> None:
+        """Update `found` to the latest `look`."""
+        changed = sorted(numbers[place] for numbers, fetch in self._asked for place in np.flatnonzero(fetch.result()).tolist())
+        self.found = self.found or tuple(self._part[number].name for number in changed)
+        self._asked = []
+
+    def verify(self) -> None:
+        """Compare now, and wait for the findings."""
+        self.compare()
+        self.look()
+        self.tell()
+
+    def forget(self) -> None:
+        """Forget the remembered values, after something else has written. The next comparison remembers new ones."""
+        self.remembered = False
+
+
+def _by_place(part: WatchedPart) -> list[tuple[list[int], WatchedArrays]]:
+    """Return the numbers and the watched arrays of the pieces on each arithmetic."""
+    places: dict[int, list[int]] = {}
+    for number, piece in enumerate(part):
+        places.setdefault(id(piece.arithmetic), []).append(number)
+    return [
+        (numbers, part[numbers[0]].arithmetic.watched([part[number].values for number in numbers])) for numbers in places.values()
+    ]
+
+
+@dataclass(frozen=True)
+class Checksums:
+    """Checksums of what several ranks must hold alike.
+
+    Attributes:
+        names: of the arrays, the same on each of the ranks. digests: uint32, of each.
+        equal_at: steps done when all of it was last found equal.
+        step: steps done when the checksums were taken; None: as many as in the report.
+        vouched: by array, whether this rank owns it and knows that it is unchanged since it was written; empty if none is.
+    """
+
+    names: Sequence[str] = ()
+    digests: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint32))
+    equal_at: int = 0
+    step: int | None = None
+    vouched: Sequence[bool] = ()
+
+    def vouches(self, place: int) -> bool:
+        """Return whether this rank's array is known to be right, independently of other ranks."""
+        return bool(self.vouched) and self.vouched[place]
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """One rank's looks, by kind, and the names of what it found changed of its own between two updates."""
+
+    looks: tuple[Checksums, ...]
+    found: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ReplicaDifference:
+    """A sentence that lacks its remedy, and the ranks of the world that are wrong; all that differ where no majority tells."""
+
+    text: str
+    ranks: tuple[int, ...]
+
+    def sentence(self, kept_step: int | None) -> str:
+        """The sentence of an error. kept_step: of the newest checkpoint; None where there is none."""
+        remedy = "start again, as this run has no checkpoint yet"
+        if kept_step is not None:
+            remedy = f"resume from the checkpoint of step {kept_step}"
+        return f"{self.text}; {remedy}."
+
+
+def difference(
+    reports: Sequence[RankReport], alike: Sequence[Sequence[Sequence[int]]], world_ranks: Sequence[int], step: int
+) -> ReplicaDifference:
+    """The first that is wrong, in what a rank alone holds, then in what several hold.
+
+    Args:
+        reports: by position; something in them is wrong. alike: by kind, the positions that must hold the same.
+        world_ranks: of the positions. step: steps done when the checksums were taken.
+    """
+    findings = [_of_owner(report, rank, step) for report, rank in zip(reports, world_ranks, strict=True)]
+    for kind, classes in enumerate(alike):
+        for positions in classes:
+            looks = [reports[position].looks[kind] for position in positions]
+            findings.append(_among(looks, [world_ranks[position] for position in positions], step))
+    nothing = ReplicaDifference(
+        f"After step {step} ranks received different checksums, but all hold the same: a message between them was damaged", ()
+    )
+    return next((finding for finding in findings if finding is not None), nothing)
+
+
+def _of_owner(report: RankReport, rank: int, step: int) -> ReplicaDifference | None:
+    """The changes that a rank has found in what it alone holds; None where there are none."""
+    if not report.found:
+        return None
+    text = (
+        f"On rank {rank} {report.found[0]}{_others(report.found)} changed between two updates, as was seen after step {step}, "
+        f"though nothing wrote there: that rank's memory is at fault"
+    )
+    return ReplicaDifference(text, (rank,))
+
+
+def _among(looks: Sequence[Checksums], ranks: Sequence[int], step: int) -> ReplicaDifference | None:
+    """The first thing that differs among some ranks, and on whom; None where nothing does."""
+    table = np.array([look.digests for look in looks])
+    differing = np.flatnonzero((table != table[0]).any(axis=0)).tolist()
+    if not differing:
+        return None
+    step = step if looks[0].step is None else looks[0].step
+    owners = [rank for look, rank in zip(looks, ranks, strict=True) if look.vouches(differing[0])]
+    names = [looks[0].names[place] for place in differing]
+    holders: dict[int, list[int]] = {}
+    for rank, digest in zip(ranks, table[:, differing[0]].tolist(), strict=True):
+        holders.setdefault(digest, []).append(rank)
+    most = max(holders.values(), key=lambda members: (len(members), members == owners))
+    what, since = f"{names[0]}{_others(names)}", f"all had the same after step {looks[0].equal_at}"
+    if len(most) * 2 > len(ranks) or most == owners:
+        odd = [rank for rank in ranks if rank not in most]
+        verb = "holds" if len(odd) == 1 else "hold"
+        owner = ", which owns it" if len(most) == len(odd) else ""
+        text = f"After step {step} {_named(odd)} {verb} other bits of {what} than {_named(most)}{owner}; {since}"
+        return ReplicaDifference(text, tuple(odd))
+    different = " and ".join(_named(members) for members in sorted(holders.values()))
+    text = f"After step {step} {different} hold different bits of {what}, and no majority tells who is wrong; {since}"
+    return ReplicaDifference(text, tuple(ranks))
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {spans(ranks)}"
+
+
+def _others(names: Iterable[str]) -> str:
+    """How many more there are than the first."""
+    more = len(set(names)) - 1
+    return f" (and {more} more)" if more > 0 else ""
+
 
 #: by kind: of what all ranks hold alike, and of what those with the same part of split layers do
 _AllChecksums = tuple[Checksums, ...]
@@ -317,7 +630,7 @@ class WeightWatch:
 
     # -- parts of these --------------------------------------------------------------------------------------------------------
 
-    def _compared(self, kind: int, parts: Sequence[Part]) -> Part:
+    def _compared(self, kind: int, parts: Sequence[WatchedPart]) -> WatchedPart:
         """All pieces of a kind, where there is somebody to compare them with."""
         alone = all(len(positions) == 1 for positions in self._alike[kind])
         return () if alone else tuple(piece for part in parts for piece in part)
@@ -351,7 +664,7 @@ class WeightWatch:
         return self._agreed.numbers(checksums, found=any(guard.found for guard in self._guards))
 
 
-def _complete(averagers: Iterable[GradientAverager], part: Part) -> None:
+def _complete(averagers: Iterable[GradientAverager], part: WatchedPart) -> None:
     """Wait for parameters that this rank's forward did not use."""
     for averager in averagers:
         names = {piece.parameter: None for piece in part if piece.parameter in averager.group.parameters}

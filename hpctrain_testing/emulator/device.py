@@ -12,20 +12,22 @@ from types import MappingProxyType
 
 import numpy as np
 
-from hpctrain.backend.cuda.device import ConvolutionKey, DeviceStream, Precision
-from hpctrain.backend.cuda.device_array import DeviceArray
-from hpctrain.backend.cuda.emulator import build
-from hpctrain.backend.cuda.emulator.capture import EmulatedGraph, capturing
-from hpctrain_testing.emulator.products import NumpyConvolution
-from hpctrain.backend.cuda.emulator.counters import DeviceCounters
-from hpctrain.backend.cuda.emulator.errors import EmulatedDeviceError
-from hpctrain.backend.cuda.emulator.gemm import check_product, product
+from hpctrain.backend.cuda.device import ConvolutionKey, DeviceArray, DeviceStream, Precision
+from hpctrain_testing.emulator import kernels
 from hpctrain_testing.emulator.kernels import CpuKernel
 from hpctrain_testing.emulator.links import EmulatedGroups
-from hpctrain_testing.emulator.memory import Heap, borrowed, bytes_of
-from hpctrain.backend.cuda.emulator.pinned import PinnedMemory
-from hpctrain_testing.emulator.streams import EmulatedEvent, EmulatedStream, StreamTable, caller
-from hpctrain.backend.cuda.emulator.work import Work
+from hpctrain_testing.emulator.memory import EmulatedDeviceError, Heap, PinnedMemory, borrowed, bytes_of
+from hpctrain_testing.emulator.products import NumpyConvolution, check_product, product
+from hpctrain_testing.emulator.streams import (
+    DeviceCounters,
+    EmulatedEvent,
+    EmulatedGraph,
+    EmulatedStream,
+    StreamTable,
+    Work,
+    caller,
+    capturing,
+)
 
 #: the most arrays per piece of work that a wait checks; with more arrays, a later wait checks them
 _CHECKED_ARRAYS_PER_WORK = 8
@@ -108,7 +110,7 @@ class EmulatedDevice:
         """As `Device.kernel`. text: of a source that is not the package's."""
         if (source, name) not in self._kernels:
             self._streams.refuse_in_capture(f"load the kernel {name}")
-            library = build.library(source) if text is None else build.build(text)
+            library = kernels.library(source) if text is None else kernels.build(text)
             seed = partial(self._random.getrandbits, 63)
             self._kernels[source, name] = CpuKernel(library, name, seed, self._enqueue, self._heap.describe)
         return self._kernels[source, name]

@@ -16,11 +16,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from hpctrain.backend.cuda.device import DeviceStream
-from hpctrain.backend.cuda.device_array import DeviceArray
-from hpctrain.backend.cuda.emulator.errors import EmulatedDeviceError
-from hpctrain_testing.emulator.memory import borrowed, bytes_of, on_host
-from hpctrain.backend.device_messages import Peers
+from hpctrain.backend.arithmetic import Peers
+from hpctrain.backend.cuda.device import DeviceArray, DeviceStream
+from hpctrain_testing.emulator.memory import EmulatedDeviceError, borrowed, bytes_of, on_host
 
 #: bytes of the words of a piece of work that ranks compare; what is behind them counts by its length
 _WORDS_BYTES = 256

@@ -1,4 +1,8 @@
-"""Memory of the emulated device: host memory between pages that nobody may touch and bytes that nobody may change."""
+"""Memory of the emulated device: host memory between pages that nobody may touch and bytes that nobody may change.
+
+Pinned memory is host memory that copies may use without waiting. `read` and `write` are device arrays as numbers of the host
+and back, rounded as kernels round. `EmulatedDeviceError` is a mistake in a kernel or in the order of work.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +15,13 @@ from collections.abc import Callable
 
 import numpy as np
 
-from hpctrain.backend.cuda.device import ALIGNMENT_BYTES
-from hpctrain.backend.cuda.device_array import DeviceArray
-from hpctrain.backend.cuda.emulator.errors import EmulatedDeviceError
-from hpctrain.backend.dtypes import item_bytes
+from hpctrain.backend.cuda.device import ALIGNMENT_BYTES, DeviceArray, bfloat16_bits, bfloat16_values
+from hpctrain.backend.specs import item_bytes
+
+
+class EmulatedDeviceError(AssertionError):
+    """A mistake in a kernel or in the order of work, which a GPU may not find: a defect of this package."""
+
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _compare = ctypes.PyDLL(None).memcmp  # PyDLL keeps Python's lock: calls are too short to release it
@@ -177,3 +184,53 @@ def on_host(array: DeviceArray) -> np.ndarray:
 def bytes_of(array: DeviceArray) -> np.ndarray:
     """All bytes, uint8 (nbytes,), over the same memory."""
     return on_host(array).reshape(-1).view(np.uint8)
+
+
+_NOBODY_HAS_WRITTEN = 0xFF
+
+
+class PinnedMemory:
+    """All of it that a device has given out."""
+
+    def __init__(self) -> None:
+        self._ends: dict[int, int] = {}  # begin -> end
+        self._begins: list[int] = []  # sorted
+
+    def allocate(self, size_bytes: int) -> np.ndarray:
+        """uint8 (size_bytes,), not zeroed."""
+        memory = np.full(size_bytes, _NOBODY_HAS_WRITTEN, np.uint8)
+        begin = memory.ctypes.data
+        self._ends[begin] = begin + size_bytes
+        insort(self._begins, begin)
+        weakref.finalize(memory, self._forget, begin).atexit = False
+        return memory
+
+    def _forget(self, begin: int) -> None:
+        self._begins.remove(begin)
+        del self._ends[begin]
+
+    def require(self, array: np.ndarray) -> np.ndarray:
+        """All bytes of an array, uint8, over the same memory.
+
+        Raises:
+            ValueError: it is not contiguous, or not in pinned memory.
+        """
+        if not array.flags.c_contiguous:
+            raise ValueError(f"A copy takes contiguous memory; an array of shape {array.shape} has strides {array.strides}.")
+        begin, begins = array.ctypes.data, self._begins.copy()  # others allocate meanwhile
+        place = bisect_right(begins, begin)
+        end = self._ends.get(begins[place - 1], 0) if place else 0
+        if array.nbytes and begin + array.nbytes > end:
+            raise ValueError(f"A copy takes pinned memory; this array of shape {array.shape} is not in what `pinned` gave.")
+        return array.reshape(-1).view(np.uint8)
+
+
+def read(array: DeviceArray) -> np.ndarray:
+    """The elements; bfloat16 as float32."""
+    values = on_host(array)
+    return bfloat16_values(values) if array.dtype == "bfloat16" else values
+
+
+def write(array: DeviceArray, values: np.ndarray) -> None:
+    """Round to the array's dtype, to nearest even."""
+    on_host(array)[...] = bfloat16_bits(values) if array.dtype == "bfloat16" else values

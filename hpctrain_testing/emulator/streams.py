@@ -1,19 +1,216 @@
-"""Streams, events and captures of the emulated device."""
+"""Streams, events and captures of the emulated device, and the queues of work beneath them.
+
+Work is done as late and in as odd an order as the marks between queues allow. Whenever something is enqueued, some of the
+work that may be done is done, of any queue; when somebody waits, the work that is waited for is done, alone or among other
+work. So a program that forgets to wait is likely to compute with what is not there yet, and the seed that shows it shows it
+again.
+
+A graph is work that was recorded with the places and values of its arguments. `DeviceCounters` count what a device was asked
+for, so that tests can assert what a step does not do.
+"""
 
 from __future__ import annotations
 
 import random
 import sys
 import threading
-from collections.abc import Callable
-from dataclasses import replace
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from hpctrain.backend.cuda.device import DeviceEvent
-from hpctrain.backend.cuda.emulator.counters import DeviceCounters
-from hpctrain.backend.cuda.emulator.errors import EmulatedDeviceError
-from hpctrain.backend.cuda.emulator.work import Mark, Work, WorkQueue, WorkScheduler
+from hpctrain.backend.cuda.device import DeviceArray, DeviceEvent, DeviceStream
+from hpctrain_testing.emulator.memory import EmulatedDeviceError
+
+
+@dataclass
+class DeviceCounters:
+    """Counts since the device was made.
+
+    Attributes:
+        enqueued: by the kind of work, captured work included: names of kernels, "upload", "convolution forward", "graph", ...
+        synchronisations: of the host, by ("event" or "stream <name>", the function that waits).
+        uploaded_bytes: of all uploads.
+        allocations, late_allocations: of device and pinned memory; those after `EmulatedDevice.seal`.
+    """
+
+    enqueued: Counter[str] = field(default_factory=Counter)
+    synchronisations: Counter[tuple[str, str]] = field(default_factory=Counter)
+    uploaded_bytes: int = 0
+    allocations: int = 0
+    late_allocations: list[str] = field(default_factory=list)
+    sealed: bool = False
+
+    def allocated(self, size_bytes: int, where: str) -> None:
+        """Count an allocation."""
+        self.allocations += 1
+        if self.sealed:
+            self.late_allocations.append(f"{size_bytes} bytes at {where}")
+
+
+#: by seed, the probability that one more piece of work is done after a call; and that nothing is done but what is waited for
+_EAGERNESS, _LAZINESS = (0.02, 0.2, 0.5), (0.3, 0.9)
+#: by seed and queue, how much a queue is preferred
+_PREFERENCES = (1, 1, 20)
+
+
+class WorkQueue:
+    """Work in its order.
+
+    Attributes:
+        issued, done: numbers of pieces.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.pending: deque[Work] = deque()
+        self.issued, self.done = 0, 0
+
+    @property
+    def mark(self) -> Mark:
+        """All work so far."""
+        return Mark(self, self.issued)
+
+    @property
+    def blocked_by(self) -> Mark | None:
+        """The mark that the next piece waits for."""
+        after = self.pending[0].after if self.pending else None
+        return None if after is None or after.done else after
+
+
+@dataclass(frozen=True)
+class Mark:
+    """The work of a queue up to a position."""
+
+    queue: WorkQueue
+    position: int
+
+    @property
+    def done(self) -> bool:
+        """All of it is done."""
+        return self.queue.done >= self.position
+
+
+@dataclass
+class Work:
+    """A piece of work.
+
+    Args:
+        after: it is done after this. kept: arrays whose memory stays in use until it is done.
+        reads, writes: host memory. goes_on: is asked while the piece is the next one, as it needs other devices; True once it can
+            be done.
+    """
+
+    text: str
+    action: Callable[[], None] | None = None
+    after: Mark | None = None
+    kept: Sequence[DeviceArray] = ()
+    reads: tuple[np.ndarray, ...] = ()
+    writes: tuple[np.ndarray, ...] = ()
+    goes_on: Callable[[], bool] | None = None
+
+
+class WorkScheduler:
+    """Does the work of many queues. failed: a piece raised an error."""
+
+    def __init__(self, source: random.Random) -> None:
+        self.queues: list[WorkQueue] = []
+        self.failed = False
+        self._random = source
+        self._eagerness, self._laziness = source.choice(_EAGERNESS), source.choice(_LAZINESS)
+        self._preferences: dict[WorkQueue, int] = {}
+
+    def queue(self, name: str) -> WorkQueue:
+        """A new queue."""
+        queue = WorkQueue(name)
+        self.queues.append(queue)
+        self._preferences[queue] = self._random.choice(_PREFERENCES)
+        return queue
+
+    def append(self, queue: WorkQueue, work: Work) -> None:
+        """Add a piece to a queue."""
+        queue.pending.append(work)
+        queue.issued += 1
+
+    def is_pending(self, memory: np.ndarray) -> bool:
+        """Work that is not done reads or writes this memory of the host."""
+        works = (work for queue in self.queues for work in queue.pending)
+        return any(np.may_share_memory(memory, other) for work in works for other in (*work.reads, *work.writes))
+
+    def run_until(self, mark: Mark) -> None:
+        """Do what a mark needs, and maybe other work."""
+        alone = self._random.random() < self._laziness
+        while not mark.done:
+            self._step_where_ready(self._needed(mark.queue) if alone else self._pick())
+
+    def run_all(self) -> None:
+        """Do all work."""
+        while any(queue.pending for queue in self.queues):
+            self._step_where_ready(self._pick())
+
+    def run_some(self) -> None:
+        """Do some work, or none."""
+        while self._random.random() < self._eagerness and any(q.pending and not q.blocked_by for q in self.queues):
+            self._step_where_ready(self._pick())
+
+    def advance(self, mark: Mark, *, everything: bool = False) -> None:
+        """Ask other devices, where the next piece that a mark needs is one that needs these; never waits for them.
+
+        everything: do all that the mark needs, as far as other devices have come.
+        """
+        while not mark.done:
+            queue = self._needed(mark.queue)
+            asks = queue.pending[0].goes_on is not None
+            if not (asks or everything) or not self._step_where_ready(queue) or not everything:
+                return
+
+    def _pick(self) -> WorkQueue:
+        """A queue whose next piece can be done."""
+        ready = [queue for queue in self.queues if queue.pending and not queue.blocked_by]
+        if not ready:
+            raise _deadlock([queue for queue in self.queues if queue.pending])
+        return self._random.choices(ready, [self._preferences[queue] for queue in ready])[0]
+
+    def _needed(self, queue: WorkQueue) -> WorkQueue:
+        """The queue whose next piece brings `queue` forward."""
+        passed = []
+        while mark := queue.blocked_by:
+            passed.append(queue)
+            queue = mark.queue
+            if queue in passed or not queue.pending:
+                raise _deadlock(passed)
+        return queue
+
+    def _step_where_ready(self, queue: WorkQueue) -> bool:
+        """Do the next piece of a queue, unless other devices have not come so far; True where it was done."""
+        goes_on = queue.pending[0].goes_on
+        try:
+            ready = goes_on is None or goes_on()
+        except BaseException:
+            self.failed = True
+            raise
+        if ready:
+            self._step(queue)
+        return ready
+
+    def _step(self, queue: WorkQueue) -> None:
+        work = queue.pending.popleft()
+        try:
+            if work.action:
+                work.action()
+        except BaseException:
+            self.failed = True
+            raise
+        finally:
+            queue.done += 1
+
+
+def _deadlock(queues: Sequence[WorkQueue]) -> EmulatedDeviceError:
+    waits = ", ".join(f"{queue.name} in {queue.pending[0].text}" for queue in queues)
+    return EmulatedDeviceError(f"Streams wait without end: {waits}.")
+
 
 _POISON = 0xFF
 #: times in vain that a host which enqueues nothing asks for an event, until its work is done: time passes, also for a late device
@@ -216,3 +413,47 @@ def caller() -> str:
     while frame.f_back and frame.f_globals.get("__name__", "").startswith(package):
         frame = frame.f_back
     return f"{frame.f_globals.get('__name__', '?')}.{frame.f_code.co_qualname}"
+
+
+class EmulatedGraph:
+    """Implements `CapturedGraph`. It keeps no memory in use: arrays have to outlive it, as on a GPU."""
+
+    def __init__(self, table: StreamTable, capture: Capture) -> None:
+        self._table, self._capture = table, capture
+
+    def launch(self, stream: DeviceStream) -> None:
+        """Enqueue all of it as one piece of work."""
+        assert isinstance(stream, EmulatedStream), f"{stream!r} is not of this device"
+        works = self._capture.works
+        if self._capture.open:
+            raise EmulatedDeviceError("A graph is launched before its capture has ended.")
+        self._table.refuse_in_capture("launch a graph")
+        reads = tuple(memory for work in works for memory in work.reads)
+        writes = tuple(memory for work in works for memory in work.writes)
+        self._table.enqueue(stream, Work("graph", lambda: _do(works), reads=reads, writes=writes))
+
+
+def _do(works: Sequence[Work]) -> None:
+    for work in works:
+        if work.action:
+            work.action()
+
+
+@contextmanager
+def capturing(table: StreamTable, stream: EmulatedStream) -> Iterator[EmulatedGraph]:
+    """Record what is enqueued on `stream`. The calling thread can neither wait nor allocate nor load kernels meanwhile.
+
+    Raises:
+        EmulatedDeviceError: this thread or this stream captures already.
+    """
+    table.refuse_in_capture("begin another capture")
+    if stream.capture:
+        raise EmulatedDeviceError(f"Stream {stream.name} is captured already.")
+    capture = Capture(stream.name)
+    stream.capture = table.captures[threading.get_ident()] = capture
+    try:
+        yield EmulatedGraph(table, capture)
+        capture.open = False
+    finally:
+        stream.capture = None
+        del table.captures[threading.get_ident()]

@@ -15,19 +15,23 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from hpctrain.virtual.collectives import (
+from hpctrain_testing.virtual.operations import (
     Allgather,
     Allreduce,
     Alltoall,
+    Array,
     Barrier,
     Broadcast,
     Message,
     ObjectExchange,
+    PostedOperation,
+    Posting,
+    RankEnded,
+    RankState,
     ReduceScatter,
+    source_line,
 )
-from hpctrain_testing.virtual.operations import Array, PostedOperation, Posting, RankState
-from hpctrain.virtual.rank import RankEnded, source_line
-from hpctrain.virtual.scheduler import Scheduler
+from hpctrain_testing.virtual.scheduler import Scheduler
 
 #: type of a buffer -> its name; NumPy makes the name again each time that it is asked
 _DTYPES = {np.dtype(name): name for name in ("float32", "float64", "int32", "int64", "uint8", "uint16")}

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpctrain.core.intervals import even_interval
 from hpctrain.comm.base import Array, Communicator, Handle
+from hpctrain.core.intervals import even_interval
 
 
 @dataclass(frozen=True)

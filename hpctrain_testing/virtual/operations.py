@@ -1,24 +1,75 @@
-"""Operations among virtual ranks: who has posted, what must agree, what is moved. No time and no threads.
+"""Operations among virtual ranks: who has posted, what must agree, what is moved, and how long the modelled link takes.
 
-An operation is a collective or one message. Its parties post; when enough have posted its data may *move* (all contributions are
-taken), and then be *delivered* to each party by itself. MPI lets buffers be read and written at any time between posting and
-completion, so the moments are the caller's choice.
+No time passes and no thread runs here. An operation is a collective or one message. Its parties post; when enough have posted
+its data may *move* (all contributions are taken), and then be *delivered* to each party by itself. MPI lets buffers be read
+and
+written at any time between posting and completion, so the moments are the caller's choice.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from enum import Enum
+from functools import cache
+from types import FrameType
 from typing import Any
 
 import numpy as np
 
 from hpctrain.comm.link import LinkModel
 from hpctrain.core.errors import CollectiveMismatchError
-from hpctrain.virtual.rank import SourceLine, Status
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+#: Folders whose lines say nothing about the program that communicates.
+_NOT_THE_PROGRAM = tuple(os.path.join(_PACKAGE, folder, "") for folder in ("virtual", "comm"))
+
+
+class RankEnded(BaseException):
+    """Unwinds a virtual rank because the run is over: another rank has failed. Not to be caught."""
+
+
+class Status(Enum):
+    """The state of a virtual rank."""
+
+    READY = "ready"
+    RUNNING = "running"
+    PARKED = "parked"  # it only polls, and nothing that it polls has completed
+    BLOCKED = "blocked"  # inside an operation that waits
+    ENDED = "ended"
+
+
+@dataclass(frozen=True)
+class SourceLine:
+    """The innermost line of a call outside the communication code."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{_short(self.file, os.getcwd())}:{self.line}"
+
+
+@cache
+def _short(file: str, folder: str) -> str:
+    """Return the path relative to a folder, or the whole path outside of it. Cached: each posted message names its line."""
+    relative = os.path.relpath(file, folder)
+    return file if relative.startswith("..") else relative
+
+
+def source_line(frame: FrameType | None = None) -> SourceLine:
+    """Where the code that uses the communicator stands; of this call, unless the `frame` of another thread is given."""
+    if frame is None:
+        frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_PROGRAM):
+        frame = frame.f_back
+    return SourceLine(frame.f_code.co_filename, frame.f_lineno)
+
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -229,3 +280,135 @@ class PostedOperation(ABC):
         both = ", but ".join(f"rank {p.owner.rank} posted {p.kind} of {p.text} at {p.line}" for p in postings)
         rule = "every rank of a communicator must post the same collectives in the same order."
         return f"Collective {self.label} does not match: {both}; {rule}"
+
+
+class Allreduce(PostedOperation):
+    """The sum in rank order, the same bits for everyone."""
+
+    _sum: Array | None = None
+
+    def result(self, party: int) -> Array:
+        if self._sum is None:
+            self._sum = _sum_in_order(self.parts())
+        return self._sum
+
+    def seconds(self, link: LinkModel) -> float:
+        return link.allreduce_seconds(self.parts_bytes(), len(self.members))
+
+    def parts_bytes(self) -> int:
+        return max(p.contribution.nbytes for p in self.postings if p is not None and p.contribution is not None)
+
+
+class ReduceScatter(Allreduce):
+    """Party r receives part r of the sum."""
+
+    def result(self, party: int) -> Array:
+        posting = self.postings[party]
+        assert posting is not None
+        start = sum(posting.send_counts[:party])
+        return super().result(party)[start : start + posting.send_counts[party]]
+
+    def seconds(self, link: LinkModel) -> float:
+        return link.reduce_scatter_seconds(self.parts_bytes(), len(self.members))
+
+
+class Allgather(PostedOperation):
+    """All parts in rank order."""
+
+    _gathered: Array | None = None
+
+    def result(self, party: int) -> Array:
+        if self._gathered is None:
+            self._gathered = np.concatenate(self.parts())
+        return self._gathered
+
+    def seconds(self, link: LinkModel) -> float:
+        gathered_bytes = max(p.target.nbytes for p in self.postings if p is not None and p.target is not None)
+        return link.allgather_seconds(gathered_bytes, len(self.members))
+
+
+class Alltoall(PostedOperation):
+    """Part p of every party's buffer goes to party p. Counts agree in pairs."""
+
+    def post(self, party: int, posting: Posting, moments: Moments) -> None:
+        for other, first in enumerate(self.postings):
+            if first is not None and first.kind == posting.kind:
+                there = first.send_counts[party], first.recv_counts[party]
+                here = posting.recv_counts[other], posting.send_counts[other]
+                if there != here:
+                    raise CollectiveMismatchError(self._mismatch(first, posting))
+        super().post(party, posting, moments)
+
+    def result(self, party: int) -> Array:
+        pieces = []
+        for posting in self.postings:
+            assert posting is not None
+            assert posting.taken is not None
+            start = sum(posting.send_counts[:party])
+            pieces.append(posting.taken[start : start + posting.send_counts[party]])
+        return np.concatenate(pieces)
+
+    def seconds(self, link: LinkModel) -> float:
+        buffers = [buffer for p in self.postings if p for buffer in (p.contribution, p.target) if buffer is not None]
+        return link.alltoall_seconds(max(buffer.nbytes for buffer in buffers), len(self.members))
+
+
+class Broadcast(PostedOperation):
+    """The root's buffer to everyone."""
+
+    def result(self, party: int) -> Array | None:
+        assert self.root is not None
+        root = self.postings[self.root]
+        assert root is not None
+        return root.taken
+
+    def bytes(self) -> int:
+        root = self.postings[self.root or 0]
+        assert root is not None
+        assert root.contribution is not None
+        return root.contribution.nbytes
+
+    def seconds(self, link: LinkModel) -> float:
+        return link.broadcast_seconds(self.bytes(), len(self.members))
+
+
+class Message(Broadcast):
+    """From party 0, the root, to party 1. Lengths must agree, as the receiver has no other way to know."""
+
+    def fits(self, first: Posting, second: Posting) -> bool:
+        return first.agreed == second.agreed
+
+    def seconds(self, link: LinkModel) -> float:
+        return 0.0 if self.members[0] is self.members[1] else link.point_to_point_seconds(self.bytes())
+
+    def _mismatch(self, first: Posting, second: Posting) -> str:
+        both = " and ".join(f"{p.kind} of rank {p.owner.rank} ({p.text}) at {p.line}" for p in (first, second))
+        return f"A message and its receive must have the same length and type, but these differ: {both}."
+
+
+class Barrier(PostedOperation):
+    """Nothing is moved."""
+
+    def result(self, party: int) -> None:
+        return None
+
+    def seconds(self, link: LinkModel) -> float:
+        return link.barrier_seconds(len(self.members))
+
+
+class ObjectExchange(PostedOperation):
+    """Pickled values of all parties, read through `parts`. Set-up only, so it costs nothing."""
+
+    def result(self, party: int) -> None:
+        return None
+
+    def seconds(self, link: LinkModel) -> float:
+        return 0.0
+
+
+def _sum_in_order(parts: Sequence[Array]) -> Array:
+    total = parts[0].copy()
+    with np.errstate(all="ignore"):  # a transport does not warn of overflow
+        for part in parts[1:]:
+            total += part
+    return total

@@ -12,36 +12,30 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpctrain.averaging import agreement, slice_sizes, step_clock
-from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager
+from hpctrain.averaging import agreement, slicing, step_times
+from hpctrain.averaging.averager_state import UndoCopy, copy_parameters, swap_parameters, unique_segments
+from hpctrain.averaging.averagers import make_strategy
+from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager, Strategy
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
-from hpctrain.averaging.step_times import Times
-from hpctrain.averaging.each_once import each_once
-from hpctrain.averaging.local_event import LocalEvent
-from hpctrain.averaging.parameter_swap import copy_parameters, swap_parameters
-from hpctrain.averaging.reduce_scatter import ReduceScatterAverager
-from hpctrain.averaging.reduce_scatter_strategy import ReduceScatterStrategy
-from hpctrain.averaging.step_clock import StepClock
+from hpctrain.averaging.reduce_scatter import ReduceScatterAverager, ReduceScatterStrategy
+from hpctrain.averaging.step_times import StepClock, Times
 from hpctrain.averaging.strategies.blocking import Blocking, BlockingAverager
 from hpctrain.averaging.strategies.bucketed import Bucketed
-from hpctrain.averaging.strategies.lazy_rest import Lazy
+from hpctrain.averaging.strategies.lazy import Lazy
 from hpctrain.averaging.strategies.overlap import Overlap
 from hpctrain.averaging.strategies.priority import Priority
 from hpctrain.averaging.strategies.sharded import Sharded
-from hpctrain.averaging.strategies.sparse_rest import Sparse
-from hpctrain.averaging.strategy import Strategy
-from hpctrain.averaging.averager_state import UndoCopy
+from hpctrain.averaging.strategies.sparse import Sparse
 from hpctrain.backend.arithmetic import Array, Descent
 from hpctrain.backend.host_arithmetic import HostArithmetic
-from hpctrain.backend.operators import Operator, StepContext
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.operators import Operator, StepContext
 from hpctrain.backend.specs import Spec, TensorSpec
-from hpctrain.comm.base import Communicator
+from hpctrain.comm.base import Communicator, Complete, SingleCommunicator
 from hpctrain.comm.link import LinkModel
+from hpctrain.comm.posting_queue import LocalEvent
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.comm.single import Complete, SingleCommunicator
 from hpctrain.core.errors import OptionError
-from hpctrain.averaging.averagers import make_strategy
 from hpctrain.nn.parameter import FlatGroup, ParameterSpec
 from hpctrain.optim.ema import EMA, EmaRule
 from hpctrain.optim.optimizers.adamw import Adamw
@@ -51,7 +45,7 @@ from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.train.snapshot import Position
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
-from hpctrain.virtual.run import run_virtual, virtual_engine
+from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
 from tests.support.averaging import OPTIMIZERS, STRATEGIES, averaged, make_group, one_step, planned
 from tests.support.late_kernels import LateDescent, Queue
@@ -231,7 +225,7 @@ def test_very_large_slices_travel_in_parts_unless_each_parameter_is_to_be_a_mess
     kind: type[Strategy], in_parts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("_LARGEST_BYTES", "_LEAST_PART_BYTES"):
-        monkeypatch.setattr(slice_sizes, name, 8)
+        monkeypatch.setattr(slicing, name, 8)
 
     def program(comm: ThreadCommunicator) -> tuple[int, int]:
         counters = Counters()
@@ -359,19 +353,19 @@ def _measure_times(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Every clock measures times by chance, which put operations into another order."""
     calls = count(seed)
 
-    def times(clock: step_clock.StepClock) -> Times:
+    def times(clock: step_times.StepClock) -> Times:
         random = np.random.default_rng(next(calls))
         ready, free, needed = ({f"l{k}.weight": random.uniform(0, 1e-2) for k in range(len(STORED_SIZES))} for _ in range(3))
         return Times(ready, {name: at + ready[name] for name, at in free.items()}, needed, 3e-2)
 
-    monkeypatch.setattr(step_clock.StepClock, "times", times)
+    monkeypatch.setattr(step_times.StepClock, "times", times)
 
 
 @pytest.mark.parametrize("strategy", STORED_STRATEGIES)
 def test_what_is_measured_changes_no_bit_by_default(monkeypatch: pytest.MonkeyPatch, strategy: str) -> None:
     """The link and the times of two runs differ: they have the same slices and end with the same bits, in whatever order."""
-    monkeypatch.setattr(slice_sizes, "RULE_LINK", FAST)  # several slices of these few parameters
-    monkeypatch.setattr(slice_sizes, "_LEAST_BUCKET_BYTES", 1 << 12)
+    monkeypatch.setattr(slicing, "RULE_LINK", FAST)  # several slices of these few parameters
+    monkeypatch.setattr(slicing, "_LEAST_BUCKET_BYTES", 1 << 12)
     ended: list[StoredRun] = []
     for seed, link in enumerate((FAST, SLOW, LinkModel(1e-7, 1e-6), LinkModel(0.0, 0.0))):
         _measure(monkeypatch, link)
@@ -490,7 +484,7 @@ def test_each_element_comes_once(strategy: str, ranks: int, per_node: int) -> No
     def taken(comm: ThreadCommunicator) -> tuple[Counter[int], dict[str, Counter[int]], int]:
         (averager,) = made(comm, task_on(1, ranks, "plain"), strategy).averagers.values()
         elements, states = Counter[int](), dict[str, Counter[int]]()
-        for segment, views in each_once(averager):
+        for segment, views in unique_segments(averager):
             elements.update(range(segment.start, segment.stop))
             for name, values in views.items():
                 assert values.shape == (segment.size,)
@@ -509,7 +503,7 @@ def test_each_element_comes_once(strategy: str, ranks: int, per_node: int) -> No
 def test_states_are_views_of_those_that_the_optimiser_keeps() -> None:
     def written(comm: ThreadCommunicator) -> float:
         (averager,) = made(comm, task_on(1, 2, "plain"), "blocking").averagers.values()
-        for _, views in each_once(averager):
+        for _, views in unique_segments(averager):
             views["momentum"][...] = 1.0
         return float(sum(np.sum(averager.optimizer.state(segment)["momentum"]) for segment in averager.group.segments))
 
@@ -522,7 +516,7 @@ def test_an_averager_that_owns_parts_says_which_of_them_count(monkeypatch: pytes
     def taken(comm: ThreadCommunicator) -> None:
         (averager,) = made(comm, task_on(1, 2, "plain"), "blocking").averagers.values()
         with pytest.raises(AssertionError, match="which of them count"):
-            list(each_once(averager))
+            list(unique_segments(averager))
 
     run_virtual(2, taken)
 

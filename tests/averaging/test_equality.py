@@ -9,28 +9,25 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpctrain.averaging import slice_sizes, slicing
-from hpctrain.averaging.allreduce_strategy import AllreduceStrategy
-from hpctrain.averaging.base import GradientAverager, for_holders
-from hpctrain.averaging.collective_schedule import OperationKind
-from hpctrain.averaging.dependencies import EventKind
+from hpctrain.averaging import slicing
+from hpctrain.averaging import slicing as slice_sizes
+from hpctrain.averaging.allreduce import AllreduceStrategy
+from hpctrain.averaging.base import GradientAverager, PlannedGroup, Strategy, for_holders
+from hpctrain.averaging.collective_schedule import EventKind, OperationKind
 from hpctrain.averaging.reduce_scatter import ReduceScatterAverager
 from hpctrain.averaging.slicing import Slice, fused
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.averaging.strategies.priority import Priority
 from hpctrain.averaging.strategies.sharded import Sharded
-from hpctrain.averaging.strategy import PlannedGroup, Strategy
-from hpctrain.comm.base import Communicator
-from hpctrain.comm.grid import GridAxis, ProcessGrid
+from hpctrain.comm.base import Communicator, SingleCommunicator
+from hpctrain.comm.groups import GridAxis, ProcessGrid, TwoLevel
 from hpctrain.comm.link import LinkModel
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.comm.single import SingleCommunicator
-from hpctrain.comm.groups import TwoLevel
 from hpctrain.core.errors import DivergedError
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
-from hpctrain.virtual.run import run_virtual, virtual_engine
+from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support import combinations
 from tests.support.averaging import (
     INPUTS,

@@ -6,11 +6,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from hpctrain.compress import selection
 from hpctrain.averaging import top_k
-from hpctrain.compress.error_feedback import ErrorFeedback
-from hpctrain.compress.selection import Band, Selection
-from hpctrain.averaging.top_k import TopK, kept_at
+from hpctrain.averaging import top_k as selection
+from hpctrain.averaging.top_k import Band, ErrorFeedback, Selection, TopK, kept_at
 
 DTYPES = ["float32", "float64"]
 
@@ -20,9 +18,9 @@ def limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     """The limits as they are partition arrays of a few thousand elements; small ones sample them and count."""
     if request.param == "small":
         monkeypatch.setattr(selection, "_BLOCK", 64)
-        monkeypatch.setattr(top_k, "_SMALL", 0)
-        monkeypatch.setattr(top_k, "_SPARE", 5)
-        monkeypatch.setattr(top_k, "_STRIDE", 7)
+        monkeypatch.setattr(top_k, "_SMALL_SIZE", 0)
+        monkeypatch.setattr(top_k, "_SPARE_CANDIDATES", 5)
+        monkeypatch.setattr(top_k, "_SAMPLE_STRIDE", 7)
 
 
 def adversarial(dtype: str, count: int) -> Iterator[np.ndarray]:

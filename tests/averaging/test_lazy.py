@@ -12,17 +12,15 @@ from hypothesis import strategies as st
 
 from hpctrain.averaging.base import for_holders
 from hpctrain.averaging.collective_schedule import OperationKind
-from hpctrain.averaging.strategies.lazy import LazyAverager
 from hpctrain.averaging.lazy_interval import LazyInterval, LazyStep, next_interval
-from hpctrain.averaging.strategies.lazy_rest import Lazy
-from hpctrain.comm.base import Communicator
+from hpctrain.averaging.strategies.lazy import Lazy, LazyAverager
+from hpctrain.comm.base import Communicator, SingleCommunicator
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.comm.single import SingleCommunicator
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
-from hpctrain.virtual.run import run_virtual, virtual_engine
+from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support.averaging import INPUTS, LR, OPTIMIZERS, OUTPUTS, SAMPLES, Watched, averaged, make_group, one_step, run_steps
 
 STEPS = 20

@@ -10,27 +10,39 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.averaging.step_times import Times, upper_medians
 from hpctrain.averaging.link_simulation import (
     LinkSimulation,
+    SliceTraffic,
     Urgency,
     best_order,
     front_first,
     reductions_first,
     two_stream_order,
 )
-from hpctrain.averaging.rounding import Rounding
-from hpctrain.averaging.slice_sizes import RULE_LINK, bucket_bytes, credit_window, parts_of, slice_bytes, slice_elements
-from hpctrain.averaging.slice_traffic import SliceTraffic
-from hpctrain.averaging.slicing import Compression, Slice, cut, fused, layer_slices, per_parameter, sufficient_factor_slices
-from hpctrain.averaging.step_clock import StepClock, over_ranks
-from hpctrain.core.intervals import even
+from hpctrain.averaging.sixteen_bits import Rounding
+from hpctrain.averaging.slicing import (
+    RULE_LINK,
+    Compression,
+    Slice,
+    bucket_bytes,
+    credit_window,
+    cut,
+    fused,
+    layer_slices,
+    parts_of,
+    per_parameter,
+    slice_bytes,
+    slice_elements,
+    sufficient_factor_slices,
+)
+from hpctrain.averaging.step_times import StepClock, Times, over_ranks, upper_medians
 from hpctrain.comm.link import LinkModel
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.core.errors import ConfigError
+from hpctrain.core.intervals import even
 from hpctrain.nn.parameter import FlatGroup, GroupLayout, ParameterSpec
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
-from hpctrain.virtual.run import run_virtual, virtual_engine
+from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 
 sizes = st.lists(st.integers(0, 40), min_size=1, max_size=12)
 

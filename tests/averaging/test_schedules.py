@@ -12,35 +12,44 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.averaging import slice_sizes
+from hpctrain.averaging import slicing
 from hpctrain.averaging.agreement import check_same_schedule
-from hpctrain.averaging.allreduce_strategy import AllreduceStrategy
-from hpctrain.averaging.collective_schedule import ALL_SLICES, CollectiveSchedule, Operation, OperationKind, Stream
-from hpctrain.averaging.step_times import Times
-from hpctrain.averaging.dependencies import EventKind, LocalEventKey, dependencies
-from hpctrain.averaging.norm_groups import covered_slices, norm_groups, slices_of_groups
-from hpctrain.averaging.reduce_scatter_strategy import ReduceScatterStrategy
+from hpctrain.averaging.allreduce import AllreduceStrategy
+from hpctrain.averaging.averagers import make_strategy
+from hpctrain.averaging.base import PlannedGroup
+from hpctrain.averaging.collective_schedule import (
+    ALL_SLICES,
+    CollectiveSchedule,
+    EventKind,
+    LocalEventKey,
+    Operation,
+    OperationKind,
+    Stream,
+    covered_slices,
+    dependencies,
+    norm_groups,
+    slices_of_groups,
+)
+from hpctrain.averaging.reduce_scatter import ReduceScatterStrategy
 from hpctrain.averaging.slicing import Compression, Slice, cut, fused, layer_slices
+from hpctrain.averaging.step_times import Times
 from hpctrain.averaging.strategies.bucketed import Bucketed
 from hpctrain.averaging.strategies.overlap import Overlap
 from hpctrain.averaging.strategies.priority import Priority
 from hpctrain.averaging.strategies.sharded import Sharded
-from hpctrain.averaging.strategy import PlannedGroup
 from hpctrain.backend.graph import GraphBuilder
 from hpctrain.backend.specs import TensorSpec
-from hpctrain.core.intervals import even
-from hpctrain.comm.base import Communicator
+from hpctrain.comm.base import Communicator, SingleCommunicator
 from hpctrain.comm.link import LinkModel
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.comm.single import SingleCommunicator
 from hpctrain.core.errors import CheckpointError, CollectiveMismatchError, ConfigError, OptionError
-from hpctrain.averaging.averagers import make_strategy
+from hpctrain.core.intervals import even
 from hpctrain.models.families import vgg
 from hpctrain.nn.network import declared
 from hpctrain.nn.parameter import GroupLayout, ParameterSpec
 from hpctrain.optim.base import NormsNeeded
 from hpctrain.optim.optimizers.sgd import Sgd
-from hpctrain.virtual.run import run_virtual, virtual_engine
+from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support.averaging import STRATEGIES, averaged, make, make_group, planned
 
 
@@ -317,7 +326,7 @@ def test_each_element_is_summed_once_and_late_layers_go_first(kind: str) -> None
 
 
 def test_sizes_by_rule_follow_from_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slice_sizes, "_LEAST_BUCKET_BYTES", 64)
+    monkeypatch.setattr(slicing, "_LEAST_BUCKET_BYTES", 64)
     slow, fast = LinkModel(1e-3, 1e-8), LinkModel(1e-9, 1e-8)
     by_rule, measured = planned(Bucketed, make_group(), 2), planned(Bucketed, make_group(), 2, sizes="measured")
     assert by_rule.plan(slow) == by_rule.plan(fast) == by_rule.plan(None)

@@ -7,20 +7,19 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from hpctrain.compress import cast16
-from hpctrain.compress.cast16 import Cast16
-from hpctrain.compress.codes16 import Bfloat16Codes, Codes, Float16Codes, OddRounding
+from hpctrain.averaging import sixteen_bits
+from hpctrain.averaging.sixteen_bits import Bfloat16Codes, Cast16, Codes, Float16Codes, OddRounding
 
 DTYPES = ["float32", "float64"]
 
-BLOCK = cast16._BLOCK
+BLOCK = sixteen_bits._BLOCK
 
 FORMATS = ["bfloat16", "float16"]
 
 
 @pytest.fixture
 def small_casts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cast16, "_BLOCK", 64)
+    monkeypatch.setattr(sixteen_bits, "_BLOCK", 64)
 
 
 def message_of(cast: Cast16, values: np.ndarray) -> np.ndarray:
@@ -107,7 +106,7 @@ def test_what_is_not_finite_is_received_so(dtype: str, bits: str) -> None:
 @pytest.mark.parametrize("bits", FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_call_takes_no_memory(dtype: str, bits: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cast16, "_BLOCK", BLOCK)
+    monkeypatch.setattr(sixteen_bits, "_BLOCK", BLOCK)
     values = np.random.default_rng(5).standard_normal(300_000).astype(dtype)
     cast = Cast16(values.size, dtype, bits)
     message, target = message_of(cast, values), values.copy()

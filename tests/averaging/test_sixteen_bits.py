@@ -9,18 +9,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpctrain.averaging import slice_sizes
-from hpctrain.averaging.base import GradientAverager
+from hpctrain.averaging import slicing
+from hpctrain.averaging.base import GradientAverager, Strategy
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
-from hpctrain.averaging.sixteen_bits import PARAMETER_ERROR, RoundedParameters
-from hpctrain.averaging.rounding import Rounding, caster, check_wire, wire_bytes, words_of_rounding
+from hpctrain.averaging.sixteen_bits import (
+    PARAMETER_ERROR,
+    RoundedParameters,
+    Rounding,
+    caster,
+    check_wire,
+    wire_bytes,
+    words_of_rounding,
+)
 from hpctrain.averaging.slicing import Slice
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.averaging.strategies.bucketed import Bucketed
 from hpctrain.averaging.strategies.overlap import Overlap
 from hpctrain.averaging.strategies.priority import Priority
 from hpctrain.averaging.strategies.sharded import Sharded
-from hpctrain.averaging.strategy import Strategy
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.sums import Wire
 from hpctrain.core.errors import OptionError
@@ -30,7 +36,7 @@ from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.planner.group_schedules import exchanged_bytes
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
-from hpctrain.virtual.run import run_virtual, virtual_engine, wait
+from hpctrain_testing.virtual.run import run_virtual, virtual_engine, wait
 from tests.support.averaging import OPTIMIZERS, Watched, averaged, make_group, planned, run_steps, shares
 from tests.support.bfloat16 import UNIT, rounded
 
@@ -75,7 +81,7 @@ def test_a_schedule_knows_the_bytes_that_communicators_count(
     monkeypatch: pytest.MonkeyPatch, name: str, wire: Wire, nodes: tuple[int, ...] | None
 ) -> None:
     for cut in ("_LARGEST_BYTES", "_LEAST_PART_BYTES"):
-        monkeypatch.setattr(slice_sizes, cut, 64)  # so that buckets are sent in several messages, too
+        monkeypatch.setattr(slicing, cut, 64)  # so that buckets are sent in several messages, too
     ranks = 3 if nodes is None else len(nodes)
     kind, given = ALL[name]
     parameters = [{}] if name in WHOLE else [{}, {"wire_parameters": wire}, {"wire": "float32", "wire_parameters": wire}]

@@ -11,29 +11,27 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpctrain.averaging.base import GradientAverager, for_holders
+from hpctrain.averaging.base import GradientAverager, Strategy, for_holders
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, OperationKind
-from hpctrain.averaging.slice_sizes import RULE_LINK
-from hpctrain.averaging.slicing import Compression
-from hpctrain.averaging.sparse_choice import (
+from hpctrain.averaging.slicing import RULE_LINK, Compression
+from hpctrain.averaging.strategies.sharded import Sharded
+from hpctrain.averaging.strategies.sparse import (
     SELECTION_SECONDS,
     PartOnLink,
+    Sparse,
+    SparsePart,
+    SparseSettings,
     crossover_density,
     sparse_pays,
 )
-from hpctrain.averaging.sparse_residual import SparsePart, SparseSettings
-from hpctrain.averaging.strategies.sharded import Sharded
-from hpctrain.averaging.strategies.sparse_rest import Sparse
-from hpctrain.averaging.strategy import Strategy
+from hpctrain.averaging.top_k import Selection, TopK
 from hpctrain.comm.link import LinkModel
-from hpctrain.compress.selection import Selection
-from hpctrain.averaging.top_k import TopK
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.optimizers.lars import Lars
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
-from hpctrain.virtual.run import run_virtual, virtual_engine, wait
+from hpctrain_testing.virtual.run import run_virtual, virtual_engine, wait
 from tests.support.averaging import LR, OraclePart, SparseOracle, averaged, make_group, one_step, run_steps, shares, watched
 
 PLACES = {
@@ -198,7 +196,7 @@ def test_a_step_sends_what_its_schedule_says(nodes: tuple[int, ...], warmup_step
 @pytest.mark.parametrize("warm_up", [{}, {"warmup_density": 0.8, "warmup_steps": 7}], ids=["at once", "warm-up"])
 def test_no_step_makes_a_compressor(warm_up: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
-    monkeypatch.setattr("hpctrain.averaging.sparse_residual.TopK", lambda *args, **kw: made.append(1) or TopK(*args, **kw))
+    monkeypatch.setattr("hpctrain.averaging.strategies.sparse.TopK", lambda *args, **kw: made.append(1) or TopK(*args, **kw))
     nodes = (0, 1)
     _trained(nodes, None, steps=3, **warm_up)
     first = len(made)

@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 from hpctrain.averaging import slicing
 from hpctrain.averaging.base import GradientAverager
 from hpctrain.averaging.collective_schedule import OperationKind
-from hpctrain.averaging.group_sums import JointNorms
-from hpctrain.averaging.read_sums import ReadSums
-from hpctrain.averaging.shard_gradients import ShardGradients
+from hpctrain.averaging.group_sums import NORM_BLOCK, JointNorms, ReadSums, ShardGradients, TreeNorms
 from hpctrain.averaging.slicing import cut, fused, sufficient_factor_slices
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.averaging.strategies.bucketed import Bucketed
@@ -24,20 +22,17 @@ from hpctrain.averaging.strategies.overlap import Overlap
 from hpctrain.averaging.strategies.priority import Priority
 from hpctrain.averaging.strategies.sharded import Sharded
 from hpctrain.averaging.sufficient_factors import SufficientFactorExchange, exchanging_layers, linear_layers, moves_less
-from hpctrain.averaging.tree_norms import BLOCK, TreeNorms
-from hpctrain.core.intervals import even
-from hpctrain.comm.base import Communicator, Handle
-from hpctrain.comm.grid import GridAxis, ProcessGrid
+from hpctrain.comm.base import Communicator, Handle, SingleCommunicator
+from hpctrain.comm.groups import GridAxis, ProcessGrid
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.comm.single import SingleCommunicator
+from hpctrain.core.intervals import ShardsOfRank, even
 from hpctrain.nn.parameter import FlatGroup, GroupLayout, Parameter, ParameterSpec
 from hpctrain.optim.base import Norms, Optimizer
 from hpctrain.optim.optimizers.lars import Lars
 from hpctrain.optim.optimizers.sgd import Sgd
-from hpctrain.summation_tree import ShardsOfRank
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
-from hpctrain.virtual.run import run_virtual, virtual_engine
+from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support.averaging import HIDDEN, INPUTS, LR, OUTPUTS, STRATEGIES, averaged, make_group, one_step, shares
 
 GRID_SAMPLES, GRID_STEPS = 7, 6
@@ -209,7 +204,7 @@ def test_without_norms_nothing_is_sent() -> None:
     assert run_virtual(4, program) == [0] * 4
 
 
-SIZES = (3, 5 * BLOCK + 7, 0, 40, 2 * BLOCK - 50, BLOCK)
+SIZES = (3, 5 * NORM_BLOCK + 7, 0, 40, 2 * NORM_BLOCK - 50, NORM_BLOCK)
 
 
 def _nothing(*arguments: Any) -> np.ndarray:
@@ -233,10 +228,10 @@ def _whole(group: FlatGroup) -> np.ndarray:
     return norms.squares
 
 
-@given(st.integers(1, 9), st.integers(1, 8 * BLOCK), st.integers(50, 8 * BLOCK))
+@given(st.integers(1, 9), st.integers(1, 8 * NORM_BLOCK), st.integers(50, 8 * NORM_BLOCK))
 def test_any_slices_on_any_ranks_have_the_bits_of_one(ranks: int, least: int, most: int) -> None:
     group = _group()
-    slices = cut(group, fused(group, least), most, BLOCK)
+    slices = cut(group, fused(group, least), most, NORM_BLOCK)
     assert sum(sum(piece.counts(ranks)) for piece in slices) == group.size
     parts = [piece.part(rank, ranks) for piece in slices for rank in range(ranks)]
     of_ranks = [TreeNorms(group, parts) for _ in range(ranks)]
@@ -275,7 +270,7 @@ def test_some_places_are_cleared_summed_and_completed_alone() -> None:
 def test_a_part_that_cuts_a_term_is_a_bug() -> None:
     group = _group()
     with pytest.raises(AssertionError, match="ends inside of a term"):
-        TreeNorms(group, [(0, BLOCK + 1)])
+        TreeNorms(group, [(0, NORM_BLOCK + 1)])
 
 
 @given(cut=st.integers(0, 70), places=st.lists(st.integers(0, 100), max_size=5), written=st.integers(0, 1))

@@ -7,8 +7,7 @@ import logging
 import pytest
 
 from hpctrain.backend import choice as module
-from hpctrain.backend.choice import make_backend
-from hpctrain.backend.cuda.choose import DEVICE_VARIABLE, NodePlace
+from hpctrain.backend.choice import DEVICE_VARIABLE, NodePlace, make_backend
 from hpctrain.backend.cuda.kernel_set import CudaKernelSet
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.core.errors import BackendError

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from hpctrain.backend.operators import Array, KernelSet
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.onednn.kernel_set import OnednnKernelSet, available
+from hpctrain.backend.operators import Array, KernelSet
 from hpctrain.bench.engine_step import EngineStep, workload
 
 SMALL, LARGE = 4, 32

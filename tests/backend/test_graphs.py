@@ -7,15 +7,22 @@ import inspect
 import numpy as np
 import pytest
 
-from hpctrain.backend.kernels import abilities
-from hpctrain.backend.kernels.abilities import Accumulating, InPlace
-from hpctrain.backend.operators import Array, Operator, StepContext
-from hpctrain.backend.kernels.fused_specs import WithRelu
-from hpctrain.backend.kernels.fusion import fuse
-from hpctrain.backend.graph import Graph, GraphBuilder
-from hpctrain.backend.kernels.labels import checked_labels
+from hpctrain.backend import operators
+from hpctrain.backend.graph import Graph, GraphBuilder, fuse
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
-from hpctrain.backend.specs import AddSpec, BatchNormSpec, Conv2dSpec, DropoutSpec, LinearSpec, ReluSpec, Spec, TensorSpec, Window
+from hpctrain.backend.operators import Accumulating, Array, InPlace, Operator, StepContext, checked_labels
+from hpctrain.backend.specs import (
+    AddSpec,
+    BatchNormSpec,
+    Conv2dSpec,
+    DropoutSpec,
+    LinearSpec,
+    ReluSpec,
+    Spec,
+    TensorSpec,
+    Window,
+    WithRelu,
+)
 from hpctrain.core.errors import DataError
 from hpctrain.models import catalogue
 from hpctrain.nn.network import Network
@@ -183,10 +190,10 @@ def test_an_operator_without_abilities_computes_the_same_in_more_buffers() -> No
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, member in inspect.getmembers(abilities, inspect.isclass) if member.__module__ == abilities.__name__]
+    "name", [name for name, member in inspect.getmembers(operators, inspect.isclass) if member.__module__ == operators.__name__]
 )
 def test_an_ability_alone_is_no_operator_and_needs_no_constructor(name: str) -> None:
-    ability = getattr(abilities, name)
+    ability = getattr(operators, name)
     assert not issubclass(ability, Operator)
     ability()
 

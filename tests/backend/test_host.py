@@ -11,18 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.backend import host_arithmetic
-from hpctrain.backend.alignment import ALIGNMENT_BYTES, aligned
-from hpctrain.backend.arithmetic import Arithmetic, Corrections, MomentRule, UpdateRun
-from hpctrain_testing.emulator.memory import borrowed, on_host
-from hpctrain.backend.dtypes import ITEM_BYTES, item_bytes, parameter_dtype
-from hpctrain.backend.host_arithmetic import HostArithmetic, all_finite, square_sum
-from hpctrain.backend.host_checksums import HostChecksums, HostGuard, HostSums
+from hpctrain.backend.arithmetic import Arithmetic, Corrections, MomentRule, StagedBytes, UpdateRun
 from hpctrain.backend.cuda.kernel_set import CudaKernelSet
+from hpctrain.backend.host_arithmetic import HostArithmetic, HostChecksums, HostGuard, HostSums, all_finite, square_sum
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
-from hpctrain.backend.kernels.numpy.memory import allocate
+from hpctrain.backend.numpy.operator import allocate
 from hpctrain.backend.onednn.kernel_set import OnednnKernelSet
-from hpctrain.backend.mirrors import StagedBytes
-from hpctrain.testing.transfers import empty
+from hpctrain.backend.operators import ALIGNMENT_BYTES, aligned
+from hpctrain.backend.specs import ITEM_BYTES, item_bytes, parameter_dtype
+from hpctrain.testing.operators import empty
+from hpctrain_testing.emulator.memory import borrowed, on_host
 from tests.support.emulated import CudaKernelsFactory
 
 ARITHMETIC = HostArithmetic()

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from hpctrain.backend.pixel_batch import WINDOW, PixelBatch
-from hpctrain.backend.pixels import Resampling, most_taps, resized, taps
+from hpctrain.backend.pixels import WINDOW, PixelBatch, Resampling, most_taps, resized, taps
 
 cv2 = pytest.importorskip("cv2")  # which a GPU machine may lack
 

@@ -16,17 +16,16 @@ import pytest
 from rich.console import Console
 
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
-from hpctrain.bench import data, engine_profile, scaling
+from hpctrain.bench import data, engine, scaling
 from hpctrain.bench.data import AUGMENT, NORMALISE, READ, WHOLE, DataRates, StageRate
-from hpctrain.bench.device_peak import device_gemm_peak, device_of
-from hpctrain.bench.engine import Measurement, layer_table, measure
+from hpctrain.bench.engine import Measurement, device_gemm_peak, device_of, layer_table, measure
 from hpctrain.bench.engine_step import EngineStep, Laps, gemm_peak, stand_ins, time_layers, workload
 from hpctrain.bench.interleaved import Rounds, SteppingError, Turn, interleave, ours, with_threads
 from hpctrain.bench.scaling import Point, ScalingStudy, with_efficiency
 from hpctrain.config.load import parse
 from hpctrain.config.schema import Config
-from hpctrain.data import image_file as data_format
 from hpctrain.core.errors import ConfigError, LaunchError
+from hpctrain.data import image_file as data_format
 from tests.support.emulated import CudaKernelsFactory
 
 
@@ -118,7 +117,7 @@ def test_lines_of_onednn_are_read() -> None:
         "onednn_verbose,exec,cpu,reorder,jit:blk,undef,src_f32 dst_f32,attr-scratchpad:user,,32x16x3x3,0.25",
         "something else",
     ]
-    conv, copy = engine_profile.parse(lines)
+    conv, copy = engine.parse(lines)
     assert (conv.kind, conv.implementation, conv.propagation) == ("convolution", "jit:avx2", "forward_training")
     assert (conv.problem, conv.seconds) == ("mb2_ic16oc32_ih14oh14", 0.0005)
     assert (copy.kind, copy.problem, copy.seconds) == ("reorder", "32x16x3x3", 0.00025)

@@ -15,7 +15,7 @@ import torch
 from hpctrain.bench import torch_models
 from hpctrain.bench.interleaved import Rounds, Turn, interleave, peer, with_threads
 from hpctrain.models import catalogue
-from hpctrain.testing.models import parameter_count
+from hpctrain.testing.layers import parameter_count
 
 pytestmark = pytest.mark.torch
 

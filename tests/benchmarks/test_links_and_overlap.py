@@ -18,8 +18,8 @@ from benchmarks.paper_overlap_report import Run
 from benchmarks.slow_links_cases import ALONE, CASES, DENSE, TOP_ONE_PERCENT, Case, named, possible
 from benchmarks.slow_links_predictions import alone_seconds, machine_of, predicted, rule_crossover
 from benchmarks.slow_links_report import CaseFigures
-from hpctrain.comm.single import SingleCommunicator
 from hpctrain.averaging.averagers import AVERAGERS
+from hpctrain.comm.base import SingleCommunicator
 
 
 def test_every_job_has_a_name_of_its_own_and_all_variants_of_known_averagers_can_be_made() -> None:

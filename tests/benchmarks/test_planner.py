@@ -26,7 +26,7 @@ from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.parallel.partition_graph import partition_graph
 from hpctrain.planner import machine_file
 from hpctrain.trace.tracer import Category
-from hpctrain.virtual.run import run_virtual
+from hpctrain_testing.virtual.run import run_virtual
 from tests.support.recorded import Script
 
 

@@ -17,15 +17,15 @@ from benchmarks.accuracy import BASE, VARIANTS
 from benchmarks.finetune import OURS, PEER, RANDOM
 from benchmarks.large_batch import Curve
 from benchmarks.lars_ranks import norm_messages, updates
-from hpctrain.averaging.strategy import PlannedGroup
+from hpctrain.averaging.averagers import make_strategy
+from hpctrain.averaging.base import PlannedGroup
 from hpctrain.backend.onednn.kernel_set import OnednnKernelSet, available
 from hpctrain.config.load import load
-from hpctrain.averaging.averagers import make_strategy
 from hpctrain.models import catalogue
 from hpctrain.nn.network import Network
 from hpctrain.nn.parameter import FlatGroup, GroupLayout, ParameterSpec
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
-from hpctrain.virtual.run import run_virtual
+from hpctrain_testing.virtual.run import run_virtual
 from tests.support.faults import FAULTS
 from tests.support.runs import make_unmarked
 

@@ -14,12 +14,11 @@ from click.testing import CliRunner
 from hpctrain.backend.onednn.kernel_set import available
 from hpctrain.bench import data as measurement
 from hpctrain.bench.data import AUGMENT, NORMALISE, READ, WHOLE, DataRates, StageRate
-from hpctrain.cli.bench_data import table
-from hpctrain.cli.bench import RankCounts
+from hpctrain.cli.bench import RankCounts, rates_table
 from hpctrain.cli.main import cli
 from hpctrain.planner import machine_file
-from hpctrain.storage import checkpoint
 from hpctrain.runs.directory import RunDirectory
+from hpctrain.storage import checkpoint
 from tests.support.here import run_here
 from tests.support.jobs import Outcome
 from tests.support.tiny_runs import Start, assert_same, hpctrain, newest_checkpoint, newest_run, prepare
@@ -197,7 +196,7 @@ def _rates(*threads: int) -> DataRates:
 
 
 def test_numbers_of_threads_that_find_no_room_stand_below() -> None:
-    lines = table(_rates(1, 2, 4, 8, 16, 32, 128))
+    lines = rates_table(_rates(1, 2, 4, 8, 16, 32, 128))
     assert max(map(len, lines)) <= 80
     assert lines[:3] == [
         "images/s, in batches of 64 images of 256 x 256 x 3",

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpctrain.storage import best_record, checkpoint
-from hpctrain.storage.best_record import BestRecord
-from hpctrain.runs.directory import RunDirectory
+from hpctrain.runs import directory as best_record
+from hpctrain.runs.directory import BestRecord, RunDirectory
+from hpctrain.storage import checkpoint
 from tests.support.run_in_process import Killed
 from tests.support.tiny_runs import hpctrain, newest_run, prepare
 
@@ -47,7 +47,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def _best(run: RunDirectory) -> BestRecord:
-    best = best_record.read(run.checkpoints)
+    best = best_record.read_best(run.checkpoints)
     assert best is not None
     return best
 

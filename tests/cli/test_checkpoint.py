@@ -11,10 +11,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 from hpctrain.cli.main import cli
-from hpctrain.storage import best_record
-from hpctrain.storage.best_record import BestRecord
-from hpctrain.storage.checkpoint import SEQUENCE, CheckpointContent, checkpoint_path, parameter_key, read, write
+from hpctrain.runs import directory
+from hpctrain.runs.directory import BestRecord
 from hpctrain.runs.owner import owned
+from hpctrain.storage.checkpoint import SEQUENCE, CheckpointContent, checkpoint_path, parameter_key, read, write
 from tests.support.runs import make_unmarked
 
 
@@ -83,7 +83,7 @@ def test_all_but_the_last_are_pruned(run: Path) -> None:
 @pytest.fixture
 def best(run: Path) -> Path:
     """The checkpoint after 1 step, which the run says is the best."""
-    best_record.write(run / "checkpoints", BestRecord("checkpoint-00000001.h5", 1, 1, "top1", 0.5))
+    directory.write_best(run / "checkpoints", BestRecord("checkpoint-00000001.h5", 1, 1, "top1", 0.5))
     return checkpoint_path(run / "checkpoints", 1)
 
 
@@ -102,7 +102,7 @@ def test_the_best_is_pruned_on_request_only(run: Path, best: Path) -> None:
     result = _call("prune", str(run), "--keep", "1")
     assert (result.exit_code, result.output.count("deleted ")) == (0, 1)
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [
-        best_record.NAME,
+        directory.BEST_RECORD,
         best.name,
         "checkpoint-00000003.h5",
     ]
@@ -114,7 +114,7 @@ def test_the_best_among_the_latest_is_pruned_by_no_request(run: Path, best: Path
     content = read(best)
     write(best, CheckpointContent(content.tensors, {**content.meta, SEQUENCE: 4}))  # a run went back to before it
     assert _call("prune", str(run), "--keep", "1", "--drop-best").exit_code == 0
-    assert best_record.read(run / "checkpoints") is not None
+    assert directory.read_best(run / "checkpoints") is not None
     assert best.exists()
 
 

@@ -17,15 +17,14 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from hpctrain.cli.arguments import OVERRIDES, FilePath, OutputFile, Seconds, examples, keys, sites
-from hpctrain.cli.listing import KINDS
-from hpctrain.cli.loading import load_config
+from hpctrain.cli.arguments import OVERRIDES, FilePath, OutputFile, Seconds, complete_sites, examples, keys, load_config
+from hpctrain.cli.config import KINDS
 from hpctrain.cli.main import cli
-from hpctrain.config.faults import known_paths, section_at
-from hpctrain.core.yaml_source import dotted
-from hpctrain.core.errors import ConfigError
 from hpctrain.config import options
-from hpctrain.site import profile_files
+from hpctrain.config.load import known_paths, section_at
+from hpctrain.core.errors import ConfigError
+from hpctrain.core.yaml_source import dotted
+from hpctrain.site import profile
 from hpctrain.version import __version__
 from tests.run.test_grids_and_image_sizes import BATCH_NORM_CONFIG as CONFIG
 from tests.support.data_files import make_node
@@ -92,7 +91,7 @@ def test_no_word_is_made_up(typed: str) -> None:
 
 
 def test_names_begin_as_was_typed() -> None:
-    assert sites(_CONTEXT, _PARAMETER, "perl") == ["perlmutter-cpu", "perlmutter-gpu"]
+    assert complete_sites(_CONTEXT, _PARAMETER, "perl") == ["perlmutter-cpu", "perlmutter-gpu"]
     assert "configs/quickstart.yaml" in examples(_CONTEXT, _PARAMETER, "configs/quick")
     assert examples(_CONTEXT, _PARAMETER, "quick") == []
 
@@ -361,7 +360,7 @@ def test_a_site_is_printed_as_a_profile_that_gives_the_same(own: Path, site: str
     assert result.exit_code == 0, result.output
     assert yaml.safe_load(result.output)["scheduler"]
     (own / "copied.yaml").write_text(result.output)
-    assert profile_files.read("copied").profile == profile_files.read(site).profile
+    assert profile.read_site("copied").profile == profile.read_site(site).profile
 
 
 # The real user has no entry, the effective one can still read this Python. Each command is given as an exit code and its words.

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from hpctrain.cli.compare import compare
 from hpctrain.cli.main import cli
 from hpctrain.cli.run_traces import RunTraces
+from hpctrain.cli.runs import compare
 from hpctrain.flight.recorder import FlightRecorder
-from hpctrain.launch.exit_codes import End
 from hpctrain.flight.ring import file_name, mark_end
-from hpctrain.launch.supervisor import Traces
-from hpctrain.runs.records import HashFile
+from hpctrain.launch.process_end import End
+from hpctrain.launch.supervisor import AttemptOutcome
 from hpctrain.runs.owner import SUPERVISOR, owned
+from hpctrain.runs.records import HashFile
 from hpctrain.trace.time_table import Late, Row, TimeTable, from_json
 from hpctrain.trace.time_table_text import lines
 from tests.support.runs import make_unmarked, write_checkpoint, write_run
@@ -137,7 +137,7 @@ def test_what_was_there_before_is_none_of_the_attempt(tmp_path: Path, monkeypatc
     _checkpoint(run, 5)
     _record(run, 1, monkeypatch, ("n1", "n2"), killed=1)
     traces = RunTraces(tmp_path, "a")
-    assert traces.look() == Traces()
+    assert traces.look() == AttemptOutcome()
 
 
 def test_the_newest_checkpoint_that_was_written_counts(tmp_path: Path) -> None:
@@ -150,14 +150,14 @@ def test_the_newest_checkpoint_that_was_written_counts(tmp_path: Path) -> None:
     _checkpoint(run, 9, suffix=".h5.partial")
     _checkpoint(run, 9, suffix="-set-aside.h5")
     _checkpoint(_run(tmp_path, "20260103-120000", name="other"), 70)
-    assert traces.look() == Traces(run, newest, 6)
-    assert traces.look() == Traces()
+    assert traces.look() == AttemptOutcome(run, newest, 6)
+    assert traces.look() == AttemptOutcome()
     shards = _checkpoint(run, 12, suffix=".shards", written=3_500_000_000)
     _checkpoint(run, 15, suffix=".shards.12ab34cd.partial")
     _checkpoint(run, 15, suffix="-set-aside.shards")
-    assert traces.look() == Traces(run, shards, 12)
+    assert traces.look() == AttemptOutcome(run, shards, 12)
     again = _checkpoint(run, 3, written=4_000_000_000)  # a run that went on from before, and came by here once more
-    assert traces.look() == Traces(run, again, 3)
+    assert traces.look() == AttemptOutcome(run, again, 3)
 
 
 def test_runs_of_other_jobs_are_none_of_the_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +172,7 @@ def test_runs_of_other_jobs_are_none_of_the_attempt(tmp_path: Path, monkeypatch:
     monkeypatch.delenv(SUPERVISOR)
     with owned(runs["here"], "hpctrain train"):
         _checkpoint(runs["here"], 50, written=9_000_000_000)
-        assert traces.look() == Traces()  # of a job that lives, when the attempt is over
+        assert traces.look() == AttemptOutcome()  # of a job that lives, when the attempt is over
 
 
 @pytest.mark.parametrize(("hosts", "node"), [(("n1.site.org", "n2.site.org", "n1.site.org"), "n2"), (("n2", "n2", "n2"), "")])
@@ -183,10 +183,10 @@ def test_the_first_finding_and_the_node_of_who_is_to_blame(
     traces = RunTraces(tmp_path, "a")
     run = _run(tmp_path, "20260102-120000")
     _record(run, 5, monkeypatch, hosts, killed=1)
-    assert traces.look() == Traces(None, None, 7, "Rank 1 was ended by SIGKILL (a training step, step 7).", node)
-    assert traces.look() == Traces()
+    assert traces.look() == AttemptOutcome(None, None, 7, "Rank 1 was ended by SIGKILL (a training step, step 7).", node)
+    assert traces.look() == AttemptOutcome()
     _record(run, 6, monkeypatch, hosts)
-    assert traces.look() == Traces(None, None, 7, "The job finished: ranks 0-2 ended in good order.", "")
+    assert traces.look() == AttemptOutcome(None, None, 7, "The job finished: ranks 0-2 ended in good order.", "")
 
 
 def test_the_node_of_a_damaged_rank_is_to_blame_for_the_error_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,4 +207,4 @@ def test_records_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:
     run = _run(tmp_path, "20260102-120000")
     (run / "flight").mkdir()
     (run / "flight" / file_name(0)).write_text("torn")
-    assert traces.look() == Traces()
+    assert traces.look() == AttemptOutcome()

@@ -14,10 +14,10 @@ from click.testing import CliRunner
 from hpctrain.backend.choice import NAMES, PRECISIONS
 from hpctrain.backend.graph import Graph
 from hpctrain.cli.main import cli
-from hpctrain.config.load import load
-from hpctrain.config.schema import Config
 from hpctrain.config import grid
+from hpctrain.config.load import load
 from hpctrain.config.options import filled
+from hpctrain.config.schema import Config
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.parallel.partition_graph import PartitionedGraph, partition_graph
 

@@ -10,14 +10,14 @@ import pytest
 
 from hpctrain.cli.job_process import ConfiguredProcess, ReadConfig
 from hpctrain.comm import mpi
-from hpctrain.comm.single import SingleCommunicator
+from hpctrain.comm.base import SingleCommunicator
 from hpctrain.config.load import parse
 from hpctrain.config.schema import Config
 from hpctrain.core.errors import RankLostError, ShapeError
-from hpctrain.experiment import transport
 from hpctrain.flight.recorder import FlightRecorder
-from hpctrain.launch.exit_codes import End
 from hpctrain.launch.launcher import Launcher
+from hpctrain.launch.process_end import End
+from hpctrain.run import messages
 
 TEXT = """
 model: small
@@ -155,7 +155,7 @@ def test_what_a_trial_of_mpi_has_found_reaches_the_session(tmp_path: Path, monke
         seen.append((config is not None and config.transport, job.world))
         return "aware"
 
-    monkeypatch.setattr(transport, "tried", tried)
+    monkeypatch.setattr(messages, "try_transport", tried)
     file = tmp_path / "f.yaml"
     file.write_text(TEXT)
     job = ConfiguredProcess()

@@ -13,10 +13,10 @@ from click.testing import CliRunner
 
 from hpctrain.cli.main import cli
 from hpctrain.flight.recorder import FlightRecorder
-from hpctrain.launch.exit_codes import End
 from hpctrain.flight.ring import file_name
-from hpctrain.runs.records import HashFile
+from hpctrain.launch.process_end import End
 from hpctrain.runs.directory import RunDirectory
+from hpctrain.runs.records import HashFile
 from tests.support.runs import write_checkpoint, write_run, write_trace
 from tests.support.sampling import amount
 

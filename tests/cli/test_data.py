@@ -169,9 +169,9 @@ def test_a_conversion_that_is_killed_goes_on(tmp_path, keep):
     (tmp_path / "tree" / "ant").mkdir(parents=True)
     for number in range(24):
         Image.fromarray(random.integers(0, 256, (60, 60, 3), np.uint8)).save(tmp_path / "tree" / "ant" / f"{number:02}.jpg")
-    code = "import hpctrain.data.convert.packing as packing; packing._CHUNK_ITEMS = 4; "
+    code = "import hpctrain.data.convert.common as packing; packing._CHUNK_ITEMS = 4; "
     code += "from hpctrain.cli.data import data; data()"
-    slow = "import time, hpctrain.data.convert.packing as packing; decode = packing.decode; "
+    slow = "import time, hpctrain.data.convert.common as packing; decode = packing.decode; "
     slow += "packing.decode = lambda *arguments: (time.sleep(0.05), decode(*arguments))[1]; "
 
     def command(out, before=""):

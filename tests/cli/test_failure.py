@@ -15,11 +15,11 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from hpctrain.cli.config import KINDS
 from hpctrain.cli.failure import BUG, USER_ERROR, Commands, job_ends_on_error
-from hpctrain.cli.listing import KINDS
 from hpctrain.cli.main import cli
 from hpctrain.core.errors import DataError, RankLostError
-from hpctrain.speaker import place
+from hpctrain.core.text import place
 from tests.support.here import run_here
 from tests.support.jobs import Outcome
 

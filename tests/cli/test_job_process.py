@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain import log
-from hpctrain.cli.job_process_rest import JobProcess
+from hpctrain.cli.job_process import JobProcess
+from hpctrain.comm.base import SingleCommunicator
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.comm.single import SingleCommunicator
-from hpctrain.job import session
-from hpctrain.launch.exit_codes import End
+from hpctrain.core import log
 from hpctrain.flight.ring import file_name, read
+from hpctrain.job import session
 from hpctrain.launch import shared_segments
 from hpctrain.launch.launcher import Launcher
+from hpctrain.launch.process_end import End
 from hpctrain.launch.shared_segments import Removed
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hpctrain.core.text import place
 from hpctrain.data import image_file as data_format
-from hpctrain.speaker import place
 from hpctrain.storage import checkpoint
 from tests.support.here import run_here
 from tests.support.jobs import Outcome

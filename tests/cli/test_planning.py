@@ -16,16 +16,16 @@ import pytest
 from click.testing import CliRunner, Result
 
 from hpctrain.cli.main import cli
-from hpctrain.cli.planner_options import Factor, RankSeries, SlowRank, slow_ranks
+from hpctrain.cli.plan import Factor, RankSeries, SlowRank, slow_ranks
 from hpctrain.comm.progress_mode import ProgressMode
-from hpctrain.config.load import load
-from hpctrain.data.image_file import write
-from hpctrain.core.errors import ConfigError
 from hpctrain.config.checks import check_names
-from hpctrain.planner.planned_run import prepare
-from hpctrain.experiment.planner_search import progress_of
+from hpctrain.config.load import load
+from hpctrain.core.errors import ConfigError
+from hpctrain.data.image_file import write
 from hpctrain.planner import machine_file
-from hpctrain.planner.program_timing_rest import processor_model
+from hpctrain.planner.configured_search import progress_of
+from hpctrain.planner.planned_run import prepare
+from hpctrain.planner.program_timing import processor_model
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

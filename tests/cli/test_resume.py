@@ -12,8 +12,8 @@ import pytest
 from hpctrain.data.loader import Batch
 from hpctrain.data.sampler import Sampler
 from hpctrain.optim.schedules.cosine import Cosine
-from hpctrain.storage import checkpoint
 from hpctrain.runs.directory import RunDirectory
+from hpctrain.storage import checkpoint
 from hpctrain.train.step import TrainingStep
 from tests.support.here import virtual_rank
 from tests.support.jobs import Outcome

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.launch.exit_codes import End
+from hpctrain.core.text import place
 from hpctrain.flight.ring import file_name, read
-from hpctrain.launch.exit_codes import DEADLINE, SIGNALLED, STOPPED
-from hpctrain.speaker import place
+from hpctrain.launch.process_end import DEADLINE, SIGNALLED, STOPPED, End
 from tests.support.jobs import Outcome
 
 pytestmark = pytest.mark.slow

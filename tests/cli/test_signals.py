@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from hpctrain.backend.onednn.kernel_set import available
-from hpctrain.launch.exit_codes import FINISHED, STOPPED
-from hpctrain.storage import checkpoint
+from hpctrain.launch.process_end import FINISHED, STOPPED
 from hpctrain.runs.directory import RunDirectory, latest
+from hpctrain.storage import checkpoint
 from tests.support.here import run_here
 from tests.support.jobs import Outcome
 from tests.support.kills import WRITERS, moments, run_writer

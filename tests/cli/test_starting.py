@@ -14,12 +14,11 @@ from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.cli.autopsy import directory_of
-from hpctrain.cli.log_ranks import names
+from hpctrain.cli.arguments import names_rank
 from hpctrain.cli.main import cli
+from hpctrain.cli.runs import directory_of
 from hpctrain.core.errors import ConfigError
-from hpctrain.rank_spans import spans
-from hpctrain.speaker import place
+from hpctrain.core.text import place, spans
 from tests.support import faults
 from tests.support.job_pairs import Pair, Tally, reference_of, run_pairs
 from tests.support.jobs import Outcome
@@ -303,12 +302,12 @@ def test_records_lie_where_the_configuration_says(folder: Path) -> None:
 @given(st.sets(st.integers(0, 63), min_size=1))
 def test_lists_name_what_they_are_written_from(ranks: set[int]) -> None:
     for text in (spans(sorted(ranks)), ",".join(map(str, ranks))):
-        assert {rank for rank in range(64) if names(text, 64, rank)} == ranks
+        assert {rank for rank in range(64) if names_rank(text, 64, rank)} == ranks
 
 
 def test_words_name_all_and_none() -> None:
-    assert all(names("all", 5, rank) for rank in range(5))
-    assert not any(names("none", 5, rank) for rank in range(5))
+    assert all(names_rank("all", 5, rank) for rank in range(5))
+    assert not any(names_rank("none", 5, rank) for rank in range(5))
 
 
 @pytest.mark.parametrize(
@@ -328,7 +327,7 @@ def test_what_names_no_ranks_is_refused_alike(text: str, end: str) -> None:
     sentences = set()
     for rank in range(4):
         with pytest.raises(ConfigError) as error:
-            names(text, 4, rank)
+            names_rank(text, 4, rank)
         sentences.add(str(error.value))
     [sentence] = sentences
     assert sentence.startswith("--log-ranks ")

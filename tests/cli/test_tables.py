@@ -17,22 +17,30 @@ from click.testing import CliRunner, Result
 from rich.console import Console
 
 from hpctrain.cli import plan_tables
-from hpctrain.cli.result_tables import print_json, print_text, write_confusion
 from hpctrain.cli.main import cli
-from hpctrain.cli.simulation_tables import machine_lines, measured_line, megabytes, milliseconds, print_whole, scaling_table, size_lines
-from hpctrain.cli.prediction_tables import print_lines, print_table
-from hpctrain.cli.search_tables import as_dict, print_search, words
-from hpctrain.run.evaluation import Evaluation
-from hpctrain.experiment.planner_search import PlannedSearch, job_of
-from hpctrain.run.prediction import PredictedClass, PredictedPicture, Predictions
-from hpctrain.planner.configured_search import SimulatedPoint
+from hpctrain.cli.result_tables import print_json, print_lines, print_table, print_text, write_confusion
+from hpctrain.cli.simulation_tables import (
+    candidate_words,
+    machine_lines,
+    measured_line,
+    megabytes,
+    milliseconds,
+    print_search,
+    print_whole,
+    scaling_table,
+    search_dict,
+    size_lines,
+)
 from hpctrain.parallel.parallel_plan import ParallelPlan
+from hpctrain.planner.configured_search import PlannedSearch, SimulatedPoint, job_of
 from hpctrain.planner.job import Candidate
 from hpctrain.planner.search import SearchChoice, SearchResult
-from hpctrain.train.confusion import ConfusionMatrix
-from hpctrain.train.metrics_rest import RunningSums
-from tests.run.test_planned_runs import grid_task as task
+from hpctrain.run.evaluation import Evaluation
+from hpctrain.run.prediction import PredictedClass, PredictedPicture, Predictions
+from hpctrain.train.evaluation import ConfusionMatrix
+from hpctrain.train.metrics import RunningSums
 from tests.planner.test_computation_costs import MACHINE
+from tests.run.test_planned_runs import grid_task as task
 from tests.support import predictions
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -223,7 +231,7 @@ def outcome(*overrides: str) -> PlannedSearch:
     ],
 )
 def test_a_candidate_in_words(candidate: Candidate, text: str) -> None:
-    assert words(candidate) == text
+    assert candidate_words(candidate) == text
 
 
 def test_all_lines_fit_but_the_command(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +248,7 @@ def test_all_lines_fit_but_the_command(capsys: pytest.CaptureFixture, monkeypatc
 
 
 def test_the_data_are_plain_and_as_many_as_asked_for() -> None:
-    content = json.loads(json.dumps(as_dict(outcome(), 1, "train")))
+    content = json.loads(json.dumps(search_dict(outcome(), 1, "train")))
     (choice,) = content["choices"]
     assert content["simulated"] is True
     assert (content["command"], content["estimated"], content["ranks"]) == ("train", 7, 4)

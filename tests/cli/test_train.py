@@ -14,8 +14,8 @@ import pytest
 
 from hpctrain.averaging import agreement
 from hpctrain.comm.link import LinkModel
-from hpctrain.storage import checkpoint, hdf5_store
 from hpctrain.runs.directory import RunDirectory
+from hpctrain.storage import checkpoint, hdf5_store
 from tests.support.here import run_here
 from tests.support.jobs import Outcome
 from tests.support.run_in_process import Killed

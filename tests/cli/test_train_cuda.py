@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpctrain.backend.cuda.choose import DEVICE_VARIABLE
+from hpctrain.backend.choice import DEVICE_VARIABLE
 from hpctrain.config.load import parse
 from hpctrain.planner.planned_run import description, prepare
 from tests.support.emulated import EmulatedDeviceFactory

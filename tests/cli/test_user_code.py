@@ -12,12 +12,12 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from hpctrain.core import user_code
 from hpctrain.cli.main import cli
+from hpctrain.core import user_code
+from tests.core.test_registry import offer
 from tests.support.here import run_here
 from tests.support.jobs import Outcome
 from tests.support.tiny_runs import newest_run, write_images
-from tests.core.test_registry import offer
 
 Job = Callable[..., Outcome]
 
@@ -31,15 +31,15 @@ import numpy as np
 
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.data.augmentations.base import Augmentation
-from hpctrain.nn.layers_parts.adaptive_average_pool import AdaptiveAveragePool
-from hpctrain.nn.layers_parts.conv2d import Conv2d
-from hpctrain.nn.layers_parts.flatten import Flatten
-from hpctrain.nn.layers_parts.linear import Linear
-from hpctrain.nn.layers_parts.relu import ReLU
-from hpctrain.nn.layers_parts.sequential import Sequential
+from hpctrain.nn.layers import AdaptiveAveragePool
+from hpctrain.nn.layers import Conv2d
+from hpctrain.nn.layers import Flatten
+from hpctrain.nn.layers import Linear
+from hpctrain.nn.layers import ReLU
+from hpctrain.nn.layers import Sequential
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.schedules.base import LearningRateSchedule
-from hpctrain.train.metrics_rest import Reporter
+from hpctrain.train.metrics import Reporter
 
 
 def model(classes: int, channels_in: int, features: int = 6):

@@ -23,13 +23,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from hpctrain.cli.data import LINE_SECONDS, progress
 from hpctrain.cli.main import cli
-from hpctrain.cli.progress import LINE_SECONDS, progress
-from hpctrain.cli.text_curve import text_curve
-from hpctrain.cli.watch_screen import news, screen
-from hpctrain.runs.state import RunState
-from hpctrain.launch.exit_codes import End
+from hpctrain.cli.watch_screen import news, screen, text_curve
+from hpctrain.launch.process_end import End
 from hpctrain.runs.directory import RunDirectory, runs
+from hpctrain.runs.state import RunState
 from tests.support.jobs import clean_environment
 from tests.support.recorded import SECOND, record
 

@@ -13,9 +13,10 @@ from hpctrain.cli.main import cli
 from hpctrain.models import catalogue
 from hpctrain.models.state_dict import declared_state, is_counter, with_counters
 from hpctrain.nn.initialise import generator
-from hpctrain.storage import best_record, weights_file
-from hpctrain.storage.checkpoint import averaged_statistic_key, checkpoints, optimizer_key, parameter_key, read
+from hpctrain.runs import directory as best_record
 from hpctrain.runs.directory import latest
+from hpctrain.storage import weights_file
+from hpctrain.storage.checkpoint import averaged_statistic_key, checkpoints, optimizer_key, parameter_key, read
 from hpctrain.storage.weights_file import WeightsFile
 from tests.support.run_in_process import prepare, train
 
@@ -76,7 +77,7 @@ def test_both_layouts_of_a_checkpoint_export_the_same(run: Path, tmp_path: Path)
 
 
 def test_the_best_checkpoint_is_taken_where_it_is_asked_for(run: Path, tmp_path: Path) -> None:
-    record = best_record.read(run / "checkpoints")
+    record = best_record.read_best(run / "checkpoints")
     assert record is not None
     assert record.checkpoint in done("export", run, "--best", "--out", tmp_path / "w.safetensors")
     result = call("export", tmp_path / "w.safetensors", "--best", "--out", tmp_path / "x.safetensors")

@@ -13,25 +13,31 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.backend.arithmetic import Arithmetic
-from hpctrain.backend.cuda import choose
-from hpctrain_testing.emulator.device import EmulatedDevice
-from hpctrain.backend.cuda.emulator.errors import EmulatedDeviceError
+from hpctrain.backend import choice
+from hpctrain.backend.arithmetic import Arithmetic, StagedBytes, Transit
 from hpctrain.backend.cuda.kernel_set import CudaKernelSet
-from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
-from hpctrain.backend.mirrors import StagedBytes, Transit
-from hpctrain.comm import device_probe, mpi, transports_rest, groups
-from hpctrain.comm.base import Communicator, Handle
-from hpctrain.comm.device_mpi import DeviceMpiCommunicator, over_mpi
+from hpctrain.backend.cuda.runtime import CudaRuntime
+from hpctrain.comm import device_probe, groups, mpi, transports
+from hpctrain.comm.base import Communicator, Complete, Handle
 from hpctrain.comm.device_probe import AWARE, UNAWARE, UNTRIED
-from hpctrain.comm.nccl import NcclCommunicator, NcclHandle, group_fault, over_nccl
-from hpctrain.comm.single import Complete
-from hpctrain.comm.transports import StagedCommunicator, StagedOperation
-from hpctrain.comm.transports_rest import Transport, reaching
 from hpctrain.comm.groups import TwoLevel, in_levels, levels
+from hpctrain.comm.transports import (
+    DeviceMpiCommunicator,
+    NcclCommunicator,
+    NcclHandle,
+    StagedCommunicator,
+    StagedOperation,
+    Transport,
+    group_fault,
+    over_mpi,
+    over_nccl,
+    reaching,
+)
 from hpctrain.core.errors import BackendError, DeadlockError, MissingLibraryError
+from hpctrain_testing.emulator.device import EmulatedDevice
+from hpctrain_testing.emulator.memory import EmulatedDeviceError
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
-from hpctrain.virtual.run import run_virtual, wait
+from hpctrain_testing.virtual.run import run_virtual, wait
 from tests.support.device_operations import (
     OPERATIONS,
     DeviceRank,
@@ -212,7 +218,7 @@ def test_every_place_that_waits_matters(emulated_device: EmulatedDeviceFactory) 
     for number, text in enumerate(made[0].waits):
         if "messages" in text:
             places.setdefault(text.rpartition(" at ")[2], []).append(number)
-    assert list(places) == ["hpctrain.backend.kernels.cuda.messages.CudaMark.done"]
+    assert list(places) == ["hpctrain.backend.cuda.transports.CudaMark.done"]
     for numbers in places.values():
         wrong = [_differs(run, seed, number, expected) for number in numbers for seed in range(4)]
         assert any(wrong)
@@ -250,7 +256,7 @@ def test_only_those_with_a_second_stage_sum(emulated_device: EmulatedDeviceFacto
 
 def test_bytes_are_those_of_the_operations(emulated_device: EmulatedDeviceFactory) -> None:
     def program(comm: ThreadCommunicator) -> None:
-        rank = DeviceRank(comm, emulated_device(comm.rank), transports_rest.staged)
+        rank = DeviceRank(comm, emulated_device(comm.rank), transports.staged)
         for operation in (reduce_scatter, allgather_in_place, of_the_host):
             operation(rank)
         mirrors = rank.kernels.arithmetic.mirrors()
@@ -546,7 +552,7 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
     module = ModuleType("hpctrain.backend.cuda.cupy_device")
     module.CupyDevice = _Device  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(choose, "cupy_is_installed", lambda: True)
+    monkeypatch.setattr(choice, "cupy_is_installed", lambda: True)
     monkeypatch.setattr(mpi, "world", lambda seconds: None)
     return module
 
@@ -563,7 +569,7 @@ def test_a_gpu_that_cannot_be_used_is_told(cupy: Any) -> None:
 
 
 def test_nothing_is_tried_without_mpi_or_cupy(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "cupy_is_installed", lambda: False)
+    monkeypatch.setattr(choice, "cupy_is_installed", lambda: False)
     assert device_probe.outcome() == UNTRIED
 
     def missing(seconds: float) -> None:
@@ -609,4 +615,4 @@ def test_the_process_is_an_mpi_job_of_its_own(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("PMI_FD", "999")
     found = device_probe.trial()
     assert found in (UNTRIED, AWARE) or found.startswith(UNAWARE)
-    assert choose.cupy_is_installed() or found == UNTRIED
+    assert choice.cupy_is_installed() or found == UNTRIED

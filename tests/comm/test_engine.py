@@ -10,14 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.comm.message_account import MessageAccount
-from hpctrain.comm.poll_policy import MORE_RANKS_THAN_CORES, SLEEPS_AT_ONCE, FurtherPolls, WaitPolicy
-from hpctrain.comm.posting_queue import PostingQueue, Ticket
-from hpctrain.comm.progress import TIMEOUT_EXIT_CODE, ProgressEngine
-from hpctrain.comm.single import Complete, SingleCommunicator
+from hpctrain.comm.base import Complete, SingleCommunicator
+from hpctrain.comm.posting_queue import MessageAccount, PostingQueue, Ticket
+from hpctrain.comm.progress import (
+    MORE_RANKS_THAN_CORES,
+    SLEEPS_AT_ONCE,
+    TIMEOUT_EXIT_CODE,
+    FurtherPolls,
+    ProgressEngine,
+    WaitPolicy,
+)
 from hpctrain.core.errors import CommunicationTimeoutError
+from hpctrain.core.text import place
 from hpctrain.flight.recorder import FlightRecorder
-from hpctrain.speaker import place
 from hpctrain.trace.tracer import Category, Tracer
 
 

@@ -11,18 +11,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.comm import objects
-from hpctrain.comm.base import Communicator, Handle
-from hpctrain.comm.clock import ClockMap, Offset, measure_offset
-from hpctrain.comm.grid import GridAxis, ProcessGrid, check_grid, coordinates
-from hpctrain.comm.link import LinkModel, calibrate, measure_operation_seconds
-from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
-from hpctrain.comm.single import SingleCommunicator
-from hpctrain.comm.groups import Levels, TwoLevel, across_nodes, in_levels, levels, node_numbers, within_node
+from hpctrain.comm import mpi
+from hpctrain.comm.base import Communicator, Handle, SingleCommunicator, raise_on_all_ranks
+from hpctrain.comm.groups import (
+    GridAxis,
+    Levels,
+    ProcessGrid,
+    TwoLevel,
+    across_nodes,
+    check_grid,
+    coordinates,
+    in_levels,
+    levels,
+    node_numbers,
+    within_node,
+)
+from hpctrain.comm.link import ClockMap, LinkModel, Offset, calibrate, measure_offset, measure_operation_seconds
 from hpctrain.core.errors import CommunicationTimeoutError, DataError, HpctrainError, RankLostError, ShapeError
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
-from hpctrain.virtual.run import run_virtual, virtual_engine, wait
+from hpctrain_testing.virtual.run import run_virtual, virtual_engine, wait
 from tests.support.jobs import run_job
 
 PLACEMENTS = [
@@ -361,7 +369,7 @@ def test_splits_and_objects() -> None:
 
 @pytest.mark.job
 def test_abort_ends_the_process() -> None:
-    program = "from hpctrain.comm.single import SingleCommunicator as S; print('said', end=''); S().abort(9); print('never')"
+    program = "from hpctrain.comm.base import SingleCommunicator as S; print('said', end=''); S().abort(9); print('never')"
     outcome = run_job(0, ["-c", program])
     assert (outcome.code, outcome.stdout) == (9, "said")
 
@@ -388,7 +396,7 @@ def value_of(rank: int) -> Any:
 @pytest.mark.parametrize("seed", [None, 3])
 def test_every_rank_has_all_values_in_rank_order(ranks: int, seed: int | None) -> None:
     def program(comm: ThreadCommunicator) -> list[Any]:
-        return objects.allgather_object(comm, value_of(comm.rank), Waits(comm))
+        return mpi.allgather_object(comm, value_of(comm.rank), Waits(comm))
 
     for gathered in run_virtual(ranks, program, seed=seed):
         assert gathered == [value_of(rank) for rank in range(ranks)]
@@ -398,7 +406,7 @@ def test_every_rank_has_all_values_in_rank_order(ranks: int, seed: int | None) -
 def test_the_root_s_value_is_everywhere_and_the_root_keeps_its_own_object(ranks: int, root: int) -> None:
     def program(comm: ThreadCommunicator) -> Any:
         value = {"sizes": [1, 2, 3], "from": comm.rank}
-        received = objects.broadcast_object(comm, value, root, Waits(comm))
+        received = mpi.broadcast_object(comm, value, root, Waits(comm))
         assert (received is value) == (comm.rank == root)
         return received
 
@@ -408,8 +416,8 @@ def test_the_root_s_value_is_everywhere_and_the_root_keeps_its_own_object(ranks:
 def test_every_wait_says_what_it_is_for() -> None:
     def program(comm: ThreadCommunicator) -> list[str]:
         waits = Waits(comm)
-        objects.allgather_object(comm, comm.rank, waits)
-        objects.broadcast_object(comm, comm.rank, 0, waits)
+        mpi.allgather_object(comm, comm.rank, waits)
+        mpi.broadcast_object(comm, comm.rank, 0, waits)
         return waits.purposes
 
     expected = ["sizes of gathered objects", "gathered objects", "size of a broadcast object", "broadcast object"]
@@ -420,7 +428,7 @@ def test_one_process_gets_its_value_back() -> None:
     def wait(handle: Handle, purpose: str) -> None:
         assert handle.test(), purpose
 
-    assert objects.allgather_object(SingleCommunicator(), {"a": 1}, wait) == [{"a": 1}]
+    assert mpi.allgather_object(SingleCommunicator(), {"a": 1}, wait) == [{"a": 1}]
 
 
 def test_gathered_values_are_copies() -> None:
@@ -428,7 +436,7 @@ def test_gathered_values_are_copies() -> None:
 
     def program(comm: ThreadCommunicator) -> bool:
         value = [comm.rank]
-        gathered = objects.allgather_object(comm, value, Waits(comm))
+        gathered = mpi.allgather_object(comm, value, Waits(comm))
         gathered[comm.rank].append(9)
         return value == [comm.rank]
 

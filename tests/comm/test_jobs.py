@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from hpctrain.comm import shared_memory
+from hpctrain.comm.base import SingleCommunicator
 from hpctrain.comm.shared_memory import share
-from hpctrain.comm.single import SingleCommunicator
-from hpctrain.speaker import place
+from hpctrain.core.text import place
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
-from hpctrain.virtual.run import run_virtual, wait
+from hpctrain_testing.virtual.run import run_virtual, wait
 from tests.support.jobs import Outcome, run_job
 
 Job = Callable[..., Outcome]
@@ -214,7 +214,7 @@ _HANGS = {"time.sleep(60)": 124, "ctypes.PyDLL(None).sleep(60)": 1}
 def test_a_phase_that_hangs_ends_the_process_with_its_stacks(hang: str, code: int) -> None:
     program = f"""
     import ctypes, time
-    from hpctrain.comm.watchdog import guard
+    from hpctrain.comm.progress import guard
 
     def the_culprit():
         {hang}
@@ -235,7 +235,7 @@ def test_a_phase_that_hangs_ends_the_process_with_its_stacks(hang: str, code: in
 def test_a_phase_that_ends_is_left_alone() -> None:
     program = """
     import time
-    from hpctrain.comm.watchdog import guard
+    from hpctrain.comm.progress import guard
     with guard("quick", 0.2):
         pass
     try:

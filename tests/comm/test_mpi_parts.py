@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.backend.cuda.device_array import DeviceArray
-from hpctrain.comm.lost_ranks import LostRanks, named
+from hpctrain.backend.cuda.device import DeviceArray
+from hpctrain.comm.mpi import LostRanks, MpiHandle, named
 from hpctrain.comm.mpi_buffers import MpiBuffers, dtype_char, not_empty, piece
-from hpctrain.comm.mpi_handle import MpiHandle
 from hpctrain.core.errors import RankLostError
 
 FAILED, PENDING, REVOKED, OTHER = 75, 76, 77, 17

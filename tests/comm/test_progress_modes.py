@@ -10,16 +10,14 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from hpctrain.averaging.local_event import LocalEvent
-from hpctrain.comm.posting_queue import Ticket
-from hpctrain.comm.progress import TIMEOUT_EXIT_CODE, ProgressEngine
+from hpctrain.comm.base import Complete, SingleCommunicator
+from hpctrain.comm.posting_queue import LocalEvent, Ticket
+from hpctrain.comm.progress import TIMEOUT_EXIT_CODE, ProgressEngine, ProgressThread
 from hpctrain.comm.progress_mode import OverlapMeasurement, ProgressMode, apply, choose, measure
-from hpctrain.comm.progress_thread import ProgressThread
-from hpctrain.comm.single import Complete, SingleCommunicator
 from hpctrain.core.errors import CommunicationTimeoutError
 from hpctrain.trace.tracer import THREAD_TRACK, Category, Tracer
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
-from hpctrain.virtual.run import run_virtual
+from hpctrain_testing.virtual.run import run_virtual
 from tests.support.interleaved_thread import InterleavedThread
 
 PATIENCE_SECONDS = 20.0

@@ -13,21 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.backend.arithmetic import Arithmetic
-from hpctrain.core.intervals import even, even_intervals
-from hpctrain.comm.base import Communicator, GradientSums, Handle
-from hpctrain.comm.device_mpi import over_mpi
-from hpctrain.comm.single import Complete, SingleCommunicator
-from hpctrain.comm.sums import Caster, MessageBuffers, SixteenBitSums, sums_over
-from hpctrain.comm.spare_buffers import SpareBuffers
-from hpctrain.comm.order import Finished, Staged, Stages
-from hpctrain.comm.tree_sums import Terms, TreeSums, tree_sums_over
-from hpctrain.comm.turns import Turns
+from hpctrain.comm.base import Communicator, Complete, GradientSums, Handle, SingleCommunicator
 from hpctrain.comm.groups import in_levels, levels
-from hpctrain.summation_tree import ShardsOfRank, TreeAddition
-from hpctrain.testing.transfers import put
+from hpctrain.comm.order import Finished, SpareBuffers, Staged, Stages, Turns
+from hpctrain.comm.sums import Caster, MessageBuffers, SixteenBitSums, Terms, TreeSums, sums_over, tree_sums_over
+from hpctrain.comm.transports import over_mpi
+from hpctrain.core.intervals import ShardsOfRank, TreeAddition, even, even_intervals
+from hpctrain.testing.operators import put
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
-from hpctrain.virtual.run import run_virtual, wait
+from hpctrain_testing.virtual.run import run_virtual, wait
 from tests.support.bfloat16 import UNIT, PlainBfloat16, rounded
 from tests.support.device_operations import DeviceRank
 from tests.support.device_views import ViewingCommunicator

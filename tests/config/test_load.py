@@ -11,11 +11,11 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hpctrain.config.checks import check_names
 from hpctrain.config.load import load, parse
 from hpctrain.config.schema import Config
-from hpctrain.core.yaml_source import Source, read_yaml
 from hpctrain.core.errors import ConfigError
-from hpctrain.config.checks import check_names
+from hpctrain.core.yaml_source import Source, read_yaml
 from tests.support.data_files import make_node
 from tests.support.sampling import amount
 

@@ -9,16 +9,11 @@ from typing import Any, get_args
 import pytest
 from pydantic import ValidationError
 
-from hpctrain.config.data_section import CacheConfig, DataConfig, SyntheticConfig
-from hpctrain.config.dump import dump
-from hpctrain.config.duration import parse_duration
-from hpctrain.config.exact_section import DEFAULT_SHARDS, ExactConfig
-from hpctrain.config.faults import known_paths, section_at
-from hpctrain.config.load import parse
-from hpctrain.config.values import plain
-from hpctrain.config.size import parse_size
-from hpctrain.core.yaml_source import dotted
+from hpctrain.config.load import dump, known_paths, parse, section_at
+from hpctrain.config.schema import DEFAULT_SHARDS, CacheConfig, DataConfig, ExactConfig, SyntheticConfig
+from hpctrain.config.values import parse_duration, parse_size, plain
 from hpctrain.core.errors import ConfigError
+from hpctrain.core.yaml_source import dotted
 
 _REST = """
 model: small

@@ -10,8 +10,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.core.intervals import Box, Interval, clip, consecutive, even, even_interval, even_intervals, hull, intersect, moved, relative, replace_dim, shape_of, size_of, slices, whole, within
-from hpctrain.summation_tree import ShardsOfRank, TreeAddition, additions, children, cover
+from hpctrain.core.intervals import (
+    Box,
+    Interval,
+    ShardsOfRank,
+    TreeAddition,
+    additions,
+    children,
+    clip,
+    consecutive,
+    cover,
+    even,
+    even_interval,
+    even_intervals,
+    hull,
+    intersect,
+    moved,
+    relative,
+    replace_dim,
+    shape_of,
+    size_of,
+    slices,
+    whole,
+    within,
+)
 
 _INTERVALS = st.tuples(st.integers(-3, 6), st.integers(0, 5)).map(lambda pair: (pair[0], pair[0] + pair[1]))
 

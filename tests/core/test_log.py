@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from hpctrain.core import log as rank_log
-from hpctrain.log import configure, get_logger
-from hpctrain.speaker import place
+from hpctrain.core.log import configure, get_logger
+from hpctrain.core.text import place
 
 _LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} (DEBUG|INFO|WARNING|ERROR) +(.*)")
 
@@ -44,13 +44,13 @@ def _within(seconds: float, holds: Callable[[], bool]) -> bool:
 def test_lines_wait_for_the_file_and_go_to_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "logs" / "rank-0003.log"
     for start in range(2):  # a resume appends
-        log = rank_log.begin()
+        log = rank_log.begin_rank_log()
         configure(3, 8)
         get_logger("hpctrain.some.module").debug(f"start {start}")
         get_logger("hpctrain.some.module").info("before there is a directory")
         log.keep_in(path)
         get_logger("hpctrain.some.module").warning("a worry")
-        rank_log.also("Traceback\n  of several lines\n")
+        rank_log.tee("Traceback\n  of several lines\n")
         rank_log.end()
     text = path.read_text()
     expected = ["DEBUG", "INFO", "WARNING", "ERROR"]
@@ -59,13 +59,13 @@ def test_lines_wait_for_the_file_and_go_to_its_end(tmp_path: Path, capsys: pytes
     assert "start 1" in text
     assert text.count("\n  of several lines\n") == 2
     assert capsys.readouterr().err.count("a worry") == 2  # details are for the file alone
-    assert rank_log.own() is None
+    assert rank_log.current_rank_log() is None
 
 
 def test_nothing_is_kept_where_nobody_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = set(threading.enumerate())  # threads of other tests may wait for a disk that hangs
     configure(1, 2)
-    rank_log.also("an error that was printed", last=True)
+    rank_log.tee("an error that was printed", last=True)
     get_logger("hpctrain").info("a detail")
     assert capsys.readouterr().err == ""
     assert set(threading.enumerate()) <= before
@@ -73,7 +73,7 @@ def test_nothing_is_kept_where_nobody_asked(tmp_path: Path, capsys: pytest.Captu
 
 def test_a_disk_that_refuses_is_told_once_and_tried_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "logs").write_text("a file where a directory should be")
-    log = rank_log.begin()
+    log = rank_log.begin_rank_log()
     configure(2, 4)
     log.keep_in(tmp_path / "logs" / "rank-0002.log")
     for number in range(5):
@@ -92,7 +92,7 @@ def test_a_disk_that_refuses_is_told_once_and_tried_again(tmp_path: Path, capsys
 
 def test_what_a_broken_disk_has_lost_is_said_at_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "logs").write_text("")
-    log = rank_log.begin()
+    log = rank_log.begin_rank_log()
     configure(0, 1)
     log.keep_in(tmp_path / "logs" / "rank-0000.log")
     get_logger("hpctrain").debug("lost")
@@ -106,14 +106,14 @@ def test_what_a_broken_disk_has_lost_is_said_at_the_end(tmp_path: Path, capsys: 
 def test_a_disk_that_hangs_holds_up_nobody(tmp_path: Path) -> None:
     """A pipe that nobody reads takes no line: opening it waits without end."""
     os.mkfifo(tmp_path / "rank-0000.log")
-    log = rank_log.begin()
+    log = rank_log.begin_rank_log()
     configure(0, 1)
     log.keep_in(tmp_path / "rank-0000.log")
     begin = time.monotonic()
     for number in range(rank_log.MOST_WAITING + 100):
         log.add(f"line {number}")
     assert time.monotonic() - begin < 60
-    rank_log.also("the last words", last=True)  # waits a second
+    rank_log.tee("the last words", last=True)  # waits a second
     assert time.monotonic() - begin < 60
     assert len(log._waiting) == rank_log.MOST_WAITING
     with open(tmp_path / "rank-0000.log", "rb"):  # lets the thread go on, and end

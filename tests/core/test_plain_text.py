@@ -16,9 +16,21 @@ from hypothesis import strategies as st
 from rich.table import Table
 
 from hpctrain.core.console import PlainConsole
-from hpctrain.core.text import echo, echo_block, escaped, forbidden, sentence, shell_word, shortened
-from hpctrain.rank_spans import ranks_of, spans
-from hpctrain.speaker import beginning_with, colours, place, write_lines
+from hpctrain.core.text import (
+    beginning_with,
+    colours,
+    echo,
+    echo_block,
+    escaped,
+    forbidden,
+    place,
+    ranks_of,
+    sentence,
+    shell_word,
+    shortened,
+    spans,
+    write_lines,
+)
 
 CATEGORIES = ("Cc", "Cf", "Cs", "Zl", "Zp")
 

@@ -23,13 +23,12 @@ from pydantic import BaseModel, Field, ValidationError
 
 from hpctrain.core import errors, user_code
 from hpctrain.core.errors import ConfigError, HpctrainError, OptionError
-from hpctrain.nearest import choices, nearest
+from hpctrain.core.registry import Registry, check_options, options_of
+from hpctrain.core.sentences import choices, joined, nearest, rule
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.optimizers import OPTIMIZERS
 from hpctrain.optim.optimizers.lars import Lars
 from hpctrain.optim.optimizers.sgd import Sgd
-from hpctrain.core.registry import Registry, check_options, options_of
-from hpctrain.core.sentences import joined, rule
 from tests.test_architecture import classes
 
 MODULES = {

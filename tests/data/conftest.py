@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from hpctrain.data import image_file as data_format
-from hpctrain.data.convert.packing import PictureForm, pack
+from hpctrain.data.convert.common import PictureForm, pack
 from hpctrain.data.image_file import ImageFile
 from tests.support.write_fixtures import write_data_version_1
 

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from hpctrain.backend import counter_random
+from hpctrain.core.errors import ConfigError, DataError, ShapeError
 from hpctrain.data import opencv
 from hpctrain.data.augmentations import AUGMENTATIONS
 from hpctrain.data.augmentations.randaugment import RandAugment
 from hpctrain.data.augmentations.trivial_augment_wide import TrivialAugmentWide
 from hpctrain.data.picture_operations import NAMES, SIGNED, OperationRanges, changed, check_channels
 from hpctrain.data.pipeline import Pipeline
-from hpctrain.core.errors import ConfigError, DataError, ShapeError
 from tests.support.sampling import amount
 
 MEAN, STD = np.array([0.3, 0.5, 0.6]), np.array([0.2, 0.25, 0.3])

@@ -13,19 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.core.intervals import Box, even_interval, size_of
-from hpctrain.config.data_section import CacheConfig
-from hpctrain.data import batch_threads
-from hpctrain.data import image_file as data_format
-from hpctrain.data.arrays import ArrayLoader
-from hpctrain.data.image_file import ImageFile
-from hpctrain.data.loader import Batch, BatchSource, Loader, TileOfRank
-from hpctrain.data.mixing import Mixing
-from hpctrain.data.pipeline import Pipeline
-from hpctrain.data.read_counts import summed
-from hpctrain.data.sampler import Sampler
-from hpctrain.data.sizes import ImageSizes, first_fault
+from hpctrain.config.schema import CacheConfig
 from hpctrain.core.errors import ConfigError, ShapeError
+from hpctrain.core.intervals import Box, even_interval, size_of
+from hpctrain.data import image_file as data_format
+from hpctrain.data import pipeline as batch_threads
+from hpctrain.data.cache import summed
+from hpctrain.data.image_file import ImageFile
+from hpctrain.data.loader import ArrayLoader, Batch, BatchSource, Loader, TileOfRank
+from hpctrain.data.pipeline import ImageSizes, Pipeline, first_fault
+from hpctrain.data.sampler import Mixing, Sampler
 from hpctrain.run.data_cache import give_levels
 from tests.support.data_files import cached, in_memory
 from tests.support.runs import work_virtual

@@ -15,17 +15,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hpctrain.comm.base import SingleCommunicator
 from hpctrain.comm.shared_memory import SharedMemory
-from hpctrain.comm.single import SingleCommunicator
-from hpctrain.data import local_file
-from hpctrain.data.filling_plan import FillingPlan
+from hpctrain.data import local_copy
+from hpctrain.data.cache import CountedImages, FillingPlan, NodeRank, ReadCounts, SampleMemory, bytes_for, held_in
 from hpctrain.data.image_file import ImageFile
-from hpctrain.data.local_copy import LocalCopy, LocalSamples, fixed_size, table_bytes
-from hpctrain.data.local_file import LocalFile, LocalRequest, open_local
-from hpctrain.data.read_counts import CountedImages, ReadCounts
-from hpctrain.data.cache import NodeRank, SampleMemory, bytes_for, held_in
-from hpctrain.data.unreadable import UnreadableError
-from hpctrain.virtual.run import run_virtual
+from hpctrain.data.local_copy import LocalCopy, LocalFile, LocalRequest, LocalSamples, fixed_size, open_local, table_bytes
+from hpctrain.data.readers import UnreadableError
+from hpctrain_testing.virtual.run import run_virtual
 from tests.support.sampling import amount
 
 SHAPE = (5, 7, 3)
@@ -488,14 +485,14 @@ def test_a_small_disk_gets_a_part_and_a_full_one_nothing(
     file, images, _ = make_file()
     status = namedtuple("status", ["f_bavail", "f_frsize"])
     size = images[0].nbytes
-    monkeypatch.setattr(local_file.os, "fstatvfs", lambda descriptor: status(10 * size, 1))
+    monkeypatch.setattr(local_copy.os, "fstatvfs", lambda descriptor: status(10 * size, 1))
     local = open_local(ALONE, file, request(tmp_path))
     assert local.copy is not None
     assert (local.copy.count, local.denied) == (9, f"{tmp_path} has room for {9 * size / 1e9:.3g} GB")
     asked = open_local(ALONE, file, request(tmp_path, limit=4 * size + 1))
     assert asked.copy is not None
     assert (asked.copy.count, asked.denied) == (4, "")
-    monkeypatch.setattr(local_file.os, "fstatvfs", lambda descriptor: status(0, 4096))
+    monkeypatch.setattr(local_copy.os, "fstatvfs", lambda descriptor: status(0, 4096))
     assert open_local(ALONE, file, request(tmp_path)) == LocalFile(denied=f"{tmp_path} has room for 0 GB")
 
 

@@ -6,11 +6,11 @@ import h5py
 import numpy as np
 import pytest
 
+from hpctrain.core.errors import DataError
 from hpctrain.data import image_file as data_format
 from hpctrain.data.check import check_file
-from hpctrain.data.image_file import ImageFile
 from hpctrain.data.format import digest_of
-from hpctrain.core.errors import DataError
+from hpctrain.data.image_file import ImageFile
 
 
 def kinds(checked):
@@ -105,7 +105,7 @@ def test_samples_of_one_checksum_that_differ_are_no_duplicates(tmp_path, monkeyp
 
 
 def test_picture_files_of_one_image_are_duplicates(tmp_path, make_encoded):
-    from hpctrain.data.convert.packing import PictureForm, pack
+    from hpctrain.data.convert.common import PictureForm, pack
     from tests.data.conftest import picture_contents
 
     contents = picture_contents(4)

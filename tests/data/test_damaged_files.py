@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hpctrain.core.errors import DataError
 from hpctrain.data import image_file as data_format
 from hpctrain.data.image_file import ImageFile
-from hpctrain.data.unreadable import UnreadableError
-from hpctrain.core.errors import DataError
+from hpctrain.data.readers import UnreadableError
 from tests.support.sampling import amount
 
 _NAMES = ("ant", "bée", "cow", "a class of a longer name", "e")

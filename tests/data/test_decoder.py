@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from hpctrain.core.errors import DataError
 from hpctrain.data import decoding
 from hpctrain.data.decoding import _central_box, decode
-from hpctrain.core.errors import DataError
 from tests.support.sampling import amount
 
 

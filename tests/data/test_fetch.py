@@ -12,10 +12,10 @@ import threading
 import numpy as np
 import pytest
 
+from hpctrain.core.errors import DataError
 from hpctrain.data import fetch as fetching
 from hpctrain.data.fetch import Split, fetch
 from hpctrain.data.image_file import ImageFile
-from hpctrain.core.errors import DataError
 
 
 def idx_bytes(array):

@@ -16,13 +16,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from hpctrain.data import image_file as data_format
-from hpctrain.data import format
-from hpctrain.data.classes import difference, in_order_of
-from hpctrain.data.facts import DataFacts, ImageForm
-from hpctrain.data.image_file import ImageFile, ImageFileWriter
-from hpctrain.data.writer import _moments
 from hpctrain.core.errors import DataError
+from hpctrain.data import format
+from hpctrain.data import image_file as data_format
+from hpctrain.data.image_file import DataFacts, ImageFile, ImageFileWriter, ImageForm, class_difference, with_class_order
+from hpctrain.data.writer import _moments
 
 
 def random_images(count, shape=(7, 9, 3)):
@@ -481,7 +479,7 @@ def test_the_fit_of_pictures_is_kept_and_by_default_that_of_the_converters(make_
     path, names = tmp_path / "fitted.h5", [f"class {number}" for number in range(5)]
     data_format.write(path, len(images), images.shape[1:], names, [(images, labels)], fit)
     file = ImageFile.open(path)
-    facts = DataFacts.of(in_order_of(file, names[::-1], "another file"))
+    facts = DataFacts.of(with_class_order(file, names[::-1], "another file"))
     assert (file.fit, facts.fit) == (fit, fit)
     assert ("fit" in facts.to_meta()) is (fit is not None)  # what says nothing is as before
     assert DataFacts.from_meta(json.loads(json.dumps(facts.to_meta()))) == facts
@@ -497,12 +495,12 @@ names = st.lists(st.sampled_from("abcdefg"), min_size=1, max_size=6)
 def test_any_order_of_different_names_is_the_same(given_names, random):
     different = list(dict.fromkeys(given_names))
     shuffled = random.sample(different, len(different))
-    assert difference(different, shuffled) is None
+    assert class_difference(different, shuffled) is None
 
 
 @given(names, names)
 def test_what_differs_is_said(first, second):
-    words = difference(first, second)
+    words = class_difference(first, second)
     assert (words is None) == (first == second or (sorted(first) == sorted(second) and len(set(first)) == len(first)))
     if words is not None and len(first) == len(second):
         number = next(i for i, pair in enumerate(zip(first, second, strict=True)) if pair[0] != pair[1])
@@ -513,25 +511,25 @@ def test_names_are_compared_in_the_composed_form(make_file):
     composed = ["größe", "été", "猫"]
     decomposed = [unicodedata.normalize("NFD", name) for name in composed]
     assert decomposed != composed
-    assert difference(composed, decomposed[::-1]) is None
-    assert difference(composed, [*decomposed[:2], "dog"]) == "class 2 is '猫' and 'dog', '猫' is in one of them only"
+    assert class_difference(composed, decomposed[::-1]) is None
+    assert class_difference(composed, [*decomposed[:2], "dog"]) == "class 2 is '猫' and 'dog', '猫' is in one of them only"
     file, _, labels = make_file(classes=3)
     file.class_names = tuple(decomposed)
-    mapped = in_order_of(file, composed[::-1], "the checkpoint")
+    mapped = with_class_order(file, composed[::-1], "the checkpoint")
     assert mapped.class_names == tuple(composed[::-1])
     assert np.array_equal(mapped.labels, 2 - labels)
 
 
 def test_counts_and_the_name_that_is_alone():
-    assert difference(["a", "b"], ["a", "b", "c"]) == "there are 2 and 3 classes, 'c' is in one of them only"
-    assert difference(["a", "a"], ["a"]) == "there are 2 and 1 classes"
+    assert class_difference(["a", "b"], ["a", "b", "c"]) == "there are 2 and 3 classes, 'c' is in one of them only"
+    assert class_difference(["a", "a"], ["a"]) == "there are 2 and 1 classes"
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.permutations(range(5)))
 def test_labels_are_mapped_by_name(make_file, order):
     file, _, labels = make_file()
-    mapped = in_order_of(file, [file.class_names[k] for k in order], "the checkpoint")
+    mapped = with_class_order(file, [file.class_names[k] for k in order], "the checkpoint")
     assert [mapped.class_names[label] for label in mapped.labels] == [file.class_names[label] for label in labels]
     assert mapped.class_names == tuple(file.class_names[k] for k in order)
     assert mapped.images is file.images
@@ -542,4 +540,4 @@ def test_labels_are_mapped_by_name(make_file, order):
 def test_other_classes_are_refused_by_name(make_file):
     file, _, _ = make_file()
     with pytest.raises(DataError, match="other classes than the checkpoint: class 4 is 'class 4' and 'dog', 'class 4' is"):
-        in_order_of(file, [*file.class_names[:4], "dog"], "the checkpoint")
+        with_class_order(file, [*file.class_names[:4], "dog"], "the checkpoint")

@@ -8,13 +8,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hpctrain.backend.pixel_batch import PixelBatch
-from hpctrain.data.loader import Loader, Share, cut
-from hpctrain.data.mixing import Mixing
-from hpctrain.data.pipeline import Pipeline
-from hpctrain.data.sampler import Sampler, counts
-from hpctrain.data.sizes import ImageSizes
+from hpctrain.backend.pixels import PixelBatch
 from hpctrain.core.errors import ShapeError
+from hpctrain.data.loader import Loader, Share, cut
+from hpctrain.data.pipeline import ImageSizes, Pipeline
+from hpctrain.data.sampler import Mixing, Sampler, counts
 from tests.support.data_files import in_memory
 from tests.support.sampling import amount
 

@@ -13,9 +13,7 @@ import pytest
 from hypothesis import given, settings
 
 from hpctrain.core.intervals import clip, hull, relative, shape_of, size_of
-from hpctrain.data.batch_threads import CHUNK_BYTES, BatchThreads, default_threads
-from hpctrain.data.deferred import can_defer, filling
-from hpctrain.data.pipeline import Pipeline
+from hpctrain.data.pipeline import CHUNK_BYTES, BatchThreads, Pipeline, can_defer, default_threads, filling
 from tests.support.sampling import amount
 
 MEAN, STD = np.array([0.3, 0.5, 0.6, 0.1]), np.array([0.2, 0.25, 0.3, 0.0])

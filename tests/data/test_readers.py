@@ -10,17 +10,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hpctrain.data import readers, decoding
-from hpctrain.data.readers import BlockReader
-from hpctrain.data.encoded_reader import EncodedReader
-from hpctrain.data.extents import Extents
+from hpctrain.core.errors import DataError
+from hpctrain.data import decoding, readers
+from hpctrain.data.decoding import EncodedReader
+from hpctrain.data.format import digest_of
 from hpctrain.data.image_file import ImageFile
 from hpctrain.data.loader import Loader
 from hpctrain.data.pipeline import Pipeline
+from hpctrain.data.readers import PAUSES_SECONDS, BlockReader, Extents, ReadPolicy, UnreadableError, pauses_within, reason
 from hpctrain.data.sampler import Sampler
-from hpctrain.data.format import digest_of
-from hpctrain.data.unreadable import PAUSES_SECONDS, ReadPolicy, UnreadableError, pauses_within, reason
-from hpctrain.core.errors import DataError
 from tests.support.data_files import cached
 from tests.support.sampling import amount
 

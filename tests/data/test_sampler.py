@@ -13,17 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from hpctrain.data.classes import in_order_of
+from hpctrain.core.errors import ConfigError, DataError, ShapeError
 from hpctrain.data.convert import folder
-from hpctrain.data.facts import DataFacts, ImageForm
 from hpctrain.data.files import require_directory, require_file, require_new, system_errors_as
-from hpctrain.data.image_file import ImageFile
+from hpctrain.data.image_file import DataFacts, ImageFile, ImageForm, synthetic_file, with_class_order
 from hpctrain.data.loader import Loader
 from hpctrain.data.pictures import DecodedPictures, picture_files
 from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.sampler import Reordering, Sampler, counts, share_of
-from hpctrain.data.synthetic import synthetic_file
-from hpctrain.core.errors import ConfigError, DataError, ShapeError
 from tests.support.data_files import cached
 from tests.support.runs import write_pictures
 
@@ -199,7 +196,7 @@ def test_facts_tell_other_made_up_images() -> None:
 
 def test_classes_in_another_order_keep_their_images() -> None:
     file = file_of()
-    turned = in_order_of(file, file.class_names[::-1], "the checkpoint")
+    turned = with_class_order(file, file.class_names[::-1], "the checkpoint")
     np.testing.assert_array_equal(turned.images[:], file.images[:])
     np.testing.assert_array_equal(turned.labels, 3 - file.labels)
 

@@ -39,23 +39,22 @@ from click.testing import CliRunner
 from PIL import Image
 
 from hpctrain.averaging.agreement import make_averager
-from hpctrain.averaging.base import AveragerSetup
+from hpctrain.averaging.base import AveragerSetup, PlannedGroup
 from hpctrain.averaging.group_sums import JointNorms
 from hpctrain.averaging.strategies.sharded import Sharded
-from hpctrain.averaging.strategy import PlannedGroup
 from hpctrain.backend import specs
 from hpctrain.cli import data as data_commands
 from hpctrain.cli.main import cli
+from hpctrain.comm.base import SingleCommunicator
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.comm.single import SingleCommunicator
+from hpctrain.config.checks import check_names
 from hpctrain.config.load import parse
 from hpctrain.data import image_file as data_format
 from hpctrain.data.fetch import CLASS_NAMES
-from hpctrain.config.checks import check_names
 from hpctrain.nn.parameter import FlatGroup
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.planner import machine_file
-from hpctrain.site import profile_files
+from hpctrain.site import profile
 from tests.support import how_tos
 from tests.support.here import run_here
 from tests.support.tiny_runs import Start
@@ -339,7 +338,7 @@ def test_configurations_are_valid(block: Block, tmp_path: Path) -> None:
     if "extends" in given:
         (tmp_path / "hpctrain" / "sites").mkdir(parents=True)
         (tmp_path / "hpctrain" / "sites" / "ours.yaml").write_text(block.text)
-        profile_files.read("ours", {"XDG_CONFIG_HOME": str(tmp_path)})
+        profile.read_site("ours", {"XDG_CONFIG_HOME": str(tmp_path)})
         return
     if "ranks_per_node" in given:
         machine_file.parse(block.text, str(block))

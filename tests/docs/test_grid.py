@@ -7,12 +7,10 @@ from pathlib import Path
 import pytest
 
 from hpctrain.backend.graph import Node
-from hpctrain.nn.layers_parts.conv2d import Conv2d
-from hpctrain.nn.layers_parts.max_pool import MaxPool
-from hpctrain.nn.layers_parts.sequential import Sequential
+from hpctrain.nn.layers import Conv2d, MaxPool, Sequential
 from hpctrain.parallel.layout import LayoutKind
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
-from hpctrain.parallel.plan_report_rest import LayerReport, RedistributionReport
+from hpctrain.parallel.plan_report import LayerReport, RedistributionReport
 from tests.support.grid_tables import Example, examples, table
 
 PAGE = (Path(__file__).parents[2] / "docs" / "grid.md").read_text()

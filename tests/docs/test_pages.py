@@ -45,7 +45,7 @@ def _files() -> str:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_named_files_exist(page: str) -> None:
-    """`comm/grid.py`, `library.py`: a file of that name lies in the repository; `nn/layers/`: a folder does."""
+    """`comm/groups.py`, `library.py`: a file of that name lies in the repository; `nn/layers/`: a folder does."""
     for name in re.findall(r"`([\w/]+\.py)`", PAGES[page]):
         known = name in how_tos.files(page) or f"/{name}\n" in _files()
         assert known, f"{page} names {name}, which is no file of the repository"

@@ -15,22 +15,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpctrain.core.errors import ConfigError
+from hpctrain.core.text import place
 from hpctrain.doctor import job, report, run, subjects
 from hpctrain.doctor.check import Check, JobView, OwnPlace, nothing, present
-from hpctrain.doctor.checks import CHECKS, JOB_KINDS
 from hpctrain.doctor.findings import DoctorFinding, FindingKind, Severity, capital, exit_code, fine
-from hpctrain.doctor.job import STARTS, CheckFailure, Examination, Progression, RankNotes
+from hpctrain.doctor.job import CHECKS, JOB_KINDS, STARTS, CheckFailure, Examination, Progression, RankNotes
+from hpctrain.doctor.nodes import GpuFacts
+from hpctrain.doctor.ranks import CoreFacts, LibraryFacts
 from hpctrain.doctor.run import DoctorRank
 from hpctrain.doctor.start_facts import OpenedFiles, load_training, queued_seconds
-from hpctrain.doctor.subjects.cores import CoreFacts
-from hpctrain.doctor.subjects.gpu import GpuFacts
-from hpctrain.doctor.subjects.mpi_library import LibraryFacts
 from hpctrain.doctor.watch import Notebook, RankEnd
-from hpctrain.core.errors import ConfigError
 from hpctrain.launch.launcher import Launcher
-from hpctrain.speaker import place
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
-from hpctrain.virtual.run import run_virtual
+from hpctrain_testing.virtual.run import run_virtual
 from tests.support.doctored import keys, view
 from tests.support.jobs import clean_environment
 

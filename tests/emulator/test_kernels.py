@@ -12,16 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpctrain.backend.cuda import sources_rest
-from hpctrain.backend.cuda.device import Argument, Extent
-from hpctrain.backend.cuda.device_array import DeviceArray
-from hpctrain.backend.cuda.emulator import build
-from hpctrain_testing.emulator.device import EmulatedDevice
-from hpctrain.backend.cuda.emulator.errors import EmulatedDeviceError
-from hpctrain_testing.emulator.kernels import CpuKernel, pack_arguments
-from hpctrain_testing.emulator.memory import Heap, on_host
-from hpctrain.backend.dtypes import item_bytes
+from hpctrain.backend.cuda import sources
+from hpctrain.backend.cuda.device import Argument, DeviceArray, Extent
+from hpctrain.backend.specs import item_bytes
 from hpctrain.core.errors import BackendError
+from hpctrain_testing.emulator import kernels
+from hpctrain_testing.emulator.device import EmulatedDevice
+from hpctrain_testing.emulator.kernels import CpuKernel, pack_arguments
+from hpctrain_testing.emulator.memory import EmulatedDeviceError, Heap, on_host
 from tests.support.emulated import PLANTED_TEXTS, EmulatedDeviceFactory
 
 SEEDS = range(20)
@@ -337,59 +335,59 @@ TRIVIAL = 'extern "C" __attribute__((visibility("default"))) int answer() { retu
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache."""
-    if build.compiler() is None:
+    if kernels.compiler() is None:
         pytest.skip("there is no g++")
-    monkeypatch.setattr(build, "_folder", lambda: tmp_path)
+    monkeypatch.setattr(kernels, "_folder", lambda: tmp_path)
     return tmp_path
 
 
 @pytest.mark.usefixtures("cache")
 @pytest.mark.job
 def test_a_source_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert build.build(TRIVIAL).answer() == 42
-    monkeypatch.setattr(build, "_compile", lambda *_: pytest.fail("compiled again"))
-    assert build.build(TRIVIAL).answer() == 42
-    build.prepare([TRIVIAL])
+    assert kernels.build(TRIVIAL).answer() == 42
+    monkeypatch.setattr(kernels, "_compile", lambda *_: pytest.fail("compiled again"))
+    assert kernels.build(TRIVIAL).answer() == 42
+    kernels.prepare([TRIVIAL])
 
 
 @pytest.mark.usefixtures("cache")
 @pytest.mark.job
 def test_preparing_at_the_same_time_compiles_once(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = []
-    compile_one = build._compile
+    compile_one = kernels._compile
 
     def counted(text: str, target: Path) -> None:
         compiled.append(target)
         compile_one(text, target)
 
-    monkeypatch.setattr(build, "_compile", counted)
+    monkeypatch.setattr(kernels, "_compile", counted)
     with ThreadPoolExecutor() as pool:
-        list(pool.map(build.prepare, [[TRIVIAL]] * 4))
+        list(pool.map(kernels.prepare, [[TRIVIAL]] * 4))
     assert len(compiled) == 1
 
 
 @pytest.mark.job
 def test_an_error_of_the_compiler_is_told_and_nothing_is_left(cache: Path) -> None:
     with pytest.raises(BackendError, match=r"g\+\+ refuses a CUDA source: .*nonsense"):
-        build.build("nonsense;")
+        kernels.build("nonsense;")
     with pytest.raises(BackendError, match="nonsense"):
-        build.prepare(["nonsense;"])
+        kernels.prepare(["nonsense;"])
     assert [path.name for path in cache.iterdir()] == ["lock"]
 
 
 def test_no_compiler_is_told(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda _: None)
     with pytest.raises(BackendError, match=r"install it \(package g\+\+\)"):
-        build.build(TRIVIAL)
+        kernels.build(TRIVIAL)
 
 
 def test_the_cache_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build.tempfile, "gettempdir", lambda: str(tmp_path))
-    monkeypatch.setattr(build.os, "getuid", lambda: 12345)
+    monkeypatch.setattr(kernels.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(kernels.os, "getuid", lambda: 12345)
     with pytest.raises(BackendError, match="belongs to another user"):
-        build._folder.__wrapped__()
+        kernels._folder.__wrapped__()
 
 
 def test_the_sources_of_the_package_are_there_before_the_first_test(emulated_device: EmulatedDeviceFactory) -> None:
     emulated_device(0)
-    assert all(build._target(sources_rest.text(name)).exists() for name in sources_rest.names())
+    assert all(kernels._target(sources.text(name)).exists() for name in sources.names())

@@ -10,20 +10,14 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from hpctrain.backend.cuda.device import ALIGNMENT_BYTES, ConvolutionKey, Precision
-from hpctrain.backend.cuda.device_array import DeviceArray
-from hpctrain_testing.emulator.device import EmulatedDevice
-from hpctrain.backend.cuda.emulator.errors import EmulatedDeviceError
-from hpctrain.backend.cuda.emulator.gemm import check_product, product
-from hpctrain_testing.emulator.memory import Heap, borrowed, on_host
-from hpctrain.backend.cuda.emulator.pinned import PinnedMemory
-from hpctrain.backend.cuda.emulator.rounding import read, write
-from hpctrain.backend.cuda.half import bfloat16_values
-from hpctrain.backend.dtypes import item_bytes
+from hpctrain.backend.cuda.device import ALIGNMENT_BYTES, ConvolutionKey, DeviceArray, Precision, bfloat16_values
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
-from hpctrain.backend.specs import Conv2dSpec, Window
+from hpctrain.backend.specs import Conv2dSpec, Window, item_bytes
 from hpctrain.core.errors import BackendError, HpctrainError
 from hpctrain.testing.operators import OperatorBench
+from hpctrain_testing.emulator.device import EmulatedDevice
+from hpctrain_testing.emulator.memory import EmulatedDeviceError, Heap, PinnedMemory, borrowed, on_host, read, write
+from hpctrain_testing.emulator.products import check_product, product
 from tests.support.kernel_pairs import difference
 
 

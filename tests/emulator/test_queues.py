@@ -13,14 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.backend.cuda.device import ConvolutionKey
-from hpctrain.backend.cuda.device_array import DeviceArray
+from hpctrain.backend.cuda.device import ConvolutionKey, DeviceArray
 from hpctrain_testing.emulator.device import EmulatedDevice
-from hpctrain.backend.cuda.emulator.errors import EmulatedDeviceError
-from hpctrain_testing.emulator.memory import borrowed, on_host
-from hpctrain.backend.cuda.emulator.work import Mark, Work, WorkScheduler
+from hpctrain_testing.emulator.memory import EmulatedDeviceError, borrowed, on_host
+from hpctrain_testing.emulator.streams import Mark, Work, WorkScheduler
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
-from hpctrain.virtual.run import run_virtual
+from hpctrain_testing.virtual.run import run_virtual
 from tests.support.emulated import EmulatedDeviceFactory
 
 SEEDS = range(20)

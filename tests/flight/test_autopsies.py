@@ -7,13 +7,25 @@ from pathlib import Path
 import pytest
 
 from hpctrain.core.errors import DataError
-from hpctrain.flight.autopsy import autopsy, newest
-from hpctrain.flight.findings import Autopsy, latest_seconds, named, place, posted_at, silence, silent_seconds
+from hpctrain.flight.autopsy import (
+    Autopsy,
+    autopsy,
+    autopsy_json,
+    explanation,
+    held_up,
+    latest_seconds,
+    named,
+    newest,
+    place,
+    posted_at,
+    rank_table,
+    records_in,
+    silence,
+    silent_seconds,
+)
 from hpctrain.flight.recorder import FlightRecorder
-from hpctrain.flight.report import as_json, explanation, records_in, table
-from hpctrain.launch.exit_codes import End
 from hpctrain.flight.ring import FlightRecord
-from hpctrain.flight.waits import held_up
+from hpctrain.launch.process_end import End
 from tests.support.recorded import SECOND, operation, record, waiting
 
 
@@ -330,9 +342,9 @@ def test_a_directory_tells_its_latest_start(tmp_path: Path) -> None:
     assert [each.rank for each in records] == [0, 1]
     first, *_ = explanation(tmp_path)
     assert first.startswith("autopsy: Rank 1 never posted the allreduce of 8 float32 elements for a.weight")
-    head, *rows = table(records)
+    head, *rows = rank_table(records)
     assert [dict(zip(head, row, strict=True))["end"] for row in rows] == ["deadline", "did not say"]
-    values = json.loads(json.dumps(as_json(records)))
+    values = json.loads(json.dumps(autopsy_json(records)))
     assert values["blamed"] == [1]
     assert values["ranks"][0]["unfinished"][0] == {
         "queue": "gradients of 0-1",

@@ -12,22 +12,33 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.comm.base import SingleCommunicator
 from hpctrain.comm.posting_queue import PostingQueue
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.comm.single import SingleCommunicator
 from hpctrain.core.errors import DataError
-from hpctrain.flight import source_lines, start_records
+from hpctrain.core.text import place
+from hpctrain.flight import recorder as source_lines
+from hpctrain.flight import start_records
+from hpctrain.flight.autopsy import find_records
 from hpctrain.flight.heartbeat import Heartbeat
-from hpctrain.flight.notes import FlightNotes
-from hpctrain.flight.recorder import FlightRecorder
-from hpctrain.flight.report import find_records
-from hpctrain.flight.ring import _NAME_BYTES, _NO_ROOM, SLOTS, Field, FlightRecord, RingWriter, Word, file_name, mark_end, read, record_at
-from hpctrain.launch.exit_codes import End
-from hpctrain.flight.source_lines import SourceLines
+from hpctrain.flight.recorder import FlightNotes, FlightRecorder, SourceLines
+from hpctrain.flight.ring import (
+    _NAME_BYTES,
+    _NO_ROOM,
+    SLOTS,
+    Field,
+    FlightRecord,
+    RingWriter,
+    Word,
+    file_name,
+    mark_end,
+    read,
+    record_at,
+)
 from hpctrain.flight.start_records import KEPT, RECORDS, latest, place_of_start, recorded, taken
+from hpctrain.launch.keeper import Pulse
 from hpctrain.launch.launcher import Launcher
-from hpctrain.launch.pulse import Pulse
-from hpctrain.speaker import place
+from hpctrain.launch.process_end import End
 from tests.support.jobs import run_job
 from tests.support.recorded import line
 

@@ -19,16 +19,15 @@ import click
 import pytest
 
 from hpctrain.cli.main import cli
-from hpctrain.site import profile_files
-from hpctrain.site.job import JobFiles, JobRequest, plan_job
+from hpctrain.site import profile as profile_files
+from hpctrain.site.job import JobFiles, JobRequest, plan_job, render
 from hpctrain.site.profile import SiteProfile
-from hpctrain.site.script import render
 from tests.support.job_scripts import JOBS, SITES, path_of, script_of
 from tests.support.stand_ins import JOB, RANKS, ScriptOutcome, edited, install, run_script
 
 pytestmark = pytest.mark.job
 
-BY_SCHEDULER = {site: profile_files.read(site, {}).profile.scheduler for site in SITES}
+BY_SCHEDULER = {site: profile_files.read_site(site, {}).profile.scheduler for site in SITES}
 SLURM = [site for site in SITES if BY_SCHEDULER[site] == "slurm"]
 # One of each set of templates.
 EACH = ["slurm", "polaris", "hostfile", "local"]
@@ -36,7 +35,7 @@ GIVEN = ("tiny.yaml", "batch=8", "name=a b")
 
 
 def _profile(site: str) -> SiteProfile:
-    return profile_files.read(site, {}).profile
+    return profile_files.read_site(site, {}).profile
 
 
 def _run(folder: Path, site: str, *given: str, settings: dict[str, str] | None = None, **environ: str) -> ScriptOutcome:
@@ -281,7 +280,7 @@ def test_a_request_to_stop_reaches_the_training(tmp_path: Path, site: str, numbe
     (tmp_path / "bin" / "mpiexec").write_text(_STARTS)
     (tmp_path / "bin" / "python").write_text(_LISTENS)
     (tmp_path / "script").write_text(edited(path_of(site).read_text(), DOCTOR_SECONDS="0"))
-    log = tmp_path / "hpctrain.log"
+    log = tmp_path / "hpctrain.core.log"
     command = ["bash", "script", "tiny.yaml"]
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, start_new_session=True) as process:
         try:
@@ -355,9 +354,9 @@ def _with_image(folder: Path, base: str) -> str:
     profile.parent.mkdir(parents=True, exist_ok=True)
     command = "[apptainer, exec, --bind, /opt/cray]"
     profile.write_text(f"extends: {base}\ncontainer: {{image: $PLACE/hpctrain.sif, command: {command}, source: our wiki}}\n")
-    site = profile_files.read("mine", {"XDG_CONFIG_HOME": str(folder / "config")})
+    site = profile_files.read_site("mine", {"XDG_CONFIG_HOME": str(folder / "config")})
     request = JobRequest(1, account="mine" if site.profile.account else None)
-    return render(site, plan_job(site, request, JobFiles("run", "jobs/mine", log="hpctrain.log", train=("tiny.yaml",))))
+    return render(site, plan_job(site, request, JobFiles("run", "jobs/mine", log="hpctrain.core.log", train=("tiny.yaml",))))
 
 
 @pytest.mark.parametrize("base", SITES)

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpctrain.storage import checkpoint
 from hpctrain.runs.directory import latest
+from hpctrain.storage import checkpoint
 from tests.support.two_hosts import DEADLINE_SECONDS, TwoHosts, flavour, missing, two_hosts
 
 pytestmark = [pytest.mark.job, pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing() or "")]

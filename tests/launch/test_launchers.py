@@ -20,8 +20,8 @@ from hpctrain.launch.launcher import (
     may_overlook_exit_codes,
     without_launcher,
 )
+from hpctrain.launch.supervisor import TrainCommand
 from hpctrain.launch.threads import outnumbers_cores, physical_cores, rank_cores, set_threads, usable_cores
-from hpctrain.launch.train_command import TrainCommand
 from tests.support.jobs import Outcome, find_mpiexec, run_job
 
 HYDRA = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALNRANKS": "4", "MPI_LOCALRANKID": "1"}

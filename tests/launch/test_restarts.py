@@ -7,17 +7,16 @@ from signal import Signals
 
 import pytest
 
-from hpctrain.launch.pulse import Pulse
-from hpctrain.launch.supervisor import Attempt, Rules, Supervisor, Traces, summary
-from hpctrain.launch.train_command import TrainCommand
+from hpctrain.launch.keeper import Pulse
+from hpctrain.launch.supervisor import Attempt, AttemptOutcome, RestartPolicy, Supervisor, TrainCommand, summary
 
 _WORDS = ["srun", "-n", "2", "python", "-m", "mpi4py", "-m", "hpctrain", "train", "a.yaml"]
-_NOTHING = Traces()
+_NOTHING = AttemptOutcome()
 
 
-def _wrote(step: int, node: str = "") -> Traces:
+def _wrote(step: int, node: str = "") -> AttemptOutcome:
     run = Path("runs/a-1")
-    return Traces(run, run / f"checkpoint-{step:08d}.h5", step + 2, "Rank 1 was ended by SIGKILL.", node)
+    return AttemptOutcome(run, run / f"checkpoint-{step:08d}.h5", step + 2, "Rank 1 was ended by SIGKILL.", node)
 
 
 class _Runner:
@@ -42,9 +41,11 @@ class _Runner:
             self.request = Signals.SIGTERM
 
 
-def _run(runner: _Runner, traces: Sequence[Traces], restarts: int = 3, **options: bool) -> tuple[int, list[Attempt], list[str]]:
+def _run(
+    runner: _Runner, traces: Sequence[AttemptOutcome], restarts: int = 3, **options: bool
+) -> tuple[int, list[Attempt], list[str]]:
     left, kept, said = iter(traces), [], []
-    rules = Rules(restarts, 5.0, **options)
+    rules = RestartPolicy(restarts, 5.0, **options)
     command = TrainCommand.find(_WORDS)
     supervisor = Supervisor(command, rules, runner, look=lambda: next(left), keep=kept.append, say=said.append)
     code = supervisor.run()
@@ -99,7 +100,7 @@ def test_a_request_to_end_is_obeyed() -> None:
 
 
 @pytest.mark.parametrize(("traces", "code"), [(_wrote(4), 85), (_NOTHING, 143)])
-def test_a_request_in_a_pause_ends_the_run(traces: Traces, code: int) -> None:
+def test_a_request_in_a_pause_ends_the_run(traces: AttemptOutcome, code: int) -> None:
     """With a checkpoint there is something to go on from, as 85 promises."""
     runner = _Runner([9], asked_in_pause=1)
     assert _run(runner, [traces])[0] == code

@@ -15,13 +15,12 @@ from signal import Signals
 import pytest
 
 from hpctrain.core import log as rank_log
+from hpctrain.core.text import place
 from hpctrain.launch import process_end, signal_mask
-from hpctrain.launch.output_file import ForgivingFile
 from hpctrain.launch.shared_segments import Removed, _folder, forget, remember, remove_stale
 from hpctrain.launch.signal_mask import HELD, STOPS
 from hpctrain.launch.signals import SignalWatch
-from hpctrain.launch.streams import flush_to_reader
-from hpctrain.speaker import place
+from hpctrain.launch.streams import ForgivingFile, flush_to_reader
 from tests.cli.test_starting import folder as folder
 from tests.support.jobs import Outcome, clean_environment, run_job
 from tests.support.signal_storm import prepare
@@ -257,9 +256,9 @@ def test_few_ranks_speak_at_a_time(ranks: int) -> None:
 
 
 def test_every_line_has_the_place_and_the_file_has_them_too(capfd: pytest.CaptureFixture[str], tmp_path: object) -> None:
-    log = rank_log.begin()
+    log = rank_log.begin_rank_log()
     try:
-        process_end.say(3, ["nothing has moved;", "stacks of all threads:"])
+        process_end.say_last_words(3, ["nothing has moved;", "stacks of all threads:"])
         assert "nothing has moved" in log._waiting[-1]
         assert "in test_every_line_has_the_place" in log._waiting[-1]
     finally:
@@ -272,7 +271,7 @@ def test_every_line_has_the_place_and_the_file_has_them_too(capfd: pytest.Captur
 
 def test_a_stream_takes_their_place(capfd: pytest.CaptureFixture[str]) -> None:
     stream = io.StringIO()
-    process_end.say(0, ["one", "two"], stream, stacks=False)
+    process_end.say_last_words(0, ["one", "two"], stream, stacks=False)
     assert (stream.getvalue(), capfd.readouterr().err) == (f"{place(0)}one\n{place(0)}two\n", "")
 
 

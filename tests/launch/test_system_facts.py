@@ -12,15 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.launch import exit_codes, process_mark, processes, scheduler
-from hpctrain.launch.available_memory import available_bytes
-from hpctrain.launch.cpu_quota import cpu_quota, whole_quota
-from hpctrain.launch.job_clock import age_seconds, slurm_seconds_left
-from hpctrain.launch.control_groups import MemoryGroup
-from hpctrain.launch.process_mark import ProcessMark
-from hpctrain.launch.process_memory import peak_resident_bytes, resident_bytes
-from hpctrain.launch.processes import ProcessStatus, WatchedProcess, launchers, status_of
-from hpctrain.launch.scheduler import SchedulerJob, own_job
+from hpctrain.launch import process_end, processes, scheduler
+from hpctrain.launch import processes as process_mark
+from hpctrain.launch.control_groups import (
+    MemoryGroup,
+    available_bytes,
+    cpu_quota,
+    peak_resident_bytes,
+    resident_bytes,
+    whole_quota,
+)
+from hpctrain.launch.processes import ProcessMark, ProcessStatus, WatchedProcess, launchers, status_of
+from hpctrain.launch.scheduler import SchedulerJob, age_seconds, own_job, slurm_seconds_left
 from tests.support.jobs import run_job
 
 MEMINFO = "MemTotal: 100 kB\nMemAvailable:      50 kB\n"
@@ -122,7 +125,7 @@ def test_the_age_counts_from_the_process_that_was_started(switch: str) -> None:
 import time
 time.sleep(0.6)
 from hpctrain.launch.keeper import keep
-from hpctrain.launch.job_clock import age_seconds
+from hpctrain.launch.scheduler import age_seconds
 keeper = keep(None, frozenset())
 print(0.6 <= age_seconds() < 10)
 keeper.finished()
@@ -132,7 +135,7 @@ keeper.finished()
 
 
 def test_a_mark_is_read_back_as_it_is_written() -> None:
-    own = process_mark.own()
+    own = process_mark.own_mark()
     assert ProcessMark.parse(str(own)) == own
     assert ProcessMark.parse("old") is None
     assert ProcessMark.parse("12-34@") is None
@@ -144,8 +147,8 @@ def test_a_mark_is_read_back_as_it_is_written() -> None:
 @pytest.mark.job
 def test_a_process_that_has_ended_is_dead_before_its_parent_asks() -> None:
     child = subprocess.Popen(["true"])
-    begun = process_mark.begun(child.pid) or "0"
-    mark = ProcessMark(child.pid, begun, process_mark.place())
+    begun = process_mark.start_ticks(child.pid) or "0"
+    mark = ProcessMark(child.pid, begun, process_mark.process_place())
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert mark.lives is False
     child.wait()
@@ -342,13 +345,13 @@ def test_answers_of_pbs(code: int, out: str, err: str, lives: bool | None) -> No
     assert scheduler._pbs_answer(subprocess.CompletedProcess([], code, out, err)) is lives
 
 
-CODES = {name: value for name, value in vars(exit_codes).items() if name.isupper()}
+CODES = {name: value for name, value in vars(process_end).items() if name.isupper()}
 
 
 def test_each_code_means_one_thing_and_none_can_be_a_signal() -> None:
     assert len(set(CODES.values())) == len(CODES)
     below = [code for name, code in CODES.items() if name != "SIGNALLED"]
-    assert all(0 <= code < exit_codes.SIGNALLED for code in below)
+    assert all(0 <= code < process_end.SIGNALLED for code in below)
     assert not {126, 127} & set(below), "the shell says with these that there is no such command"
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.speaker import place
+from hpctrain.core.text import place
 from tests.support.jobs import Outcome, clean_environment, run_job
 from tests.support.signal_storm import prepare
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.job
 _START = """
 import os, signal, sys, threading, time
 from hpctrain.launch import supervised_command
-from hpctrain.launch.supervised_command import SupervisedCommand
+from hpctrain.launch.supervisor import SupervisedCommand
 supervised_command.AGAIN_SECONDS = 0.3
 supervised_command._INTERRUPTED_SECONDS = supervised_command._ORPHAN_SECONDS = 1.0
 runner = SupervisedCommand(lambda sentence: print(sentence, flush=True))

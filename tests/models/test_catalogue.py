@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpctrain.backend.operators import StepContext
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.operators import StepContext
 from hpctrain.backend.specs import TensorSpec
 from hpctrain.core.errors import ConfigError
 from hpctrain.models import catalogue
@@ -98,7 +98,7 @@ def test_a_users_model_is_built_for_its_images_without_data(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("one_layer.py").write_text(
-        f"{line}\nfrom hpctrain.nn.layers_parts.conv2d import Conv2d\n"
+        f"{line}\nfrom hpctrain.nn.layers import Conv2d\n"
         "def layer(classes: int, channels_in: int, seed: int = 5): return Conv2d(channels_in, classes, 3)\n"
     )
     name = "one_layer.py:layer"

@@ -16,8 +16,7 @@ from hpctrain.models import catalogue
 from hpctrain.models.parts import MOST_CHANNELS, scaled, stochastic_depths
 from hpctrain.nn import initialise
 from hpctrain.nn.network import Network, declared
-from hpctrain.testing.layers import check_gradients
-from hpctrain.testing.models import exported_shapes, parameter_count
+from hpctrain.testing.layers import check_gradients, exported_shapes, parameter_count
 
 #: model -> (published number of parameters, digest of names and shapes in order, which tests/parity compares with torchvision's)
 TORCHVISION = {

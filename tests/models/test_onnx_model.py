@@ -12,19 +12,13 @@ pytest.importorskip("onnxruntime", reason="onnxruntime is not installed (make pa
 
 import onnxruntime
 
-from hpctrain.backend.operators import StepContext
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.operators import StepContext
 from hpctrain.backend.specs import Shape
 from hpctrain.core.errors import BackendError, CheckpointError
-from hpctrain.models import catalogue, interchange, onnx_model
+from hpctrain.models import catalogue, onnx_model, state_dict
 from hpctrain.nn.custom import ArrayLayer
-from hpctrain.nn.layers import Layer
-from hpctrain.nn.layers_parts.average_pool import AveragePool
-from hpctrain.nn.layers_parts.conv2d import Conv2d
-from hpctrain.nn.layers_parts.flatten import Flatten
-from hpctrain.nn.layers_parts.linear import Linear
-from hpctrain.nn.layers_parts.max_pool import MaxPool
-from hpctrain.nn.layers_parts.sequential import Sequential
+from hpctrain.nn.layers import AveragePool, Conv2d, Flatten, Layer, Linear, MaxPool, Sequential
 from hpctrain.nn.network import Network
 from tests.support.nets import plain, residual
 
@@ -56,7 +50,7 @@ def their_logits(proto: Any, x: np.ndarray) -> np.ndarray:
 
 
 def exported(network: Network, metadata: dict[str, str] | None = None) -> Any:
-    return onnx_model.onnx_model(network.model, network.image_shape, interchange.export(network), metadata or {})
+    return onnx_model.onnx_model(network.model, network.image_shape, state_dict.export(network), metadata or {})
 
 
 @pytest.mark.slow

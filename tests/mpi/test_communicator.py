@@ -10,29 +10,26 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpctrain.averaging.rounding import caster
+from hpctrain.averaging.base import Strategy
+from hpctrain.averaging.sixteen_bits import caster
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.averaging.strategies.bucketed import Bucketed
 from hpctrain.averaging.strategies.sharded import Sharded
-from hpctrain.averaging.strategy import Strategy
-from hpctrain_testing.emulator.device import EmulatedDevice
 from hpctrain.backend.cuda.kernel_set import CudaKernelSet
-from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
+from hpctrain.backend.cuda.runtime import CudaRuntime
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
-from hpctrain.comm.base import Communicator, Handle
-from hpctrain.comm.grid import GridAxis, ProcessGrid
+from hpctrain.comm.base import Communicator, Handle, SingleCommunicator, raise_on_all_ranks
+from hpctrain.comm.groups import GridAxis, ProcessGrid, in_levels, levels
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
-from hpctrain.comm.single import SingleCommunicator
 from hpctrain.comm.sums import Wire, sums_over
-from hpctrain.comm.transports_rest import Transport, reaching
-from hpctrain.comm.groups import in_levels, levels
+from hpctrain.comm.transports import Transport, reaching
 from hpctrain.core.errors import DataError, ShapeError
 from hpctrain.optim.optimizers.sgd import Sgd
-from hpctrain.parallel.batch_norm import RankStatistics
+from hpctrain.parallel.groups import RankStatistics
+from hpctrain_testing.emulator.device import EmulatedDevice
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.counters import Count, Counters, CountingCommunicator
-from hpctrain.virtual.run import run_virtual, virtual_engine
+from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
 from tests.support.averaging import OPTIMIZERS, Watched, averaged, make_group, run_steps
 from tests.support.bfloat16 import rounded

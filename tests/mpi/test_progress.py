@@ -14,24 +14,24 @@ import pytest
 
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.averaging.strategies.bucketed import Bucketed
-from hpctrain.averaging.strategies.lazy_rest import Lazy
+from hpctrain.averaging.strategies.lazy import Lazy
 from hpctrain.averaging.strategies.overlap import Overlap
 from hpctrain.averaging.strategies.priority import Priority
 from hpctrain.averaging.strategies.sharded import Sharded
-from hpctrain.averaging.strategies.sparse_rest import Sparse
+from hpctrain.averaging.strategies.sparse import Sparse
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.onednn.kernel_set import OnednnKernelSet
 from hpctrain.comm import mpi, progress_mode
 from hpctrain.comm.base import Communicator
-from hpctrain.comm.clock import measure_offset
+from hpctrain.comm.link import measure_offset
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.data.loader import Batch
-from hpctrain.run.trace_report import TABLE_FILE, TRACE_FILE, TraceReport
 from hpctrain.optim.optimizers.lars import Lars
 from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.run.trace_report import TABLE_FILE, TRACE_FILE, TraceReport
 from hpctrain.trace.tracer import Tracer
-from hpctrain.train.tracing import traced_steps
+from hpctrain.train.step import traced_steps
 from tests.support import nets
 from tests.support.training import Task, batches, replica_of, train
 

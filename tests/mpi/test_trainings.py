@@ -17,9 +17,8 @@ from hpctrain.averaging.strategies.bucketed import Bucketed
 from hpctrain.averaging.strategies.sharded import Sharded, ShardedOptions
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.onednn.kernel_set import OnednnKernelSet
-from hpctrain.comm.base import Communicator
+from hpctrain.comm.base import Communicator, SingleCommunicator
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.comm.single import SingleCommunicator
 from hpctrain.core.errors import CollectiveMismatchError
 from hpctrain.models import catalogue
 from hpctrain.nn.layers import Layer
@@ -28,10 +27,9 @@ from hpctrain.optim.optimizers.lars import Lars
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.storage.checkpoint import CheckpointContent
-from hpctrain.train.element_hash import hash_of
 from hpctrain.train.replica import Replica, StrategyFactory
 from hpctrain.train.snapshot import Position
-from hpctrain.train.state_hashes import state_hashes
+from hpctrain.train.state_hashes import hash_of, state_hashes
 from tests.support import nets
 from tests.support.averaging import OF_NODES, OPTIMIZERS, STRATEGIES, Watched, make, one_step, run_steps
 from tests.support.grid_matrix import NETS, TOLERANCE, alone, compare, on_ranks, plan_of

@@ -10,18 +10,16 @@ import numpy as np
 import pytest
 
 from hpctrain.backend.host_arithmetic import HostArithmetic
-from hpctrain.backend.operators import Array, CapturedWork, CapturesWork, KernelSet, Operator, StepContext
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.onednn.conv2d import Conv2dOperator
 from hpctrain.backend.onednn.kernel_set import OnednnKernelSet
+from hpctrain.backend.operators import Array, CapturedWork, CapturesWork, KernelSet, Operator, StepContext
 from hpctrain.models import catalogue
 from hpctrain.nn.captured_program import CapturedProgram
-from hpctrain.nn.hooks import StepHooks
 from hpctrain.nn.layers import Layer
 from hpctrain.nn.network import Network
 from hpctrain.nn.parameter import Parameter
-from hpctrain.nn.program import Program
-from hpctrain.nn.side_by_side import SideBySide, alike
+from hpctrain.nn.program import Program, SideBySide, StepHooks, alike
 from tests.support import nets
 
 SHAPE = (9, 7, 3)

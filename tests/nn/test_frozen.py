@@ -3,14 +3,13 @@
 import numpy as np
 import pytest
 
-from hpctrain.backend.operators import KernelSet, StepContext
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.onednn.kernel_set import OnednnKernelSet, available
+from hpctrain.backend.operators import KernelSet, StepContext
 from hpctrain.core.errors import ConfigError
 from hpctrain.nn.compile.plan import Action
-from hpctrain.nn.frozen import frozen_layers, layer_of
 from hpctrain.nn.layers import Layer
-from hpctrain.nn.network import Network
+from hpctrain.nn.network import Network, frozen_layers, layer_of
 from tests.support import nets
 
 SHAPE, BATCH = (9, 7, 3), 4

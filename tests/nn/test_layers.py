@@ -11,28 +11,32 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.backend.operators import StepContext
 from hpctrain.backend.graph import GraphBuilder
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.operators import StepContext
 from hpctrain.backend.specs import AddSpec, TensorSpec
 from hpctrain.core.errors import ConfigError, ShapeError
 from hpctrain.nn import initialise
-from hpctrain.nn.layers import Layer
-from hpctrain.nn.layers_parts.adaptive_average_pool import AdaptiveAveragePool
-from hpctrain.nn.layers_parts.average_pool import AveragePool
-from hpctrain.nn.layers_parts.batch_norm import BatchNorm
-from hpctrain.nn.layers_parts.conv2d import Conv2d
-from hpctrain.nn.layers_parts.dropout import Dropout
-from hpctrain.nn.layers_parts.flatten import Flatten
-from hpctrain.nn.layers_parts.linear import Linear
-from hpctrain.nn.layers_parts.max_pool import MaxPool
-from hpctrain.nn.layers_parts.pad_channels import PadChannels
-from hpctrain.nn.layers_parts.relu import ReLU
-from hpctrain.nn.layers_parts.residual import Residual
-from hpctrain.nn.layers_parts.sequential import Sequential
-from hpctrain.nn.layers_parts.stochastic_depth import StochasticDepth
+from hpctrain.nn.layers import (
+    AdaptiveAveragePool,
+    AveragePool,
+    BatchNorm,
+    Conv2d,
+    Dropout,
+    Flatten,
+    Layer,
+    Linear,
+    MaxPool,
+    PadChannels,
+    ReLU,
+    Residual,
+    Sequential,
+    StochasticDepth,
+    edges,
+    pair,
+    window,
+)
 from hpctrain.nn.network import Network
-from hpctrain.nn.windows import edges, pair, window
 from hpctrain.testing.layers import check_gradients, head_network
 
 IMAGE = (7, 9, 3)

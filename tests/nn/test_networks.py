@@ -5,23 +5,18 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pytest
 
-from hpctrain.backend.host_arithmetic import HostArithmetic
-from hpctrain.backend.operators import Array, StepContext
 from hpctrain.backend.graph import Graph, GraphBuilder
+from hpctrain.backend.host_arithmetic import HostArithmetic
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.operators import Array, StepContext
 from hpctrain.backend.specs import ReluSpec, TensorSpec
-from hpctrain.core.intervals import even_intervals
 from hpctrain.core.errors import ShapeError
+from hpctrain.core.intervals import even_intervals
 from hpctrain.models import catalogue
 from hpctrain.nn import initialise
-from hpctrain.nn.distribution import Shard, Undistributed
-from hpctrain.nn.layers import Layer
-from hpctrain.nn.layers_parts.conv2d import Conv2d
-from hpctrain.nn.layers_parts.linear import Linear
-from hpctrain.nn.layers_parts.sequential import Sequential
-from hpctrain.nn.network import ALL, MODEL, Network, local_spec
-from hpctrain.nn.parameter import ParameterSpec, StatisticSpec
-from hpctrain.nn.statistics import FlatStatistics
+from hpctrain.nn.layers import Conv2d, Layer, Linear, Sequential
+from hpctrain.nn.network import ALL, MODEL, Network, Shard, Undistributed, local_spec
+from hpctrain.nn.parameter import FlatStatistics, ParameterSpec, StatisticSpec
 from tests.support import nets
 
 IMAGE = (9, 7, 3)

@@ -11,24 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.backend.kernels.abilities import FollowsOperator
-from hpctrain.backend.operators import Array, Buffers, KernelSet, Operator, StepContext
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.onednn.kernel_set import OnednnKernelSet
+from hpctrain.backend.operators import Array, Buffers, FollowsOperator, KernelSet, Operator, StepContext
 from hpctrain.backend.specs import Shape
 from hpctrain.core.errors import ShapeError
+from hpctrain.nn.captured_program import backward_spans, forward_spans
 from hpctrain.nn.custom import ArrayLayer
-from hpctrain.nn.hooks import StepHooks
 from hpctrain.nn.initialise import constant
-from hpctrain.nn.layers import Layer
-from hpctrain.nn.layers_parts.conv2d import Conv2d
-from hpctrain.nn.layers_parts.flatten import Flatten
-from hpctrain.nn.layers_parts.linear import Linear
-from hpctrain.nn.layers_parts.sequential import Sequential
+from hpctrain.nn.layers import Conv2d, Flatten, Layer, Linear, Sequential
 from hpctrain.nn.network import Network
 from hpctrain.nn.parameter import Parameter, ParameterSpec
-from hpctrain.nn.program import Program
-from hpctrain.nn.spans import backward_spans, forward_spans
+from hpctrain.nn.program import Program, StepHooks
 from tests.support import nets
 
 SHAPE = (9, 7, 3)

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 
 import pytest
 
+from hpctrain.backend.onednn.binding import processor_flags
 from hpctrain.backend.onednn.kernel_set import available
-from hpctrain.backend.kernels.onednn.library import processor_flags
 from tests.support.step_counters import step_counters_with
 
 COUNTERS = (

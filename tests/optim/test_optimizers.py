@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from hpctrain.backend import host_arithmetic
 from hpctrain.core.errors import ConfigError
 from hpctrain.nn.parameter import FlatGroup, ParameterSpec, Segment
-from hpctrain.optim.base import Norms, NormsNeeded, Optimizer
-from hpctrain.optim.clip import clip_scale
+from hpctrain.optim.base import Norms, NormsNeeded, Optimizer, clip_scale
 from hpctrain.optim.ema import EmaRule, with_ema
 from hpctrain.optim.guarded import guarded
 from hpctrain.optim.optimizers.adamw import Adamw

@@ -14,15 +14,13 @@ from hypothesis import strategies as st
 from hpctrain.backend.arithmetic import UpdateRun
 from hpctrain.core.errors import ConfigError
 from hpctrain.nn.parameter import FlatGroup, ParameterSpec, Segment
-from hpctrain.optim.base import NormsNeeded, Optimizer
+from hpctrain.optim.base import NormsNeeded, Optimizer, Packing, UpdateCounts
 from hpctrain.optim.ema import EMA, EmaRule, with_ema
 from hpctrain.optim.guarded import GuardedOptimizer, guarded
 from hpctrain.optim.optimizers.adamw import Adamw
 from hpctrain.optim.optimizers.lamb import Lamb
 from hpctrain.optim.optimizers.lars import Lars
 from hpctrain.optim.optimizers.sgd import Sgd
-from hpctrain.optim.packing import Packing
-from hpctrain.optim.update_counts import UpdateCounts
 from tests.optim.test_optimizers import gradients, make_group, norms_of
 
 

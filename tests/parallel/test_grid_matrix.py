@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from hpctrain.averaging.strategies.blocking import Blocking
-from hpctrain.backend.operators import KernelSet
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.onednn.kernel_set import OnednnKernelSet, available
+from hpctrain.backend.operators import KernelSet
 from hpctrain.optim.optimizers.lars import Lars
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
-from hpctrain.virtual.run import run_virtual, virtual_engine
+from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support import grid_float32, nets
 from tests.support.averaging import STRATEGIES
 from tests.support.grid_matrix import GRIDS, NETS, PLANS, TOLERANCE, alone, cell, compare, on_virtual_ranks, plan_of

@@ -9,39 +9,38 @@ import numpy as np
 import pytest
 
 from hpctrain.averaging.strategies.blocking import Blocking
-from hpctrain.backend.kernels.abilities import RecomputedOutput
-from hpctrain.backend.operators import Array, Buffers, KernelSet, Operator, StepContext
 from hpctrain.backend.cuda.kernel_set import CudaKernelSet
-from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
+from hpctrain.backend.cuda.runtime import CudaRuntime
 from hpctrain.backend.graph import Graph, GraphBuilder
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.operators import Array, Buffers, KernelSet, Operator, RecomputedOutput, StepContext
 from hpctrain.backend.specs import ReluSpec, TensorSpec
+from hpctrain.comm.base import SingleCommunicator
+from hpctrain.comm.groups import ProcessGrid
 from hpctrain.core.intervals import even_intervals, relative, shape_of, slices, whole
-from hpctrain.comm.grid import ProcessGrid
-from hpctrain.comm.single import SingleCommunicator
 from hpctrain.data.loader import cut
 from hpctrain.data.sampler import counts as shares
 from hpctrain.models import catalogue
-from hpctrain.nn.layers import Layer
-from hpctrain.nn.layers_parts.adaptive_average_pool import AdaptiveAveragePool
-from hpctrain.nn.layers_parts.conv2d import Conv2d
-from hpctrain.nn.layers_parts.flatten import Flatten
-from hpctrain.nn.layers_parts.linear import Linear
-from hpctrain.nn.layers_parts.max_pool import MaxPool
-from hpctrain.nn.layers_parts.relu import ReLU
-from hpctrain.nn.layers_parts.sequential import Sequential
+from hpctrain.nn.layers import AdaptiveAveragePool, Conv2d, Flatten, Layer, Linear, MaxPool, ReLU, Sequential
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.parallel import layout
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.layout import Layout
+from hpctrain.parallel.moves import (
+    NothingSpec,
+    PartialMeanSpec,
+    RedistributeSpec,
+    ReduceScatterSpec,
+    SplitGroup,
+    moved,
+    moved_back,
+    transfer,
+)
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.partition_graph import PartitionedGraph, partition_graph
-from hpctrain.parallel.redistribute import NothingSpec, PartialMeanSpec, RedistributeSpec, ReduceScatterSpec
-from hpctrain.parallel.split_group import SplitGroup
-from hpctrain.parallel.moves import moved, moved_back, transfer
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
-from hpctrain.virtual.run import run_virtual, virtual_engine
+from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support.distributed import random_moves
 from tests.support.emulated import EmulatedDeviceFactory
 from tests.support.training import Task, train

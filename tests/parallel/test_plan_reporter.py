@@ -13,23 +13,22 @@ from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.backend.graph import Graph, GraphBuilder
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.specs import TensorSpec
-from hpctrain.comm.grid import ProcessGrid
+from hpctrain.comm.groups import ProcessGrid
 from hpctrain.comm.posting_queue import Ticket
-from hpctrain.data.sampler import counts
 from hpctrain.core.errors import ConfigError
+from hpctrain.data.sampler import counts
 from hpctrain.models import catalogue
 from hpctrain.nn.network import Network, declared
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.layout import LayoutKind
+from hpctrain.parallel.moves import SplitGroup
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
-from hpctrain.parallel.plan_report_rest import LayerReport, PlanReport, RedistributionReport, Traffic, nothing
-from hpctrain.parallel.plan_report import report_plan
+from hpctrain.parallel.plan_report import LayerReport, PlanReport, RedistributionReport, Traffic, nothing, report_plan
 from hpctrain.parallel.rank_graph import GridDistribution
-from hpctrain.parallel.split_group import SplitGroup
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
-from hpctrain.virtual.run import run_virtual, virtual_engine
+from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support.training import Task, train
 
 B, M, D = Parallelism.BATCH, Parallelism.MODEL, Parallelism.DOMAIN

@@ -12,28 +12,29 @@ from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.backend.graph import Graph, GraphBuilder
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.specs import TensorSpec
-from hpctrain.data.sampler import counts
 from hpctrain.core.errors import ShapeError
-from hpctrain.nn.layers import Layer
-from hpctrain.nn.layers_parts.adaptive_average_pool import AdaptiveAveragePool
-from hpctrain.nn.layers_parts.batch_norm import BatchNorm
-from hpctrain.nn.layers_parts.conv2d import Conv2d
-from hpctrain.nn.layers_parts.dropout import Dropout
-from hpctrain.nn.layers_parts.flatten import Flatten
-from hpctrain.nn.layers_parts.linear import Linear
-from hpctrain.nn.layers_parts.max_pool import MaxPool
-from hpctrain.nn.layers_parts.relu import ReLU
-from hpctrain.nn.layers_parts.residual import Residual
-from hpctrain.nn.layers_parts.sequential import Sequential
+from hpctrain.data.sampler import counts
+from hpctrain.nn.layers import (
+    AdaptiveAveragePool,
+    BatchNorm,
+    Conv2d,
+    Dropout,
+    Flatten,
+    Layer,
+    Linear,
+    MaxPool,
+    ReLU,
+    Residual,
+    Sequential,
+)
 from hpctrain.nn.network import declared
 from hpctrain.nn.program import Program
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
-from hpctrain.parallel.plan_report_rest import PlanReport
-from hpctrain.parallel.plan_report import report_plan
+from hpctrain.parallel.plan_report import PlanReport, report_plan
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
-from hpctrain.virtual.run import run_virtual, virtual_engine
+from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support.training import Task, train
 
 B, M, D = Parallelism.BATCH, Parallelism.MODEL, Parallelism.DOMAIN

@@ -12,33 +12,51 @@ from hypothesis import strategies as st
 
 from hpctrain.backend.graph import Graph, GraphBuilder, Node
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
-from hpctrain.backend.specs import AdaptiveAveragePoolSpec, AddSpec, BatchNormSpec, Conv2dSpec, DropoutSpec, FlattenSpec, LinearSpec, PoolSpec, ReluSpec, Spec, TensorSpec, Window
-from hpctrain.core.intervals import even_intervals, relative, shape_of, whole
+from hpctrain.backend.specs import (
+    AdaptiveAveragePoolSpec,
+    AddSpec,
+    BatchNormSpec,
+    Conv2dSpec,
+    DropoutSpec,
+    FlattenSpec,
+    LinearSpec,
+    PoolSpec,
+    ReluSpec,
+    Spec,
+    TensorSpec,
+    Window,
+)
+from hpctrain.comm.base import SingleCommunicator
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.comm.single import SingleCommunicator
 from hpctrain.core.errors import ConfigError
+from hpctrain.core.intervals import even_intervals, relative, shape_of, whole
 from hpctrain.models import catalogue
 from hpctrain.nn.compile.compiler import compile_graph
-from hpctrain.nn.layers import Layer
-from hpctrain.nn.layers_parts.conv2d import Conv2d
-from hpctrain.nn.layers_parts.flatten import Flatten
-from hpctrain.nn.layers_parts.linear import Linear
-from hpctrain.nn.layers_parts.relu import ReLU
-from hpctrain.nn.layers_parts.residual import Residual
-from hpctrain.nn.layers_parts.sequential import Sequential
+from hpctrain.nn.layers import Conv2d, Flatten, Layer, Linear, ReLU, Residual, Sequential
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.parallel import layout
-from hpctrain.parallel.interior import InteriorSplit, JoinRowsSpec, NoInterior, split_interior
-from hpctrain.parallel.layout import Layout, LayoutKind
-from hpctrain.parallel.local_graph import LocalGraph, local_graphs, training_plan, whole_graph
+from hpctrain.parallel.layout import Layout, LayoutKind, local_window, receptive_field, window_receptive_field
+from hpctrain.parallel.moves import (
+    NothingSpec,
+    PartialMeanSpec,
+    RedistributeSpec,
+    ReduceScatterSpec,
+    SplitGroup,
+    transfer,
+    unused_group,
+)
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.partition_graph import PartitionedGraph, partition_graph
-from hpctrain.parallel.rank_graph import GridDistribution
-from hpctrain.parallel.receptive_field import local_window, receptive_field, window_receptive_field
-from hpctrain.parallel.redistribute import NothingSpec, PartialMeanSpec, RedistributeSpec, ReduceScatterSpec
-from hpctrain.parallel.sharding_rules import OperatorSharding, SplitContext, shard
-from hpctrain.parallel.split_group import SplitGroup, unused_group
-from hpctrain.parallel.moves import transfer
+from hpctrain.parallel.rank_graph import GridDistribution, LocalGraph, local_graphs, training_plan, whole_graph
+from hpctrain.parallel.sharding_rules import (
+    InteriorSplit,
+    JoinRowsSpec,
+    NoInterior,
+    OperatorSharding,
+    SplitContext,
+    shard,
+    split_interior,
+)
 from tests.support import nets
 from tests.support.distributed import Double
 from tests.support.planned import job_of

@@ -12,41 +12,41 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.backend.operators import Array, StepContext
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.operators import Array, StepContext
 from hpctrain.backend.specs import Shape, TensorSpec, Window
-from hpctrain.core.intervals import consecutive, even_intervals
 from hpctrain.comm.base import Communicator
-from hpctrain.comm.grid import ProcessGrid
-from hpctrain.data.loader import cut
+from hpctrain.comm.groups import ProcessGrid
 from hpctrain.core.errors import ShapeError
+from hpctrain.core.intervals import consecutive, even_intervals
+from hpctrain.data.loader import cut
 from hpctrain.nn.custom import ArrayLayer
 from hpctrain.nn.initialise import constant
-from hpctrain.nn.layers import Layer
-from hpctrain.nn.layers_parts.adaptive_average_pool import AdaptiveAveragePool
-from hpctrain.nn.layers_parts.average_pool import AveragePool
-from hpctrain.nn.layers_parts.batch_norm import BatchNorm
-from hpctrain.nn.layers_parts.conv2d import Conv2d
-from hpctrain.nn.layers_parts.dropout import Dropout
-from hpctrain.nn.layers_parts.flatten import Flatten
-from hpctrain.nn.layers_parts.linear import Linear
-from hpctrain.nn.layers_parts.max_pool import MaxPool
-from hpctrain.nn.layers_parts.pad_channels import PadChannels
-from hpctrain.nn.layers_parts.relu import ReLU
-from hpctrain.nn.layers_parts.residual import Residual
-from hpctrain.nn.layers_parts.sequential import Sequential
-from hpctrain.nn.layers_parts.stochastic_depth import StochasticDepth
+from hpctrain.nn.layers import (
+    AdaptiveAveragePool,
+    AveragePool,
+    BatchNorm,
+    Conv2d,
+    Dropout,
+    Flatten,
+    Layer,
+    Linear,
+    MaxPool,
+    PadChannels,
+    ReLU,
+    Residual,
+    Sequential,
+    StochasticDepth,
+)
 from hpctrain.nn.network import Network
 from hpctrain.nn.parameter import ParameterSpec
-from hpctrain.parallel.batch_norm import RankStatistics, merge_moments
-from hpctrain.parallel.groups import GridGroups
+from hpctrain.parallel.groups import GridGroups, RankStatistics, merge_moments
+from hpctrain.parallel.moves import RedistributeOperator, moved
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.partition_graph import partition_graph
 from hpctrain.parallel.rank_graph import GridDistribution
-from hpctrain.parallel.redistribute import RedistributeOperator
-from hpctrain.parallel.moves import moved
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
-from hpctrain.virtual.run import run_virtual, virtual_engine
+from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
 from tests.support.distributed import Double, Trial, alone, largest_difference, on_virtual_ranks
 

@@ -10,23 +10,17 @@ from hpctrain.backend.specs import TensorSpec
 from hpctrain.comm.link import LinkModel
 from hpctrain.config.load import load
 from hpctrain.data.sampler import counts
-from hpctrain.planner.planned_run import averaging_bytes, description, group_schedules, prepare
-from hpctrain.experiment.planned_job import candidate, job
-from hpctrain.experiment.planned_run import PlannedRun
 from hpctrain.models import catalogue
 from hpctrain.nn.network import declared
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
-from hpctrain.parallel.plan_report_rest import LayerReport, PlanReport
-from hpctrain.parallel.plan_report import report_plan
+from hpctrain.parallel.plan_report import LayerReport, PlanReport, report_plan
+from hpctrain.planner.compute_costs import RateCosts
+from hpctrain.planner.machine import Machine
+from hpctrain.planner.planned_run import PlannedRun, averaging_bytes, candidate, description, group_schedules, job, prepare
+from hpctrain.planner.step_program import exchanged_bytes, predict, split_bytes, step_program
+from hpctrain.planner.tasks import Compute, Prediction
 from hpctrain_testing import formulas
 from hpctrain_testing.formulas import weighted_layers
-from hpctrain.planner.machine import Machine
-from hpctrain.planner.predict import predict
-from hpctrain.planner.prediction import Prediction
-from hpctrain.planner.rate_costs import RateCosts
-from hpctrain.planner.step_bytes import exchanged_bytes, split_bytes
-from hpctrain.planner.step_program import step_program
-from hpctrain.planner.tasks import Compute
 from tests.support.planned import machine
 
 BATCH, MODEL, DOMAIN = Parallelism

@@ -8,25 +8,22 @@ from dataclasses import replace
 import pytest
 
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, Operation, OperationKind, Stream
-from hpctrain.averaging.rounding import Rounding
+from hpctrain.averaging.sixteen_bits import Rounding
 from hpctrain.averaging.slicing import Compression, Slice
 from hpctrain.backend.specs import TensorSpec
-from hpctrain.core.intervals import even_intervals, intersect, shape_of, size_of
+from hpctrain.comm.groups import Levels, levels
 from hpctrain.comm.link import LinkModel
 from hpctrain.comm.sums import Wire
-from hpctrain.comm.groups import Levels, levels
+from hpctrain.core.intervals import even_intervals, intersect, shape_of, size_of
 from hpctrain.nn.compile.plan import Action
 from hpctrain.parallel import layout
 from hpctrain.parallel.layout import Layout
-from hpctrain.parallel.redistribute import RedistributeSpec, ReduceScatterSpec
-from hpctrain.parallel.moves import moved, moved_back
+from hpctrain.parallel.moves import RedistributeSpec, ReduceScatterSpec, moved, moved_back
 from hpctrain.planner.averaging_costs import AveragedParts, AveragerChoice, AveragingCosts, LinearSize
-from hpctrain.planner.collective_costs import Kind, Stage, stages, unhindered_seconds
-from hpctrain.planner.grid_placements import grid_placements
+from hpctrain.planner.collective_costs import Kind, MessageCosts, Stage, grid_placements, stages, unhindered_seconds
+from hpctrain.planner.compute_costs import RateCosts
 from hpctrain.planner.machine import Link, LinkSegment, Machine
-from hpctrain.planner.message_costs import MessageCosts
-from hpctrain.planner.move_traffic import is_move, move_traffic
-from hpctrain.planner.rate_costs import RateCosts
+from hpctrain.planner.operator_work import is_move, move_traffic
 from hpctrain.planner.tasks import GroupPlacement
 from tests.support.simulated import NoCompute, machine_of
 

@@ -19,16 +19,22 @@ from hpctrain.nn.network import Network
 from hpctrain.nn.program import macs
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.partition_graph import partition_graph
-from hpctrain.planner.factor_products import FactorProduct
+from hpctrain.planner.compute_costs import (
+    MeasuredCosts,
+    RateCosts,
+    SampledCosts,
+    SampledTimes,
+    ScaledCosts,
+    input_key,
+    others_key,
+    product_key,
+    sampled_rates,
+    update_key,
+)
 from hpctrain.planner.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
-from hpctrain.planner.measured_costs import MeasuredCosts, input_key, others_key, product_key, update_key
-from hpctrain.planner.operator_key import OperatorKey, operator_key
-from hpctrain.planner.operator_times import REACH, OperatorTimes, Setting, cache_file, interpolated
-from hpctrain.planner.operator_work import class_of, work_of
-from hpctrain.planner.rate_costs import RateCosts
-from hpctrain.planner.compute_costs import SampledCosts, SampledTimes, sampled_rates
-from hpctrain.planner.scaled_costs import ScaledCosts
-from hpctrain.planner.stand_ins import StandInGroup
+from hpctrain.planner.operator_times import REACH, OperatorKey, OperatorTimes, Setting, cache_file, interpolated, operator_key
+from hpctrain.planner.operator_work import FactorProduct, class_of, work_of
+from hpctrain.planner.program_timing import FakeSplitGroup
 from hpctrain.trace.tracer import Category, Tracer
 from tests.support import nets
 
@@ -159,7 +165,7 @@ def test_no_key_names_a_layer_or_an_address(use: Parallelism) -> None:
     partitioned = partition_graph(NETWORK.graph(4), plan, (2, 2))
     texts = []
     for _ in range(2):  # made anew: objects lie elsewhere
-        local = compile_graph(partitioned.local(0, StandInGroup(0, 2)), NETWORK.kernels, training=True)
+        local = compile_graph(partitioned.local(0, FakeSplitGroup(0, 2)), NETWORK.kernels, training=True)
         texts.append([str(key) for key in _keys(local)])
     assert texts[0] == texts[1]
     names = {node.name for node in NETWORK.graph(1).nodes if "." in node.name}
@@ -294,7 +300,7 @@ def test_the_file_lies_in_the_cache_directory_of_the_user(tmp_path: Path, monkey
     assert cache_file({"XDG_CACHE_HOME": str(tmp_path)}).parent == tmp_path / "hpctrain"
     assert cache_file({}).is_relative_to(Path.home() / ".cache")
     assert cache_file({"XDG_CACHE_HOME": "not/absolute"}) == cache_file({})
-    monkeypatch.setattr("hpctrain.paths.pwd.getpwuid", lambda uid: {}[uid])
+    monkeypatch.setattr("hpctrain.core.files.pwd.getpwuid", lambda uid: {}[uid])
     assert cache_file({}) is None
 
 

@@ -11,35 +11,26 @@ from dataclasses import replace
 import pytest
 
 from hpctrain.backend.specs import AddSpec, BatchNormSpec, Conv2dSpec, LinearSpec
+from hpctrain.comm.base import SingleCommunicator
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.comm.single import SingleCommunicator
 from hpctrain.data.sampler import counts
 from hpctrain.nn.compile.plan import Action
 from hpctrain.nn.compile.steps import make_steps
-from hpctrain.nn.layers import Layer
-from hpctrain.nn.layers_parts.adaptive_average_pool import AdaptiveAveragePool
-from hpctrain.nn.layers_parts.conv2d import Conv2d
-from hpctrain.nn.layers_parts.flatten import Flatten
-from hpctrain.nn.layers_parts.linear import Linear
-from hpctrain.nn.layers_parts.relu import ReLU
-from hpctrain.nn.layers_parts.residual import Residual
-from hpctrain.nn.layers_parts.sequential import Sequential
+from hpctrain.nn.layers import AdaptiveAveragePool, Conv2d, Flatten, Layer, Linear, ReLU, Residual, Sequential
 from hpctrain.parallel.layout import Layout
+from hpctrain.parallel.moves import SplitGroup
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.partition_graph import partition_graph
 from hpctrain.parallel.plan_report import report_plan
-from hpctrain.parallel.split_group import SplitGroup
 from hpctrain.planner.averaging_costs import AveragedParts, AveragerChoice
+from hpctrain.planner.compute_costs import RateCosts
 from hpctrain.planner.estimates import Estimate, GridEstimates, unsplit_plan
 from hpctrain.planner.job import Job
-from hpctrain.planner.layer_costs import SegmentCosts
-from hpctrain.planner.lower_bounds import remaining_costs
+from hpctrain.planner.layer_costs import SegmentCosts, segments
 from hpctrain.planner.machine import Machine
-from hpctrain.planner.move_traffic import is_move
-from hpctrain.planner.rate_costs import RateCosts
+from hpctrain.planner.operator_work import is_move
 from hpctrain.planner.search_space import AVERAGERS, SearchSpace, grid_shapes
-from hpctrain.planner.segments import segments
-from hpctrain.planner.shortest_path import Costs, Edge, shortest_paths, unbeaten
+from hpctrain.planner.shortest_path import Costs, Edge, remaining_costs, shortest_paths, unbeaten
 from tests.support.nets import plain, residual
 from tests.support.simulated import NoCompute, job_of, machine_of
 

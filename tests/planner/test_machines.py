@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 from hpctrain.comm.link import LinkModel
 from hpctrain.core.errors import ConfigError
-from hpctrain.planner import calibration, link_fit, link_measurement, machine_file
+from hpctrain.planner import calibration, link_measurement, machine_file
+from hpctrain.planner import link_measurement as link_fit
 from hpctrain.planner.calibration import RankFacts, calibrate
 from hpctrain.planner.link_measurement import SIZES, LinkProbe, MessagePoint
 from hpctrain.planner.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
-from hpctrain.virtual.run import run_virtual, virtual_engine
+from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support.sampling import amount
 
 LINK = Link((LinkSegment(0, 2e-6, 4e-9), LinkSegment(8192, 10e-6, 1e-9)), operation_seconds=3e-6, byte_seconds=1e-10)

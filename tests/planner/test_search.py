@@ -10,30 +10,24 @@ from functools import cache, partial
 
 import pytest
 
+from hpctrain.averaging.averagers import make_strategy
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.core.errors import ConfigError
-from hpctrain.averaging.averagers import make_strategy
-from hpctrain.nn.layers_parts.adaptive_average_pool import AdaptiveAveragePool
-from hpctrain.nn.layers_parts.conv2d import Conv2d
-from hpctrain.nn.layers_parts.flatten import Flatten
-from hpctrain.nn.layers_parts.linear import Linear
-from hpctrain.nn.layers_parts.sequential import Sequential
+from hpctrain.nn.layers import AdaptiveAveragePool, Conv2d, Flatten, Linear, Sequential
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.planner.averaging_costs import AveragerChoice
-from hpctrain.planner.compute_costs_rest import ComputeCosts
+from hpctrain.planner.compute_costs import ComputeCosts, RateCosts
+from hpctrain.planner.estimates import patterns
 from hpctrain.planner.job import Candidate, Job
+from hpctrain.planner.layer_costs import segments
 from hpctrain.planner.machine import Machine
-from hpctrain.planner.plan_patterns import patterns
-from hpctrain.planner.prediction import Prediction, SimulatedStep, SimulationOptions
-from hpctrain.planner.rate_costs import RateCosts
-from hpctrain.planner.search import SearchResult, search
-from hpctrain.planner.search_reasons import reason
+from hpctrain.planner.search import SearchResult, reason, search
 from hpctrain.planner.search_space import AVERAGERS, SearchSpace, grid_shapes
-from hpctrain.planner.segments import segments
+from hpctrain.planner.tasks import Prediction, SimulatedStep, SimulationOptions
 from hpctrain.trace.time_table import Row, TimeTable
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
-from hpctrain.virtual.run import run_virtual, virtual_engine
+from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support import nets, planned
 from tests.support.nets import narrow, plain
 from tests.support.one_rank import one_group, train_alone

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hpctrain.averaging.dependencies import EventKind
+from hpctrain.averaging.collective_schedule import EventKind
 from hpctrain.averaging.strategies.sharded import Sharded
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.specs import BatchNormSpec
@@ -27,16 +27,20 @@ from hpctrain.optim.optimizers.lamb import Lamb
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.plan_report import report_plan
-from hpctrain.planner.group_schedules import GroupSchedule, averaging_bytes, group_schedules, group_strategies
-from hpctrain.planner.mirror_bytes import mirror_bytes
-from hpctrain.planner.rank_classes import AlikeRanks, alike_ranks
-from hpctrain.planner.rank_memory import RankMemory, rank_memory
-from hpctrain.planner.rate_costs import RateCosts
-from hpctrain.planner.step_bytes import exchanged_bytes
-from hpctrain.planner.step_program import statistics_size, step_program
+from hpctrain.planner.compute_costs import RateCosts
+from hpctrain.planner.group_schedules import GroupSchedule, averaging_bytes, group_schedules, group_strategies, mirror_bytes
+from hpctrain.planner.step_program import (
+    AlikeRanks,
+    RankMemory,
+    alike_ranks,
+    exchanged_bytes,
+    rank_memory,
+    statistics_size,
+    step_program,
+)
 from hpctrain.planner.tasks import BeginExchange, Compute, EndExchange, Happens, Merge, RankClass, StepMessage, StepProgram
 from hpctrain.trace.tracer import HOOKS
-from hpctrain.virtual.run import run_virtual, virtual_engine
+from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.parallel.test_plan_reporter_random import draw_task
 from tests.support import nets
 from tests.support.planned import candidate_of, events_of, job_of, machine, observe

@@ -7,29 +7,37 @@ from itertools import count
 import numpy as np
 import pytest
 
-from hpctrain.averaging.dependencies import EventKind, LocalEventKey
+from hpctrain.averaging.collective_schedule import EventKind, LocalEventKey
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.models import catalogue
 from hpctrain.nn.compile.compiler import compile_graph
 from hpctrain.nn.compile.plan import Action
 from hpctrain.nn.network import Network
 from hpctrain.nn.parameter import GroupLayout, ParameterSpec
-from hpctrain.parallel.batch_norm import merge_moments
+from hpctrain.parallel.groups import merge_moments
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.partition_graph import partition_graph
-from hpctrain.planner import rate_measurement
-from hpctrain.planner.factor_products import FactorProduct, products_of, time_product
+from hpctrain.planner import calibration
+from hpctrain.planner.calibration import RateTask, measure_rates_of, rates_from_timings
+from hpctrain.planner.compute_costs import product_key
 from hpctrain.planner.job import Candidate, Job
 from hpctrain.planner.machine import OperatorClass
-from hpctrain.planner.measured_costs import product_key
-from hpctrain.planner.measured_times import times_of
 from hpctrain.planner.operator_times import OperatorTimes
-from hpctrain.planner.operator_work import OperatorWork
-from hpctrain.planner.program_timing_rest import ensure_measured, keys_of, rank_programs, setting_here
-from hpctrain.planner.rate_measurement import RateTask, measure, rates
-from hpctrain.planner.stand_ins import StandInGroup, StandInStatistics, stand_in_mergers
+from hpctrain.planner.operator_work import FactorProduct, OperatorWork, products_of, time_product
+from hpctrain.planner.program_timing import (
+    FakeSplitGroup,
+    FakeStatisticsMerger,
+    TimedProgram,
+    clock_of,
+    ensure_measured,
+    fake_mergers,
+    keys_of,
+    rank_programs,
+    setting_here,
+    typical,
+)
+from hpctrain.planner.step_program import times_of
 from hpctrain.planner.tasks import Compute, EndBackward, EndExchange, Happens, NeedsParameters, Task
-from hpctrain.planner.program_timing import TimedProgram, clock_of, typical
 from hpctrain.trace.tracer import Category
 
 NETWORK = Network(catalogue.build("resnet20", {"width": 4}), (16, 16, 3), NumpyKernelSet())
@@ -41,13 +49,13 @@ def _timed(use: Parallelism | None) -> TimedProgram:
     if use is not None:
         overlapped = frozenset({"layer1.0.conv1"}) if use is Parallelism.DOMAIN else frozenset()
         partitioned = partition_graph(graph, ParallelPlan(2, 1, default=use, overlapped=overlapped), (2, 2))
-        graph, shards, rows = partitioned.local(1, StandInGroup(1, 2)), partitioned.shards_of(1), 2
+        graph, shards, rows = partitioned.local(1, FakeSplitGroup(1, 2)), partitioned.shards_of(1), 2
     return TimedProgram(
         graph,
         NETWORK.kernels,
         NETWORK.parameter_specs,
         shards=shards,
-        mergers=stand_in_mergers(rows, 1),
+        mergers=fake_mergers(rows, 1),
         clock=lambda: float(next(ticks)),
     )
 
@@ -80,11 +88,11 @@ def test_dropout_has_an_id_for_every_sample_of_the_split_group(use: Parallelism)
     network = Network(catalogue.build("vgg11", {"width": 0.0625}), (32, 32, 3), NumpyKernelSet())
     partitioned = partition_graph(network.graph(4), ParallelPlan(2, 1, default=use), (2, 2))
     timed = TimedProgram(
-        partitioned.local(1, StandInGroup(1, 2)),
+        partitioned.local(1, FakeSplitGroup(1, 2)),
         network.kernels,
         network.parameter_specs,
         shards=partitioned.shards_of(1),
-        mergers=stand_in_mergers(2, 1),
+        mergers=fake_mergers(2, 1),
     )
     timed.measure(1)
     assert np.isfinite(timed._group.grad).all()
@@ -97,7 +105,7 @@ def test_parameters_are_as_the_dtype_of_activations_has_them() -> None:
         NETWORK.kernels,
         NETWORK.parameter_specs,
         shards={},
-        mergers=stand_in_mergers(1, 1),
+        mergers=fake_mergers(1, 1),
         dtype="float64",
     )
     assert timed.measure(1).sum > 0.0
@@ -195,7 +203,7 @@ def test_merged_moments_are_those_of_equal_ranks(ranks: int) -> None:
     random = np.random.default_rng(0)
     mean, m2 = random.standard_normal(3), random.random(3)
     expected = merge_moments(np.full(ranks, 6.0), np.tile(mean, (ranks, 1)), np.tile(m2, (ranks, 1)))
-    merger = StandInStatistics(ranks)
+    merger = FakeStatisticsMerger(ranks)
     assert merger.alone == (ranks == 1)
     total = merger.merge(6, mean, m2)
     assert total == expected[0] == 6 * ranks
@@ -209,7 +217,7 @@ def test_merged_moments_are_those_of_equal_ranks(ranks: int) -> None:
 
 def test_ranks_without_samples_merge_to_nothing() -> None:
     mean, m2 = np.ones(2), np.ones(2)
-    assert StandInStatistics(3).merge(0, mean, m2) == 0
+    assert FakeStatisticsMerger(3).merge(0, mean, m2) == 0
     assert not mean.any()
 
 
@@ -240,7 +248,7 @@ def test_rates_are_work_over_time_beside_calls() -> None:
         (OperatorWork(OperatorClass.MEMORY, 0, 5_000_000), CALL + 1e-3),
         (OperatorWork(OperatorClass.MEMORY, 0, 10), CALL / 2),  # shorter than a call: no time
     ]
-    found = rates(timings, CALL)
+    found = rates_from_timings(timings, CALL)
     assert found[OperatorClass.CONVOLUTION].flops_per_second == pytest.approx(6e9)
     assert found[OperatorClass.PRODUCT].flops_per_second == pytest.approx(3e9)
     assert [rate.bytes_per_second for rate in found.values()] == pytest.approx([5_000_010 / 1e-3] * 3)
@@ -249,10 +257,10 @@ def test_rates_are_work_over_time_beside_calls() -> None:
 
 def test_a_kernel_set_has_a_rate_of_every_class(monkeypatch: pytest.MonkeyPatch) -> None:
     small = RateTask(lambda: catalogue.build("resnet_small", {"depth": 20, "width": 0.25}), 1, 8)
-    monkeypatch.setattr(rate_measurement, "_LARGE", (small,))
-    monkeypatch.setattr(rate_measurement, "_STEPS", 1)
+    monkeypatch.setattr(calibration, "_LARGE", (small,))
+    monkeypatch.setattr(calibration, "_STEPS", 1)
     met = []
-    found = measure(NumpyKernelSet(), 1, lambda: met.append(1))
+    found = measure_rates_of(NumpyKernelSet(), 1, lambda: met.append(1))
     assert set(found) == set(OperatorClass)
     assert all(rate.flops_per_second > 0 and rate.bytes_per_second > 0 and rate.call_seconds > 0 for rate in found.values())
     assert len(met) == 2 * 3  # two tasks, each with two warm-up steps

@@ -15,20 +15,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from hpctrain.cli.result_tables import comparison_lines
 from hpctrain.core.errors import CheckpointError, DataError
-from hpctrain.experiment.judgement import JudgedImage, Judgement
-from hpctrain.report import judged_set, theme
-from hpctrain.report.comparison import compared, told
-from hpctrain.report.comparison_text import lines
-from hpctrain.report.curves import MOST_POINTS, TEST, TRAINING, panels, thinned
-from hpctrain.report.differences import ABSENT, ComparedSetting, side_by_side
-from hpctrain.report.judged_set import Cell, result_of
-from hpctrain.report.record import read_runs
-from hpctrain.report.run_record import UNKNOWN, summary, texts
-from hpctrain.storage import best_record
-from hpctrain.storage.best_record import BestRecord
+from hpctrain.report import figures as theme
+from hpctrain.report import page
+from hpctrain.report.comparison import ABSENT, ComparedSetting, compared, side_by_side, told
+from hpctrain.report.page import Cell, result_of
+from hpctrain.report.run_record import MOST_POINTS, TEST, TRAINING, UNKNOWN, panels, read_runs, summary, summary_texts, thinned
+from hpctrain.run.evaluation import JudgedImage, Judgement
+from hpctrain.runs import directory
+from hpctrain.runs.directory import BestRecord, RunDirectory
 from hpctrain.runs.records import HashFile
-from hpctrain.runs.directory import RunDirectory
 from tests.support.runs import confusion_of, write_checkpoint, write_run, write_trace
 
 
@@ -36,7 +33,7 @@ def test_all_that_a_run_has_is_read(tmp_path: Path) -> None:
     run = write_run(tmp_path, config="batch: 8\ndata: {augment: [{name: flip}], sizes: [1, 2]}\ntest: null\n")
     write_checkpoint(run, 10, w=[1.0])
     best = write_checkpoint(run, 20, w=[2.0])
-    best_record.write(run.checkpoints, BestRecord(best.name, 20, 2, "top1", 0.5))
+    directory.write_best(run.checkpoints, BestRecord(best.name, 20, 2, "top1", 0.5))
     write_trace(run, ranks=3)
     (record,) = read_runs([run.path])
     assert record.name == run.path.name
@@ -85,7 +82,7 @@ def test_the_last_and_the_best_evaluation_are_told_apart(tmp_path: Path) -> None
 def test_a_step_is_told_beside_its_prediction(tmp_path: Path) -> None:
     times = {"measured_step_seconds": 0.05, "measured_exposed_seconds": 0.001, "predicted_step_seconds": 0.04567891}
     run = write_run(tmp_path, events=[{"kind": "steps", "time": 31.0, "step": 30, **times}])
-    written = dict(texts([summary(read_runs([run.path])[0])]))
+    written = dict(summary_texts([summary(read_runs([run.path])[0])]))
     assert [written[name] for name in ("step", "waited in a step", "step, predicted")] == [["50 ms"], ["1 ms"], ["45.68 ms"]]
 
 
@@ -96,7 +93,7 @@ def test_peak_memory_is_told_and_that_of_gpus_where_there_are_some(
     tmp_path: Path, device: dict[str, int], of_gpus: list[tuple[str, list[str]]]
 ) -> None:
     run = write_run(tmp_path, events=[{"kind": "memory", "time": 31.0, "step": 30, "peak_bytes": 612_345_678, **device}])
-    written = texts([summary(read_runs([run.path])[0])])
+    written = summary_texts([summary(read_runs([run.path])[0])])
     assert dict(written)["peak memory"] == ["612 MB"]
     assert [(name, values) for name, values in written if name == "memory of a GPU"] == of_gpus
 
@@ -106,9 +103,9 @@ def test_waits_for_data_are_those_of_all_epochs(tmp_path: Path) -> None:
     waits += [{"kind": "data", "epoch": 2, "step": 20, "seconds": 7.0, "waited_seconds": 0.0, "most_waited_seconds": 1.0}]
     figures = summary(read_runs([write_run(tmp_path, events=waits).path])[0])
     assert (figures.data_share, figures.most_data_share) == (1 / 16, 4 / 16)
-    assert dict(texts([figures]))["waited for data"] == ["6.2% of the time, at most 25.0% on a rank"]
+    assert dict(summary_texts([figures]))["waited for data"] == ["6.2% of the time, at most 25.0% on a rank"]
     without = summary(read_runs([write_run(tmp_path).path])[0])
-    assert dict(texts([without]))["waited for data"] == [UNKNOWN]
+    assert dict(summary_texts([without]))["waited for data"] == [UNKNOWN]
 
 
 def test_pauses_between_jobs_are_no_time_of_training(tmp_path: Path) -> None:
@@ -122,13 +119,13 @@ def test_a_run_that_has_only_begun_has_figures(tmp_path: Path) -> None:
     run.metrics_path.write_text("")
     figures = summary(read_runs([run.path])[0])
     assert (figures.epochs, figures.steps, figures.top1, figures.best_top1, figures.seconds) == (0, 0, None, None, 0.0)
-    assert dict(texts([figures]))["test top-1"] == [UNKNOWN]
+    assert dict(summary_texts([figures]))["test top-1"] == [UNKNOWN]
 
 
 @pytest.mark.parametrize(("hosts", "text"), [((), UNKNOWN), (("a",), "a"), (("a", "b"), "a, b"), (("a", "b", "c"), "3, a first")])
 def test_hosts_are_named_or_counted(tmp_path: Path, hosts: tuple[str, ...], text: str) -> None:
     figures = replace(summary(read_runs([write_run(tmp_path).path])[0]), hosts=hosts)
-    assert dict(texts([figures]))["hosts"] == [text]
+    assert dict(summary_texts([figures]))["hosts"] == [text]
 
 
 def test_bits_are_compared_at_the_latest_step_that_both_have(tmp_path: Path) -> None:
@@ -270,7 +267,7 @@ def test_it_is_plain_values_for_programs(tmp_path: Path) -> None:
 def _printed(comparison_of: list[Path], width: int) -> list[str]:
     console = Console(width=width, highlight=False, markup=False, emoji=False, force_terminal=False)
     with console.capture() as captured:
-        for renderable in lines(compared(comparison_of)):
+        for renderable in comparison_lines(compared(comparison_of)):
             console.print(renderable)
     return captured.get().splitlines()
 
@@ -360,7 +357,7 @@ def test_cells_are_coloured_by_their_share_of_the_class() -> None:
 
 
 def test_many_classes_are_told_by_their_largest_confusions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judged_set, "MOST_CLASSES", 2)
+    monkeypatch.setattr(page, "MOST_CLASSES", 2)
     result = result_of("run", _judgement([[5, 2, 0], [0, 5, 0], [3, 0, 5]], 5))
     assert result.confusion == ()
     assert "top-1 60.00%. The outputs for 5 images are not finite." in result.words
@@ -419,12 +416,12 @@ def test_letters_and_lines_are_seen_on_the_ground(values: dict[str, str]) -> Non
         return (lighter + 0.05) / (darker + 0.05)
 
     assert ratio("ink") >= 7
-    assert all(ratio(theme.of_run(run)) >= 3 for run in range(theme.RUN_COLOURS))
+    assert all(ratio(theme.run_colour(run)) >= 3 for run in range(theme.RUN_COLOURS))
     assert all(ratio(name) >= 2 for name in ("forward", "backward", "update", "waiting", "messages"))
 
 
 def test_every_name_has_a_marker_and_a_variable() -> None:
-    text = " ".join(theme.marker(name) for name in theme.LIGHT)
+    text = " ".join(theme.colour_marker(name) for name in theme.LIGHT)
     assert re.findall(r"var\(--(\w+)\)", theme.with_variables(text)) == list(theme.LIGHT)
     assert theme.LIGHT.keys() == theme.DARK.keys()
     assert theme.with_variables("#123456") == "#123456"

@@ -15,16 +15,11 @@ import pytest
 pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra export)")
 
 from hpctrain.core.errors import ConfigError, DataError
-from hpctrain.experiment.judgement import JudgedImage, Judgement
-from hpctrain.report import figures, trace_figures
-from hpctrain.report.contents import report_page
-from hpctrain.report.curves import AVERAGED, TEST, TRAINING, Curve, Panel
-from hpctrain.report.figures import Drawing, Style, for_page
-from hpctrain.report.judged_set import result_of
-from hpctrain.report.page import html
-from hpctrain.report.panel_figures import panel_drawing
-from hpctrain.report.record import read_runs
-from hpctrain.report.trace_figures import layer_drawing, read_steps, timeline_drawing
+from hpctrain.report import figures
+from hpctrain.report.figures import Drawing, Style, for_page, layer_drawing, panel_drawing, read_steps, timeline_drawing
+from hpctrain.report.page import html, report_page, result_of
+from hpctrain.report.run_record import AVERAGED, TEST, TRAINING, Curve, Panel, read_runs
+from hpctrain.run.evaluation import JudgedImage, Judgement
 from tests.support.runs import confusion_of, write_checkpoint, write_run, write_trace
 
 MEGABYTES = 2.0
@@ -283,6 +278,6 @@ def test_a_trace_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytes
         path.write_text(text)
         with pytest.raises(DataError, match=r"trace\.json is no trace that can be read"):
             read_steps(path)
-    monkeypatch.setattr(trace_figures, "LARGEST_TRACE_BYTES", 3)
+    monkeypatch.setattr(figures, "LARGEST_TRACE_BYTES", 3)
     with pytest.raises(DataError, match="trace fewer steps"):
         read_steps(path)

@@ -14,36 +14,30 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hpctrain.backend.arithmetic import PinnedBytes
 from hpctrain.backend.choice import make_backend
-from hpctrain.backend.mirrors import PinnedBytes
-from hpctrain.comm.base import Communicator
+from hpctrain.comm.base import Communicator, SingleCommunicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.progress_mode import OverlapMeasurement, ProgressMode
-from hpctrain.comm.single import SingleCommunicator
-from hpctrain.data.read_counts import Origin, ReadCounts
 from hpctrain.core.errors import ConfigError
-from hpctrain.experiment import memory_account, step_account
-from hpctrain.runs import state as run_state
-from hpctrain.job.automatic_choice import PredictedStep
-from hpctrain.experiment.cores import cores_of_ranks, describe_cores, ranges
-from hpctrain.experiment.data_account import DataAccount, WaitsOfRanks
-from hpctrain.experiment.kept_samples import KeptSamples, sentences
-from hpctrain.experiment.memory_account import PeakMemory
-from hpctrain.run.messages import from_measurement, set_progress
-from hpctrain.experiment.read_report import read_lines
-from hpctrain.run.accounts import RunAccount
-from hpctrain.experiment.run_events import _WORDS, events_of
-from hpctrain.runs.state import RunReader, RunState
-from hpctrain.experiment.stop import StopReason, kept_clause, stop_reason
+from hpctrain.data.cache import Origin, ReadCounts
 from hpctrain.flight.recorder import FlightRecorder
-from hpctrain.launch.exit_codes import End
-from hpctrain.launch.process_memory import resident_bytes
+from hpctrain.job.automatic_choice import PredictedStep
+from hpctrain.job.session import cores_of_ranks, describe_cores, ranges
+from hpctrain.launch.control_groups import resident_bytes
+from hpctrain.launch.process_end import End
+from hpctrain.run import accounts
+from hpctrain.run.accounts import DataAccount, PeakMemory, RunAccount, WaitsOfRanks, read_lines
+from hpctrain.run.data_cache import KeptSamples, sentences
+from hpctrain.run.messages import from_measurement, set_progress
+from hpctrain.run.training import StopReason, kept_clause, stop_reason
+from hpctrain.runs import state as run_state
 from hpctrain.runs.directory import RunDirectory
-from hpctrain.train.data_waits import DataWait
+from hpctrain.runs.state import _WORDS, RunReader, RunState, events_of
+from hpctrain.train.accounts import DataWait, MeasuredStep
 from hpctrain.train.snapshot import Position
-from hpctrain.train.accounts import MeasuredStep
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
-from hpctrain.virtual.run import run_virtual, virtual_engine
+from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.data.conftest import make_file as make_file
 from tests.support.late_kernels import LateKernelSet
 from tests.support.recorded import SECOND, Heard, record
@@ -94,7 +88,7 @@ PREDICTED_STEP = PredictedStep(0.4522, 0.0411, 0.9, "two nodes", "abc")
 
 def test_the_slowest_rank_counts_and_the_mean_of_what_they_waited_unless_one_has_too_few_steps() -> None:
     def over(*of_ranks: MeasuredStep | None) -> list[MeasuredStep | None]:
-        return run_virtual(len(of_ranks), lambda comm: step_account.over_ranks(comm, of_ranks[comm.rank]))
+        return run_virtual(len(of_ranks), lambda comm: accounts.steps_over_ranks(comm, of_ranks[comm.rank]))
 
     together = MeasuredStep(3.0, 0.75, 40, 0.25)
     assert over(MeasuredStep(2.0, 0.5, 40, 0.125), MeasuredStep(3.0, 1.0, 41, 0.375)) == [together, together]
@@ -104,21 +98,21 @@ def test_the_slowest_rank_counts_and_the_mean_of_what_they_waited_unless_one_has
 
 @pytest.mark.parametrize(("predicted", "accuracy"), [(2.0, 1.0), (1.5, 0.75), (2.5, 0.75), (6.0, -1.0)])
 def test_accuracy_is_what_the_error_leaves_of_the_measured_time(predicted: float, accuracy: float) -> None:
-    assert step_account.accuracy(predicted, 2.0) == accuracy
+    assert accounts.accuracy(predicted, 2.0) == accuracy
 
 
 def test_lines_of_80_columns_and_facts_hold_the_prediction_and_the_run() -> None:
     compared = "predicted 0.452 s a step, measured 0.461 (98%); exposed 0.0411 against 0.0471;"
-    assert step_account.lines(STEP, PREDICTED_STEP) == [compared, "  posting and progress took 0.0017 s"]
+    assert accounts.step_lines(STEP, PREDICTED_STEP) == [compared, "  posting and progress took 0.0017 s"]
     measured = "measured 0.461 s a step, of which 0.0471 s waited for messages;"
     for reason, end in (("", ""), ("there is no machine", "; no prediction: there is no machine")):
-        assert step_account.lines(STEP, None, reason) == [measured, f"  posting and progress took 0.0017 s{end}"]
+        assert accounts.step_lines(STEP, None, reason) == [measured, f"  posting and progress took 0.0017 s{end}"]
     facts = {"step": 46, "steps": 40, "measured_step_seconds": 0.4614, "measured_exposed_seconds": 0.04712}
     facts |= {"measured_messages_seconds": 0.00172}
-    assert step_account.facts(STEP, 46) == facts
+    assert accounts.step_facts(STEP, 46) == facts
     predicted = {"predicted_step_seconds": 0.4522, "predicted_exposed_seconds": 0.0411, "accuracy": pytest.approx(0.98, abs=1e-3)}
     predicted |= {"measured_share": 0.9, "machine": "two nodes", "machine_digest": "abc"}
-    assert step_account.facts(STEP, 46, PREDICTED_STEP) == facts | predicted
+    assert accounts.step_facts(STEP, 46, PREDICTED_STEP) == facts | predicted
 
 
 def _waited(*of_ranks: list[DataWait]) -> list[Heard]:
@@ -172,7 +166,7 @@ def _of_ranks(resident: list[int], devices: list[int | None]) -> list[PeakMemory
         pinned = None if device is None else PinnedBytes(2 * device, 1)
         used = SimpleNamespace(kernels=SimpleNamespace(used_bytes=lambda: device, pinned_bytes=lambda: pinned))
         gather = lambda mine: comm.allgather_object((resident[comm.rank], *mine[1:]))  # noqa: E731
-        return memory_account.over_ranks(SimpleNamespace(size=comm.size, allgather_object=gather), used)
+        return accounts.peaks_over_ranks(SimpleNamespace(size=comm.size, allgather_object=gather), used)
 
     return run_virtual(len(resident), one)
 
@@ -184,9 +178,9 @@ def test_the_rank_and_the_gpu_that_held_most_count_and_every_rank_knows_it() -> 
 
 def test_a_run_says_and_records_the_peak_of_its_process_if_it_trained() -> None:
     nothing, heard, before = Heard(), Heard(), resident_bytes()
-    run_virtual(1, lambda comm: memory_account.finish(comm, make_backend("numpy"), nothing, (26, 26)))
+    run_virtual(1, lambda comm: accounts.finish_memory(comm, make_backend("numpy"), nothing, (26, 26)))
     assert (nothing.lines, nothing.records) == ([], [])
-    run_virtual(1, lambda comm: memory_account.finish(comm, make_backend("numpy"), heard, (20, 26)))
+    run_virtual(1, lambda comm: accounts.finish_memory(comm, make_backend("numpy"), heard, (20, 26)))
     ((kind, values),) = heard.records
     assert (kind, values["step"], values["rank"], "device_bytes" in values) == ("memory", 26, 0, False)
     assert values["peak_bytes"] == values["mean_bytes"] >= before
@@ -195,16 +189,16 @@ def test_a_run_says_and_records_the_peak_of_its_process_if_it_trained() -> None:
 
 def test_lines_and_facts_of_memory_name_the_rank_and_gpus_where_there_are_several() -> None:
     peak = PeakMemory(612_345_678, 3, 600_000_000.0)
-    assert memory_account.line(peak, 1) == "peak memory 612 MB"
-    assert memory_account.line(peak, 4) == "peak memory 612 MB on rank 3, 600 MB in the mean"
-    longest = memory_account.line(PeakMemory(812_345_678_900, 16_383, 798e9, 139e9), 16_384)
+    assert accounts.memory_line(peak, 1) == "peak memory 612 MB"
+    assert accounts.memory_line(peak, 4) == "peak memory 612 MB on rank 3, 600 MB in the mean"
+    longest = accounts.memory_line(PeakMemory(812_345_678_900, 16_383, 798e9, 139e9), 16_384)
     assert longest == "peak memory 812,346 MB on rank 16383, 798,000 MB in the mean; 139,000 MB of a GPU"
     facts = {"step": 9, "peak_bytes": 612_345_678, "rank": 3, "mean_bytes": 600_000_000.0}
-    assert memory_account.facts(peak, 9) == facts
+    assert accounts.memory_facts(peak, 9) == facts
     pinned = PinnedBytes(3_000_000, 12_345_678)
-    assert memory_account.pinned_line(pinned) == "pinned memory of a rank 15.3 MB: messages 3.0 MB, images 12.3 MB"
+    assert accounts.pinned_line(pinned) == "pinned memory of a rank 15.3 MB: messages 3.0 MB, images 12.3 MB"
     of_gpu = {"device_bytes": 5, "pinned_message_bytes": 3_000_000, "pinned_image_bytes": 12_345_678}
-    assert memory_account.facts(PeakMemory(612_345_678, 3, 600_000_000.0, 5, pinned), 9) == facts | of_gpu
+    assert accounts.memory_facts(PeakMemory(612_345_678, 3, 600_000_000.0, 5, pinned), 9) == facts | of_gpu
 
 
 EVENTS: list[tuple[dict[str, Any], str | None]] = [

@@ -11,35 +11,33 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpctrain.backend.cuda.choose import DEVICE_VARIABLE
+from hpctrain.backend.choice import DEVICE_VARIABLE
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
-from hpctrain.comm.base import Communicator
-from hpctrain.comm.single import SingleCommunicator
+from hpctrain.comm.base import Communicator, SingleCommunicator
 from hpctrain.config.load import load
 from hpctrain.config.schema import Config
-from hpctrain.data import image_file as data_format
 from hpctrain.core.errors import CheckpointError, ConfigError
-from hpctrain.experiment import automatic, machine_here, start_search
-from hpctrain.run import automatic_search
-from hpctrain.planner import measurement
-from hpctrain.job.automatic_choice import META, AutomaticChoice, PredictedStep, Resolved, machine_digest, model_digest
-from hpctrain.planner.planned_run import PlannedRun, prepare
-from hpctrain.experiment.network_choice import Automatic, named, optimizer_of
-from hpctrain.experiment.start_search import BestCandidate, StartedJob
-from hpctrain.experiment.start_times import measured_times
+from hpctrain.data import image_file as data_format
+from hpctrain.job.automatic_choice import CHOICE_META, AutomaticChoice, PredictedStep, Resolved, machine_digest, model_digest
 from hpctrain.optim.optimizers.lars import Lars
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.parallel.parallel_plan import ParallelPlan
-from hpctrain.planner import machine_file, rate_measurement
+from hpctrain.planner import calibration, machine_file, measurement
+from hpctrain.planner import measurement as machine_here
 from hpctrain.planner.job import Candidate
 from hpctrain.planner.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
+from hpctrain.planner.measurement import measured_times
 from hpctrain.planner.operator_times import OperatorTimes, cache_file
+from hpctrain.planner.planned_run import PlannedRun, prepare
 from hpctrain.planner.search_space import SearchSpace
+from hpctrain.run import automatic_search, build
+from hpctrain.run import automatic_search as start_search
+from hpctrain.run.automatic_search import Automatic, BestCandidate, StartedJob, named, optimizer_of
+from hpctrain.runs.directory import RunDirectory
 from hpctrain.storage import checkpoint
 from hpctrain.storage.checkpoint import CheckpointContent
-from hpctrain.runs.directory import RunDirectory
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
-from hpctrain.virtual.run import run_virtual
+from hpctrain_testing.virtual.run import run_virtual
 from tests.support import nets, planned
 from tests.support.emulated import EmulatedDeviceFactory
 from tests.support.training import Task
@@ -99,14 +97,14 @@ def _config(folder: Path, *overrides: str) -> Config:
 
 def _resolved(folder: Path, ranks: int, *overrides: str, **earlier: str) -> list[Resolved]:
     config = _config(folder, *overrides)
-    return run_virtual(ranks, lambda comm: automatic.resolve(config, StartedJob(comm, 1, 60.0), **earlier))
+    return run_virtual(ranks, lambda comm: build.resolve(config, StartedJob(comm, 1, 60.0), **earlier))
 
 
 def _run(folder: Path, resolved: Resolved, *, keep: bool = True) -> RunDirectory:
     """A run directory with a checkpoint, as a run leaves it."""
     directory = RunDirectory.create(folder / "runs", "tiny", config="name: tiny\n", versions={}, git={})
-    automatic.keep(resolved, directory)
-    meta = {} if resolved.choice is None or not keep else {META: resolved.choice.to_meta()}
+    build.keep_choice(resolved, directory)
+    meta = {} if resolved.choice is None or not keep else {CHOICE_META: resolved.choice.to_meta()}
     checkpoint.write(checkpoint.checkpoint_path(directory.checkpoints, 3), CheckpointContent({}, meta))
     return directory
 
@@ -227,7 +225,7 @@ def test_a_choice_for_another_model_is_refused_on_every_rank(folder: Path, searc
 
     def refused(comm: Communicator) -> str:
         with pytest.raises(CheckpointError) as caught:
-            automatic.resolve(config, StartedJob(comm, 1, 60.0), resume="auto")
+            build.resolve(config, StartedJob(comm, 1, 60.0), resume="auto")
         return str(caught.value)
 
     for sentence in run_virtual(2, refused):
@@ -241,9 +239,9 @@ def test_the_run_directory_keeps_the_choice_of_its_latest_start(folder: Path, se
     directory = _run(folder, first)
     assert directory.choice_path.exists()
     assert not directory.machine_path.exists()  # it has a file of its own
-    automatic.keep(Resolved(first.config, first.choice, planned.machine()), directory)
+    build.keep_choice(Resolved(first.config, first.choice, planned.machine()), directory)
     assert machine_file.read(directory.machine_path).ranks_per_node == planned.machine().ranks_per_node
-    automatic.keep(Resolved(first.config), directory)
+    build.keep_choice(Resolved(first.config), directory)
     assert not directory.choice_path.exists()
 
 
@@ -415,7 +413,7 @@ def test_names_and_options_come_as_in_a_configuration() -> None:
 @pytest.fixture
 def known_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = {kind: OperatorRate(1e10, 2e9, 3e-6) for kind in OperatorClass}
-    monkeypatch.setattr(rate_measurement, "measure", lambda kernels, threads, before: rates)
+    monkeypatch.setattr(calibration, "measure_rates_of", lambda kernels, threads, before: rates)
 
 
 @pytest.mark.usefixtures("known_rates")

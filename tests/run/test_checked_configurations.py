@@ -13,17 +13,13 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
-from hpctrain.config.dump import dump
-from hpctrain.config.load import load, parse
+from hpctrain.config.checks import check_device, check_names, device_faults, exact_faults
+from hpctrain.config.load import dump, load, parse
+from hpctrain.config.options import FOLLOWING, KINDS, SECTIONS, Choice, choice, choices, defaults, filled, json_schema, names
+from hpctrain.config.resume_rules import RULES, Change, When, changes, check, flat, rule_for
 from hpctrain.config.schema import Config
 from hpctrain.config.values import Named
 from hpctrain.core.errors import CheckpointError, ConfigError
-from hpctrain.config.checks import check_names
-from hpctrain.experiment.device_faults import check_device, device_faults
-from hpctrain.experiment.exact_faults import exact_faults
-from hpctrain.config.options import FOLLOWING, KINDS, SECTIONS, Choice, choice, choices, defaults, filled, names
-from hpctrain.experiment.options_schema import json_schema
-from hpctrain.config.resume_rules import RULES, Change, When, changes, check, flat, rule_for
 from hpctrain.models import catalogue
 from hpctrain.optim.optimizers import OPTIMIZERS
 from tests.support.late_kernels import LateKernelSet

@@ -15,35 +15,31 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpctrain.backend.operators import KernelSet, PixelInput
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
-from hpctrain.backend.pixel_batch import PixelBatch
+from hpctrain.backend.operators import KernelSet, PixelInput
+from hpctrain.backend.pixels import PixelBatch
 from hpctrain.comm import shared_memory
-from hpctrain.comm.shared_memory import SharedMemory
-from hpctrain.comm.single import SingleCommunicator
+from hpctrain.comm.base import SingleCommunicator
 from hpctrain.comm.groups import node_numbers
-from hpctrain.config.data_section import CacheConfig
+from hpctrain.comm.shared_memory import SharedMemory
 from hpctrain.config.load import parse
-from hpctrain.data import batch_threads
+from hpctrain.config.schema import CacheConfig
+from hpctrain.core.errors import ConfigError, HpctrainError
 from hpctrain.data import image_file as data_format
+from hpctrain.data import pipeline as batch_threads
+from hpctrain.data.cache import CountedImages, ReadCounts, SampleMemory, bytes_for, summed
 from hpctrain.data.image_file import ImageFile
 from hpctrain.data.loader import Loader
-from hpctrain.data.mixing import Mixing
 from hpctrain.data.pipeline import Pipeline
-from hpctrain.data.read_counts import CountedImages, ReadCounts, summed
-from hpctrain.data.cache import SampleMemory, bytes_for
-from hpctrain.data.sampler import Sampler
-from hpctrain.data.unreadable import UnreadableError
-from hpctrain.core.errors import ConfigError, HpctrainError
-from hpctrain.run import data_cache
-from hpctrain.experiment import memory_filling
-from hpctrain.run.data_cache import cache_of, give_levels
-from hpctrain.run.images import make_loader, open_images, training_images
-from hpctrain.experiment.memory_filling import fill
+from hpctrain.data.readers import UnreadableError
+from hpctrain.data.sampler import Mixing, Sampler
 from hpctrain.job.session import Session
-from hpctrain.launch.exit_codes import STOPPED
+from hpctrain.launch.process_end import STOPPED
 from hpctrain.launch.threads import ThreadPlan
-from hpctrain.virtual.run import run_virtual
+from hpctrain.run import data_cache
+from hpctrain.run.data_cache import cache_of, fill, give_levels
+from hpctrain.run.images import make_loader, open_images, training_images
+from hpctrain_testing.virtual.run import run_virtual
 from tests.support import local_copies
 from tests.support.faults import Fault, prepare, run_fault
 from tests.support.jobs import Outcome, clean_environment, run_job
@@ -372,7 +368,7 @@ def _filled(ranks: int, per_node: int, job: _Job) -> list[tuple[int, list[int], 
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_filling, "_CHUNK_BYTES", 3 * SMALL_IMAGE_BYTES)
+    monkeypatch.setattr(data_cache, "_CHUNK_BYTES", 3 * SMALL_IMAGE_BYTES)
 
 
 @pytest.mark.usefixtures("small_chunks")

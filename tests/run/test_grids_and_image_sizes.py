@@ -12,31 +12,31 @@ from hypothesis import strategies as st
 
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.cli.main import cli
-from hpctrain.comm.single import SingleCommunicator
+from hpctrain.comm.base import SingleCommunicator
+from hpctrain.config import grid
+from hpctrain.config.checks import check_names
+from hpctrain.config.grid import check_image_shapes, image_sizes, of_largest, size_faults
 from hpctrain.config.load import load, parse
+from hpctrain.config.options import filled
 from hpctrain.config.schema import Config, ScheduleConfig
+from hpctrain.core.errors import ConfigError, DataError, ShapeError
 from hpctrain.data import image_file as data_format
 from hpctrain.data.loader import Share
 from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.sampler import counts
-from hpctrain.core.errors import ConfigError, DataError, ShapeError
-from hpctrain.config import grid
-from hpctrain.run import single_values as module
 from hpctrain.job.automatic_choice import Resolved
-from hpctrain.run.build import build
-from hpctrain.config.checks import check_names
-from hpctrain.experiment.image_sizes import check_image_shapes, image_sizes, of_largest, size_faults
-from hpctrain.experiment.loader_arguments import check_shape, mixing_of
-from hpctrain.config.options import filled
 from hpctrain.job.session import Session
-from hpctrain.run.single_values import single_values_of
-from hpctrain.run.smoke import EPOCHS, SIDE, STEPS, recipe_images, remove_run, short_schedule, shortened
 from hpctrain.launch.launcher import Launcher
 from hpctrain.launch.threads import ThreadPlan
 from hpctrain.nn.network import Network
 from hpctrain.optim.schedules import SCHEDULES
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
-from hpctrain.train.micro_batches import micro_batches_of
+from hpctrain.run import single_values as module
+from hpctrain.run.build import build
+from hpctrain.run.python_job import check_shape, mixing_of
+from hpctrain.run.single_values import single_values_of
+from hpctrain.run.smoke import EPOCHS, SIDE, STEPS, recipe_images, remove_run, short_schedule, shortened
+from hpctrain.train.passes import micro_batches_of
 from tests.support import nets
 
 CONFIG = Path(__file__).parents[2] / "configs" / "imagenet-vgg16.yaml"

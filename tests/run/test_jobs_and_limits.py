@@ -17,43 +17,40 @@ import pytest
 
 import hpctrain
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
-from hpctrain.cli.autopsy import directory_of
-from hpctrain.comm.base import Communicator
-from hpctrain.comm.grid import ProcessGrid
+from hpctrain.cli.runs import directory_of
+from hpctrain.comm.base import Communicator, SingleCommunicator
+from hpctrain.comm.groups import ProcessGrid
 from hpctrain.comm.link import LinkModel
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.comm.single import SingleCommunicator
 from hpctrain.config.load import load
 from hpctrain.config.schema import Config
-from hpctrain.data import image_file as data_format
 from hpctrain.core.errors import ConfigError, ShapeError
-from hpctrain.run import reproducibility
-from hpctrain.experiment import compute_only
-from hpctrain.planner import planned_run
-from hpctrain.job.automatic_choice import Resolved
-from hpctrain.run.build import build, build_trainer
-from hpctrain.job.flight_records import explain_deadlines, keep, watched
-from hpctrain.run.python_job import Stopped
-from hpctrain.experiment.max_time import max_time
-from hpctrain.job.session import Session
+from hpctrain.data import image_file as data_format
+from hpctrain.flight.autopsy import records_in
 from hpctrain.flight.recorder import FlightRecorder
-from hpctrain.flight.report import records_in
-from hpctrain.launch.exit_codes import End
 from hpctrain.flight.ring import file_name, read
-from hpctrain.launch.exit_codes import FINISHED, STOPPED
+from hpctrain.job.automatic_choice import Resolved
+from hpctrain.job.flight_records import explain_deadlines, keep, watched
+from hpctrain.job.session import Session
 from hpctrain.launch.launcher import Launcher
+from hpctrain.launch.process_end import FINISHED, STOPPED, End
 from hpctrain.launch.threads import ThreadPlan
-from hpctrain.models import interchange
+from hpctrain.models import state_dict
 from hpctrain.parallel.groups import GridGroups
+from hpctrain.planner import planned_run
+from hpctrain.run import reproducibility, trace_report
+from hpctrain.run.build import build, build_trainer
+from hpctrain.run.python_job import Stopped
+from hpctrain.run.training import max_time
+from hpctrain.runs.directory import FLIGHT_POINTER, RunDirectory
 from hpctrain.storage import weights_file
 from hpctrain.storage.checkpoint import CheckpointContent
-from hpctrain.runs.directory import FLIGHT_POINTER, RunDirectory
 from hpctrain.storage.weights_file import WeightsFile
-from hpctrain.train.metrics_rest import Reporter
+from hpctrain.train.metrics import Reporter
 from hpctrain.train.snapshot import Position
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
-from hpctrain.virtual.run import run_virtual, virtual_engine
+from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support import faults, nets, run_in_process
 from tests.support.faults import Fault, run_fault
 from tests.support.jobs import Outcome
@@ -166,7 +163,7 @@ def test_a_wrong_weight_is_seen_before_a_checkpoint(tmp_path: Path, capsys: pyte
 def test_a_replica_starts_from_weights_and_trains_what_is_not_frozen(tmp_path: Path) -> None:
     with hpctrain.start(batch=8) as job:
         first = job.replica(nets.residual(), (9, 7, 3), seed=5)
-        weights_file.write(tmp_path / "w.safetensors", WeightsFile(interchange.export(first.network)))
+        weights_file.write(tmp_path / "w.safetensors", WeightsFile(state_dict.export(first.network)))
         replica = job.replica(nets.residual(classes=4), (9, 7, 3), frozen=["*conv*", "*bn*", "layer2.downsample.*"])
         with pytest.raises(hpctrain.HpctrainError, match=r'leave such layers out, as in ignore=\["fc\.\*"\]'):
             job.load_weights(replica, tmp_path / "w.safetensors")
@@ -246,12 +243,12 @@ def _train(
     def program(comm: ThreadCommunicator) -> CheckpointContent:
         session = _session(config, comm, virtual_engine(comm))
         parts = build(session)
-        reproducibility.agree(session, parts, start)
+        reproducibility.agree_schedules(session, parts, start)
         position = Position() if start is None else parts.replica.load(start)
         trainer = build_trainer(session, parts, Reporter(), lambda at: None, steps=steps)
         outcome = trainer.run(position)
         parts.replica.drain()
-        meta = reproducibility.keep(session, parts, RunDirectory(file.parent))
+        meta = reproducibility.keep_schedules(session, parts, RunDirectory(file.parent))
         return parts.replica.state(outcome.position, meta)
 
     return run_virtual(ranks, program, ranks_per_node=per_node, seed=seed)
@@ -294,7 +291,7 @@ def test_the_exchange_alone_is_an_averagers(file: Path, ranks: int, per_node: in
         session = _session(config, CountingCommunicator(comm, counters), virtual_engine(comm))
         network = build(session).replica.network
         before = counters.snapshot()
-        compute_only.measure_exchange(session.groups, session.progress, network)
+        trace_report.measure_exchange(session.groups, session.progress, network)
         counted = counters.since(before)
         repeats = counted.total("exchange alone across nodes", "ireduce_scatter").operations
         crossing = counted.total("exchange alone across nodes").exchanged_bytes
@@ -315,7 +312,7 @@ def test_each_rank_exchanges_what_the_plan_says(file: Path, fc_exchange: str) ->
         counters = Counters()
         session = _session(config, CountingCommunicator(comm, counters), virtual_engine(comm))
         parts = build(session)
-        reproducibility.agree(session, parts)
+        reproducibility.agree_schedules(session, parts)
         before = counters.snapshot()
         trainer = build_trainer(session, parts, Reporter(), lambda at: None, steps=1)
         trainer.run(Position())

@@ -11,10 +11,10 @@ import pytest
 from click.testing import CliRunner
 
 from hpctrain.cli.main import cli
+from hpctrain.core.text import place
 from hpctrain.data import image_file as data_format
-from hpctrain.speaker import place
-from hpctrain.storage import checkpoint
 from hpctrain.runs.directory import RunDirectory, runs
+from hpctrain.storage import checkpoint
 from tests.support.jobs import Outcome, find_mpiexec
 
 pytestmark = [pytest.mark.job, pytest.mark.slow, pytest.mark.mpi_differs]

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.comm.single import SingleCommunicator
+from hpctrain.comm.base import SingleCommunicator
 from hpctrain.config.schema import Config, LostRankConfig
 from hpctrain.core.errors import ConfigError
-from hpctrain.job.lost_ranks import RunMemory, check_offered
+from hpctrain.job.lost_ranks import ShrinkState, check_offered
 from hpctrain.launch.launcher import Launcher
 from hpctrain.runs.directory import RunDirectory
 from hpctrain.train.snapshot import Position
@@ -36,7 +36,7 @@ class Gathering(SingleCommunicator):
 
 @given(st.data())
 def test_losses_keep_the_numbers_that_the_user_knows_until_they_are_told(data: st.DataObject) -> None:
-    memory, reporter = RunMemory(), Heard()
+    memory, reporter = ShrinkState(), Heard()
     known = list(range(data.draw(st.integers(2, 9))))  # the numbers, as the user knows them, of the ranks that are left
     untold: list[int] = []
     for _ in range(data.draw(st.integers(1, 5))):
@@ -55,7 +55,7 @@ def test_losses_keep_the_numbers_that_the_user_knows_until_they_are_told(data: s
 
 
 def test_a_loss_is_told_once() -> None:
-    memory, reporter = RunMemory(), Heard()
+    memory, reporter = ShrinkState(), Heard()
     memory.loses(4, [2], 812)
     for _ in range(2):
         memory.tell(reporter, Position(global_step=800, epoch=1), 3)
@@ -68,7 +68,7 @@ def test_a_loss_is_told_once() -> None:
 
 def test_ranks_agree_on_what_some_of_them_know(tmp_path: Path) -> None:
     """One learns of the loss before it hears of the directory; another one is a step further."""
-    memory = RunMemory()
+    memory = ShrinkState()
     memory.loses(4, [3], 5)
     memory.agree(Gathering([(None, None, 4), (tmp_path, 2, 6)]))
     assert (memory.directory, memory.step) == (tmp_path, 6)
@@ -77,7 +77,7 @@ def test_ranks_agree_on_what_some_of_them_know(tmp_path: Path) -> None:
 
 @given(first=st.integers(0, 50), steps=st.integers(1, 50), done=st.integers(0, 60))
 def test_all_attempts_together_do_the_steps_that_were_asked_for(first: int, steps: int, done: int) -> None:
-    memory = RunMemory()
+    memory = ShrinkState()
     memory.begins(RunDirectory(Path("run")), Position(global_step=first))
     left = memory.steps_left(steps, Position(global_step=first + done))
     assert left == steps - done if done < steps else left == -1
@@ -85,7 +85,7 @@ def test_all_attempts_together_do_the_steps_that_were_asked_for(first: int, step
 
 
 def test_a_run_goes_on_from_itself_once_it_has_a_checkpoint(tmp_path: Path) -> None:
-    memory = RunMemory()
+    memory = ShrinkState()
     assert memory.resume("auto") == "auto"
     run = RunDirectory.create(tmp_path, "tiny", config="name: tiny\n", versions={}, git={})
     memory.begins(run, Position())

@@ -13,34 +13,24 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from hpctrain.averaging import averagers
+from hpctrain.averaging.averagers import make_strategy
+from hpctrain.averaging.base import PlannedGroup, Strategy
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.averaging.strategies.bucketed import Bucketed
 from hpctrain.averaging.strategies.priority import Priority
 from hpctrain.averaging.strategies.sharded import Sharded
-from hpctrain.averaging.strategy import PlannedGroup, Strategy
-from hpctrain.backend.cuda.choose import DEVICE_VARIABLE
+from hpctrain.backend.choice import DEVICE_VARIABLE
 from hpctrain.cli.main import cli
-from hpctrain.comm.grid import ProcessGrid
+from hpctrain.comm.groups import ProcessGrid
 from hpctrain.comm.link import LinkModel
+from hpctrain.config.grid import command_line, overrides, parallel_plan, splits_parameters, with_candidate, written
 from hpctrain.config.load import load, parse
 from hpctrain.config.schema import Config
-from hpctrain.data import image_file as data_format
 from hpctrain.core.errors import CheckpointError, ConfigError, HpctrainError
-from hpctrain.averaging import averagers
-from hpctrain.experiment import planned_job, planner_costs
-from hpctrain.averaging.averagers import make_strategy
-from hpctrain.experiment.candidate_keys import command_line, overrides, with_candidate, written
-from hpctrain.run.reproducibility import fitting, of_run
-from hpctrain.planner.planned_run import averaging_bytes, group_schedules, prepare
-from hpctrain.config.grid import parallel_plan, splits_parameters
-from hpctrain.experiment.pinned_memory import PlannedPinnedMemory, pinned_memory
-from hpctrain.experiment.planned_job import candidate, job
-from hpctrain.experiment.planned_run import PlannedRun
-from hpctrain.experiment.planner_costs import concurrency, costs, is_here, setting
-from hpctrain.experiment.planner_measurement import measure
-from hpctrain.experiment.planner_search import SearchTask, job_of, space_of
-from hpctrain.planner.configured_search import SimulatedPoint, plot, write_trace
+from hpctrain.core.registry import Registry
+from hpctrain.data import image_file as data_format
 from hpctrain.models import catalogue
 from hpctrain.nn.parameter import GroupLayout, ParameterSpec
 from hpctrain.optim.base import NormsNeeded
@@ -48,21 +38,44 @@ from hpctrain.optim.optimizers import OPTIMIZERS
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.rank_graph import make_network
+from hpctrain.planner import configured_search, planned_run
 from hpctrain.planner.averaging_costs import AveragerChoice
+from hpctrain.planner.compute_costs import RateCosts, update_key
+from hpctrain.planner.configured_search import (
+    SearchTask,
+    SimulatedPoint,
+    configured_concurrency,
+    configured_costs,
+    configured_setting,
+    is_here,
+    job_of,
+    plot,
+    space_of,
+    write_trace,
+)
 from hpctrain.planner.group_schedules import group_strategies
 from hpctrain.planner.job import Candidate
 from hpctrain.planner.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
-from hpctrain.planner.measured_costs import update_key
+from hpctrain.planner.measurement import measure
 from hpctrain.planner.operator_times import OperatorTimes, cache_file
-from hpctrain.planner.program_timing_rest import processor_model
-from hpctrain.planner.rate_costs import RateCosts
+from hpctrain.planner.planned_run import (
+    PlannedPinnedMemory,
+    PlannedRun,
+    averaging_bytes,
+    candidate,
+    group_schedules,
+    job,
+    pinned_memory,
+    prepare,
+)
+from hpctrain.planner.program_timing import processor_model
 from hpctrain.planner.search import search
 from hpctrain.planner.search_space import SearchSpace
-from hpctrain.core.registry import Registry
+from hpctrain.run.reproducibility import fitting_schedule, schedules_of_run
 from hpctrain.runs.directory import RunDirectory
 from hpctrain.train.replica import Replica
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
-from hpctrain.virtual.run import run_virtual, virtual_engine
+from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.planner.test_computation_costs import MACHINE
 from tests.support import predictions
 from tests.support.averaging import planned
@@ -216,12 +229,12 @@ def test_every_way_leads_to_the_candidate(name: str, number: int, tmp_path: Path
 def test_what_a_search_chooses_is_what_a_run_with_its_keys_does() -> None:
     path = CONFIGS / "quickstart.yaml"
     changes = ("model={name: small, batch_norm: false, hidden: 512}", "batch=4", "backend=numpy")
-    planned = planned_job.job(prepare(load(path, changes)[0], 2))
+    planned = planned_run.job(prepare(load(path, changes)[0], 2))
     result = search(planned, SLOW, RateCosts(SLOW), 2, SearchSpace(simulated=3))
     assert {choice.candidate.plan.rows for choice in result.choices} > {1}
     for choice in result.choices:
         config, _ = load(path, [*changes, *overrides(choice.candidate)])
-        assert planned_job.candidate(prepare(config, 2)) == choice.candidate
+        assert planned_run.candidate(prepare(config, 2)) == choice.candidate
 
 
 def test_a_shell_takes_the_command_line() -> None:
@@ -250,7 +263,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Machine,
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     def keep(where: Machine, job: PlannedRun, seconds: float) -> None:
-        times = OperatorTimes(setting(where, job), cache_file())
+        times = OperatorTimes(configured_setting(where, job), cache_file())
         times.put(update_key(ELEMENTS), seconds)
         times.save()
 
@@ -261,9 +274,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Machine,
 def test_a_job_has_the_costs_of_its_dtype_and_of_the_ranks_compute(dtype: str) -> None:
     job = task(f"dtype={dtype}")
     item_bytes = {"float32": 4, "float64": 8}[dtype]
-    usual = costs(MACHINE, job)
+    usual = configured_costs(MACHINE, job)
     assert usual.update_seconds(ELEMENTS) == pytest.approx(6 * item_bytes * ELEMENTS / 5e9)
-    assert costs(MACHINE, job, compute=2.0).update_seconds(ELEMENTS) == pytest.approx(usual.update_seconds(ELEMENTS) / 2)
+    assert configured_costs(MACHINE, job, compute=2.0).update_seconds(ELEMENTS) == pytest.approx(
+        usual.update_seconds(ELEMENTS) / 2
+    )
 
 
 def test_a_machine_is_here_where_its_rates_were_measured_on_such_a_processor() -> None:
@@ -276,18 +291,18 @@ def test_a_machine_is_here_where_its_rates_were_measured_on_such_a_processor() -
 def test_times_count_where_they_were_measured(cache: Callable[[Machine, PlannedRun, float], None]) -> None:
     here, elsewhere = machine(f"measured on {processor_model()}"), machine("measured on another processor")
     job = task()
-    assert costs(here, job).measured_share() == 0.0  # nothing is known yet
+    assert configured_costs(here, job).measured_share() == 0.0  # nothing is known yet
     cache(here, job, 0.125)
-    known = costs(here, job)
+    known = configured_costs(here, job)
     assert (known.update_seconds(ELEMENTS), known.measured_share()) == (0.125, 1.0)
-    assert costs(here, job, compute=2.0).update_seconds(ELEMENTS) == 0.0625
-    assert costs(elsewhere, job).update_seconds(ELEMENTS) != 0.125
-    assert costs(here, task("threads=2")).update_seconds(ELEMENTS) != 0.125
-    assert costs(here, task(ranks=1)).update_seconds(ELEMENTS) != 0.125
+    assert configured_costs(here, job, compute=2.0).update_seconds(ELEMENTS) == 0.0625
+    assert configured_costs(elsewhere, job).update_seconds(ELEMENTS) != 0.125
+    assert configured_costs(here, task("threads=2")).update_seconds(ELEMENTS) != 0.125
+    assert configured_costs(here, task(ranks=1)).update_seconds(ELEMENTS) != 0.125
 
 
 def test_as_many_ranks_compute_at_the_same_time_as_a_node_has_of_the_job() -> None:
-    assert [concurrency(MACHINE, ranks) for ranks in (1, 2, 4)] == [1, 2, 2]
+    assert [configured_concurrency(MACHINE, ranks) for ranks in (1, 2, 4)] == [1, 2, 2]
 
 
 def measured_task(source: str) -> SearchTask:
@@ -310,7 +325,7 @@ def test_both_ranks_of_a_node_measure_and_one_keeps_the_times(tmp_path: Path, mo
     coverage = measure(here, candidates, 30.0)
     assert coverage.programs >= 2
     assert coverage.left == 0
-    times = OperatorTimes(planner_costs.setting(here.machine, job_of(here)), cache_file())
+    times = OperatorTimes(configured_search.configured_setting(here.machine, job_of(here)), cache_file())
     assert times.setting.concurrency == 2
     assert len(times) > 10
     again = measure(here, candidates, 30.0)
@@ -498,7 +513,7 @@ STORED = {"all": _schedule(_strategy(Sharded))}
 def test_a_schedule_that_fits_is_used() -> None:
     again = _strategy(Sharded)
     assert again.accepts(STORED["all"])
-    assert fitting("runs/a", "all", STORED, again) == STORED["all"]
+    assert fitting_schedule("runs/a", "all", STORED, again) == STORED["all"]
 
 
 @pytest.mark.parametrize(
@@ -514,27 +529,27 @@ def test_a_schedule_that_fits_is_used() -> None:
 )
 def test_what_does_not_fit_is_refused(strategy: Strategy, words: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)) as caught:
-        fitting("runs/a", "all", STORED, strategy)
+        fitting_schedule("runs/a", "all", STORED, strategy)
     assert str(caught.value).endswith("leave --schedule-from out.")
 
 
 def test_other_ranks_and_other_groups_are_refused() -> None:
     on_three = CollectiveSchedule(STORED["all"].request, 3, STORED["all"].slices, STORED["all"].operations)
     with pytest.raises(ConfigError, match="one of 3 ranks, but here are 1"):
-        fitting("runs/a", "all", {"all": on_three}, _strategy(Sharded))
+        fitting_schedule("runs/a", "all", {"all": on_three}, _strategy(Sharded))
     with pytest.raises(ConfigError, match="has schedules of all, but this run needs one of model-row1"):
-        fitting("runs/a", "model-row1", STORED, _strategy(Sharded))
+        fitting_schedule("runs/a", "model-row1", STORED, _strategy(Sharded))
 
 
 def test_schedules_of_a_run_directory(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, "tiny", config="", versions={}, git={})
     with pytest.raises(CheckpointError, match="holds no schedule"):
-        of_run(str(run.path))
+        schedules_of_run(str(run.path))
     run.write_schedule("all", STORED["all"].to_json())
     run.write_schedule("model-row1", STORED["all"].to_json())
-    assert of_run(str(run.path)) == {"all": STORED["all"], "model-row1": STORED["all"]}
+    assert schedules_of_run(str(run.path)) == {"all": STORED["all"], "model-row1": STORED["all"]}
     with pytest.raises(CheckpointError, match="no run directory"):
-        of_run(str(tmp_path / "nothing"))
+        schedules_of_run(str(tmp_path / "nothing"))
 
 
 TWO_ROWS = ("model={name: vgg11, width: 0.05}", "batch=14", "backend=numpy", "grid.rows=2", "grid.cols=1")
@@ -549,7 +564,7 @@ SENTENCE = (
 #: a strategy of somebody's own that has never heard of norms
 PLAIN_STRATEGY = """
 from hpctrain.averaging.base import GradientAverager
-from hpctrain.averaging.strategy import Strategy
+from hpctrain.averaging.base import Strategy
 
 class PlainAverager(GradientAverager):
     def begin_step(self, lr, counts=None): ...

@@ -16,25 +16,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.core.intervals import Box, even_interval, size_of
-from hpctrain.cli.loading import load_config
+from hpctrain.cli.arguments import load_config
 from hpctrain.config.load import parse
 from hpctrain.config.schema import CheckpointConfig, Config
 from hpctrain.core.errors import CheckpointError, ConfigError, DivergedError
-from hpctrain.experiment.best_checkpoint import META, BestCheckpoint, StepEvaluation, best_of, nothing_to_choose, spared
-from hpctrain.experiment.checkpoint_search import find_checkpoint, read_together
+from hpctrain.core.intervals import Box, even_interval, size_of
+from hpctrain.run.checkpoints import EVALUATIONS, BestCheckpoint, StepEvaluation, best_of, nothing_to_choose, spared
+from hpctrain.run.resume import find_checkpoint, read_together
 from hpctrain.run.stored_run import FRESH, find_run
-from hpctrain.storage import best_record, checkpoint
-from hpctrain.storage.best_record import BestRecord
-from hpctrain.storage.checkpoint import CheckpointContent, checkpoint_path, parameter_key, remove, restore, write
-from hpctrain.runs.directory import RunDirectory, latest
+from hpctrain.runs import directory as best_record
+from hpctrain.runs.directory import BestRecord, RunDirectory, latest
 from hpctrain.runs.owner import owned
-from hpctrain.storage.shards import Part, write_shard
-from hpctrain.storage.sharded_checkpoint import publish, unfinished
-from hpctrain.train.metrics_rest import Reporter, RunningSums
+from hpctrain.storage import checkpoint
+from hpctrain.storage.checkpoint import CheckpointContent, checkpoint_path, parameter_key, remove, restore, write
+from hpctrain.storage.shards import Part, publish, unfinished, write_shard
+from hpctrain.train.metrics import Reporter, RunningSums
 from hpctrain.train.snapshot import Position
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
-from hpctrain.virtual.run import run_virtual
+from hpctrain_testing.virtual.run import run_virtual
 from tests.support.crashes import crash_at
 from tests.support.run_in_process import (
     MEASURES,
@@ -111,7 +110,7 @@ def flip(path: Path, tensor: np.ndarray) -> None:
 @pytest.fixture
 def lines() -> Iterator[list[str]]:
     """Of the search's log, in which only rank 0 writes."""
-    texts, handler, logger = list[str](), logging.Handler(), logging.getLogger("hpctrain.experiment.checkpoint_search")
+    texts, handler, logger = list[str](), logging.Handler(), logging.getLogger("hpctrain.run.resume")
     handler.emit = lambda record: texts.append(record.getMessage())
     logger.addHandler(handler)
     yield texts
@@ -296,7 +295,7 @@ def runs(tmp_path: Path) -> Path:
         if step is not None:
             content = CheckpointContent({"parameters/w": np.ones(2)}, {"config": text.replace("small", "alexnet")})
             checkpoint.write(checkpoint.checkpoint_path(directory / "checkpoints", step), content)
-    best_record.write(tmp_path / "runs" / OLD / "checkpoints", BestRecord("checkpoint-00000004.h5", 4, 1, "top1", 0.5))
+    best_record.write_best(tmp_path / "runs" / OLD / "checkpoints", BestRecord("checkpoint-00000004.h5", 4, 1, "top1", 0.5))
     return tmp_path / "runs"
 
 
@@ -450,7 +449,7 @@ def _source(folder: Path, draw: random.Random) -> str:
     there = checkpoint.checkpoints(_directory(folder))
     if choice == "any" and there:
         return str(draw.choice(there)[1])
-    return choice if choice == "best" and best_record.read(_directory(folder)) is not None else "auto"
+    return choice if choice == "best" and best_record.read_best(_directory(folder)) is not None else "auto"
 
 
 def _assert_nothing_is_lost(folder: Path, case: Case) -> None:
@@ -460,7 +459,7 @@ def _assert_nothing_is_lost(folder: Path, case: Case) -> None:
     until = [step for step in written if step < max(there)]
     best = case.best(until)
     assert best is None or best in there or case.best(written) in there
-    record = best_record.read(_directory(folder))
+    record = best_record.read_best(_directory(folder))
     assert record is None or record.step in there
 
 
@@ -482,7 +481,7 @@ def test_a_run_disturbed_in_any_way_keeps_what_an_undisturbed_one_keeps(folder: 
     output = capsys.readouterr().out
     assert "warning" not in output
     assert _there(folder) == case.kept()
-    record, best = best_record.read(_directory(folder)), case.best(case.kept())
+    record, best = best_record.read_best(_directory(folder)), case.best(case.kept())
     assert best == case.best(case.written()), "the best of all is kept"
     assert (None if record is None else record.step) == best
     last = output.splitlines()[-2]
@@ -583,8 +582,10 @@ def test_a_checkpoint_of_an_earlier_version_begins_the_search(folder: Path) -> N
     _whole(folder, accuracies=(3, 9))
     path = checkpoint_path(_directory(folder), 6)
     content = checkpoint.read(path)
-    assert [entry["step"] for entry in content.meta[META]] == [3, 6]
-    checkpoint.write(path, CheckpointContent(content.tensors, {key: content.meta[key] for key in content.meta if key != META}))
+    assert [entry["step"] for entry in content.meta[EVALUATIONS]] == [3, 6]
+    checkpoint.write(
+        path, CheckpointContent(content.tensors, {key: content.meta[key] for key in content.meta if key != EVALUATIONS})
+    )
     _whole(folder, accuracies=(3, 9, 1, 2), resume="auto")
     assert _there(folder) == [12]
     _whole(folder, "epochs=5", accuracies=(3, 9, 1, 2, 1), resume="auto")
@@ -648,7 +649,7 @@ def test_a_crash_at_any_call_to_the_system_leaves_the_best_until_then(tmp_path: 
         whole = [int(str(checkpoint.read(path).meta["global_step"])) for _, path in checkpoint.checkpoints(directory)]
         assert there == whole
         assert {2, 3} <= set(there) or (4 in there and (right == 9 or 2 in there)), call
-        record = best_record.read(directory)
+        record = best_record.read_best(directory)
         assert record.step in there
         outcomes.add(tuple(there))
         _save(directory, best, 5, 3)

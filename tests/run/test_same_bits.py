@@ -14,22 +14,22 @@ import pytest
 
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.onednn.kernel_set import OnednnKernelSet
+from hpctrain.core.errors import CheckpointError, ConfigError, DivergedError
 from hpctrain.data import image_file as data_format
 from hpctrain.data.loader import Batch
 from hpctrain.data.sampler import Reordering, Sampler
-from hpctrain.core.errors import CheckpointError, ConfigError, DivergedError
-from hpctrain.experiment.exact_promise import META, check_alike, check_kept, promise
-from hpctrain.experiment.run_hashes import RunHashes
 from hpctrain.launch.threads import ThreadPlan
 from hpctrain.report.comparison import SameBits, compared
+from hpctrain.run.accounts import RunHashes
+from hpctrain.run.reproducibility import EXACT_META, check_kept_record, check_same_record, reproducibility_record
+from hpctrain.runs.directory import RunDirectory, latest, runs
+from hpctrain.runs.records import read_hashes
 from hpctrain.storage import checkpoint
 from hpctrain.storage.checkpoint import CheckpointContent, checkpoint_path, checkpoints, read
-from hpctrain.runs.records import read_hashes
-from hpctrain.runs.directory import RunDirectory, latest, runs
-from hpctrain.train.element_hash import hash_of, hash_of_all
+from hpctrain.train.state_hashes import hash_of, hash_of_all
 from hpctrain.train.step import TrainingStep
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
-from hpctrain.virtual.run import run_virtual
+from hpctrain_testing.virtual.run import run_virtual
 from tests.run.test_saved_runs import write_images
 from tests.support.jobs import Outcome
 from tests.support.runs import _rank, train_virtual
@@ -448,23 +448,25 @@ OWN = {"kernels": "numpy", "numpy": "2.0", "threads": "2"}
 
 def test_the_promise_names_kernels_libraries_and_threads() -> None:
     kernels = OnednnKernelSet()
-    assert promise(kernels, ThreadPlan(3, 4, "asked for"))["kernels"] == f"onednn {kernels.version}"
-    found = promise(NumpyKernelSet(), ThreadPlan(3, 4, "asked for"))
+    assert reproducibility_record(kernels, ThreadPlan(3, 4, "asked for"))["kernels"] == f"onednn {kernels.version}"
+    found = reproducibility_record(NumpyKernelSet(), ThreadPlan(3, 4, "asked for"))
     assert (found["kernels"], found["threads"]) == ("numpy", "3")
 
 
 @pytest.mark.parametrize("name", OWN)
 def test_ranks_that_differ_are_refused_on_all_of_them(name: str) -> None:
     with pytest.raises(ConfigError, match=f"same {name}, but rank 0 has {OWN[name]} and rank 2 has other; give all ranks"):
-        run_virtual(3, lambda comm: check_alike(comm, {**OWN, name: "other"} if comm.rank == 2 else OWN))
-    run_virtual(3, lambda comm: check_alike(comm, OWN))
+        run_virtual(3, lambda comm: check_same_record(comm, {**OWN, name: "other"} if comm.rank == 2 else OWN))
+    run_virtual(3, lambda comm: check_same_record(comm, OWN))
 
 
 @pytest.mark.parametrize("name", OWN)
 def test_a_resume_with_something_else_is_refused(name: str) -> None:
-    meta = {META: {**OWN, name: "other"}}
+    meta = {EXACT_META: {**OWN, name: "other"}}
     with pytest.raises(CheckpointError, match=f"cannot go on from there with {name}: other -> {OWN[name]}, as its bits"):
-        run_virtual(2, lambda comm: check_kept(comm, meta, OWN, "there"))
-    run_virtual(2, lambda comm: check_kept(comm, {META: OWN}, OWN, "there"))
+        run_virtual(2, lambda comm: check_kept_record(comm, meta, OWN, "there"))
+    run_virtual(2, lambda comm: check_kept_record(comm, {EXACT_META: OWN}, OWN, "there"))
     with pytest.raises(CheckpointError, match=f"{name}: not told -> {OWN[name]}"):
-        run_virtual(2, lambda comm: check_kept(comm, {META: {key: OWN[key] for key in OWN if key != name}}, OWN, "there"))
+        run_virtual(
+            2, lambda comm: check_kept_record(comm, {EXACT_META: {key: OWN[key] for key in OWN if key != name}}, OWN, "there")
+        )

@@ -21,20 +21,19 @@ from click.testing import CliRunner
 from hpctrain.averaging.strategies.sharded import Sharded
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.cli.main import cli
-from hpctrain.data import image_file as data_format
 from hpctrain.core.errors import CheckpointError, DivergedError
-from hpctrain.experiment.loop_checkpoints import LoopCheckpoints
+from hpctrain.data import image_file as data_format
 from hpctrain.optim.optimizers.sgd import Sgd
-from hpctrain.storage import checkpoint
-from hpctrain.storage.background_writer import BackgroundWriter
-from hpctrain.storage.checkpoint import CheckpointContent, checkpoint_path, read
+from hpctrain.run.python_job import LoopCheckpoints
 from hpctrain.runs.directory import RunDirectory, latest, runs
-from hpctrain.storage.run_marker import MARKER, is_run, marker_of
-from hpctrain.train.own_loop import OwnLoop
-from hpctrain.train.replica import Replica
+from hpctrain.runs.owner import MARKER, is_run, marker_of
+from hpctrain.storage import checkpoint
+from hpctrain.storage.checkpoint import CheckpointContent, checkpoint_path, read
+from hpctrain.train.replica import OwnLoop, Replica
+from hpctrain.train.saving import BackgroundWriter
 from hpctrain.train.step import TrainingStep
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
-from hpctrain.virtual.run import run_virtual, virtual_engine
+from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
 from tests.support.jobs import Outcome, run_job
 from tests.support.runs import make_unmarked, train_virtual

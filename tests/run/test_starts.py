@@ -17,41 +17,45 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import hpctrain
-from hpctrain.core import user_code
 from hpctrain.comm.base import Communicator
 from hpctrain.config.load import load
-from hpctrain.data import image_file as data_format
-from hpctrain.data.readers import BlockReader
-from hpctrain.data.convert.packing import PictureForm, pack
-from hpctrain.data.facts import compared_facts
-from hpctrain.data.image_file import ImageFile
-from hpctrain.data.pictures import picture_facts
-from hpctrain.data.format import digest_of
-from hpctrain.doctor import files as hdf5
+from hpctrain.core import user_code
 from hpctrain.core.errors import ConfigError, DataError, HpctrainError
-from hpctrain.experiment import checkpoint_search
-from hpctrain.run import prediction
+from hpctrain.data import image_file as data_format
+from hpctrain.data.convert.common import PictureForm, pack
+from hpctrain.data.format import digest_of
+from hpctrain.data.image_file import ImageFile, compared_facts
+from hpctrain.data.pictures import picture_facts
+from hpctrain.data.readers import BlockReader
+from hpctrain.doctor import files as hdf5
 from hpctrain.job import same_start
-from hpctrain.experiment.automatic import resolve
-from hpctrain.experiment.checkpoint_search import find_checkpoint, read_together
-from hpctrain.run.evaluation import run_evaluation
-from hpctrain.run.images import open_alike
-from hpctrain.run.python_job import Job
-from hpctrain.experiment.judgement import judge
-from hpctrain.experiment.loop_checkpoints import LoopCheckpoints
-from hpctrain.run.prediction import PredictionRequest, run_prediction
-from hpctrain.run.training import run_training
-from hpctrain.job.same_start import Subject, called_with, check_same_program, check_same_start, compare, package_files
+from hpctrain.job.same_start import (
+    Subject,
+    called_with,
+    check_same_code,
+    check_same_program,
+    check_same_start,
+    compare,
+    is_trusted,
+    package_files,
+)
 from hpctrain.job.session import Session
-from hpctrain.experiment.start_search import StartedJob
-from hpctrain.experiment.user_code import check_alike, is_trusted
 from hpctrain.launch.signals import SignalWatch
 from hpctrain.optim.optimizers.sgd import Sgd
-from hpctrain.storage import checkpoint
-from hpctrain.storage.convert import convert
+from hpctrain.run import prediction, resume
+from hpctrain.run.automatic_search import StartedJob
+from hpctrain.run.build import resolve
+from hpctrain.run.evaluation import judge, run_evaluation
+from hpctrain.run.images import open_alike
+from hpctrain.run.prediction import PredictionRequest, run_prediction
+from hpctrain.run.python_job import Job, LoopCheckpoints
+from hpctrain.run.resume import find_checkpoint, read_together
+from hpctrain.run.training import run_training
 from hpctrain.runs.directory import latest
+from hpctrain.storage import checkpoint
+from hpctrain.storage.checkpoint import convert
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
-from hpctrain.virtual.run import run_virtual
+from hpctrain_testing.virtual.run import run_virtual
 from tests.support import nets
 from tests.support.jobs import Outcome
 from tests.support.run_in_process import prepare, train
@@ -154,7 +158,7 @@ def test_checksums_are_of_all_modules(tmp_path: Path) -> None:
 def test_parts_that_no_training_loads_are_not_read() -> None:
     names, of_gpus = (package_files(Path(hpctrain.__file__).parent, of_gpus=of_gpus) for of_gpus in (False, True))
     assert {"nn/program.py", "run/training.py", "version.py"} <= names.keys()
-    assert {"backend/cuda/cudnn_graphs.py", "backend/cuda/conv2d.py"} <= of_gpus.keys()
+    assert {"backend/cuda/libraries.py", "backend/cuda/conv2d.py"} <= of_gpus.keys()
     assert not names.keys() & of_gpus.keys()
     aside = ("doctor/", "virtual/", "backend/cuda/emulator/")
     assert not any(name.startswith(aside) for name in (*names, *of_gpus))
@@ -467,7 +471,7 @@ def test_checkpoints_that_differ_are_refused_and_no_older_one_takes_their_place(
     here = threading.local()
     older = checkpoint.checkpoint_path(run.checkpoints, 0)
     checkpoint.write(older, content)
-    monkeypatch.setattr(checkpoint_search, "root_digest", lambda path: str(here.rank if path == newest else 0))
+    monkeypatch.setattr(resume, "root_digest", lambda path: str(here.rank if path == newest else 0))
 
     def searches(comm: Communicator) -> object:
         here.rank = comm.rank
@@ -639,7 +643,7 @@ def sentences(monkeypatch: pytest.MonkeyPatch, kind: str, of_ranks: list[dict[st
 
     def work(comm: ThreadCommunicator) -> None:
         monkeypatch.setattr(user_code, kind, lambda: of_ranks[comm.rank])  # virtual ranks take turns, one goes on at a time
-        check_alike(comm)
+        check_same_code(comm)
 
     return raised(len(of_ranks), work)
 

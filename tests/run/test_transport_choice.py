@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from hpctrain.backend.cuda import choose
+from hpctrain.backend import choice
 from hpctrain.backend.host_arithmetic import HostArithmetic
 from hpctrain.comm import device_probe
 from hpctrain.comm.device_probe import AWARE, UNAWARE, UNTRIED
+from hpctrain.config.checks import device_faults
 from hpctrain.config.schema import Config
 from hpctrain.core.errors import BackendError, ConfigError
-from hpctrain.experiment.device_faults import device_faults
-from hpctrain.experiment.transport import chosen, tried
 from hpctrain.launch.launcher import Launcher
+from hpctrain.run.messages import choose_transport, try_transport
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
-from hpctrain.virtual.run import run_virtual
+from hpctrain_testing.virtual.run import run_virtual
 from tests.support.emulated import EmulatedDeviceFactory
 from tests.support.faults import DEADLINE_SECONDS, FAULTS, findings, is_named, prepare, run_fault
 
@@ -52,7 +52,7 @@ def _choices(wanted: str, found: Sequence[str | None], identities: Sequence[str]
     def program(comm: ThreadCommunicator) -> Any:
         arithmetic: Any = _Arithmetic(_Messages(identities[comm.rank], fault if comm.rank else None))
         try:
-            return chosen(_config(transport=wanted), comm, arithmetic, found[comm.rank])
+            return choose_transport(_config(transport=wanted), comm, arithmetic, found[comm.rank])
         except BackendError as error:
             return str(error)
 
@@ -111,30 +111,33 @@ def test_where_nothing_travels_there_is_nothing_to_say() -> None:
 
 def test_on_the_host_there_is_nothing_to_choose() -> None:
     def program(comm: ThreadCommunicator) -> None:
-        assert chosen(_config(backend="auto"), comm, HostArithmetic(), None) == ("staged", ())
+        assert choose_transport(_config(backend="auto"), comm, HostArithmetic(), None) == ("staged", ())
         with pytest.raises(
             ConfigError, match=r'^transport is nccl, which is a way between GPUs; set it to auto, or backend to "cuda"\.$'
         ):
-            chosen(_config(backend="auto", transport="nccl"), comm, HostArithmetic(), None)
+            choose_transport(_config(backend="auto", transport="nccl"), comm, HostArithmetic(), None)
 
     run_virtual(2, program)
 
 
 def test_a_trial_is_made_where_it_matters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_probe, "trial", lambda: AWARE)
-    monkeypatch.setattr(choose, "cupy_is_installed", lambda: True)
-    monkeypatch.delenv(choose.DEVICE_VARIABLE, raising=False)
+    monkeypatch.setattr(choice, "cupy_is_installed", lambda: True)
+    monkeypatch.delenv(choice.DEVICE_VARIABLE, raising=False)
     launcher = Launcher("Slurm srun", 4, 0, 2, 0)
-    assert (tried(_config(), launcher), tried(_config(backend="auto", transport="mpi"), launcher)) == (AWARE, AWARE)
+    assert (try_transport(_config(), launcher), try_transport(_config(backend="auto", transport="mpi"), launcher)) == (
+        AWARE,
+        AWARE,
+    )
     for config in (None, _config(backend="onednn"), _config(transport="staged"), _config(transport="nccl")):
-        assert tried(config, launcher) is None
+        assert try_transport(config, launcher) is None
     for other in (Launcher("none"), Launcher("Slurm srun", 1, 0, 1, 0), Launcher("Slurm srun", 4, 1, 2, 1)):
-        assert tried(_config(), other) is None
-    monkeypatch.setenv(choose.DEVICE_VARIABLE, "emulated")
-    assert tried(_config(), launcher) is None
-    monkeypatch.delenv(choose.DEVICE_VARIABLE)
-    monkeypatch.setattr(choose, "cupy_is_installed", lambda: False)
-    assert tried(_config(), launcher) is None
+        assert try_transport(_config(), other) is None
+    monkeypatch.setenv(choice.DEVICE_VARIABLE, "emulated")
+    assert try_transport(_config(), launcher) is None
+    monkeypatch.delenv(choice.DEVICE_VARIABLE)
+    monkeypatch.setattr(choice, "cupy_is_installed", lambda: False)
+    assert try_transport(_config(), launcher) is None
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 import hpctrain
-from hpctrain.launch.exit_codes import SIGNALLED, STOPPED, USER_ERROR
+from hpctrain.launch.process_end import SIGNALLED, STOPPED, USER_ERROR
 from hpctrain.runs.directory import latest
 from tests.support.signal_storm import final_tensors, prepare, same_bits
 from tests.support.slurm_cluster import NODES, SlurmCluster, SlurmJob, SlurmUser, missing, slurm_cluster

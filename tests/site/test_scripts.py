@@ -20,11 +20,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from hpctrain.core.errors import ConfigError, LaunchError
-from hpctrain.site import profile_files
-from hpctrain.site.job import JobFiles, JobRequest, plan_job
+from hpctrain.site import profile as profile_files
+from hpctrain.site.job import JobFiles, JobRequest, Submission, job_files, plan_job, render, submit
 from hpctrain.site.profile import ScratchFields, SetupFields, VariableFields
-from hpctrain.site.script import render
-from hpctrain.site.submission import Submission, job_files, submit
 from tests.run.test_saved_runs import DOUBLE_HOUR, clock
 from tests.support import stand_ins
 from tests.support.job_scripts import SITES
@@ -35,7 +33,7 @@ TEXTS = st.text(CHARACTERS, min_size=1, max_size=12)
 
 
 def _script(site: str, train: tuple[str, ...] = ("a.yaml",), request: JobRequest | None = None) -> str:
-    found = profile_files.read(site, {})
+    found = profile_files.read_site(site, {})
     request = request or JobRequest(1, account="mine" if found.profile.account else None)
     return render(found, plan_job(found, request, JobFiles("run", "jobs/run", "runs/jobs", "runs/jobs/run.log", train)))
 
@@ -52,7 +50,7 @@ def test_words_come_through_the_shell_as_they_are(words: list[str]) -> None:
 def test_scripts_for_a_configuration_are_sound(site: str, tmp_path: Path) -> None:
     assert SHELLCHECK is not None, "requirements-dev.txt brings shellcheck"
     (tmp_path / "environment.tar").touch()
-    profile = profile_files.read(site, {}).profile
+    profile = profile_files.read_site(site, {}).profile
     account = "mine" if profile.account else None
     stage = tmp_path / "environment.tar" if profile.scratch else None
     for number, request in enumerate(
@@ -72,7 +70,7 @@ def test_scripts_for_a_configuration_are_sound(site: str, tmp_path: Path) -> Non
 
 
 def test_commands_of_a_profile_come_first() -> None:
-    found = profile_files.read("slurm", {})
+    found = profile_files.read_site("slurm", {})
     step = SetupFields(command="module load cray-python", why="the site's Python", source="the site's guide")
     profile = found.profile.model_copy(update={"setup": (step,)})
     site = profile_files.Site("slurm", found.path, profile)
@@ -95,7 +93,7 @@ PIECES = st.sampled_from(
 )  # fmt: skip
 TRICKS = st.lists(PIECES, min_size=1, max_size=6).map("".join)
 FIELDS = ("account", "queue", "train", "log", "name", "environment", "hostfile", "stage")
-_site = functools.cache(lambda name: profile_files.read(name, {}))
+_site = functools.cache(lambda name: profile_files.read_site(name, {}))
 
 
 def _with_field(site: str, field: str, text: str, folder: Path) -> str | None:
@@ -156,7 +154,7 @@ def test_values_of_a_profile_may_name_variables(value: str) -> None:
 
 
 def test_slurm_reads_the_name_of_the_log_as_it_was(tmp_path: Path) -> None:
-    found = profile_files.read("slurm", {})
+    found = profile_files.read_site("slurm", {})
     text = render(found, plan_job(found, JobRequest(1), job_files(found, "run", Path("it's 50%A #1"), ("a.yaml",))))
     (line,) = [line for line in text.split("\n") if line.startswith("#SBATCH --output=")]
     (word,) = shlex.split(line.removeprefix("#SBATCH "))
@@ -176,7 +174,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _submit(site: str, request: JobRequest) -> tuple[Submission, Path]:
-    found = profile_files.read(site, {})
+    found = profile_files.read_site(site, {})
     job = plan_job(found, request, job_files(found, "a run", Path("out"), ("a.yaml", "batch=8")))
     submission = submit(found, job)
     script = Path(job.script)
@@ -199,7 +197,7 @@ def test_slurm_gives_a_number(folder: Path) -> None:
 @pytest.mark.job
 def test_two_submissions_of_one_second_have_a_script_each(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "strftime", lambda form, *when: "20260101-000000")
-    found = profile_files.read("polaris", {})
+    found = profile_files.read_site("polaris", {})
     scripts = set()
     both = {batch: job_files(found, "a run", Path("out"), ("a.yaml", f"batch={batch}")) for batch in ("8", "9")}
     for batch, files in both.items():
@@ -253,7 +251,7 @@ def _runs(process: int) -> bool:
 @pytest.mark.parametrize("status", [0, 85])
 def test_without_a_scheduler_it_runs_in_the_background(folder: Path, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
     monkeypatch.setenv("TRAIN_STATUS", str(status))
-    monkeypatch.setattr("hpctrain.site.submission._environment", lambda: "")
+    monkeypatch.setattr("hpctrain.site.job._python_environment", lambda: "")
     submission, script = _submit("local", JobRequest(1, 2))
     _wait(lambda: not _runs(int(submission.number)))
     assert [call[0] for call in stand_ins.calls(folder)] == ["mpiexec", "python", "python"] * 2
@@ -266,7 +264,7 @@ def test_without_a_scheduler_it_runs_in_the_background(folder: Path, monkeypatch
 @pytest.mark.job
 def test_a_submitted_job_has_a_session_of_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCTOR_SLEEPS", "50")
-    monkeypatch.setattr("hpctrain.site.submission._environment", lambda: "")
+    monkeypatch.setattr("hpctrain.site.job._python_environment", lambda: "")
     submission, _ = _submit("local", JobRequest(1, 1))
     process = int(submission.number)
     try:
@@ -281,7 +279,7 @@ def test_a_submitted_job_has_a_session_of_its_own(folder: Path, monkeypatch: pyt
 
 @pytest.mark.job
 def test_the_environment_of_this_python_is_used_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    site = profile_files.read("slurm", {})
+    site = profile_files.read_site("slurm", {})
     conda = str(tmp_path)
     (tmp_path / "conda-meta").mkdir()
     for prefix, base, used in (("/v", "/usr", "/v"), ("/usr", "/usr", ""), (conda, conda, conda)):
@@ -293,7 +291,7 @@ def test_the_environment_of_this_python_is_used_again(monkeypatch: pytest.Monkey
 @pytest.mark.job
 def test_no_script_of_another_job_is_replaced(tmp_path: Path) -> None:
     """Two jobs may start in one second, or in the hour that comes twice when summer time ends."""
-    site, names = profile_files.read("slurm", {}), []
+    site, names = profile_files.read_site("slurm", {}), []
     for seconds in (DOUBLE_HOUR, DOUBLE_HOUR, DOUBLE_HOUR + 3600):
         with clock(seconds, "Europe/Berlin"):
             files = job_files(site, "run", tmp_path, ())

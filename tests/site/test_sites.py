@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from hpctrain.core.errors import ConfigError
-from hpctrain.site import profile_files
+from hpctrain.site import profile as profile_files
 from hpctrain.site.job import JobFiles, JobRequest, SiteJob, check_backend, plan_job
-from hpctrain.site.profile import NOT_SAID, ContainerFields, NodeFields, SiteProfile, Sourced
-from hpctrain.site.profile_faults import faults
+from hpctrain.site.profile import NOT_SAID, ContainerFields, NodeFields, SiteProfile, Sourced, faults
 from tests.support.job_scripts import JOBS, SITES
 
 
@@ -30,7 +29,7 @@ def _sourced(value: Any) -> Iterator[Sourced]:
 
 @pytest.mark.parametrize("site", SITES)
 def test_every_setting_of_a_shipped_profile_names_its_source(site: str) -> None:
-    profile = profile_files.read(site, {}).profile
+    profile = profile_files.read_site(site, {}).profile
     settings = [section for section in _sourced(profile) if section.model_dump(exclude={"source"}, exclude_defaults=True)]
     assert settings
     for section in settings:
@@ -92,7 +91,7 @@ def own(tmp_path: Path) -> Path:
 
 
 def _read(own: Path, name: str) -> profile_files.Site:
-    return profile_files.read(name, _environ(own))
+    return profile_files.read_site(name, _environ(own))
 
 
 def _environ(own: Path) -> dict[str, str]:
@@ -103,9 +102,9 @@ def test_shipped_profiles_are_the_repositorys() -> None:
     assert sorted(path.stem for path in (JOBS / "sites").glob("*.yaml")) == SITES
     wished = {"slurm", "perlmutter-cpu", "perlmutter-gpu", "frontier", "polaris", "lumi-c", "lumi-g", "hostfile", "local"}
     assert set(SITES) == wished
-    for name, path in profile_files.paths({"XDG_CONFIG_HOME": "/nowhere"}).items():
+    for name, path in profile_files.profile_paths({"XDG_CONFIG_HOME": "/nowhere"}).items():
         assert path.samefile(JOBS / "sites" / f"{name}.yaml")
-        assert profile_files.read(name, {"XDG_CONFIG_HOME": "/nowhere"}).is_installed
+        assert profile_files.read_site(name, {"XDG_CONFIG_HOME": "/nowhere"}).is_installed
 
 
 def test_the_configuration_directory_follows_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,12 +189,12 @@ FILES = JobFiles("run", "runs/jobs/run.sbatch")
 
 
 def _plan(site: str, request: JobRequest, *, own_limit: bool = False) -> SiteJob:
-    return plan_job(profile_files.read(site, {}), request, FILES, own_limit=own_limit)
+    return plan_job(profile_files.read_site(site, {}), request, FILES, own_limit=own_limit)
 
 
 @given(site=st.sampled_from(["perlmutter-cpu", "lumi-c", "slurm"]), ranks=st.integers(1, 128))
 def test_ranks_never_share_cores(site: str, ranks: int) -> None:
-    node = profile_files.read(site, {}).profile.node
+    node = profile_files.read_site(site, {}).profile.node
     request = JobRequest(3, ranks_per_node=ranks, account="a")
     if ranks > node.limit:
         with pytest.raises(ConfigError, match=f"the nearest legal value is {node.limit}"):
@@ -234,7 +233,7 @@ def test_a_request_that_does_not_fit_is_one_sentence(site: str, request_: JobReq
 
 def test_no_environment_is_staged_beside_an_image(tmp_path: Path) -> None:
     (tmp_path / "environment.tar").touch()
-    site, request = profile_files.read("slurm", {}), JobRequest(1, stage=tmp_path / "environment.tar")
+    site, request = profile_files.read_site("slurm", {}), JobRequest(1, stage=tmp_path / "environment.tar")
     assert site.profile.stages
     assert plan_job(site, request, FILES).stage == str(request.stage)
     profile = site.profile.model_copy(update={"container": ContainerFields(image="$HOME/hpctrain.sif")})
@@ -285,7 +284,7 @@ def test_what_is_no_time_is_refused_on_every_site(site: str, time: str) -> None:
 
 @pytest.mark.parametrize("site", SITES)
 def test_a_limit_leaves_time_before_the_checkpoint_at_its_end(site: str) -> None:
-    profile = profile_files.read(site, {}).profile
+    profile = profile_files.read_site(site, {}).profile
     least = profile.signal_seconds if profile.scheduler == "slurm" else 60
     for seconds in (1, least):
         with pytest.raises(ConfigError, match=rf"saves? a checkpoint {least} s before the end; the nearest legal value is 00:0"):
@@ -294,7 +293,7 @@ def test_a_limit_leaves_time_before_the_checkpoint_at_its_end(site: str) -> None
 
 
 def _account(site: str) -> str | None:
-    return None if profile_files.read(site, {}).profile.account is None else "mine"
+    return None if profile_files.read_site(site, {}).profile.account is None else "mine"
 
 
 def test_account_and_queue_become_the_sites_options() -> None:
@@ -321,7 +320,7 @@ def test_the_training_is_told_of_a_time_that_nobody_signals(site: str, time: str
 
 @pytest.mark.parametrize("site", SITES)
 def test_gpus_that_cannot_be_used_are_refused(site: str) -> None:
-    found = profile_files.read(site, {})
+    found = profile_files.read_site(site, {})
     for backend in ("auto", "onednn", "numpy"):
         check_backend(found, backend, JobRequest(2))
     gpu = found.profile.gpu

@@ -20,9 +20,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.core.intervals import Box, relative, size_of, whole
-from hpctrain.launch import process_mark
-from hpctrain.launch.process_mark import ProcessMark
-from hpctrain.storage import atomic_write, bookkeeping, store_file, write_shares
+from hpctrain.launch import processes
+from hpctrain.launch.processes import ProcessMark
+from hpctrain.runs import records as bookkeeping
+from hpctrain.runs.directory import RunDirectory
+from hpctrain.runs.records import Bookkeeping, PatientRecords
+from hpctrain.storage import atomic_write, hdf5_store
+from hpctrain.storage import shards as write_shares
 from hpctrain.storage.atomic_write import (
     PARTIAL,
     partial_path,
@@ -33,13 +37,10 @@ from hpctrain.storage.atomic_write import (
     write_text,
     writer_of,
 )
-from hpctrain.storage.background_writer import BackgroundWriter
-from hpctrain.storage.bookkeeping import Bookkeeping, PatientRecords
-from hpctrain.storage.hdf5_target import Hdf5Target
-from hpctrain.storage.leftovers import remove_left
-from hpctrain.runs.directory import RunDirectory
-from hpctrain.storage.store_file import StoreFile
-from hpctrain.storage.write_shares import WriteShares
+from hpctrain.storage.checkpoint import remove_left
+from hpctrain.storage.hdf5_store import Hdf5Target, StoreFile
+from hpctrain.storage.shards import WriteShares
+from hpctrain.train.saving import BackgroundWriter
 from tests.support.data_files import NODES, make_node
 
 
@@ -101,20 +102,20 @@ def test_the_file_is_the_old_one_until_the_block_ends(tmp_path: Path) -> None:
 @pytest.mark.parametrize("length", [3, 245])
 def test_two_that_write_a_file_at_once_both_write_it_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int) -> None:
     path = tmp_path / ("x" * (length - 3) + ".h5")
-    dead = replace(process_mark.own(), begun="1")
+    dead = replace(processes.own_mark(), begun="1")
     with monkeypatch.context() as patch:
-        patch.setattr(process_mark, "own", lambda: dead)
+        patch.setattr(processes, "own_mark", lambda: dead)
         left = partial_path(path)
         left.write_bytes(b"as a kill leaves it")
-    other = replace(process_mark.own(), begun="2", place="other")
+    other = replace(processes.own_mark(), begun="2", place="other")
     with replacing(path) as first:
         first.write_bytes(b"first")
         with monkeypatch.context() as patch:
-            patch.setattr(process_mark, "own", lambda: other)
+            patch.setattr(processes, "own_mark", lambda: other)
             with replacing(path) as second:
                 second.write_bytes(b"second")
         assert path.read_bytes() == b"second"
-        assert (writer_of(first), writer_of(second)) == (process_mark.own(), other)
+        assert (writer_of(first), writer_of(second)) == (processes.own_mark(), other)
     assert path.read_bytes() == b"first"
     with replacing(path) as first, replacing(path) as second:  # as by two threads
         first.write_bytes(b"first")
@@ -255,7 +256,7 @@ def test_the_disk_sees_arrays_at_once_and_structures_at_the_end(tmp_path: Path) 
 def test_writes_that_the_system_cuts_short_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda descriptor, data, at: write(descriptor, data[:3], at))
-    monkeypatch.setattr(store_file, "_BLOCK", 7)
+    monkeypatch.setattr(hdf5_store, "_BLOCK", 7)
     with StoreFile(tmp_path / "f") as file:
         file.place(5, np.arange(11, dtype=np.uint8), lambda block: None)
         file.write(b"12345")
@@ -366,10 +367,10 @@ def test_elsewhere_what_was_written_to_lately_stays(directory: Path) -> None:
 @pytest.mark.job
 def test_what_a_living_process_writes_stays(tmp_path: Path) -> None:
     """It stays at any age. A process on another machine may live, so its file stays for an hour, or until a new owner."""
-    own = process_mark.own()
+    own = processes.own_mark()
     marks = {"own": own, "dead": replace(own, begun="1"), "foreign": ProcessMark(7, "5", "n.b-1234abcd")}
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as living:
-        marks["living"] = replace(own, number=living.pid, begun=process_mark.begun(living.pid))
+        marks["living"] = replace(own, number=living.pid, begun=processes.start_ticks(living.pid))
         files = {name: tmp_path / f"checkpoint-00000003.{kind}.{marks[name]}.partial" for name in marks for kind in ("h5",)}
         shards = tmp_path / f"checkpoint-00000004.shards.abcd.{marks['living']}.partial"
         shards.mkdir()

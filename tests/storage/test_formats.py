@@ -19,10 +19,9 @@ from hypothesis.extra import numpy as arrays
 from hypothesis.extra import numpy as hnp
 
 from hpctrain.core.errors import CheckpointError, DataError
+from hpctrain.runs.records import HashFile, HashRecord, cut_back, read_hashes, unreadable_path
 from hpctrain.storage import weights_file
-from hpctrain.runs.records import HashFile, HashRecord, read_hashes
 from hpctrain.storage.hdf5_store import read_store, write_store
-from hpctrain.storage.metrics_file import cut_back, unreadable_path
 from hpctrain.storage.weights_file import WeightsFile
 
 DTYPES = ("float32", "float64", "int64", "int32", "uint8", "bool", ">f4")
@@ -449,7 +448,7 @@ def path(tmp_path: Path) -> Path:
 def warnings() -> Iterator[list[logging.LogRecord]]:
     """What the module logs, wherever the package's log goes."""
     found: list[logging.LogRecord] = []
-    logger, handler = logging.getLogger("hpctrain.storage.metrics_file"), logging.Handler()
+    logger, handler = logging.getLogger("hpctrain.runs.records"), logging.Handler()
     handler.emit = found.append
     logger.addHandler(handler)
     yield found

@@ -18,15 +18,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.core.errors import CheckpointError, ConfigError, DataError, RunOwnedError
-from hpctrain.launch import process_mark
-from hpctrain.launch.process_mark import ProcessMark
+from hpctrain.launch import processes
+from hpctrain.launch.processes import ProcessMark
 from hpctrain.launch.scheduler import SchedulerJob
-from hpctrain.storage import best_record
+from hpctrain.runs import directory as best_record
 from hpctrain.runs import owner as run_owner
-from hpctrain.storage.best_record import BestRecord
-from hpctrain.storage.checkpoint import CheckpointContent, checkpoint_path, write
-from hpctrain.runs.directory import RunDirectory, git_state, latest, restore, resumable, runs, small_files, software_versions
+from hpctrain.runs.directory import (
+    BestRecord,
+    RunDirectory,
+    git_state,
+    latest,
+    restore_files,
+    resumable,
+    runs,
+    small_files,
+    software_versions,
+)
 from hpctrain.runs.owner import Contender, Owner, Ownership, living_owner, owned, owners, run_of, was_owned_by_job
+from hpctrain.storage.checkpoint import CheckpointContent, checkpoint_path, write
 from tests.support.runs import make_unmarked
 
 CONFIG = "model:\n  name: small\nname: quickstart\noutput: runs\n"
@@ -101,10 +110,10 @@ def test_small_files_come_back_where_the_directory_was_removed(tmp_path):
     assert "metrics.jsonl" not in files
     shutil.rmtree(run.path)
     write(checkpoint_path(run.checkpoints, 3), CheckpointContent({"parameters/a": np.ones(3)}, {}))
-    restore(run, files)
+    restore_files(run, files)
     assert (resumable(tmp_path, "quickstart")[0], small_files(run)) == (checkpoint_path(run.checkpoints, 3), files)
     (run.path / "config.yaml").write_text("name: changed\n")
-    restore(run, files)
+    restore_files(run, files)
     assert run.config() == "name: changed\n"
 
 
@@ -260,7 +269,7 @@ def test_no_git_and_no_repository(tmp_path, monkeypatch):
     assert git_state(tmp_path) == {}
 
 
-HERE = process_mark.own()
+HERE = processes.own_mark()
 #: its number is this process's, which has another start: the number has come again
 DEAD = replace(HERE, begun="1")
 ELSEWHERE = ProcessMark(7, "5", "other-12345678")
@@ -469,10 +478,10 @@ BEST = BestRecord("checkpoint-00000035.h5", 35, 7, "top1", 0.9193)
 def test_a_best_record_comes_back_as_it_was_written(tmp_path_factory, epoch: int, measure: str, value: float) -> None:
     directory = tmp_path_factory.mktemp("best")
     best = BestRecord("checkpoint-00000035.h5", 35, epoch, measure, value)
-    best_record.write(directory, best)
-    assert best_record.read(directory) == best
-    best_record.write(directory, None)
-    assert best_record.read(directory) is None
+    best_record.write_best(directory, best)
+    assert best_record.read_best(directory) == best
+    best_record.write_best(directory, None)
+    assert best_record.read_best(directory) is None
     assert list(directory.iterdir()) == []
 
 
@@ -482,13 +491,13 @@ def test_a_best_record_is_described_in_a_few_words() -> None:
 
 
 def test_what_is_there_already_is_not_written_again(tmp_path: Path) -> None:
-    best_record.write(tmp_path, BEST)
-    before = os.stat(tmp_path / best_record.NAME).st_ino
-    dead = replace(process_mark.own(), begun="1")
-    (tmp_path / f"{best_record.NAME}.1.{dead}.partial").write_text("as a kill leaves it")
-    best_record.write(tmp_path, BestRecord(**vars(BEST)))
-    assert [path.name for path in tmp_path.iterdir()] == [best_record.NAME]
-    assert os.stat(tmp_path / best_record.NAME).st_ino == before
+    best_record.write_best(tmp_path, BEST)
+    before = os.stat(tmp_path / best_record.BEST_RECORD).st_ino
+    dead = replace(processes.own_mark(), begun="1")
+    (tmp_path / f"{best_record.BEST_RECORD}.1.{dead}.partial").write_text("as a kill leaves it")
+    best_record.write_best(tmp_path, BestRecord(**vars(BEST)))
+    assert [path.name for path in tmp_path.iterdir()] == [best_record.BEST_RECORD]
+    assert os.stat(tmp_path / best_record.BEST_RECORD).st_ino == before
 
 
 WRONG_VALUE = json.dumps({**vars(BEST), "value": "0.9193"})
@@ -496,11 +505,11 @@ WRONG_VALUE = json.dumps({**vars(BEST), "value": "0.9193"})
 
 @pytest.mark.parametrize("text", ["", "[1]", '{"step": 3}', WRONG_VALUE, "\udcff"])
 def test_another_file_of_that_name_is_refused(tmp_path: Path, text: str) -> None:
-    (tmp_path / best_record.NAME).write_bytes(text.encode(errors="surrogateescape"))
+    (tmp_path / best_record.BEST_RECORD).write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(CheckpointError, match=r"best\.json is no record of a best checkpoint"):
-        best_record.read(tmp_path)
-    best_record.write(tmp_path, BEST)
-    assert best_record.read(tmp_path) == BEST
+        best_record.read_best(tmp_path)
+    best_record.write_best(tmp_path, BEST)
+    assert best_record.read_best(tmp_path) == BEST
 
 
 def _run(output: Path) -> RunDirectory:
@@ -509,14 +518,14 @@ def _run(output: Path) -> RunDirectory:
 
 def test_the_newest_run_that_has_one_counts(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"No run of 'tiny' in .* has a best checkpoint"):
-        best_record.find(tmp_path, "tiny")
+        best_record.find_best(tmp_path, "tiny")
     older = _run(tmp_path)
     _run(tmp_path)
     with pytest.raises(CheckpointError, match="No run of 'tiny'"):
-        best_record.find(tmp_path, "tiny")
-    best_record.write(older.checkpoints, BEST)
+        best_record.find_best(tmp_path, "tiny")
+    best_record.write_best(older.checkpoints, BEST)
     with pytest.raises(CheckpointError, match=r"checkpoint-00000035\.h5 \(top1 91\.93% after epoch 7\), is not there any more"):
-        best_record.find(tmp_path, "tiny")
+        best_record.find_best(tmp_path, "tiny")
     path = older.checkpoints / BEST.checkpoint
     path.write_bytes(b"")
-    assert best_record.find(tmp_path, "tiny") == path
+    assert best_record.find_best(tmp_path, "tiny") == path

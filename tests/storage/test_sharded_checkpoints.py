@@ -13,14 +13,33 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.core.intervals import Box, relative
 from hpctrain.core.errors import CheckpointError
-from hpctrain.storage import checkpoint, sharded_checkpoint, sharded_tensors
-from hpctrain.storage.checkpoint import CheckpointContent, checkpoint_path, prune, read, read_newest, set_aside, write
-from hpctrain.storage.leftovers import remove_left
-from hpctrain.storage.shards import Part, ShardFacts, ShardReader, runs, write_shard
-from hpctrain.storage.sharded_checkpoint import moved_away, publish, unfinished
-from hpctrain.storage.sharded_tensors import ShardedTensors, shares
+from hpctrain.core.intervals import Box, relative
+from hpctrain.storage import checkpoint
+from hpctrain.storage import shards as sharded_checkpoint
+from hpctrain.storage import shards as sharded_tensors
+from hpctrain.storage.checkpoint import (
+    CheckpointContent,
+    checkpoint_path,
+    prune,
+    read,
+    read_newest,
+    remove_left,
+    set_aside,
+    write,
+)
+from hpctrain.storage.shards import (
+    Part,
+    ShardedTensors,
+    ShardFacts,
+    ShardReader,
+    contiguous_runs,
+    moved_away,
+    publish,
+    shares,
+    unfinished,
+    write_shard,
+)
 from tests.support.crashes import crash_at
 from tests.support.sampling import amount
 
@@ -282,7 +301,7 @@ def test_the_runs_of_a_box_are_its_elements_in_order_and_as_long_as_they_can_be(
     held = tuple((begin, begin + size) for begin, size in zip(first, shape, strict=True))
     box = tuple(tuple(sorted((data.draw(st.integers(begin, stop)), data.draw(st.integers(begin, stop))))) for begin, stop in held)
     elements = np.arange(math.prod(shape), dtype="<u2").reshape(shape)
-    run, offsets = runs(held, box, 2)
+    run, offsets = contiguous_runs(held, box, 2)
     places = list(offsets)
     memory = elements.tobytes()
     assert b"".join(memory[place : place + run] for place in places) == elements[relative(box, held)].tobytes()

@@ -20,19 +20,21 @@ from hypothesis import strategies as st
 
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
 from hpctrain.cli.main import cli
-from hpctrain.data.facts import DataFacts
-from hpctrain.data.image_file import ImageFile
 from hpctrain.core.errors import CheckpointError
+from hpctrain.data.image_file import DataFacts, ImageFile
 from hpctrain.run.resume import data_of
-from hpctrain.storage import checkpoint, write_shares
+from hpctrain.runs.directory import RunDirectory
+from hpctrain.storage import checkpoint
+from hpctrain.storage import checkpoint as convert_module
 from hpctrain.storage import checkpoint as module
-from hpctrain.storage import convert as convert_module
+from hpctrain.storage import shards as write_shares
 from hpctrain.storage.checkpoint import (
     SEQUENCE,
     CheckpointContent,
     by_age,
     checkpoint_path,
     checkpoints,
+    convert,
     next_sequence,
     open_checkpoint,
     optimizer_key,
@@ -45,8 +47,6 @@ from hpctrain.storage.checkpoint import (
     statistic_key,
     write,
 )
-from hpctrain.storage.convert import convert
-from hpctrain.runs.directory import RunDirectory
 from tests.support.runs import train_virtual
 from tests.support.write_fixtures import CASES, CLASSES, SAMPLES, SHAPE, STEPS, arithmetic
 

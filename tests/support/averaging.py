@@ -13,17 +13,16 @@ from typing import Any
 import numpy as np
 
 from hpctrain.averaging.agreement import make_averager
-from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager
+from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager, PlannedGroup, Strategy
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
 from hpctrain.averaging.group_sums import JointNorms
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.averaging.strategies.bucketed import Bucketed
-from hpctrain.averaging.strategies.lazy_rest import Lazy
+from hpctrain.averaging.strategies.lazy import Lazy
 from hpctrain.averaging.strategies.overlap import Overlap
 from hpctrain.averaging.strategies.priority import Priority
 from hpctrain.averaging.strategies.sharded import Sharded
-from hpctrain.averaging.strategies.sparse_rest import Sparse
-from hpctrain.averaging.strategy import PlannedGroup, Strategy
+from hpctrain.averaging.strategies.sparse import Sparse
 from hpctrain.comm.base import Array, Communicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.nn.parameter import FlatGroup, GroupLayout, Parameter, ParameterSpec, Segment

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hpctrain.compress.base import Compressor
+from hpctrain.comm.sums import Compressor
 
 #: the largest relative error of one rounding to nearest, of numbers that are not tiny
 UNIT = 2.0**-8

@@ -23,17 +23,17 @@ from unittest import mock
 
 import numpy as np
 
-from hpctrain.core import registry
+from hpctrain.averaging.averagers import make_strategy
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.data import batch_threads
+from hpctrain.core import registry
 from hpctrain.core.errors import ConfigError, ShapeError
-from hpctrain.averaging.averagers import make_strategy
+from hpctrain.data import pipeline
 from hpctrain.runs.records import HashRecord
 from hpctrain.train.replica import StrategyFactory
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
-from hpctrain.virtual.run import run_virtual, virtual_engine
+from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support.device_views import ViewingCommunicator
 from tests.support.dimensions import (
     VALUES,
@@ -150,7 +150,7 @@ def _train(row: Row, course: Course) -> _Trained:
 
         return _on_ranks({**row, "grid": grid}, program)
 
-    with mock.patch.object(batch_threads, "_LEAST_CHUNK_BYTES", 1):  # else one thread makes a whole batch of such small images
+    with mock.patch.object(pipeline, "_LEAST_CHUNK_BYTES", 1):  # else one thread makes a whole batch of such small images
         outcome = run_whole(make, course, on_ranks)
     every = value_of(row, "hashes")
     hashed = list(range(0, steps_of(row) + 1, every)) if every else []

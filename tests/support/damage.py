@@ -9,15 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.averaging.base import GradientAverager
+from hpctrain.averaging.base import GradientAverager, Strategy
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.averaging.strategies.bucketed import Bucketed
-from hpctrain.averaging.strategies.lazy_rest import Lazy
+from hpctrain.averaging.strategies.lazy import Lazy
 from hpctrain.averaging.strategies.overlap import Overlap
 from hpctrain.averaging.strategies.priority import Priority
 from hpctrain.averaging.strategies.sharded import Sharded
-from hpctrain.averaging.strategies.sparse_rest import Sparse
-from hpctrain.averaging.strategy import Strategy
+from hpctrain.averaging.strategies.sparse import Sparse
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.core.errors import CorruptedStateError
 from hpctrain.optim.ema import EMA, EmaRule
@@ -27,7 +26,7 @@ from hpctrain.train.replica import Replica
 from hpctrain.train.snapshot import Position
 from hpctrain.train.weight_watch import CheckCadence
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
-from hpctrain.virtual.run import run_virtual, virtual_engine
+from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
 from tests.support.training import Task, batches, replica_of
 

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from hpctrain.comm.shared_memory import SharedMemory
+from hpctrain.data.cache import CountedImages, ReadCounts, SampleMemory, bytes_for, held_in
 from hpctrain.data.image_file import ImageArray, ImageFile
-from hpctrain.data.read_counts import CountedImages, ReadCounts
-from hpctrain.data.cache import SampleMemory, bytes_for, held_in
 
 #: by kind, the numbers of a character device; None: a pipe
 NODES = {"null": (1, 3), "zero": (1, 5), "full": (1, 7), "pipe": None}

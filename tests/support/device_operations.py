@@ -9,10 +9,10 @@ import numpy as np
 
 from hpctrain.backend.arithmetic import Arithmetic
 from hpctrain.backend.cuda.kernel_set import CudaKernelSet
-from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
+from hpctrain.backend.cuda.runtime import CudaRuntime
 from hpctrain.comm.base import Communicator
-from hpctrain.testing.transfers import empty, put, take
-from hpctrain.virtual.run import wait
+from hpctrain.testing.operators import empty, put, take
+from hpctrain_testing.virtual.run import wait
 
 #: elements of each rank's piece; some ranks have none
 COUNTS = {1: (3,), 2: (5, 2), 3: (0, 4, 3), 4: (2, 0, 1, 6)}

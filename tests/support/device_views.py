@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hpctrain.backend.cuda.device_array import DeviceArray
-from hpctrain_testing.emulator.memory import borrowed, on_host
+from hpctrain.backend.cuda.device import DeviceArray
 from hpctrain.comm.base import Array, Communicator, Handle
+from hpctrain_testing.emulator.memory import borrowed, on_host
 
 
 def view(array: Array) -> Array:

@@ -13,25 +13,21 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from hpctrain.averaging.strategy import PlannedGroup
-from hpctrain_testing.emulator.device import EmulatedDevice
-from hpctrain.backend.operators import KernelSet
+from hpctrain.averaging.averagers import make_strategy
+from hpctrain.averaging.base import PlannedGroup
 from hpctrain.backend.cuda.kernel_set import CudaKernelSet
-from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
+from hpctrain.backend.cuda.runtime import CudaRuntime
 from hpctrain.backend.graph import Graph, GraphBuilder
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.operators import KernelSet
 from hpctrain.backend.specs import BatchNormSpec, Conv2dSpec, TensorSpec
-from hpctrain.comm.grid import coordinates
-from hpctrain.config.data_section import MixingConfig
-from hpctrain.config.schema import Config
-from hpctrain.data.mixing import Mixing
-from hpctrain.data.sizes import ImageSizes
+from hpctrain.comm.groups import coordinates
+from hpctrain.config.checks import mixing_fault, progress_fault, sparse_fault, transport_fault, wire_fault
+from hpctrain.config.grid import check_batch, check_image_shapes, check_overlap
+from hpctrain.config.schema import Config, MixingConfig
 from hpctrain.core.errors import HpctrainError
-from hpctrain.averaging.averagers import make_strategy
-from hpctrain.experiment.device_faults import mixing_fault, progress_fault, sparse_fault, transport_fault, wire_fault
-from hpctrain.config.grid import check_batch, check_overlap
-from hpctrain.experiment.image_sizes import check_image_shapes
-from hpctrain.experiment.unreadable import check_skip
+from hpctrain.data.pipeline import ImageSizes
+from hpctrain.data.sampler import Mixing
 from hpctrain.nn.layers import Layer
 from hpctrain.nn.network import Network
 from hpctrain.nn.parameter import GroupLayout
@@ -40,9 +36,11 @@ from hpctrain.optim.ema import EmaRule
 from hpctrain.optim.optimizers import OPTIMIZERS
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.partition_graph import partition_graph
+from hpctrain.run.images import check_skip
 from hpctrain.train.passes import backend_fault, ranks_fault, statistics_fault, synchronised
 from hpctrain.train.passes import split_fault as split_fault_of_exact
 from hpctrain.train.weight_watch import CheckCadence
+from hpctrain_testing.emulator.device import EmulatedDevice
 from tests.support import nets
 from tests.support.training import Task
 

@@ -8,27 +8,25 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from hpctrain.backend.operators import Array, KernelSet, LocalStatistics, StatisticsMerger, StepContext
 from hpctrain.backend.graph import Graph, GraphBuilder
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.operators import Array, KernelSet, LocalStatistics, StatisticsMerger, StepContext
 from hpctrain.backend.specs import AddSpec, SoftmaxCrossEntropySpec, TensorSpec
 from hpctrain.core.intervals import Box, consecutive, even_intervals, intersect, relative, whole
 from hpctrain.data.loader import cut
 from hpctrain.nn.compile.compiler import compile_graph
-from hpctrain.nn.distribution import Distribution, Shard, Undistributed
 from hpctrain.nn.layers import Layer
-from hpctrain.nn.network import declared
-from hpctrain.nn.parameter import FlatGroup, ParameterSpec
+from hpctrain.nn.network import Distribution, Shard, Undistributed, declared
+from hpctrain.nn.parameter import FlatGroup, FlatStatistics, ParameterSpec
 from hpctrain.nn.program import Program
-from hpctrain.nn.statistics import FlatStatistics
 from hpctrain.parallel import layout
-from hpctrain.parallel.batch_norm import RankStatistics
+from hpctrain.parallel.groups import RankStatistics
 from hpctrain.parallel.layout import Layout
+from hpctrain.parallel.moves import SplitGroup
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.parallel.rank_graph import GridDistribution
-from hpctrain.parallel.split_group import SplitGroup
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
-from hpctrain.virtual.run import run_virtual, virtual_engine
+from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 
 
 def _partition(chance: random.Random, shape: tuple[int, ...], ranks: int) -> Layout:

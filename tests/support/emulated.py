@@ -13,20 +13,20 @@ from typing import Any
 
 import pytest
 
-from hpctrain.backend.cuda import sources_rest
+from hpctrain.backend.cuda import sources
 from hpctrain.backend.cuda.device import Precision
-from hpctrain.backend.cuda.emulator import build
-from hpctrain_testing.emulator.device import EmulatedDevice
 from hpctrain.backend.cuda.kernel_set import CudaKernelSet
-from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
+from hpctrain.backend.cuda.runtime import CudaRuntime
 from hpctrain.core.errors import BackendError
+from hpctrain_testing.emulator import kernels
+from hpctrain_testing.emulator.device import EmulatedDevice
 
 #: a source of tests alone
-PLANTED = Path(__file__).parents[1] / "backend" / "cuda" / "emulator" / "sources" / "planted.cu"
+PLANTED = Path(__file__).parents[1] / "emulator" / "sources" / "planted.cu"
 #: its text with each of the ways to switch between threads
 PLANTED_TEXTS = {
-    "registers": sources_rest.text(PLANTED.stem, PLANTED.parent),
-    "ucontext": f"#define CPU_UCONTEXT\n{sources_rest.text(PLANTED.stem, PLANTED.parent)}",
+    "registers": sources.text(PLANTED.stem, PLANTED.parent),
+    "ucontext": f"#define CPU_UCONTEXT\n{sources.text(PLANTED.stem, PLANTED.parent)}",
 }
 
 EmulatedDeviceFactory = Callable[..., EmulatedDevice]
@@ -43,7 +43,7 @@ class EmulatedDevices:
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Between collection and the first test, where no test is watched; see `tests.support.marking`."""
         if any("emulated_device" in getattr(item, "fixturenames", ()) for item in session.items):
-            self._missing = "" if build.compiler() else "there is no g++ to build the kernels of the emulated device"
+            self._missing = "" if kernels.compiler() else "there is no g++ to build the kernels of the emulated device"
             try:
                 prepare()
             except BackendError as error:
@@ -83,4 +83,4 @@ class EmulatedDevices:
 
 def prepare() -> None:
     """Build all sources of the package and of the tests."""
-    build.prepare([*map(sources_rest.text, sources_rest.names()), *PLANTED_TEXTS.values()])
+    kernels.prepare([*map(sources.text, sources.names()), *PLANTED_TEXTS.values()])

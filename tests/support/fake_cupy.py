@@ -18,14 +18,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpctrain.backend.cuda.device_array import DeviceArray
-from hpctrain.backend.cuda.emulator import build
+from hpctrain.backend.cuda.device import DeviceArray, bfloat16_bits, bfloat16_values
+from hpctrain_testing.emulator import kernels
 from hpctrain_testing.emulator.kernels import CpuKernel
-from hpctrain.backend.cuda.half import bfloat16_bits, bfloat16_values
 
 #: the module that imports CuPy
 IMPORTER = "hpctrain.backend.cuda.cupy_device"
-LINKS = "hpctrain.backend.cuda.cupy_links"
+LINKS = "hpctrain.backend.cuda.cupy_device"
 
 _NUMPY_SCALARS = tuple(np.dtype(code).type for code in "?bhilqBHILQefd")
 _DATA_TYPES = {0: np.dtype("float32"), 14: np.dtype("uint16")}
@@ -304,7 +303,7 @@ class _Module:
         def enqueue(stream: object, work: Callable[[], None], text: str, kept: Sequence[DeviceArray] = ()) -> None:
             self._cupy._enqueue("launch", work, text)
 
-        kernel = CpuKernel(build.build(self._text), name, lambda: 0, enqueue, hex)
+        kernel = CpuKernel(kernels.build(self._text), name, lambda: 0, enqueue, hex)
 
         def function(grid: Sequence[int], block: Sequence[int], args: tuple[Any, ...], *, stream: _Stream) -> None:
             assert isinstance(grid, tuple)

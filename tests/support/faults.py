@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from click.testing import CliRunner
 
-from hpctrain.backend.cuda.choose import DEVICE_VARIABLE
+from hpctrain.backend.choice import DEVICE_VARIABLE
 from hpctrain.cli.main import cli
 from hpctrain.data import image_file as data_format
 from hpctrain.flight.start_records import RECORDS

@@ -16,15 +16,14 @@ from functools import lru_cache, partial
 import numpy as np
 
 from hpctrain.averaging.strategies.blocking import Blocking
-from hpctrain.backend.operators import KernelSet
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
-from hpctrain.comm.base import Communicator
+from hpctrain.backend.operators import KernelSet
+from hpctrain.comm.base import Communicator, SingleCommunicator
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.comm.single import SingleCommunicator
 from hpctrain.models import catalogue
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
-from hpctrain.virtual.run import run_virtual, virtual_engine
+from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support.training import Result, Task, train
 
 TOLERANCE = 1e-9

@@ -9,18 +9,10 @@ from hpctrain.backend.graph import Graph, GraphBuilder
 from hpctrain.backend.specs import BatchNormSpec, TensorSpec
 from hpctrain.data.sampler import counts
 from hpctrain.models import catalogue
-from hpctrain.nn.layers import Layer
-from hpctrain.nn.layers_parts.conv2d import Conv2d
-from hpctrain.nn.layers_parts.dropout import Dropout
-from hpctrain.nn.layers_parts.flatten import Flatten
-from hpctrain.nn.layers_parts.linear import Linear
-from hpctrain.nn.layers_parts.max_pool import MaxPool
-from hpctrain.nn.layers_parts.relu import ReLU
-from hpctrain.nn.layers_parts.sequential import Sequential
+from hpctrain.nn.layers import Conv2d, Dropout, Flatten, Layer, Linear, MaxPool, ReLU, Sequential
 from hpctrain.nn.network import declared
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
-from hpctrain.parallel.plan_report_rest import LayerReport, PlanReport, Words
-from hpctrain.parallel.plan_report import report_plan
+from hpctrain.parallel.plan_report import LayerReport, PlanReport, Words, report_plan
 
 _MIXED = {"features.*": Parallelism.DOMAIN, "classifier.*": Parallelism.MODEL}
 # Its classifier begins with a dropout: where the samples already lie, it moves nothing.

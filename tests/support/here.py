@@ -20,18 +20,17 @@ from types import SimpleNamespace
 from typing import IO, Any
 from unittest.mock import patch
 
-from hpctrain import log
 from hpctrain.cli import failure
-from hpctrain.cli.job_process import ConfiguredProcess
-from hpctrain.cli.job_process_rest import JobProcess
+from hpctrain.cli.job_process import ConfiguredProcess, JobProcess
 from hpctrain.cli.main import cli
+from hpctrain.comm.base import SingleCommunicator
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.comm.single import SingleCommunicator
+from hpctrain.core import log
 from hpctrain.job import session
 from hpctrain.launch.launcher import Launcher
 from hpctrain.runs import directory
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
-from hpctrain.virtual.run import run_virtual, virtual_engine, wait
+from hpctrain_testing.virtual.run import run_virtual, virtual_engine, wait
 from tests.support.jobs import Outcome, clean_environment
 
 platform.processor()  # its first call starts a process, which a test that is not marked `job` may not

@@ -13,7 +13,7 @@ from pathlib import Path
 import hpctrain
 from hpctrain.nn.network import Network
 from hpctrain.storage import atomic_write
-from hpctrain.train.metrics_rest import Reporter
+from hpctrain.train.metrics import Reporter
 
 _LIMIT_SECONDS = 100
 _STEP = 7

@@ -19,39 +19,35 @@ from typing import cast
 import numpy as np
 
 from hpctrain.backend.choice import Backend
-from hpctrain.comm.grid import ProcessGrid
+from hpctrain.comm.base import raise_on_all_ranks
+from hpctrain.comm.groups import ProcessGrid
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.comm.raise_on_all_ranks import raise_on_all_ranks
-from hpctrain.config.dump import dump
+from hpctrain.config.load import dump
 from hpctrain.config.schema import Config
 from hpctrain.data import image_file as data_format
-from hpctrain.data.facts import DataFacts
-from hpctrain.data.image_file import ImageFile
+from hpctrain.data.image_file import DataFacts, ImageFile
 from hpctrain.data.loader import Batch, BatchSource, Loader
-from hpctrain.data.mapped_reader import MappedReader
 from hpctrain.data.pipeline import Pipeline
-from hpctrain.run import reproducibility
+from hpctrain.data.readers import MappedReader
 from hpctrain.job.automatic_choice import Resolved
-from hpctrain.run.build import Parts, build_trainer
-from hpctrain.experiment.checkpoint_search import AUTO
-from hpctrain.run.checkpoints import RunCheckpoints
-from hpctrain.run.data_cache import give_levels
-from hpctrain.run.images import Images, make_loader
-from hpctrain.run.resume import Start, find_start
-from hpctrain.experiment.rollback import rollback
-from hpctrain.experiment.run_hashes import RunHashes
 from hpctrain.job.session import Session
 from hpctrain.launch.launcher import Launcher
 from hpctrain.launch.threads import ThreadPlan
 from hpctrain.optim.schedules import SCHEDULES
 from hpctrain.parallel.groups import GridGroups
-from hpctrain.storage import checkpoint
-from hpctrain.runs.records import HashRecord, read_hashes
+from hpctrain.run import reproducibility
+from hpctrain.run.accounts import RunHashes
+from hpctrain.run.build import TrainingSetup, build_trainer
+from hpctrain.run.checkpoints import RunCheckpoints, rollback
+from hpctrain.run.data_cache import give_levels
+from hpctrain.run.images import Images, make_loader
+from hpctrain.run.resume import AUTO, Start, find_start
 from hpctrain.runs.directory import RunDirectory
-from hpctrain.train.metrics_rest import Reporter, RunningSums
+from hpctrain.runs.records import HashRecord, read_hashes
+from hpctrain.storage import checkpoint
+from hpctrain.train.metrics import Reporter, RunningSums, StepTotals
 from hpctrain.train.replica import Replica, StrategyFactory
 from hpctrain.train.snapshot import Position
-from hpctrain.train.metrics import StepTotals
 from hpctrain.train.stopping import TimeLimit
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from tests.support.training import ArraysByEpoch, Result, Task, replica_on, result_of, stored
@@ -143,12 +139,12 @@ class PartOfRun:
         session = Session(Launcher("none"), threads, comm, grid, GridGroups(grid), progress, Resolved(self.config), {})
         start = find_start(session, AUTO)
         parts = self._parts(session)
-        reproducibility.agree(session, parts, None if start is None else start.content)
+        reproducibility.agree_schedules(session, parts, None if start is None else start.content)
         reporter = _Sums(self.sums) if session.is_root else Reporter()
         outcome = self._train(session, parts, start, reporter)
         return replace(outcome, result=result_of(parts.replica))
 
-    def _train(self, session: Session, parts: Parts, start: Start | None, reporter: Reporter) -> PartOutcome:
+    def _train(self, session: Session, parts: TrainingSetup, start: Start | None, reporter: Reporter) -> PartOutcome:
         """As a run does, from its start to its last checkpoint."""
         position, directory = Position(), None
         if start is not None:
@@ -202,7 +198,7 @@ class PartOfRun:
             return lambda: False
         return lambda: replica.global_step + 1 >= course.step
 
-    def _parts(self, session: Session) -> Parts:
+    def _parts(self, session: Session) -> TrainingSetup:
         task, config = self.task, self.config
         replica = replica_on(task, session.groups, session.progress, self.strategy, nominal_batch=config.batch)
         path = Path(config.data.train)
@@ -230,7 +226,7 @@ class PartOfRun:
             "constant", {}, base_lr=task.lr, epochs=config.epochs, steps_per_epoch=len(loader), warmup_epochs=0.0
         )
         backend = Backend("numpy", task.dtype, task.kernels, "virtual")
-        return Parts(backend, replica, cast(Loader, disturbed), None, schedule, DataFacts.of(file), (), task.image_sizes)
+        return TrainingSetup(backend, replica, cast(Loader, disturbed), None, schedule, DataFacts.of(file), (), task.image_sizes)
 
 
 class _Disturbed:

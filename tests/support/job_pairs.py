@@ -32,10 +32,10 @@ import numpy as np
 import psutil
 
 from benchmarks.lab import Lab, take_down_at_termination
-from hpctrain.launch.exit_codes import FINISHED, USER_ERROR
+from hpctrain.launch.process_end import FINISHED, USER_ERROR
+from hpctrain.runs.owner import owners
 from hpctrain.storage import checkpoint
 from hpctrain.storage.atomic_write import write_json
-from hpctrain.runs.owner import owners
 from tests.support.jobs import StartedJob
 
 #: a meeting, whether the first job is killed, and the seed of all other choices

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hpctrain.site import profile_files
-from hpctrain.site.job import JobFiles, JobRequest, plan_job
-from hpctrain.site.profile_files import INSTALLED
-from hpctrain.site.script import ACCOUNT, ENDINGS, render
+from hpctrain.site import profile
+from hpctrain.site.job import ACCOUNT, ENDINGS, JobFiles, JobRequest, plan_job, render
+from hpctrain.site.profile import INSTALLED
 
 JOBS = Path(__file__).parents[2] / "jobs"
 SITES = sorted(path.stem for path in INSTALLED.glob("*.yaml"))
@@ -18,12 +17,12 @@ _OTHERWISE = 2
 
 def path_of(site: str) -> Path:
     """The file of a site's script."""
-    return JOBS / f"{site}{ENDINGS[profile_files.read(site, {}).profile.scheduler]}"
+    return JOBS / f"{site}{ENDINGS[profile.read_site(site, {}).profile.scheduler]}"
 
 
 def script_of(site: str) -> str:
     """The script of a site, for a person to edit."""
-    found = profile_files.read(site, {})
+    found = profile.read_site(site, {})
     account = found.profile.account
     request = JobRequest(_NODES.get(site, _OTHERWISE), account=ACCOUNT if account is not None and account.needed else None)
     files = JobFiles("hpctrain", f"jobs/{path_of(site).name}", environment=".venv")

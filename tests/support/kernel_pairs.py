@@ -7,11 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hpctrain.backend.dtypes import parameter_dtype
-from hpctrain.backend.kernels.abilities import InputView
-from hpctrain.backend.operators import Array, Buffers, KernelSet, Operator, StepContext
-from hpctrain.backend.specs import NHWC, Spec, TensorSpec
-from hpctrain.testing import transfers
+from hpctrain.backend.operators import Array, Buffers, InputView, KernelSet, Operator, StepContext
+from hpctrain.backend.specs import NHWC, Spec, TensorSpec, parameter_dtype
+from hpctrain.testing import operators
 
 
 @dataclass
@@ -30,20 +28,20 @@ class Result:
 
 def buffer(kernels: KernelSet, spec: TensorSpec) -> Array:
     """Memory of `spec`; what lies there before must not matter."""
-    return transfers.empty(kernels, spec.shape if spec.layout == NHWC else (spec.size,), spec.dtype)
+    return operators.empty(kernels, spec.shape if spec.layout == NHWC else (spec.size,), spec.dtype)
 
 
 def place(kernels: KernelSet, array: np.ndarray, spec: TensorSpec) -> Array:
     """A plain array in the layout of `spec`."""
     plain = TensorSpec(array.shape, spec.dtype)
     source = buffer(kernels, plain)
-    transfers.put(kernels, source, array)
+    operators.put(kernels, source, array)
     return source if spec.layout == NHWC else _reordered(kernels, source, plain, spec)
 
 
 def take(kernels: KernelSet, array: Array, spec: TensorSpec) -> np.ndarray:
     """The plain array of a buffer of `spec`."""
-    return transfers.take(kernels, array if spec.layout == NHWC else _reordered(kernels, array, spec, spec.plain()))
+    return operators.take(kernels, array if spec.layout == NHWC else _reordered(kernels, array, spec, spec.plain()))
 
 
 def _reordered(kernels: KernelSet, array: Array, source: TensorSpec, target: TensorSpec) -> Array:
@@ -55,7 +53,7 @@ def _reordered(kernels: KernelSet, array: Array, source: TensorSpec, target: Ten
 
 
 def _bytes(kernels: KernelSet, size: int) -> Array | None:
-    return transfers.empty(kernels, (size,), "uint8") if size else None
+    return operators.empty(kernels, (size,), "uint8") if size else None
 
 
 def _placed(kernels: KernelSet, arrays: Mapping[str, np.ndarray] | None, dtype: str) -> dict[str, Array]:
@@ -63,7 +61,7 @@ def _placed(kernels: KernelSet, arrays: Mapping[str, np.ndarray] | None, dtype: 
 
 
 def _taken(kernels: KernelSet, arrays: Mapping[str, Array]) -> dict[str, np.ndarray]:
-    return {role: transfers.take(kernels, array) for role, array in arrays.items()}
+    return {role: operators.take(kernels, array) for role, array in arrays.items()}
 
 
 def run(
@@ -97,7 +95,7 @@ def run(
         inputs=tuple(place(kernels, x, wanted) for x, wanted in zip(inputs, operator.inputs, strict=True)),
         output=buffer(kernels, operator.output),
         parameters=own,
-        gradients={role: transfers.empty(kernels, value.shape, sums) for role, value in own.items()} if training else {},
+        gradients={role: operators.empty(kernels, value.shape, sums) for role, value in own.items()} if training else {},
         shadows={} if kernels.shadow_dtype is None else _placed(kernels, parameters, kernels.shadow_dtype),
         statistics=kept,
         saved=_bytes(kernels, operator.saved_bytes),

@@ -27,7 +27,7 @@ from typing import Any
 
 import psutil
 
-from hpctrain.launch.exit_codes import FINISHED
+from hpctrain.launch.process_end import FINISHED
 from hpctrain.runs.directory import latest, software_versions
 from tests.support.signal_storm import Setting, StormJob, final_tensors, prepare, same_bits
 

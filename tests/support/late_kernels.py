@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from hpctrain.backend import operators
 from hpctrain.backend.arithmetic import (
     Arithmetic,
     Array,
@@ -26,21 +27,20 @@ from hpctrain.backend.arithmetic import (
     UpdateRun,
     WatchedArrays,
 )
-from hpctrain.backend.cuda.device_array import DeviceArray
+from hpctrain.backend.cuda.device import DeviceArray
 from hpctrain.backend.host_arithmetic import HostArithmetic
-from hpctrain.backend.kernels import abilities
-from hpctrain.backend.operators import Buffers, LossHandle, LossOperator, LossSums, Operator, StepContext
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.operators import Buffers, LossHandle, LossOperator, LossSums, Operator, StepContext
 from hpctrain.backend.specs import SoftmaxCrossEntropySpec, Spec, TensorSpec
 from hpctrain.core.intervals import Box
 
 ABILITIES = [
-    abilities.InPlace,
-    abilities.InputView,
-    abilities.Accumulating,
-    abilities.OutputReadOnce,
-    abilities.JointBackward,
-    abilities.SufficientFactors,
+    operators.InPlace,
+    operators.InputView,
+    operators.Accumulating,
+    operators.OutputReadOnce,
+    operators.JointBackward,
+    operators.SufficientFactors,
 ]
 
 
@@ -250,7 +250,7 @@ class LateOperator(Operator):
 
     def finish_output_grad(self) -> None:
         """Of a linear layer."""
-        assert isinstance(self._inner, abilities.SufficientFactors)
+        assert isinstance(self._inner, operators.SufficientFactors)
         self._queue.put(self._inner.finish_output_grad)
 
 
@@ -287,7 +287,7 @@ class LateKernelSet(NumpyKernelSet):
     def make(self, spec: Spec, inputs: tuple[TensorSpec, ...], *, training: bool, input_gradient: bool = True) -> Operator:
         inner = super().make(spec, inputs, training=training, input_gradient=input_gradient)
         bases = [ability for ability in ABILITIES if isinstance(inner, ability)]
-        assert sum(base.__module__ == abilities.__name__ for base in type(inner).__mro__) == len(bases), "an ability is left out"
+        assert sum(base.__module__ == operators.__name__ for base in type(inner).__mro__) == len(bases), "an ability is left out"
         return type(f"Late{type(inner).__name__}", (LateOperator, *bases), {})(inner, self.queue)
 
     def make_loss(self, spec: SoftmaxCrossEntropySpec) -> LossOperator:

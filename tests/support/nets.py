@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from hpctrain.nn.layers import Layer
-from hpctrain.nn.layers_parts.adaptive_average_pool import AdaptiveAveragePool
-from hpctrain.nn.layers_parts.average_pool import AveragePool
-from hpctrain.nn.layers_parts.batch_norm import BatchNorm
-from hpctrain.nn.layers_parts.conv2d import Conv2d
-from hpctrain.nn.layers_parts.dropout import Dropout
-from hpctrain.nn.layers_parts.flatten import Flatten
-from hpctrain.nn.layers_parts.linear import Linear
-from hpctrain.nn.layers_parts.max_pool import MaxPool
-from hpctrain.nn.layers_parts.relu import ReLU
-from hpctrain.nn.layers_parts.residual import Residual
-from hpctrain.nn.layers_parts.sequential import Sequential
-from hpctrain.nn.layers_parts.stochastic_depth import StochasticDepth
+from hpctrain.nn.layers import (
+    AdaptiveAveragePool,
+    AveragePool,
+    BatchNorm,
+    Conv2d,
+    Dropout,
+    Flatten,
+    Layer,
+    Linear,
+    MaxPool,
+    ReLU,
+    Residual,
+    Sequential,
+    StochasticDepth,
+)
 
 
 def plain(classes: int = 5, *, dropout: float = 0.0, hidden: int = 11) -> Layer:

@@ -12,19 +12,16 @@ from dataclasses import replace
 import numpy as np
 
 from hpctrain.averaging.agreement import make_averager
-from hpctrain.averaging.base import AveragerSetup
+from hpctrain.averaging.base import AveragerSetup, PlannedGroup
 from hpctrain.averaging.strategies.blocking import Blocking
-from hpctrain.averaging.strategy import PlannedGroup
-from hpctrain.backend.operators import StepContext
-from hpctrain.backend.kernels.labels import MixedLabels
+from hpctrain.backend.operators import MixedLabels, StepContext
+from hpctrain.comm.base import SingleCommunicator
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.comm.single import SingleCommunicator
 from hpctrain.data.sampler import Reordering, counts, share_of
-from hpctrain.nn.frozen import layer_of
-from hpctrain.nn.network import Network
+from hpctrain.nn.network import Network, layer_of
 from hpctrain.optim.ema import EmaRule, with_ema
-from hpctrain.train.replica import StrategyFactory
 from hpctrain.train.metrics import StepTotals
+from hpctrain.train.replica import StrategyFactory
 from tests.support.training import Result, Task, made_up
 
 #: of a step: positions in its batch, in groups that are passed through the network one after the other

@@ -7,23 +7,22 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from hpctrain.averaging.base import GradientAverager
-from hpctrain.averaging.dependencies import EventKind
-from hpctrain.averaging.strategy import PlannedGroup, Strategy
-from hpctrain.backend.operators import Array
-from hpctrain.backend.graph import Graph, GraphBuilder
-from hpctrain.backend.specs import TensorSpec
 from hpctrain.averaging.averagers import make_strategy
-from hpctrain.experiment.planned_job import state_arrays
+from hpctrain.averaging.base import GradientAverager, PlannedGroup, Strategy
+from hpctrain.averaging.collective_schedule import EventKind
+from hpctrain.backend.graph import Graph, GraphBuilder
+from hpctrain.backend.operators import Array
+from hpctrain.backend.specs import TensorSpec
 from hpctrain.nn.network import declared
 from hpctrain.nn.parameter import Parameter
 from hpctrain.planner.job import Candidate, Job
 from hpctrain.planner.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
+from hpctrain.planner.planned_run import state_arrays
 from hpctrain.planner.tasks import BeginExchange, EndBackward, Happens, Merge, NeedsParameters, StepMessage, Task
 from hpctrain.train.replica import Replica
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
-from hpctrain.virtual.run import run_virtual, virtual_engine
+from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support import training
 from tests.support.averaging import Forwarding
 

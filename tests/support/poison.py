@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from hpctrain.backend.alignment import aligned
+from hpctrain.backend.operators import aligned
 from hpctrain.nn.compile.plan import Action
 from hpctrain.nn.program import Program
 

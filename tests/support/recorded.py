@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hpctrain.launch.exit_codes import End
 from hpctrain.flight.ring import FlightRecord, RecordedOperation
+from hpctrain.launch.process_end import End
 from hpctrain.trace.time_table import TimeTable, tabulate
 from hpctrain.trace.tracer import Category, Events, Tracer
-from hpctrain.train.metrics_rest import Reporter
+from hpctrain.train.metrics import Reporter
 
 
 class Heard(Reporter):

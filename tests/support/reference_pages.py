@@ -16,10 +16,10 @@ import click
 from pydantic_core import PydanticUndefined
 
 from hpctrain.cli.main import cli
-from hpctrain.config.faults import known_paths, section_at, show
-from hpctrain.core.yaml_source import KeyPath, dotted
-from hpctrain.doctor.checks import CHECKS, JOB_KINDS
+from hpctrain.config.load import known_paths, section_at, show
 from hpctrain.config.options import FOLLOWING, Choice, choices
+from hpctrain.core.yaml_source import KeyPath, dotted
+from hpctrain.doctor.job import CHECKS, JOB_KINDS
 
 _HEAD = """# Commands
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from hpctrain_testing.emulator.device import EmulatedDevice
-from hpctrain.backend.cuda.half import bfloat16_bits, bfloat16_values
-from hpctrain.backend.dtypes import parameter_dtype
+from hpctrain.backend.cuda.device import bfloat16_bits, bfloat16_values
 from hpctrain.backend.cuda.kernel_set import CudaKernelSet
-from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
-from hpctrain.backend.specs import Spec
+from hpctrain.backend.cuda.runtime import CudaRuntime
+from hpctrain.backend.specs import Spec, parameter_dtype
 from hpctrain.testing.operators import OperatorBench
+from hpctrain_testing.emulator.device import EmulatedDevice
 
 DTYPES = ["float64", "float32", "bfloat16"]
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from hpctrain.data import image_file as data_format
-from hpctrain.train.metrics_rest import RunningSums
+from hpctrain.train.metrics import RunningSums
 from hpctrain.train.replica import Replica
 from tests.support.runs import train_virtual
 

@@ -13,26 +13,26 @@ from typing import Any, TypeVar
 import numpy as np
 from PIL import Image
 
-from hpctrain.comm.grid import ProcessGrid
+from hpctrain.comm.groups import ProcessGrid
+from hpctrain.config.grid import columns
 from hpctrain.config.load import load
+from hpctrain.config.options import filled
 from hpctrain.data.convert import folder
 from hpctrain.job.automatic_choice import Resolved
-from hpctrain.config.grid import columns
-from hpctrain.config.options import filled
-from hpctrain.run.training import run_training
 from hpctrain.job.session import Session
-from hpctrain.run.trace_report import TABLE_FILE, TRACE_FILE
 from hpctrain.launch.launcher import detect
 from hpctrain.launch.signals import SignalWatch
 from hpctrain.launch.threads import ThreadPlan
 from hpctrain.parallel.groups import GridGroups
+from hpctrain.run.trace_report import TABLE_FILE, TRACE_FILE
+from hpctrain.run.training import run_training
+from hpctrain.runs.directory import RunDirectory, latest
 from hpctrain.storage import checkpoint
 from hpctrain.storage.checkpoint import CheckpointContent, checkpoint_path
-from hpctrain.runs.directory import RunDirectory, latest
 from hpctrain.trace.time_table import Row, TimeTable
-from hpctrain.train.confusion import ConfusionMatrix
+from hpctrain.train.evaluation import ConfusionMatrix
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
-from hpctrain.virtual.run import run_virtual, virtual_engine
+from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 
 
 def make_unmarked(path: Path, config: str) -> Path:

@@ -31,10 +31,10 @@ from typing import Any
 import numpy as np
 import psutil
 
-from hpctrain.launch.exit_codes import FINISHED, STOPPED
+from hpctrain.launch.process_end import FINISHED, STOPPED
 from hpctrain.launch.signal_mask import HELD, STOPS
-from hpctrain.storage import checkpoint
 from hpctrain.runs.directory import latest, software_versions
+from hpctrain.storage import checkpoint
 from tests.support.jobs import StartedJob, find_mpiexec
 
 QUIET = tuple(number for number in HELD if number not in STOPS)

@@ -5,22 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hpctrain.averaging.collective_schedule import CollectiveSchedule, Operation, OperationKind, Stream
-from hpctrain.averaging.dependencies import EventKind, LocalEventKey
+from hpctrain.averaging.averagers import make_strategy
+from hpctrain.averaging.collective_schedule import CollectiveSchedule, EventKind, LocalEventKey, Operation, OperationKind, Stream
 from hpctrain.averaging.slicing import Slice
-from hpctrain.backend.operators import KernelSet
 from hpctrain.backend.graph import Graph, GraphBuilder
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.operators import KernelSet
 from hpctrain.backend.specs import TensorSpec
-from hpctrain.averaging.averagers import make_strategy
 from hpctrain.models import catalogue
 from hpctrain.nn.compile.plan import Action, PlannedStep, StepMemory
 from hpctrain.nn.layers import Layer
 from hpctrain.nn.network import declared
 from hpctrain.optim.base import NormsNeeded
-from hpctrain.planner.factor_products import FactorProduct
 from hpctrain.planner.job import Job
 from hpctrain.planner.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
+from hpctrain.planner.operator_work import FactorProduct
 from hpctrain.planner.tasks import (
     AveragedGroup,
     Compute,

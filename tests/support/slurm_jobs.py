@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from hpctrain.experiment.cores import ranges
+from hpctrain.job.session import ranges
 from tests.support.signal_storm import prepare
 from tests.support.slurm_cluster import SlurmJob, SlurmUser, missing, slurm_cluster
 

@@ -36,7 +36,7 @@ from hpctrain.models import catalogue
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.train.replica import Replica
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
-from hpctrain.virtual.run import run_virtual, virtual_engine
+from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support.training import Task, train
 
 #: In this order: deep and narrow; few pixels and many weights; large linear layers; bottlenecks.

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from hpctrain.data import image_file as data_format
+from hpctrain.runs.directory import RunDirectory, latest
 from hpctrain.storage import checkpoint
 from hpctrain.storage.checkpoint import CheckpointContent
-from hpctrain.runs.directory import RunDirectory, latest
 from tests.support.here import run_here
 from tests.support.jobs import Outcome
 

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from hpctrain.backend.operators import KernelSet, StepContext
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.operators import KernelSet, StepContext
 from hpctrain.bench import torch_models
-from hpctrain.models import catalogue, interchange
+from hpctrain.models import catalogue, state_dict
 from hpctrain.nn.network import Network
 
 MODELS = ("vgg16", "resnet18", "resnet50", "resnet20", "resnet9")
@@ -144,7 +144,7 @@ def compare(
     options = {"classes": classes, "width": width}
     batch = make_batch(samples, pixels, classes, seed)
     network = make_network(name, pixels, options, "float64", seed)
-    state = interchange.export(network)
+    state = state_dict.export(network)
     reference = torch_step(name, width, state, batch, "float64")
     double = distances(our_step(network, batch), reference)
     del network  # four copies of a large model are enough

@@ -11,28 +11,25 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from hpctrain.backend.dtypes import parameter_dtype
 from hpctrain.backend.operators import KernelSet
+from hpctrain.backend.specs import parameter_dtype
 from hpctrain.comm.base import Communicator
-from hpctrain.comm.grid import ProcessGrid
+from hpctrain.comm.groups import ProcessGrid
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.comm.transports_rest import Transport
-from hpctrain.data.arrays import ArrayLoader
-from hpctrain.data.loader import Batch, TileOfRank
-from hpctrain.data.mixing import Mixing
-from hpctrain.data.sampler import Sampler
-from hpctrain.data.sizes import ImageSizes
+from hpctrain.comm.transports import Transport
+from hpctrain.data.loader import ArrayLoader, Batch, TileOfRank
+from hpctrain.data.pipeline import ImageSizes
+from hpctrain.data.sampler import Mixing, Sampler
 from hpctrain.nn.layers import Layer
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.ema import EmaRule
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.parallel.rank_graph import make_network
-from hpctrain.train.element_hash import hash_of
+from hpctrain.train.metrics import StepTotals
 from hpctrain.train.replica import Replica, StrategyFactory
 from hpctrain.train.snapshot import Position
-from hpctrain.train.state_hashes import state_hashes
-from hpctrain.train.metrics import StepTotals
+from hpctrain.train.state_hashes import hash_of, state_hashes
 from hpctrain.train.weight_watch import CheckCadence
 
 

@@ -11,28 +11,21 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from unittest.mock import patch
 
-from hpctrain.backend.operators import KernelSet
 from hpctrain.backend.graph import Graph, GraphBuilder
+from hpctrain.backend.operators import KernelSet
 from hpctrain.backend.specs import TensorSpec
+from hpctrain.comm.base import SingleCommunicator
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.comm.single import SingleCommunicator
 from hpctrain.models import catalogue
 from hpctrain.nn.compile import compiler
-from hpctrain.nn.compile.memory import Timeline, Use
+from hpctrain.nn.compile.memory import Sharing, Timeline, Use
 from hpctrain.nn.compile.packing import Block
 from hpctrain.nn.compile.plan import Action, Actions, ExecutionPlan, Key, Region
-from hpctrain.nn.compile.sharing import Sharing
 from hpctrain.nn.compile.steps import Steps, make_steps
-from hpctrain.nn.layers import Layer
-from hpctrain.nn.layers_parts.conv2d import Conv2d
-from hpctrain.nn.layers_parts.flatten import Flatten
-from hpctrain.nn.layers_parts.linear import Linear
-from hpctrain.nn.layers_parts.relu import ReLU
-from hpctrain.nn.layers_parts.residual import Residual
-from hpctrain.nn.layers_parts.sequential import Sequential
+from hpctrain.nn.layers import Conv2d, Flatten, Layer, Linear, ReLU, Residual, Sequential
+from hpctrain.parallel.moves import SplitGroup
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.partition_graph import partition_graph
-from hpctrain.parallel.split_group import SplitGroup
 from tests.support import nets
 
 P, I, F, R, B = Action.PARAMETERS, Action.INPUT, Action.FREE, Action.RECOMPUTE, Action.BEGIN  # noqa: E741

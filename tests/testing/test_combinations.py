@@ -11,9 +11,9 @@ from functools import cache
 import pytest
 
 from hpctrain.averaging.owner_operations import OwnerOperations
-from hpctrain.data.batch_threads import BatchThreads, Work
 from hpctrain.data.loader import Loader
-from hpctrain.experiment.run_hashes import RunHashes
+from hpctrain.data.pipeline import BatchThreads, Work
+from hpctrain.run.accounts import RunHashes
 from tests.support import combinations
 from tests.support.combinations import Draw, Row, Tally, drawn, predicted_seconds, run
 from tests.support.dimensions import VALUES, line, parsed

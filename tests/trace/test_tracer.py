@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.trace import intervals
-from hpctrain.trace.chrome import ChromeTrace
-from hpctrain.trace.intervals import Intervals
-from hpctrain.trace.step_lanes import MESSAGES, last_steps
+from hpctrain.trace import time_table
+from hpctrain.trace.chrome import MESSAGES, ChromeTrace, last_steps
+from hpctrain.trace.time_table import Intervals
 from hpctrain.trace.tracer import Category, Tracer, capacity_for, joined
 from tests.support.runs import trace_events
 from tests.support.sampling import amount
@@ -104,21 +103,21 @@ def _instants(pairs: Intervals) -> set[int]:
 
 @given(PAIRS)
 def test_a_union_has_the_same_instants_and_no_overlap(pairs: list[list[int]]) -> None:
-    found = intervals.union(*_arrays(pairs))
+    found = time_table.union(*_arrays(pairs))
     assert _instants(found) == _instants(_arrays(pairs))
-    assert intervals.length(found) == len(_instants(found))
+    assert time_table.total_length(found) == len(_instants(found))
     assert np.all(found[0][1:] > found[1][:-1])
 
 
 @settings(deadline=None, max_examples=amount(30, 200))
 @given(PAIRS, PAIRS)
 def test_common_length_and_clipping_count_shared_instants(a: list[list[int]], b: list[list[int]]) -> None:
-    ours, theirs = intervals.union(*_arrays(a)), intervals.union(*_arrays(b))
+    ours, theirs = time_table.union(*_arrays(a)), time_table.union(*_arrays(b))
     shared = _instants(ours) & _instants(theirs)
-    assert intervals.common(ours, theirs) == len(shared)
-    clipped = intervals.clip(ours, theirs)
+    assert time_table.common_length(ours, theirs) == len(shared)
+    clipped = time_table.clip(ours, theirs)
     assert _instants(clipped) == shared
-    assert intervals.length(clipped) == len(shared)
+    assert time_table.total_length(clipped) == len(shared)
 
 
 @st.composite
@@ -142,7 +141,7 @@ def _calls(draw: st.DrawFn) -> list[tuple[int, int]]:
 @given(_calls())
 def test_every_instant_belongs_to_the_innermost_call(calls: list[tuple[int, int]]) -> None:
     start, stop = _arrays([list(call) for call in calls])
-    begin, end, owner = intervals.own_time(start, stop)
+    begin, end, owner = time_table.own_time(start, stop)
     assert np.all(begin < end)
     assert np.all(begin[1:] >= end[:-1])
     found = {instant: index for low, high, index in zip(begin, end, owner, strict=True) for instant in range(low, high)}

@@ -15,26 +15,25 @@ from hpctrain.averaging.base import for_holders
 from hpctrain.averaging.sixteen_bits import PARAMETER_ERROR
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.averaging.strategies.bucketed import Bucketed, BucketedOptions
-from hpctrain.averaging.strategies.lazy_rest import Lazy, LazyOptions
+from hpctrain.averaging.strategies.lazy import Lazy, LazyOptions
 from hpctrain.averaging.strategies.sharded import Sharded, ShardedOptions
-from hpctrain.averaging.strategies.sparse_rest import Sparse, SparseOptions
+from hpctrain.averaging.strategies.sparse import Sparse, SparseOptions
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.core.errors import CheckpointError
 from hpctrain.core.intervals import whole
 from hpctrain.data.sampler import Reordering
-from hpctrain.core.errors import CheckpointError
 from hpctrain.nn.layers import Layer
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
-from hpctrain.storage import checkpoint, write_shares
+from hpctrain.storage import checkpoint
+from hpctrain.storage import shards as write_shares
 from hpctrain.storage.checkpoint import CheckpointContent, checkpoint_path, open_checkpoint, optimizer_key, read, write
-from hpctrain.storage.shards import write_shard
-from hpctrain.storage.sharded_checkpoint import publish, unfinished
-from hpctrain.storage.sharded_tensors import ShardedTensors
-from hpctrain.train.metrics_rest import RunningSums
+from hpctrain.storage.shards import ShardedTensors, publish, unfinished, write_shard
+from hpctrain.train.metrics import RunningSums
 from hpctrain.train.replica import Replica, StrategyFactory
 from hpctrain.train.snapshot import Position
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
-from hpctrain.virtual.run import run_virtual, virtual_engine
+from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
 from tests.support.training import Task, batches, replica_of
 

@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.averaging.strategies.bucketed import Bucketed, BucketedOptions
-from hpctrain.averaging.strategies.lazy_rest import Lazy, LazyOptions
+from hpctrain.averaging.strategies.lazy import Lazy, LazyOptions
 from hpctrain.averaging.strategies.overlap import Overlap
 from hpctrain.averaging.strategies.priority import Priority, PriorityOptions
 from hpctrain.averaging.strategies.sharded import Sharded, ShardedOptions
-from hpctrain.averaging.strategies.sparse_rest import Sparse, SparseOptions
-from hpctrain_testing.emulator.device import EmulatedDevice
+from hpctrain.averaging.strategies.sparse import Sparse, SparseOptions
 from hpctrain.backend.cuda.kernel_set import CudaKernelSet
-from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
+from hpctrain.backend.cuda.runtime import CudaRuntime
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.core.intervals import even_intervals, relative, replace_dim, whole
 from hpctrain.optim.ema import EmaRule
@@ -27,15 +26,32 @@ from hpctrain.optim.optimizers.adamw import Adamw
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.storage.checkpoint import CheckpointContent
-from hpctrain.train import element_hash
-from hpctrain.train.agreed_checksums import AgreedChecksums
-from hpctrain.train.element_hash import MODULUS, ElementHash, PartPosition, digest, hash_of, hash_of_all
+from hpctrain.train import state_hashes as element_hash
 from hpctrain.train.replica import Replica, StrategyFactory
-from hpctrain.train.state_hashes import StateHashes, state_hashes
-from hpctrain.train.watch_report import Checksums, RankReport, ReplicaDifference, difference
-from hpctrain.train.watched_parts import PartChecksums, PartGuard, WatchedPiece, cut
+from hpctrain.train.state_hashes import (
+    MODULUS,
+    ElementHash,
+    PartPosition,
+    StateHashes,
+    digest,
+    hash_of,
+    hash_of_all,
+    state_hashes,
+)
+from hpctrain.train.weight_watch import (
+    AgreedChecksums,
+    Checksums,
+    PartChecksums,
+    PartGuard,
+    RankReport,
+    ReplicaDifference,
+    WatchedPiece,
+    cut,
+    difference,
+)
+from hpctrain_testing.emulator.device import EmulatedDevice
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
-from hpctrain.virtual.run import run_virtual, virtual_engine
+from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
 from tests.support.training import Task, batches, replica_of
 from tests.train.test_checkpoint_state import MIXED, POSITION

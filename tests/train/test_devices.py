@@ -13,28 +13,26 @@ import pytest
 
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.averaging.strategies.bucketed import Bucketed
-from hpctrain.averaging.strategies.lazy_rest import Lazy
+from hpctrain.averaging.strategies.lazy import Lazy
 from hpctrain.averaging.strategies.overlap import Overlap
 from hpctrain.averaging.strategies.priority import Priority
 from hpctrain.averaging.strategies.sharded import Sharded
-from hpctrain.averaging.strategies.sparse_rest import Sparse
+from hpctrain.averaging.strategies.sparse import Sparse
 from hpctrain.backend.cuda.device import Precision
-from hpctrain_testing.emulator.device import EmulatedDevice
-from hpctrain.backend.cuda.emulator.errors import EmulatedDeviceError
-from hpctrain.backend.dtypes import parameter_dtype
-from hpctrain.backend.operators import KernelSet
 from hpctrain.backend.cuda.kernel_set import CudaKernelSet
-from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
+from hpctrain.backend.cuda.runtime import CudaRuntime
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
-from hpctrain.backend.pixel_batch import PixelBatch
+from hpctrain.backend.operators import KernelSet
+from hpctrain.backend.pixels import PixelBatch
+from hpctrain.backend.specs import parameter_dtype
+from hpctrain.comm.base import SingleCommunicator
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.comm.single import SingleCommunicator
+from hpctrain.core.errors import BackendError, DivergedError
 from hpctrain.data import image_file as data_format
 from hpctrain.data.image_file import ImageFile
 from hpctrain.data.loader import Loader
 from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.sampler import Sampler
-from hpctrain.core.errors import BackendError, DivergedError
 from hpctrain.nn.layers import Layer
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.optimizers.adamw import Adamw
@@ -42,8 +40,10 @@ from hpctrain.optim.optimizers.lamb import Lamb
 from hpctrain.optim.optimizers.lars import Lars
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.train.replica import Replica, StrategyFactory
+from hpctrain_testing.emulator.device import EmulatedDevice
+from hpctrain_testing.emulator.memory import EmulatedDeviceError
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
-from hpctrain.virtual.run import run_virtual, virtual_engine
+from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
 from tests.support.device_views import ViewingCommunicator
 from tests.support.emulated import EmulatedDeviceFactory

@@ -10,31 +10,37 @@ import pytest
 
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.averaging.strategies.sharded import Sharded
-from hpctrain.backend.operators import StepContext
-from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.numpy.classifier import SoftmaxCrossEntropy
+from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.operators import StepContext
 from hpctrain.backend.specs import SoftmaxCrossEntropySpec
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.data.arrays import ArrayLoader
-from hpctrain.data.sampler import Sampler
 from hpctrain.core.errors import CheckpointError
-from hpctrain.models import interchange
-from hpctrain.nn.frozen import layer_of
-from hpctrain.nn.network import Network
+from hpctrain.data.loader import ArrayLoader
+from hpctrain.data.sampler import Sampler
+from hpctrain.models import state_dict
+from hpctrain.nn.network import Network, layer_of
 from hpctrain.optim.ema import EmaRule
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.storage.checkpoint import CheckpointContent
-from hpctrain.train import confusion
-from hpctrain.train.confusion import ClassScore, ConfusionCounts, ConfusionMatrix
-from hpctrain.train.evaluation import evaluate
-from hpctrain.train.metrics_rest import EvaluationSums, RunningSums
-from hpctrain.train.predictor import TopClasses, predict
+from hpctrain.train import evaluation
+from hpctrain.train.evaluation import (
+    ClassScore,
+    ConfusionCounts,
+    ConfusionMatrix,
+    TopClasses,
+    evaluate,
+    log_probabilities,
+    log_softmax,
+    pairs,
+    predict,
+)
+from hpctrain.train.metrics import EvaluationSums, RunningSums
 from hpctrain.train.replica import Replica, StrategyFactory
-from hpctrain.train.scores import log_probabilities, log_softmax, pairs
 from hpctrain.train.snapshot import Position
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
-from hpctrain.virtual.run import run_virtual, virtual_engine
+from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
 from tests.support.training import Task, batches, made_up, replica_of
 
@@ -109,8 +115,8 @@ def _dense(labels: np.ndarray, scores: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_any_ranks_count_what_one_loop_counts(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(confusion, "_BLOCK_CELLS", 3 * (CLASSES + 1) - 1)  # two labels at once
-    monkeypatch.setattr(confusion, "_MOST_PENDING", 9)
+    monkeypatch.setattr(evaluation, "_BLOCK_CELLS", 3 * (CLASSES + 1) - 1)  # two labels at once
+    monkeypatch.setattr(evaluation, "_MOST_PENDING", 9)
     labels, scores = _samples()
 
     def count(comm: ThreadCommunicator) -> ConfusionMatrix:
@@ -256,7 +262,7 @@ def test_the_mean_over_mirror_images_is_that_of_torch() -> None:
     size, classes, samples = 17, 10, 7
     batch = torch_parity.make_batch(samples, size, classes, seed=1)
     network = torch_parity.make_network("resnet20", size, {"classes": classes}, "float64", seed=1)
-    module = torch_parity.torch_module("resnet20", 1.0, interchange.export(network), "float64").eval()
+    module = torch_parity.torch_module("resnet20", 1.0, state_dict.export(network), "float64").eval()
     x = torch.from_numpy(np.ascontiguousarray(batch.x.transpose(0, 3, 1, 2)).astype(np.float64))
     with torch.no_grad():
         mean = (torch.softmax(module(x), 1) + torch.softmax(module(torch.flip(x, [3])), 1)) / 2

@@ -19,9 +19,9 @@ from hpctrain.averaging.strategies.priority import Priority
 from hpctrain.averaging.strategies.sharded import Sharded
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.onednn.kernel_set import OnednnKernelSet
-from hpctrain.data.arrays import ArrayLoader
-from hpctrain.data.sampler import Sampler
 from hpctrain.core.errors import ConfigError
+from hpctrain.data.loader import ArrayLoader
+from hpctrain.data.sampler import Sampler
 from hpctrain.optim.optimizers.adamw import Adamw
 from hpctrain.optim.optimizers.lamb import Lamb
 from hpctrain.optim.optimizers.lars import Lars
@@ -31,7 +31,7 @@ from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.train.snapshot import Position
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
-from hpctrain.virtual.run import run_virtual, virtual_engine
+from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
 from tests.support.training import Task, batches, distance, made_up, replica_of, train
 

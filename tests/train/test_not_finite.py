@@ -12,28 +12,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpctrain.averaging.base import Strategy
 from hpctrain.averaging.strategies.blocking import Blocking
-from hpctrain.averaging.strategies.lazy_rest import Lazy
-from hpctrain.averaging.strategies.sparse_rest import Sparse
-from hpctrain.averaging.strategy import Strategy
-from hpctrain.backend.operators import KernelSet, LossHandle, LossSums
+from hpctrain.averaging.strategies.lazy import Lazy
+from hpctrain.averaging.strategies.sparse import Sparse
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.onednn.kernel_set import OnednnKernelSet, available
-from hpctrain.data.arrays import ArrayLoader
-from hpctrain.data.loader import Batch
+from hpctrain.backend.operators import KernelSet, LossHandle, LossSums
 from hpctrain.core.errors import DivergedError
+from hpctrain.data.loader import ArrayLoader, Batch
 from hpctrain.nn.parameter import Parameter
 from hpctrain.optim.optimizers.lars import Lars
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.optim.schedules.constant import Constant
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.storage.checkpoint import CheckpointContent
-from hpctrain.train.metrics_rest import Reporter
+from hpctrain.train.metrics import Reporter
 from hpctrain.train.replica import Replica
 from hpctrain.train.snapshot import Position
 from hpctrain.train.trainer import Cadence, Trainer
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
-from hpctrain.virtual.run import run_virtual, virtual_engine
+from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
 from tests.support.averaging import STRATEGIES
 from tests.support.training import Task, made_up, replica_of

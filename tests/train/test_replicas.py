@@ -12,32 +12,24 @@ import pytest
 
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.averaging.strategies.bucketed import Bucketed
-from hpctrain.averaging.strategies.lazy_rest import Lazy
+from hpctrain.averaging.strategies.lazy import Lazy
 from hpctrain.averaging.strategies.overlap import Overlap
 from hpctrain.averaging.strategies.priority import Priority
 from hpctrain.averaging.strategies.sharded import Sharded
-from hpctrain.backend.cuda.device import Precision
-from hpctrain.backend.cuda.half import bfloat16_bits, bfloat16_values
-from hpctrain.backend.operators import KernelSet
+from hpctrain.backend.cuda.device import Precision, bfloat16_bits, bfloat16_values
 from hpctrain.backend.cuda.kernel_set import CudaKernelSet
-from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
+from hpctrain.backend.cuda.runtime import CudaRuntime
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
-from hpctrain.comm.grid import ProcessGrid
+from hpctrain.backend.operators import KernelSet
+from hpctrain.comm.base import SingleCommunicator
+from hpctrain.comm.groups import ProcessGrid
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.comm.single import SingleCommunicator
-from hpctrain.data.arrays import ArrayLoader
-from hpctrain.data.sampler import Sampler
 from hpctrain.core.errors import BackendError, CorruptedStateError, DivergedError
-from hpctrain.flight.notes import FlightNotes
-from hpctrain.flight.recorder import FlightRecorder
-from hpctrain.models import interchange
-from hpctrain.nn.layers import Layer
-from hpctrain.nn.layers_parts.conv2d import Conv2d
-from hpctrain.nn.layers_parts.flatten import Flatten
-from hpctrain.nn.layers_parts.linear import Linear
-from hpctrain.nn.layers_parts.pad_channels import PadChannels
-from hpctrain.nn.layers_parts.residual import Residual
-from hpctrain.nn.layers_parts.sequential import Sequential
+from hpctrain.data.loader import ArrayLoader
+from hpctrain.data.sampler import Sampler
+from hpctrain.flight.recorder import FlightNotes, FlightRecorder
+from hpctrain.models import state_dict
+from hpctrain.nn.layers import Conv2d, Flatten, Layer, Linear, PadChannels, Residual, Sequential
 from hpctrain.nn.network import Network
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.optimizers.lars import Lars
@@ -45,14 +37,12 @@ from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.rank_graph import make_network
-from hpctrain.train.metrics_rest import RunningSums
-from hpctrain.train.own_loop import BETWEEN, OwnLoop
-from hpctrain.train.replica import Replica, StrategyFactory
-from hpctrain.train.replica_averagers import slices_of
+from hpctrain.train.metrics import RunningSums
+from hpctrain.train.replica import BETWEEN, OwnLoop, Replica, StrategyFactory, slices_of
 from hpctrain.train.snapshot import Position
 from hpctrain.train.weight_watch import CheckCadence
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
-from hpctrain.virtual.run import run_virtual, virtual_engine
+from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
 from tests.support.emulated import EmulatedDeviceFactory
 from tests.support.late_kernels import LateKernelSet
@@ -338,7 +328,7 @@ def _everything(replica: Replica, losses: list[float], task: Task) -> dict[str, 
         "losses": np.array(losses),
         "evaluation": np.array([sums.loss, sums.top1, sums.top5, sums.count]),
         **content.tensors,
-        **{f"export/{name}": array for name, array in interchange.export(replica.network).items()},
+        **{f"export/{name}": array for name, array in state_dict.export(replica.network).items()},
     }
 
 
@@ -404,8 +394,8 @@ def test_a_training_goes_on_from_its_checkpoint_on_either_side(strategy: str) ->
 
 def test_weights_of_other_frameworks_come_and_go() -> None:
     source, target = (Network(nets.residual(), (9, 7, 3), LateKernelSet(), dtype="float64", seed=seed) for seed in (1, 2))
-    interchange.restore(target, interchange.export(source))
-    _assert_equal(interchange.export(source), interchange.export(target))
+    state_dict.restore(target, state_dict.export(source))
+    _assert_equal(state_dict.export(source), state_dict.export(target))
     _shadows_are_fresh(target)
 
 

@@ -17,17 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from hpctrain.core import log as rank_log
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.config.schema import MetricsConfig, ReporterConfig
+from hpctrain.core import log as rank_log
 from hpctrain.runs.directory import RunDirectory
-from hpctrain.train.reporting import ConsoleReporter, ProgressStyle
-from hpctrain.train.log_reporter import LogReporter
-from hpctrain.train.metrics_rest import Rate, Reporter, RunningSums
-from hpctrain.train.progress_bar import ProgressBar, pass_on_stderr
-from hpctrain.train.progress_text import TimeLeft, duration_text, fitting, loss_text
+from hpctrain.train.metrics import Rate, Reporter, RunningSums, StepTotals
+from hpctrain.train.progress_bar import ProgressBar, TimeLeft, duration_text, fitting, loss_text, pass_on_stderr
 from hpctrain.train.reporters import make_reporter
-from hpctrain.train.metrics import StepTotals
+from hpctrain.train.reporting import ConsoleReporter, LogReporter, ProgressStyle
 
 
 @pytest.fixture
@@ -293,7 +290,7 @@ def test_facts_fit_in_their_order_and_the_most_important_stay(facts: list[tuple[
 
 @pytest.fixture
 def lines() -> Iterator[object]:
-    log = rank_log.begin()
+    log = rank_log.begin_rank_log()
     yield log._waiting
     rank_log.end()
 

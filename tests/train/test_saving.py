@@ -13,16 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpctrain.comm.base import Communicator
-from hpctrain.comm.single import SingleCommunicator
+from hpctrain.comm.base import Communicator, SingleCommunicator
 from hpctrain.core.errors import CheckpointError, CheckpointRemovedError
-from hpctrain.flight.notes import FlightNotes
+from hpctrain.flight.recorder import FlightNotes
 from hpctrain.storage.atomic_write import not_written
-from hpctrain.storage.background_writer import BackgroundWriter
-from hpctrain.train.metrics_rest import Reporter
-from hpctrain.train.saving import Saver, Writing
+from hpctrain.train.metrics import Reporter
+from hpctrain.train.saving import BackgroundWriter, Saver, Writing
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
-from hpctrain.virtual.run import run_virtual
+from hpctrain_testing.virtual.run import run_virtual
 
 RANKS = 3
 

@@ -13,29 +13,28 @@ import pytest
 
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.averaging.strategies.bucketed import Bucketed
-from hpctrain.averaging.strategies.lazy_rest import Lazy
+from hpctrain.averaging.strategies.lazy import Lazy
 from hpctrain.averaging.strategies.priority import Priority
 from hpctrain.averaging.strategies.sharded import Sharded
-from hpctrain_testing.emulator.device import EmulatedDevice
-from hpctrain.backend.cuda.emulator.errors import EmulatedDeviceError
-from hpctrain.backend.operators import KernelSet, StepContext
 from hpctrain.backend.cuda.kernel_set import CudaKernelSet
-from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
+from hpctrain.backend.cuda.runtime import CudaRuntime
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
-from hpctrain.data.loader import Batch
+from hpctrain.backend.operators import KernelSet, StepContext
 from hpctrain.core.errors import DivergedError
+from hpctrain.data.loader import Batch
 from hpctrain.nn.layers import Layer
 from hpctrain.nn.program import Program
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.optimizers.adamw import Adamw
 from hpctrain.optim.optimizers.lars import Lars
 from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.parallel.moves import RedistributeOperator, moved, moved_back
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.partition_graph import PartitionedGraph
-from hpctrain.parallel.redistribute import RedistributeOperator
-from hpctrain.parallel.moves import moved, moved_back
+from hpctrain_testing.emulator.device import EmulatedDevice
+from hpctrain_testing.emulator.memory import EmulatedDeviceError
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
-from hpctrain.virtual.run import run_virtual, virtual_engine
+from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
 from tests.support.emulated import EmulatedDeviceFactory
 from tests.support.training import Result, Task, assert_same_training, batches, replica_of, train

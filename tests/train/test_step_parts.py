@@ -13,37 +13,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.averaging.strategies.blocking import Blocking
-from hpctrain.backend.operators import LossSums
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
-from hpctrain.comm.base import Communicator
-from hpctrain.comm.message_account import MessageAccount
+from hpctrain.backend.operators import LossSums
+from hpctrain.comm.base import Communicator, SingleCommunicator
+from hpctrain.comm.posting_queue import MessageAccount
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.comm.single import SingleCommunicator
-from hpctrain.data.loader import Batch, Share
 from hpctrain.core.errors import BackendError
-from hpctrain.nn.layers_parts.flatten import Flatten
-from hpctrain.nn.layers_parts.linear import Linear
-from hpctrain.nn.layers_parts.relu import ReLU
-from hpctrain.nn.layers_parts.sequential import Sequential
+from hpctrain.data.loader import Batch, Share
+from hpctrain.nn.layers import Flatten, Linear, ReLU, Sequential
 from hpctrain.nn.network import Network
 from hpctrain.optim.optimizers.lars import Lars
 from hpctrain.optim.optimizers.sgd import Sgd
-from hpctrain.trace import intervals
+from hpctrain.trace import time_table
 from hpctrain.trace.tracer import BESIDE, Category, Events, Tracer
-from hpctrain.train.data_waits import DataWait, DataWaits
-from hpctrain.train.early_stop import EarlyStop, Stagnation
-from hpctrain.train.memory_check import check_memory, planned
-from hpctrain.train.micro_batches import micro_batches_of
-from hpctrain.train.operator_sample import OperatorSample
+from hpctrain.train.accounts import DataWait, DataWaits, MeasuredStep, OperatorSample, StepTimes
+from hpctrain.train.metrics import StepReduction, StepTotals
+from hpctrain.train.passes import check_memory, micro_batches_of, planned
 from hpctrain.train.replica import Replica
 from hpctrain.train.snapshot import Position
-from hpctrain.train.step import GradientSum
-from hpctrain.train.metrics import StepReduction, StepTotals
-from hpctrain.train.accounts import MeasuredStep, StepTimes
-from hpctrain.train.stopping import TimeLimit
-from hpctrain.train.tracing import TimedOptimizer, timed_optimizer, traced_steps
+from hpctrain.train.step import GradientSum, TimedOptimizer, timed_optimizer, traced_steps
+from hpctrain.train.stopping import EarlyStop, Stagnation, TimeLimit
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
-from hpctrain.virtual.run import run_virtual, virtual_engine
+from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
 from tests.support.averaging import make_group
 from tests.support.training import Result, Task, batches, distance, replica_of, train
@@ -552,9 +543,9 @@ def test_records_of_a_step_have_no_gaps_and_nest() -> None:
     program = events.select(~np.isin(events.category, BESIDE))
     assert np.all(program.start_ns <= program.stop_ns)
     outer = program.of(Category.FORWARD, Category.PARAMETERS, Category.INPUT, Category.AVERAGING, Category.WORK)
-    whole = intervals.union(outer.start_ns, outer.stop_ns)
+    whole = time_table.union(outer.start_ns, outer.stop_ns)
     assert len(whole[0]) == TRACED.steps  # one run of touching records a step
-    assert int((outer.stop_ns - outer.start_ns).sum()) == intervals.length(whole)  # and none overlaps another
+    assert int((outer.stop_ns - outer.start_ns).sum()) == time_table.total_length(whole)  # and none overlaps another
     inner = program.of(Category.WAIT, Category.UPDATE)
     inside = inner.select(inner.start_ns < whole[1][-1])
     order = np.searchsorted(whole[0], inside.start_ns, side="right") - 1

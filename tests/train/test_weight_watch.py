@@ -11,17 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpctrain.averaging.base import GradientAverager
+from hpctrain.averaging.base import GradientAverager, Strategy
 from hpctrain.averaging.strategies.blocking import Blocking
-from hpctrain.averaging.strategies.lazy_rest import Lazy
+from hpctrain.averaging.strategies.lazy import Lazy
 from hpctrain.averaging.strategies.overlap import Overlap
 from hpctrain.averaging.strategies.sharded import Sharded
-from hpctrain.averaging.strategies.sparse_rest import Sparse
-from hpctrain.averaging.strategy import Strategy
+from hpctrain.averaging.strategies.sparse import Sparse
 from hpctrain.backend.cuda.device import Precision
-from hpctrain_testing.emulator.device import EmulatedDevice
 from hpctrain.backend.cuda.kernel_set import CudaKernelSet
-from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
+from hpctrain.backend.cuda.runtime import CudaRuntime
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.core.errors import CorruptedStateError, DivergedError
 from hpctrain.nn.network import MODEL
@@ -29,13 +27,14 @@ from hpctrain.optim.optimizers.lars import Lars
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.optim.schedules.constant import Constant
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
-from hpctrain.train.metrics_rest import Reporter
+from hpctrain.train.metrics import Reporter
 from hpctrain.train.replica import Replica
 from hpctrain.train.snapshot import Position
 from hpctrain.train.trainer import Cadence, Trainer
 from hpctrain.train.weight_watch import CheckCadence
+from hpctrain_testing.emulator.device import EmulatedDevice
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
-from hpctrain.virtual.run import run_virtual, virtual_engine
+from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
 from tests.support.averaging import STRATEGIES
 from tests.support.damage import _copies, blamed, drawn, latest, outcome, undamaged

@@ -7,12 +7,10 @@ import numpy as np
 import pytest
 
 from hpctrain.comm.base import Communicator, Handle
-from hpctrain.virtual.collectives import Allgather, Allreduce, Broadcast
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.counters import Count, Counters, CountingCommunicator
-from hpctrain_testing.virtual.operations import Moments, Posting, RankState
-from hpctrain.virtual.rank import SourceLine
-from hpctrain.virtual.run import run_virtual, wait
+from hpctrain_testing.virtual.operations import Allgather, Allreduce, Broadcast, Moments, Posting, RankState, SourceLine
+from hpctrain_testing.virtual.run import run_virtual, wait
 
 RANKS = (1, 2, 3, 5, 7, 8)
 DTYPES = ("float32", "float64", "int32", "int64", "uint8", "uint16")

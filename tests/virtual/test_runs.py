@@ -13,10 +13,10 @@ import pytest
 from hpctrain.comm.base import Handle
 from hpctrain.comm.link import LinkModel
 from hpctrain.core.errors import CommunicationTimeoutError, DeadlockError
-from hpctrain.virtual import rank, run
+from hpctrain_testing.virtual import operations, run
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
-from hpctrain.virtual.rank import SourceLine, source_line
-from hpctrain.virtual.run import run_virtual, virtual_engine, wait
+from hpctrain_testing.virtual.operations import SourceLine, source_line
+from hpctrain_testing.virtual.run import run_virtual, virtual_engine, wait
 from tests.support.recorded import line
 
 LINK = LinkModel(alpha_seconds=1e-5, beta_seconds_per_byte=1e-9)
@@ -264,6 +264,6 @@ def test_a_line_is_the_one_of_the_caller_outside_of_the_communication() -> None:
 
 
 def test_a_line_is_short_where_the_file_lies_below_the_working_directory() -> None:
-    here = SourceLine(rank.__file__, 7)
+    here = SourceLine(operations.__file__, 7)
     assert str(here).endswith("rank.py:7")
     assert str(SourceLine("/elsewhere/program.py", 3)) == "/elsewhere/program.py:3"

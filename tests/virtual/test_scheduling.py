@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from hpctrain.comm.base import Communicator, Handle
 from hpctrain.comm.link import LinkModel
-from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.posting_queue import Ticket
+from hpctrain.comm.progress import ProgressEngine
 from hpctrain.core.errors import CollectiveMismatchError, DeadlockError
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
-from hpctrain.virtual.run import run_virtual, virtual_engine, wait
-from hpctrain.virtual.wait_graph import find_cycle
+from hpctrain_testing.virtual.run import run_virtual, virtual_engine, wait
+from hpctrain_testing.virtual.scheduler import find_cycle
 from tests.support.recorded import line
 
 SEEDS = (None, 0, 1, 2, 3)

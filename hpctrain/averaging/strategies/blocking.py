@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager
+from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager, Strategy, WireOptions
 from hpctrain.averaging.group_sums import JointStep, fill_share
-from hpctrain.averaging.options import WireOptions
-from hpctrain.averaging.strategy import Strategy
 from hpctrain.nn.parameter import Parameter
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hpctrain.averaging.allreduce_strategy import AllreduceStrategy
-from hpctrain.averaging.options import check_at_least_one, check_sizes, words_of_sizes
-from hpctrain.averaging.rounding import check_wire
-from hpctrain.averaging.slice_sizes import Sizes
-from hpctrain.averaging.slicing import Slice, fused
+from hpctrain.averaging.allreduce import AllreduceStrategy
+from hpctrain.averaging.base import check_at_least_one, check_sizes, words_of_sizes
+from hpctrain.averaging.sixteen_bits import check_wire
+from hpctrain.averaging.slicing import Sizes, Slice, fused
 from hpctrain.comm.link import LinkModel
 from hpctrain.comm.sums import Wire
 

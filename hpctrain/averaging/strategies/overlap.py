@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hpctrain.averaging.allreduce_strategy import AllreduceStrategy
-from hpctrain.averaging.options import WireOptions
+from hpctrain.averaging.allreduce import AllreduceStrategy
+from hpctrain.averaging.base import WireOptions
 from hpctrain.averaging.slicing import Slice, per_parameter
 from hpctrain.comm.link import LinkModel
 

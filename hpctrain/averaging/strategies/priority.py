@@ -10,16 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpctrain.averaging import slice_sizes
+from hpctrain.averaging import slicing
+from hpctrain.averaging.base import check_at_least_one, check_sizes, words_of_sizes
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
+from hpctrain.averaging.link_simulation import SliceTraffic, Urgency, front_first, two_stream_order
+from hpctrain.averaging.reduce_scatter import ReduceScatterStrategy
+from hpctrain.averaging.sixteen_bits import check_wire
+from hpctrain.averaging.slicing import Sizes, Slice
 from hpctrain.averaging.step_times import Times
-from hpctrain.averaging.link_simulation import Urgency, front_first, two_stream_order
-from hpctrain.averaging.options import check_at_least_one, check_sizes, words_of_sizes
-from hpctrain.averaging.reduce_scatter_strategy import ReduceScatterStrategy
-from hpctrain.averaging.rounding import check_wire
-from hpctrain.averaging.slice_sizes import Sizes
-from hpctrain.averaging.slice_traffic import SliceTraffic
-from hpctrain.averaging.slicing import Slice
 from hpctrain.averaging.sufficient_factors import FcExchange
 from hpctrain.comm.link import LinkModel
 from hpctrain.comm.sums import Wire
@@ -87,7 +85,7 @@ class Priority(ReduceScatterStrategy):
         if most is None:
             item_bytes = self.group.layout.item_bytes
             least, total_bytes = _LEAST_PARAMETERS * item_bytes, self.group.total_bytes
-            most = slice_sizes.slice_bytes(least, total_bytes, self.group.ranks, link) // item_bytes
+            most = slicing.slice_bytes(least, total_bytes, self.group.ranks, link) // item_bytes
         return max(1, most // 2), most
 
     @property
@@ -100,7 +98,7 @@ class Priority(ReduceScatterStrategy):
     def window(self, slices: Sequence[Slice], link: LinkModel | None, times: Times | None) -> int | None:
         if self.options.window is not None or not slices:
             return self.options.window
-        return slice_sizes.credit_window(self.group.total_bytes // len(slices), self.group.ranks, link, times)
+        return slicing.credit_window(self.group.total_bytes // len(slices), self.group.ranks, link, times)
 
     def needs_link(self, usable: CollectiveSchedule | None) -> bool:
         """For the window, too."""

@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpctrain.averaging import slice_sizes
-from hpctrain.averaging.step_times import Times
+from hpctrain.averaging import slicing
+from hpctrain.averaging.base import check_at_least_one, check_sizes, words_of_sizes
 from hpctrain.averaging.link_simulation import Urgency, reductions_first
-from hpctrain.averaging.options import check_at_least_one, check_sizes, words_of_sizes
-from hpctrain.averaging.reduce_scatter_strategy import ReduceScatterStrategy
-from hpctrain.averaging.rounding import check_wire
-from hpctrain.averaging.slice_sizes import Sizes
-from hpctrain.averaging.slicing import Slice
+from hpctrain.averaging.reduce_scatter import ReduceScatterStrategy
+from hpctrain.averaging.sixteen_bits import check_wire
+from hpctrain.averaging.slicing import Sizes, Slice
+from hpctrain.averaging.step_times import Times
 from hpctrain.averaging.sufficient_factors import FcExchange
 from hpctrain.comm.link import LinkModel
 from hpctrain.comm.sums import Wire
@@ -78,7 +77,7 @@ class Sharded(ReduceScatterStrategy):
 
     def slice_elements(self, link: LinkModel | None) -> tuple[int, int]:
         group = self.group
-        return slice_sizes.slice_elements(self.options.bucket_bytes, group.layout, group.ranks, link)
+        return slicing.slice_elements(self.options.bucket_bytes, group.layout, group.ranks, link)
 
     @property
     def urgency(self) -> Urgency:

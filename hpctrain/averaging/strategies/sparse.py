@@ -1,26 +1,198 @@
-"""The operations of a schedule with compressed slices: sums within nodes, largest elements across them.
+"""Sparse averaging: only the largest elements of gradients cross between nodes. It changes the optimisation.
 
 Shi et al., "Towards scalable distributed training of deep learning on public cloud clusters", arXiv 2010.10458 (HiTopKComm): a
 dense reduce-scatter within the node, the largest elements of each part across nodes among ranks of equal number, a dense
-allgather within the node; here of parameters, as ranks of equal number update the part, each for its node.
+allgather within the node; here of parameters, as ranks of equal number update the part, each for its node. What is not sent is
+added to the next step's gradient. It sends less where links between nodes are slow.
+
+Residuals: Seide et al., Interspeech 2014; the largest elements of a shard: Shi et al. Momentum correction and factor masking:
+Lin, Han, Mao, Wang and Dally, "Deep gradient compression", ICLR 2018, section 3 (u := m u + g, v := v + u, the largest
+elements
+of v are sent).
+
+Whether it pays is predicted from bytes, messages and the work of choosing. Between m nodes, a part of d elements of b_v bytes
+costs 2 (m - 1) (alpha + d b_v beta / m) where all of it is reduced and gathered, and (m - 1) (alpha + k (b_v + b_i) beta) + c
+d
+where the k largest travel with positions of b_i bytes, of which choosing and updating take c seconds for each of the d.
+Without
+alpha and c that is less for k / d < 2 b_v / (m (b_v + b_i)). What travels within nodes is the same in both cases, and left
+out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from hpctrain.averaging.base import AveragerSetup
+from hpctrain.averaging import slicing
+from hpctrain.averaging.base import (
+    Agreement,
+    AveragerSetup,
+    GradientAverager,
+    PlannedGroup,
+    check_at_least_one,
+    check_sizes,
+    words_of_sizes,
+)
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, Operation, OperationKind, Stream
+from hpctrain.averaging.link_simulation import Urgency, reductions_first
 from hpctrain.averaging.owner_operations import OwnerOperations, StepUpdate
-from hpctrain.averaging.sparse_residual import SparsePart, SparseSettings
-from hpctrain.comm.base import Array, Communicator, Handle
-from hpctrain.comm.progress import ProgressEngine
-from hpctrain.comm.single import Complete
+from hpctrain.averaging.reduce_scatter import ReduceScatterAverager, ReduceScatterStep, ReduceScatterStrategy
+from hpctrain.averaging.slicing import INDEX_BYTES, Compression, Sizes, Slice, cut, fused
+from hpctrain.averaging.step_times import Times
+from hpctrain.averaging.sufficient_factors import FcExchange
+from hpctrain.averaging.top_k import ErrorFeedback, Selection, TopK
+from hpctrain.comm.base import Array, Communicator, Complete, Handle
 from hpctrain.comm.groups import Levels, within_node
-from hpctrain.compress.selection import Selection
-from hpctrain.nn.parameter import Segment
+from hpctrain.comm.link import LinkModel
+from hpctrain.comm.progress import ProgressEngine
+from hpctrain.core.errors import ConfigError, OptionError
+from hpctrain.nn.parameter import Parameter, Segment
+
+#: of an element of a part, float32, on one core of a server: 2 ns to add the residual and to choose (benchmarks/compress.py), and
+#: 1 ns as all nodes update it, not one of m
+SELECTION_SECONDS = 3e-9
+
+
+@dataclass(frozen=True)
+class PartOnLink:
+    """A part that crosses between nodes.
+
+    Attributes:
+        elements: d. nodes: m. item_bytes: b_v. selection_seconds: c, of an element; 0: bytes and messages alone decide.
+    """
+
+    elements: int
+    nodes: int
+    item_bytes: int
+    selection_seconds: float = 0.0
+
+    @property
+    def pair_bytes(self) -> int:
+        """Bytes of a value and its position."""
+        return self.item_bytes + INDEX_BYTES
+
+    def dense_seconds(self, link: LinkModel) -> float:
+        """Seconds of the reduce-scatter and the allgather of all elements."""
+        return 2 * link.allgather_seconds(self.elements * self.item_bytes, self.nodes)
+
+    def sparse_seconds(self, link: LinkModel, kept: int) -> float:
+        """Seconds of choosing `kept` elements and of their allgather."""
+        messages = link.allgather_seconds(self.nodes * kept * self.pair_bytes, self.nodes)
+        return messages + self.elements * self.selection_seconds
+
+
+def sparse_pays(part: PartOnLink, link: LinkModel, kept: int) -> bool:
+    """Whether sending `kept` elements of a part takes less time than sending all of it."""
+    return part.nodes > 1 and part.sparse_seconds(link, kept) < part.dense_seconds(link)
+
+
+def crossover_density(part: PartOnLink, link: LinkModel) -> float:
+    """The share of elements below which it pays; 0 or less where it never does."""
+    others = part.nodes - 1
+    spare = part.dense_seconds(link) - part.elements * part.selection_seconds - others * link.alpha_seconds
+    return spare / (others * part.pair_bytes * link.beta_seconds_per_byte * part.elements)
+
+
+@dataclass(frozen=True)
+class SparseSettings:
+    """Options that change no schedule.
+
+    Attributes:
+        density: in the end. warmup_density: at first. warmup_steps: until then; 0: none.
+        momentum_correction: factor of the momentum that is kept before elements are chosen; 0: none.
+        factor_masking: it is forgotten where elements are sent.
+    """
+
+    density: float
+    warmup_density: float
+    warmup_steps: int
+    momentum_correction: float = 0.0
+    factor_masking: bool = True
+
+    def density_at(self, step: int) -> float:
+        """The share of elements that step `step`, counted from 0 over the whole training, sends: falling exponentially."""
+        if step >= self.warmup_steps:
+            return self.density
+        return float(self.warmup_density * (self.density / self.warmup_density) ** (step / self.warmup_steps))
+
+    @property
+    def largest_density(self) -> float:
+        """The largest share of any step, which buffers must hold."""
+        return self.warmup_density if self.warmup_steps else self.density
+
+
+class SparsePart:
+    """This rank's part of a compressed slice; on all nodes the ranks of its number have the same part.
+
+    Buffers are made once, for the largest messages.
+
+    Args:
+        size: elements of the part. dtype: "float32" or "float64". seed: tells slices apart.
+        comm: the ranks with this part, by node. scratch: of all slices, as one is chosen at a time.
+
+    Attributes:
+        residual: what is kept back, (size,). velocity: the momentum before the choice, (size,), or of no elements.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        dtype: str,
+        compression: Compression,
+        settings: SparseSettings,
+        comm: Communicator,
+        scratch: Selection,
+        seed: Sequence[int],
+    ) -> None:
+        self._size, self._compression, self._settings, self._comm = size, compression, settings, comm
+        self._feedback = ErrorFeedback(size, dtype)
+        self.residual = self._feedback.values
+        self.velocity = np.zeros(size if settings.momentum_correction else 0, dtype)
+        self._top = TopK(size, dtype, compression.kept(size, settings.largest_density), seed=seed, scratch=scratch)
+        self._buffer = np.empty(comm.size * self._top.message_size, np.uint8)
+
+    def send(self, gradient: np.ndarray, step: int) -> Handle:
+        """Choose what a step sends, of its gradient (size,) and of what was kept back, and post its allgather.
+
+        What is not finite is always chosen, so that every node learns of it.
+        """
+        kept = self._compression.kept(self._size, self._settings.density_at(step))
+        if kept != self._top.kept:
+            self._top.keep(kept)
+        top, values = self._top, self._accumulate(gradient)
+        message = self._messages()[self._comm.rank]
+        top.begin_step(step)
+        top.compress(values, message)
+        top.subtract_from(message, values)
+        if self._settings.factor_masking and self.velocity.size:
+            top.subtract_from(message, self.velocity)
+        counts = [top.message_size] * self._comm.size
+        return self._comm.iallgather(None, self._buffer[: sum(counts)], counts)
+
+    def _accumulate(self, gradient: np.ndarray) -> np.ndarray:
+        """Add the gradient, or the momentum that it gives, to what was kept back."""
+        if self.velocity.size:
+            self.velocity *= self._settings.momentum_correction
+            self.velocity += gradient
+            gradient = self.velocity
+        self._feedback.add(gradient)
+        return self._feedback.values
+
+    def receive(self, gradient: np.ndarray) -> None:
+        """Write the sum of what all nodes sent, in their order, so that it has the same bits on all of them."""
+        gradient[...] = 0.0
+        for message in self._messages():
+            self._top.add_to(message, gradient)
+
+    def _messages(self) -> list[np.ndarray]:
+        """Each node's."""
+        size = self._top.message_size
+        return [self._buffer[node * size : (node + 1) * size] for node in range(self._comm.size)]
 
 
 class SparseOperations(OwnerOperations):
@@ -203,3 +375,256 @@ class SparseOperations(OwnerOperations):
                 target[...] = gathered[place : place + share.size]
                 place += share.size
         return by_node
+
+
+_RESIDUAL, _VELOCITY = "sparse_gradient", "sparse_momentum"
+_STEPS = "sparse_steps"
+
+
+class SparseAverager(ReduceScatterAverager):
+    """Each rank updates its part of every slice: its own 1/P of a dense one, its node's share of a compressed one.
+
+    Holders of what is kept back are the nodes; each rank has its part of its node's.
+
+    Args:
+        two: levels of the streams; None: every rank is a node. replan: as `ReduceScatterAverager` has it.
+    """
+
+    pending = _RESIDUAL
+
+    def __init__(
+        self,
+        setup: AveragerSetup,
+        agreement: Agreement,
+        *,
+        settings: SparseSettings,
+        two: Levels | None,
+        replan: Callable[[CollectiveSchedule, Times], CollectiveSchedule] | None,
+    ) -> None:
+        assert agreement.schedule is not None
+        self._sparse = SparseOperations(setup, agreement.schedule, agreement.streams, settings, two)
+        super().__init__(
+            setup,
+            agreement,
+            exchanging={},
+            nominal_batch=0,
+            order=None if two is None else two.order,
+            replan=replan,
+            operations=self._sparse,
+        )
+        self.holders = self._sparse.nodes
+        self._has_velocity = settings.momentum_correction > 0.0
+        self._number = 0
+
+    def _new_step(self, lr: float) -> ReduceScatterStep:
+        self._sparse.begin_step()
+        step = super()._new_step(lr)
+        step.update = replace(step.update, number=self._number)
+        self._number += 1
+        return step
+
+    def changed(self) -> Sequence[Array]:
+        return [*super().changed(), *self._sparse.kept_back()]
+
+    def undone(self) -> None:
+        self._sparse.undo()
+
+    # -- gradients that are kept back, in a checkpoint -------------------------------------------------------------------------
+
+    @property
+    def by_holder(self) -> Collection[str]:
+        return (_RESIDUAL, _VELOCITY) if self._has_velocity else (_RESIDUAL,)
+
+    def full_state(self, parameter: Parameter) -> dict[str, np.ndarray]:
+        """Also what each node keeps back of the gradient, and its momentum before the choice. Collective."""
+        state = super().full_state(parameter)
+        if self._sparse.keeps_back(parameter.name):
+            state[_RESIDUAL] = self._sparse.residual(parameter.name, self.progress)
+        if self._has_velocity:
+            state[_VELOCITY] = self._sparse.velocity(parameter.name, self.progress)
+        return state
+
+    def state_names(self, parameter: Parameter) -> Collection[str]:
+        """Also what an earlier run kept back of a parameter that is sent whole now: the first step adds it."""
+        return {**dict.fromkeys(super().state_names(parameter)), **dict.fromkeys(self.by_holder)}
+
+    def load_state(self, parameter: Parameter, state: Mapping[str, np.ndarray]) -> None:
+        super().load_state(parameter, state)
+        if _RESIDUAL in state:
+            self._sparse.load_residual(parameter.name, state[_RESIDUAL])
+        if self._has_velocity and _VELOCITY in state:
+            self._sparse.load_velocity(parameter.name, state[_VELOCITY])
+
+    def counters(self) -> dict[str, int]:
+        return {**super().counters(), _STEPS: self._number}
+
+    def load_counters(self, counters: Mapping[str, int]) -> None:
+        super().load_counters(counters)
+        self._number = counters.get(_STEPS, 0)
+
+
+Compress = Literal["auto", "always"]
+
+
+@dataclass(frozen=True)
+class SparseOptions:
+    """Options of `sparse`.
+
+    Args:
+        density: Share of a gradient's elements that a node sends to the others, above 0 and at most 1.
+        warmup_density: Share in the first step, from which it falls exponentially to `density` in `warmup_steps` steps.
+        warmup_steps: Steps until `density` is reached; 0 starts with it.
+        compress: Which of the large parameters are sent so: "auto" takes those for which it takes less time than sending them
+            whole, by bytes and messages (and on a measured link by the work of choosing), "always" takes all.
+        least_elements: Least elements of such a parameter; smaller ones, biases and the parameters of batch norms are sent whole.
+        momentum_correction: Factor of a momentum that each node adds up before it chooses what to send, in [0, 1); it needs an
+            optimizer without momentum. 0 leaves the momentum to the optimizer.
+        factor_masking: With momentum correction, the momentum of elements that are sent starts again from zero.
+        bucket_bytes: Least size of a slice of fused small layers, in bytes; null chooses it as `sizes` says.
+        sizes: How sizes that are not given are found, and which slices are worth compressing: "rule" decides alike in every run
+            on as many ranks, so that runs repeat bit by bit; "measured" follows the link, which is measured at the start.
+        two_level: Ranks of a node sum their gradients before the node chooses, where all nodes have as many; without it, every
+            rank chooses for itself.
+        replan: The order of the allgathers is planned again after a few steps, by measured times.
+        window: Most operations in flight on each communicator; null sets no limit.
+
+    Raises:
+        OptionError: a density outside of (0, 1], a warm-up that begins below the density, or another value out of range.
+    """
+
+    #: gradients of linear layers are chosen from like all others
+    fc_exchange: ClassVar[FcExchange] = "never"
+
+    density: float = 0.01
+    warmup_density: float = 0.25
+    warmup_steps: int = 0
+    compress: Compress = "auto"
+    least_elements: int = 2048
+    momentum_correction: float = 0.0
+    factor_masking: bool = True
+    bucket_bytes: int | None = None
+    sizes: Sizes = "rule"
+    two_level: bool = True
+    replan: bool = True
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        check_at_least_one(least_elements=self.least_elements, bucket_bytes=self.bucket_bytes, window=self.window)
+        check_sizes(self.sizes, bucket_bytes=self.bucket_bytes)
+        if not 0.0 < self.density <= 1.0:
+            raise OptionError(f"density is {self.density}, but must be above 0 and at most 1; a usual value is 0.01.", "density")
+        if self.warmup_steps < 0:
+            raise OptionError(f"warmup_steps is {self.warmup_steps}, but must be at least 0.", "warmup_steps")
+        if self.warmup_steps and not self.density <= self.warmup_density <= 1.0:
+            raise OptionError(
+                f"warmup_density is {self.warmup_density}, but must be from density, {self.density}, to 1; "
+                f"the nearest legal value is {1.0 if self.warmup_density > 1.0 else self.density}.",
+                "warmup_density",
+            )
+        if not 0.0 <= self.momentum_correction < 1.0:
+            raise OptionError(
+                f"momentum_correction is {self.momentum_correction}, but must be in [0, 1); a usual value is 0.9.",
+                "momentum_correction",
+            )
+
+
+class Sparse(ReduceScatterStrategy):
+    """Send only the largest gradients between nodes, and add the rest to the next step's; it changes the optimisation.
+
+    Gradients of large parameters are summed within a node to the ranks that own a part. A node sends the largest elements of
+    each part with their positions. Ranks that own the same part on all nodes add these in the same order and update the part,
+    and parameters are gathered within the node. Small parameters go as with `sharded`, and all of it overlaps as there.
+
+    Raises:
+        ConfigError: several ranks, all on one node. OptionError: momentum correction beside an optimizer's momentum.
+    """
+
+    sums_shards = False
+    Options = SparseOptions
+    options: SparseOptions
+    streams = (Stream.GRADIENTS, Stream.NODES, Stream.PARAMETERS)
+
+    def __init__(self, group: PlannedGroup, options: Any = None) -> None:
+        super().__init__(group, options)
+        chosen = self.options
+        if chosen.momentum_correction and group.momentum:
+            raise OptionError(
+                f"momentum_correction is {chosen.momentum_correction}, but the optimizer has a momentum of {group.momentum}, "
+                f"too; set optimizer.momentum of sgd or lars to 0, or leave momentum_correction out.",
+                "momentum_correction",
+            )
+        if chosen.two_level and group.nodes is not None and group.ranks > 1 and len(set(group.nodes)) == 1:
+            raise ConfigError(
+                f"The averager sparse saves bytes between nodes, but all {group.ranks} ranks are on one node; choose sharded, or "
+                f"set averager.two_level to false to treat every rank as a node."
+            )
+
+    def words(self) -> str:
+        chosen = self.options
+        return (
+            f"sparse, density {chosen.density}, compress {chosen.compress}, least_elements {chosen.least_elements}, "
+            f"bucket_bytes {chosen.bucket_bytes}, replan {chosen.replan}, window {chosen.window}{words_of_sizes(chosen.sizes)}"
+        )
+
+    def slice_elements(self, link: LinkModel | None) -> tuple[int, int]:
+        group = self.group
+        return slicing.slice_elements(self.options.bucket_bytes, group.layout, group.ranks, link)
+
+    @property
+    def urgency(self) -> Urgency:
+        return reductions_first
+
+    def window(self, slices: Sequence[Slice], link: LinkModel | None, times: Times | None) -> int | None:
+        return self.options.window
+
+    @property
+    def nodes(self) -> int:
+        """Those that exchange: the ranks themselves, where there is one level."""
+        return self.group.ranks if self.levels is None else self.levels.nodes
+
+    def _slices(self, link: LinkModel | None) -> tuple[Slice, ...]:
+        """Large parameters in compressed slices, where that pays; the others fused and cut as `sharded` does."""
+        layout, (least, most) = self.group.layout, self.slice_elements(link)
+        small = [one.parameter for one in layout.segments if not one.decay or one.size < self.options.least_elements]
+        candidates = fused(layout, least, small if self.nodes > 1 else list(layout.specs))
+        compressed: list[Slice] = []
+        for candidate in candidates:
+            pieces = cut(layout, [candidate], most)
+            if self._pays(max(piece.size for piece in pieces), link):
+                compression = Compression(self.nodes, self.options.density)
+                compressed += [replace(piece, compression=compression) for piece in pieces]
+        chosen = {name for piece in compressed for name in piece.parameters}
+        dense = cut(layout, fused(layout, least, chosen), most)
+        return tuple(sorted((*compressed, *dense), key=lambda piece: piece.start))
+
+    def _pays(self, size: int, link: LinkModel | None) -> bool:
+        """Whether a slice of `size` elements is sent in part: by the first rank's part, which is the largest."""
+        if self.options.compress == "always":
+            return True
+        elements = -(-size * self.nodes // self.group.ranks)
+        seconds = SELECTION_SECONDS if self.options.sizes == "measured" else 0.0  # the rule's link has no time of its own
+        part = PartOnLink(elements, self.nodes, self.group.layout.item_bytes, seconds)
+        return sparse_pays(part, link or slicing.RULE_LINK, Compression(self.nodes, self.options.density).kept(elements))
+
+    def _operations(self, slices: Sequence[Slice], times: Times, link: LinkModel | None) -> tuple[Operation, ...]:
+        """Those of a reduce-scatter strategy; the exchange across nodes follows the sum within them, or is all there is."""
+        operations: list[Operation] = []
+        for operation in super()._operations(slices, times, link):
+            within = operation.kind is OperationKind.REDUCE_SCATTER and slices[operation.slice].compression is not None
+            if not within or self.nodes < self.group.ranks:
+                operations.append(operation)
+            if within:
+                operations.append(Operation(OperationKind.SPARSE, operation.slice, Stream.NODES))
+        return tuple(operations)
+
+    def averager(self, setup: AveragerSetup, agreement: Agreement) -> GradientAverager:
+        chosen = self.options
+        settings = SparseSettings(
+            chosen.density,
+            chosen.warmup_density,
+            chosen.warmup_steps,
+            chosen.momentum_correction,
+            chosen.factor_masking,
+        )
+        replan = partial(self.replan, link=agreement.link) if self.replans(agreement.schedule) else None
+        return SparseAverager(setup, agreement, settings=settings, two=self.levels, replan=replan)

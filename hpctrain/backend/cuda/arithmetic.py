@@ -1,34 +1,397 @@
-"""The arithmetic service of the cuda set: what `Arithmetic` says, enqueued on the stream of all computation."""
+"""The arithmetic service of the cuda set: what `Arithmetic` says, enqueued on the stream of all computation.
+
+In order: copies between boxes, which pack and unpack halos; sums over the pixels of images, and values spread over them; sums
+of squares of many arrays, whether they are finite, their checksums and a guard of them, by one or two launches for all
+arrays; descents on flat memory, by one launch for all runs of an update; the service.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
 from hpctrain.backend.arithmetic import (
     Arithmetic,
     Array,
+    Corrections,
     Descent,
     Fetch,
     MomentDescent,
     MomentRule,
+    UpdateRun,
     WatchedArrays,
 )
-from hpctrain.backend.cuda.device import Argument, grid_for, pack_width
-from hpctrain.backend.cuda.device_array import DeviceArray
-from hpctrain.backend.dtypes import item_bytes, parameter_dtype
-from hpctrain.backend.kernels.cuda.box_copy import copy_box
-from hpctrain.backend.kernels.cuda.checksums import CudaWatchedArrays
-from hpctrain.backend.kernels.cuda.descent import CudaDescent, CudaMomentDescent
-from hpctrain.backend.kernels.cuda.fetch import FetchBuffers
-from hpctrain.backend.kernels.cuda.messages import CudaMessages
-from hpctrain.backend.cuda.transports import CudaMirrors
-from hpctrain.backend.kernels.cuda.pixel_sums import spread_pixels, sum_pixels
-from hpctrain.backend.kernels.cuda.runtime import TAGS, CudaRuntime
-from hpctrain.backend.cuda.runtime import Staging
-from hpctrain.backend.kernels.cuda.sums import ArrayTable
-from hpctrain.core.intervals import Box
+from hpctrain.backend.cuda.device import Argument, DeviceArray, grid_for, pack_width
+from hpctrain.backend.cuda.runtime import TAGS, CudaFetch, CudaRuntime, FetchBuffers, Staging
+from hpctrain.backend.cuda.transports import CudaMessages, CudaMirrors
+from hpctrain.backend.specs import item_bytes, parameter_dtype
+from hpctrain.core.intervals import Box, shape_of, size_of
+
+_DIMS = 4
+
+
+def copy_box(
+    runtime: CudaRuntime, target: DeviceArray, target_box: Box, source: DeviceArray, source_box: Box, *, accumulate: bool = False
+) -> None:
+    """Enqueue target[target_box] := source[source_box], or += with `accumulate`.
+
+    Both arrays have one dtype and up to four dims, both boxes one shape, each inside its array; the two do not overlap in memory.
+    """
+    shape = shape_of(target_box)
+    assert target.dtype == source.dtype, f"{source!r} has not the dtype of {target!r}"
+    assert shape == shape_of(source_box), f"boxes {target_box} and {source_box} have different shapes"
+    if not size_of(target_box):
+        return
+    (to, to_steps), (origin, origin_steps) = _corner(target, target_box), _corner(source, source_box)
+    _, rows, columns, channels = (1,) * (_DIMS - len(shape)) + shape
+    width = pack_width(target.itemsize, math.gcd(channels, *to_steps, *origin_steps), (to, origin))
+    packs = channels // width
+    steps = [np.int64(step) for step in (*to_steps, *origin_steps)]
+    kernel = f"{'add' if accumulate else 'copy'}_box_{TAGS[target.dtype]}_w{width}"
+    items = size_of(target_box) // width
+    runtime.launch_items("copies", kernel, items, to, origin, *steps, np.int32(rows), np.int32(columns), np.int32(packs))
+
+
+def _corner(array: DeviceArray, box: Box) -> tuple[DeviceArray, tuple[int, ...]]:
+    """The array from the box's first element on, flat, and the steps of the three outer dims in elements."""
+    assert all(start >= 0 and stop <= size for (start, stop), size in zip(box, array.shape, strict=True)), (
+        f"{box} leaves {array!r}"
+    )
+    steps = [math.prod(array.shape[dim + 1 :]) for dim in range(array.ndim)]
+    first = sum(start * step for (start, _), step in zip(box, steps, strict=True))
+    outer = (0,) * (_DIMS - array.ndim) + tuple(steps[:-1])
+    return array.reshape(-1)[first:], outer
+
+
+def sum_pixels(runtime: CudaRuntime, target: DeviceArray, source: DeviceArray, scale: float) -> None:
+    """Enqueue target (N, 1, 1, C) := scale * the sum over the pixels of source (N, H, W, C), rounded once; 0 without pixels.
+
+    In the order of the pixels, whatever the launch: always the same bits.
+    """
+    _launch("sum_pixels", runtime, target, source, source, target, scale)
+
+
+def spread_pixels(runtime: CudaRuntime, target: DeviceArray, source: DeviceArray, scale: float) -> None:
+    """Enqueue target (N, H, W, C) := scale * source (N, 1, 1, C) at every pixel."""
+    _launch("spread_pixels", runtime, target, source, target, source, scale)
+
+
+def _launch(
+    kernel: str,
+    runtime: CudaRuntime,
+    target: DeviceArray,
+    source: DeviceArray,
+    images: DeviceArray,
+    means: DeviceArray,
+    scale: float,
+) -> None:
+    """An item is a pack of the target."""
+    n, height, width, channels = images.shape
+    assert means.shape == (n, 1, 1, channels), f"{means!r} has not one pixel for each of {images!r}"
+    assert target.dtype == source.dtype, f"{source!r} has not the dtype of {target!r}"
+    wide = pack_width(target.itemsize, channels, (target, source))
+    factor = np.dtype(parameter_dtype(target.dtype)).type(scale)
+    sizes = np.int64(height * width), np.int32(channels // wide)
+    name = f"{kernel}_{TAGS[target.dtype]}_w{wide}"
+    runtime.launch_items("pixel_sums", name, target.size // wide, target, source, factor, *sizes)
+
+
+#: elements that a block looks at in one go: `TILE` of sums.cu
+TILE = 8192
+
+_THREADS = 256
+
+
+class ArrayTable:
+    """Flat arrays of one dtype that are looked at together, at least one; their memory may hold other values each time.
+
+    Args:
+        staging: the table goes through it to the device, once.
+    """
+
+    def __init__(self, runtime: CudaRuntime, arrays: Sequence[DeviceArray], staging: Staging) -> None:
+        assert len({array.dtype for array in arrays}) == 1, "arrays that are summed together have one dtype"
+        self._runtime, self._count, self._tag = runtime, len(arrays), TAGS[arrays[0].dtype]
+        firsts = list(accumulate((-(-array.size // TILE) for array in arrays), initial=0))
+        self._tiles = firsts[-1]
+        rows = [(array.pointer, array.size, first) for array, first in zip(arrays, firsts, strict=False)]
+        self._table = self._memory(3 * (self._count + 1), 8, "int64")
+        staging.upload(self._table, np.array([*rows, (0, 0, self._tiles)], np.int64))
+        self._partial, self._sums = self._memory(self._tiles, 8, "float64"), self._memory(self._count, 8, "float64")
+        self._flags, self._no_flags = (self._memory(self._count, 1, "uint8") for _ in range(2))
+        self._fetch_sums, self._fetch_flags = FetchBuffers(runtime, 8 * self._count), FetchBuffers(runtime, self._count)
+
+    def _memory(self, size: int, item_bytes: int, dtype: str) -> DeviceArray:
+        return self._runtime.device.allocate(size * item_bytes).view(dtype)
+
+    def square_sums(self) -> CudaFetch:
+        """Enqueue the sums of squares: float64, one for each array, the same bits whatever else is in the table."""
+        self._look("square_sums", self._partial)
+        self._runtime.launch("sums", "finish_sums", (self._count,), (_THREADS,), self._table, self._partial, self._sums)
+        return self._fetch_sums.fetch(self._sums)
+
+    def finite(self, arrays: Sequence[DeviceArray] = ()) -> CudaFetch:
+        """Enqueue the answers whether all elements of each array are finite: bool.
+
+        Args:
+            arrays: those of the table, where the caller may drop them before the answers are there.
+        """
+        self._runtime.device.copy(self._runtime.stream, self._flags, self._no_flags)
+        self._look("find_not_finite", self._flags)
+        return self._fetch_flags.fetch(self._flags, np.logical_not, arrays)
+
+    def _look(self, kernel: str, out: DeviceArray) -> None:
+        grid = grid_for(self._tiles, 1, self._runtime.device.multiprocessors)
+        arguments = (self._table, np.int32(self._count), out, np.int64(self._tiles))
+        self._runtime.launch("sums", f"{kernel}_{self._tag}", grid, (_THREADS,), *arguments)
+
+
+#: words that a block sums in one go: `TILE` of tables.cuh
+
+_POLYNOMIAL, _ONE = 0xEDB88320, 0x80000000  # of checksums.cu
+
+
+class WordSums:
+    """Sums over the 32-bit words of each of some flat arrays, at least one; they are kept by the caller.
+
+    Args:
+        kind: "remainders" of CRC-32 without its inversions, or sums of "words". staging: the table of arrays goes through it to
+            the device, once.
+    """
+
+    def __init__(self, runtime: CudaRuntime, arrays: Sequence[DeviceArray], kind: str, staging: Staging) -> None:
+        assert all(array.nbytes % 4 == array.pointer % 4 == 0 for array in arrays), "arrays are summed by words of 4 bytes"
+        self._runtime, self._kind, self.count = runtime, kind, len(arrays)
+        sizes = [array.nbytes // 4 for array in arrays]
+        firsts = list(accumulate((-(-size // TILE) for size in sizes), initial=0))
+        self._tiles = firsts[-1]
+        rows = [(array.pointer, size, first) for array, size, first in zip(arrays, sizes, firsts, strict=False)]
+        self._table = runtime.device.allocate(3 * (self.count + 1) * 8).view("int64")
+        staging.upload(self._table, np.array([*rows, (0, 0, self._tiles)], np.int64))
+        self._partial = self.memory(self._tiles)
+
+    def memory(self, count: int) -> DeviceArray:
+        """Memory for so many sums, uint32."""
+        return self._runtime.device.allocate(4 * count).view("uint32")
+
+    def sum_into(self, sums: DeviceArray) -> None:
+        """Enqueue the sums, of as many words as there are arrays."""
+        grid = grid_for(self._tiles, 1, self._runtime.device.multiprocessors)
+        arguments = (self._table, np.int32(self.count), self._partial, np.int64(self._tiles))
+        self._runtime.launch("checksums", f"sum_{self._kind}", grid, (_THREADS,), *arguments)
+        self._runtime.launch("checksums", f"join_{self._kind}", (self.count,), (_THREADS,), self._table, self._partial, sums)
+
+
+class CudaChecksums:
+    """Implements `ArrayChecksums`. Keeps the arrays.
+
+    Args:
+        of_zeros: for each array, the checksum of the same number of zero bytes, if `kind` omits that term.
+    """
+
+    def __init__(
+        self, runtime: CudaRuntime, arrays: Sequence[DeviceArray], staging: Staging, kind: str, of_zeros: Sequence[int] = (0,)
+    ) -> None:
+        self._arrays, self._words = tuple(arrays), WordSums(runtime, arrays, kind, staging)
+        self._sums = self._words.memory(self._words.count)
+        self._fetches = FetchBuffers(runtime, self._sums.nbytes)
+        self._of_zeros = np.array(of_zeros, np.uint32)
+
+    def fetch(self) -> CudaFetch:
+        self._words.sum_into(self._sums)
+        return self._fetches.fetch(self._sums, lambda sums: sums ^ self._of_zeros)
+
+
+class CudaGuard:
+    """Implements `ArrayGuard`. Keeps the arrays."""
+
+    def __init__(self, runtime: CudaRuntime, arrays: Sequence[DeviceArray], staging: Staging) -> None:
+        self._runtime, self._arrays = runtime, tuple(arrays)
+        self._words = WordSums(runtime, arrays, "words", staging)
+        self._sums, self._remembered = (self._words.memory(self._words.count) for _ in range(2))
+        self._changed = runtime.device.allocate(self._words.count)
+        self._fetches = FetchBuffers(runtime, self._words.count)
+
+    def remember(self) -> None:
+        self._words.sum_into(self._remembered)
+
+    def compare(self) -> None:
+        self._words.sum_into(self._sums)
+        arguments = self._changed, self._sums, self._remembered
+        self._runtime.launch_items("checksums", "mark_changed", self._words.count, *arguments)
+
+    def fetch_changed(self) -> CudaFetch:
+        return self._fetches.fetch(self._changed, lambda marks: marks != 0)
+
+
+@dataclass(frozen=True)
+class CudaWatchedArrays:
+    """Implements `WatchedArrays`."""
+
+    runtime: CudaRuntime
+    arrays: tuple[DeviceArray, ...]
+    staging: Staging
+
+    def checksums(self) -> CudaChecksums:
+        of_zeros = [checksum_of_zeros(array.nbytes) for array in self.arrays]
+        return CudaChecksums(self.runtime, self.arrays, self.staging, "remainders", of_zeros)
+
+    def sums(self) -> CudaChecksums:
+        return CudaChecksums(self.runtime, self.arrays, self.staging, "words")
+
+    def guard(self) -> CudaGuard:
+        return CudaGuard(self.runtime, self.arrays, self.staging)
+
+
+def checksum_of_zeros(size_bytes: int) -> int:
+    """CRC-32 of so many zero bytes, without making them: what its inversions alone add to that of any bytes."""
+    power, square, bits = _ONE, _ONE >> 1, 8 * size_bytes
+    while bits:
+        if bits & 1:
+            power = _product(power, square)
+        square, bits = _product(square, square), bits >> 1
+    return _product(0xFFFFFFFF, power) ^ 0xFFFFFFFF
+
+
+def _product(a: int, b: int) -> int:
+    """The product of polynomials over GF(2), modulo that of CRC-32; bit 31 is the coefficient of x^0."""
+    total = 0
+    for bit in range(31, -1, -1):
+        if a >> bit & 1:
+            total ^= b
+        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
+    return total
+
+
+#: elements of a block's work and of a thread's: `TILE` and `W` of runs.cuh
+DESCENT_TILE, PACK = 4096, 4
+
+
+class RunTable:
+    """The runs of one update in the device's memory, uploaded where they differ from those of the update before.
+
+    Args:
+        item: dtype of scales and decays. capacity: the most runs.
+    """
+
+    def __init__(self, runtime: CudaRuntime, item: str, capacity: int) -> None:
+        places = [(name, np.int64) for name in ("start", "stop", "offset", "first_tile")]
+        self._row = np.dtype([*places, ("gradient_scale", item), ("decay", item)])
+        self.capacity, self.tiles = capacity, 0
+        self.memory = runtime.device.allocate(capacity * self._row.itemsize)
+        self._staging = Staging(runtime, capacity * self._row.itemsize, count=2)
+        self._runs: Sequence[UpdateRun] = ()
+
+    def set(self, runs: Sequence[UpdateRun]) -> None:
+        """Make these the table's runs, none of them empty."""
+        if runs == self._runs:
+            return
+        self._runs = runs
+        firsts = list(accumulate((-(-(run.stop - run.start // PACK * PACK) // DESCENT_TILE) for run in runs), initial=0))
+        self.tiles = firsts[-1]
+        rows = [
+            (run.start, run.stop, run.offset, first, run.gradient_scale, run.decay)
+            for run, first in zip(runs, firsts, strict=False)
+        ]
+        raw = np.array(rows, self._row).view(np.uint8)
+        self._staging.upload(self.memory[: raw.size], raw)
+
+
+class RunTables:
+    """Tables of runs, made when a part of the buffers is first updated, and what a launch over one takes.
+
+    Args:
+        dtype: of the buffers' elements. buffers: the flat arrays that a kernel takes, None for what there is not.
+    """
+
+    def __init__(self, runtime: CudaRuntime, dtype: str, buffers: Sequence[DeviceArray | None]) -> None:
+        self._runtime, self.buffers = runtime, buffers
+        self.scalar = np.dtype(dtype).type
+        arrays = [array for array in buffers if array is not None]
+        self._aligned = np.int32(all(array.pointer % (PACK * array.itemsize) == 0 for array in arrays))
+        self._tables: dict[tuple[int, int], list[RunTable]] = {}
+
+    def launch(self, source: str, kernel: str, runs: Iterable[UpdateRun], *scalars: np.generic) -> None:
+        """Enqueue a kernel over the elements of `runs`, with its own arguments behind the runs."""
+        wanted = tuple(run for run in runs if run.start < run.stop)
+        if not wanted:
+            return
+        table = self._table(wanted)
+        table.set(wanted)
+        grid = grid_for(table.tiles, 1, self._runtime.device.multiprocessors)
+        last = (*scalars, self._aligned, np.int64(table.tiles))
+        kernel = f"{kernel}_{TAGS[np.dtype(self.scalar).name]}"
+        self._runtime.launch(source, kernel, grid, (_THREADS,), *self.buffers, table.memory, np.int32(len(wanted)), *last)
+
+    def _table(self, runs: Sequence[UpdateRun]) -> RunTable:
+        """The table for this part of the buffers, which a step updates once; one that became too small may still be read."""
+        tables = self._tables.setdefault((runs[0].start, runs[-1].stop), [])
+        if not tables or tables[-1].capacity < len(runs):
+            capacity = 1 << (len(runs) - 1).bit_length()
+            tables.append(RunTable(self._runtime, str(self.scalar.__name__), capacity))
+        return tables[-1]
+
+
+class CudaDescent:
+    """Implements `Descent`, with the bits of the host's.
+
+    Args:
+        data, gradient: flat, of one size. momentum: flat state, None where there is none. shadow: bfloat16 copy of `data`.
+    """
+
+    def __init__(
+        self,
+        runtime: CudaRuntime,
+        data: DeviceArray,
+        gradient: DeviceArray,
+        momentum: DeviceArray | None,
+        shadow: DeviceArray | None,
+        *,
+        factor: float,
+        nesterov: bool,
+    ) -> None:
+        self._tables = RunTables(runtime, data.dtype, (data, gradient, momentum, shadow))
+        self._factor, self._nesterov = self._tables.scalar(factor), np.int32(nesterov)
+
+    def update(self, runs: Iterable[UpdateRun], lr: float) -> None:
+        """Enqueue the update of the elements of `runs`."""
+        self._tables.launch("descent", "descend", runs, self._tables.scalar(lr), self._factor, self._nesterov)
+
+
+class CudaMomentDescent:
+    """Implements `MomentDescent`, with the bits of the host's. Arguments: `Arithmetic.moment_descent`."""
+
+    def __init__(
+        self,
+        runtime: CudaRuntime,
+        data: DeviceArray,
+        gradient: DeviceArray,
+        first: DeviceArray,
+        second: DeviceArray,
+        shadow: DeviceArray | None,
+        rule: MomentRule,
+    ) -> None:
+        self._tables = RunTables(runtime, data.dtype, (data, gradient, first, second, shadow))
+        constants = (rule.beta1, 1.0 - rule.beta1, rule.beta2, 1.0 - rule.beta2, rule.epsilon)
+        self._constants = [self._tables.scalar(constant) for constant in constants]
+
+    def update(self, runs: Iterable[UpdateRun], corrections: Corrections, lr: float) -> None:
+        """Enqueue the update of the elements of `runs`."""
+        self._launch(runs, corrections, lr, directs=False)
+
+    def direct(self, runs: Iterable[UpdateRun], corrections: Corrections) -> None:
+        """Enqueue that the gradient becomes the direction."""
+        self._launch(runs, corrections, 0.0, directs=True)
+
+    def _launch(self, runs: Iterable[UpdateRun], corrections: Corrections, lr: float, *, directs: bool) -> None:
+        scalar = self._tables.scalar
+        scales = (scalar(corrections.first), scalar(corrections.root))
+        self._tables.launch("moments", "moments", runs, scalar(lr), *self._constants, *scales, np.int32(directs))
+
 
 #: pinned memory that copies of whole arrays go through: so many buffers of so many bytes. More are made for large arrays, so that
 #: the host fills them with a batch while the device computes.

@@ -1,4 +1,7 @@
-"""Batch normalisation (Ioffe and Szegedy, ICML 2015) on the device, with an optional addition and ReLU after it."""
+"""Batch normalisation (Ioffe and Szegedy, ICML 2015) on the device, with an optional addition and ReLU after it.
+
+`CudaSynchronisedBatchNorm` uses statistics of several ranks: it takes a round trip to the host in each direction.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hpctrain.backend.cuda.device import Argument, Extent, pack_width
-from hpctrain.backend.cuda.device_array import DeviceArray
-from hpctrain.backend.dtypes import item_bytes, parameter_dtype
-from hpctrain.backend.kernels.abilities import InPlace
-from hpctrain.backend.operators import Buffers, StepContext
+from hpctrain.backend.arithmetic import Arithmetic
+from hpctrain.backend.cuda.device import Argument, DeviceArray, Extent, pack_width
 from hpctrain.backend.cuda.operator import CudaOperator, Request
-from hpctrain.backend.kernels.cuda.runtime import THREADS, CudaRuntime
-from hpctrain.backend.specs import BatchNormSpec, TensorSpec
+from hpctrain.backend.cuda.runtime import THREADS, CudaRuntime
+from hpctrain.backend.operators import Buffers, CallsHost, InPlace, StepContext
+from hpctrain.backend.specs import BatchNormSpec, TensorSpec, item_bytes, parameter_dtype
 
 #: coefficients of a channel in batch_norm.cu
 _COEFFICIENTS = 7
@@ -190,3 +191,57 @@ class CudaBatchNorm(InPlace, CudaOperator):
 
 def _flags(grad: DeviceArray | None, accumulates: bool, asked: int, added: int) -> int:
     return 0 if grad is None else asked | (added if accumulates else 0)
+
+
+class CudaSynchronisedBatchNorm(CallsHost, CudaBatchNorm):
+    """As `CudaBatchNorm`, with moments and sums that the host merges over ranks. On a rank that is alone it is that very one.
+
+    Collective: `forward` and `backward_input` call the merger once each, on every rank, and wait for it. What crosses is
+    (2, channels) in float64, each way.
+    """
+
+    def __init__(
+        self, spec: BatchNormSpec, *inputs: TensorSpec, training: bool, runtime: CudaRuntime, arithmetic: Arithmetic
+    ) -> None:
+        self._arithmetic = arithmetic
+        self._merged_rows = 0
+        self._own_gradients = np.zeros((2, spec.channels))
+        super().__init__(spec, *inputs, training=training, runtime=runtime)
+
+    def more_scratch(self, channels: int) -> Sequence[Request]:
+        return (((2, channels), "float64"),)
+
+    def bind(self, buffers: Buffers) -> None:
+        super().bind(buffers)
+        self.calls_host = not buffers.merger.alone
+
+    def _finish_moments(self, partial: DeviceArray, x: DeviceArray, *sizes: np.generic) -> None:
+        if not self.calls_host:
+            super()._finish_moments(partial, x, *sizes)
+            return
+        exchanged = self.scratch[1]
+        self._launch_channels("bn_moments_own", partial, x, exchanged, *sizes, *self._channels)
+        moments = np.array(self._arithmetic.to_host(exchanged))
+        self._merged_rows = self.buffers.merger.merge(self._rows, *moments)
+        self._arithmetic.from_host(exchanged, moments)
+        constants = np.int64(self._merged_rows), *self._channels, np.float64(self.norm.epsilon)
+        arrays = *self._affine, self._coefficients, *self._batch_statistics
+        self._launch_each_channel("bn_moments_merged", exchanged, *arrays, *constants)
+
+    def _finish_gradients(self, partial: DeviceArray, d_gamma: DeviceArray, d_beta: DeviceArray, parts: np.int32) -> None:
+        if not self.calls_host or self.norm.fixed:
+            super()._finish_gradients(partial, d_gamma, d_beta, parts)
+            return
+        exchanged = self.scratch[1]
+        self._launch_channels("bn_backward_own", partial, self._coefficients, d_gamma, d_beta, exchanged, parts, *self._channels)
+        self._own_gradients = np.array(self._arithmetic.to_host(exchanged))
+
+    def backward_input(self) -> None:
+        wanted = any(grad is not None for grad in self.buffers.input_grads)
+        if self.calls_host and not self.norm.fixed and wanted:
+            exchanged, sums = self.scratch[1], self._own_gradients
+            self.buffers.merger.sum(sums)
+            self._arithmetic.from_host(exchanged, sums)
+            rows = np.int64(self._merged_rows)
+            self._launch_each_channel("bn_backward_merged", exchanged, self._coefficients, rows, *self._channels)
+        super().backward_input()

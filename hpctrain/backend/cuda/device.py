@@ -1,20 +1,102 @@
-"""The waist between kernels and a GPU: all that this package asks of a device, in one narrow protocol.
+"""The waist between kernels and a GPU: all that is asked of a device, in one narrow protocol, and arrays in its memory.
 
-Two implementations: `CupyDevice`, a GPU, and `EmulatedDevice`, this CPU with the same CUDA sources. Work is enqueued on a stream
-and done in its order; nothing waits but `synchronize` of streams and events, and allocation. All above is the same code on both.
+Implementations: `CupyDevice`, a GPU, and the emulated device of the tests, this CPU with the same CUDA sources. Work is
+enqueued on a stream and done in its order; nothing waits but `synchronize` of streams and events, and allocation. All above
+is the same code on both.
+
+A `DeviceArray` is a place, a shape and a dtype: never an ndarray, so that no host code computes with one. On the host
+bfloat16 is uint16, the upper half of a float32.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, NoReturn, Protocol, runtime_checkable
 
 import numpy as np
 
-from hpctrain.backend.cuda.device_array import DeviceArray
-from hpctrain.backend.device_messages import DeviceLinks, Peers
+from hpctrain.backend.arithmetic import DeviceLinks, Peers
+from hpctrain.backend.specs import item_bytes
+
+
+def bfloat16_bits(values: np.ndarray) -> np.ndarray:
+    """float32 or float64 values rounded to bfloat16, to nearest even (float64 by way of float32); NaN becomes 0x7FFF."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    rounded = ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
+    return np.where((bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000), np.uint16(0x7FFF), rounded)
+
+
+def bfloat16_values(bits: np.ndarray) -> np.ndarray:
+    """The float32 values of bfloat16 bits (uint16): exact."""
+    return (np.ascontiguousarray(bits, np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+Shape = tuple[int, ...]
+
+
+class DeviceArray:
+    """C-contiguous elements in a device's memory, which the array keeps alive.
+
+    Views are made by `view`, `reshape` and slices of the first dim with step 1. Reading or writing elements is for kernels, and
+    for the device's `upload` and `download`: everything that would do so on the host raises TypeError.
+
+    Args:
+        pointer: address on the device. owner: keeps the memory alive.
+    """
+
+    __slots__ = ("dtype", "itemsize", "owner", "pointer", "shape", "size")
+
+    def __init__(self, pointer: int, shape: Shape, dtype: str, owner: Any) -> None:
+        self.pointer, self.shape, self.dtype, self.owner = pointer, shape, dtype, owner
+        self.size = math.prod(shape)
+        self.itemsize = item_bytes(dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return self.size * self.itemsize
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: slice) -> DeviceArray:
+        if not isinstance(index, slice) or index.step not in (None, 1):
+            self._refuse()
+        start, stop, _ = index.indices(self.shape[0])
+        row = math.prod(self.shape[1:]) * self.itemsize
+        return DeviceArray(self.pointer + start * row, (max(0, stop - start), *self.shape[1:]), self.dtype, self.owner)
+
+    def reshape(self, *shape: Any) -> DeviceArray:
+        """The same elements in another shape; -1 stands for what is left."""
+        wanted: Shape = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        if wanted.count(-1) == 1 and (known := -math.prod(wanted)):
+            wanted = tuple(self.size // known if n == -1 else n for n in wanted)
+        if -1 in wanted or math.prod(wanted) != self.size:
+            raise ValueError(f"{self.size} elements of shape {self.shape} have no shape {wanted}.")
+        return DeviceArray(self.pointer, wanted, self.dtype, self.owner)
+
+    def view(self, dtype: str) -> DeviceArray:
+        """The same bytes as a flat array of another dtype; they must be whole elements of it."""
+        count, rest = divmod(self.nbytes, item_bytes(dtype))
+        if rest:
+            raise ValueError(f"{self.nbytes} bytes are no whole number of {dtype} elements.")
+        return DeviceArray(self.pointer, (count,), dtype, self.owner)
+
+    def __repr__(self) -> str:
+        return f"DeviceArray({self.shape}, {self.dtype}, at {self.pointer:#x})"
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError(f"Elements of {self!r} are in the device's memory; ask its arithmetic for to_host.")
+
+    __array__ = __array_ufunc__ = __setitem__ = __iter__ = __float__ = __int__ = __bool__ = __contains__ = _refuse
+
 
 #: what a kernel takes: a place in the device's memory (None: nowhere), or a NumPy scalar of the parameter's very type
 Argument = DeviceArray | np.generic | None

@@ -7,29 +7,44 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hpctrain.backend.cuda.device import ALIGNMENT_BYTES, CapturedGraph, DeviceStream
-from hpctrain.backend.operators import Array, CapturedWork, CapturesWork, KernelSet, LossOperator, Operator, PixelInput, StepContext
-from hpctrain.backend.kernels.cuda.adaptive_pool import CudaAdaptiveAveragePool
+from hpctrain.backend.arithmetic import PinnedBytes
 from hpctrain.backend.cuda.arithmetic import CudaArithmetic
-from hpctrain.backend.cuda.batch_norm import CudaBatchNorm
-from hpctrain.backend.cuda.conv2d import CudaConv2d
-from hpctrain.backend.kernels.cuda.conv2d_products import CudaPatchConv2d, CudaPointwiseConv2d
-from hpctrain.backend.cuda.elementwise import make_dropout
-from hpctrain.backend.kernels.cuda.elementwise import CudaAdd, CudaRelu
-from hpctrain.backend.kernels.cuda.flatten import CudaView
-from hpctrain.backend.cuda.classifier import CudaLinear
-from hpctrain.backend.kernels.cuda.loss import CudaSoftmaxCrossEntropy
+from hpctrain.backend.cuda.batch_norm import CudaBatchNorm, CudaSynchronisedBatchNorm
+from hpctrain.backend.cuda.classifier import CudaLinear, CudaSoftmaxCrossEntropy
+from hpctrain.backend.cuda.conv2d import CudaConv2d, CudaPatchConv2d, CudaPointwiseConv2d
+from hpctrain.backend.cuda.device import ALIGNMENT_BYTES, CapturedGraph, DeviceStream
+from hpctrain.backend.cuda.elementwise import CudaAdd, CudaRelu, make_dropout
+from hpctrain.backend.cuda.operator import CudaView
 from hpctrain.backend.cuda.pixel_input import CudaPixelInput, ring_bytes
-from hpctrain.backend.cuda.pool import make_pool
-from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
-from hpctrain.backend.kernels.cuda.step_block import StepBlock
-from hpctrain.backend.kernels.cuda.synchronised_batch_norm import CudaSynchronisedBatchNorm
-from hpctrain.backend.kernels.fused_specs import WithRelu
-from hpctrain.backend.kernels.fusion import fuse
-from hpctrain.backend.graph import Graph
-from hpctrain.backend.specs import AdaptiveAveragePoolSpec, AddSpec, BatchNormSpec, Conv2dSpec, DropoutSpec, FlattenSpec, LinearSpec, PoolSpec, ReluSpec, SoftmaxCrossEntropySpec, Spec, TensorSpec
-from hpctrain.backend.mirrors import PinnedBytes
-from hpctrain.backend.pixel_batch import PixelBatch
+from hpctrain.backend.cuda.pool import CudaAdaptiveAveragePool, make_pool
+from hpctrain.backend.cuda.runtime import CudaRuntime, StepBlock
+from hpctrain.backend.graph import Graph, fuse
+from hpctrain.backend.operators import (
+    Array,
+    CapturedWork,
+    CapturesWork,
+    KernelSet,
+    LossOperator,
+    Operator,
+    PixelInput,
+    StepContext,
+)
+from hpctrain.backend.pixels import PixelBatch
+from hpctrain.backend.specs import (
+    AdaptiveAveragePoolSpec,
+    AddSpec,
+    BatchNormSpec,
+    Conv2dSpec,
+    DropoutSpec,
+    FlattenSpec,
+    LinearSpec,
+    PoolSpec,
+    ReluSpec,
+    SoftmaxCrossEntropySpec,
+    Spec,
+    TensorSpec,
+    WithRelu,
+)
 from hpctrain.core.errors import BackendError
 
 

@@ -1,19 +1,134 @@
-"""Plans of cuDNN for convolutions: which engine computes a graph, how, and in how much workspace.
+"""Convolutions and matrix products by NVIDIA's libraries, cuDNN and cuBLAS.
 
-Plans are made for a device of this machine, by its cuDNN handle, or for any other device, by its properties. The latter are the
-same plans, but cannot be run. Every plan is deterministic. CuPy is not needed: streams, memory and handles are integers.
+CuPy is not needed: streams, memory and handles are integers. Convolutions are graphs of cuDNN, made by NVIDIA's Python
+package cudnn (the frontend, version 1.23). cuDNN's dims are logical NCHW and KCRS; strides say that memory is NHWC and KRSC.
+Sums are float32. Tensors begin at multiples of 16 bytes. A plan says which engine computes a graph, how, and in how much
+workspace. Plans are made for a device of this machine, by its cuDNN handle, or for any other device, by its properties; the
+latter are the same plans, but cannot be run. Every plan is deterministic.
+
+Matrix products call cuBLAS through ctypes: CuPy's own calls set the stream each time, which takes the workspace away again.
+With a workspace of its own a handle allocates nothing when a step is captured, and computes the same bits in every run.
 """
 
 from __future__ import annotations
 
+import ctypes
+import importlib
 import json
+import sys
 from collections.abc import Mapping
 from typing import Any
 
-from hpctrain.backend.cuda import cudnn_graphs
-from hpctrain.backend.cuda.cudnn_graphs import BIAS, FIRST, OUT, SECOND, Graph, Library
-from hpctrain.backend.cuda.device import ConvolutionKey
-from hpctrain.core.errors import BackendError
+from hpctrain.backend.cuda.device import ConvolutionKey, DeviceArray, Extent, Precision
+from hpctrain.core.errors import BackendError, MissingLibraryError
+
+Library = Any  # the package cudnn; it has no types
+Graph = Any  # cudnn.pygraph
+
+#: numbers of tensors in a graph, by their place in `DeviceConvolution.run`: the two that are read, the one written, the bias
+FIRST, SECOND, OUT, BIAS = 1, 2, 3, 4
+
+
+def library() -> Library:
+    """Return the package cudnn, loaded at first use.
+
+    Hide PyTorch during the import. The package would import it, which takes seconds in each process, to translate dtypes that
+    are not used here.
+
+    Raises:
+        MissingLibraryError: it, or cuDNN itself, is not installed.
+    """
+    hide = "torch" not in sys.modules
+    if hide:
+        sys.modules["torch"] = None  # type: ignore[assignment]  # makes `import torch` raise ImportError
+    try:
+        return importlib.import_module("cudnn")
+    except (ImportError, OSError) as error:
+        raise MissingLibraryError(
+            f"Convolutions on a GPU need cuDNN and its frontend, which cannot be loaded ({error}); "
+            "install hpctrain with its extra for this CUDA version, such as hpctrain[gpu13]."
+        ) from error
+    finally:
+        if hide:
+            sys.modules.pop("torch", None)
+
+
+def data_type(cudnn: Library, dtype: str) -> Any:
+    """cuDNN's name of a dtype.
+
+    Raises:
+        BackendError: it has no convolutions in it.
+    """
+    known = {"float32": "FLOAT", "bfloat16": "BFLOAT16"}
+    if dtype not in known:
+        raise BackendError(f"cuDNN has no convolutions in {dtype} on these GPUs; precision float32 is the nearest.")
+    return getattr(cudnn.data_type, known[dtype])
+
+
+def build(cudnn: Library, key: ConvolutionKey, **place: Any) -> Graph:
+    """The graph of a key, with its operation graph built: ready for plans.
+
+    Args:
+        place: the handle of a device, or the properties of one that need not be here, as arguments of `cudnn.pygraph`.
+
+    Raises:
+        BackendError: a dtype that cuDNN does not convolve in. cudnn.cudnnGraphNotSupportedError: a graph it does not know.
+    """
+    dtype, sums = data_type(cudnn, key.dtype), cudnn.data_type.FLOAT
+    graph = cudnn.pygraph(name=key.kind, io_data_type=dtype, intermediate_data_type=sums, compute_data_type=sums, **place)
+    shapes = {
+        "forward": (key.x, key.w, key.y),
+        "input": (key.y, key.w, key.x),
+        "weight": (key.x, key.y, key.w),
+    }
+    first, second, written = shapes[key.kind]
+    a, b = (graph.tensor(uid=uid, data_type=dtype, **_dims(shape)) for uid, shape in ((FIRST, first), (SECOND, second)))
+    out = _fused(graph, key, _convolution(graph, key, a, b), dtype)
+    dims = _dims(written)
+    out.set_uid(OUT).set_dim(dims["dim"]).set_stride(dims["stride"]).set_data_type(dtype).set_output(True)
+    graph.validate()
+    graph.build_operation_graph()
+    return graph
+
+
+def _convolution(graph: Graph, key: ConvolutionKey, a: Any, b: Any) -> Any:
+    top, bottom, left, right = key.padding
+    window = {
+        "pre_padding": [top, left],
+        "post_padding": [bottom, right],
+        "stride": list(key.stride),
+        "dilation": list(key.dilation),
+    }
+    if key.kind == "forward":
+        return graph.conv_fprop(image=a, weight=b, **window)
+    if key.kind == "input":
+        return graph.conv_dgrad(loss=a, filter=b, **window)
+    return graph.conv_wgrad(image=a, loss=b, **window)
+
+
+def _fused(graph: Graph, key: ConvolutionKey, out: Any, dtype: Any) -> Any:
+    """`out` with the key's bias and ReLU behind it; cuDNN takes the bias in the dtype of activations."""
+    if not key.fused:
+        return out
+    bias = graph.tensor(uid=BIAS, data_type=dtype, **_dims((1, 1, 1, key.y[3])))
+    out = graph.bias(input=out, bias=bias)
+    return graph.relu(input=out) if key.fused == "bias_relu" else out
+
+
+def _dims(shape: Extent) -> dict[str, list[int]]:
+    """The dims and strides of NHWC memory: (N, H, W, C), or (K, R, S, C)."""
+    n, h, w, c = shape
+    return {"dim": [n, c, h, w], "stride": [h * w * c, 1, w * c, c]}
+
+
+def describe(key: ConvolutionKey) -> str:
+    """The key in a line, the same everywhere and different for different keys: a name for records and between ranks."""
+    shapes = " ".join(f"{name} {'x'.join(map(str, shape))}" for name, shape in (("x", key.x), ("w", key.w), ("y", key.y)))
+    numbers = [("stride", key.stride), ("padding", key.padding), ("dilation", key.dilation), ("groups", (key.groups,))]
+    window = " ".join(f"{name} {','.join(map(str, values))}" for name, values in numbers)
+    kind = f"{key.kind}+{key.fused}" if key.fused else key.kind
+    return f"{kind} {shapes} {window} {key.dtype} {key.precision}"
+
 
 #: largest workspace of a plan; without a limit some take gigabytes: 6 GB for float32 and 256 images of 224 x 224 x 64
 WORKSPACE_LIMIT_BYTES = 512 << 20
@@ -81,7 +196,7 @@ class CudnnPlans:
         workspace_limit_bytes: int = WORKSPACE_LIMIT_BYTES,
     ) -> None:
         assert (handle is None) == (capability is None) != (properties is None), "pass a handle and its capability, or properties"
-        self._cudnn = cudnn_graphs.library()
+        self._cudnn = library()
         self._queue = CudnnQueue(self._cudnn, handle)
         self._device = _device_arguments(self._cudnn, handle, capability, properties)
         self._limit = workspace_limit_bytes
@@ -100,7 +215,7 @@ class CudnnPlans:
     def _make(self, key: ConvolutionKey) -> ConvolutionPlan:
         unsupported = self._cudnn.cudnnGraphNotSupportedError
         try:
-            graph = cudnn_graphs.build(self._cudnn, key, **self._device)
+            graph = build(self._cudnn, key, **self._device)
             self._list_plans(graph, key)
         except unsupported as error:
             raise self._no_plan(key, str(error)) from error
@@ -125,7 +240,7 @@ class CudnnPlans:
         version = self._cudnn.backend_version_string()
         first = reason.strip().splitlines()[0] if reason.strip() else "no reason given"
         return BackendError(
-            f"cuDNN {version} has no deterministic plan for {cudnn_graphs.describe(key)} in a workspace of at most "
+            f"cuDNN {version} has no deterministic plan for {describe(key)} in a workspace of at most "
             f"{self._limit >> 20} MiB ({first}); a smaller batch, or another precision, may have one."
         )
 
@@ -136,7 +251,7 @@ def new_handle() -> int:
     Raises:
         MissingLibraryError: cuDNN or its frontend is not installed.
     """
-    return int(cudnn_graphs.library().create_handle())
+    return int(library().create_handle())
 
 
 def _device_arguments(
@@ -151,3 +266,97 @@ def _device_arguments(
         return {"device_property": device, "sm_version": properties["deviceVer"] // 10}
     assert capability is not None
     return {"handle": handle, "sm_version": 10 * capability[0] + capability[1]}
+
+
+#: what NVIDIA recommends for its GPUs since 2022
+WORKSPACE_BYTES = 32 << 20
+
+
+_OPERATION = {False: 0, True: 1}  # CUBLAS_OP_N, CUBLAS_OP_T
+_DATA_TYPE = {"float32": 0, "bfloat16": 14}  # CUDA_R_32F, CUDA_R_16BF
+# CUBLAS_COMPUTE_32F, _32F_PEDANTIC (no tensor cores), _32F_FAST_TF32
+_COMPUTE_TYPE: dict[Precision, int] = {"bfloat16": 68, "float32": 69, "tf32": 77}
+_MOST_ROWS = 2**31 - 1  # cuBLAS takes sizes as 32-bit integers
+_DEFAULT_ALGORITHM = -1  # CUBLAS_GEMM_DEFAULT
+# CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION: sums of bfloat16 products that are split are float32 to the end
+_MATH_MODE = 16
+
+
+class MatrixProducts:
+    """Products that are enqueued on one stream.
+
+    Args:
+        library: libcublas. stream: its address. workspace: memory of the device, kept for as long as this lives.
+
+    Raises:
+        BackendError: cuBLAS cannot be started.
+    """
+
+    def __init__(self, library: Library, stream: int, workspace: DeviceArray) -> None:
+        self._library, self._workspace = library, workspace
+        self._handle = ctypes.c_void_p()
+        self._one, self._zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
+        self._check("cublasCreate", library.cublasCreate_v2(ctypes.byref(self._handle)))
+        self._check("cublasSetStream", library.cublasSetStream_v2(self._handle, ctypes.c_void_p(stream)))  # before the workspace
+        place = (ctypes.c_void_p(workspace.pointer), ctypes.c_size_t(workspace.nbytes))
+        self._check("cublasSetWorkspace", library.cublasSetWorkspace_v2(self._handle, *place))
+        self._check("cublasSetMathMode", library.cublasSetMathMode(self._handle, ctypes.c_int(_MATH_MODE)))
+
+    def run(
+        self,
+        a: DeviceArray,
+        b: DeviceArray,
+        c: DeviceArray,
+        *,
+        transpose_a: bool,
+        transpose_b: bool,
+        accumulate: bool,
+        precision: Precision,
+    ) -> None:
+        """Enqueue c := op(a) op(b), plus c where `accumulate`. Row-major c is column-major c^T = op(b)^T op(a)^T.
+
+        Raises:
+            ValueError: matrices that do not fit each other. BackendError: a dtype or precision that GPUs do not compute in, or
+                more than 2**31 - 1 rows or columns.
+        """
+        rows, inner = a.shape[::-1] if transpose_a else a.shape
+        inner_b, cols = b.shape[::-1] if transpose_b else b.shape
+        if inner != inner_b or c.shape != (rows, cols):
+            raise ValueError(f"{a!r} and {b!r} have no product like {c!r}.")
+        types = [_number(_DATA_TYPE, array.dtype) for array in (b, a, c)]
+        compute = _number(_COMPUTE_TYPE, precision)
+        if not rows or not cols or not inner:
+            assert accumulate or not c.size, "sums over nothing are the caller's"
+            return
+        if max(rows, cols, inner) > _MOST_ROWS:
+            raise BackendError(
+                f"cuBLAS multiplies matrices of at most {_MOST_ROWS} rows and columns, not {rows} x {inner} by {inner} x {cols}; "
+                "train with smaller micro-batches."
+            )
+        status = self._library.cublasGemmEx(
+            self._handle,
+            ctypes.c_int(_OPERATION[transpose_b]),
+            ctypes.c_int(_OPERATION[transpose_a]),
+            *map(ctypes.c_int, (cols, rows, inner)),
+            ctypes.byref(self._one),
+            *(ctypes.c_void_p(b.pointer), ctypes.c_int(types[0]), ctypes.c_int(max(1, b.shape[1]))),
+            *(ctypes.c_void_p(a.pointer), ctypes.c_int(types[1]), ctypes.c_int(max(1, a.shape[1]))),
+            ctypes.byref(self._one if accumulate else self._zero),
+            *(ctypes.c_void_p(c.pointer), ctypes.c_int(types[2]), ctypes.c_int(cols)),
+            ctypes.c_int(compute),
+            ctypes.c_int(_DEFAULT_ALGORITHM),
+        )
+        self._check("cublasGemmEx", status)
+
+    @staticmethod
+    def _check(function: str, status: int) -> None:
+        if status:
+            raise BackendError(f"{function} failed with status {status} of cuBLAS; see cublasStatus_t in its documentation.")
+
+
+def _number(known: Any, name: str) -> int:
+    """cuBLAS's number of a dtype or precision."""
+    if name not in known:
+        raise BackendError(f"GPUs multiply matrices in {' or '.join(known)} here, not in {name}.")
+    number: int = known[name]
+    return number

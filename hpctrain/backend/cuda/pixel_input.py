@@ -8,13 +8,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hpctrain.backend.cuda.device import Argument, DeviceStream, pack_width
-from hpctrain.backend.cuda.device_array import DeviceArray
-from hpctrain.backend.dtypes import parameter_dtype
-from hpctrain.backend.kernels.cuda.images import check_images, row_launch
-from hpctrain.backend.kernels.cuda.runtime import TAGS, CudaRuntime
-from hpctrain.backend.pixel_batch import WINDOW, PixelBatch
-from hpctrain.backend.pixels import Resampling, most_taps
+from hpctrain.backend.cuda.device import Argument, DeviceArray, DeviceStream, pack_width
+from hpctrain.backend.cuda.operator import check_images, row_launch
+from hpctrain.backend.cuda.runtime import TAGS, CudaRuntime
+from hpctrain.backend.pixels import WINDOW, PixelBatch, Resampling, most_taps
+from hpctrain.backend.specs import parameter_dtype
 
 #: batches that have memory of their own: one is read while the next one arrives
 RING = 2

@@ -1,15 +1,74 @@
-"""Copies between arrays of the host and a device, through pinned memory that is used in turn."""
+"""What the operators of one set share: the device, launches, copies to and from the host, the step's numbers.
+
+Copies between the host and the device go through pinned memory that is used in turn (`Staging`); what the host asks for is
+fetched beside computation (`FetchBuffers`). The step block holds the numbers of one step in the device's memory, so that
+kernels read them where arguments are fixed: a captured graph repeats the arguments of its launches, so what changes from step
+to step lies at places that never move.
+"""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from hpctrain.backend.cuda.device import DeviceEvent
-from hpctrain.backend.cuda.device_array import DeviceArray
-from hpctrain.backend.cuda.half import bfloat16_bits, bfloat16_values
-from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
+from hpctrain.backend.counter_random import key
+from hpctrain.backend.cuda.device import (
+    Argument,
+    Device,
+    DeviceArray,
+    DeviceEvent,
+    DeviceStream,
+    Extent,
+    Precision,
+    bfloat16_bits,
+    bfloat16_values,
+    grid_for,
+)
+from hpctrain.backend.operators import StepContext
+from hpctrain.backend.specs import parameter_dtype
+
+#: in the names of kernels
+TAGS = {"float64": "f64", "float32": "f32", "bfloat16": "bf16"}
+#: threads of a block that strides over items
+THREADS = 256
+
+
+@dataclass(frozen=True)
+class CudaRuntime:
+    """Settings that all operators of a device share.
+
+    stream: the one that all kernels run on. precision: of products in convolutions and linear layers.
+    threads: of a block that strides over items. graphs: programs are captured as CUDA graphs.
+    """
+
+    device: Device
+    stream: DeviceStream
+    precision: Precision = "float32"
+    threads: int = field(default=THREADS)
+    graphs: bool = True
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of activations."""
+        return "float32" if self.precision == "tf32" else self.precision
+
+    @property
+    def parameter_dtype(self) -> str:
+        """The dtype of parameters, gradients and statistics."""
+        return parameter_dtype(self.dtype)
+
+    def launch(self, source: str, kernel: str, grid: Extent, block: Extent, *arguments: Argument) -> None:
+        """Enqueue a kernel of kernels/<source>.cu; nothing where the grid is empty."""
+        if 0 not in grid:
+            self.device.kernel(source, kernel)(self.stream, grid, block, *arguments)
+
+    def launch_items(self, source: str, kernel: str, items: int, *arguments: Argument) -> None:
+        """Enqueue a kernel that strides over `items`, given to it as its last argument (int64)."""
+        grid = grid_for(items, self.threads, self.device.multiprocessors)
+        self.launch(source, kernel, grid, (self.threads,), *arguments, np.int64(items))
 
 
 def host_dtype(array: DeviceArray) -> np.dtype:
@@ -97,3 +156,113 @@ class Staging:
     def _next(self) -> PinnedBuffer:
         self._buffers.rotate(-1)
         return self._buffers[-1]
+
+
+#: gives what is asked for from the elements that came
+Reading = Callable[[np.ndarray], np.ndarray]
+
+
+class CudaFetch:
+    """Implements `Fetch`: a copy to pinned memory that is enqueued.
+
+    Args:
+        buffer: that the elements of `source` are copied to. reading: is applied to them.
+        kept: arrays that the work before the copy reads by address; their memory is not given back before the fetch is.
+    """
+
+    def __init__(self, buffer: PinnedBuffer, source: DeviceArray, reading: Reading, kept: Sequence[DeviceArray] = ()) -> None:
+        self._buffer, self._source, self._reading, self._kept = buffer, source, reading, tuple(kept)
+
+    def result(self) -> np.ndarray:
+        """Wait for the copy and give the elements in the source's shape (bfloat16 as float32), read only, after the reading."""
+        self._buffer.event.synchronize()
+        values = host_values(self._source, self._buffer.bits(self._source))
+        values = self._reading(values.reshape(self._source.shape))
+        values.flags.writeable = False
+        return values
+
+
+class FetchBuffers:
+    """Two pinned buffers in turn for all that is fetched from one place: a fetch is valid until the next but one begins."""
+
+    def __init__(self, runtime: CudaRuntime, size_bytes: int) -> None:
+        self._first, self._second = (PinnedBuffer(runtime, size_bytes) for _ in range(2))
+
+    def fetch(self, source: DeviceArray, reading: Reading = np.asarray, kept: Sequence[DeviceArray] = ()) -> CudaFetch:
+        """Enqueue the copy of at most the buffers' size; `reading` and `kept` as in `CudaFetch`."""
+        self._first, self._second = self._second, self._first
+        self._first.download(source.reshape(-1))
+        return CudaFetch(self._first, source, reading, kept)
+
+
+#: keys, and at least so many sample ids, that one area has room for
+KEYS, LEAST_IDS = 64, 1024
+
+_HEADER = 1  # words before the keys: whether the step is one of training
+_UPLOADS = 4  # areas' contents on their way before the host waits
+
+
+@dataclass(frozen=True)
+class StepPlaces:
+    """Where one operator's numbers of the step lie, for the life of the kernel set.
+
+    training: int64 (1,), not 0 in training. key: two 32-bit words in an int64 (1,). ids: int64, those of the step's samples.
+    """
+
+    training: DeviceArray
+    key: DeviceArray
+    ids: DeviceArray
+
+
+class _Area:
+    """Memory for so many keys and ids; it never moves and never grows."""
+
+    def __init__(self, runtime: CudaRuntime, ids: int) -> None:
+        words = _HEADER + KEYS + ids
+        self._memory = runtime.device.allocate(8 * words).view("int64")
+        self._words = np.zeros(words, np.int64)
+        self._staging = Staging(runtime, self._words.nbytes, _UPLOADS)
+        self._streams: dict[tuple[int, str], int] = {}
+        self._ids = ids
+
+    def has_room(self, stream: tuple[int, str], ids: int) -> bool:
+        return ids <= self._ids and (stream in self._streams or len(self._streams) < KEYS)
+
+    def places(self, stream: tuple[int, str]) -> StepPlaces:
+        number = _HEADER + self._streams.setdefault(stream, len(self._streams))
+        return StepPlaces(self._memory[:_HEADER], self._memory[number : number + 1], self._memory[_HEADER + KEYS :])
+
+    def begin(self, context: StepContext) -> None:
+        words, count = self._words, min(self._ids, context.sample_ids.size)
+        words[0] = context.training
+        for (seed, layer), number in self._streams.items():
+            words[_HEADER + number : _HEADER + number + 1].view(np.uint32)[:] = key("dropout", seed, context.step, layer)
+        stop = _HEADER + KEYS + count
+        words[_HEADER + KEYS : stop] = context.sample_ids[:count]
+        self._staging.upload(self._memory[:stop], words[:stop])
+
+
+class StepBlock:
+    """The step's numbers for all operators of a set: whether it is training, the keys of their random streams, sample ids.
+
+    Operators register when they are made; `begin` uploads, once for each area of memory: a second area is made only where the
+    first has not enough room for a later operator.
+    """
+
+    def __init__(self, runtime: CudaRuntime) -> None:
+        self._runtime = runtime
+        self._areas: list[_Area] = []
+
+    def register(self, seed: int, layer: str, ids: int) -> StepPlaces:
+        """Places for the dropout stream of (seed, layer) and for the first `ids` sample ids of each step."""
+        stream = seed, layer
+        for area in self._areas:
+            if area.has_room(stream, ids):
+                return area.places(stream)
+        self._areas.append(_Area(self._runtime, max(ids, LEAST_IDS)))
+        return self._areas[-1].places(stream)
+
+    def begin(self, context: StepContext) -> None:
+        """Enqueue the upload of a step's numbers; what was enqueued before reads those of the step before."""
+        for area in self._areas:
+            area.begin(context)

@@ -1,7 +1,8 @@
-"""Compiles CUDA sources by NVRTC, and keeps the binaries in the user's cache directory.
+"""The CUDA sources of this package: which there are, their text in one piece, and their binaries by NVRTC.
 
-CuPy's own compiler is not used. It appends `-ftz=true`, which flushes subnormal numbers to zero, and it needs the headers of
-CUDA's runtime, which come in a separate package.
+Compilers get a text that needs no other files. Binaries are kept in the user's cache directory. CuPy's own compiler is not
+used: it appends `-ftz=true`, which flushes subnormal numbers to zero, and it needs the headers of CUDA's runtime, which come
+in a separate package.
 """
 
 from __future__ import annotations
@@ -9,13 +10,50 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from hpctrain.core.errors import BackendError
-from hpctrain.paths import user_directory
+from hpctrain.core.files import user_directory
+
+FOLDER = Path(__file__).parent
+
+_INCLUDE = re.compile(r'#include "([\w.]+)"')
+
+
+def names() -> tuple[str, ...]:
+    """Names of all sources, sorted."""
+    return tuple(sorted(path.stem for path in FOLDER.glob("*.cu")))
+
+
+@cache
+def text(name: str, folder: Path = FOLDER) -> str:
+    """<folder>/<name>.cu with the headers of kernels/ put in, each once; other headers stay as they are.
+
+    Compilers name lines as they are in the files.
+    """
+    inserted: set[Path] = set()
+
+    def lines(path: Path) -> Iterator[str]:
+        yield f'#line 1 "{path.name}"'
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            include = _INCLUDE.fullmatch(line)
+            header = FOLDER / include[1] if include else path
+            if include is None or not header.exists():
+                yield line
+            elif header not in inserted:
+                inserted.add(header)
+                yield from lines(header)
+                yield f'#line {number + 1} "{path.name}"'
+            else:
+                yield ""
+
+    return "\n".join([*lines(folder / f"{name}.cu"), ""])
+
 
 #: NVRTC's options for all kernels; `binary` adds the architecture
 OPTIONS = ("-std=c++17", "-ftz=false", "-prec-div=true", "-prec-sqrt=true")

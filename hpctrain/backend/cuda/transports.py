@@ -1,7 +1,10 @@
-"""Mirrors of a device's arrays in pinned memory, and copies on two streams beside that of computation: one for each direction.
+"""What transports need of a device: mirrors of its arrays in pinned memory, events of its work, and groups of devices.
 
-A copy to the host waits for the gradient that it takes. Were both directions on one stream, sums that have arrived would wait
-behind it. Events order the three streams, and none is left out that an order of the work exists for in which it matters.
+Copies to and from mirrors run on two streams next to that of computation, one for each direction. A copy to the host waits
+for the gradient that it takes: were both directions on one stream, sums that have arrived would wait for it too. Events order
+the three streams; each of them is there for an order of the work in which leaving it out gives a wrong result.
+
+Transports that reach a device's memory themselves ask `CudaMessages` for events of its work and for groups of devices.
 """
 
 from __future__ import annotations
@@ -11,10 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hpctrain.backend.cuda.device import DeviceEvent
-from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
-from hpctrain.backend.cuda.runtime import host_dtype
-from hpctrain.backend.mirrors import Array, StagedBytes, Transit
+from hpctrain.backend.arithmetic import Array, DeviceLinks, Peers, StagedBytes, Transit
+from hpctrain.backend.cuda.device import DeviceEvent, DeviceStream
+from hpctrain.backend.cuda.runtime import CudaRuntime, host_dtype
 
 
 @dataclass(frozen=True)
@@ -126,3 +128,80 @@ class CudaMirrors:
     def _event(self) -> DeviceEvent:
         """One that nobody asks any more: a stream that waits for an event waits for what it marked then."""
         return self._events.pop() if self._events else self._runtime.device.event()
+
+
+class EventPool:
+    """Events that nobody asks any more: a stream that waits for an event waits for what it marked then."""
+
+    def __init__(self, runtime: CudaRuntime) -> None:
+        self._runtime = runtime
+        self._free: list[DeviceEvent] = []
+
+    def take(self) -> DeviceEvent:
+        """One of them, or a new one."""
+        return self._free.pop() if self._free else self._runtime.device.event()
+
+    def give_back(self, event: DeviceEvent) -> None:
+        """Let the next one have it."""
+        self._free.append(event)
+
+
+class CudaMark:
+    """Implements `WorkMark`: an event that is given back once it was seen to be done."""
+
+    __slots__ = ("_event", "_pool")
+
+    def __init__(self, pool: EventPool, stream: DeviceStream) -> None:
+        self._pool = pool
+        self._event: DeviceEvent | None = pool.take()
+        stream.record(self._event)
+
+    @property
+    def done(self) -> bool:
+        if self._event is not None and self._event.done:
+            self._pool.give_back(self._event)
+            self._event = None
+        return self._event is None
+
+
+class CudaGroup:
+    """Implements `DeviceGroup`.
+
+    Args:
+        stream: of the links.
+    """
+
+    def __init__(self, runtime: CudaRuntime, links: DeviceLinks, stream: DeviceStream, pool: EventPool) -> None:
+        self.links: DeviceLinks = links
+        self._runtime, self._stream, self._pool = runtime, stream, pool
+
+    def wait_for_kernels(self) -> None:
+        event = self._pool.take()
+        self._runtime.stream.record(event)
+        self._stream.wait(event)
+        self._pool.give_back(event)
+
+    def mark(self) -> CudaMark:
+        return CudaMark(self._pool, self._stream)
+
+
+class CudaMessages:
+    """Implements `DeviceMessages` on one device."""
+
+    def __init__(self, runtime: CudaRuntime) -> None:
+        self.identity = runtime.device.identity
+        self._runtime = runtime
+        self._pool = EventPool(runtime)
+        self._stream: DeviceStream | None = None
+
+    def mark(self) -> CudaMark:
+        return CudaMark(self._pool, self._runtime.stream)
+
+    def group_fault(self) -> str | None:
+        return self._runtime.device.groups.fault()
+
+    def join(self, peers: Peers) -> CudaGroup:
+        if self._stream is None:
+            self._stream = self._runtime.device.stream("between devices")
+        links = self._runtime.device.groups.join(peers, self._stream)
+        return CudaGroup(self._runtime, links, self._stream, self._pool)

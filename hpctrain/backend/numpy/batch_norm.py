@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from hpctrain.backend.kernels.abilities import InPlace
-from hpctrain.backend.operators import Buffers, StepContext
-from hpctrain.backend.numpy.operator import NumpyOperator
-from hpctrain.backend.kernels.numpy.rows import RowBlocks
+from hpctrain.backend.numpy.operator import NumpyOperator, RowBlocks
+from hpctrain.backend.operators import Buffers, InPlace, StepContext
 from hpctrain.backend.specs import BatchNormSpec, TensorSpec
 
 

@@ -8,12 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hpctrain.backend.numpy.operator import NumpyOperator, Request, carve, column_sums, total_bytes
+from hpctrain.backend.numpy.windows import COLUMN_BYTES, ColumnChunk, Columns, OutputBlock, blocks, taps
 from hpctrain.backend.operators import Buffers, StepContext
-from hpctrain.backend.kernels.numpy.columns import COLUMN_BYTES, ColumnChunk, Columns
-from hpctrain.backend.kernels.numpy.memory import Request, carve, total_bytes
-from hpctrain.backend.numpy.operator import NumpyOperator
-from hpctrain.backend.kernels.numpy.reduce import column_sums
-from hpctrain.backend.numpy.windows import OutputBlock, blocks, taps
 from hpctrain.backend.specs import Conv2dSpec, TensorSpec, Window
 
 #: Write the product of the first two arrays, (groups, m, k) and (groups, k, n), to the third, (groups, m, n).

@@ -1,15 +1,20 @@
-"""ReLU and the residual sum."""
+"""ReLU, the residual sum, dropout and stochastic depth.
+
+Masks of dropout (Srivastava et al., JMLR 2014) are those that any split of the activation draws alike. Stochastic depth
+(Huang et al., ECCV 2016) keeps or drops each sample whole, alike however activations are split.
+"""
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
-from hpctrain.backend.kernels.abilities import InPlace
-from hpctrain.backend.operators import Buffers, StepContext
-from hpctrain.backend.kernels.numpy.memory import Request
-from hpctrain.backend.numpy.operator import NumpyOperator
-from hpctrain.backend.kernels.numpy.rows import RowBlocks
-from hpctrain.backend.specs import AddSpec, ReluSpec, TensorSpec
+from hpctrain.backend.counter_random import keep_mask, key
+from hpctrain.backend.numpy.operator import NumpyOperator, Request, RowBlocks, View
+from hpctrain.backend.numpy.windows import split
+from hpctrain.backend.operators import Buffers, InPlace, Operator, StepContext
+from hpctrain.backend.specs import AddSpec, DropoutSpec, ReluSpec, Shape, TensorSpec
 
 
 def flat_blocks(array: np.ndarray) -> list[np.ndarray]:
@@ -98,3 +103,133 @@ def zeros_beside(views: list[np.ndarray], dtype: str) -> np.ndarray:
 def _mask_and_product(size: int, dtype: str) -> list[Request]:
     block = RowBlocks((size, 1)).largest
     return [((block,), "bool"), ((block,), dtype)]
+
+
+_BLOCK_ELEMENTS = 1 << 16  # of a gradient that is added: it stays in a near cache
+
+
+class NumpyStochasticDepth(InPlace, NumpyOperator):
+    """y = x * keep / (1 - rate), keep one number per sample. Saved: these factors, (N, 1)."""
+
+    def __init__(self, spec: DropoutSpec, x: TensorSpec, *, training: bool) -> None:
+        super().__init__(spec, (x,), training=training)
+        self.dropout = spec
+        self.scale = 1.0 / (1.0 - spec.rate)
+        self.samples = x.shape[0]
+        self.elements = math.prod(x.shape[1:])
+        self.step = max(1, _BLOCK_ELEMENTS // max(1, self.elements))
+        block = min(self.step, self.samples) * self.elements
+        self.declare(saved=[((self.samples, 1), self.dtype)], scratch=[((block,), self.dtype)])
+
+    def bind(self, buffers: Buffers) -> None:
+        super().bind(buffers)
+        shape = self.samples, self.elements
+        self.x, self.y = buffers.inputs[0].reshape(shape), buffers.output.reshape(shape)
+        grad = self.input_grad()
+        self.dx = None if grad is None else grad.reshape(shape)
+
+    def forward(self, context: StepContext) -> None:
+        if not context.training:
+            np.copyto(self.y, self.x)
+            return
+        spec, factors = self.dropout, self.saved[0]
+        ids = context.sample_ids[spec.first_sample : spec.first_sample + self.samples]
+        assert len(ids) == self.samples, "stochastic depth needs the id of every sample"
+        stream = key("dropout", spec.seed, context.step, spec.layer)
+        np.multiply(keep_mask(stream, ids, range(1), spec.rate), self.scale, out=factors, casting="same_kind")
+        np.multiply(self.x, factors, out=self.y)
+
+    def backward_input(self) -> None:
+        if self.dx is None:
+            return
+        dy, factors = self.output_grad.reshape(self.dx.shape), self.saved[0]
+        if not self.accumulates():
+            np.multiply(dy, factors, out=self.dx)
+            return
+        for low in range(0, self.samples, self.step):
+            rows = slice(low, min(low + self.step, self.samples))
+            product = self.scratch[0][: (rows.stop - low) * self.elements].reshape(-1, self.elements)
+            np.multiply(dy[rows], factors[rows], out=product)
+            np.add(self.dx[rows], product, out=self.dx[rows])
+
+
+_MASK_ELEMENTS = 1 << 18
+
+
+def make_dropout(spec: DropoutSpec, x: TensorSpec, *, training: bool) -> Operator:
+    """Dropout, or the identity where nothing is dropped."""
+    if not training or spec.rate == 0:
+        return View(spec, x)
+    if spec.per_sample:
+        return NumpyStochasticDepth(spec, x, training=training)
+    return NumpyDropout(spec, x, training=training)
+
+
+def sample_indices(shape: Shape, unsplit_shape: Shape | None, origin: Shape) -> range | np.ndarray:
+    """Where the elements of one sample's block lie in its unsplit activation: a range of neighbours, else int64 (size,).
+
+    Args:
+        shape: of the block. unsplit_shape: of the whole, None where it is not split. origin: the block's first corner.
+    """
+    size = math.prod(shape)
+    if unsplit_shape is None:
+        return range(size)
+    index = np.zeros((1,) * len(shape), np.int64)
+    for dim, (length, first) in enumerate(zip(shape, origin, strict=True)):
+        stride = math.prod(unsplit_shape[dim + 1 :])
+        positions = (np.arange(length) + first) * stride
+        index = index + positions.reshape(-1, *(1,) * (len(shape) - dim - 1))
+    flat = index.reshape(-1)
+    if size and flat[-1] - flat[0] + 1 == size:
+        return range(int(flat[0]), int(flat[-1]) + 1)
+    return flat
+
+
+class NumpyDropout(InPlace, NumpyOperator):
+    """y = x * keep / (1 - rate). Saved: the mask, one byte per element."""
+
+    def __init__(self, spec: DropoutSpec, x: TensorSpec, *, training: bool) -> None:
+        super().__init__(spec, (x,), training=training)
+        self.dropout = spec
+        self.scale = 1.0 / (1.0 - spec.rate)
+        self.indices = sample_indices(x.shape[1:], spec.unsplit_shape, spec.origin)
+        self.samples = max(1, _MASK_ELEMENTS // max(1, len(self.indices)))
+        self.declare(saved=[(x.shape, "bool")], scratch=[((RowBlocks((x.size, 1)).largest,), self.dtype)])
+
+    def bind(self, buffers: Buffers) -> None:
+        super().bind(buffers)
+        self.keep = self.saved[0].reshape(self.inputs[0].shape[0], len(self.indices))
+        self.x, self.y, self.mask = (flat_blocks(array) for array in (buffers.inputs[0], buffers.output, self.saved[0]))
+        self.dy = [] if buffers.output_grad is None else flat_blocks(buffers.output_grad)
+        grad = self.input_grad()
+        self.dx = [] if grad is None else flat_blocks(grad)
+
+    def forward(self, context: StepContext) -> None:
+        if not context.training:
+            for x, y in zip(self.x, self.y, strict=True):
+                np.copyto(y, x)
+            return
+        self._draw(context)
+        for x, y, mask in zip(self.x, self.y, self.mask, strict=True):
+            self._apply(x, mask, y)
+
+    def _draw(self, context: StepContext) -> None:
+        spec = self.dropout
+        ids = context.sample_ids[spec.first_sample : spec.first_sample + self.keep.shape[0]]
+        assert len(ids) == self.keep.shape[0], "dropout needs the id of every sample"
+        stream = key("dropout", spec.seed, context.step, spec.layer)
+        for low, high in split(self.keep.shape[0], self.samples):
+            keep_mask(stream, ids[low:high], self.indices, spec.rate, out=self.keep[low:high])
+
+    def _apply(self, values: np.ndarray, mask: np.ndarray, out: np.ndarray) -> None:
+        np.multiply(values, mask, out=out)
+        np.multiply(out, self.scale, out=out)
+
+    def backward_input(self) -> None:
+        for dy, mask, dx in zip(self.dy, self.mask, self.dx, strict=False):
+            if self.accumulates():
+                part = self.scratch[0][: dy.size].reshape(dy.shape)
+                self._apply(dy, mask, part)
+                np.add(dx, part, out=dx)
+            else:
+                self._apply(dy, mask, dx)

@@ -6,18 +6,27 @@ from typing import ClassVar
 
 from hpctrain.backend.arithmetic import Arithmetic
 from hpctrain.backend.host_arithmetic import HostArithmetic
-from hpctrain.backend.operators import Array, KernelSet, LossOperator, Operator
-from hpctrain.backend.kernels.numpy.adaptive_pool import NumpyAdaptiveAveragePool
 from hpctrain.backend.numpy.batch_norm import NumpyBatchNorm
+from hpctrain.backend.numpy.classifier import NumpyLinear, SoftmaxCrossEntropy
 from hpctrain.backend.numpy.conv2d import NumpyConv2d
-from hpctrain.backend.kernels.numpy.dropout import make_dropout
-from hpctrain.backend.numpy.elementwise import Add, Relu
-from hpctrain.backend.kernels.numpy.flatten import View
-from hpctrain.backend.kernels.numpy.linear import NumpyLinear
-from hpctrain.backend.numpy.classifier import SoftmaxCrossEntropy
-from hpctrain.backend.kernels.numpy.memory import allocate
-from hpctrain.backend.numpy.pool import make_pool
-from hpctrain.backend.specs import AdaptiveAveragePoolSpec, AddSpec, BatchNormSpec, Conv2dSpec, DropoutSpec, FlattenSpec, LinearSpec, PoolSpec, ReluSpec, SoftmaxCrossEntropySpec, Spec, TensorSpec
+from hpctrain.backend.numpy.elementwise import Add, Relu, make_dropout
+from hpctrain.backend.numpy.operator import View, allocate
+from hpctrain.backend.numpy.pool import NumpyAdaptiveAveragePool, make_pool
+from hpctrain.backend.operators import Array, KernelSet, LossOperator, Operator
+from hpctrain.backend.specs import (
+    AdaptiveAveragePoolSpec,
+    AddSpec,
+    BatchNormSpec,
+    Conv2dSpec,
+    DropoutSpec,
+    FlattenSpec,
+    LinearSpec,
+    PoolSpec,
+    ReluSpec,
+    SoftmaxCrossEntropySpec,
+    Spec,
+    TensorSpec,
+)
 from hpctrain.core.errors import BackendError
 
 

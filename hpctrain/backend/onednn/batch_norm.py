@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from hpctrain.backend.kernels.abilities import InPlace, JointBackward
-from hpctrain.backend.operators import Array, Buffers, StepContext
 from hpctrain.backend.onednn import constants as c
 from hpctrain.backend.onednn.binding import Attributes, Call, Descriptor, Engine, Primitive
 from hpctrain.backend.onednn.elementwise import Addition, ReluMask
-from hpctrain.backend.onednn.operator import elements, images, rows, vector
-from hpctrain.backend.kernels.onednn.operator import BACKWARD, FORWARD, LibraryOperator
-from hpctrain.backend.kernels.onednn.regions import Regions, part
+from hpctrain.backend.onednn.operator import BACKWARD, FORWARD, LibraryOperator, Regions, elements, images, part, rows, vector
+from hpctrain.backend.operators import Array, Buffers, InPlace, JointBackward, StepContext
 from hpctrain.backend.specs import BatchNormSpec, TensorSpec
 
 

@@ -9,26 +9,31 @@ from typing import Any, ClassVar
 from threadpoolctl import threadpool_limits
 
 from hpctrain.backend.arithmetic import Arithmetic
+from hpctrain.backend.graph import Graph, fuse
 from hpctrain.backend.host_arithmetic import HostArithmetic
-from hpctrain.backend.kernels.abilities import SufficientFactors
-from hpctrain.backend.operators import Array, KernelSet, LossOperator, Operator
-from hpctrain.backend.kernels.fused_specs import WithRelu
-from hpctrain.backend.kernels.fusion import fuse
-from hpctrain.backend.graph import Graph
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.onednn.batch_norm import BatchNormOperator
-from hpctrain.backend.onednn.binding import Engine
-from hpctrain.backend.onednn.conv2d import make_conv2d
-from hpctrain.backend.onednn.elementwise import AddOperator, ReluOperator
-from hpctrain.backend.kernels.onednn.library import available
+from hpctrain.backend.onednn.binding import Engine, available
+from hpctrain.backend.onednn.conv2d import ProductConv2d, make_conv2d, products_pay
+from hpctrain.backend.onednn.elementwise import AddOperator, RectifiedLinearOperator, RectifiedOperator, ReluOperator
 from hpctrain.backend.onednn.linear import LinearOperator
-from hpctrain.backend.kernels.onednn.memory import allocate
-from hpctrain.backend.kernels.onednn.operator import LibraryOperator
+from hpctrain.backend.onednn.operator import LibraryOperator, ReorderOperator, allocate
 from hpctrain.backend.onednn.pool import IdentityOperator, PoolOperator, plain_pool
-from hpctrain.backend.kernels.onednn.products import ProductConv2d, products_pay
-from hpctrain.backend.kernels.onednn.rectified import RectifiedLinearOperator, RectifiedOperator
-from hpctrain.backend.kernels.onednn.reorder import ReorderOperator
-from hpctrain.backend.specs import NHWC, AdaptiveAveragePoolSpec, AddSpec, BatchNormSpec, Conv2dSpec, LinearSpec, PoolSpec, ReluSpec, SoftmaxCrossEntropySpec, Spec, TensorSpec
+from hpctrain.backend.operators import Array, KernelSet, LossOperator, Operator, SufficientFactors
+from hpctrain.backend.specs import (
+    NHWC,
+    AdaptiveAveragePoolSpec,
+    AddSpec,
+    BatchNormSpec,
+    Conv2dSpec,
+    LinearSpec,
+    PoolSpec,
+    ReluSpec,
+    SoftmaxCrossEntropySpec,
+    Spec,
+    TensorSpec,
+    WithRelu,
+)
 from hpctrain.core.errors import BackendError
 
 __all__ = ["OnednnKernelSet", "available"]

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from hpctrain.backend.kernels.abilities import SufficientFactors
-from hpctrain.backend.operators import Array, Buffers, StepContext
-from hpctrain.backend.kernels.fused_specs import WithRelu
 from hpctrain.backend.onednn import constants as c
 from hpctrain.backend.onednn.binding import Attributes, Call, Descriptor, Engine, Primitive
 from hpctrain.backend.onednn.elementwise import ReluMask
-from hpctrain.backend.onednn.operator import elements, vector
-from hpctrain.backend.kernels.onednn.operator import BACKWARD_DATA, BACKWARD_WEIGHTS, FORWARD, LibraryOperator
-from hpctrain.backend.kernels.onednn.regions import Regions, part
-from hpctrain.backend.specs import LinearSpec, TensorSpec
+from hpctrain.backend.onednn.operator import (
+    BACKWARD_DATA,
+    BACKWARD_WEIGHTS,
+    FORWARD,
+    LibraryOperator,
+    Regions,
+    elements,
+    part,
+    vector,
+)
+from hpctrain.backend.operators import Array, Buffers, StepContext, SufficientFactors
+from hpctrain.backend.specs import LinearSpec, TensorSpec, WithRelu
 
 
 class LinearOperator(SufficientFactors, LibraryOperator):

@@ -1,16 +1,123 @@
-"""Memory formats of activations: tokens of `TensorSpec.layout` and oneDNN's descriptors of them.
+"""What all operators on the library's primitives share: their base, memory, layouts of activations, windows, and reorders.
 
-"nChw8c" and "nChw16c" hold blocks of 8 or 16 channels innermost, padded with zeros to whole blocks; "nchw" is the plain order of
-the first layer's kernels. oneDNN keeps the padding zero.
+Layouts are tokens of `TensorSpec.layout`, each with oneDNN's descriptor of it. "nChw8c" and "nChw16c" hold blocks of 8 or 16
+channels innermost, padded with zeros to whole blocks; "nchw" is the plain order of the first layer's kernels. oneDNN keeps
+the padding zero.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+import mmap
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
-from hpctrain.backend.onednn.binding import Descriptor, Engine
-from hpctrain.backend.specs import NHWC, TensorSpec
+import numpy as np
+
+from hpctrain.backend.onednn import constants as c
+from hpctrain.backend.onednn.binding import Attributes, Call, Descriptor, Engine, Primitive, dims
+from hpctrain.backend.operators import ALIGNMENT_BYTES, Accumulating, Array, Buffers, Operator, StepContext, aligned
+from hpctrain.backend.specs import NHWC, Pair, TensorSpec, Window
+
+FORWARD, BACKWARD, BACKWARD_DATA, BACKWARD_WEIGHTS = "forward", "backward", "backward data", "backward weights"
+
+
+class LibraryOperator(Operator):
+    """An operator whose work is done by primitives.
+
+    primitives: by the phase that they compute; None where that phase is not asked for.
+    """
+
+    primitives: Mapping[str, Primitive | None]
+
+    @property
+    def plain_loops(self) -> tuple[str, ...]:
+        """The phases that the library would compute by its plain loops, which are slow."""
+        return tuple(phase for phase, primitive in self.primitives.items() if primitive is not None and primitive.is_plain)
+
+
+_HUGE_PAGE_BYTES = 2 << 20
+
+
+def allocate(size_bytes: int) -> np.ndarray:
+    """A zeroed uint8 array; from 2 MiB on aligned to 2 MiB and offered to the kernel for huge pages, else aligned to 64 bytes.
+
+    Zeroed pages are the operating system's: they take memory when they are first touched.
+    """
+    if size_bytes < _HUGE_PAGE_BYTES:
+        return _aligned(np.zeros(size_bytes + ALIGNMENT_BYTES, np.uint8), size_bytes, ALIGNMENT_BYTES)
+    room = mmap.mmap(-1, size_bytes + 2 * _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages: ordinary ones do
+            room.madvise(mmap.MADV_HUGEPAGE)
+    return _aligned(np.frombuffer(room, np.uint8), size_bytes, _HUGE_PAGE_BYTES)
+
+
+def _aligned(room: np.ndarray, size_bytes: int, alignment_bytes: int) -> np.ndarray:
+    start = -room.ctypes.data % alignment_bytes
+    return room[start : start + size_bytes]
+
+
+class Regions:
+    """Parts of a buffer that is allocated later: `add` gives each its place, `total_bytes` is what the buffer must hold.
+
+    Args:
+        begin: where the first part lies, a multiple of 64.
+    """
+
+    def __init__(self, begin: int = 0) -> None:
+        self.total_bytes = begin
+
+    def add(self, size_bytes: int) -> slice:
+        """The place of the next part."""
+        start = self.total_bytes
+        self.total_bytes = start + aligned(size_bytes)
+        return slice(start, start + size_bytes)
+
+
+def part(buffer: Array | None, place: slice) -> Array:
+    """The bytes at `place`; an empty place needs no buffer."""
+    if buffer is None:
+        assert place.start == place.stop
+        return None
+    return buffer[place]
+
+
+def convolution_geometry(window: Window) -> tuple[Any, Any, Any, Any]:
+    """Strides, dilations (0 is dense), leading and trailing padding."""
+    top, bottom, left, right = window.padding
+    return dims(window.stride), dims([d - 1 for d in window.dilation]), dims((top, left)), dims((bottom, right))
+
+
+def adjoint(window: Window) -> Window | None:
+    """The window of the convolution of the output's gradient with the turned kernel that gives the input's; None for strides."""
+    if window.stride != (1, 1):
+        return None
+    height, width = window.extent
+    top, bottom, left, right = window.padding
+    padding = (height - 1 - top, height - 1 - bottom, width - 1 - left, width - 1 - right)
+    if min(padding) < 0:
+        return None
+    return Window(window.kernel, (1, 1), padding, window.dilation)
+
+
+def pooling_geometry(window: Window, size: Sequence[int], output: Sequence[int]) -> tuple[tuple[Any, ...], Pair]:
+    """Return strides, kernel, dilations, leading and trailing padding, and the trailing padding that ceil mode adds."""
+    (top, bottom, left, right), stride, extent = window.padding, window.stride, window.extent
+    reach = [(output[dim] - 1) * stride[dim] + extent[dim] for dim in (0, 1)]
+    extra = (max(0, reach[0] - size[0] - top - bottom), max(0, reach[1] - size[1] - left - right))
+    trailing = (bottom + extra[0], right + extra[1])
+    geometry = (
+        dims(stride),
+        dims(window.kernel),
+        dims([d - 1 for d in window.dilation]),
+        dims((top, left)),
+        dims(trailing),
+    )
+    return geometry, extra
+
 
 NCHW = "nchw"
 TAGS = {NHWC: "acdb", NCHW: "abcd", "nChw8c": "aBcd8b", "nChw16c": "aBcd16b"}
@@ -54,3 +161,53 @@ def elements(engine: Engine, spec: TensorSpec) -> Descriptor:
 def vector(engine: Engine, size: int) -> Descriptor:
     """(size,) in plain memory."""
     return Descriptor.tagged(engine, (size,), "a")
+
+
+class Copy:
+    """A prepared reorder between two formats of one logical tensor, without its memory.
+
+    Args:
+        accumulate: add to the target instead of writing it.
+    """
+
+    def __init__(self, engine: Engine, what: str, source: Descriptor, target: Descriptor, *, accumulate: bool = False) -> None:
+        self.source, self.target = source, target
+        attributes = Attributes(engine, accumulate=accumulate)
+        self._primitive = Primitive(engine, "reorder", what, source, engine, target, engine, attributes)
+
+    @property
+    def scratchpad_bytes(self) -> int:
+        return self._primitive.scratchpad_bytes
+
+    def bind(self, source: Array, target: Array, scratch: Array | None = None) -> Call:
+        """The call on fixed memory."""
+        return self._primitive.bind({c.ARG_SRC: (self.source, source), c.ARG_DST: (self.target, target)}, scratch)
+
+
+class ReorderOperator(Accumulating, Operator):
+    """y = x in another layout; backward copies the gradient back."""
+
+    def __init__(self, engine: Engine, source: TensorSpec, target: TensorSpec, *, training: bool = True) -> None:
+        self.inputs, self.output = (source,), target
+        what = f"reorder {source.shape} {source.layout} -> {target.layout}"
+        x, y = images(engine, source), images(engine, target)
+        self._forward_copy = Copy(engine, what, x, y)
+        self._backward_copies = {
+            accumulate: Copy(engine, f"{what} backward", y, x, accumulate=accumulate) for accumulate in (False, True)
+        }
+        self.scratch_bytes = max(copy.scratchpad_bytes for copy in (self._forward_copy, *self._backward_copies.values()))
+
+    def bind(self, buffers: Buffers) -> None:
+        super().bind(buffers)
+        self._forward = self._forward_copy.bind(buffers.inputs[0], buffers.output, buffers.scratch)
+        self._backward: Call | None = None
+        if buffers.input_grads and buffers.input_grads[0] is not None:
+            copy = self._backward_copies[buffers.accumulate[0]]
+            self._backward = copy.bind(buffers.output_grad, buffers.input_grads[0], buffers.scratch)
+
+    def forward(self, context: StepContext) -> None:
+        self._forward()
+
+    def backward_input(self) -> None:
+        if self._backward is not None:
+            self._backward()

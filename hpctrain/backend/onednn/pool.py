@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from hpctrain.backend.kernels.abilities import InputView
-from hpctrain.backend.operators import Buffers, Operator, StepContext
 from hpctrain.backend.onednn import constants as c
 from hpctrain.backend.onednn.binding import Attributes, Call, Engine, Primitive
-from hpctrain.backend.kernels.onednn.geometry import pooling_geometry
-from hpctrain.backend.onednn.operator import images, in_layout
-from hpctrain.backend.kernels.onednn.operator import BACKWARD, FORWARD, LibraryOperator
-from hpctrain.backend.kernels.onednn.regions import Regions, part
+from hpctrain.backend.onednn.operator import (
+    BACKWARD,
+    FORWARD,
+    LibraryOperator,
+    Regions,
+    images,
+    in_layout,
+    part,
+    pooling_geometry,
+)
+from hpctrain.backend.operators import Buffers, InputView, Operator, StepContext
 from hpctrain.backend.specs import AdaptiveAveragePoolSpec, PoolSpec, TensorSpec, Window
 
 

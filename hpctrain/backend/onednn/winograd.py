@@ -1,39 +1,367 @@
 """3x3 convolutions of stride 1 with 16 multiplications where 36 are usual (Winograd's F(2x2, 3x3); Lavin and Gray 2016).
 
 oneDNN has no such kernel in float32 on x86-64, but it has the parts: an image's overlapping 4x4 tiles are gathered by strided
-reorders, the transforms are products with small constant matrices (`tiles.py`), and between them stand 16 convolutions of 1x1,
-its fastest kernels. All of it runs on oneDNN's threads. With images in blocks of channels everything moves whole blocks.
+reorders, the transforms are products with small constant matrices, and between them stand 16 convolutions of 1x1, its fastest
+kernels. All of it runs on oneDNN's threads. With images in blocks of channels everything moves whole blocks.
 
-Written over tile positions (Kronecker products make the two-sided transforms one product):
+Written over tile positions (Kronecker products make each two-sided transform one product with a small constant matrix):
     forward   y = (At x At) [(G x G) w . (Bt x Bt) patches]                                   section 4.1, eq. 8
     weights   dw = (Gt x Gt) sum over tiles [(A x A) dy . (Bt x Bt) patches]                  its adjoint
 The input's gradient is the forward convolution of dy with the turned and transposed kernel.
+
+In order: `Tiling` says how images are cut into tiles, which tiles are in work at once, and where these lie in scratch;
+`Patches`, `Outputs` and `OutputGradients` move a chunk of tiles between images and their transforms; `Product` and
+`WeightGradient` are the convolutions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 
-from hpctrain.backend.operators import Array
 from hpctrain.backend.onednn import constants as c
 from hpctrain.backend.onednn.binding import Attributes, Descriptor, Engine, Primitive
-from hpctrain.backend.kernels.onednn.geometry import convolution_geometry
-from hpctrain.backend.onednn.operator import vector
-from hpctrain.backend.kernels.onednn.reorder import Copy
-from hpctrain.backend.kernels.onednn.tiles import Matrix, OutputGradients, Outputs, Patches, Work
-from hpctrain.backend.kernels.onednn.tiling import Form, Room, Scratch, Tiling
-from hpctrain.backend.specs import Pair, Window
+from hpctrain.backend.onednn.operator import Copy, Regions, allocate, convolution_geometry, vector
+from hpctrain.backend.operators import Array
+from hpctrain.backend.specs import Edges, Pair, Window
+
+# Of tiles in work at once. Each chunk reads all weights, and adds up all of their gradients: smaller ones took longer at 512
+# channels and gained nothing elsewhere, larger ones gained nothing.
+_CHUNK_BYTES = 48 << 20
+
+
+@dataclass(frozen=True)
+class Form:
+    """The shape of chunks that have the same kernels: tiles (images, rows, columns) and how much of x and y is theirs.
+
+    Attributes:
+        above: rows of zeros above the first row of x. read: rows of x, of each image. written: rows of y, of each image.
+    """
+
+    images: int
+    rows: int
+    columns: int
+    above: int
+    read: int
+    written: int
+
+    @property
+    def tiles(self) -> int:
+        return self.images * self.rows * self.columns
+
+    @property
+    def padded(self) -> Pair:
+        """Rows and columns that the tiles of an image read, zeros included."""
+        return 2 * self.rows + 2, 2 * self.columns + 2
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tiles in work at once: the first image, and the first row of x and of y in each of its images."""
+
+    image: int
+    read_row: int
+    write_row: int
+    form: Form
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """y (N, Ho, Wo, K) from x (N, H, W, C), both in blocks of `block` channels, kernel 3x3, stride 1."""
+
+    batch: int
+    size: Pair
+    channels_in: int
+    channels_out: int
+    padding: Edges
+    block: int
+    tag: str  # oneDNN's name of the format
+
+    @property
+    def output_size(self) -> Pair:
+        top, bottom, left, right = self.padding
+        return self.size[0] + top + bottom - 2, self.size[1] + left + right - 2
+
+    @property
+    def tiles(self) -> Pair:
+        """Rows and columns of 2x2 outputs, the last ones perhaps over the edge."""
+        height, width = self.output_size
+        return -(-height // 2), -(-width // 2)
+
+    @property
+    def items(self) -> tuple[int, int, int]:
+        """Floats of one tile before and after the transform of x, and after that of y."""
+        return max(16 * self.channels_in, 4 * self.channels_out), 16 * self.channels_in, 16 * self.channels_out
+
+    def chunks(self) -> list[Chunk]:
+        """Every tile once: whole images as many as fit at a time or, where one is too large, rows of its tiles, one at least."""
+        rows, columns = self.tiles
+        edge = 4 * self.channels_in * (2 * columns + 2)  # a row of padded images
+        row = 4 * columns * sum(self.items) + 2 * edge
+        images, fitting = _CHUNK_BYTES // (rows * row + 2 * edge), (_CHUNK_BYTES - 2 * edge) // row
+        if images:
+            return [self._chunk(start, count, 0, rows) for start, count in _parts(self.batch, images)]
+        cut = list(_parts(rows, max(1, fitting)))
+        return [self._chunk(image, 1, start, count) for image in range(self.batch) for start, count in cut]
+
+    def _chunk(self, image: int, images: int, row: int, rows: int) -> Chunk:
+        """Tile rows [row, row + rows): only those at an image's edges see zeros above it, or lie over its end."""
+        begin, end = 2 * row - self.padding[0], 2 * (row + rows) + 2 - self.padding[0]
+        read_row = max(0, begin)
+        read = min(end, self.size[0]) - read_row
+        assert read > 0, self
+        written = min(2 * rows, self.output_size[0] - 2 * row)
+        return Chunk(image, read_row, 2 * row, Form(images, rows, self.tiles[1], read_row - begin, read, written))
+
+    def pays(self, direct_speed: float) -> bool:
+        """Whether this beats a direct kernel that runs at the given share of the 1x1 kernels' speed.
+
+        In operations that take the same time: the transforms cost 130 for each element of a tile of x, 40 of y, 65 of the
+        weights, measured with AVX2. A rule rather than a timing, so that every rank takes the same way.
+        """
+        product = self.channels_in * self.channels_out
+        transforms = 130 * self.channels_in + 40 * self.channels_out
+        tiles = self.batch * math.prod(self.tiles)
+        winograd = 16 * tiles * (2 * product + transforms) + 16 * 65 * product
+        height, width = self.output_size
+        return winograd < 18 * product * self.batch * height * width / direct_speed
+
+
+def _parts(total: int, limit: int) -> Iterator[tuple[int, int]]:
+    """(start, count) of the fewest parts of at most `limit`; counts differ by one at most, the larger ones come first."""
+    number = -(-total // limit)
+    start = 0
+    for part in range(number):
+        count = total // number + (part < total % number)
+        yield start, count
+        start += count
+
+
+@dataclass
+class WinogradScratch:
+    """float32 scratch: weights by tile position and by tap, the padded images, tiles before and after their transform."""
+
+    library: Array
+    weights: Array
+    bias: Array
+    taps: Array
+    padded: Array
+    plain: Array
+    left: Array
+    right: Array
+
+
+class ScratchPlan:
+    """Divides the scratch. `left` holds the transformed tiles of x, `right` those of y or dy.
+
+    Args:
+        forms: of the chunks, each of which has all the room for tiles.
+        taps_alone: there are no tiles while the weights lie tap by tap, so both take the same place.
+    """
+
+    def __init__(
+        self, tiling: Tiling, forms: Sequence[Form], weight_items: int, primitives: Sequence[Primitive], taps_alone: bool
+    ) -> None:
+        tiles = max(form.tiles for form in forms)
+        padded = tiling.channels_in * max(form.images * math.prod(form.padded) for form in forms)
+        regions = Regions()
+        self._library = regions.add(max(primitive.scratchpad_bytes for primitive in primitives))
+        self._places = [regions.add(4 * count) for count in (16 * weight_items, tiling.channels_out)]
+        taps = regions.add(4 * 9 * weight_items)
+        of_tiles = Regions(taps.start if taps_alone else regions.total_bytes)
+        self._places += [taps, *(of_tiles.add(4 * count) for count in (padded, *(tiles * items for items in tiling.items)))]
+        self.total_bytes = max(regions.total_bytes, of_tiles.total_bytes)
+
+    def room(self, scratch: Array) -> WinogradScratch:
+        return WinogradScratch(scratch[self._library], *(scratch[place].view(np.float32) for place in self._places))
+
+
+Work = Callable[[], object]
+
+_BT = np.array([[1, 0, -1, 0], [0, 1, 1, 0], [0, -1, 1, 0], [0, 1, 0, -1]], np.float32)
+_AT = np.array([[1, 1, 1, 0], [0, 1, -1, -1]], np.float32)
+
+
+class Matrix:
+    """target (rows, items) = matrix (rows, columns) @ source (columns, items), then ReLU, or added to the target."""
+
+    def __init__(
+        self, engine: Engine, what: str, matrix: np.ndarray, items: int, *, relu: bool = False, add: bool = False
+    ) -> None:
+        rows, columns = matrix.shape
+        self._constant = allocate(matrix.nbytes).view(np.float32).reshape(matrix.shape)
+        self._constant[...] = matrix
+        self._formats = [Descriptor.strided(engine, s, (s[1], 1)) for s in ((rows, columns), (columns, items), (rows, items))]
+        left, source, target = self._formats
+        attributes = Attributes(engine, relu=relu, accumulate=add)
+        self.primitive = Primitive(engine, "matmul", f"{what}, transform", left, source, None, target, attributes)
+
+    def bind(self, source: Array, target: Array, library: Array) -> Work:
+        arrays = (self._constant, source, target)
+        arguments = zip((c.ARG_SRC, c.ARG_WEIGHTS, c.ARG_DST), self._formats, arrays, strict=True)
+        return self.primitive.bind({kind: (form, array) for kind, form, array in arguments}, library)
+
+
+class _Grid:
+    """Tiles of one form or part of their images, (images, channels, rows, columns), and copies of it between memories."""
+
+    def __init__(self, engine: Engine, what: str, tiling: Tiling, form: Form, channels: int) -> None:
+        self._engine, self._what, self._form, self._channels = engine, f"{what}, tiles", form, channels
+        self.block = tiling.block
+
+    @property
+    def by_tile(self) -> tuple[int, ...]:
+        """Strides in elements, of (image, block, row, column), where tiles lie one behind the other."""
+        form, block = self._form, self.block
+        return form.rows * form.columns * block, form.tiles * block, form.columns * block, block
+
+    def by_pixel(self, size: Pair, spread: int = 1) -> tuple[int, ...]:
+        """Strides in elements in images of `size`, of every pixel or of every other one."""
+        row = size[1] * self.block
+        return self._channels * size[0] * size[1], size[0] * row, spread * row, spread * self.block
+
+    def copy(self, size: Pair, source: Sequence[int], target: Sequence[int], *, accumulate: bool = False) -> Copy:
+        """A copy of (rows, columns) in all images and channels, between memories with these strides."""
+        shape = (self._form.images, self._channels // self.block, *size, self.block)
+        forms = [Descriptor.strided(self._engine, shape, (*strides, 1)) for strides in (source, target)]
+        return Copy(self._engine, self._what, forms[0], forms[1], accumulate=accumulate)
+
+
+class Patches:
+    """room.left = (Bt x Bt) of the overlapping 4x4 patches of x, of the chunks of one form."""
+
+    def __init__(self, engine: Engine, what: str, tiling: Tiling, form: Form) -> None:
+        channels = tiling.channels_in
+        grid = _Grid(engine, what, tiling, form, channels)
+        height, width = form.padded
+        image, padded = grid.by_pixel(tiling.size), grid.by_pixel(form.padded)
+        _, _, row, column = padded
+        self._image, self._row = image[0], image[2]
+        self._inside = grid.copy((form.read, tiling.size[1]), image, padded)
+        self._gather = grid.copy((form.rows, form.columns), grid.by_pixel(form.padded, 2), grid.by_tile)
+        self._begin = form.above * row + tiling.padding[2] * column
+        self._items, self._all = channels * form.tiles, form.images * channels * height * width
+        self._corners = [position // 4 * row + position % 4 * column for position in range(16)]
+        self._transform = Matrix(engine, what, np.kron(_BT, _BT), self._items)
+        self.primitives = [self._transform.primitive]
+
+    def load(self, chunk: Chunk, x: Array, room: WinogradScratch) -> list[Work]:
+        """room.padded = the chunk's part of x among zeros."""
+        first = x.reshape(-1)[chunk.image * self._image + chunk.read_row * self._row :]
+        return [partial(room.padded[: self._all].fill, 0.0), self._inside.bind(first, room.padded[self._begin :])]
+
+    def transform(self, room: WinogradScratch) -> list[Work]:
+        """The calls that follow, the same for each chunk."""
+        gathers = [
+            self._gather.bind(room.padded[corner:], room.plain[position * self._items :])
+            for position, corner in enumerate(self._corners)
+        ]
+        return [*gathers, self._transform.bind(room.plain, room.left, room.library)]
+
+
+class _Corners:
+    """The four outputs of each tile in y, or in its gradient."""
+
+    def __init__(self, engine: Engine, what: str, tiling: Tiling, form: Form) -> None:
+        self._form, (self._height, self._width) = form, tiling.output_size
+        self._grid = _Grid(engine, what, tiling, form, tiling.channels_out)
+        self._by_pixel = self._grid.by_pixel(tiling.output_size, 2)
+        self._items = tiling.channels_out * form.tiles
+
+    @property
+    def overhang(self) -> bool:
+        """Some tiles lie over the edge."""
+        return bool(self._form.written % 2 or self._width % 2)
+
+    def _places(self) -> Iterator[tuple[int, int, Pair]]:
+        """(elements from the tiles' start, elements from the chunk's first in an image, rows and columns).
+
+        oneDNN counts a row's whole stride as its own, so where the last row has no follower it goes by itself; so does the last
+        pixel of an image that is one row.
+        """
+        height, width, block = self._form.written, self._width, self._grid.block
+        for number in range(4):
+            down, right = number // 2, number % 2
+            rows, columns = (height + 1 - down) // 2, (width + 1 - right) // 2
+            together = rows if 2 * rows <= height else rows - 1
+            near = columns if 2 * columns <= width or self._height > 1 else columns - 1
+            for first, count in ((0, together), (together, rows - together)):
+                for left, many in ((0, near), (near, columns - near)):
+                    if count and many:
+                        tile = number * self._items + (first * self._form.columns + left) * block
+                        yield tile, ((2 * first + down) * width + 2 * left + right) * block, (count, many)
+
+    def gathering(self) -> list[tuple[Copy, int, int]]:
+        """(copy to tiles, elements from the chunk's first in an image, elements from the tiles' start)."""
+        return [(self._grid.copy(size, self._by_pixel, self._grid.by_tile), start, at) for at, start, size in self._places()]
+
+    def scattering(self, accumulate: bool) -> list[tuple[Copy, int, int]]:
+        """The same from tiles."""
+        by_tile = self._grid.by_tile
+        return [
+            (self._grid.copy(size, by_tile, self._by_pixel, accumulate=accumulate), start, at)
+            for at, start, size in self._places()
+        ]
+
+    def first(self, chunk: Chunk, y: Array) -> Array:
+        """y flat from the chunk's first output on."""
+        return y.reshape(-1)[chunk.image * self._by_pixel[0] + chunk.write_row * self._width * self._grid.block :]
+
+
+class Outputs:
+    """y = (At x At) room.right, or added to y, of the chunks of one form."""
+
+    def __init__(self, engine: Engine, what: str, tiling: Tiling, form: Form, *, relu: bool) -> None:
+        self._corners = _Corners(engine, what, tiling, form)
+        self._transform = Matrix(engine, what, np.kron(_AT, _AT), tiling.channels_out * form.tiles, relu=relu)
+        self._copies: dict[bool, list[tuple[Copy, int, int]]] = {}
+        self.primitives = [self._transform.primitive]
+
+    def transform(self, room: WinogradScratch) -> list[Work]:
+        """Comes first, the same for each chunk."""
+        return [self._transform.bind(room.right, room.plain, room.library)]
+
+    def store(self, chunk: Chunk, y: Array, room: WinogradScratch, *, accumulate: bool) -> list[Work]:
+        """Writes the chunk's part of y."""
+        if accumulate not in self._copies:
+            self._copies[accumulate] = self._corners.scattering(accumulate)
+        first = self._corners.first(chunk, y)
+        return [copy.bind(room.plain[at:], first[start:]) for copy, start, at in self._copies[accumulate]]
+
+
+class OutputGradients:
+    """room.right = (A x A) dy, of the chunks of one form."""
+
+    def __init__(self, engine: Engine, what: str, tiling: Tiling, form: Form) -> None:
+        self._corners = _Corners(engine, what, tiling, form)
+        self._copies = self._corners.gathering()
+        self._items = tiling.channels_out * form.tiles
+        self._transform = Matrix(engine, what, np.kron(_AT.T, _AT.T), self._items)
+        self.primitives = [self._transform.primitive]
+
+    def load(self, chunk: Chunk, dy: Array, room: WinogradScratch) -> list[Work]:
+        """Reads the chunk's part of dy."""
+        works: list[Work] = []
+        if self._corners.overhang:
+            works.append(partial(room.plain[: 4 * self._items].fill, 0.0))
+        first = self._corners.first(chunk, dy)
+        return [*works, *(copy.bind(first[start:], room.plain[at:]) for copy, start, at in self._copies)]
+
+    def transform(self, room: WinogradScratch) -> list[Work]:
+        """The calls that follow, the same for each chunk."""
+        return [self._transform.bind(room.plain, room.right, room.library)]
+
 
 _G = np.array([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]], np.float32)
 
 _BIAS_POSITION = 5  # tile position (1, 1): adds to all four outputs alike, and is the sum of all four of dy
 
 
-class Works:
+class CallSequence:
     """Prepared calls, one after another."""
 
     def __init__(self, works: Sequence[Work]) -> None:
@@ -78,7 +406,7 @@ class _Products:
     def primitives(self) -> list[Primitive]:
         return [self.plain] if self.biased is None else [self.plain, self.biased]
 
-    def bind(self, room: Room, bias: Array | None) -> list[Work]:
+    def bind(self, room: WinogradScratch, bias: Array | None) -> list[Work]:
         tiling, works = self._tiling, list[Work]()
         names = (
             (c.ARG_SRC, c.ARG_DIFF_WEIGHTS, c.ARG_DIFF_DST, c.ARG_DIFF_BIAS)
@@ -128,7 +456,7 @@ class _Winograd:
     def _place(self, own: Sequence[Primitive], *, taps_alone: bool) -> None:
         """Divides the scratch, given the direction's own primitives that may need some of the library's."""
         shared = [each for parts in (self._products, self._patches) for part in parts.values() for each in part.primitives]
-        self._scratch = Scratch(self._tiling, self._forms, self._items, [*shared, *own], taps_alone)
+        self._scratch = ScratchPlan(self._tiling, self._forms, self._items, [*shared, *own], taps_alone)
         self.scratch_bytes = self._scratch.total_bytes
 
 
@@ -178,15 +506,15 @@ class Product(_Winograd):
             works += self._patches[chunk.form].load(chunk, x, room)
             works += between[chunk.form]
             works += self._outputs[chunk.form].store(chunk, y, room, accumulate=accumulate)
-        return Works(works)
+        return CallSequence(works)
 
-    def _load(self, plain: Array, room: Room) -> list[Work]:
+    def _load(self, plain: Array, room: WinogradScratch) -> list[Work]:
         """room.weights = (G x G) weights."""
         copy = Copy(self._engine, f"{self._what} weights", self._plain_weights, self._weights)
         works: list[Work] = [copy.bind(plain[at:], room.taps[tap * self._items :]) for tap, at in enumerate(self._taps)]
         return [*works, self._transform.bind(room.taps, room.weights, room.library)]
 
-    def _between(self, form: Form, bias: Array | None, room: Room) -> list[Work]:
+    def _between(self, form: Form, bias: Array | None, room: WinogradScratch) -> list[Work]:
         """The calls that do not depend on where a chunk lies, so that all of one form share them."""
         transforms, products = self._patches[form].transform(room), self._products[form.tiles].bind(room, bias)
         return [*transforms, *products, *self._outputs[form].transform(room)]
@@ -218,9 +546,9 @@ class WeightGradient(_Winograd):
             works += adding[chunk.form] if number else self._behind(chunk.form, bias, room, add=False)
         store = Copy(self._engine, f"{self._what} weights", self._weights, self._plain_weights)
         works += [store.bind(room.taps[tap * self._items :], plain[at:]) for tap, at in enumerate(self._taps)]
-        return Works(works)
+        return CallSequence(works)
 
-    def _behind(self, form: Form, bias: Array | None, room: Room, *, add: bool) -> list[Work]:
+    def _behind(self, form: Form, bias: Array | None, room: WinogradScratch, *, add: bool) -> list[Work]:
         """The calls that follow the reading of a chunk: they write the gradients, or add to those of earlier chunks."""
         products = self._products[form.tiles].bind(room, room.bias if add else bias)
         works = [*self._gradients[form].transform(room), *products]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpctrain.data.augmentations.base import Augmentation
 from hpctrain.core.registry import Registry
+from hpctrain.data.augmentations.base import Augmentation
 
 AUGMENTATIONS: Registry[Augmentation] = Registry(__name__, "augmentation", Augmentation)

@@ -13,8 +13,8 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.core.intervals import Box, whole
 from hpctrain.core.errors import OptionError
+from hpctrain.core.intervals import Box, whole
 
 MOST_PIXELS = 1 << 15
 #: images of fewer bytes gain nothing from OpenCV that would be worth loading it

@@ -8,9 +8,9 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from hpctrain.core.errors import ShapeError
 from hpctrain.core.intervals import Box, moved
 from hpctrain.data.augmentations.base import Augmentation, WindowAugmentation
-from hpctrain.core.errors import ShapeError
 
 
 @dataclass(frozen=True)

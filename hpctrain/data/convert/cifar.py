@@ -10,10 +10,10 @@ from typing import Literal
 
 import numpy as np
 
+from hpctrain.core.errors import DataError
 from hpctrain.data import image_file as data_format
 from hpctrain.data.convert.common import Advance, no_progress, read_names
 from hpctrain.data.files import open_regular, require_directory, require_file, require_new, system_errors_as
-from hpctrain.core.errors import DataError
 
 Split = Literal["train", "test"]
 

@@ -14,14 +14,23 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.data.convert.common import Advance, LeftOut, default_threads, in_order, listed, no_progress
-from hpctrain.data.convert.packing import DecodedPicture, PictureForm, pack
+from hpctrain.core.errors import DataError
+from hpctrain.core.log import get_logger
+from hpctrain.core.text import escaped
+from hpctrain.data.convert.common import (
+    Advance,
+    DecodedPicture,
+    LeftOut,
+    PictureForm,
+    default_threads,
+    in_order,
+    listed,
+    no_progress,
+    pack,
+)
 from hpctrain.data.decoding import FOREIGN_SUFFIXES, SUFFIXES, Fit
 from hpctrain.data.files import require_directory, require_new
 from hpctrain.data.format import normal_name
-from hpctrain.core.errors import DataError
-from hpctrain.log import get_logger
-from hpctrain.core.text import escaped
 
 _SPLITS = frozenset({"train", "training", "val", "valid", "validation", "dev", "eval", "test", "testing"})
 #: directories that systems and programs create in any directory, in lower case

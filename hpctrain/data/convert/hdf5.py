@@ -13,11 +13,11 @@ from typing import Literal
 import h5py
 import numpy as np
 
+from hpctrain.core.errors import DataError
 from hpctrain.data import image_file as data_format
 from hpctrain.data.convert.common import Advance, no_progress, numbered_names, require_memory
 from hpctrain.data.files import require_file, require_new, system_errors_as
-from hpctrain.data.unreadable import reason
-from hpctrain.core.errors import DataError
+from hpctrain.data.readers import reason
 
 Layout = Literal["nhwc", "nchw"]
 

@@ -11,10 +11,10 @@ from typing import BinaryIO
 
 import numpy as np
 
+from hpctrain.core.errors import DataError
 from hpctrain.data import image_file as data_format
 from hpctrain.data.convert.common import Advance, no_progress, numbered_names, require_memory, slices
 from hpctrain.data.files import open_regular, require_file, require_new, system_errors_as
-from hpctrain.core.errors import DataError
 
 _UINT8 = 8
 _MOST_DIMS = 4

@@ -12,12 +12,21 @@ from typing import IO
 
 import numpy as np
 
-from hpctrain.data.convert.common import Advance, default_threads, in_order, no_progress, numbered_names, require_memory
-from hpctrain.data.convert.packing import DecodedPicture, PictureForm, pack
+from hpctrain.core.errors import DataError
+from hpctrain.data.convert.common import (
+    Advance,
+    DecodedPicture,
+    PictureForm,
+    default_threads,
+    in_order,
+    no_progress,
+    numbered_names,
+    pack,
+    require_memory,
+)
 from hpctrain.data.decoding import Fit
 from hpctrain.data.files import require_file, require_new
 from hpctrain.data.format import digest_of
-from hpctrain.core.errors import DataError
 
 #: bytes that are unpacked between two checks of the available memory
 _CHECKED_BYTES = 1 << 26

@@ -1,0 +1,6 @@
+"""Model families: each module is one, under its own name, and nothing else lies here.
+
+A module has a function `build`, whose keywords are the model's options, IMAGE_SHAPE (height, width, channels of the images
+that
+it is meant for), and VARIANTS, names that stand for some of the options.
+"""

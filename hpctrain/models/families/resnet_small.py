@@ -6,15 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from hpctrain.models.parts import Norm, basic_block, check_depth, projection, scaled, stochastic_depths
-from hpctrain.nn.layers import Layer
-from hpctrain.nn.layers_parts.adaptive_average_pool import AdaptiveAveragePool
-from hpctrain.nn.layers_parts.average_pool import AveragePool
-from hpctrain.nn.layers_parts.conv2d import Conv2d
-from hpctrain.nn.layers_parts.flatten import Flatten
-from hpctrain.nn.layers_parts.linear import Linear
-from hpctrain.nn.layers_parts.pad_channels import PadChannels
-from hpctrain.nn.layers_parts.relu import ReLU
-from hpctrain.nn.layers_parts.sequential import Sequential
+from hpctrain.nn.layers import AdaptiveAveragePool, AveragePool, Conv2d, Flatten, Layer, Linear, PadChannels, ReLU, Sequential
 
 IMAGE_SHAPE = (32, 32, 3)
 

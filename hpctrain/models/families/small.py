@@ -6,16 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from hpctrain.core.errors import OptionError
 from hpctrain.models.parts import Norm, check_dropout, scaled
-from hpctrain.nn.layers import Layer
-from hpctrain.nn.layers_parts.adaptive_average_pool import AdaptiveAveragePool
-from hpctrain.nn.layers_parts.batch_norm import BatchNorm
-from hpctrain.nn.layers_parts.conv2d import Conv2d
-from hpctrain.nn.layers_parts.dropout import Dropout
-from hpctrain.nn.layers_parts.flatten import Flatten
-from hpctrain.nn.layers_parts.linear import Linear
-from hpctrain.nn.layers_parts.max_pool import MaxPool
-from hpctrain.nn.layers_parts.relu import ReLU
-from hpctrain.nn.layers_parts.sequential import Sequential
+from hpctrain.nn.layers import AdaptiveAveragePool, BatchNorm, Conv2d, Dropout, Flatten, Layer, Linear, MaxPool, ReLU, Sequential
 
 IMAGE_SHAPE = (28, 28, 1)
 

@@ -6,17 +6,12 @@ anybody decides what may be overwritten, and no pass changes what another one ha
 
 from __future__ import annotations
 
-from hpctrain.backend.alignment import ALIGNMENT_BYTES
-from hpctrain.backend.operators import KernelSet
 from hpctrain.backend.graph import Graph
-from hpctrain.nn.compile.binding import Places
-from hpctrain.nn.compile.memory import Timeline, find_uses
-from hpctrain.nn.compile.order import backward_actions, forward_actions
+from hpctrain.backend.operators import ALIGNMENT_BYTES, KernelSet
+from hpctrain.nn.compile.memory import Places, Timeline, find_uses, lifetimes, share
 from hpctrain.nn.compile.packing import pack
 from hpctrain.nn.compile.plan import Buffer, ExecutionPlan, Region
-from hpctrain.nn.compile.recomputation import recomputed_tensors
-from hpctrain.nn.compile.sharing import lifetimes, share
-from hpctrain.nn.compile.steps import Steps, make_steps
+from hpctrain.nn.compile.steps import Steps, backward_actions, forward_actions, make_steps, recomputed_tensors
 from hpctrain.nn.compile.validate import asked_for as validation_asked_for
 from hpctrain.nn.compile.validate import validate
 

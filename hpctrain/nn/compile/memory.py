@@ -1,16 +1,25 @@
-"""Fourth pass: when each value is in use, from the order of actions. Pure data.
+"""Passes over memory: when each value is in use, which values share storage, and the place of every buffer.
 
-Time counts actions: those of forward, then the loss, then those of backward. So what one action makes for the next one only (a
-copy in another layout on its way to a halo, say) lives no longer than these two.
+Liveness (fourth pass) follows from the order of actions. Time counts actions: those of forward, then the loss, then those of
+backward. So what one action makes for the next one only (a copy in another layout on its way to a halo, say) lives no longer
+than these two.
+
+Sharing (fifth pass) puts values into the same storage, one after the other, decided from live ranges alone. An operator that
+works in place may write its output over its first input when it is the last one that ever reads it; and the gradient of that
+input over the gradient of the output when nothing reads that later.
+
+Binding (last pass, after `packing`) gives every buffer of every step its place, from the offsets of the storages.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hpctrain.nn.compile.plan import Action, Actions, Key
+from hpctrain.backend.specs import TensorSpec
+from hpctrain.nn.compile.packing import Block
+from hpctrain.nn.compile.plan import Action, Actions, Key, Region, StepMemory
 from hpctrain.nn.compile.steps import Steps
 
 _COMPUTES = (Action.PARAMETERS, Action.INPUT)
@@ -170,3 +179,141 @@ def adds(steps: Steps, line: Timeline, k: int) -> tuple[bool, ...]:
 def partial_gradients(steps: Steps, line: Timeline, k: int) -> tuple[int, ...]:
     """Inputs of step k whose gradient the program adds, because the operator cannot."""
     return () if steps.steps[k].accumulates else tuple(i for i, add in enumerate(adds(steps, line, k)) if add)
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """The tensor that owns the storage of each: itself, the tensor that it is a view of, or one that it overwrites.
+
+    activations, gradients: by tensor.
+    """
+
+    activations: tuple[int, ...]
+    gradients: tuple[int, ...]
+
+    def owner(self, key: Key) -> Key:
+        """The key of the storage in which a value lies."""
+        kind, number = key
+        owners = {"activation": self.activations, "gradient": self.gradients}.get(kind)
+        return key if owners is None else (kind, owners[number])
+
+
+def share(steps: Steps, line: Timeline, uses: Mapping[Key, Use]) -> Sharing:
+    """The storage of all tensors."""
+    return Sharing(_share_activations(steps, line, uses), _share_gradients(steps, line, uses))
+
+
+def _share_activations(steps: Steps, line: Timeline, uses: Mapping[Key, Use]) -> tuple[int, ...]:
+    storage = [steps.value(tensor) for tensor in range(len(steps.tensors))]
+    last = {number: use.last for (kind, number), use in uses.items() if kind == "activation"}
+    for k, step in enumerate(steps.steps):
+        source, target = step.inputs[0], step.output
+        owner = storage[source]
+        if not step.in_place or steps.tensors[source] != steps.tensors[target]:
+            continue
+        # An operand that is also the second one would be read after it was overwritten. The input is the caller's.
+        if step.inputs.count(source) > 1 or owner == 0:
+            continue
+        # A later reader of the storage would see the output: in forward, in backward, or to make something again.
+        if last[owner] > line.forward(k)[-1]:
+            continue
+        storage = [owner if root == target else root for root in storage]
+        last[owner] = max(last[owner], last[target])
+    return tuple(storage)
+
+
+def _share_gradients(steps: Steps, line: Timeline, uses: Mapping[Key, Use]) -> tuple[int, ...]:
+    storage = [steps.grad_value(tensor) for tensor in range(len(steps.tensors))]
+    readers = Counter(tensor for step in steps.steps for tensor in step.inputs)
+    for k in reversed(range(len(steps.steps))):
+        step, source = steps.steps[k], steps.steps[k].inputs[0]
+        written = line.backward(k, (Action.INPUT,))
+        if not written or not step.in_place or not steps.needs_grad[source]:
+            continue
+        # With other readers the gradient is a sum, which must not be added to what the output's gradient was.
+        if readers[source] > 1 or source == steps.output or steps.tensors[source] != steps.tensors[step.output]:
+            continue
+        # Where the input's gradient comes first, the output's is read again, for the parameters.
+        if uses["gradient", steps.grad_value(step.output)].last > written[-1]:
+            continue
+        owner = storage[step.output]
+        storage = [owner if root == storage[source] else root for root in storage]
+    return tuple(storage)
+
+
+def lifetimes(uses: Mapping[Key, Use], sharing: Sharing) -> Mapping[Key, Block]:
+    """One block for each storage: as large as the largest value in it, live while any of them is."""
+    members: dict[Key, list[Use]] = {}
+    for key, use in uses.items():
+        members.setdefault(sharing.owner(key), []).append(use)
+    return {owner: _block(values) for owner, values in members.items()}
+
+
+def _block(values: list[Use]) -> Block:
+    merged: list[tuple[int, int]] = []
+    for first, last in sorted(span for use in values for span in use.spans):
+        if merged and first <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], last))
+        else:
+            merged.append((first, last))
+    return Block(max(use.size_bytes for use in values), *merged[0], tuple(merged[1:]))
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where tensors and their gradients lie, and what steps have to themselves."""
+
+    steps: Steps
+    line: Timeline
+    sharing: Sharing
+    offsets: Mapping[Key, int]
+
+    def activation(self, tensor: int) -> Region:
+        """The buffer of a tensor."""
+        return Region(self.offsets["activation", self.sharing.activations[tensor]], self._spec(tensor).bytes)
+
+    def gradient(self, tensor: int) -> Region | None:
+        """The buffer of a tensor's gradient; None where nobody asks for it."""
+        if not self.steps.needs_grad[tensor]:
+            return None
+        return Region(self.offsets["gradient", self.sharing.gradients[tensor]], self._spec(tensor).bytes)
+
+    def logits_grad(self) -> Region | None:
+        """The loss writes it in training, whether or not a step asks for it."""
+        output = self.steps.output
+        if not self.steps.training:
+            return None
+        return Region(self.offsets["gradient", self.sharing.gradients[output]], self._spec(output).bytes)
+
+    def step(self, k: int) -> StepMemory:
+        """All buffers of step k."""
+        step = self.steps.steps[k]
+        operator, targets = step.operator, [self.gradient(tensor) for tensor in step.inputs]
+        apart = partial_gradients(self.steps, self.line, k)
+        partials = self._partials(k, apart)
+        accumulate = adds(self.steps, self.line, k)
+        return StepMemory(
+            inputs=tuple(self.activation(tensor) for tensor in step.inputs),
+            output=self.activation(step.output),
+            input_grads=tuple(partials.get(i, target) for i, target in enumerate(targets)),
+            output_grad=self.gradient(step.output),
+            accumulate=tuple(add and i not in apart for i, add in enumerate(accumulate)),
+            sums=tuple((i, target, partials[i]) for i, target in enumerate(targets) if target is not None and i in apart),
+            saved=self._alone("saved", k, operator.saved_bytes),
+            scratch=self._alone("scratch", k, operator.scratch_bytes),
+            copies_gradient=step.is_view and self.steps.passes_back(k),
+        )
+
+    def _partials(self, k: int, apart: tuple[int, ...]) -> dict[int, Region]:
+        """By input: its part of the step's partial gradients, which lie one behind the other."""
+        partials, offset = {}, self.offsets.get(("partial", k), 0)
+        for i in apart:
+            partials[i] = Region(offset, self._spec(self.steps.steps[k].inputs[i]).bytes)
+            offset = partials[i].end
+        return partials
+
+    def _alone(self, kind: str, k: int, size_bytes: int) -> Region | None:
+        return Region(self.offsets[kind, k], size_bytes) if size_bytes else None
+
+    def _spec(self, tensor: int) -> TensorSpec:
+        return self.steps.tensors[tensor]

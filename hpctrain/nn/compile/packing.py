@@ -9,7 +9,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from hpctrain.backend.alignment import ALIGNMENT_BYTES, aligned
+from hpctrain.backend.operators import ALIGNMENT_BYTES, aligned
 
 
 @dataclass(frozen=True)

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from hpctrain.backend.kernels.abilities import (
+from hpctrain.backend.graph import Node
+from hpctrain.backend.operators import (
     Accumulating,
     DeferredStart,
     InPlace,
     InputView,
     JointBackward,
+    Operator,
     OutputReadOnce,
     RecomputedOutput,
 )
-from hpctrain.backend.operators import Operator
-from hpctrain.backend.graph import Node
 from hpctrain.backend.specs import TensorSpec
 from hpctrain.nn.compile.packing import Block
 

@@ -1,19 +1,235 @@
 """A check of finished plans: the actions of both passes, run symbolically on the memory that the plan gives to each step.
 
 Every stretch of the arena holds the name of the value that was written there last, and each read asks for a value by name: if
-another one is there, or only a part of it, the plan is wrong. What is read and written follows from the operators' declarations
+another one is there, or only a part of it, the plan is wrong. What is read and written follows from the operators'
+declarations
 and the graph alone, not from what the passes of the compiler found out, so this does not repeat their mistakes.
+
+`SymbolicMemory` is an arena that holds names instead of bytes; `PlanFacts` is what is known of a plan before it runs: who
+contributes to which gradient, and what to call things.
 """
 
 from __future__ import annotations
 
 import os
+from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from hpctrain.nn.compile.plan import Action, ExecutionPlan, Region
-from hpctrain.nn.compile.plan_facts import LOSS, PlanFacts, announces, parameter_names
-from hpctrain.nn.compile.symbolic_memory import InvalidPlanError, SymbolicMemory, Value, activation, gradient
+from hpctrain.nn.compile.plan import Action, ExecutionPlan, PlannedStep, Region
+
+#: (step, position of the input); the loss is (-1, -1).
+Contributions = frozenset[tuple[int, int]]
+
+#: The name of what a stretch of memory holds.
+Value = tuple[Hashable, ...]
+
+
+class InvalidPlanError(AssertionError):
+    """A plan that would compute wrong numbers: a defect of hpctrain or of an operator's declarations, nothing that a user did."""
+
+
+def activation(tensor: int) -> Value:
+    """A tensor, as its producer wrote it."""
+    return ("activation", tensor)
+
+
+def gradient(tensor: int, contributions: Contributions) -> Value:
+    """A tensor's gradient, when so many readers of the tensor have added to it."""
+    return ("gradient", tensor, contributions)
+
+
+@dataclass
+class _Stretch:
+    """Bytes that one write has filled. values: the names of what they hold, several where there are views."""
+
+    region: Region
+    values: set[Value]
+    writer: str
+
+
+class SymbolicMemory:
+    """Stretches that were written and not overwritten since, not even in part; they never overlap. Empty ones hold anything."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._stretches: dict[int, _Stretch] = {}
+        self._overwritten: dict[Value, str] = {}
+
+    def write(self, region: Region, value: Value, writer: str) -> None:
+        """`region` holds `value` from now on, and whatever overlaps it is lost."""
+        if not region.size_bytes:
+            return
+        for start in self._overlapped(region):
+            lost = self._stretches.pop(start)
+            self._starts.remove(start)
+            self._overwritten |= dict.fromkeys(lost.values, writer)
+        self._starts.insert(bisect_left(self._starts, region.offset), region.offset)
+        self._stretches[region.offset] = _Stretch(region, {value}, writer)
+        self._overwritten.pop(value, None)
+
+    def add_name(self, region: Region, value: Value) -> None:
+        """Let the content of `region` be `value`, too."""
+        if region.size_bytes:
+            self._stretches[region.offset].values.add(value)
+
+    def read(self, region: Region, value: Value, reader: str, name: str) -> None:
+        """Raise unless `region` holds exactly `value`.
+
+        Args:
+            reader, name: who reads what, for the error.
+
+        Raises:
+            InvalidPlanError: `region` does not hold exactly `value`.
+        """
+        stretch = self._stretches.get(region.offset)
+        if not region.size_bytes or (stretch is not None and stretch.region == region and value in stretch.values):
+            return
+        place = f"{reader} reads {name} at bytes [{region.offset}, {region.end})"
+        if value in self._overwritten:
+            raise InvalidPlanError(f"{place}, but {self._overwritten[value]} has overwritten it.")
+        raise InvalidPlanError(f"{place}, but {self._writer_at(region)}.")
+
+    def contributions(self, region: Region, tensor: int) -> Contributions | None:
+        """The steps that have added to the gradient of `tensor` in `region`; None where that is not what it holds."""
+        stretch = self._stretches.get(region.offset)
+        for value in stretch.values if stretch is not None and stretch.region == region else ():
+            if value[:2] == ("gradient", tensor) and isinstance(value[2], frozenset):
+                return value[2]
+        return None
+
+    def _writer_at(self, region: Region) -> str:
+        writers = [self._stretches[start].writer for start in self._overlapped(region)]
+        return f"it is not complete there: {', then '.join(writers)} wrote last" if writers else "nobody has written it there"
+
+    def _overlapped(self, region: Region) -> list[int]:
+        """Where the stretches start that share a byte with `region`."""
+        first = bisect_right(self._starts, region.offset) - 1
+        if first < 0 or self._stretches[self._starts[first]].region.end <= region.offset:
+            first += 1
+        return self._starts[first : bisect_left(self._starts, region.end)]
+
+
+LOSS = (-1, -1)
+_PHASES = {
+    Action.FORWARD: "forward",
+    Action.RECOMPUTE: "the recomputation of its output",
+    Action.COPY: "the recomputation of its output",
+    Action.PARAMETERS: "the gradients of its parameters",
+    Action.INPUT: "the gradient of its input",
+    Action.BEGIN: "its early start",
+    Action.FREE: "the release of its parameters",
+}
+
+
+class PlanFacts:
+    """The facts of one plan.
+
+    Attributes:
+        plan: the plan. users: by parameter, the positions of the steps that have it.
+    """
+
+    def __init__(self, plan: ExecutionPlan) -> None:
+        self.plan = plan
+        self._names = {0: "the images"} | {step.output: f"the output of {step.name}" for step in plan.steps}
+        acting = {k for action, k in plan.backward if action is Action.INPUT}
+        # Views without an action in backward: their input's gradient must be that of their output, in the same memory.
+        self.silent_views = {
+            step.inputs[0]: k
+            for k, step in enumerate(plan.steps)
+            if plan.training and step.is_view and plan.needs_grad[step.inputs[0]] and k not in acting
+        }
+        self._contributions = _contributions(plan)
+        self.users: dict[str, list[int]] = {}
+        for k, step in enumerate(plan.steps):
+            for name in parameter_names(step):
+                self.users.setdefault(name, []).append(k)
+
+    def views_of(self, tensor: int) -> list[int]:
+        """The tensors that are `tensor` under another shape: they come back with it."""
+        direct = [step.output for step in self.plan.steps if step.is_view and step.inputs[0] == tensor]
+        return direct + [view for other in direct for view in self.views_of(other)]
+
+    def grad_owner(self, tensor: int) -> int:
+        """The tensor whose gradient is that of `tensor` too: the one behind silent views."""
+        while tensor in self.silent_views and self._contributions[tensor] == {(self.silent_views[tensor], 0)}:
+            tensor = self.plan.steps[self.silent_views[tensor]].output
+        return tensor
+
+    def complete_gradient(self, tensor: int) -> Value:
+        """The gradient to which all have added."""
+        owner = self.grad_owner(tensor)
+        return gradient(owner, self._contributions.get(owner, frozenset()))
+
+    def passes_back(self, k: int) -> bool:
+        """Step k must have an action for its inputs' gradients."""
+        inputs = self.plan.steps[k].inputs
+        return any(self.plan.needs_grad[tensor] for tensor in inputs) and self.silent_views.get(inputs[0]) != k
+
+    def name(self, tensor: int) -> str:
+        """A tensor in an error's sentence."""
+        return f"{self._names[tensor]} (tensor {tensor})"
+
+    def actor(self, action: Action, k: int) -> str:
+        """Step and action in an error's sentence."""
+        return f"{self.plan.steps[k].name} ({_PHASES[action]})"
+
+    def error(self, action: Action, k: int, fault: str) -> InvalidPlanError:
+        """`fault` follows the step and the action in the sentence."""
+        return InvalidPlanError(f"{self.actor(action, k)} {fault}; the step makes {self.name(self.plan.steps[k].output)}.")
+
+    def check_region(self, region: Region, tensor: int, role: str) -> None:
+        """Raise unless the region fits its tensor and lies in the arena.
+
+        Raises:
+            InvalidPlanError: the region is not as large as the tensor, or not inside the arena.
+        """
+        size_bytes = self.plan.tensors[tensor].bytes
+        if region.size_bytes != size_bytes or region.offset < 0 or region.end > self.plan.arena_bytes:
+            raise InvalidPlanError(
+                f"The place of {self.name(tensor)} as {role}, bytes [{region.offset}, {region.end}) of an arena of "
+                f"{self.plan.arena_bytes}, is not {size_bytes} bytes inside it."
+            )
+
+    def check_places(self, k: int) -> None:
+        """Raise unless each place of step k fits its content.
+
+        Raises:
+            InvalidPlanError: a place of step k does not fit what belongs there.
+        """
+        step, memory = self.plan.steps[k], self.plan.memory[k]
+        places: list[tuple[Region | None, int]] = [(memory.output, step.output), (memory.output_grad, step.output)]
+        places += zip(memory.inputs, step.inputs, strict=True)
+        places += zip(memory.input_grads, step.inputs, strict=True)
+        places += [(target, step.inputs[i]) for i, target, _ in memory.sums]
+        for region, tensor in places:
+            if region is not None:
+                self.check_region(region, tensor, f"{step.name} has it")
+        for size_bytes, region in ((step.operator.saved_bytes, memory.saved), (step.operator.scratch_bytes, memory.scratch)):
+            granted = 0 if region is None or region.end > self.plan.arena_bytes else region.size_bytes
+            if granted < size_bytes:
+                raise InvalidPlanError(f"{step.name} asks for {size_bytes} bytes of its own and has {granted} in the arena.")
+
+
+def parameter_names(step: PlannedStep) -> frozenset[str]:
+    """Full names of a step's parameters."""
+    return frozenset(step.node.parameters.values()) if step.node is not None else frozenset()
+
+
+def announces(step: PlannedStep) -> bool:
+    """The step has parameters, and no earlier one has them too: it hands out their gradients."""
+    return step.has_parameters and step.node is not None and not step.node.shared
+
+
+def _contributions(plan: ExecutionPlan) -> dict[int, Contributions]:
+    """By tensor: all that add to its gradient."""
+    collected: dict[int, set[tuple[int, int]]] = {plan.output: {LOSS}}
+    for k, step in enumerate(plan.steps):
+        for i, tensor in enumerate(step.inputs):
+            collected.setdefault(tensor, set()).add((k, i))
+    return {tensor: frozenset(contributors) for tensor, contributors in collected.items()}
+
 
 ENVIRONMENT_VARIABLE = "HPCTRAIN_VALIDATE_PLANS"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpctrain.optim.base import Optimizer
 from hpctrain.core.registry import Registry
+from hpctrain.optim.base import Optimizer
 
 OPTIMIZERS: Registry[Optimizer] = Registry(__name__, "optimizer", Optimizer)

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hpctrain.nn.parameter import Segment
-from hpctrain.optim.base import Norms
-from hpctrain.optim.clip import check_clip_norm, clip_scale
-from hpctrain.optim.moments import MomentOptimizer
+from hpctrain.optim.base import Norms, check_clip_norm, clip_scale
+from hpctrain.optim.descent import MomentOptimizer
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -10,8 +10,7 @@ from typing import ClassVar
 from hpctrain.backend.arithmetic import Descent, UpdateRun
 from hpctrain.nn.parameter import FlatGroup, Segment
 from hpctrain.optim.base import Norms
-from hpctrain.optim.moments import MomentOptimizer
-from hpctrain.optim.descent import merged
+from hpctrain.optim.descent import MomentOptimizer, merged
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

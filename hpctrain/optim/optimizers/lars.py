@@ -10,8 +10,7 @@ from typing import ClassVar
 from hpctrain.backend.arithmetic import UpdateRun
 from hpctrain.core.errors import OptionError
 from hpctrain.nn.parameter import Segment
-from hpctrain.optim.base import Norms
-from hpctrain.optim.clip import clip_scale
+from hpctrain.optim.base import Norms, clip_scale
 from hpctrain.optim.descent import MomentumOptimizer, merged
 
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from hpctrain.backend.arithmetic import UpdateRun
 from hpctrain.nn.parameter import Segment
-from hpctrain.optim.base import Norms
-from hpctrain.optim.clip import clip_scale
+from hpctrain.optim.base import Norms, clip_scale
 from hpctrain.optim.descent import MomentumOptimizer, merged
 
 

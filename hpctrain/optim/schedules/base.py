@@ -1,6 +1,7 @@
 """The base of learning-rate schedules: pure functions of the step, each with a linear warm-up.
 
-A schedule holds no state: after a restart, `lr(step)` is what it was. Steps count from 0 since the start of training.
+A schedule holds no state: after a restart, `lr(step)` is what it was. Steps count from 0 since the start of training. `Decay`
+is a learning rate that falls smoothly to a final one: what the cosine and the polynomial share.
 """
 
 from __future__ import annotations
@@ -72,3 +73,25 @@ class LearningRateSchedule(ABC):
     @abstractmethod
     def after_warmup(self, step: float, progress: float) -> float:
         """The rate of `step`, which lies behind the warm-up; `progress` of the remaining steps, in [0, 1]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decay(LearningRateSchedule):
+    """From base_lr to final_lr.
+
+    Args:
+        final_lr: Learning rate at the end of training: a rate, not a factor, in [0, lr].
+    """
+
+    final_lr: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0.0 <= self.final_lr <= self.base_lr:
+            legal = 0.0 if not self.final_lr >= 0.0 else self.base_lr
+            raise OptionError(
+                f"final_lr {self.final_lr} is outside [0, {self.base_lr}]; the nearest legal value is {legal}.", "final_lr"
+            )
+
+    def between(self, factor: float) -> float:
+        return self.final_lr + (self.base_lr - self.final_lr) * factor

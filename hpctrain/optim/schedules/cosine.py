@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from hpctrain.optim.schedules._decay import Decay
+from hpctrain.optim.schedules.base import Decay
 
 
 @dataclass(frozen=True, kw_only=True)

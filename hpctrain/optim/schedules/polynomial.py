@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from hpctrain.core.errors import OptionError
-from hpctrain.optim.schedules._decay import Decay
+from hpctrain.optim.schedules.base import Decay
 
 
 @dataclass(frozen=True, kw_only=True)

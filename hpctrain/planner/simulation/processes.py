@@ -1,29 +1,75 @@
-"""A simulated process: the program of a rank, task after task, with its polls and waits.
-
-It does as the progress engine and the averagers do: an operation starts at a poll, when its turn has come and what it comes
-after is complete; what must be computed just before takes the rank's time there; that an operation is complete is noticed at a
-poll. A rank that waits polls all the time.
-"""
+"""A simulated process: computes, posts, polls and waits as a rank does, and records the events that a run records."""
 
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence, Sized
 from typing import TypeAlias
 
+import numpy as np
+
+from hpctrain.comm.progress import INTERVAL_SECONDS
 from hpctrain.comm.progress_mode import ProgressMode
-from hpctrain.comm.progress_thread import INTERVAL_SECONDS
 from hpctrain.planner.collective_costs import Stage
-from hpctrain.planner.simulation.attention import Attention
-from hpctrain.planner.simulation.lanes import Lane
-from hpctrain.planner.simulation.operations import MeetingShare, Posted, SimulatedGroup
-from hpctrain.planner.simulation.places import SimulatedPlace
-from hpctrain.planner.simulation.queues import OperationQueue
-from hpctrain.planner.simulation.recorder import EventRecorder
+from hpctrain.planner.simulation.operations import MeetingShare, OperationQueue, Posted, SimulatedGroup
 from hpctrain.planner.simulation.resources import SharedResource
-from hpctrain.planner.simulation.transfers import StageTransfer
-from hpctrain.planner.simulation.world import SimulatedWorld
-from hpctrain.trace.tracer import HOOKS, Category
+from hpctrain.planner.simulation.transfers import Attention, Lane, StageTransfer
+from hpctrain.planner.simulation.world import SimulatedPlace, SimulatedWorld
+from hpctrain.trace.tracer import HOOKS, Category, Events
+
+_NANOSECONDS = 1e9
+
+
+class EventRecorder:
+    """Records events from `begin` on. Times are given in seconds since the simulation's begin, and kept in ns."""
+
+    def __init__(self) -> None:
+        self.recording = False
+        self._end = float("inf")
+        self._numbers = [array("q") for _ in range(4)]  # category, name, track, number
+        self._seconds = [array("d"), array("d")]
+        self._names: dict[str, int] = {}
+        self._tracks: dict[str, int] = {"": 0}
+
+    def begin(self) -> None:
+        """Record from now on; what has begun before and is still under way, too."""
+        self.recording = True
+
+    def end(self, seconds: float) -> None:
+        """Record nothing that begins later."""
+        self._end = seconds
+
+    def add(self, category: Category, name: str, start: float, stop: float, track: str = "", number: int = 0) -> None:
+        """Record one event."""
+        if not self.recording or start >= self._end:
+            return
+        names, tracks, numbers = self._names, self._tracks, self._numbers
+        numbers[0].append(category)
+        numbers[1].append(names.setdefault(name, len(names)))
+        numbers[2].append(tracks.setdefault(track, len(tracks)))
+        numbers[3].append(number)
+        self._seconds[0].append(start)
+        self._seconds[1].append(stop)
+
+    def events(self) -> Events:
+        """A copy of what was recorded so far, by their begin; of those of the same instants, the one around the others first."""
+        numbers = np.array(self._numbers, np.int64)
+        start, stop = np.rint(np.array(self._seconds) * _NANOSECONDS).astype(np.int64)
+        depth = np.select([numbers[0] == Category.STEP, numbers[0] == Category.WAIT], [0, 1], 2)
+        order = np.lexsort((depth, -stop, start))
+        category, name, track, number = numbers[:, order]
+        return Events(
+            tuple(self._names),
+            tuple(self._tracks),
+            category.astype(np.int32),
+            name.astype(np.int32),
+            track.astype(np.int32),
+            number,
+            start[order],
+            stop[order],
+        )
+
 
 #: a stretch of the program; it yields while it computes or waits, and goes on once it is resumed
 Stretch: TypeAlias = Generator[None, None, None]

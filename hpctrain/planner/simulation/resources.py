@@ -1,16 +1,58 @@
-"""Processor sharing: jobs that progress at the same time, each at an equal rate, on cores, a network card or a memory.
+"""Simulated time, and the resources that jobs share in it: cores, network cards and memories.
 
-All jobs progress alike, so one number, the resource's position, says how far each of them has come: it grows by one per second
-while there is enough for all, and more slowly while there is not. A job ends at a position, and the first end is one event.
-A network card may have saved up time while it was idle, as a bucket of tokens does: until that is spent it is many times as fast.
+`EventLoop` runs actions in the order of their instants, those of one instant in the order in which they were requested.
+`SharedResource` is processor sharing: all jobs progress alike, so one number, the resource's position, tells how far each of
+them has come. It grows by one per second while there is enough for all, and more slowly while there is not; a job ends at a
+position, and the first end is one event. A network card may have saved up time while it was idle, as a bucket of tokens does:
+until that is spent it is many times as fast. Ranks that compute at the same time share the `Cores` of their node where there
+are more ranks than cores.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from functools import partial
 
-from hpctrain.planner.simulation.event_loop import Act, EventLoop
+Act = Callable[[], object]
+
+
+class EventLoop:
+    """A heap of actions.
+
+    Attributes:
+        now: seconds since the simulation's begin.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._actions: list[tuple[float, int, Act]] = []
+        self._count = 0
+        self._running = True
+
+    def at(self, seconds: float, action: Act) -> None:
+        """Act at an instant, now or later."""
+        self._count += 1
+        heapq.heappush(self._actions, (seconds, self._count, action))
+
+    def soon(self, action: Act) -> None:
+        """Act now, after what is under way."""
+        self.at(self.now, action)
+
+    def stop(self) -> None:
+        """Let `run` end after the action that is under way."""
+        self._running = False
+
+    def run(self) -> bool:
+        """Act until `stop` is called: True; or until nothing is left to do: False."""
+        actions, pop = self._actions, heapq.heappop
+        while self._running:
+            if not actions:
+                return False
+            self.now, _, action = pop(actions)
+            action()
+        return True
+
 
 _ROUNDING_SECONDS = 1e-13
 # Times as fast while saved time is spent: what a message takes then beside the card is in its latency.
@@ -135,3 +177,47 @@ class SharedResource:
         for job in complete:
             if job.action is not None:
                 job.action()
+
+
+#: of a core, taken by a rank that waits: it offers its core to others after each poll, and soon sleeps between polls
+_POLLING_SHARE = 0.05
+# Linux lets a rank that computes go on until a tick of its clock, of which there are 250 a second: half of the time between them.
+_SLICE_SECONDS = 2e-3
+
+
+class Cores:
+    """All cores of a node, on which the operating system runs whatever wants to run, fairly.
+
+    Args:
+        count: cores. ranks: of the node; where each has a core of its own, nothing is shared.
+
+    Attributes:
+        slice_seconds: until a rank that has offered its core to another one gets it back, a mean; 0 where nothing is shared.
+    """
+
+    def __init__(self, loop: EventLoop, count: float, ranks: int) -> None:
+        self._loop = loop
+        self._shared = SharedResource(loop, count) if count < ranks else None
+        self.slice_seconds = 0.0 if self._shared is None else _SLICE_SECONDS
+
+    def run(self, seconds: float, ranks: float, action: Act) -> None:
+        """Compute so many seconds of a core on each of `ranks` ranks, then act."""
+        if self._shared is None:
+            self._loop.at(self._loop.now + seconds, action)
+        else:
+            self._shared.start(seconds, ranks, action)
+
+    def charge(self, seconds: float, ranks: float) -> None:
+        """Work that ranks did while they waited: others on these cores have so much less."""
+        if self._shared is not None and seconds > 0:
+            self._shared.start(seconds, ranks, None)
+
+    def begin_wait(self, ranks: float) -> None:
+        """So many ranks begin to poll."""
+        if self._shared is not None:
+            self._shared.load(_POLLING_SHARE * ranks)
+
+    def end_wait(self, ranks: float) -> None:
+        """They have stopped."""
+        if self._shared is not None:
+            self._shared.load(-_POLLING_SHARE * ranks)

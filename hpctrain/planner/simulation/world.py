@@ -1,17 +1,139 @@
-"""The surroundings of simulated processes: time, cores and cards of nodes, and the groups in which ranks meet."""
+"""The surroundings of simulated processes: their places on nodes, time, cores and cards, and the groups in which ranks meet.
+
+Ranks in like surroundings are one process that stands for all of them (`places`), so that the number of ranks costs nothing.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
+from hpctrain.core.errors import ConfigError
 from hpctrain.planner.machine import Machine
-from hpctrain.planner.simulation.cores import Cores
-from hpctrain.planner.simulation.event_loop import EventLoop
 from hpctrain.planner.simulation.operations import Meetings, SimulatedGroup
-from hpctrain.planner.simulation.places import SimulatedPlace
-from hpctrain.planner.simulation.resources import SharedResource
-from hpctrain.planner.tasks import GroupPlacement, StepProgram
+from hpctrain.planner.simulation.resources import Cores, EventLoop, SharedResource
+from hpctrain.planner.tasks import GroupPlacement, RankClass, StepProgram
+
+#: single ranks that are simulated at most
+MOST_SINGLE_RANKS = 512
+#: processes beyond which all nodes are taken to be alike, each with its share of the ranks of a place
+MOST_PLACES = 64
+
+
+@dataclass(frozen=True)
+class SimulatedPlace:
+    """Ranks of a class that one process stands for.
+
+    Attributes:
+        ranks: how many, of the job. first_rank: the first of them, by world rank.
+        node: its node, or the kind of it. node_ranks: how many of the ranks lie on one such node.
+        split_group, data_group: which ones; processes with equal numbers meet in exchanges and averages.
+    """
+
+    rank_class: RankClass
+    ranks: int
+    first_rank: int
+    node: int
+    node_ranks: float
+    split_group: int
+    data_group: int
+
+
+def places(program: StepProgram, ranks_per_node: int, *, single: bool = False) -> tuple[SimulatedPlace, ...]:
+    """The processes of a program. single: one for each rank.
+
+    World rank c * Pr + r is (r, c) of the grid, and nodes hold ranks that follow each other. Ranks are one process where their
+    class, the classes on their node, in their split group and in their data group are the same. Where split groups do not fit
+    into nodes and have unequal samples, nodes differ in many ways: beyond `MOST_PLACES` they count as alike.
+
+    Raises:
+        ConfigError: too many ranks to be simulated one by one.
+    """
+    size, height = program.all_ranks.ranks, program.split.ranks
+    if single and size > MOST_SINGLE_RANKS:
+        raise ConfigError(
+            f"Slow ranks and jitter need {size:,} ranks simulated one by one, but at most {MOST_SINGLE_RANKS} can be; leave them "
+            f"out, or simulate {MOST_SINGLE_RANKS} ranks."
+        )
+    classes = class_of_ranks(program)
+    if single:
+        return tuple(
+            SimulatedPlace(program.classes[number], 1, rank, rank // ranks_per_node, 1, rank // height, rank % height)
+            for rank, number in enumerate(classes)
+        )
+    begins = range(0, len(classes), ranks_per_node)
+    folded = _folded(program, classes, ranks_per_node, [_kind(classes[begin : begin + ranks_per_node]) for begin in begins])
+    if len(folded) <= MOST_PLACES:
+        return folded
+    return _folded(program, classes, ranks_per_node, ["any node"] * len(begins))
+
+
+def _folded(
+    program: StepProgram, classes: Sequence[int], ranks_per_node: int, nodes: Sequence[Hashable]
+) -> tuple[SimulatedPlace, ...]:
+    """nodes: the kind of each."""
+    size, height = program.all_ranks.ranks, program.split.ranks
+    splits = [_kind(classes[begin : begin + height]) for begin in range(0, size, height)]
+    datas = [_kind(classes[r::height]) for r in range(height)]
+    surroundings = [
+        (classes[rank], nodes[rank // ranks_per_node], splits[rank // height], datas[rank % height]) for rank in range(size)
+    ]
+    counts = Counter(surroundings)
+    numbers: dict[Hashable, int] = {}
+    for kind in (*nodes, *splits, *datas):
+        numbers.setdefault(kind, len(numbers))
+    alike = Counter(nodes)
+    first = {key: rank for rank, key in reversed(list(enumerate(surroundings)))}
+    return tuple(
+        SimulatedPlace(
+            program.classes[key[0]], count, first[key], numbers[key[1]], count / alike[key[1]], numbers[key[2]], numbers[key[3]]
+        )
+        for key, count in counts.items()
+    )
+
+
+def _kind(classes: Sequence[int]) -> Hashable:
+    """Nodes and groups with as many ranks of each class are of one kind."""
+    return tuple(sorted(Counter(classes).items()))
+
+
+def class_of_ranks(program: StepProgram) -> list[int]:
+    """The class of each world rank, as its position in `program.classes`.
+
+    A class begins at its split rank. Several classes that begin at the same one differ in their samples: the first data ranks
+    have the first class. Further split ranks of a class follow where no other class begins.
+    """
+    size, height = program.all_ranks.ranks, program.split.ranks
+    width = size // height
+    left = [one.ranks for one in program.classes]
+    result = [-1] * size
+    shares = _shares(program, width)
+    begun: list[list[int]] = []
+    for split_rank in range(height):
+        beginning = [number for number, one in enumerate(program.classes) if one.split_rank == split_rank]
+        if beginning:
+            begun.append(beginning)
+        position = 0
+        for together in reversed(begun):
+            for number in together:
+                count = min(left[number], shares[number], width - position)
+                for place in range(position, position + count):
+                    result[place * height + split_rank] = number
+                left[number] -= count
+                position += count
+    remaining = [number for number, count in enumerate(left) for _ in range(count)]
+    for rank in (rank for rank, number in enumerate(result) if number < 0):
+        result[rank] = remaining.pop(0)
+    return result
+
+
+def _shares(program: StepProgram, width: int) -> list[int]:
+    """Ranks of each class at one split rank: classes that begin together share the data ranks out."""
+    totals = Counter({one.split_rank: 0 for one in program.classes})
+    for one in program.classes:
+        totals[one.split_rank] += one.ranks
+    return [max(1, one.ranks * width // max(width, totals[one.split_rank])) for one in program.classes]
 
 
 class SimulatedWorld:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hpctrain.config.schema import ReporterConfig
 from hpctrain.core.registry import Registry, parameters_of
-from hpctrain.train.metrics_rest import Reporter
+from hpctrain.train.metrics import Reporter
 
 REPORTERS: Registry[Reporter] = Registry(__name__, "reporter", Reporter, given=("directory", "done_steps"))
 

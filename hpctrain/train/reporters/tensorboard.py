@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.core.errors import ConfigError
-from hpctrain.train.metrics_rest import Reporter
+from hpctrain.train.metrics import Reporter
 
 _FLUSH_SECONDS = 120.0
 # Events that are kept for another file where a disk refuses them.

@@ -10,25 +10,21 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from hpctrain.averaging.base import GradientAverager
+from hpctrain.averaging.base import GradientAverager, PlannedGroup, Strategy, check_at_least_one, words_of_sizes
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, OperationKind, Stream
-from hpctrain.averaging.step_times import Times
-from hpctrain.averaging.link_simulation import Urgency
-from hpctrain.averaging.options import check_at_least_one, words_of_sizes
-from hpctrain.averaging.slice_traffic import SliceTraffic
+from hpctrain.averaging.link_simulation import SliceTraffic, Urgency
 from hpctrain.averaging.slicing import Compression
+from hpctrain.averaging.step_times import Times
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.averaging.strategies.bucketed import Bucketed, BucketedOptions
-from hpctrain.averaging.strategies.lazy_rest import Lazy, LazyOptions
+from hpctrain.averaging.strategies.lazy import Lazy, LazyOptions
 from hpctrain.averaging.strategies.overlap import Overlap
 from hpctrain.averaging.strategies.priority import Priority, PriorityOptions
 from hpctrain.averaging.strategies.sharded import Sharded, ShardedOptions
-from hpctrain.averaging.strategies.sparse_rest import Sparse, SparseOptions
-from hpctrain.averaging.strategy import PlannedGroup, Strategy
-from hpctrain.comm.base import Communicator
+from hpctrain.averaging.strategies.sparse import Sparse, SparseOptions
+from hpctrain.comm.base import Communicator, SingleCommunicator
 from hpctrain.comm.link import LinkModel
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.comm.single import SingleCommunicator
 from hpctrain.core.errors import HpctrainError, OptionError
 from hpctrain.nn.parameter import FlatGroup, GroupLayout, ParameterSpec
 from hpctrain.optim.base import Norms, NormsNeeded, Optimizer
@@ -36,7 +32,7 @@ from hpctrain.optim.optimizers.lars import Lars
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
-from hpctrain.virtual.run import run_virtual, virtual_engine
+from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.averaging.test_modelled_time import _Free
 from tests.support.averaging import averaged, make_group, one_step, planned
 

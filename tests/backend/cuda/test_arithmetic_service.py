@@ -11,25 +11,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.backend.arithmetic import Arithmetic
-from hpctrain.backend.cuda.device_array import DeviceArray
-from hpctrain_testing.emulator.device import EmulatedDevice
-from hpctrain_testing.emulator.memory import on_host
-from hpctrain.backend.cuda.emulator.rounding import read, write
-from hpctrain.backend.cuda.half import bfloat16_bits
-from hpctrain.backend.dtypes import item_bytes, parameter_dtype
-from hpctrain.backend.cuda.arithmetic import STAGING_MOST, CudaArithmetic
-from hpctrain.backend.kernels.cuda.box_copy import copy_box
-from hpctrain.backend.kernels.cuda.checksums import TILE as CHECKSUM_TILE
-from hpctrain.backend.kernels.cuda.checksums import checksum_of_zeros
-from hpctrain.backend.kernels.cuda.column_sums import ColumnSums
-from hpctrain.backend.kernels.cuda.fetch import FetchBuffers
+from hpctrain.backend.cuda.arithmetic import (
+    STAGING_MOST,
+    TILE,
+    ArrayTable,
+    CudaArithmetic,
+    checksum_of_zeros,
+    copy_box,
+    spread_pixels,
+    sum_pixels,
+)
+from hpctrain.backend.cuda.arithmetic import TILE as CHECKSUM_TILE
+from hpctrain.backend.cuda.device import DeviceArray, bfloat16_bits
 from hpctrain.backend.cuda.kernel_set import CudaKernelSet
-from hpctrain.backend.cuda.operator import carve, total_bytes
-from hpctrain.backend.kernels.cuda.pixel_sums import spread_pixels, sum_pixels
-from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
-from hpctrain.backend.cuda.runtime import Staging
-from hpctrain.backend.kernels.cuda.sums import TILE, ArrayTable
+from hpctrain.backend.cuda.operator import ColumnSums, carve, total_bytes
+from hpctrain.backend.cuda.runtime import CudaRuntime, FetchBuffers, Staging
+from hpctrain.backend.specs import item_bytes, parameter_dtype
 from hpctrain.core.intervals import Box, shape_of
+from hpctrain_testing.emulator.device import EmulatedDevice
+from hpctrain_testing.emulator.memory import on_host, read, write
 from tests.support.emulated import CudaKernelsFactory
 from tests.support.rounded import DTYPES, rounded
 

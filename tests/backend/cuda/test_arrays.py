@@ -12,14 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.backend.cuda.device import Precision, grid_for, pack_width
-from hpctrain.backend.cuda.device_array import DeviceArray
-from hpctrain_testing.emulator.device import EmulatedDevice
-from hpctrain.backend.cuda.emulator.rounding import read, write
-from hpctrain.backend.cuda.half import bfloat16_bits, bfloat16_values
-from hpctrain.backend.cuda.matrix_products import WORKSPACE_BYTES, MatrixProducts
-from hpctrain.backend.dtypes import item_bytes
+from hpctrain.backend.cuda.device import DeviceArray, Precision, bfloat16_bits, bfloat16_values, grid_for, pack_width
+from hpctrain.backend.cuda.libraries import WORKSPACE_BYTES, MatrixProducts
+from hpctrain.backend.specs import item_bytes
 from hpctrain.core.errors import BackendError
+from hpctrain_testing.emulator.device import EmulatedDevice
+from hpctrain_testing.emulator.memory import read, write
 from tests.support.fake_cupy import FakeCublas
 
 

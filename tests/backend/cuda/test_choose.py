@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from hpctrain.backend.cuda import choose
-from hpctrain.backend.cuda.choose import DEVICE_VARIABLE, NodePlace
-from hpctrain_testing.emulator.device import EmulatedDevice
+from hpctrain.backend import choice
+from hpctrain.backend.choice import DEVICE_VARIABLE, NodePlace
 from hpctrain.core.errors import BackendError, MissingLibraryError
+from hpctrain_testing.emulator.device import EmulatedDevice
 from tests.support.fake_cupy import IMPORTER, FakeCupy
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -40,24 +40,24 @@ def _have(monkeypatch: pytest.MonkeyPatch, *, cupy: bool = True, cudnn: bool = T
     fake = FakeCupy(**options)
     fake.install(monkeypatch)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if cupy else None)
-    monkeypatch.setattr(choose.cudnn_graphs, "library", library)
+    monkeypatch.setattr(choice.cudnn_graphs, "library", library)
     return fake
 
 
 @pytest.mark.parametrize(("value", "seed"), [("emulated", 0), ("emulated:0", 0), ("emulated:17", 17)])
 def test_the_emulated_device_is_asked_for_by_the_environment(value: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(DEVICE_VARIABLE, value)
-    assert choose.emulated_seed({DEVICE_VARIABLE: value}) == seed
-    device = choose.make_device("float64", NodePlace())
+    assert choice.emulated_seed({DEVICE_VARIABLE: value}) == seed
+    device = choice.make_device("float64", NodePlace())
     assert isinstance(device, EmulatedDevice)
-    assert choose.missing(NodePlace()) is not None, "auto never takes it"
+    assert choice.missing(NodePlace()) is not None, "auto never takes it"
 
 
 @pytest.mark.parametrize("value", ["", "gpu", "emulated:", "emulated:-1", "Emulated"])
 def test_other_devices_are_refused(value: str) -> None:
     with pytest.raises(BackendError, match=rf"HPCTRAIN_CUDA_DEVICE is '{value}'; it must be emulated, or emulated:SEED"):
-        choose.emulated_seed({DEVICE_VARIABLE: value})
-    assert choose.emulated_seed({}) is None
+        choice.emulated_seed({DEVICE_VARIABLE: value})
+    assert choice.emulated_seed({}) is None
 
 
 @pytest.mark.parametrize(
@@ -80,27 +80,27 @@ def test_other_devices_are_refused(value: str) -> None:
 def test_no_gpu_can_be_used(there: Any, place: NodePlace, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _have(monkeypatch, **there)
     with pytest.raises(BackendError, match=sentence) as caught:
-        choose.make_device("float32", place)
-    assert choose.missing(place) == str(caught.value)
+        choice.make_device("float32", place)
+    assert choice.missing(place) == str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_a_gpu_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     _have(monkeypatch)
-    assert choose.missing(NodePlace()) is None
-    versions = choose.make_device("float32", NodePlace()).versions
+    assert choice.missing(NodePlace()) is None
+    versions = choice.make_device("float32", NodePlace()).versions
     assert versions == {"device": "Fake GPU", "cupy": "14.2.0", "cuda": "13020", "driver": "13000", "cudnn": "9.19.0"}
     for precision in ("float32", "tf32", "bfloat16"):
-        assert choose.make_device(precision, NodePlace()).name == "Fake GPU"  # type: ignore[arg-type]
+        assert choice.make_device(precision, NodePlace()).name == "Fake GPU"  # type: ignore[arg-type]
 
 
 def test_what_a_gpu_does_not_compute_in_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     _have(monkeypatch, capability=(7, 5))
     with pytest.raises(BackendError, match=r"Fake GPU does not compute in bfloat16: its compute capability is 7\.5.*float32"):
-        choose.make_device("bfloat16", NodePlace())
+        choice.make_device("bfloat16", NodePlace())
     with pytest.raises(BackendError, match=r"Fake GPU is not used for float64, or set backend.*or dtype to float32"):
-        choose.make_device("float64", NodePlace())
-    assert choose.make_device("tf32", NodePlace()).dtypes == ("float32",)
+        choice.make_device("float64", NodePlace())
+    assert choice.make_device("tf32", NodePlace()).dtypes == ("float32",)
 
 
 @pytest.mark.parametrize(
@@ -114,12 +114,12 @@ def test_what_a_gpu_does_not_compute_in_is_refused(monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_a_rank_takes_the_gpu_of_its_number_where_it_sees_several(count: int, place: NodePlace, index: int) -> None:
-    assert choose.gpu_index(count, place) == index
+    assert choice.gpu_index(count, place) == index
 
 
 def test_more_ranks_than_gpus_are_refused() -> None:
     with pytest.raises(BackendError, match=r"shows 2 GPUs to each of its 3 ranks; start at most 2 ranks on a node"):
-        choose.gpu_index(2, NodePlace(3, 0, 3))
+        choice.gpu_index(2, NodePlace(3, 0, 3))
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_more_ranks_than_gpus_are_refused() -> None:
 )
 def test_one_of_several_visible_gpus_is_left(visible: str | None, left: str | None) -> None:
     environ = {} if visible is None else {_VISIBLE: visible}
-    choose.narrow(environ, NodePlace(2, 1, 2))
+    choice.narrow(environ, NodePlace(2, 1, 2))
     assert environ.get(_VISIBLE) == left
 
 
@@ -138,17 +138,17 @@ def test_the_environment_is_narrowed_before_cupy_is_loaded(monkeypatch: pytest.M
     seen: list[str] = []
 
     def count() -> int:
-        seen.append(choose.os.environ[_VISIBLE])
+        seen.append(choice.os.environ[_VISIBLE])
         return 1
 
     monkeypatch.setattr(fake.modules["cupy"].cuda.runtime, "getDeviceCount", count)
-    choose.make_device("float32", NodePlace(1, 2, 4))
+    choice.make_device("float32", NodePlace(1, 2, 4))
     assert seen == ["6"]
     assert fake.current == 0
 
 
 def test_a_rank_that_sees_all_gpus_without_the_variable_takes_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = _have(monkeypatch, gpus=4)
-    choose.make_device("float32", NodePlace(1, 2, 4))
+    choice.make_device("float32", NodePlace(1, 2, 4))
     assert fake.current == 2
-    assert _VISIBLE not in choose.os.environ
+    assert _VISIBLE not in choice.os.environ

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.backend.cuda import cudnn_graphs
-from hpctrain.backend.cuda.libraries import WORKSPACE_LIMIT_BYTES, CudnnPlans, new_handle
+from hpctrain.backend.cuda import libraries
 from hpctrain.backend.cuda.device import ConvolutionKey
+from hpctrain.backend.cuda.libraries import WORKSPACE_LIMIT_BYTES, CudnnPlans, new_handle
 from hpctrain.core.errors import BackendError, MissingLibraryError
 from tests.support.fake_cudnn import DataType, FakeCudnn, FakeGraph, FakePlan, Heuristic, Note
 
@@ -28,7 +28,7 @@ NAMES = {"forward": "conv_fprop", "input": "conv_dgrad", "weight": "conv_wgrad"}
 
 def built(key: ConvolutionKey) -> FakeGraph:
     cudnn = FakeCudnn()
-    graph = cudnn_graphs.build(cudnn, key, handle=cudnn.handle)
+    graph = libraries.build(cudnn, key, handle=cudnn.handle)
     assert cudnn.graphs == [graph]
     return graph
 
@@ -67,7 +67,7 @@ def test_the_output_has_all_that_gradients_need_said(monkeypatch, kind: str, out
     built(replace(KEY, kind=kind, fused=""))
     n, h, w, c = out
     assert operations[-1].settings == {
-        "uid": cudnn_graphs.OUT,
+        "uid": libraries.OUT,
         "dim": [n, c, h, w],
         "stride": [h * w * c, 1, w * c, c],
         "data_type": DataType.BFLOAT16,
@@ -87,7 +87,7 @@ def test_the_window_keeps_top_and_left_apart_from_bottom_and_right() -> None:
 def test_a_bias_and_a_relu_follow_in_one_graph(fused: str, operations: list[str]) -> None:
     graph = built(replace(KEY, fused=fused))
     assert [name for name, _ in graph.operations] == ["conv_fprop", *operations]
-    biases = [tensor.settings for tensor in graph.tensors if tensor.settings.get("uid") == cudnn_graphs.BIAS]
+    biases = [tensor.settings for tensor in graph.tensors if tensor.settings.get("uid") == libraries.BIAS]
     assert [(settings["dim"], settings["data_type"]) for settings in biases] == [([1, 6, 1, 1], DataType.BFLOAT16)] * bool(fused)
 
 
@@ -101,7 +101,7 @@ def test_sums_are_float32(dtype: str, name: DataType) -> None:
 
 def test_float64_is_refused() -> None:
     with pytest.raises(BackendError, match="no convolutions in float64 on these GPUs; precision float32 is the nearest"):
-        cudnn_graphs.build(FakeCudnn(), replace(KEY, dtype="float64", precision="float64"))
+        libraries.build(FakeCudnn(), replace(KEY, dtype="float64", precision="float64"))
 
 
 @pytest.mark.parametrize("error", [ImportError("No module named 'cudnn'"), OSError("libcudnn.so.9: cannot open")])
@@ -112,7 +112,7 @@ def test_a_missing_library_is_one_sentence(monkeypatch, error: Exception) -> Non
 
     monkeypatch.setattr(importlib, "import_module", refuse)
     with pytest.raises(MissingLibraryError, match="Convolutions on a GPU need cuDNN and its frontend, which cannot be loaded"):
-        cudnn_graphs.library()
+        libraries.library()
 
 
 @pytest.mark.parametrize("loaded", [False, True])
@@ -126,17 +126,17 @@ def test_cudnn_is_imported_without_pytorch(monkeypatch, tmp_path, loaded: bool) 
         monkeypatch.setitem(sys.modules, name, None)  # which restores the earlier state at the end
         del sys.modules[name]
     torch = importlib.import_module("torch") if loaded else None
-    assert cudnn_graphs.library().torch is torch
+    assert libraries.library().torch is torch
     assert sys.modules.get("torch") is torch
     assert importlib.import_module("torch").__file__ == str(tmp_path / "torch.py")
     (tmp_path / "cudnn.py").write_text("raise ImportError")
     monkeypatch.delitem(sys.modules, "cudnn")
     with pytest.raises(MissingLibraryError):
-        cudnn_graphs.library()
+        libraries.library()
     assert "torch" in sys.modules
     monkeypatch.delitem(sys.modules, "torch")
     with pytest.raises(MissingLibraryError):
-        cudnn_graphs.library()
+        libraries.library()
     assert "torch" not in sys.modules
 
 
@@ -155,8 +155,8 @@ def test_keys_that_differ_have_different_descriptions(name: str) -> None:
         "precision": "tf32",
         "fused": "bias",
     }
-    assert cudnn_graphs.describe(replace(KEY, **{name: others[name]})) != cudnn_graphs.describe(KEY)
-    assert "\n" not in cudnn_graphs.describe(KEY)
+    assert libraries.describe(replace(KEY, **{name: others[name]})) != libraries.describe(KEY)
+    assert "\n" not in libraries.describe(KEY)
 
 
 PLANNED_CONVOLUTION = ConvolutionKey(
@@ -180,7 +180,7 @@ LIST = [
 @pytest.fixture
 def cudnn(monkeypatch) -> FakeCudnn:
     module = FakeCudnn(plans=list(LIST))
-    monkeypatch.setattr(cudnn_graphs, "library", lambda: module)
+    monkeypatch.setattr(libraries, "library", lambda: module)
     return module
 
 

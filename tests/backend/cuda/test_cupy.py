@@ -21,18 +21,18 @@ import numpy as np
 import pytest
 
 from hpctrain.backend.choice import Backend
-from hpctrain.backend.cuda import sources as cubins, sources_rest
-from hpctrain.backend.cuda.device import Device, Precision
-from hpctrain.backend.cuda.device_array import DeviceArray
-from hpctrain_testing.emulator.products import NumpyConvolution
-from hpctrain.backend.cuda.emulator.rounding import read, write
+from hpctrain.backend.cuda import sources
+from hpctrain.backend.cuda import sources as cubins
+from hpctrain.backend.cuda.device import Device, DeviceArray, Precision
 from hpctrain.backend.cuda.kernel_set import CudaKernelSet
-from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
+from hpctrain.backend.cuda.runtime import CudaRuntime
 from hpctrain.bench import engine_step
 from hpctrain.bench.engine_step import workload
-from hpctrain.comm.nccl import group_fault, over_nccl
-from hpctrain.comm.single import SingleCommunicator
+from hpctrain.comm.base import SingleCommunicator
+from hpctrain.comm.transports import group_fault, over_nccl
 from hpctrain.core.errors import BackendError
+from hpctrain_testing.emulator.memory import read, write
+from hpctrain_testing.emulator.products import NumpyConvolution
 from tests.support.emulated import EmulatedDeviceFactory
 from tests.support.fake_cupy import IMPORTER, LINKS, FakeCublas, FakeCupy, FakeNvrtc
 
@@ -431,9 +431,9 @@ def test_the_real_nvrtc_keeps_subnormal_numbers(monkeypatch: pytest.MonkeyPatch,
     from cupy_backends.cuda.libs import nvrtc
 
     environ, newer = {"XDG_CACHE_HOME": str(tmp_path)}, (99, 9)
-    plain = cubins.binary(nvrtc, "descent", sources_rest.text("descent"), newer, environ)
+    plain = cubins.binary(nvrtc, "descent", sources.text("descent"), newer, environ)
     monkeypatch.setattr(cubins, "OPTIONS", (*cubins.OPTIONS, "-ftz=true"))
-    flushing = cubins.binary(nvrtc, "descent", sources_rest.text("descent"), newer, environ)
+    flushing = cubins.binary(nvrtc, "descent", sources.text("descent"), newer, environ)
     assert b"mul.rn.f32" in plain
     assert b".ftz" not in plain
     assert b"mul.rn.ftz.f32" in flushing
@@ -444,7 +444,7 @@ def test_the_real_nvrtc_says_what_is_wrong_and_makes_binaries_without_headers(tm
     from cupy_backends.cuda.libs import nvrtc
 
     environ = {"XDG_CACHE_HOME": str(tmp_path)}
-    assert cubins.binary(nvrtc, "elementwise", sources_rest.text("elementwise"), (9, 0), environ).startswith(b"\x7fELF")
+    assert cubins.binary(nvrtc, "elementwise", sources.text("elementwise"), (9, 0), environ).startswith(b"\x7fELF")
     with pytest.raises(
         BackendError, match=r'^NVRTC refuses the source one\.cu \(.*: one\.cu\(2\): error: identifier "y" is undefined'
     ):

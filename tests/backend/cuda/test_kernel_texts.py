@@ -11,26 +11,26 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.backend.cuda import sources_rest
-from hpctrain.backend.cuda.emulator import build
+from hpctrain.backend.cuda import sources
+from hpctrain_testing.emulator import kernels as build
 from tests.support import nvrtc
 
 
 def test_all_sources_are_listed() -> None:
-    assert "elementwise" in sources_rest.names()
-    assert [f"{name}.cu" for name in sources_rest.names()] == sorted(path.name for path in sources_rest.FOLDER.glob("*.cu"))
+    assert "elementwise" in sources.names()
+    assert [f"{name}.cu" for name in sources.names()] == sorted(path.name for path in sources.FOLDER.glob("*.cu"))
 
 
-@pytest.mark.parametrize("name", sources_rest.names())
+@pytest.mark.parametrize("name", sources.names())
 def test_no_header_of_ours_is_left_to_be_included(name: str) -> None:
-    headers = {path.name for path in sources_rest.FOLDER.glob("*.cuh")}
-    assert not headers & set(re.findall(r'#include "(.*)"', sources_rest.text(name)))
-    assert sources_rest.text(name).count("struct bf16 {") == 1
+    headers = {path.name for path in sources.FOLDER.glob("*.cuh")}
+    assert not headers & set(re.findall(r'#include "(.*)"', sources.text(name)))
+    assert sources.text(name).count("struct bf16 {") == 1
 
 
 def test_a_header_is_put_in_once(tmp_path: Path) -> None:
     (tmp_path / "twice.cu").write_text('#include "common.cuh"\n#include "common.cuh"\n#include "elsewhere.h"\n')
-    text = sources_rest.text("twice", tmp_path)
+    text = sources.text("twice", tmp_path)
     assert text.count("struct bf16 {") == 1
     assert '#include "elsewhere.h"' in text
 
@@ -52,7 +52,7 @@ def broken_rules(text: str) -> list[str]:
     return [reason for pattern, reason in FORBIDDEN.items() if re.search(pattern, code)]
 
 
-@pytest.mark.parametrize("path", sorted(sources_rest.FOLDER.iterdir()), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(sources.FOLDER.glob("*.cu*")), ids=lambda path: path.name)
 def test_sources_keep_the_rules_of_kernels(path: Path) -> None:
     allowed = list(FORBIDDEN.values())[:2] if path.name == "common.cuh" else []
     assert [reason for reason in broken_rules(path.read_text()) if reason not in allowed] == []
@@ -73,11 +73,11 @@ def test_broken_rules_are_seen(line: str, broken: int) -> None:
     assert len(broken_rules(line)) == broken
 
 
-@pytest.mark.parametrize("name", sources_rest.names())
+@pytest.mark.parametrize("name", sources.names())
 def test_every_line_is_named_as_in_its_file(name: str) -> None:
-    files = {path.name: path.read_text().splitlines() for path in sources_rest.FOLDER.iterdir()}
+    files = {path.name: path.read_text().splitlines() for path in sources.FOLDER.glob("*.cu*")}
     file, number, seen = "", 0, 0
-    for line in sources_rest.text(name).splitlines():
+    for line in sources.text(name).splitlines():
         if mark := re.fullmatch(r'#line (\d+) "(.*)"', line):
             file, number = mark[2], int(mark[1])
         else:
@@ -151,11 +151,11 @@ def skip_without_nvcc(architecture: str) -> None:
 def test_every_kernel_fits_a_gpu(architecture: str, tmp_path: Path) -> None:
     """Without warnings, spills, and more registers and shared memory than there are. The emulated device has all of them, too."""
     skip_without_nvcc(architecture)
-    done = run_nvcc(tmp_path, {name: sources_rest.text(name) for name in sources_rest.names()}, architecture)
+    done = run_nvcc(tmp_path, {name: sources.text(name) for name in sources.names()}, architecture)
     assert done.returncode == 0, done.stderr
     kernels = list(compiled(done.stdout + done.stderr))
     assert len(kernels) == (done.stdout + done.stderr).count("Compiling entry function")
-    assert {path.stem for path in tmp_path.glob("*.cubin")} == set(sources_rest.names())
+    assert {path.stem for path in tmp_path.glob("*.cubin")} == set(sources.names())
     assert [kernel for kernel in kernels if kernel.spilled_bytes] == []
     assert [kernel for kernel in kernels if kernel.shared_bytes > SHARED_BYTES] == []
     assert [kernel for kernel in kernels if kernel.registers * THREADS > REGISTERS] == []
@@ -167,7 +167,7 @@ def on_the_emulated_device() -> set[str]:
     if not build.compiler() or not NM:
         pytest.skip("all kernels fit, but there is no g++ to say which of them the emulated device has")
     names: set[str] = set()
-    for name in sources_rest.names():
+    for name in sources.names():
         symbols = subprocess.run([NM, "-D", build.library(name)._name], capture_output=True, text=True, check=True).stdout
         names |= set(re.findall(r" T launch_(\w+)$", symbols, re.MULTILINE))
     return {name for name in names if "f64" not in name.split("_")}
@@ -209,13 +209,13 @@ def test_planted_faults_are_seen(fault: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.sample(3)
-@pytest.mark.parametrize("name", sources_rest.names())
+@pytest.mark.parametrize("name", sources.names())
 def test_the_runtime_compiler_takes_the_text(name: str) -> None:
     """It has no standard headers and reads no files, on a GPU's machine as here."""
     library = nvrtc.load()
     if library is None:
         pytest.skip("there is no NVRTC (package nvidia-cuda-nvrtc) to compile the kernels as a GPU's machine does")
     for architecture in ARCHITECTURES:
-        size, log = nvrtc.compile_source(library, sources_rest.text(name), architecture)
+        size, log = nvrtc.compile_source(library, sources.text(name), architecture)
         assert size > 0, log
         assert log == ""

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from hpctrain.averaging.strategies.sharded import Sharded
-from hpctrain.backend.cuda.half import bfloat16_bits, bfloat16_values
-from hpctrain.backend.operators import KernelSet, StepContext
 from hpctrain.backend.cuda.batch_norm import ChannelBlocks
+from hpctrain.backend.cuda.device import bfloat16_bits, bfloat16_values
 from hpctrain.backend.cuda.kernel_set import CudaKernelSet
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.operators import KernelSet, StepContext
 from hpctrain.backend.specs import BatchNormSpec
 from hpctrain.optim.optimizers.sgd import Sgd
 from hpctrain.testing.operators import Gradients, OperatorBench, default_parameters
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
-from hpctrain.virtual.run import run_virtual, virtual_engine
+from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
 from tests.support.emulated import CudaKernelsFactory
 from tests.support.kernel_pairs import run

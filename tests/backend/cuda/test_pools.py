@@ -7,14 +7,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain_testing.emulator.memory import on_host
-from hpctrain.backend.dtypes import parameter_dtype
-from hpctrain.backend.kernels.abilities import InputView
-from hpctrain.backend.operators import StepContext
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
-from hpctrain.backend.specs import AdaptiveAveragePoolSpec, AddSpec, FlattenSpec, PoolSpec, ReluSpec, TensorSpec, Window
+from hpctrain.backend.operators import InputView, StepContext
+from hpctrain.backend.specs import (
+    AdaptiveAveragePoolSpec,
+    AddSpec,
+    FlattenSpec,
+    PoolSpec,
+    ReluSpec,
+    TensorSpec,
+    Window,
+    parameter_dtype,
+)
 from hpctrain.core.errors import BackendError
 from hpctrain.testing.operators import OperatorBench
+from hpctrain_testing.emulator.memory import on_host
 from tests.support.emulated import CudaKernelsFactory
 from tests.support.kernel_pairs import run
 from tests.support.rounded import DTYPES, assert_rounded, assert_same_bits, device_bench, dyadic, emulated_kernels
@@ -76,7 +83,7 @@ def test_equals_numpy(
 def test_more_rows_and_columns_than_threads(
     emulated_device, monkeypatch: pytest.MonkeyPatch, dtype: str, kind: str, window: Window, shape: tuple[int, ...]
 ) -> None:
-    monkeypatch.setattr("hpctrain.backend.kernels.cuda.images._WAVES", 1)
+    monkeypatch.setattr("hpctrain.backend.cuda.operator._WAVES", 1)
     compare(PoolSpec(kind, window), dyadic(*shape), dtype, seed=3)
 
 
@@ -194,8 +201,8 @@ def test_large_windows_are_shared_by_a_block(emulated_device, dtype: str, size: 
 
 
 def test_more_outputs_than_blocks(emulated_device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpctrain.backend.kernels.cuda.adaptive_pool._MOST_BLOCKS", 2)
-    monkeypatch.setattr("hpctrain.backend.kernels.cuda.images._WAVES", 1)
+    monkeypatch.setattr("hpctrain.backend.cuda.pool._MOST_BLOCKS", 2)
+    monkeypatch.setattr("hpctrain.backend.cuda.operator._WAVES", 1)
     compare(AdaptiveAveragePoolSpec((1, 1)), dyadic(5, 4, 4, 3), "float32", seed=4)
     compare(AdaptiveAveragePoolSpec((7, 5)), dyadic(3, 11, 9, 40), "float32", seed=4)
 

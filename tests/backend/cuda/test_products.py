@@ -12,18 +12,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hpctrain.backend.cuda.conv2d import CudaConv2d, CudaPatchConv2d, CudaPointwiseConv2d
 from hpctrain.backend.cuda.device import ConvolutionKey
-from hpctrain.backend.cuda.emulator.rounding import read
-from hpctrain.backend.kernels.abilities import SufficientFactors
-from hpctrain.backend.operators import Buffers, LossSums, Operator
-from hpctrain.backend.cuda.conv2d import CudaConv2d
-from hpctrain.backend.kernels.cuda.conv2d_products import CudaPatchConv2d, CudaPointwiseConv2d
 from hpctrain.backend.cuda.kernel_set import CudaKernelSet
-from hpctrain.backend.kernels.fused_specs import WithRelu
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
-from hpctrain.backend.specs import Conv2dSpec, LinearSpec, SoftmaxCrossEntropySpec, TensorSpec, Window
+from hpctrain.backend.operators import Buffers, LossSums, Operator, SufficientFactors
+from hpctrain.backend.specs import Conv2dSpec, LinearSpec, SoftmaxCrossEntropySpec, TensorSpec, Window, WithRelu
 from hpctrain.core.errors import DataError
 from hpctrain.testing.operators import OperatorBench, default_parameters
+from hpctrain_testing.emulator.memory import read
 from tests.support.emulated import CudaKernelsFactory
 from tests.support.kernel_pairs import run
 from tests.support.rounded import DTYPES, assert_rounded, device_bench, dyadic, emulated_kernels, rounded
@@ -343,7 +340,7 @@ FIRST_OF_RESNETS = Conv2dSpec(3, 8, Window((7, 7), (2, 2), (3,) * 4), bias=False
 def test_patches_of_more_rows_than_threads(
     emulated_device, monkeypatch: pytest.MonkeyPatch, spec: Conv2dSpec, shape: tuple[int, ...], precision: str
 ) -> None:
-    monkeypatch.setattr("hpctrain.backend.kernels.cuda.conv2d_products._BLOCKS", 1)
+    monkeypatch.setattr("hpctrain.backend.cuda.conv2d._BLOCKS", 1)
     compare_products(spec, shape, precision, 5)
 
 
@@ -388,7 +385,7 @@ def test_linear_layers_equal_numpy(
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_more_rows_than_blocks(emulated_device, monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
-    monkeypatch.setattr("hpctrain.backend.kernels.cuda.images._WAVES", 1)
+    monkeypatch.setattr("hpctrain.backend.cuda.operator._WAVES", 1)
     compare_linear(LinearSpec(2, 300), 70, precision, seed=2)
 
 

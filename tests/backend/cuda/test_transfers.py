@@ -7,18 +7,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hpctrain.backend.cuda.device_array import DeviceArray
-from hpctrain_testing.emulator.device import EmulatedDevice
-from hpctrain.backend.cuda.emulator.errors import EmulatedDeviceError
-from hpctrain.backend.cuda.half import bfloat16_bits, bfloat16_values
+from hpctrain.backend.cuda.device import DeviceArray, bfloat16_bits, bfloat16_values
 from hpctrain.backend.cuda.kernel_set import CudaKernelSet
-from hpctrain.backend.cuda.transports import CudaMirrors
 from hpctrain.backend.cuda.pixel_input import RING, CudaPixelInput, ring_bytes
-from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
-from hpctrain.backend.pixel_batch import WINDOW, PixelBatch
-from hpctrain.backend.pixels import Resampling
-from hpctrain.comm.single import SingleCommunicator
-from hpctrain.testing.transfers import empty, put, take
+from hpctrain.backend.cuda.runtime import CudaRuntime
+from hpctrain.backend.cuda.transports import CudaMirrors
+from hpctrain.backend.pixels import WINDOW, PixelBatch, Resampling
+from hpctrain.comm.base import SingleCommunicator
+from hpctrain.testing.operators import empty, put, take
+from hpctrain_testing.emulator.device import EmulatedDevice
+from hpctrain_testing.emulator.memory import EmulatedDeviceError
 from tests.support.emulated import CudaKernelsFactory, EmulatedDeviceFactory
 
 

@@ -12,31 +12,25 @@ from hypothesis import strategies as st
 
 from hpctrain.backend.arithmetic import Corrections, MomentRule, UpdateRun
 from hpctrain.backend.counter_random import key, words
-from hpctrain.backend.cuda.device import ALIGNMENT_BYTES, Precision
-from hpctrain.backend.cuda.device_array import DeviceArray
-from hpctrain_testing.emulator.device import EmulatedDevice
-from hpctrain.backend.cuda.half import bfloat16_bits, bfloat16_values
-from hpctrain.backend.dtypes import item_bytes, parameter_dtype
-from hpctrain.backend.host_arithmetic import HostArithmetic
-from hpctrain.backend.kernels.abilities import InputView
-from hpctrain.backend.operators import StepContext
-from hpctrain.backend.kernels.cuda.descent import TILE
+from hpctrain.backend.cuda.arithmetic import DESCENT_TILE
+from hpctrain.backend.cuda.device import ALIGNMENT_BYTES, DeviceArray, Precision, bfloat16_bits, bfloat16_values
 from hpctrain.backend.cuda.elementwise import SamplePlace
-from hpctrain.backend.kernels.cuda.images import check_images, row_launch
 from hpctrain.backend.cuda.kernel_set import CudaKernelSet
-from hpctrain.backend.cuda.operator import carve, total_bytes
-from hpctrain.backend.kernels.cuda.runtime import TAGS, CudaRuntime
-from hpctrain.backend.kernels.cuda.step_block import KEYS, LEAST_IDS, StepBlock, StepPlaces
+from hpctrain.backend.cuda.operator import carve, check_images, row_launch, total_bytes
+from hpctrain.backend.cuda.runtime import KEYS, LEAST_IDS, TAGS, CudaRuntime, StepBlock, StepPlaces
+from hpctrain.backend.host_arithmetic import HostArithmetic
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
-from hpctrain.backend.specs import DropoutSpec, TensorSpec
+from hpctrain.backend.operators import InputView, StepContext
+from hpctrain.backend.specs import DropoutSpec, TensorSpec, item_bytes, parameter_dtype
 from hpctrain.core.errors import BackendError
 from hpctrain.testing.operators import OperatorBench
+from hpctrain_testing.emulator.device import EmulatedDevice
 from tests.support.emulated import CudaKernelsFactory
 from tests.support.rounded import DTYPES, rounded
 
 HOST = HostArithmetic()
 
-SIZE = 2 * TILE + 77
+SIZE = 2 * DESCENT_TILE + 77
 
 #: (factor, nesterov)
 RULES = [(0.0, False), (0.9, False), (0.9, True)]
@@ -49,8 +43,8 @@ def _runs(step: int) -> list[UpdateRun]:
         UpdateRun(0, 3, 1.0, 0.0),
         UpdateRun(3, 8, scale, 1e-4),
         UpdateRun(10, 10, scale, 1e-4),
-        UpdateRun(16, TILE + 16, scale, 1e-4, -8),
-        UpdateRun(TILE + 20, SIZE - 5, 0.5 * scale, 0.0, -11),
+        UpdateRun(16, DESCENT_TILE + 16, scale, 1e-4, -8),
+        UpdateRun(DESCENT_TILE + 20, SIZE - 5, 0.5 * scale, 0.0, -11),
     ]
 
 

@@ -9,36 +9,36 @@ import numpy as np
 import pytest
 
 from hpctrain.averaging.strategies.blocking import Blocking
-from hpctrain.backend.cuda.device import ConvolutionKey, Precision
-from hpctrain.backend.cuda.half import bfloat16_bits, bfloat16_values
-from hpctrain.backend.kernels.abilities import AnyArrays
-from hpctrain.backend.operators import Buffers, KernelSet, LossOperator, LossSums, Operator, StepContext
+from hpctrain.backend.cuda.device import ConvolutionKey, Precision, bfloat16_bits, bfloat16_values
 from hpctrain.backend.cuda.kernel_set import CudaKernelSet
 from hpctrain.backend.graph import GraphBuilder
-from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.numpy.classifier import SoftmaxCrossEntropy
+from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.operators import AnyArrays, Buffers, KernelSet, LossOperator, LossSums, Operator, StepContext
 from hpctrain.backend.specs import DropoutSpec, FlattenSpec, SoftmaxCrossEntropySpec, Spec, TensorSpec
+from hpctrain.comm.base import SingleCommunicator
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.comm.single import SingleCommunicator
 from hpctrain.core.errors import BackendError
 from hpctrain.models import catalogue
 from hpctrain.nn.compile.steps import make_steps
-from hpctrain.nn.layers import Layer
-from hpctrain.nn.layers_parts.adaptive_average_pool import AdaptiveAveragePool
-from hpctrain.nn.layers_parts.average_pool import AveragePool
-from hpctrain.nn.layers_parts.batch_norm import BatchNorm
-from hpctrain.nn.layers_parts.conv2d import Conv2d
-from hpctrain.nn.layers_parts.dropout import Dropout
-from hpctrain.nn.layers_parts.flatten import Flatten
-from hpctrain.nn.layers_parts.linear import Linear
-from hpctrain.nn.layers_parts.max_pool import MaxPool
-from hpctrain.nn.layers_parts.pad_channels import PadChannels
-from hpctrain.nn.layers_parts.relu import ReLU
-from hpctrain.nn.layers_parts.residual import Residual
-from hpctrain.nn.layers_parts.sequential import Sequential
+from hpctrain.nn.layers import (
+    AdaptiveAveragePool,
+    AveragePool,
+    BatchNorm,
+    Conv2d,
+    Dropout,
+    Flatten,
+    Layer,
+    Linear,
+    MaxPool,
+    PadChannels,
+    ReLU,
+    Residual,
+    Sequential,
+)
 from hpctrain.nn.network import Network
 from hpctrain.optim.optimizers.sgd import Sgd
-from hpctrain.testing.transfers import put, take
+from hpctrain.testing.operators import put, take
 from tests.support import nets
 from tests.support.emulated import CudaKernelsFactory
 from tests.support.training import Result, Task, train
@@ -139,7 +139,7 @@ def test_every_layer_has_an_operator(cuda_kernels: CudaKernelsFactory, name: str
             assert operator.output.dtype == kernels.runtime.dtype
             assert list(operator.inputs) == shapes, "the set has one layout"
             assert operator.saved_bytes == 0 or training, f"{step.name} keeps memory for a backward pass that never comes"
-            assert isinstance(operator, AnyArrays) or type(operator).__module__.startswith("hpctrain.backend.kernels.cuda.")
+            assert isinstance(operator, AnyArrays) or type(operator).__module__.startswith("hpctrain.backend.cuda.")
 
 
 TOLERANCE = 1e-10

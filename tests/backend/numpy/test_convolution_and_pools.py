@@ -9,8 +9,7 @@ from hpctrain.backend.numpy import conv2d
 from hpctrain.backend.numpy.conv2d import NumpyConv2d, _Flipped, _Scattered
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.specs import AdaptiveAveragePoolSpec, Conv2dSpec, PoolSpec, TensorSpec, Window
-from hpctrain.testing.operator_gradients import assert_close, check_gradient
-from hpctrain.testing.operators import OperatorBench, default_parameters
+from hpctrain.testing.operators import OperatorBench, assert_close, check_gradient, default_parameters
 
 KERNELS = NumpyKernelSet()
 

@@ -5,13 +5,18 @@ import threading
 import numpy as np
 import pytest
 
-from hpctrain.backend.operators import LossSums, StepContext
-from hpctrain.backend.kernels.labels import MixedLabels
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.operators import LossSums, MixedLabels, StepContext
 from hpctrain.backend.specs import BatchNormSpec, LinearSpec, SoftmaxCrossEntropySpec
 from hpctrain.core.errors import DataError
-from hpctrain.testing.operator_gradients import assert_close, check_gradient, numerical_gradient
-from hpctrain.testing.operators import Gradients, OperatorBench, default_parameters
+from hpctrain.testing.operators import (
+    Gradients,
+    OperatorBench,
+    assert_close,
+    check_gradient,
+    default_parameters,
+    numerical_gradient,
+)
 
 KERNELS = NumpyKernelSet()
 

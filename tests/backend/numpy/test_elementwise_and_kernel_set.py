@@ -7,17 +7,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.backend.kernels.abilities import InputView
-from hpctrain.backend.operators import Buffers, StepContext
-from hpctrain.backend.kernels.numpy.columns import Columns
-from hpctrain.backend.kernels.numpy.dropout import sample_indices
+from hpctrain.backend.numpy.elementwise import sample_indices
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
-from hpctrain.backend.kernels.numpy.memory import allocate, carve, total_bytes
-from hpctrain.backend.kernels.numpy.reduce import column_sums
-from hpctrain.backend.specs import AdaptiveAveragePoolSpec, AddSpec, BatchNormSpec, Conv2dSpec, DropoutSpec, FlattenSpec, LinearSpec, PoolSpec, ReluSpec, Spec, TensorSpec, Window
+from hpctrain.backend.numpy.operator import allocate, carve, column_sums, total_bytes
+from hpctrain.backend.numpy.windows import Columns
+from hpctrain.backend.operators import Buffers, InputView, StepContext
+from hpctrain.backend.specs import (
+    AdaptiveAveragePoolSpec,
+    AddSpec,
+    BatchNormSpec,
+    Conv2dSpec,
+    DropoutSpec,
+    FlattenSpec,
+    LinearSpec,
+    PoolSpec,
+    ReluSpec,
+    Spec,
+    TensorSpec,
+    Window,
+)
 from hpctrain.core.errors import BackendError
-from hpctrain.testing.operator_gradients import assert_close, check_gradient
-from hpctrain.testing.operators import OperatorBench, default_parameters
+from hpctrain.testing.operators import OperatorBench, assert_close, check_gradient, default_parameters
 
 KERNELS = NumpyKernelSet()
 

@@ -5,8 +5,7 @@ import pytest
 
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.specs import AdaptiveAveragePoolSpec, PoolSpec, Window
-from hpctrain.testing.operator_gradients import assert_close
-from hpctrain.testing.operators import OperatorBench
+from hpctrain.testing.operators import OperatorBench, assert_close
 
 torch = pytest.importorskip("torch")
 functional = torch.nn.functional

@@ -15,34 +15,23 @@ import numpy as np
 import pytest
 
 from hpctrain.backend.choice import make_backend
-from hpctrain.backend.kernels.abilities import InputView
-from hpctrain.backend.operators import Array, KernelSet, Operator, StepContext
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.onednn import binding
 from hpctrain.backend.onednn import constants as c
-from hpctrain.backend.kernels.onednn import library
 from hpctrain.backend.onednn.batch_norm import BatchNormOperator
-from hpctrain.backend.onednn.binding import Attributes, Descriptor, Engine, Primitive, check
+from hpctrain.backend.onednn.binding import ENVIRONMENT_VARIABLE, Attributes, Descriptor, Engine, Primitive, check
 from hpctrain.backend.onednn.conv2d import Conv2dOperator
 from hpctrain.backend.onednn.kernel_set import OnednnKernelSet
-from hpctrain.backend.kernels.onednn.library import ENVIRONMENT_VARIABLE
-from hpctrain.backend.kernels.onednn.operator import LibraryOperator
-from hpctrain.backend.kernels.onednn.reorder import ReorderOperator
+from hpctrain.backend.onednn.operator import LibraryOperator, ReorderOperator
+from hpctrain.backend.operators import Array, InputView, KernelSet, Operator, StepContext
 from hpctrain.backend.specs import AddSpec, ReluSpec, Shape, Spec, TensorSpec
-from hpctrain.bench.engine_profile import profile
+from hpctrain.bench.engine import profile
 from hpctrain.bench.engine_step import stand_ins
 from hpctrain.core.errors import BackendError, ShapeError
 from hpctrain.models import catalogue
 from hpctrain.nn.custom import ArrayLayer
 from hpctrain.nn.initialise import constant
-from hpctrain.nn.layers import Layer
-from hpctrain.nn.layers_parts.adaptive_average_pool import AdaptiveAveragePool
-from hpctrain.nn.layers_parts.batch_norm import BatchNorm
-from hpctrain.nn.layers_parts.conv2d import Conv2d
-from hpctrain.nn.layers_parts.flatten import Flatten
-from hpctrain.nn.layers_parts.linear import Linear
-from hpctrain.nn.layers_parts.relu import ReLU
-from hpctrain.nn.layers_parts.residual import Residual
-from hpctrain.nn.layers_parts.sequential import Sequential
+from hpctrain.nn.layers import AdaptiveAveragePool, BatchNorm, Conv2d, Flatten, Layer, Linear, ReLU, Residual, Sequential
 from hpctrain.nn.network import Network
 from hpctrain.nn.parameter import ParameterSpec
 from hpctrain.nn.program import Program
@@ -418,20 +407,20 @@ def test_residual_blocks_equal_the_reference(onednn: KernelSet, block: Layer, ch
 
 
 def test_the_environments_word_is_the_only_candidate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(library.ENVIRONMENT_VARIABLE, str(tmp_path / "libdnnl.so.3"))
-    assert library.candidates() == [str(tmp_path / "libdnnl.so.3")]
+    monkeypatch.setenv(binding.ENVIRONMENT_VARIABLE, str(tmp_path / "libdnnl.so.3"))
+    assert binding.candidates() == [str(tmp_path / "libdnnl.so.3")]
     with pytest.raises(OSError, match=r"libdnnl\.so\.3: cannot open shared object file"):
-        library.load()
+        binding.load()
 
 
 def test_the_prefix_comes_before_the_loaders_paths(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv(library.ENVIRONMENT_VARIABLE, raising=False)
+    monkeypatch.delenv(binding.ENVIRONMENT_VARIABLE, raising=False)
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     monkeypatch.setattr(sys, "base_prefix", str(tmp_path))
-    assert library.candidates() == ["libdnnl.so.3"]
+    assert binding.candidates() == ["libdnnl.so.3"]
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "libdnnl.so.3").touch()
-    assert library.candidates() == [str(tmp_path / "lib" / "libdnnl.so.3"), "libdnnl.so.3"]
+    assert binding.candidates() == [str(tmp_path / "lib" / "libdnnl.so.3"), "libdnnl.so.3"]
 
 
 def test_nobody_is_asked_for_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -440,7 +429,7 @@ def test_nobody_is_asked_for_the_library(monkeypatch: pytest.MonkeyPatch) -> Non
     def refuse(*arguments: object, **keywords: object) -> None:
         raise AssertionError(f"a process: {arguments}")
 
-    monkeypatch.delenv(library.ENVIRONMENT_VARIABLE, raising=False)
+    monkeypatch.delenv(binding.ENVIRONMENT_VARIABLE, raising=False)
     monkeypatch.setattr("subprocess.Popen", refuse)
     monkeypatch.setattr("os.popen", refuse)
-    library.available()
+    binding.available()

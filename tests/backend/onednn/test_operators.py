@@ -5,13 +5,23 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hpctrain.backend.kernels.abilities import Accumulating, JointBackward
-from hpctrain.backend.operators import KernelSet
-from hpctrain.backend.kernels.fused_specs import WithRelu
 from hpctrain.backend.onednn.kernel_set import OnednnKernelSet
 from hpctrain.backend.onednn.operator import in_layout
 from hpctrain.backend.onednn.pool import plain_pool
-from hpctrain.backend.specs import AdaptiveAveragePoolSpec, AddSpec, BatchNormSpec, Conv2dSpec, LinearSpec, PoolSpec, ReluSpec, Spec, TensorSpec, Window
+from hpctrain.backend.operators import Accumulating, JointBackward, KernelSet
+from hpctrain.backend.specs import (
+    AdaptiveAveragePoolSpec,
+    AddSpec,
+    BatchNormSpec,
+    Conv2dSpec,
+    LinearSpec,
+    PoolSpec,
+    ReluSpec,
+    Spec,
+    TensorSpec,
+    Window,
+    WithRelu,
+)
 from tests.support.kernel_pairs import Result, assert_close, difference, run
 
 

@@ -7,15 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.backend.operators import KernelSet
-from hpctrain.backend.kernels.fused_specs import WithRelu
-from hpctrain.backend.kernels.onednn import tiling
+from hpctrain.backend.onednn import winograd
 from hpctrain.backend.onednn.conv2d import Conv2dOperator
 from hpctrain.backend.onednn.kernel_set import OnednnKernelSet
 from hpctrain.backend.onednn.operator import TAGS, blocked_layout, in_layout
-from hpctrain.backend.kernels.onednn.tiling import Chunk, Scratch, Tiling
-from hpctrain.backend.onednn.winograd import Product, WeightGradient
-from hpctrain.backend.specs import Conv2dSpec, Edges, TensorSpec, Window
+from hpctrain.backend.onednn.winograd import Chunk, Product, ScratchPlan, Tiling, WeightGradient
+from hpctrain.backend.operators import KernelSet
+from hpctrain.backend.specs import Conv2dSpec, Edges, TensorSpec, Window, WithRelu
 from tests.support.kernel_pairs import assert_close, difference, run
 
 SAME = (1, 1, 1, 1)
@@ -39,7 +37,7 @@ CHUNK_BYTES = {"whole": 1 << 30, "two images": 250_000, "two rows": 50_000, "sin
 def everywhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Winograd whatever it costs, in chunks of about so much at these tests' sizes."""
     monkeypatch.setattr(Tiling, "pays", lambda self, speed: True)
-    monkeypatch.setattr(tiling, "_CHUNK_BYTES", CHUNK_BYTES[request.param])
+    monkeypatch.setattr(winograd, "_CHUNK_BYTES", CHUNK_BYTES[request.param])
 
 
 def arrays(spec: Conv2dSpec, shape: tuple[int, ...]) -> tuple[np.ndarray, dict[str, np.ndarray], np.ndarray]:
@@ -110,7 +108,7 @@ def forms(size: tuple[int, int], padding: Edges, channels: tuple[int, int]) -> s
     [("whole", {(3, 5)}), ("two images", {(2, 5), (1, 5)}), ("two rows", {(1, 2), (1, 1)}), ("single rows", {(1, 1)})],
 )
 def test_budgets_cut_as_they_are_called(monkeypatch: pytest.MonkeyPatch, budget: str, expected: set[tuple[int, int]]) -> None:
-    monkeypatch.setattr(tiling, "_CHUNK_BYTES", CHUNK_BYTES[budget])
+    monkeypatch.setattr(winograd, "_CHUNK_BYTES", CHUNK_BYTES[budget])
     assert forms((9, 7), SAME, (16, 32)) == expected
 
 
@@ -130,7 +128,7 @@ def test_rows_of_tiles_equal_the_reference(
 ) -> None:
     """All paddings above and below, beside other ones left and right."""
     monkeypatch.setattr(Tiling, "pays", lambda self, speed: True)
-    monkeypatch.setattr(tiling, "_CHUNK_BYTES", CHUNK_BYTES[budget])
+    monkeypatch.setattr(winograd, "_CHUNK_BYTES", CHUNK_BYTES[budget])
     spec = conv(16, 16, (top, bottom, bottom, 2 - top))
     x, parameters, dy = arrays(spec, (2, *size, 16))
     assert chosen(onednn, spec, x.shape) == (True, True, True)
@@ -178,7 +176,7 @@ def test_what_it_cannot_do_or_does_not_do_faster_stays_direct(onednn: KernelSet,
     assert chosen(onednn, spec, (3, 14, 14, spec.channels_in)) == (False, False, False)
 
 
-_DEFAULT_BYTES = tiling._CHUNK_BYTES
+_DEFAULT_BYTES = winograd._CHUNK_BYTES
 
 _TAPS = ((9 * 64, 1), 0, 64)  # where 64 channels' KRSC weights lie
 
@@ -202,7 +200,7 @@ budgets = st.integers(0, 22).map(lambda power: 1 << power)
 
 def chunks_within(made: Tiling, budget: int) -> list[Chunk]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiling, "_CHUNK_BYTES", budget)
+        patch.setattr(winograd, "_CHUNK_BYTES", budget)
         return made.chunks()
 
 
@@ -213,7 +211,7 @@ def one_row_bytes(tiling: Tiling) -> int:
 
 
 def tile_bytes(tiling: Tiling, chunks: list[Chunk]) -> int:
-    return Scratch(tiling, [chunk.form for chunk in chunks], 0, [_NoScratch()], True).total_bytes  # type: ignore[list-item]
+    return ScratchPlan(tiling, [chunk.form for chunk in chunks], 0, [_NoScratch()], True).total_bytes  # type: ignore[list-item]
 
 
 class _NoScratch:

@@ -19,16 +19,16 @@ from benchmarks.gpu.costs import Sizes, costs, needed_gradients
 from benchmarks.gpu.devices import DEVICES, Assumptions
 from benchmarks.gpu.floor import Clock, Step, as_dict, graph_of, step_of
 from benchmarks.gpu.training_run import Task, TrainingRun
-from hpctrain.backend.cuda import cudnn_graphs
+from hpctrain.backend.cuda import libraries
 from hpctrain.backend.cuda.device import ConvolutionKey, Device, Precision
-from hpctrain_testing.emulator.device import EmulatedDevice
 from hpctrain.backend.cuda.kernel_set import CudaKernelSet
-from hpctrain.backend.kernels.cuda.runtime import CudaRuntime
+from hpctrain.backend.cuda.runtime import CudaRuntime
 from hpctrain.backend.graph import Graph, GraphBuilder
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.specs import Conv2dSpec, TensorSpec
 from hpctrain.models import catalogue
 from hpctrain.nn.compile.compiler import compile_graph
+from hpctrain_testing.emulator.device import EmulatedDevice
 from tests.support.fake_cudnn import FakeCudnn, FakePlan, Note
 
 H100 = Clock(DEVICES["h100"], "bfloat16")
@@ -220,7 +220,7 @@ def test_a_convolution_that_was_only_asked_for_cannot_be_run() -> None:
 @pytest.fixture
 def cudnn(monkeypatch) -> FakeCudnn:
     module = FakeCudnn(plans=[FakePlan("eng7_k1=2", 4096)])
-    monkeypatch.setattr(cudnn_graphs, "library", lambda: module)
+    monkeypatch.setattr(libraries, "library", lambda: module)
     monkeypatch.setattr(gpu_plans, "library", lambda: module)
     return module
 
@@ -237,7 +237,7 @@ def test_plans_every_convolution_on_every_device_in_every_precision(cudnn, tmp_p
     assert [(row["device"], row["precision"], row["convolutions"]) for row in content["rows"]] == expected
     assert all(row["without_plan"] == 0 and row["largest_workspace_bytes"] == 4096 for row in content["rows"])
     engines = content["engine_and_workspace_bytes"]
-    assert engines.keys() == {cudnn_graphs.describe(key) for keys in asked.values() for key in keys}
+    assert engines.keys() == {libraries.describe(key) for keys in asked.values() for key in keys}
     assert all(entry == {"a100": ["eng7", 4096], "h100": ["eng7", 4096]} for entry in engines.values())
     assert len(cudnn.graphs) == 2 * len(engines)
     assert len(capsys.readouterr().out.splitlines()) == 7

@@ -37,23 +37,22 @@ from benchmarks.gpu.stage_report import FAILED, NOT_BUILT, PASSED, SKIPPED, Stag
 from benchmarks.gpu.stages import STAGES, Stage, failures, publish, run_all, run_apart, run_here
 from benchmarks.gpu.training import check_precision, cpu_curve, digest
 from benchmarks.gpu.training_run import Task, TrainingRun
-from hpctrain.backend.cuda import sources_rest
-from hpctrain.backend.cuda.choose import DEVICE_VARIABLE
-from hpctrain.backend.cuda.device import ConvolutionKey, DeviceConvolution, Precision
-from hpctrain_testing.emulator.device import EmulatedDevice
-from hpctrain.backend.kernels.abilities import InputView
-from hpctrain.backend.operators import Operator, StepContext
+from hpctrain.backend.choice import DEVICE_VARIABLE
+from hpctrain.backend.cuda import sources
 from hpctrain.backend.cuda.arithmetic import CudaArithmetic
-from hpctrain.backend.kernels.cuda.messages import CudaMessages
+from hpctrain.backend.cuda.device import ConvolutionKey, DeviceConvolution, Precision
+from hpctrain.backend.cuda.transports import CudaMessages
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.operators import InputView, Operator, StepContext
+from hpctrain.backend.pixels import PixelBatch
 from hpctrain.backend.specs import PoolSpec, TensorSpec
-from hpctrain.backend.pixel_batch import PixelBatch
 from hpctrain.comm import device_probe
+from hpctrain.comm.base import Complete
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.comm.single import Complete
 from hpctrain.core.errors import BackendError
 from hpctrain.nn.compile import validate
 from hpctrain.testing.operators import OperatorBench
+from hpctrain_testing.emulator.device import EmulatedDevice
 from tests.support.emulated import CudaKernelsFactory, EmulatedDeviceFactory
 
 
@@ -482,7 +481,7 @@ def test_arithmetic_and_loss_on_numpy_are_the_references(dtype: str) -> None:
 def test_a_wrong_rounding_is_found() -> None:
     """Half away from zero in the place of half to even: every second tie differs, one of 2^17 patterns."""
     device = EmulatedDevice()
-    text = sources_rest.text(SOURCE.stem, SOURCE.parent)
+    text = sources.text(SOURCE.stem, SOURCE.parent)
     assert count_differences(device, rounding_kernel(device), 0x3F7FF000, 1 << 18, 2) == (0, -1)
     away = text.replace("uint16_t((uint64_t(u) + 0x7fff + (u >> 16 & 1)) >> 16)", "uint16_t((uint64_t(u) + 0x8000) >> 16)")
     assert away != text
@@ -577,7 +576,7 @@ def test_windows_show_what_they_should() -> None:
 
 
 @pytest.mark.job
-@pytest.mark.parametrize("source", sources_rest.names())
+@pytest.mark.parametrize("source", sources.names())
 def test_every_name_is_a_kernel_and_float64_is_for_the_cpu(source: str) -> None:
     names, on_gpu = kernel_names(source, on_cpu=True), kernel_names(source, on_cpu=False)
     device = EmulatedDevice()
@@ -601,7 +600,7 @@ def test_a_source_that_fails_is_compiled_once_and_the_others_are_built(report: S
     device: Any = SimpleNamespace(dtypes=("float32",), kernel=kernel)
     build_kernels(device, report)
     assert asked.count("elementwise") == 1 < asked.count("linear")
-    assert set(asked) == set(sources_rest.names())
+    assert set(asked) == set(sources.names())
     failed = [check for check in report.content["checks"] if not check["passed"]]
     assert [check["name"] for check in failed] == ["source elementwise"]
     assert "BackendError: NVRTC refuses the source elementwise.cu" in failed[0]["text"]

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from hpctrain.core.errors import DataError
 from hpctrain.data.convert import cifar, common, folder, hdf5, idx, npz
 from hpctrain.data.image_file import ImageFile
-from hpctrain.core.errors import DataError
 from tests.support.sampling import amount
 
 

@@ -17,13 +17,12 @@ from click.testing import CliRunner
 from PIL import Image
 
 from hpctrain.cli.data import data
-from hpctrain.data import unfinished
-from hpctrain.data.convert import common, folder, packing
-from hpctrain.data.convert.common import ConvertedFile, LeftOut
-from hpctrain.data.convert.packing import DecodedPicture, PictureForm, pack
-from hpctrain.data.image_file import ImageFile
-from hpctrain.data.unfinished import BLOCK_OFFSET, UnfinishedFile
 from hpctrain.core.errors import DataError
+from hpctrain.data import writer as unfinished
+from hpctrain.data.convert import common, folder
+from hpctrain.data.convert.common import ConvertedFile, DecodedPicture, LeftOut, PictureForm, pack
+from hpctrain.data.image_file import ImageFile
+from hpctrain.data.writer import BLOCK_OFFSET, UnfinishedFile
 from tests.support.folder_trees import Folder, as_another_user
 from tests.support.sampling import amount
 
@@ -354,7 +353,7 @@ def contents(path):
 
 @pytest.mark.parametrize("chunk", [1, 100, 1 << 20])
 def test_everything_is_stored_in_order(form, tmp_path, monkeypatch, chunk):
-    monkeypatch.setattr(packing, "_CHUNK_BYTES", chunk)
+    monkeypatch.setattr(common, "_CHUNK_BYTES", chunk)
     write(form, tmp_path / "a.h5", pictures())
     stored, labels = contents(tmp_path / "a.h5")
     assert stored == [picture.content if form.keep_files else picture.pixels.tobytes() for picture in pictures()]
@@ -364,7 +363,7 @@ def test_everything_is_stored_in_order(form, tmp_path, monkeypatch, chunk):
 @pytest.mark.parametrize("broken", [(0,), (3, 4), (9,), tuple(range(9))])
 @pytest.mark.parametrize("items", [1, 4, 100])
 def test_pictures_that_cannot_be_decoded_are_left_out(form, tmp_path, monkeypatch, broken, items):
-    monkeypatch.setattr(packing, "_CHUNK_ITEMS", items)
+    monkeypatch.setattr(common, "_CHUNK_ITEMS", items)
     _, found, skipped = write(form, tmp_path / "a.h5", pictures(broken=broken), skip=True)
     assert found == skipped == [f"file {number}" for number in broken]
     kept = [number for number in range(10) if number not in broken]
@@ -376,7 +375,7 @@ def test_pictures_that_cannot_be_decoded_are_left_out(form, tmp_path, monkeypatc
 
 @pytest.mark.parametrize("at", range(1, 10))
 def test_an_interrupted_one_goes_on_and_ends_in_the_same_bytes(form, tmp_path, monkeypatch, at):
-    monkeypatch.setattr(packing, "_CHUNK_ITEMS", 2)
+    monkeypatch.setattr(common, "_CHUNK_ITEMS", 2)
     given = pictures(broken=(1, 6))
     write(form, tmp_path / "whole.h5", given, skip=True)
 

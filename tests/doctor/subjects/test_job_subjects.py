@@ -13,18 +13,22 @@ from hypothesis import strategies as st
 
 from hpctrain.comm.progress_mode import OverlapMeasurement, ProgressMode
 from hpctrain.config.load import parse
+from hpctrain.doctor import nodes
+from hpctrain.doctor import nodes as progress
+from hpctrain.doctor import nodes as start_up
+from hpctrain.doctor import nodes as versions
+from hpctrain.doctor import ranks as grid
+from hpctrain.doctor import ranks as launcher
+from hpctrain.doctor import ranks as mpi_library
 from hpctrain.doctor.check import JobView, OwnPlace
 from hpctrain.doctor.findings import Severity
-from hpctrain.doctor.start_facts import StartFacts
-from hpctrain.doctor.subjects import grid, mpi_library, progress, start_up, versions
-from hpctrain.doctor import ranks as launcher, nodes
-from hpctrain.doctor.ranks import LauncherFacts
 from hpctrain.doctor.nodes import MemoryFacts
-from hpctrain.doctor.subjects.mpi_library import LibraryFacts
+from hpctrain.doctor.ranks import LauncherFacts, LibraryFacts
+from hpctrain.doctor.start_facts import StartFacts
 from hpctrain.job import same_start
 from hpctrain.launch.launcher import Launcher
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
-from hpctrain.virtual.run import run_virtual
+from hpctrain_testing.virtual.run import run_virtual
 from tests.run.test_grids_and_image_sizes import BATCH_NORM_CONFIG as CONFIG
 from tests.support.doctored import configuration, keys, view
 
@@ -32,7 +36,7 @@ from tests.support.doctored import configuration, keys, view
 @given(st.integers(1, 12), st.integers(1, 6), st.integers(1, 6))
 def test_a_grid_fits_where_it_multiplies_to_the_ranks(ranks: int, rows: int, cols: int) -> None:
     config = configuration(f"grid.rows={rows}", f"grid.cols={cols}")
-    [found] = grid.judge(view(ranks, config=config), [None] * ranks)
+    [found] = grid.judge_grid(view(ranks, config=config), [None] * ranks)
     assert found.key == ("" if rows * cols == ranks else "wrong-grid")
     if found.key:
         assert f"must be {ranks}, the nearest legal grid is" in found.mend
@@ -40,28 +44,28 @@ def test_a_grid_fits_where_it_multiplies_to_the_ranks(ranks: int, rows: int, col
 
 def test_a_batch_that_is_smaller_than_the_ranks_is_named() -> None:
     config = configuration("batch=2", "micro_batches=1")
-    [found] = grid.judge(view(3, config=config), [None] * 3)
+    [found] = grid.judge_grid(view(3, config=config), [None] * 3)
     assert found.key == "wrong-grid"
     assert "smallest batch is 3" in found.mend
 
 
 @pytest.mark.parametrize("overrides", [["grid=auto"], ["plan=auto"]])
 def test_what_is_chosen_at_the_start_is_no_fault(overrides: list[str]) -> None:
-    assert keys(grid.judge(view(5, config=configuration(*overrides)), [None] * 5)) == [""]
-    assert keys(grid.judge(view(5), [None] * 5)) == [""]
+    assert keys(grid.judge_grid(view(5, config=configuration(*overrides)), [None] * 5)) == [""]
+    assert keys(grid.judge_grid(view(5), [None] * 5)) == [""]
 
 
 def test_where_each_rank_is_alone_the_grid_is_judged_by_what_was_asked_for() -> None:
     config = configuration("grid.rows=2", "grid.cols=2")
     alone = Launcher("Open MPI mpiexec", 4, 0)
-    assert keys(grid.judge(view(1, launcher=alone, config=config), [None])) == [""]
+    assert keys(grid.judge_grid(view(1, launcher=alone, config=config), [None])) == [""]
 
 
 @pytest.mark.parametrize(("batch", "key"), [(1, "single-value"), (39, "short-batch"), (4, "")])
 def test_batch_norms_of_a_single_value_are_told(batch: int, key: str) -> None:
     config = parse(CONFIG, overrides=[f"batch={batch}"])[0]
-    facts = grid.gather(OwnPlace(Launcher("none"), config, Path()))
-    [found] = grid.judge(view(1, config=config), [facts])
+    facts = grid.gather_grid(OwnPlace(Launcher("none"), config, Path()))
+    [found] = grid.judge_grid(view(1, config=config), [facts])
     assert found.key == key
     assert ("layer4.0.bn1" in found.sentence) is bool(key)
 
@@ -149,7 +153,7 @@ JUDGED: list[tuple[Any, JobView, Sequence[Any], str, str, str]] = [
 
 
 def test_a_start_that_was_not_measured_has_no_facts() -> None:
-    assert start_up.gather(OwnPlace(ALONE, None, Path("runs"))) is None
+    assert start_up.gather_start_up(OwnPlace(ALONE, None, Path("runs"))) is None
 
 
 @pytest.mark.parametrize("number", range(len(JUDGED)))
@@ -191,7 +195,7 @@ TWO_PASSES = configuration("batch=64", "micro_batches=2")
 def test_what_mends_it_fits(ranks: int, node_gb: int, pass_gb: int, held_gb: int, samples: int) -> None:
     """The second node has the least room, or both have enough; TWO_PASSES has two micro-batches."""
     facts = [MemoryFacts(10**15, pass_gb * GB, held_gb * GB, samples), *[None] * (ranks - 1), MemoryFacts(node_gb * GB)]
-    [found] = nodes.judge(view(ranks, ranks, config=TWO_PASSES), [*facts, *[None] * (ranks - 1)])
+    [found] = nodes.judge_memory(view(ranks, ranks, config=TWO_PASSES), [*facts, *[None] * (ranks - 1)])
     need = ranks * (pass_gb + held_gb)
     assert found.key == ("too-little-memory" if need > node_gb else "tight-memory" if need > 0.85 * node_gb else "")
     assert (found.severity is Severity.FAULT) == (need > node_gb)
@@ -226,11 +230,11 @@ def test_ranks_that_split_layers_hold_less() -> None:
     [(["grid=auto"], "the plan is auto"), (["backend=cuda"], "backend cuda"), (["batch=1", "grid.cols=1"], "")],
 )
 def test_where_there_is_no_plan_nothing_is_said(overrides: list[str], reason: str) -> None:
-    facts = nodes.gather(OwnPlace(Launcher("none"), configuration(*overrides), Path("runs")))
+    facts = nodes.gather_memory(OwnPlace(Launcher("none"), configuration(*overrides), Path("runs")))
     assert reason in facts.reason
-    assert (bool(facts.reason), nodes.judge(view(1), [facts])[0].key) == (bool(reason), "")
-    assert nodes.gather(OwnPlace(Launcher("x", 2, 1, 2, 1), None, Path("runs"))) is None
-    leader = nodes.gather(OwnPlace(Launcher("x", 2, 1, 1, 0), None, Path("runs")))
+    assert (bool(facts.reason), nodes.judge_memory(view(1), [facts])[0].key) == (bool(reason), "")
+    assert nodes.gather_memory(OwnPlace(Launcher("x", 2, 1, 2, 1), None, Path("runs"))) is None
+    leader = nodes.gather_memory(OwnPlace(Launcher("x", 2, 1, 1, 0), None, Path("runs")))
     assert leader.node_bytes > 0
 
 
@@ -240,7 +244,7 @@ def test_where_there_is_no_plan_nothing_is_said(overrides: list[str], reason: st
 def test_a_low_thread_level_is_a_fault_where_a_thread_is_wanted(level: str, asked: str, progress: str | None) -> None:
     config = None if progress is None else configuration(f"progress={progress}")
     library = f"MPICH Version: 5.0.2, thread level {level}"
-    [found] = mpi_library.judge(view(1, library=library, config=config), [replace(FACTS, level_asked=asked)])
+    [found] = mpi_library.judge_library(view(1, library=library, config=config), [replace(FACTS, level_asked=asked)])
     needed = "thread-level-needed" if progress in ("thread", "posting") else "thread-level"
     assert found.key == (needed if level in ("single", "funneled") else "")
     if found.key:
@@ -270,10 +274,10 @@ def test_the_launchers_on_the_path_are_asked(tmp_path: Path, monkeypatch: pytest
         (tmp_path / folder / "mpiexec").write_text(f"#!/bin/sh\n{line}\n")
         (tmp_path / folder / "mpiexec").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}/a:{tmp_path}/b:{tmp_path}/nowhere")
-    facts = mpi_library.gather(OwnPlace(Launcher("none"), None, tmp_path))
+    facts = mpi_library.gather_library(OwnPlace(Launcher("none"), None, tmp_path))
     assert facts.launchers == ((f"{tmp_path}/a/mpiexec", "Open MPI"), (f"{tmp_path}/b/mpiexec", ""))
     assert mpi_library.family(facts.library), "the tests' own MPI is known"
-    assert mpi_library.gather(OwnPlace(Launcher("x", 2, 1, 2, 1), None, tmp_path)) is None
+    assert mpi_library.gather_library(OwnPlace(Launcher("x", 2, 1, 2, 1), None, tmp_path)) is None
 
 
 PLACE = OwnPlace(Launcher("x", 3, 0, 1, 0), None, Path("runs"))
@@ -282,13 +286,13 @@ PLACE = OwnPlace(Launcher("x", 3, 0, 1, 0), None, Path("runs"))
 def gathered(ranks: int) -> list[tuple[str, str]]:
     def program(comm: ThreadCommunicator) -> tuple[str, str]:
         place: Any = SimpleNamespace(world=comm, own=PLACE)
-        return versions.gather(place)
+        return versions.gather_versions(place)
 
     return run_virtual(ranks, program)
 
 
 def test_nodes_that_are_alike_show_their_versions() -> None:
-    [found] = versions.judge(view(1, 1, 1), gathered(3))
+    [found] = versions.judge_versions(view(1, 1, 1), gathered(3))
     assert found.key == ""
     assert found.sentence.startswith("The same on all ranks: python 3.")
 
@@ -308,7 +312,7 @@ def test_a_node_that_differs_is_named_with_rank_and_host(monkeypatch: pytest.Mon
         return {"numpy": 2 if len(calls) == 3 else 1}
 
     monkeypatch.setattr(same_start, kind, facts)
-    [found] = versions.judge(view(1, 1, 1), gathered(3))
+    [found] = versions.judge_versions(view(1, 1, 1), gathered(3))
     assert (found.key, found.mend) == ("mismatch", mend)
     assert "numpy" in found.sentence
     assert "(rank " in found.sentence

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 
 import pytest
 
+from hpctrain.backend.onednn.binding import processor_flags
 from hpctrain.backend.onednn.kernel_set import available
-from hpctrain.backend.kernels.onednn.library import processor_flags
 from tests.support.arena_sizes import arena_sizes, arena_sizes_with
 
 NUMPY = {

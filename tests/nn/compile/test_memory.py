@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.backend.alignment import ALIGNMENT_BYTES, aligned
-from hpctrain.backend.operators import KernelSet, Operator, StepContext
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.onednn.kernel_set import OnednnKernelSet, available
+from hpctrain.backend.operators import ALIGNMENT_BYTES, KernelSet, Operator, StepContext, aligned
 from hpctrain.backend.specs import Spec, TensorSpec
 from hpctrain.models import catalogue
 from hpctrain.nn.compile.compiler import compile_graph

@@ -12,20 +12,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.backend.operators import KernelSet
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.onednn.kernel_set import OnednnKernelSet, available
+from hpctrain.backend.operators import KernelSet
 from hpctrain.nn.compile import compiler
 from hpctrain.nn.compile.compiler import compile_graph, plan_steps
-from hpctrain.nn.compile.memory import Use
-from hpctrain.nn.compile.order import backward_actions, forward_actions
+from hpctrain.nn.compile.memory import Sharing, Use, lifetimes
 from hpctrain.nn.compile.plan import Action, ExecutionPlan, Region
-from hpctrain.nn.compile.plan_facts import LOSS, PlanFacts
-from hpctrain.nn.compile.recomputation import recompute_path, recomputed_tensors
-from hpctrain.nn.compile.sharing import Sharing, lifetimes
-from hpctrain.nn.compile.steps import make_steps
-from hpctrain.nn.compile.symbolic_memory import InvalidPlanError, SymbolicMemory, activation, gradient
-from hpctrain.nn.compile.validate import ENVIRONMENT_VARIABLE, validate
+from hpctrain.nn.compile.steps import backward_actions, forward_actions, make_steps, recompute_path, recomputed_tensors
+from hpctrain.nn.compile.validate import (
+    ENVIRONMENT_VARIABLE,
+    LOSS,
+    InvalidPlanError,
+    PlanFacts,
+    SymbolicMemory,
+    activation,
+    gradient,
+    validate,
+)
 from tests.support.jobs import clean_environment
 from tests.support.sampling import amount
 from tests.support.wrong_plans import FAULTS, GRAPHS, Fault, steps_of

@@ -7,12 +7,8 @@ import random
 import pytest
 
 from hpctrain.planner.collective_costs import Stage
-from hpctrain.planner.simulation.attention import Attention
-from hpctrain.planner.simulation.cores import Cores
-from hpctrain.planner.simulation.event_loop import EventLoop
-from hpctrain.planner.simulation.lanes import Lane
-from hpctrain.planner.simulation.resources import SharedResource
-from hpctrain.planner.simulation.transfers import StageTransfer
+from hpctrain.planner.simulation.resources import Cores, EventLoop, SharedResource
+from hpctrain.planner.simulation.transfers import Attention, Lane, StageTransfer
 
 
 def test_order_is_of_instants_then_of_asking() -> None:

@@ -9,20 +9,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hpctrain.averaging.collective_schedule import CollectiveSchedule, Operation, OperationKind, Stream
-from hpctrain.averaging.dependencies import dependencies
+from hpctrain.averaging.collective_schedule import CollectiveSchedule, Operation, OperationKind, Stream, dependencies
 from hpctrain.averaging.slicing import Slice
 from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.core.errors import ConfigError
 from hpctrain.planner import collective_costs
 from hpctrain.planner.collective_costs import Stage
 from hpctrain.planner.machine import OperatorClass, OperatorRate
-from hpctrain.planner.simulation.group_tasks import group_tasks
-from hpctrain.planner.simulation.operations import Posted
-from hpctrain.planner.simulation.places import MOST_PLACES, MOST_SINGLE_RANKS, class_of_ranks, places
-from hpctrain.planner.simulation.processes import SimulatedProcess, Stretch
-from hpctrain.planner.simulation.recorder import EventRecorder
-from hpctrain.planner.simulation.world import SimulatedWorld
+from hpctrain.planner.simulation.operations import Posted, group_tasks
+from hpctrain.planner.simulation.processes import EventRecorder, SimulatedProcess, Stretch
+from hpctrain.planner.simulation.world import MOST_PLACES, MOST_SINGLE_RANKS, SimulatedWorld, class_of_ranks, places
 from hpctrain.planner.tasks import AveragedGroup, RankClass, StepProgram
 from hpctrain.trace.time_table import tabulate
 from hpctrain.trace.tracer import Category

@@ -10,23 +10,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpctrain.averaging.collective_schedule import CollectiveSchedule, OperationKind
-from hpctrain.averaging.dependencies import EventKind, LocalEventKey
-from hpctrain.averaging.reduce_scatter_strategy import ReduceScatterStrategy
+from hpctrain.averaging.base import PlannedGroup, Strategy
+from hpctrain.averaging.collective_schedule import CollectiveSchedule, EventKind, LocalEventKey, OperationKind
+from hpctrain.averaging.reduce_scatter import ReduceScatterStrategy
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.averaging.strategies.bucketed import Bucketed
 from hpctrain.averaging.strategies.priority import Priority
 from hpctrain.averaging.strategies.sharded import Sharded
-from hpctrain.averaging.strategy import PlannedGroup, Strategy
 from hpctrain.comm.link import LinkModel
 from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.core.errors import ConfigError, DeadlockError
 from hpctrain.nn.parameter import GroupLayout, ParameterSpec
 from hpctrain.planner.collective_costs import stages, unhindered_seconds
 from hpctrain.planner.machine import Machine
-from hpctrain.planner.measured_times import times_of
-from hpctrain.planner.prediction import SimulatedStep, SimulationOptions
-from hpctrain.planner.simulation.simulate_rest import simulate
+from hpctrain.planner.simulation.simulate import simulate
+from hpctrain.planner.step_program import times_of
 from hpctrain.planner.tasks import (
     BeginExchange,
     Compute,
@@ -36,6 +34,8 @@ from hpctrain.planner.tasks import (
     Happens,
     Merge,
     NeedsParameters,
+    SimulatedStep,
+    SimulationOptions,
     StepMessage,
     StepProgram,
     Task,
