@@ -116,6 +116,12 @@ class Communicator(Protocol):
         ...
 
 
+def piece(array: Array, counts: Sequence[int], rank: int) -> Array:
+    """Return a rank's piece of a buffer, 1-D, over the same memory; pieces have `counts` elements and lie in rank order."""
+    begin = sum(counts[:rank])
+    return array.reshape(-1)[begin : begin + counts[rank]]
+
+
 class ForwardingCommunicator:
     """Implements `Communicator` by another one of the same ranks: the base of communicators that change some of its operations.
 

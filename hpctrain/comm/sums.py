@@ -28,9 +28,8 @@ from typing import Literal
 import numpy as np
 
 from hpctrain.backend.arithmetic import Arithmetic
-from hpctrain.comm.base import Array, Communicator, GradientSums, Handle
+from hpctrain.comm.base import Array, Communicator, GradientSums, Handle, piece
 from hpctrain.comm.groups import SumsInLevels, TwoLevel
-from hpctrain.comm.mpi_buffers import piece
 from hpctrain.comm.order import Finished, InOrder, SpareBuffers
 from hpctrain.core.intervals import ShardsOfRank, even
 

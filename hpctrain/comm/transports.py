@@ -29,9 +29,8 @@ from typing import Literal
 import numpy as np
 
 from hpctrain.backend.arithmetic import Arithmetic, DeviceGroup, DeviceMessages, HostMirrors, Transit, WorkMark
-from hpctrain.comm.base import Array, Communicator, ForwardingCommunicator, GradientSums, Handle
+from hpctrain.comm.base import Array, Communicator, ForwardingCommunicator, GradientSums, Handle, piece
 from hpctrain.comm.groups import TwoLevel
-from hpctrain.comm.mpi_buffers import piece
 from hpctrain.comm.order import InOrder, OrderedOperation
 from hpctrain.comm.sums import PartSums
 from hpctrain.core.errors import BackendError
