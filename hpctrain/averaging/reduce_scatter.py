@@ -19,7 +19,15 @@ from typing import Any, ClassVar
 import numpy as np
 
 from hpctrain.averaging import slicing
-from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager, PlannedGroup, Strategy, words_of_shards
+from hpctrain.averaging.base import (
+    Agreement,
+    AveragerSetup,
+    GradientAverager,
+    PlannedGroup,
+    Strategy,
+    StrategyCosts,
+    words_of_shards,
+)
 from hpctrain.averaging.collective_schedule import (
     ALL_SLICES,
     CollectiveSchedule,
@@ -311,6 +319,18 @@ class ReduceScatterStrategy(Strategy):
         exchange: FcExchange = "never" if chosen.fc_exchange == "auto" and not group.on_host else chosen.fc_exchange
         exchange = exchange if group.shards is None else "never"  # products of inputs and errors add up in another order
         self.exchanging = exchanging_layers(group.layout, links, exchange, group.nominal_batch, group.micro_batches, sent_share)
+
+    @classmethod
+    def costs(cls, options: Any) -> StrategyCosts:
+        return StrategyCosts(
+            (OperationKind.REDUCE_SCATTER, OperationKind.ALLGATHER),
+            partial(slicing.fused_bytes, getattr(options, "bucket_bytes", None)),
+            0.0,
+            in_levels=options.two_level,
+            fc_exchange=options.fc_exchange,
+            gradients=getattr(options, "wire", "float32"),
+            parameters=getattr(options, "wire_parameters", "float32"),
+        )
 
     # -- hooks of a strategy ---------------------------------------------------------------------------------------------------
 
