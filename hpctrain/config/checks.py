@@ -16,7 +16,7 @@ from hpctrain.backend.choice import precision_fault
 from hpctrain.backend.operators import KernelSet
 from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.config import grid
-from hpctrain.config.grid import size_faults
+from hpctrain.config.images import size_faults
 from hpctrain.config.options import LISTS, choice, kind_of, registry
 from hpctrain.config.schema import Config
 from hpctrain.config.values import Named
