@@ -43,8 +43,7 @@ from hpctrain.nn.layers import Layer
 from hpctrain.nn.network import Network
 from hpctrain.optim.ema import EmaRule
 from hpctrain.optim.optimizers import OPTIMIZERS
-from hpctrain.optim.schedules import SCHEDULES
-from hpctrain.optim.schedules.base import LearningRateSchedule
+from hpctrain.optim.schedules import SCHEDULES, LearningRateSchedule
 from hpctrain.parallel.rank_graph import make_network
 from hpctrain.run.data_cache import DataCache, give_levels
 from hpctrain.run.images import make_loader, open_alike
