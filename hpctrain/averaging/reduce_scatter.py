@@ -438,7 +438,9 @@ class ReduceScatterStrategy(Strategy):
         return tuple(sorted(slices, key=lambda piece: piece.start))
 
     def _operations(self, slices: Sequence[Slice], times: Times, link: LinkModel | None) -> tuple[Operation, ...]:
-        norms = self._norms(slices)
+        norms: tuple[int, ...] = ()  # the slices of the operations of norms, ascending
+        if self.group.needs_norms:
+            norms = norm_groups(self.group.layout, slices) if self._layer_norms else (ALL_SLICES,)
         gathered_together = () if ALL_SLICES in norms else tuple(slices_of_groups(norms, len(slices)).values())
         group, rounding = self.group, self.rounding or Rounding()
         traffic = SliceTraffic(
@@ -446,12 +448,6 @@ class ReduceScatterStrategy(Strategy):
         )
         sent = self.order(traffic, times, link or LinkModel(0.0, 0.0))
         return operations_in_order(slices, sent, self.streams[-1], norms)
-
-    def _norms(self, slices: Sequence[Slice]) -> tuple[int, ...]:
-        """The slices of the operations of norms, ascending; none where no norms are needed."""
-        if not self.group.needs_norms:
-            return ()
-        return norm_groups(self.group.layout, slices) if self._layer_norms else (ALL_SLICES,)
 
 
 def operations_in_order(

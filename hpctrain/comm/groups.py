@@ -178,7 +178,7 @@ class TwoLevel(ForwardingCommunicator):
 
     def _turn(self) -> Callable[[Callable[[], Handle]], Handle]:
         """The place, in the order within the node, of a stage of an operation that is posted now; takes what starts it."""
-        return _at_once if self._turns is None else self._turns.take_place().fill
+        return _at_once if self._turns is None else self._turns.reserve().fill
 
 
 class SumsInLevels:

@@ -86,9 +86,9 @@ class InOrder:
         self.add(operation)
         return operation
 
-    def take_place(self) -> Place:
+    def reserve(self) -> ReservedOperation:
         """Return the next place, for an operation that is known later."""
-        place = Place(self, None)
+        place = ReservedOperation(self, None)
         self.add(place)
         return place
 
@@ -117,7 +117,7 @@ class SecondStage(OrderedOperation):
         return "first of two stages complete" if self._first is None else f"{self._first}, the first of two stages"
 
 
-class Place(OrderedOperation):
+class ReservedOperation(OrderedOperation):
     """A place that was taken before its operation is known; it is ready once `fill` was called."""
 
     __slots__ = ()
@@ -125,7 +125,7 @@ class Place(OrderedOperation):
     def ready(self) -> bool:
         return self._start is not None
 
-    def fill(self, start: Callable[[], Handle]) -> Place:
+    def fill(self, start: Callable[[], Handle]) -> ReservedOperation:
         """Set the operation of this place, which begins once everything before it has begun."""
         assert self._start is None, "a place is used once"
         assert self.handle is None, "a place is used once"

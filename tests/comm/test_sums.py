@@ -545,7 +545,7 @@ def test_operations_begin_in_the_order_of_their_places(count: int, source: rando
         return Complete()
 
     turns = InOrder()
-    places = [turns.take_place() for _ in range(count)]
+    places = [turns.reserve() for _ in range(count)]
     for number in source.sample(range(count), count):
         places[number].fill(partial(start, number))
         assert begun == list(range(len(begun)))
@@ -556,7 +556,7 @@ def test_operations_begin_in_the_order_of_their_places(count: int, source: rando
 
 def test_texts() -> None:
     turns = InOrder()
-    first, second = turns.take_place(), turns.take_place()
+    first, second = turns.reserve(), turns.reserve()
     second.fill(Complete)
     assert not second.test()
     assert str(second) == "waiting for its turn behind operations within the node"
