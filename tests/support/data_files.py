@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hpctrain.comm.shared_memory import SharedMemory
-from hpctrain.data.cache import CountedImages, ReadCounts, SampleMemory, bytes_for, held_in
+from hpctrain.data.cache import ReadCounts, SampleCache, bytes_for, held_in
 from hpctrain.data.image_file import ImageArray, ImageFile
 
 #: by kind, the numbers of a character device; None: a pipe
@@ -39,12 +39,12 @@ def make_node(path: Path, kind: str) -> Path:
     return path
 
 
-def in_memory(file: ImageFile, limit_bytes: int = 1 << 20) -> SampleMemory:
+def in_memory(file: ImageFile, limit_bytes: int = 1 << 20) -> SampleCache:
     """Return the images of a file, with as many of them in memory as fit into `limit_bytes`."""
     image_bytes = int(np.prod(file.shape))
     held = held_in(limit_bytes, len(file), image_bytes)
     memory, counts = SharedMemory(np.zeros(bytes_for(held, image_bytes), np.uint8)), ReadCounts()
-    return SampleMemory(CountedImages(file.pixels, counts), memory, held, counts)
+    return SampleCache(file.pixels, counts, memory, held)
 
 
 def cached(file: ImageFile, *, cache: bool) -> ImageArray | None:
