@@ -246,11 +246,19 @@ def test_counts_go_on_from_a_position() -> None:
 
 
 def test_the_flight_record_knows_the_step_and_what_lies_between() -> None:
-    flight = FlightRecorder()
-    loop = LoopState(FlightNotes(flight))
-    loop.begin(1, 41)
-    assert flight.doing == "a training step, step 42"
-    loop.end(None, 0.1, lambda: pytest.fail("there are no news"))
+    flight, doing = FlightRecorder(), list[str]()
+
+    def program(comm: ThreadCommunicator) -> None:
+        progress = virtual_engine(comm)
+        progress.notes = FlightNotes(flight)
+        replica = replica_of(LOOPED, comm, progress, Sharded)
+        update = replica.update
+        replica.update = lambda *given: (doing.append(flight.doing), update(*given))[1]  # type: ignore[method-assign]
+        replica.global_step = 41
+        replica.step(next(batches(LOOPED, comm.rank, comm.size)), LOOPED.lr)
+
+    run_virtual(1, program)
+    assert doing == ["a training step, step 42"]
     assert flight.doing == f"{BETWEEN}, step 42"
 
 
