@@ -69,19 +69,21 @@ def accuracy(predicted_seconds: float, measured_seconds: float) -> float:
 
 
 def step_lines(measured: MeasuredStep, predicted: PredictedStep | None = None, reason: str = "") -> list[str]:
-    """The account, in as many lines as it takes. reason: why there is no prediction."""
-    if predicted is None:
-        why = [f"no prediction: {reason}"] if reason else []
-        waits = f"measured {measured.seconds:.3g} s a step, of which {measured.exposed_seconds:.3g} s waited for messages"
-        return folded([waits, f"posting and progress took {measured.messages_seconds:.2g} s", *why])
-    return folded(
-        [
-            f"predicted {predicted.seconds:.3g} s a step, measured {measured.seconds:.3g} "
-            f"({accuracy(predicted.seconds, measured.seconds):.0%})",
-            f"exposed {predicted.exposed_seconds:.3g} against {measured.exposed_seconds:.3g}",
-            f"posting and progress took {measured.messages_seconds:.2g} s",
-        ]
-    )
+    """Return the account in lines of 80 columns. reason: why there is no prediction."""
+    parts = [
+        f"step time {_milliseconds(measured.seconds)}",
+        f"communication not hidden {_milliseconds(measured.exposed_seconds)}",
+        f"posting and progress {_milliseconds(measured.messages_seconds)}",
+    ]
+    if predicted is not None:
+        parts[0] += f" (predicted {_milliseconds(predicted.seconds)})"
+        parts[1] += f" (predicted {_milliseconds(predicted.exposed_seconds)})"
+    return folded([*parts, f"no prediction: {reason}"] if reason else parts)
+
+
+def _milliseconds(seconds: float) -> str:
+    """Return three significant digits; whole milliseconds from 1000 on."""
+    return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else f"{seconds * 1e3:,.0f} ms"
 
 
 def step_facts(measured: MeasuredStep, step: int, predicted: PredictedStep | None = None) -> dict[str, object]:

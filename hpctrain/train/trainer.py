@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from hpctrain.core.errors import DivergedError
 from hpctrain.data.loader import Batch, BatchSource
-from hpctrain.optim.schedules.base import LearningRateSchedule
+from hpctrain.optim.schedules import LearningRateSchedule
 from hpctrain.trace.tracer import Category
 from hpctrain.train.accounts import Observer, StepTrace
 from hpctrain.train.finiteness import Cause

@@ -22,12 +22,14 @@ from typing import Any
 
 import numpy as np
 
+import hpctrain.comm
 from hpctrain.comm.link import LinkModel
 from hpctrain.core.errors import CollectiveMismatchError
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-#: Folders whose lines say nothing about the program that communicates.
-_NOT_THE_PROGRAM = tuple(os.path.join(_PACKAGE, folder, "") for folder in ("virtual", "comm"))
+#: folders whose lines say nothing about the program that communicates
+_NOT_THE_PROGRAM = tuple(
+    os.path.join(os.path.dirname(os.path.abspath(file)), "") for file in (__file__, str(hpctrain.comm.__file__))
+)
 
 
 class RankEnded(BaseException):

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from hpctrain.averaging.base import check_at_least_one
 from hpctrain.comm.base import Complete, SingleCommunicator
 from hpctrain.comm.posting_queue import LocalEvent, Ticket
 from hpctrain.comm.progress import TIMEOUT_EXIT_CODE, ProgressEngine, ProgressThread
@@ -391,10 +392,10 @@ def test_the_played_thread_makes_passes_between_lines_and_its_failures_reach_the
 
     def compute() -> None:
         with engine.computing():
-            LocalEvent("lines of the averaging package")
+            check_at_least_one(lines_of_averaging=1)
             assert threads[0].passes > 0
             event.happen()
-            LocalEvent("more of them")
+            check_at_least_one(more_of_them=1)
 
     with pytest.raises(OSError, match="the wire is cut") as raised:
         compute()

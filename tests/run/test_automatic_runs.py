@@ -19,8 +19,7 @@ from hpctrain.config.schema import Config
 from hpctrain.core.errors import CheckpointError, ConfigError
 from hpctrain.data import image_file as data_format
 from hpctrain.job.automatic_choice import CHOICE_META, AutomaticChoice, PredictedStep, Resolved, machine_digest, model_digest
-from hpctrain.optim.optimizers.lars import Lars
-from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.optimizers import Lars, Sgd
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.planner import calibration, machine_file, measurement
 from hpctrain.planner import measurement as machine_here
@@ -154,7 +153,7 @@ def test_on_devices_one_row_is_taken_unless_a_grid_is_named(
     folder: Path, search: _Search, emulated_device: EmulatedDeviceFactory, overrides: tuple[str, ...], grid: tuple[int, int]
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(DEVICE_VARIABLE, "emulated")
+        patch.setenv(DEVICE_VARIABLE, "hpctrain_testing.emulator")
         _resolved(folder, 2, "backend=cuda", *overrides)
     (space,) = search.spaces
     assert space.fixed_grid == grid

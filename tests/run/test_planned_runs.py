@@ -25,7 +25,7 @@ from hpctrain.backend.choice import DEVICE_VARIABLE
 from hpctrain.cli.main import cli
 from hpctrain.comm.groups import ProcessGrid
 from hpctrain.comm.link import LinkModel
-from hpctrain.config.grid import command_line, overrides, parallel_plan, splits_parameters, with_candidate, written
+from hpctrain.config.grid import parallel_plan, splits_parameters
 from hpctrain.config.load import load, parse
 from hpctrain.config.schema import Config
 from hpctrain.core.errors import CheckpointError, ConfigError, HpctrainError
@@ -44,14 +44,18 @@ from hpctrain.planner.compute_costs import RateCosts, update_key
 from hpctrain.planner.configured_search import (
     SearchTask,
     SimulatedPoint,
+    command_line,
     configured_concurrency,
     configured_costs,
     configured_setting,
     is_here,
     job_of,
+    overrides,
     plot,
     space_of,
+    with_candidate,
     write_trace,
+    written,
 )
 from hpctrain.planner.group_schedules import group_strategies
 from hpctrain.planner.job import Candidate
@@ -367,7 +371,7 @@ def test_nothing_is_fixed_but_what_is_kept() -> None:
 def test_on_devices_one_row_is_searched_unless_a_grid_is_kept(
     keep: tuple[str, ...], grid: tuple[int, int], emulated_device: EmulatedDeviceFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(DEVICE_VARIABLE, "emulated")
+    monkeypatch.setenv(DEVICE_VARIABLE, "hpctrain_testing.emulator")
     kept = grid_task("backend=cuda", keep=keep)
     assert space_of(kept, job_of(kept)).fixed_grid == grid
 
@@ -387,7 +391,7 @@ CUDA_CONFIG = """
 
 @pytest.fixture
 def emulated_gpu(emulated_device: EmulatedDeviceFactory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(DEVICE_VARIABLE, "emulated")
+    monkeypatch.setenv(DEVICE_VARIABLE, "hpctrain_testing.emulator")
     monkeypatch.chdir(tmp_path)
 
 
