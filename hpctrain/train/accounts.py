@@ -1,7 +1,7 @@
-"""Accounts of a run's steps: how long they take, wait for data and for messages, and what operators take.
+"""Observers of a training, and the accounts that they keep: how long steps take, wait for data and for messages.
 
-Two clock readings a step, always on; operators are recorded for a few early steps alone, as a trace records them, on a clock
-of this rank's own.
+The trainer calls a list of observers at each place where something may be measured, recorded or reported. Operators are recorded
+for a few early steps alone, as a trace records them, on a clock of this rank's own.
 """
 
 from __future__ import annotations
