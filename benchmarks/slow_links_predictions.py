@@ -32,7 +32,7 @@ from hpctrain.config.schema import Config
 from hpctrain.core.errors import HpctrainError
 from hpctrain.planner import machine_file
 from hpctrain.planner import planned_run as planned_job
-from hpctrain.planner.compute_costs import ComputeCosts, RateCosts, ScaledCosts
+from hpctrain.planner.compute_costs import ComputeCosts, RateCosts
 from hpctrain.planner.machine import Machine
 from hpctrain.planner.planned_run import PlannedRun, prepare
 from hpctrain.planner.step_program import predict
@@ -142,7 +142,7 @@ def costs_of(model: str) -> ComputeCosts:
     task = planned_run(model, 1, {"name": "blocking"})
     rates = RateCosts(machine, task.config.dtype)
     seconds = predict(planned_job.job(task), planned_job.candidate(task), machine, rates).step.seconds
-    return ScaledCosts(rates, seconds / alone_seconds(model))
+    return RateCosts(machine.scaled(compute=seconds / alone_seconds(model)), task.config.dtype)
 
 
 def alone_seconds(model: str) -> float:

@@ -20,7 +20,7 @@ from hpctrain.config.schema import AveragerConfig, Config, GridConfig, PlanConfi
 from hpctrain.core.errors import ConfigError
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.planner import machine_file, planned_run
-from hpctrain.planner.compute_costs import ComputeCosts, MeasuredCosts, RateCosts, ScaledCosts
+from hpctrain.planner.compute_costs import ComputeCosts, MeasuredCosts, RateCosts
 from hpctrain.planner.job import Candidate
 from hpctrain.planner.machine import Machine
 from hpctrain.planner.operator_times import OperatorTimes, Setting, cache_file
@@ -40,12 +40,11 @@ def configured_costs(machine: Machine, task: PlannedRun, compute: float = 1.0) -
     Args:
         machine: as it is, not scaled. compute: ranks compute so many times as fast.
     """
-    rates = RateCosts(machine, task.config.dtype)
-    known: ComputeCosts = rates
-    if is_here(machine):
-        times = OperatorTimes(configured_setting(machine, task), cache_file())
-        known = MeasuredCosts(times, rates) if len(times) else rates
-    return known if compute == 1 else ScaledCosts(known, compute)
+    rates = RateCosts(machine.scaled(compute=compute), task.config.dtype)
+    if not is_here(machine):
+        return rates
+    times = OperatorTimes(configured_setting(machine, task), cache_file())
+    return MeasuredCosts(times, rates, compute) if len(times) else rates
 
 
 def is_here(machine: Machine) -> bool:
