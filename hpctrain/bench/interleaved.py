@@ -196,7 +196,8 @@ def interleave(
                 series[name].first_seconds = steppers[name].run(1).wall_seconds
                 steppers[name].run(max(1, rounds.warm_up - 1))
         for number in range(rounds.rounds):
-            for name in _rotated(list(steppers), number):
+            names, turn = list(steppers), number % max(1, len(steppers))
+            for name in names[turn:] + names[:turn]:
                 one = series[name]
                 if one.failure is None and not one.dropped:
                     with _noted(one, name in screened):
@@ -227,11 +228,6 @@ class _noted:
             self._series.failure = str(error)
             return True
         return False
-
-
-def _rotated(names: list[str], by: int) -> list[str]:
-    turn = by % len(names) if names else 0
-    return names[turn:] + names[:turn]
 
 
 def _far_behind(group: Sequence[Series], clock: str) -> list[str]:

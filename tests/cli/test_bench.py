@@ -304,5 +304,3 @@ def test_two_ranks_measure_the_link_between_them(job: Callable[..., Outcome], tm
         for segment in (machine.within.segment(n_bytes),)
     )
     assert large > small > 0
-        1 << 10
-    )
