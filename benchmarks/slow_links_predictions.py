@@ -26,7 +26,7 @@ from benchmarks.shapes import SHAPES
 from benchmarks.slow_links import PREDICTIONS, read
 from benchmarks.slow_links_cases import ALONE, CASES, Case, Section
 from hpctrain.averaging.strategies.sparse import SELECTION_SECONDS, PartOnLink, crossover_density
-from hpctrain.bench.machine import machine as machine_here
+from hpctrain.bench.interleaved import machine_facts
 from hpctrain.comm.link import LinkModel
 from hpctrain.config.schema import Config
 from hpctrain.core.errors import HpctrainError
@@ -154,7 +154,7 @@ def alone_seconds(model: str) -> float:
 def main() -> int:
     """Write down the predictions of all cases that have none yet, and print how many there are."""
     tables = ("step_seconds", "rule_crossover", "exchanged_bytes", "refused")
-    values: dict[str, Any] = {"machine": machine_here(), **{table: {} for table in tables}, **read(PREDICTIONS)}
+    values: dict[str, Any] = {"machine": machine_facts(), **{table: {} for table in tables}, **read(PREDICTIONS)}
     for case in CASES:
         if case.name in values["step_seconds"]:
             continue
