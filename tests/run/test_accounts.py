@@ -54,10 +54,11 @@ def _heard(machine: str | None, choice: Any = None, steps: Any = MEASURED) -> He
     kernels = SimpleNamespace(arithmetic=SimpleNamespace(on_host=True))
     parts: Any = SimpleNamespace(backend=SimpleNamespace(kernels=kernels), replica=None)
     account = RunAccount(session, parts, ProgressMode.TEST)
-    assert (account.sample is not None) == (machine is not None and choice is None)
+    assert len(account.observers) == (2 if machine is not None and choice is None else 1)
+    account._step_times = SimpleNamespace(measured=lambda: steps)
     outcome: Any = SimpleNamespace(stopped=False, steps_reached=False, position=SimpleNamespace(global_step=26))
     heard = Heard()
-    account.finish(SimpleNamespace(measured=lambda: steps), outcome, heard)
+    account.finish(outcome, heard)
     return heard
 
 
@@ -125,9 +126,9 @@ def _waited(*of_ranks: list[DataWait]) -> list[Heard]:
         heard = Heard()
         account = DataAccount(session, heard)
         *epochs, rest = of_ranks[comm.rank]
-        account.waits = SimpleNamespace(take=partial(next, iter([*epochs, rest])))
+        account.take = partial(next, iter([*epochs, rest]))  # type: ignore[method-assign]
         for number in range(1, len(epochs) + 1):
-            account.tell(Position(epoch=number, global_step=10 * number))
+            account.after_epoch(Position(epoch=number, global_step=10 * number))
         account.finish(Position(epoch=len(epochs), global_step=10 * len(epochs) + rest.steps))
         return heard
 
