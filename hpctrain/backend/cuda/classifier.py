@@ -9,13 +9,14 @@ import numpy as np
 
 from hpctrain.backend.arithmetic import Arithmetic
 from hpctrain.backend.cuda.device import DeviceArray, pack_width
-from hpctrain.backend.cuda.operator import ColumnSums, CudaOperator, Request, carve, check_images, row_launch, total_bytes
+from hpctrain.backend.cuda.operator import ColumnSums, CudaOperator, carve, check_images, row_launch, total_bytes
 from hpctrain.backend.cuda.runtime import TAGS, CudaFetch, CudaRuntime, FetchBuffers, Staging
 from hpctrain.backend.operators import (
     Buffers,
     LossOperator,
     LossSums,
     MixedLabels,
+    Request,
     StepContext,
     SufficientFactors,
     checked_labels,

@@ -13,9 +13,9 @@ import numpy as np
 from hpctrain.backend.arithmetic import Arithmetic
 from hpctrain.backend.cuda.arithmetic import copy_box
 from hpctrain.backend.cuda.device import PLAN_ALIGNMENT_BYTES, ConvolutionKey, DeviceArray, DeviceConvolution, pack_width
-from hpctrain.backend.cuda.operator import ColumnSums, CudaOperator, CudaOperatorBase, Request, carve, total_bytes
+from hpctrain.backend.cuda.operator import ColumnSums, CudaOperator, CudaOperatorBase, carve, total_bytes
 from hpctrain.backend.cuda.runtime import THREADS, CudaRuntime
-from hpctrain.backend.operators import Buffers, OutputReadOnce, StepContext
+from hpctrain.backend.operators import Buffers, OutputReadOnce, Request, StepContext
 from hpctrain.backend.specs import Conv2dSpec, Spec, TensorSpec, WithRelu, item_bytes
 
 
