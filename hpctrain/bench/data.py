@@ -11,12 +11,12 @@ import numpy as np
 
 from hpctrain.bench.engine_step import EngineStep, workload
 from hpctrain.config.grid import model_options
+from hpctrain.config.images import make_pipeline, open_images
 from hpctrain.config.schema import AugmentConfig, Config
 from hpctrain.data.image_file import DataFacts, ImageFile
 from hpctrain.data.loader import Loader
 from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.sampler import Sampler
-from hpctrain.run.images import make_pipeline, open_images
 
 READ, AUGMENT, NORMALISE, WHOLE = "read", "augment", "normalise", "whole batches"
 _PREPARE = "prepare"

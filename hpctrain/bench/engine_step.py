@@ -25,7 +25,7 @@ from hpctrain.models import catalogue
 from hpctrain.nn.compile.steps import SelfMade
 from hpctrain.nn.network import Network
 from hpctrain.nn.program import Program, StepHooks
-from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.optimizers import Sgd
 
 LEARNING_RATE = 1e-4  # as small as keeps every network finite on labels that mean nothing
 MOMENTUM = 0.9

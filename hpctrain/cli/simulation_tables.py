@@ -16,11 +16,18 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from hpctrain.backend.specs import BatchNormSpec
-from hpctrain.config.grid import keys_of, overrides
 from hpctrain.core.console import PlainConsole
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.planner.averaging_costs import AveragerChoice
-from hpctrain.planner.configured_search import PlannedSearch, SimulatedPoint, SimulatedStudy, by_averager, job_of
+from hpctrain.planner.configured_search import (
+    PlannedSearch,
+    SimulatedPoint,
+    SimulatedStudy,
+    by_averager,
+    job_of,
+    keys_of,
+    overrides,
+)
 from hpctrain.planner.job import Candidate
 from hpctrain.planner.machine import Machine
 from hpctrain.planner.search import SearchChoice

@@ -19,7 +19,6 @@ import h5py
 import numpy as np
 
 from hpctrain.backend.counter_random import key, words
-from hpctrain.config.schema import SYNTHETIC
 from hpctrain.core.errors import DataError
 from hpctrain.data import format
 from hpctrain.data.files import require_file, system_errors_as
@@ -471,4 +470,4 @@ def synthetic_file(split: Split, samples: int, shape: tuple[int, int, int], clas
     some = images[:_MEASURED].reshape(-1, shape[2]) / 255
     description = f"synthetic {split} images 1: {samples} of {shape} and {classes} classes"
     manifest = {"images": hashlib.sha256(description.encode()).hexdigest(), "class_names": names_digest(names)}
-    return ImageFile(Path(SYNTHETIC), images, labels, names, (some.mean(axis=0), some.std(axis=0)), manifest)
+    return ImageFile(Path("synthetic"), images, labels, names, (some.mean(axis=0), some.std(axis=0)), manifest)

@@ -30,7 +30,7 @@ from hpctrain.nn.initialise import first_value
 from hpctrain.nn.network import Shard, local_spec
 from hpctrain.nn.parameter import FlatGroup, FlatStatistics, ParameterSpec, StatisticSpec
 from hpctrain.nn.program import Program
-from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.optimizers import Sgd
 from hpctrain.parallel.groups import merge_moments
 from hpctrain.parallel.moves import SplitGroup
 from hpctrain.parallel.partition_graph import partition_graph

@@ -19,7 +19,16 @@ from hpctrain.averaging.averagers import make_strategy
 from hpctrain.backend.choice import Backend, make_backend
 from hpctrain.comm.base import Communicator, raise_on_all_ranks
 from hpctrain.config.checks import check_device
-from hpctrain.config.grid import check_image_shapes, check_overlap, model_options, parallel_plan
+from hpctrain.config.grid import check_overlap, model_options, parallel_plan
+from hpctrain.config.images import (
+    CHECKPOINT,
+    check_image_shapes,
+    check_shapes,
+    configured_splits,
+    evaluation_images,
+    single_values,
+    training_images,
+)
 from hpctrain.config.schema import Config
 from hpctrain.core.errors import CheckpointError, DataError, DivergedError
 from hpctrain.data.image_file import DataFacts, ImageFile, Split
@@ -34,21 +43,11 @@ from hpctrain.nn.layers import Layer
 from hpctrain.nn.network import Network
 from hpctrain.optim.ema import EmaRule
 from hpctrain.optim.optimizers import OPTIMIZERS
-from hpctrain.optim.schedules import SCHEDULES
-from hpctrain.optim.schedules.base import LearningRateSchedule
+from hpctrain.optim.schedules import SCHEDULES, LearningRateSchedule
 from hpctrain.parallel.rank_graph import make_network
 from hpctrain.run.data_cache import DataCache, give_levels
-from hpctrain.run.images import (
-    CHECKPOINT,
-    check_shapes,
-    configured_splits,
-    evaluation_images,
-    make_loader,
-    open_alike,
-    training_images,
-)
+from hpctrain.run.images import make_loader, open_alike
 from hpctrain.run.messages import choose_transport
-from hpctrain.run.single_values import single_values
 from hpctrain.runs.directory import RunDirectory
 from hpctrain.storage import weights_file
 from hpctrain.storage.atomic_write import write_json

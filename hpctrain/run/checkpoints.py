@@ -20,6 +20,7 @@ import numpy as np
 
 from hpctrain.comm.base import Communicator, raise_on_all_ranks
 from hpctrain.config.grid import describe, parallel_plan
+from hpctrain.config.images import EVALUATION_IMAGES
 from hpctrain.config.load import dump
 from hpctrain.config.schema import CheckpointConfig, Config
 from hpctrain.core import user_code
@@ -30,7 +31,6 @@ from hpctrain.job.automatic_choice import CHOICE_META
 from hpctrain.job.session import Session
 from hpctrain.run import reproducibility
 from hpctrain.run.build import TrainingSetup
-from hpctrain.run.images import EVALUATION_IMAGES
 from hpctrain.run.resume import Start, find_start
 from hpctrain.runs import directory as best_record
 from hpctrain.runs.directory import BestRecord, RunDirectory, require_owned, restore_files, small_files

@@ -20,7 +20,7 @@ from hpctrain.averaging.averagers import make_strategy
 from hpctrain.averaging.base import PlannedGroup, Strategy
 from hpctrain.backend.choice import Backend, make_backend
 from hpctrain.comm.base import Communicator, raise_on_all_ranks
-from hpctrain.config.grid import check_image_shapes
+from hpctrain.config.images import check_image_shapes
 from hpctrain.config.schema import CacheConfig, NonFiniteConfig
 from hpctrain.core.errors import CheckpointError, ConfigError, DataError, DivergedError, ShapeError
 from hpctrain.core.files import path_of

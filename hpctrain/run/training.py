@@ -416,7 +416,10 @@ def _reporter(session: Session, directory: RunDirectory, style: ProgressStyle | 
     def make() -> Reporter:
         if not session.is_root:
             return logged[0] if logged else Reporter()
-        others = [*logged, *(make_reporter(reporter, directory.path, done_steps) for reporter in metrics.all_reporters)]
+        others = [
+            *logged,
+            *(make_reporter(reporter.name, reporter.options, directory.path, done_steps) for reporter in metrics.all_reporters),
+        ]
         return ConsoleReporter(directory, interval_seconds=metrics.interval_seconds, others=others, style=style)
 
     return raise_on_all_ranks(session.world, make)

@@ -28,7 +28,7 @@ from hpctrain.flight.recorder import FlightNotes
 from hpctrain.nn.network import ALL, MODEL, Network
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.ema import EmaRule, with_ema
-from hpctrain.optim.guarded import GuardedOptimizer, guarded
+from hpctrain.optim.guarded import GuardedOptimizer
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.rank_graph import GridDistribution
 from hpctrain.storage.checkpoint import CheckpointContent
@@ -162,7 +162,7 @@ def make_optimizers(
     if make is None:
         return optimizers
     for name in network.groups:
-        guard = optimizers.guards[name] = guarded(with_ema(usable(make(), network), ema))
+        guard = optimizers.guards[name] = GuardedOptimizer(with_ema(usable(make(), network), ema))
         optimizers.unbound[name] = timed_optimizer(guard, progress)
     return optimizers
 

@@ -370,7 +370,7 @@ class TrainingStep:
         hooks = self._hooks if self._tracing is None else self._tracing
         self._lap(Category.AVERAGING, HOOKS)
         counts = [part.counts for _, part in parts]
-        programs = self._network.side_by_side(counts, image_shape=batch.image_shape, homes=self._hooks.home)
+        programs = self._network.side_by_side(counts, image_shape=batch.image_shape, gradient_buffers=self._hooks.home)
         for program, (_, part) in zip(programs, parts, strict=True):
             # A rank that reads tiles of images has those of all samples of its split group.
             program.set_input(batch.x[part.own if len(batch.x) == len(batch.y) else part.shared])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hpctrain.core.errors import DivergedError
 from hpctrain.data.loader import Batch, BatchSource
 from hpctrain.data.pipeline import ImageSizes
-from hpctrain.optim.schedules.base import LearningRateSchedule
+from hpctrain.optim.schedules import LearningRateSchedule
 from hpctrain.trace.tracer import Category
 from hpctrain.train.accounts import DataWaits, OperatorSample, StepTimes
 from hpctrain.train.finiteness import Cause

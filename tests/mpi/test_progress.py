@@ -27,8 +27,7 @@ from hpctrain.comm.link import measure_offset
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.data.loader import Batch
-from hpctrain.optim.optimizers.lars import Lars
-from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.optimizers import Lars, Sgd
 from hpctrain.run.trace_report import TABLE_FILE, TRACE_FILE, TraceReport
 from hpctrain.trace.tracer import Tracer
 from hpctrain.train.step import traced_steps

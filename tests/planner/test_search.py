@@ -14,7 +14,7 @@ from hpctrain.averaging.averagers import make_strategy
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.core.errors import ConfigError
 from hpctrain.nn.layers import AdaptiveAveragePool, Conv2d, Flatten, Linear, Sequential
-from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.optimizers import Sgd
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.planner.averaging_costs import AveragerChoice
 from hpctrain.planner.compute_costs import ComputeCosts, RateCosts

@@ -22,6 +22,7 @@ from hpctrain.comm import shared_memory
 from hpctrain.comm.base import SingleCommunicator
 from hpctrain.comm.groups import node_numbers
 from hpctrain.comm.shared_memory import SharedMemory
+from hpctrain.config.images import open_images, training_images
 from hpctrain.config.load import parse
 from hpctrain.config.schema import CacheConfig
 from hpctrain.core.errors import ConfigError, HpctrainError
@@ -38,7 +39,7 @@ from hpctrain.launch.process_end import STOPPED
 from hpctrain.launch.threads import ThreadPlan
 from hpctrain.run import data_cache
 from hpctrain.run.data_cache import cache_of, fill, give_levels
-from hpctrain.run.images import make_loader, open_images, training_images
+from hpctrain.run.images import make_loader
 from hpctrain_testing.virtual.run import run_virtual
 from tests.support import local_copies
 from tests.support.faults import Fault, prepare, run_fault

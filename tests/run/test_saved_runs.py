@@ -23,7 +23,7 @@ from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.cli.main import cli
 from hpctrain.core.errors import CheckpointError, DivergedError
 from hpctrain.data import image_file as data_format
-from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.optimizers import Sgd
 from hpctrain.run.python_job import LoopCheckpoints
 from hpctrain.runs.directory import RunDirectory, latest, runs
 from hpctrain.runs.owner import MARKER, is_run, marker_of

@@ -41,7 +41,7 @@ from hpctrain.job.same_start import (
 )
 from hpctrain.job.session import Session
 from hpctrain.launch.signals import SignalWatch
-from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.optimizers import Sgd
 from hpctrain.run import prediction, resume
 from hpctrain.run.automatic_search import StartedJob
 from hpctrain.run.build import resolve

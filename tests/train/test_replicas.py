@@ -28,12 +28,10 @@ from hpctrain.core.errors import BackendError, CorruptedStateError, DivergedErro
 from hpctrain.data.loader import ArrayLoader
 from hpctrain.data.sampler import Sampler
 from hpctrain.flight.recorder import FlightNotes, FlightRecorder
-from hpctrain.models import state_dict
 from hpctrain.nn.layers import Conv2d, Flatten, Layer, Linear, PadChannels, Residual, Sequential
 from hpctrain.nn.network import Network
 from hpctrain.optim.base import Optimizer
-from hpctrain.optim.optimizers.lars import Lars
-from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.optimizers import Lars, Sgd
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.rank_graph import make_network
@@ -43,7 +41,7 @@ from hpctrain.train.snapshot import Position
 from hpctrain.train.weight_watch import CheckCadence
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
-from tests.support import nets
+from tests.support import nets, network_state
 from tests.support.emulated import EmulatedDeviceFactory
 from tests.support.late_kernels import LateKernelSet
 from tests.support.training import Task, batches, distance, made_up, replica_of, train
@@ -328,7 +326,7 @@ def _everything(replica: Replica, losses: list[float], task: Task) -> dict[str, 
         "losses": np.array(losses),
         "evaluation": np.array([sums.loss, sums.top1, sums.top5, sums.count]),
         **content.tensors,
-        **{f"export/{name}": array for name, array in state_dict.export(replica.network).items()},
+        **{f"export/{name}": array for name, array in network_state.export(replica.network).items()},
     }
 
 
@@ -394,8 +392,8 @@ def test_a_training_goes_on_from_its_checkpoint_on_either_side(strategy: str) ->
 
 def test_weights_of_other_frameworks_come_and_go() -> None:
     source, target = (Network(nets.residual(), (9, 7, 3), LateKernelSet(), dtype="float64", seed=seed) for seed in (1, 2))
-    state_dict.restore(target, state_dict.export(source))
-    _assert_equal(state_dict.export(source), state_dict.export(target))
+    network_state.restore(target, network_state.export(source))
+    _assert_equal(network_state.export(source), network_state.export(target))
     _shadows_are_fresh(target)
 
 

@@ -22,8 +22,7 @@ from hpctrain.core.errors import BackendError
 from hpctrain.data.loader import Batch, Share
 from hpctrain.nn.layers import Flatten, Linear, ReLU, Sequential
 from hpctrain.nn.network import Network
-from hpctrain.optim.optimizers.lars import Lars
-from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.optimizers import Lars, Sgd
 from hpctrain.trace import time_table
 from hpctrain.trace.tracer import BESIDE, Category, Events, Tracer
 from hpctrain.train.accounts import DataWait, DataWaits, MeasuredStep, OperatorSample, StepTimes
