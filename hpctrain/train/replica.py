@@ -1,8 +1,8 @@
 """A rank's trainable copy of a model: network, averagers and step, put together here for runs, tests and benchmarks alike.
 
-`make_optimizers`, `make_strategies` and `make_averagers` make one of each for every group of parameters. `LoopState` is the state
-of the loop around steps, that of the trainer or of a program: skipped steps, stop requests, and the status of a checkpoint that is
-being written.
+`make_optimizers`, `make_strategies` and `make_averagers` make one of each for every group of parameters. `LoopState` is the
+state of the loop around steps, that of the trainer or of a program: skipped steps, stop requests, and the status of a checkpoint
+that is being written.
 """
 
 from __future__ import annotations
