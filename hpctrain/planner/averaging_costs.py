@@ -16,10 +16,10 @@ from hpctrain.averaging.collective_schedule import OperationKind
 from hpctrain.averaging.slicing import Compression
 from hpctrain.averaging.sufficient_factors import moves_less
 from hpctrain.comm.groups import Levels, levels
-from hpctrain.planner.collective_costs import GridPlacements, MessageCosts, unhindered_seconds
+from hpctrain.planner.collective_costs import MessageCosts, unhindered_seconds
 from hpctrain.planner.compute_costs import ComputeCosts
 from hpctrain.planner.machine import Machine
-from hpctrain.planner.tasks import GroupPlacement
+from hpctrain.planner.tasks import GridPlacements, GroupPlacement
 
 
 @dataclass(frozen=True)

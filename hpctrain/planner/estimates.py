@@ -30,7 +30,7 @@ from hpctrain.planner.layer_costs import (
 )
 from hpctrain.planner.machine import Machine
 from hpctrain.planner.search_space import SearchSpace
-from hpctrain.planner.shortest_path import Costs, Edge, ShortestPath, remaining_costs, shortest_paths
+from hpctrain.planner.shortest_path import Costs, Edge, ShortestPath, lower_bound, shortest_paths
 
 
 def patterns(uses: Mapping[str, Parallelism]) -> tuple[Parallelism, dict[str, Parallelism]]:
@@ -183,11 +183,11 @@ class GridEstimates:
                 if id(cost) not in known:
                     known[id(cost)] = self._criteria(cost, choice, averaging)[:length]
                 of_state.append(Edge(use, known[id(cost)], layout_key(cost.output)))
-        rest = remaining_costs(edges, len(self._segments), length)
+        bound = lower_bound(edges, len(self._segments), length)
         base = self._base_seconds()
 
         def hopeless(layer: int, costs: Costs) -> bool:
-            program, wire, *memory = rest.bound(layer, costs)
+            program, wire, *memory = bound(layer, costs)
             if memory and memory[0] > self._machine.memory_bytes and incumbent_seconds < math.inf:
                 return True
             return choice.costs.step_seconds(base + program, wire) > _HOPELESS * incumbent_seconds
