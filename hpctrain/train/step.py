@@ -1,17 +1,14 @@
 """One training step: forward, loss and backward of each micro-batch; gradients are announced as they become final.
 
-Where a step is traced, operators, everything between them and updates are recorded (`TracingHooks`, `TimedOptimizer`,
-`traced_steps`). `StepGuard` undoes steps with non-finite values, and all ranks agree on each step before any of them goes on:
-a
-step updates as usual, slice by slice; after its last update every rank checks the values that it has updated, and ranks sum
-one
-number. If any rank has found a non-finite value, each restores its copy from before the step.
+Where a step is traced, operators, everything between them and updates are recorded (`TracingHooks`, `TimedOptimizer`).
+`StepGuard` undoes steps with non-finite values, and all ranks agree on each step before any of them goes on: a step updates as
+usual, slice by slice; after its last update every rank checks the values that it has updated, and ranks sum one number. If any
+rank has found a non-finite value, each restores its copy from before the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -117,27 +114,6 @@ class TimedOptimizer(ForwardingOptimizer):
         self._account.updated(begin_ns, stop_ns)
         if segments and self._trace is not None:
             self._trace.add(Category.UPDATE, segments[0].parameter, begin_ns, stop_ns)
-
-
-def traced_steps(batches: Generator[Batch, None, None], trace: Tracer | None) -> Generator[Batch, None, None]:
-    """The same batches; the time until each was there is recorded, and the step that its user makes of it.
-
-    A step begins where its batch is asked for, and ends where the next one is, or where the generator is closed.
-    """
-    with closing(batches):
-        if trace is None:
-            yield from batches
-            return
-        while True:
-            begin = trace.clock_ns()
-            batch = next(batches, None)
-            if batch is None:
-                return
-            trace.add(Category.LOADING, "data loading", begin, trace.clock_ns())
-            try:
-                yield batch
-            finally:
-                trace.add(Category.STEP, "step", begin, trace.clock_ns(), "", batch.step)
 
 
 class Sum(Protocol):

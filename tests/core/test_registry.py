@@ -631,6 +631,6 @@ def test_the_option_of_an_error_is_known_where_it_was_raised() -> None:
 def test_all_errors_of_the_package_are_of_this_family() -> None:
     """All but one that its only caller turns into a DataError, and two that tell of defects: in plans, in kernels."""
     for name, node in classes():
-        if node.name.endswith("Error") and node.name not in ("DamageError", "EmulatedDeviceError", "InvalidPlanError"):
+        if node.name.endswith("Error") and node.name not in ("EmulatedDeviceError", "InvalidPlanError"):
             module, _, word = name.rpartition(".")
             assert issubclass(getattr(importlib.import_module(module), word), HpctrainError), name
