@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import cast
 
 from hpctrain.backend.specs import Pair
 from hpctrain.core.errors import ConfigError
@@ -64,7 +65,7 @@ class ParallelPlan:
         # A plain string equals the member of that name, but is not it: rules compare by `use is Parallelism.DOMAIN`.
         object.__setattr__(self, "default", _parallelism(self.default))
         object.__setattr__(self, "use", {pattern: _parallelism(name) for pattern, name in self.use.items()})
-        if isinstance(self.overlapped, str):  # a set of its letters otherwise
+        if isinstance(cast(object, self.overlapped), str):  # it would become a set of its letters
             raise ConfigError(f"The overlapped layers are {self.overlapped!r}, one text; they must be a set of layer names.")
         object.__setattr__(self, "overlapped", frozenset(self.overlapped))
         if self.tiles is not None and math.prod(self.tiles) != self.rows:
