@@ -31,7 +31,7 @@ ALIGNMENT_BYTES = 64  # a cache line, and the width of an AVX-512 register
 
 
 def aligned(size_bytes: int, alignment_bytes: int = ALIGNMENT_BYTES) -> int:
-    """The size, rounded up to a multiple of the alignment; by default that of a CPU."""
+    """Return the size, rounded up to a multiple of the alignment; by default that of a CPU."""
     return -(-size_bytes // alignment_bytes) * alignment_bytes
 
 
@@ -45,7 +45,7 @@ class MixedLabels:
 
 
 def checked_labels(labels: np.ndarray, classes: int) -> np.ndarray:
-    """The labels (N,) of any integer dtype as int64, all of them in [0, classes).
+    """Return the labels (N,) of any integer dtype as int64, all of them in [0, classes).
 
     Raises:
         DataError: the first label outside, with the nearest legal one.
@@ -271,7 +271,7 @@ class LossSums:
     count: int
 
     def result(self) -> LossSums:
-        """Themselves: sums that are there are a handle of sums."""
+        """Return these sums themselves: sums that have arrived are a `LossHandle`."""
         return self
 
 
@@ -288,7 +288,7 @@ class LossOperator(ABC):
 
     @abstractmethod
     def run(self, logits: Array, labels: Array | MixedLabels, global_count: int, d_logits: Array | None) -> LossHandle:
-        """Sums over this batch; writes d_logits = d(sum loss / global_count)/d logits where it is given. Never waits.
+        """Compute the sums over this batch, and d_logits = d(sum loss / global_count)/d logits if given. Never waits.
 
         Args:
             labels: integers of the host (N,), or two of each sample with their shares; may change afterwards.
@@ -317,7 +317,7 @@ class KernelSet(ABC):
 
     @abstractmethod
     def make(self, spec: Spec, inputs: tuple[TensorSpec, ...], *, training: bool, input_gradient: bool = True) -> Operator:
-        """The operator for `spec` on inputs of these shapes. Accepts N = 0, H = 0 and W = 0.
+        """Return the operator for `spec` on inputs of these shapes. Accepts N = 0, H = 0 and W = 0.
 
         input_gradient: `backward_input` will be called. False for what reads the images themselves: kernels are chosen without
             regard to it.
@@ -330,25 +330,25 @@ class KernelSet(ABC):
     def make_loss(self, spec: SoftmaxCrossEntropySpec) -> LossOperator: ...
 
     def begin(self, context: StepContext) -> None:  # noqa: B027  most operators take numbers from the context
-        """A forward pass begins: whatever operators read from memory, and not from the context, is brought there. Never waits."""
+        """Begin a forward pass: copy what operators read from memory, and not from the context, there. Never waits."""
 
     def wait(self) -> None:  # noqa: B027  kernels of the host are done when they return
         """Wait until all work of this set is done: to time it. A step never does."""
 
     def free_bytes(self) -> int | None:
-        """Bytes that `allocate` still has; None where that is for the operating system to say."""
+        """Return the bytes that `allocate` still has; None if the operating system decides."""
         return None
 
     def used_bytes(self) -> int | None:
-        """Bytes of the device's memory that are in use; None where that is the process's own memory."""
+        """Return the bytes of the device's memory that are in use; None if kernels compute in the process's own memory."""
         return None
 
     def pinned_bytes(self) -> PinnedBytes | None:
-        """Pinned memory so far; None where kernels compute in the memory of the host."""
+        """Return the pinned memory so far; None if kernels compute in the memory of the host."""
         return None
 
     def pinned_input_bytes(self, samples: int, stored: tuple[int, int, int], *, resizes: bool) -> int:
-        """Pinned memory of batches of at most so many samples of stored pixels (h, w, C). resizes: them first."""
+        """Return the pinned bytes of batches of at most `samples` stored images (h, w, C). resizes: images are resized first."""
         return 0
 
     def fuse(self, graph: Graph, *, training: bool) -> Graph:
@@ -356,12 +356,12 @@ class KernelSet(ABC):
         return graph
 
     def reorder(self, source: TensorSpec, target: TensorSpec) -> Operator:
-        """The operator that copies a tensor from one layout to another (backward: the gradient back)."""
+        """Return the operator that copies a tensor from one layout to another (backward: the gradient back)."""
         raise NotImplementedError(f"the {self.name} kernel set has one layout")
 
     @abstractmethod
     def allocate(self, size_bytes: int) -> Array:
-        """A zeroed uint8 buffer of the device, aligned to 64 bytes at least, on huge pages where that is possible."""
+        """Return a zeroed uint8 buffer of the device, aligned to 64 bytes at least, on huge pages where that is possible."""
 
 
 class PixelInput(ABC):
@@ -369,7 +369,7 @@ class PixelInput(ABC):
 
     @abstractmethod
     def make_input(self, target: Array, images: PixelBatch) -> None:
-        """target (N, H, W, C) := images, the very numbers of these as an array, rounded to the target's dtype.
+        """Compute target (N, H, W, C) := images, exactly the numbers of these as an array, rounded to the target's dtype.
 
         The pixels may change afterwards.
         """
@@ -393,7 +393,7 @@ class CapturesWork(ABC):
 
     @abstractmethod
     def capture(self) -> AbstractContextManager[CapturedWork]:
-        """Inside, operators' calls are captured and nothing is done. The same calls have been made before, without it."""
+        """Capture operators' calls inside this context instead of doing them. The same calls have been made outside before."""
 
 
 class AnyArrays:
@@ -438,10 +438,10 @@ class ViewOperator(InputView, Operator):
         self.output = x if keeps_layout else spec.output(x.plain())
 
     def forward(self, context: StepContext) -> None:
-        """The memory is shared."""
+        """Do nothing: the memory is shared."""
 
     def backward_input(self) -> None:
-        """The memory is shared."""
+        """Do nothing: the memory is shared."""
 
 
 class Accumulating:
@@ -471,11 +471,11 @@ class DeferredStart:
     begins_early: bool = False
 
     def begin_forward(self) -> None:
-        """The input is complete and stays so until `forward`, which follows later. Must not wait."""
+        """Start the forward work: the input is complete, and stays so until `forward`, which follows later. Must not wait."""
         raise NotImplementedError
 
     def begin_backward(self) -> None:
-        """The output's gradient is complete, `backward_input` follows later. Must not wait. Called or not, as the plan likes."""
+        """Start the backward work, if the plan calls it: the output's gradient is complete. Must not wait."""
         raise NotImplementedError
 
 
@@ -506,7 +506,7 @@ class ParameterCopies:
     """The operator keeps copies of parameters, in a format of its own, from one evaluation to the next."""
 
     def parameters_changed(self) -> None:
-        """Parameter values differ from the last forward's: the copies are stale."""
+        """Note that parameters have changed since the last forward: the copies are stale."""
         raise NotImplementedError
 
 

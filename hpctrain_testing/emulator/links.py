@@ -86,7 +86,7 @@ class EmulatedGroups:
 
 
 def _nothing() -> None:
-    """The end of what is done in steps."""
+    """Yield nothing: there are no more steps."""
 
 
 class EmulatedLinks:
@@ -135,7 +135,7 @@ class EmulatedLinks:
         return None  # what goes wrong here is raised
 
     def abort(self) -> None:
-        """Nothing goes on behind the back of the process."""
+        """Do nothing: no work goes on outside the process."""
 
     def _add(self, kind: Any, arrays: tuple[DeviceArray, ...], peer: int = -1) -> None:
         call = _Call(kind, tuple(map(borrowed, arrays)), peer)
@@ -170,7 +170,7 @@ class EmulatedLinks:
         return call.kind == "sum to one" and call.peer != self._peers.rank
 
     def _description(self, calls: Sequence[_Call]) -> np.ndarray:
-        """The words of collectives, and the bytes to and from each other rank."""
+        """Return the words of collectives, and the bytes to and from each other rank."""
         words = ", ".join(filter(None, (call.words for call in calls))).encode()
         text = np.zeros(_WORDS_BYTES, np.uint8)
         kept = words[: _WORDS_BYTES - 8]

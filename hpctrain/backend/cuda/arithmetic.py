@@ -180,7 +180,7 @@ class CudaWatchedArrays:
 
 
 def checksum_of_zeros(size_bytes: int) -> int:
-    """CRC-32 of so many zero bytes, without making them: what its inversions alone add to that of any bytes."""
+    """Return the CRC-32 of this number of zero bytes, computed without them: the term that its inversions add for any bytes."""
     power, square, bits = _ONE, _ONE >> 1, 8 * size_bytes
     while bits:
         if bits & 1:
@@ -190,7 +190,7 @@ def checksum_of_zeros(size_bytes: int) -> int:
 
 
 def _product(a: int, b: int) -> int:
-    """The product of polynomials over GF(2), modulo that of CRC-32; bit 31 is the coefficient of x^0."""
+    """Return the product of polynomials over GF(2), modulo that of CRC-32; bit 31 is the coefficient of x^0."""
     total = 0
     for bit in range(31, -1, -1):
         if a >> bit & 1:
@@ -260,7 +260,7 @@ class RunTables:
         self._runtime.launch(source, kernel, grid, (_THREADS,), *self.buffers, table.memory, np.int32(len(wanted)), *last)
 
     def _table(self, runs: Sequence[UpdateRun]) -> RunTable:
-        """The table for this part of the buffers, which a step updates once; one that became too small may still be read."""
+        """Return the table for this part of the buffers, which a step updates once; outgrown tables may still be read."""
         tables = self._tables.setdefault((runs[0].start, runs[-1].stop), [])
         if not tables or tables[-1].capacity < len(runs):
             capacity = 1 << (len(runs) - 1).bit_length()
@@ -353,13 +353,13 @@ class CudaArithmetic(Arithmetic):
         self._messages: CudaMessages | None = None
 
     def mirrors(self) -> CudaMirrors:
-        """Made at the first call: a rank that is alone has none, and no streams for them."""
+        """Return the mirrors, made at the first call: a rank that is alone has none, and no streams for them."""
         if self.made_mirrors is None:
             self.made_mirrors = CudaMirrors(self._runtime)
         return self.made_mirrors
 
     def messages(self) -> CudaMessages:
-        """Made at the first call."""
+        """Return the service, made at the first call."""
         if self._messages is None:
             self._messages = CudaMessages(self._runtime)
         return self._messages
@@ -510,6 +510,6 @@ def _check_sizes(target: DeviceArray, source: Array) -> None:
 
 
 def _scalar(array: DeviceArray, value: float) -> np.generic:
-    """A kernel's argument that elements of `array` are computed with."""
+    """Return a kernel's argument that elements of `array` are computed with."""
     scalar: np.generic = np.dtype(parameter_dtype(array.dtype)).type(value)
     return scalar

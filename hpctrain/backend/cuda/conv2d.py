@@ -87,7 +87,7 @@ class CudaConv2d(OutputReadOnce, CudaOperatorBase):
         return self.runtime.device.convolution(key)
 
     def _fused(self) -> Literal["", "bias", "bias_relu"]:
-        """Part of the plan of forward. A ReLU alone is not: cuDNN 9.19 would have to compile that at run time."""
+        """Return what the plan of forward includes. Not a ReLU alone: cuDNN 9.19 would have to compile that at run time."""
         if not self.conv.bias:
             return ""
         return "bias_relu" if self._relu else "bias"
@@ -139,7 +139,7 @@ class CudaConv2d(OutputReadOnce, CudaOperatorBase):
         self._finished = True
 
     def _aligned(self, role: str, copy: DeviceArray) -> DeviceArray:
-        """A parameter's values where plans can read them: its own memory, or a copy."""
+        """Return a parameter's values where plans can read them: its own memory, or a copy."""
         value = self._values[role]
         if _is_aligned(value):
             return value

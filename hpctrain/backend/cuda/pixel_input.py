@@ -122,7 +122,7 @@ class _Slot:
 
 
 def _starts(parts: Sequence[np.ndarray]) -> list[int]:
-    """Where each part begins in a batch's memory, in bytes, and where the last one ends."""
+    """Return where each part begins in a batch's memory, in bytes, and where the last one ends."""
     return _places([part.nbytes for part in parts])
 
 
@@ -134,7 +134,7 @@ def _places(sizes_bytes: Sequence[int]) -> list[int]:
 
 
 def ring_bytes(samples: int, stored: tuple[int, int, int], dtype: str, *, resizes: bool) -> int:
-    """Pinned memory of all batches, of at most so many samples of `stored` (h, w, C); `dtype` of the images that are made."""
+    """Return the pinned bytes of all batches of at most `samples` images `stored` as (h, w, C). dtype: of the made images."""
     by_channel = stored[2] * np.dtype(dtype).itemsize
     boxes = 4 * np.dtype(np.int32).itemsize if resizes else 0
     sizes = by_channel, by_channel, samples * WINDOW.itemsize, samples * boxes, samples * math.prod(stored)

@@ -86,12 +86,12 @@ class CudaRuntime:
 
 
 def host_dtype(array: DeviceArray) -> np.dtype:
-    """The dtype of the bits of an array on the host: uint16 for bfloat16."""
+    """Return the dtype of the bits of an array on the host: uint16 for bfloat16."""
     return np.dtype("uint16" if array.dtype == "bfloat16" else array.dtype)
 
 
 def host_values(array: DeviceArray, bits: np.ndarray) -> np.ndarray:
-    """The numbers behind such bits: bfloat16 becomes float32, all else stays."""
+    """Return the numbers behind such bits: bfloat16 becomes float32, all else stays."""
     return bfloat16_values(bits) if array.dtype == "bfloat16" else bits
 
 
@@ -104,7 +104,7 @@ class PinnedBuffer:
         self.event: DeviceEvent = runtime.device.event()
 
     def bits(self, array: DeviceArray) -> np.ndarray:
-        """A flat view of the memory's beginning that holds the bits of `array`."""
+        """Return a flat view of the memory's beginning that holds the bits of `array`."""
         bits: np.ndarray = self._memory[: array.nbytes].view(host_dtype(array))
         return bits
 
@@ -146,7 +146,7 @@ class Staging:
             self._next().upload(places[low:high], values[low:high])
 
     def download(self, source: DeviceArray) -> np.ndarray:
-        """The elements in a new array of the host, bfloat16 as float32. Waits for the stream."""
+        """Return the elements in a new array of the host, bfloat16 as float32. Waits for the stream."""
         bits, places = np.empty(source.size, host_dtype(source)), source.reshape(-1)
         waiting: deque[tuple[PinnedBuffer, int, int]] = deque()
         for low, high in self._pieces(source):
@@ -268,7 +268,7 @@ class StepBlock:
         self._areas: list[_Area] = []
 
     def register(self, seed: int, layer: str, ids: int) -> StepPlaces:
-        """Places for the dropout stream of (seed, layer) and for the first `ids` sample ids of each step."""
+        """Return places for the dropout stream of (seed, layer) and for the first `ids` sample ids of each step."""
         stream = seed, layer
         for area in self._areas:
             if area.has_room(stream, ids):

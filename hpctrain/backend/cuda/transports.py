@@ -27,7 +27,7 @@ class EventPool:
         self._free: list[DeviceEvent] = []
 
     def take(self) -> DeviceEvent:
-        """One of them, or a new one."""
+        """Take a free event, or a new one."""
         return self._free.pop() if self._free else self._runtime.device.event()
 
     def give_back(self, event: DeviceEvent) -> None:
@@ -61,11 +61,11 @@ class _Place:
     read: DeviceEvent | None = None
 
     def has(self, array: Array) -> bool:
-        """Whether all of the array lies in this one."""
+        """Return whether the whole array lies in this one."""
         return bool(self.pointer <= array.pointer and array.pointer + array.nbytes <= self.pointer + self.memory.size)
 
     def mirror(self, array: Array) -> np.ndarray:
-        """The part of the mirror that is an array's, flat."""
+        """Return the part of the mirror that is an array's, flat."""
         begin = array.pointer - self.pointer
         part: np.ndarray = self.memory[begin : begin + array.nbytes].view(host_dtype(array))
         return part

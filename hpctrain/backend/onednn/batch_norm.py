@@ -145,7 +145,7 @@ class BatchNormOperator(InPlace, JointBackward, LibraryOperator):
         self._run_backward()
 
     def _run_backward(self) -> None:
-        """The parameters' gradients and the input's at once, when the first is asked for: they share their passes over memory."""
+        """Compute all gradients at once, when the first one is asked for: they share their passes over memory."""
         if self._backward_done:
             return
         if self._apply_mask is not None:

@@ -98,7 +98,7 @@ class Tiling:
         return max(16 * self.channels_in, 4 * self.channels_out), 16 * self.channels_in, 16 * self.channels_out
 
     def chunks(self) -> list[Chunk]:
-        """Every tile once: whole images as many as fit at a time or, where one is too large, rows of its tiles, one at least."""
+        """Return chunks of all tiles: as many whole images as fit or, if one is too large, rows of its tiles, at least one."""
         rows, columns = self.tiles
         edge = 4 * self.channels_in * (2 * columns + 2)  # a row of padded images
         row = 4 * columns * sum(self.items) + 2 * edge
@@ -109,7 +109,7 @@ class Tiling:
         return [self._chunk(image, 1, start, count) for image in range(self.batch) for start, count in cut]
 
     def _chunk(self, image: int, images: int, row: int, rows: int) -> Chunk:
-        """Tile rows [row, row + rows): only those at an image's edges see zeros above it, or lie over its end."""
+        """Return tile rows [row, row + rows): only those at an image's edges read zeros above it, or lie over its end."""
         begin, end = 2 * row - self.padding[0], 2 * (row + rows) + 2 - self.padding[0]
         read_row = max(0, begin)
         read = min(end, self.size[0]) - read_row
@@ -118,7 +118,7 @@ class Tiling:
         return Chunk(image, read_row, 2 * row, Form(images, rows, self.tiles[1], read_row - begin, read, written))
 
     def pays(self, direct_speed: float) -> bool:
-        """Whether this beats a direct kernel that runs at the given share of the 1x1 kernels' speed.
+        """Return whether this is faster than a direct kernel that runs at the given share of the 1x1 kernels' speed.
 
         In operations that take the same time: the transforms cost 130 for each element of a tile of x, 40 of y, 65 of the
         weights, measured with AVX2. A rule rather than a timing, so that every rank takes the same way.
@@ -132,7 +132,7 @@ class Tiling:
 
 
 def _parts(total: int, limit: int) -> Iterator[tuple[int, int]]:
-    """(start, count) of the fewest parts of at most `limit`; counts differ by one at most, the larger ones come first."""
+    """Yield (start, count) of the fewest parts of at most `limit`; counts differ by at most one, larger ones first."""
     number = -(-total // limit)
     start = 0
     for part in range(number):
@@ -220,12 +220,12 @@ class _Grid:
         return form.rows * form.columns * block, form.tiles * block, form.columns * block, block
 
     def by_pixel(self, size: Pair, spread: int = 1) -> tuple[int, ...]:
-        """Strides in elements in images of `size`, of every pixel or of every other one."""
+        """Return the strides in elements in images of `size`, of every pixel or of every other one."""
         row = size[1] * self.block
         return self._channels * size[0] * size[1], size[0] * row, spread * row, spread * self.block
 
     def copy(self, size: Pair, source: Sequence[int], target: Sequence[int], *, accumulate: bool = False) -> Copy:
-        """A copy of (rows, columns) in all images and channels, between memories with these strides."""
+        """Return a copy of (rows, columns) in all images and channels, between memories with these strides."""
         shape = (self._form.images, self._channels // self.block, *size, self.block)
         forms = [Descriptor.strided(self._engine, shape, (*strides, 1)) for strides in (source, target)]
         return Copy(self._engine, self._what, forms[0], forms[1], accumulate=accumulate)
@@ -250,12 +250,12 @@ class Patches:
         self.primitives = [self._transform.primitive]
 
     def load(self, chunk: Chunk, x: Array, room: WinogradScratch) -> list[Work]:
-        """room.padded = the chunk's part of x among zeros."""
+        """Prepare scratch.padded = the chunk's part of x among zeros."""
         first = x.reshape(-1)[chunk.image * self._image + chunk.read_row * self._row :]
         return [partial(room.padded[: self._all].fill, 0.0), self._inside.bind(first, room.padded[self._begin :])]
 
     def transform(self, room: WinogradScratch) -> list[Work]:
-        """The calls that follow, the same for each chunk."""
+        """Return the calls that follow, the same for each chunk."""
         gathers = [
             self._gather.bind(room.padded[corner:], room.plain[position * self._items :])
             for position, corner in enumerate(self._corners)
@@ -278,7 +278,7 @@ class _Corners:
         return bool(self._form.written % 2 or self._width % 2)
 
     def _places(self) -> Iterator[tuple[int, int, Pair]]:
-        """(elements from the tiles' start, elements from the chunk's first in an image, rows and columns).
+        """Yield (elements from the tiles' start, elements from the chunk's first in an image, rows and columns).
 
         oneDNN counts a row's whole stride as its own, so where the last row has no follower it goes by itself; so does the last
         pixel of an image that is one row.
@@ -296,11 +296,11 @@ class _Corners:
                         yield tile, ((2 * first + down) * width + 2 * left + right) * block, (count, many)
 
     def gathering(self) -> list[tuple[Copy, int, int]]:
-        """(copy to tiles, elements from the chunk's first in an image, elements from the tiles' start)."""
+        """Return (copy to tiles, elements from the chunk's first in an image, elements from the tiles' start)."""
         return [(self._grid.copy(size, self._by_pixel, self._grid.by_tile), start, at) for at, start, size in self._places()]
 
     def scattering(self, accumulate: bool) -> list[tuple[Copy, int, int]]:
-        """The same from tiles."""
+        """Return the same from tiles."""
         by_tile = self._grid.by_tile
         return [
             (self._grid.copy(size, by_tile, self._by_pixel, accumulate=accumulate), start, at)
@@ -308,7 +308,7 @@ class _Corners:
         ]
 
     def first(self, chunk: Chunk, y: Array) -> Array:
-        """y flat from the chunk's first output on."""
+        """Return y flat from the chunk's first output on."""
         return y.reshape(-1)[chunk.image * self._by_pixel[0] + chunk.write_row * self._width * self._grid.block :]
 
 
@@ -322,11 +322,11 @@ class Outputs:
         self.primitives = [self._transform.primitive]
 
     def transform(self, room: WinogradScratch) -> list[Work]:
-        """Comes first, the same for each chunk."""
+        """Prepare the transform, which comes first and is the same for each chunk."""
         return [self._transform.bind(room.right, room.plain, room.library)]
 
     def store(self, chunk: Chunk, y: Array, room: WinogradScratch, *, accumulate: bool) -> list[Work]:
-        """Writes the chunk's part of y."""
+        """Prepare the calls that write the chunk's part of y."""
         if accumulate not in self._copies:
             self._copies[accumulate] = self._corners.scattering(accumulate)
         first = self._corners.first(chunk, y)
@@ -344,7 +344,7 @@ class OutputGradients:
         self.primitives = [self._transform.primitive]
 
     def load(self, chunk: Chunk, dy: Array, room: WinogradScratch) -> list[Work]:
-        """Reads the chunk's part of dy."""
+        """Prepare the calls that read the chunk's part of dy."""
         works: list[Work] = []
         if self._corners.overhang:
             works.append(partial(room.plain[: 4 * self._items].fill, 0.0))
@@ -352,7 +352,7 @@ class OutputGradients:
         return [*works, *(copy.bind(first[start:], room.plain[at:]) for copy, start, at in self._copies)]
 
     def transform(self, room: WinogradScratch) -> list[Work]:
-        """The calls that follow, the same for each chunk."""
+        """Return the calls that follow, the same for each chunk."""
         return [self._transform.bind(room.plain, room.right, room.library)]
 
 
@@ -454,7 +454,7 @@ class _Winograd:
         self._plain_weights = Descriptor.strided(engine, shape, (*strides, max(strides), max(strides)))
 
     def _place(self, own: Sequence[Primitive], *, taps_alone: bool) -> None:
-        """Divides the scratch, given the direction's own primitives that may need some of the library's."""
+        """Divide the scratch. own: primitives of this direction, which may need scratch of the library's."""
         shared = [each for parts in (self._products, self._patches) for part in parts.values() for each in part.primitives]
         self._scratch = ScratchPlan(self._tiling, self._forms, self._items, [*shared, *own], taps_alone)
         self.scratch_bytes = self._scratch.total_bytes
@@ -492,7 +492,7 @@ class Product(_Winograd):
         accumulate: bool = False,
         leader: tuple[Product, Array] | None = None,
     ) -> Work:
-        """The convolution on fixed memory, weights included.
+        """Return the convolution on fixed memory, weights included.
 
         leader: (another one, its scratch), which always runs just before with the same weights; None: there is none.
         """
@@ -509,13 +509,13 @@ class Product(_Winograd):
         return CallSequence(works)
 
     def _load(self, plain: Array, room: WinogradScratch) -> list[Work]:
-        """room.weights = (G x G) weights."""
+        """Prepare scratch.weights = (G x G) weights."""
         copy = Copy(self._engine, f"{self._what} weights", self._plain_weights, self._weights)
         works: list[Work] = [copy.bind(plain[at:], room.taps[tap * self._items :]) for tap, at in enumerate(self._taps)]
         return [*works, self._transform.bind(room.taps, room.weights, room.library)]
 
     def _between(self, form: Form, bias: Array | None, room: WinogradScratch) -> list[Work]:
-        """The calls that do not depend on where a chunk lies, so that all of one form share them."""
+        """Return the calls that do not depend on where a chunk lies, so that all of one form share them."""
         transforms, products = self._patches[form].transform(room), self._products[form.tiles].bind(room, bias)
         return [*transforms, *products, *self._outputs[form].transform(room)]
 
@@ -535,7 +535,7 @@ class WeightGradient(_Winograd):
         self._place([*own, self._write.primitive, self._add.primitive], taps_alone=len(self._chunks) == 1)
 
     def bind(self, x: Array, dy: Array, weight: Array, bias: Array | None, scratch: Array) -> Work:
-        """The gradients on fixed memory."""
+        """Return the gradients on fixed memory."""
         room, plain = self._scratch.room(scratch), weight.reshape(-1)
         patches = {form: self._patches[form].transform(room) for form in self._forms}
         adding = {form: self._behind(form, bias, room, add=True) for form in {chunk.form for chunk in self._chunks[1:]}}
@@ -549,7 +549,7 @@ class WeightGradient(_Winograd):
         return CallSequence(works)
 
     def _behind(self, form: Form, bias: Array | None, room: WinogradScratch, *, add: bool) -> list[Work]:
-        """The calls that follow the reading of a chunk: they write the gradients, or add to those of earlier chunks."""
+        """Return the calls that follow the reading of a chunk: they write the gradients, or add to those of earlier chunks."""
         products = self._products[form.tiles].bind(room, room.bias if add else bias)
         works = [*self._gradients[form].transform(room), *products]
         if add and bias is not None:
