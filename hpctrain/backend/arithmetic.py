@@ -46,7 +46,7 @@ class StagedBytes:
 
 @dataclass(frozen=True)
 class PinnedBytes:
-    """Pinned memory of the host that a rank's device copies from and to, in bytes; small fixed buffers beside it left out.
+    """Pinned memory of the host that a rank's device copies from and to, in bytes, without small fixed buffers.
 
     Attributes:
         messages: mirrors of arrays that travel between processes. images: batches of stored pixels.
@@ -74,9 +74,9 @@ class HostMirrors(Protocol):
     pinned_bytes: int
 
     def mirror(self, array: Array) -> np.ndarray:
-        """Return the flat mirror of an array that is in no other operation; whatever it holds is nobody's any more.
+        """Return the flat mirror of an array that is in no other operation; its contents may be overwritten.
 
-        Waits where the array's operation before has come so far that only its copies back are not done.
+        Waits for the copies back of the array's previous operation, if these are not done.
         """
         ...
 
@@ -84,13 +84,13 @@ class HostMirrors(Protocol):
         """Make one mirror for all arrays inside of this one that travel later, one operation after the other. For set-up only.
 
         Args:
-            instead_of: an array that was covered before, in which no operation is on its way, and none will be: its mirror goes.
-                Waits where copies from it are not done.
+            instead_of: an array that was covered before, and is in no operation any more: its mirror is freed. Waits for copies
+                from it that are not done.
         """
         ...
 
     def leave(self, copies: Sequence[tuple[np.ndarray, Array]]) -> Transit:
-        """Enqueue mirror := array for each pair, behind all work of kernels so far. An operation without any begins so, too."""
+        """Enqueue mirror := array for each pair, after all work of kernels so far. Operations without pairs begin so, too."""
         ...
 
     def arrive(self, transit: Transit, array: Array, intervals: Sequence[tuple[int, int]]) -> None:
@@ -112,9 +112,9 @@ class WorkMark(Protocol):
 
 
 class Peers(Protocol):
-    """The processes whose devices form a group, in order: a communicator on which nobody else posts.
+    """The processes whose devices form a group, in order: a communicator that nothing else uses.
 
-    Where devices cannot reach each other by themselves, as emulated ones, arrays of the host go through it.
+    Devices that cannot reach each other by themselves, such as emulated ones, exchange arrays of the host through it.
     """
 
     rank: int
@@ -130,7 +130,7 @@ class Peers(Protocol):
 
 
 class DeviceLinks(Protocol):
-    """The links of one device to the others of a group. What is called is enqueued, on the stream that they were made with.
+    """The links of one device to the others of a group. All calls are enqueued on the stream that the links were made with.
 
     All devices of a group enqueue the same collectives in the same order, and a receive for each send. Arrays of collectives have
     the same size and dtype everywhere. Sums are of float32 or float64; all else moves bytes.
@@ -157,11 +157,11 @@ class DeviceLinks(Protocol):
         ...
 
     def fault(self) -> str | None:
-        """Return a failure in the background, in one clause; None while all is well."""
+        """Return a failure in the background, in one clause; None if there is none."""
         ...
 
     def abort(self) -> None:
-        """Give up what is on its way. Nothing is called after it."""
+        """Give up all pending work. Nothing is called afterwards."""
         ...
 
 
@@ -208,7 +208,7 @@ class Fetch(Protocol):
     """Values on their way to the host."""
 
     def result(self) -> np.ndarray:
-        """Wait for them, and give them; they are read only, and valid until the next `fetch` but one of the same array."""
+        """Wait for the values and return them, read only; they are valid until the second next `fetch` of the same array."""
         ...
 
 
@@ -279,17 +279,17 @@ class ArrayChecksums(Protocol):
 
 
 class ArrayGuard(Protocol):
-    """Notices arrays that have changed where nothing should have written, bound to them at set-up; by sums of 32-bit words.
+    """Detects arrays that have changed though nothing should have written there, by sums of 32-bit words. Bound at set-up.
 
-    Every change within one word shows; two changes with the same sum do not.
+    Detects every change within one word, but not several changes that cancel in the sum.
     """
 
     def remember(self) -> None:
-        """Take the arrays as they are at this point of the work for right."""
+        """Remember the arrays as they are at this point of the work."""
         ...
 
     def compare(self) -> None:
-        """Mark the arrays that are not, at this point of the work, as they are remembered."""
+        """Mark the arrays that differ, at this point of the work, from what is remembered."""
         ...
 
     def fetch_changed(self) -> Fetch:
@@ -317,10 +317,10 @@ class WatchedArrays(Protocol):
 
 
 class Arithmetic(ABC):
-    """The service. Arrays of one call have one dtype and one size unless it is said; targets come first.
+    """The service. Arrays of one call have one dtype and one size unless noted; targets come first.
 
     Attributes:
-        on_host: the arrays are NumPy's: nothing is enqueued, and `fetch` and `to_host` give the very array.
+        on_host: the arrays are NumPy's: nothing is enqueued, and `fetch` and `to_host` return the array itself.
     """
 
     on_host: ClassVar[bool] = False
@@ -386,11 +386,11 @@ class Arithmetic(ABC):
 
     @abstractmethod
     def fetch(self, array: Array) -> Fetch:
-        """Return the elements, as they are at this point of the work. Nothing writes there before the result is asked for."""
+        """Fetch the elements as they are at this point of the work. Nothing may write to the array before the result is read."""
 
     @abstractmethod
     def to_host(self, array: Array) -> np.ndarray:
-        """Return the elements in an array of the host, which may be the very same one: it is read only. Waits."""
+        """Return the elements in an array of the host, possibly `array` itself: only read it. Waits."""
 
     @abstractmethod
     def from_host(self, target: Array, source: np.ndarray) -> None:

@@ -165,7 +165,7 @@ class Backend:
         dtype: of activations: "float32", "float64" or "bfloat16".
         kernels: makes the operators and allocates their memory.
         description: what computes, in words for people.
-        versions: of libraries that a run records beside those of all runs.
+        versions: of libraries that a run records in addition to those of all runs.
     """
 
     name: str
@@ -184,7 +184,7 @@ def make_backend(
 
     Args:
         dtype: "float32" or "float64": of parameters, and of activations at precision "float32".
-        precision: of the products, beside dtype float32: "tf32" rounds their factors, "bfloat16" all activations. Backend cuda.
+        precision: of the products, for dtype float32: "tf32" rounds their factors, "bfloat16" all activations. Backend cuda.
         place: of this rank on its node, to find its GPU; alone by default.
 
     Raises:
@@ -217,7 +217,7 @@ def _check(name: str, dtype: str, precision: str) -> None:
 
 
 def precision_fault(name: str, dtype: str, precision: str) -> str | None:
-    """Return the sentence that refuses a precision beside a backend and a dtype; None where they fit, as far as names tell."""
+    """Return the sentence that refuses a precision for a backend and a dtype; None if they fit, as far as names say."""
     if precision == "float32":
         return None
     if dtype != "float32":

@@ -159,7 +159,7 @@ def square_sum(values: np.ndarray) -> float:
 def all_finite(values: np.ndarray) -> bool:
     """Return whether no element of a contiguous array is NaN or infinite.
 
-    Costs one product of the array with itself. That may overflow where all elements are finite; only then is each one looked at.
+    Costs one product of the array with itself. It may overflow though all elements are finite; only then is each element tested.
     """
     flat = values.reshape(-1)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -253,10 +253,10 @@ def _chunks(runs: Iterable[UpdateRun]) -> Iterator[tuple[UpdateRun, int, int]]:
 
 
 class HostArithmetic(Arithmetic):
-    """Everything at once, by NumPy: nothing is ever on its way, and what lies on the host is given as it is.
+    """Arithmetic by NumPy: every call is complete when it returns, and fetched arrays are the arrays themselves.
 
     Args:
-        allocate: gives a zeroed uint8 buffer of so many bytes; None: NumPy's.
+        allocate: returns a zeroed uint8 buffer of a size in bytes; None: NumPy's.
     """
 
     on_host: ClassVar[bool] = True

@@ -2,7 +2,7 @@
 
 A `PixelBatch` holds stored pixels and what is left to do until a network can read them. A kernel set may do the rest where
 its arrays lie (`PixelInput`): pixels are a quarter of the bytes of float32. NumPy takes such a batch for an array, and gets
-the very numbers, made on the host.
+exactly the same numbers, made on the host.
 
 Resizing is arithmetic in whole numbers, in NumPy. Each dimension of an image, rows and columns, is resampled by itself, by
 weights of neighbouring pixels:
@@ -148,7 +148,7 @@ WINDOW = np.dtype(
 class PixelBatch:
     """Images (N, H, W, C) as what they are made of: an element of channel c is p * scale[c] + shift[c], rounded after both.
 
-    Indexing by a slice or an array of numbers gives the batch of these images.
+    Indexing by a slice or an array of numbers returns the batch of these images.
 
     Args:
         pixels: uint8 (N, h, w, C). windows: (N,) of `WINDOW`: where p is read. size: (H, W).

@@ -24,7 +24,7 @@ def item_bytes(dtype: str) -> int:
 
 
 def parameter_dtype(dtype: str) -> str:
-    """Return the dtype of parameters, gradients and statistics beside activations of `dtype`: never below float32."""
+    """Return the dtype of parameters, gradients and statistics for activations of `dtype`: never below float32."""
     return "float32" if dtype == "bfloat16" else dtype
 
 
@@ -37,7 +37,7 @@ NHWC = "NHWC"
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor as it is known at set-up: logical shape, dtype by name (see `backend.dtypes`), layout.
+    """A tensor as it is known at set-up: logical shape, dtype by name, layout.
 
     `layout` is "NHWC" (plain row-major memory of the logical shape, whatever its rank) or an opaque token of the kernel
     set that chose it; `size` is then the number of elements its buffer holds, padding included.
@@ -116,7 +116,7 @@ class Window:
 class Spec(Protocol):
     """One operation: what it computes, its output for given inputs (one TensorSpec each), its cost.
 
-    The keywords below only say "any number of inputs" to the type checker; no spec takes any.
+    The keyword arguments below only tell the type checker that there is any number of inputs; no spec takes keywords.
     """
 
     def output(self, *inputs: Any, **none: Any) -> TensorSpec:
@@ -340,13 +340,13 @@ class SoftmaxCrossEntropySpec:
     """
 
     smoothing: float = 0.0
-    #: classes beside the first for the second accuracy
+    #: classes that count for the second accuracy: the label is among the first `top`
     top: ClassVar[int] = 5
 
 
 @dataclass(frozen=True)
 class WithRelu:
-    """A convolution or linear layer with a ReLU behind it."""
+    """A convolution or linear layer with a ReLU after it."""
 
     inner: Conv2dSpec | LinearSpec
 

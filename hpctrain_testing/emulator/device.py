@@ -76,7 +76,7 @@ class EmulatedDevice:
         """Verify at exit that no device work is pending.
 
         Raises:
-            EmulatedDeviceError: there is work that nobody has waited for, or bytes beside an array were written.
+            EmulatedDeviceError: there is work that was never waited for, or bytes next to an array were written.
         """
         self._check_memory()
         queues = [queue for queue in self._streams.scheduler.queues if queue.pending]

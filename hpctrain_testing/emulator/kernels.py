@@ -77,7 +77,7 @@ def _target(text: str) -> Path:
 
 @cache
 def _folder() -> Path:
-    """Return the cache; nobody else can have put a library there."""
+    """Return the cache directory, which belongs to this user: no one else can have put a library there."""
     folder = Path(tempfile.gettempdir()) / f"hpctrain-cuda-on-cpu-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
@@ -182,7 +182,7 @@ class CpuKernel:
 
     Args:
         library: holds Python's lock while a kernel runs: it has one machine.
-        seed: gives the seed for the orders of blocks and threads of the next launch.
+        seed: returns the seed for the orders of blocks and threads of the next launch.
         describe: a clause about an address that a kernel must not touch.
     """
 

@@ -1,4 +1,4 @@
-"""Memory of the emulated device: host memory between pages that nobody may touch and bytes that nobody may change.
+"""Memory of the emulated device: host memory between pages that must not be touched and bytes that must not change.
 
 Pinned memory is host memory that copies may use without waiting. `read` and `write` are device arrays as numbers of the host
 and back, rounded as kernels round. `EmulatedDeviceError` is a mistake in a kernel or in the order of work.
@@ -43,7 +43,7 @@ def _protect(address: int, size_bytes: int, rights: int) -> None:
 class GuardedMemory:
     """So many zeroed bytes, aligned to ALIGNMENT_BYTES, between canaries and then pages on which every access is a fault.
 
-    In front of the bytes are at least ALIGNMENT_BYTES of canary, behind them the canary goes on to the next multiple of it.
+    In front of the bytes are at least ALIGNMENT_BYTES of canary, after them the canary continues to the next multiple of it.
     """
 
     def __init__(self, size_bytes: int) -> None:

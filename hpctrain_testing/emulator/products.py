@@ -56,7 +56,7 @@ def product(a: DeviceArray, b: DeviceArray, c: DeviceArray, *, transpose_a: bool
     write(c, total + read(c) if accumulate else total)
 
 
-#: asked for although nothing needs it, so that a caller who gives none is found
+#: asked for although nothing needs it, so that a caller that passes none is found
 WORKSPACE_BYTES = 256
 _POISON = 0xFF
 

@@ -218,7 +218,7 @@ _PATIENCE = 50
 
 
 class Capture:
-    """Work of one stream, recorded instead of done. open: it goes on."""
+    """Work of one stream, recorded instead of done. open: recording continues."""
 
     def __init__(self, name: str) -> None:
         self.name, self.open = name, True
@@ -337,7 +337,7 @@ class StreamTable:
         with self._lock:
             self._require_own(stream, event)
             mark = event.mark
-            if mark is None or mark is stream.capture:  # nothing to wait for, or in the very order of the capture
+            if mark is None or mark is stream.capture:  # nothing to wait for, or ordered within the capture
                 return
             if isinstance(mark, Capture) or stream.capture:
                 raise EmulatedDeviceError(f"Stream {stream.name} cannot wait for {event}: one of them is captured, not both.")

@@ -248,7 +248,7 @@ class RunTables:
         self._tables: dict[tuple[int, int], list[RunTable]] = {}
 
     def launch(self, source: str, kernel: str, runs: Iterable[UpdateRun], *scalars: np.generic) -> None:
-        """Enqueue a kernel over the elements of `runs`, with its own arguments behind the runs."""
+        """Enqueue a kernel over the elements of `runs`, with its own arguments after the runs."""
         wanted = tuple(run for run in runs if run.start < run.stop)
         if not wanted:
             return
@@ -325,8 +325,8 @@ class CudaMomentDescent:
         self._tables.launch("moments", "moments", runs, scalar(lr), *self._constants, *scales, np.int32(directs))
 
 
-#: pinned memory that copies of whole arrays go through: so many buffers of so many bytes. More are made for large arrays, so that
-#: the host fills them with a batch while the device computes.
+#: pinned memory that copies of whole arrays go through: buffers at first, at most, and bytes of each. More are made for large
+#: arrays, so that the host can fill them with a batch while the device computes.
 STAGING_COUNT, STAGING_MOST, STAGING_BYTES = 4, 64, 4 << 20
 
 #: elements that a thread casts at once: 16 bytes of float32
@@ -399,7 +399,7 @@ class CudaArithmetic(Arithmetic):
         self._launch_flat(f"average_{TAGS[target.dtype]}", width, target, source, _scalar(target, kept))
 
     def _launch_flat(self, kernel: str, width: int, target: DeviceArray, *arguments: Argument) -> None:
-        """Enqueue a kernel of copies.cu over the elements of flat arrays, `width` of them at once if there are so many."""
+        """Enqueue a kernel of copies.cu over the elements of flat arrays, `width` of them at once."""
         runtime = self._runtime
         grid = grid_for(-(-target.size // width), runtime.threads, runtime.device.multiprocessors)
         runtime.launch("copies", f"{kernel}_w{width}", grid, (runtime.threads,), target, *arguments, np.int64(target.size))

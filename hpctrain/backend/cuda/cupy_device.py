@@ -122,7 +122,7 @@ def _nccl() -> Any:
     """Return CuPy's module of NCCL; None if its library is missing."""
     _load_wheel()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # in which CuPy tells of a library that is not there
+        warnings.simplefilter("ignore")  # CuPy warns of a library that is missing
         try:
             from cupy.cuda import nccl
         except ImportError:

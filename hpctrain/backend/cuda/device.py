@@ -98,7 +98,7 @@ class DeviceArray:
     __array__ = __array_ufunc__ = __setitem__ = __iter__ = __float__ = __int__ = __bool__ = __contains__ = _refuse
 
 
-#: what a kernel takes: a place in the device's memory (None: nowhere), or a NumPy scalar of the parameter's very type
+#: what a kernel takes: a place in the device's memory (None: nowhere), or a NumPy scalar of exactly the parameter's type
 Argument = DeviceArray | np.generic | None
 Extent = tuple[int, ...]  # of a grid or a block, up to three dims
 
@@ -213,10 +213,10 @@ class LinkMaker(Protocol):
 
 
 class Device(Protocol):
-    """A GPU, or what stands in for one.
+    """A GPU, or the emulated device.
 
     Attributes:
-        name: as the vendor gives it. identity: no other device has it, on any node. capability: (major, minor).
+        name: the vendor's. identity: no other device has it, on any node. capability: (major, minor).
         multiprocessors: that run blocks at once.
         dtypes: that kernels compute in. memory_bytes: of the whole device.
         versions: of the libraries that it computes by, and its name as "device", for a run's records.

@@ -92,13 +92,13 @@ class SamplePlace:
         """Return the place of an activation `x` (N, ...).
 
         Raises:
-            BackendError: a split activation with more than three dims beside N.
+            BackendError: a split activation with more than three dims in addition to N.
         """
         shape = x.shape[1:]
         if spec.unsplit_shape is None or spec.per_sample:
             return cls((1, 1, math.prod(shape)))
         if len(shape) > _DIMS:
-            raise BackendError(f"Split dropout on a device takes up to {_DIMS} dims beside the batch, not {len(shape)}.")
+            raise BackendError(f"Split dropout on a device takes up to {_DIMS} dims in addition to the batch, not {len(shape)}.")
         fill = _DIMS - len(shape)
         steps = [math.prod(spec.unsplit_shape[dim + 1 :]) for dim in range(len(shape))]
         first = sum(corner * step for corner, step in zip(spec.origin, steps, strict=True))

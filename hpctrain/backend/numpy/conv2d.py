@@ -151,7 +151,7 @@ class _Part:
 
 @dataclass
 class _Scattered:
-    """dx of a strided convolution: dy times the weights gives columns, whose taps are added to the pixels they read."""
+    """dx of a strided convolution: dy times the weights are columns, whose taps are added to the pixels they read."""
 
     spec: Conv2dSpec
     x: TensorSpec

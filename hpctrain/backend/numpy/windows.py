@@ -30,7 +30,7 @@ from hpctrain.backend.specs import Pair, Shape, Window
 class TapRange:
     """Outputs [first, stop) of one dim whose input through one tap lies inside the image, and those inputs as a slice.
 
-    The converse of `hpctrain.parallel.layout`, which gives the inputs of some outputs through all taps.
+    The converse of `hpctrain.parallel.layout`, which returns the inputs of some outputs through all taps.
     """
 
     first: int

@@ -74,7 +74,7 @@ def load() -> ctypes.CDLL:
 
 
 def version(library: ctypes.CDLL) -> Version:
-    """Return the version that dnnl_version() gives."""
+    """Return the library's version, from dnnl_version()."""
     library.dnnl_version.restype = ctypes.POINTER(Version)
     result: Version = library.dnnl_version().contents
     return result
@@ -297,7 +297,7 @@ class Descriptor:
 
     @property
     def extent_bytes(self) -> int:
-        """Bytes from the first to the last element; oneDNN's size counts the gaps behind the last one as well."""
+        """Bytes from the first to the last element; oneDNN's size also counts the gaps after the last one."""
         return self.size_bytes if self._extent_bytes is None else self._extent_bytes
 
     def equals(self, other: Descriptor) -> bool:

@@ -66,8 +66,8 @@ class Convolution:
     """The three primitives of one convolution between images in given layouts.
 
     Attributes:
-        forward, backward_data, backward_weights: the latter two None in evaluation, the second where nobody asks for the
-            input's gradient.
+        forward, backward_data, backward_weights: the latter two None in evaluation, the second also if the input's gradient is
+            not wanted.
         weights: the format that `forward` reads, as `backward_data_weights` in backward, and `diff_weights` that is written.
         adding: computes the input's gradient as a convolution of the output's and adds it; None where there is no such kernel.
         winograd, winograd_data, winograd_weights: take the place of the three in training where they are faster; else None.
@@ -119,7 +119,7 @@ class Convolution:
 
     @property
     def phases(self) -> dict[str, Primitive | None]:
-        """The primitive that computes each phase; None where nobody asks for it, or Winograd takes its place."""
+        """The primitive that computes each phase; None if it is not wanted, or Winograd takes its place."""
         return {
             FORWARD: None if self.winograd is not None else self.forward,
             BACKWARD_DATA: None if self.winograd_data is not None else self.backward_data,

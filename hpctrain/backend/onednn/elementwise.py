@@ -177,7 +177,7 @@ class AddOperator(InPlace, Accumulating, LibraryOperator):
 
 
 class RectifiedOperator(Accumulating, OutputReadOnce, Operator):
-    """y = max(inner(x), 0), in place behind the inner operator; in plain memory.
+    """y = max(inner(x), 0), in place after the inner operator; in plain memory.
 
     Args:
         inner: the operator of `spec.inner`.

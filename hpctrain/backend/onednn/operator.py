@@ -61,7 +61,7 @@ def _aligned(room: np.ndarray, size_bytes: int, alignment_bytes: int) -> np.ndar
 
 
 class Regions:
-    """Parts of a buffer that is allocated later: `add` gives each its place, `total_bytes` is what the buffer must hold.
+    """Parts of a buffer that is allocated later: `add` returns the place of each, `total_bytes` is the buffer's size.
 
     Args:
         begin: where the first part lies, a multiple of 64.
