@@ -20,7 +20,6 @@ import numpy as np
 
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, OperationKind, Stream
 from hpctrain.averaging.group_sums import JointNorms, ReadSums, ShardGradients, TreeNorms
-from hpctrain.averaging.lazy_interval import LazyInterval
 from hpctrain.averaging.sixteen_bits import RoundedParameters, Rounding, check_wire
 from hpctrain.averaging.slicing import Sizes, whole_bytes
 from hpctrain.averaging.sufficient_factors import FcExchange
@@ -94,7 +93,7 @@ class AveragerSetup:
         group: the parameters, on this rank. optimizer: unbound; the averager binds it to what this rank updates, and owns it.
         comm: the group of ranks that hold these parameters. progress: the process's progress engine.
         norms: of all groups, where the network has several; None where this one has all parameters.
-        interval: of lazy averaging, where the network has several groups that must share it.
+        shared: what the strategy's averagers of all groups share (`Strategy.shared`).
         transport: of arrays that lie on a device; of others there is nothing to choose.
         gradients: of this rank's shards, where sums are added in their order; None: the rank has one gradient.
     """
@@ -104,7 +103,7 @@ class AveragerSetup:
     comm: Communicator
     progress: ProgressEngine
     norms: JointNorms | None = None
-    interval: LazyInterval | None = None
+    shared: Any = None
     transport: Transport = "staged"
     gradients: ShardGradients | None = None
 
@@ -478,8 +477,8 @@ class Strategy(ABC):
         """Whether a link that is measured is to say what an operation takes of a core, too."""
         return False
 
-    def interval(self, comm: Communicator, progress: ProgressEngine, members: int) -> LazyInterval | None:
-        """The interval of averaging that the averagers of a network's groups share; None where all average in every step.
+    def shared(self, comm: Communicator, progress: ProgressEngine, members: int) -> Any:
+        """Return a state that the averagers of all groups of a network share, such as an interval; None: there is none.
 
         Collective over `comm`.
 

@@ -42,11 +42,10 @@ from hpctrain.averaging.collective_schedule import (
     slices_of_groups,
 )
 from hpctrain.averaging.group_sums import NORM_BLOCK
-from hpctrain.averaging.link_simulation import SliceTraffic, Urgency, best_order
+from hpctrain.averaging.link_simulation import SliceTraffic, StepClock, Times, Urgency, best_order, over_ranks
 from hpctrain.averaging.owner_operations import OwnerOperations, StepUpdate
 from hpctrain.averaging.sixteen_bits import Rounding, words_of_rounding
 from hpctrain.averaging.slicing import Slice, cut, fingerprint, fused, layer_slices, sufficient_factor_slices
-from hpctrain.averaging.step_times import StepClock, Times, over_ranks
 from hpctrain.averaging.sufficient_factors import FcExchange, exchanging_layers
 from hpctrain.comm.base import Array
 from hpctrain.comm.groups import Levels, levels

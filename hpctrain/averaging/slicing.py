@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
-from hpctrain.averaging.step_times import Times
 from hpctrain.averaging.top_k import kept_at
 from hpctrain.comm.link import LinkModel
 from hpctrain.core.errors import ConfigError
@@ -255,11 +254,6 @@ _LARGEST_BYTES = 1 << 24
 _LEAST_PART_BYTES = 1 << 20
 # A slice on its way holds up what becomes ready meanwhile, so large layers are cut: at a few times what latency asks for.
 _LARGEST_IN_BUCKETS = 4
-# Between two polls of the messages, where it has not been measured: a large operator of a network for images.
-_OPERATOR_SECONDS = 0.02
-_LEAST_WINDOW = 4
-# A message needs several polls on both sides, for its handshake and its end.
-_POLLS = 3
 
 
 def bucket_bytes(total_bytes: int, ranks: int, link: LinkModel | None) -> int:
@@ -334,18 +328,3 @@ def parts_of(size: int, item_bytes: int, ranks: int) -> list[tuple[int, int]]:
     size_of_one = -(-size // max(1, -(-size // most)))
     step = max(1, -(-size_of_one // ranks)) * ranks
     return [(begin, min(begin + step, size)) for begin in range(0, size, step)]
-
-
-def credit_window(size_bytes: int, ranks: int, link: LinkModel | None, times: Times | None) -> int | None:
-    """How many slices of `size_bytes` in flight keep the link busy between polls; None: no limit.
-
-    Args:
-        times: measured ones; polls are at most as far apart as gradients are that become ready one after the other.
-    """
-    if link is None or ranks == 1:
-        return None
-    seconds = link.allgather_seconds(size_bytes, ranks)
-    if seconds == 0.0:
-        return None
-    apart = _OPERATOR_SECONDS if times is None else times.longest_gap()
-    return max(_LEAST_WINDOW, 1 + math.ceil(_POLLS * apart / seconds))

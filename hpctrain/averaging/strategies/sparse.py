@@ -39,11 +39,10 @@ from hpctrain.averaging.base import (
     words_of_sizes,
 )
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, Operation, OperationKind, Stream
-from hpctrain.averaging.link_simulation import Urgency, reductions_first
+from hpctrain.averaging.link_simulation import Times, Urgency, reductions_first
 from hpctrain.averaging.owner_operations import OwnerOperations, StepUpdate
 from hpctrain.averaging.reduce_scatter import ReduceScatterAverager, ReduceScatterStrategy
 from hpctrain.averaging.slicing import INDEX_BYTES, Compression, Sizes, Slice, cut, fused
-from hpctrain.averaging.step_times import Times
 from hpctrain.averaging.sufficient_factors import FcExchange
 from hpctrain.averaging.top_k import ErrorFeedback, Selection, TopK
 from hpctrain.comm.base import Array, Communicator, Complete, Handle
