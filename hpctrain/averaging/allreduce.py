@@ -125,7 +125,7 @@ class AllreduceAverager(GradientAverager):
             self.progress.poll()
 
     def end_backward(self) -> None:
-        """Parameters that this step did not use are announced here, with whatever gradient they hold."""
+        """Announce parameters that this step did not use, with whatever gradient they hold."""
         self._settle(self._previous)
         for event in self._step.events.values():
             event.happen()
@@ -141,7 +141,7 @@ class AllreduceAverager(GradientAverager):
         self._settle(self._step)
 
     def _start(self, k: int) -> Handle:
-        """Called by the progress engine when the slice's turn has come: post its sum."""
+        """Post the sum of a slice; called by the progress engine when the slice's turn has come."""
         piece = self.schedule.slices[k]
         if not self._cuts_large:
             return self._sums.iallreduce(self._terms(piece.start, piece.stop))
@@ -167,7 +167,10 @@ class AllreduceAverager(GradientAverager):
         self.optimizer.update(self._segments[k], step.lr, norms)
 
     def _complete_norms(self, step: AllreduceStep, k: int) -> Norms | None:
-        """The norms for the update of a slice: its own (LARS), or all (clipping, several groups), which waits for all sums."""
+        """Return the norms for the update of a slice.
+
+        Its own (LARS), or all (clipping, several groups), which waits for all sums.
+        """
         if step.joint is not None:
             step.joint.complete()
             return step.joint.norms[self._member]
@@ -214,18 +217,20 @@ class AllreduceStrategy(Strategy):
 
     @abstractmethod
     def words(self) -> str:
-        """The strategy and its options, as a stored schedule names what it was made for: other words, another schedule."""
+        """Return the strategy and its options, as a stored schedule names what it was made for: other words, another schedule."""
 
     @abstractmethod
     def slices(self, link: LinkModel | None) -> tuple[Slice, ...]:
-        """Slices of all parameters, in forward order; each holds whole parameters.
+        """Return slices of all parameters, in forward order; each holds whole parameters.
 
         Args:
             link: what sizes follow from, as `sizes` says; None where they follow from none.
         """
 
     def least_elements(self, link: LinkModel | None) -> int:
-        """Least elements of a bucket: by the option `bucket_bytes`, which the options must have, else as the link asks for.
+        """Return the least elements of a bucket.
+
+        By the option `bucket_bytes`, which the options must have, or else as the link asks for.
 
         An allreduce has twice the steps and moves twice the bytes of a reduce-scatter, so the best size is the same.
         """

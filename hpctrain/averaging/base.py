@@ -81,7 +81,7 @@ def check_sizes(sizes: Sizes, **by_hand: int | None) -> None:
 
 
 def words_of_sizes(sizes: Sizes) -> str:
-    """The words that the option adds to those that a stored schedule is known by; sizes by rule, the default, add nothing."""
+    """Return the words that the option adds to a stored schedule's request: none for sizes by rule, the default."""
     return ", sizes measured" if sizes == "measured" else ""
 
 
@@ -108,7 +108,7 @@ class AveragerSetup:
     gradients: ShardGradients | None = None
 
     def own_norms(self, parts: Iterable[Interval]) -> Norms | None:
-        """The norms of this group alone, where it has all parameters and its optimiser needs some; else None.
+        """Return the norms of this group alone if it has all parameters and its optimiser needs some; else None.
 
         Args:
             parts: of all ranks, the elements that one of them adds up at once.
@@ -118,7 +118,7 @@ class AveragerSetup:
         return Norms(self.group) if self.gradients is None else TreeNorms(self.group, parts)
 
     def terms(self, start: int, stop: int) -> Array | tuple[Array, ...]:
-        """Elements [start, stop) of the gradient, as they are summed over ranks: one array, or several in a fixed order."""
+        """Return elements [start, stop) of the gradient as ranks sum them: one array, or several in a fixed order."""
         return self.group.grad[start:stop] if self.gradients is None else self.gradients.terms(start, stop)
 
 
@@ -196,31 +196,36 @@ class GradientAverager(ABC):
 
     @abstractmethod
     def begin_step(self, lr: float, counts: Sequence[int] | None = None) -> None:
-        """A step starts; its update will use learning rate `lr`. counts: the step's samples on each rank of `comm`."""
+        """Begin a step, whose update uses learning rate `lr`. counts: the step's samples on each rank of `comm`."""
 
     def takes_sufficient_factors(self, parameters: Sequence[Parameter]) -> bool:
-        """True where the gradients of a linear layer (weight, and bias if any) are made from exchanged inputs and errors.
+        """Return whether the gradients of a linear layer are made from exchanged inputs and errors.
+
+        Its parameters are the weight, and the bias if any.
 
         Fixed at set-up from the nominal global batch; such a layer's parameters are not announced by `grad_ready`.
         """
         return False
 
     def input_ready(self, parameters: Sequence[Parameter], x: Array) -> None:  # noqa: B027  most take gradients only
-        """Forward: x (N, in) of a layer that gives sufficient factors; copied before this returns. May post, must not wait."""
+        """Take x (N, in) of a layer with sufficient factors, in forward. Copies it; may post, must not wait."""
 
     def error_ready(self, parameters: Sequence[Parameter], dy: Array) -> None:  # noqa: B027
-        """Backward, before the input's gradient: dy (N, out) of such a layer; copied before this returns."""
+        """Take dy (N, out) of such a layer, in backward before the input's gradient. Copies it; may post, must not wait."""
 
     @abstractmethod
     def grad_ready(self, parameter: Parameter) -> None:
-        """`parameter.grad` is final on this rank, once per step (the last micro-batch). May post, must not wait."""
+        """Note that `parameter.grad` is final on this rank, once per step (the last micro-batch). May post, must not wait."""
 
     def data_free(self, parameter: Parameter) -> None:  # noqa: B027
-        """Backward no longer reads `parameter.data`. Nothing writes it before: updates and posted receives included."""
+        """Note that backward no longer reads `parameter.data`.
+
+        Nothing writes it before: neither updates nor posted receives.
+        """
 
     @abstractmethod
     def end_backward(self) -> None:
-        """All gradients of the step are announced."""
+        """Note that all gradients of the step are announced."""
 
     @abstractmethod
     def before_forward(self, parameters: Sequence[Parameter]) -> None:
@@ -231,23 +236,26 @@ class GradientAverager(ABC):
         """Complete everything everywhere: before evaluation, checkpoint and hash. Collective."""
 
     def owned(self) -> Sequence[Segment]:
-        """The parts of the group that this rank updates, and whose optimiser state it holds. All of it, unless sharded."""
+        """Return the segments that this rank updates, and whose optimiser state it holds: all of the group, unless sharded."""
         return self.group.segments
 
     def changed(self) -> Sequence[Array]:
-        """Flat arrays of this rank that steps change and later ones go on from, each element in one of them; always the same."""
+        """Return flat arrays of this rank that steps change and later steps depend on; each element is in one of them.
+
+        The arrays are the same ones in every call.
+        """
         owned = (segment for segment in self.owned() if segment.size)
         return [self.group.data, *(view for segment in owned for view in self._state_of(segment).values())]
 
     def undone(self) -> None:  # noqa: B027  most have nothing else
-        """The last step was undone: what `changed` and `counters` gave before it is in place again. The same on every rank."""
+        """Note that the last step was undone, on every rank: the arrays of `changed` and the counters are as before it."""
 
     def held_gradients(self) -> Mapping[str, Array]:
-        """By parameter, gradients of earlier steps that this rank still keeps back from every update. None, by default."""
+        """Return, by parameter, gradients of earlier steps that this rank keeps back from every update. None, by default."""
         return {}
 
     def full_state(self, parameter: Parameter) -> dict[str, np.ndarray]:
-        """The optimiser's state of one whole parameter, 1-D, by name: what a checkpoint writes. After `drain`.
+        """Return the optimiser's state of one whole parameter, 1-D, by name: what a checkpoint writes. After `drain`.
 
         Those of `by_holder` are (holders, size) instead. Collective where the state is sharded; here it is a view of what this
         rank holds.
@@ -256,7 +264,10 @@ class GradientAverager(ABC):
         return {name: self.group.arithmetic.to_host(values) for name, values in state.items()}
 
     def state_names(self, parameter: Parameter) -> Collection[str]:
-        """The names that `load_state` takes for a parameter; it is given all of them. Collective where the state is sharded."""
+        """Return the names that `load_state` takes for a parameter, which is given all of them.
+
+        Collective where the state is sharded.
+        """
         return tuple(self.full_state(parameter))
 
     def load_state(self, parameter: Parameter, state: Mapping[str, np.ndarray]) -> None:
@@ -268,7 +279,7 @@ class GradientAverager(ABC):
                     self.group.arithmetic.from_host(view, state[name][segment.start - begin : segment.stop - begin])
 
     def counters(self) -> dict[str, int]:
-        """Numbers by name, the same on every rank, that later steps depend on beside what they are given. After `drain`."""
+        """Return numbers by name, the same on every rank, that later steps depend on besides their arguments. After `drain`."""
         return self.optimizer.counters()
 
     def load_counters(self, counters: Mapping[str, int]) -> None:
@@ -277,9 +288,9 @@ class GradientAverager(ABC):
 
 
 def for_holders(kept_back: np.ndarray, holders: int) -> np.ndarray:
-    """Gradients (as many as kept them back, ...) as `holders` go on with them: each its own, or the first one their sum.
+    """Distribute gradients that were kept back, (previous holders, ...): to each holder its own, or to the first one their sum.
 
-    Zeros behind those of `holders` are of nobody: a checkpoint has them where other parts of a parameter have more holders.
+    Zeros after those of `holders` belong to no rank: a checkpoint has them where other parts of a parameter have more holders.
     """
     if len(kept_back) == holders or (len(kept_back) > holders and not kept_back[holders:].any()):
         return kept_back[:holders]
@@ -454,11 +465,11 @@ class Strategy(ABC):
         return StrategyCosts((OperationKind.ALLREDUCE,), whole_bytes, 1.0, gradients=getattr(options, "wire", "float32"))
 
     def request(self) -> str | None:
-        """The words for what a stored schedule must have been made for; None where the strategy has no schedule."""
+        """Return the words for what a stored schedule must have been made for; None if the strategy has no schedule."""
         return None
 
     def plan(self, link: LinkModel | None) -> CollectiveSchedule | None:
-        """The schedule of the first steps; None where the strategy has none.
+        """Return the schedule of the first steps; None if the strategy has none.
 
         Args:
             link: None where no size or order follows from it.
@@ -466,15 +477,15 @@ class Strategy(ABC):
         return None
 
     def accepts(self, stored: CollectiveSchedule | None) -> bool:
-        """Whether a stored schedule fits: the same strategy, options and parameters on as many ranks."""
+        """Return whether a stored schedule fits: the same strategy, options and parameters on as many ranks."""
         return stored is not None and (stored.request, stored.ranks) == (self.request(), self.group.ranks)
 
     def needs_link(self, usable: CollectiveSchedule | None) -> bool:
-        """Whether something follows from a measured link that a usable stored schedule, if any, does not say."""
+        """Return whether something follows from a measured link that a usable stored schedule, if any, does not contain."""
         return False
 
     def needs_operation_seconds(self, usable: CollectiveSchedule | None) -> bool:
-        """Whether a link that is measured is to say what an operation takes of a core, too."""
+        """Return whether measuring the link includes the time that an operation takes of a core."""
         return False
 
     def shared(self, comm: Communicator, progress: ProgressEngine, members: int) -> Any:
@@ -493,5 +504,5 @@ class Strategy(ABC):
 
 
 def words_of_shards(shards: int | None) -> str:
-    """The words that shards add to those that a stored schedule is known by; without them nothing is added."""
+    """Return the words that shards add to a stored schedule's request: none without shards."""
     return "" if shards is None else f", exact {shards} shards"

@@ -41,35 +41,41 @@ class Times:
     end_seconds: float = 0.0
 
     def longest_gap(self) -> float:
-        """Seconds between two gradients that become ready one after the other."""
+        """Return the longest time between two gradients that become ready one after the other, in seconds."""
         return max((later - earlier for earlier, later in pairwise(sorted(self.ready.values()))), default=0.0)
 
     def late(self) -> Times:
-        """As if all became ready one gradient later. What a single queue sends next must be ready then, or all behind it wait."""
+        """Return the times as if all became ready one gradient later.
+
+        What a single queue sends next must be ready then, or everything after it waits.
+        """
         later = self.longest_gap()
         ready, free = ({name: at + later for name, at in times.items()} for times in (self.ready, self.free))
         return Times(ready, free, self.needed, self.end_seconds)
 
     def looks(self) -> list[float]:
-        """The instants at which the program surely looks at messages, ascending: where a parameter's part of the work ends."""
+        """Return the instants at which the program surely polls, ascending: where a parameter's part of the work ends."""
         read = (self.end_seconds + at for at in self.needed.values())  # of the next step
         return sorted({*self.ready.values(), *self.free.values(), *read})
 
     @staticmethod
     def unknown(parameters: Sequence[str]) -> Times:
-        """Backward as if each parameter took 1 s, from the last one to the first; data is let go when it ends."""
+        """Return times of a backward in which each parameter takes 1 s, from the last one to the first.
+
+        Data is released when backward ends.
+        """
         last = float(len(parameters))
         ready = {name: last - position for position, name in enumerate(parameters)}
         return Times(ready, dict.fromkeys(parameters, last + 1.0))
 
     def to_array(self, parameters: Sequence[str]) -> np.ndarray:
-        """Float64 (3 n + 1,), of n parameters: ready, free, needed (NaN where unknown), then the end."""
+        """Return float64 (3 n + 1,), of n parameters: ready, free, needed (NaN if unknown), then the end."""
         of_kinds = (of_kind.get(name, np.nan) for of_kind in (self.ready, self.free, self.needed) for name in parameters)
         return np.array([*of_kinds, self.end_seconds])
 
     @staticmethod
     def from_array(parameters: Sequence[str], values: np.ndarray) -> Times:
-        """The times that `to_array` gave."""
+        """Return the times that `to_array` wrote."""
         *of_kinds, end_seconds = values.tolist()
         ready, free, needed = (
             {name: at for name, at in zip(parameters, of_kind, strict=True) if not math.isnan(at)}
@@ -79,7 +85,7 @@ class Times:
 
 
 def upper_medians(seconds: np.ndarray) -> np.ndarray:
-    """(ranks, events) -> (events,): of each event the upper median over the ranks that know it; NaN where none does.
+    """Return (events,) from (ranks, events): of each event the upper median over the ranks that know it; NaN if none does.
 
     Of two ranks it is the later one, as a collective starts when both have posted it; of many no odd one matters, be it a rank
     that something disturbed while it measured. A maximum would follow that one, and a mean in part.
@@ -106,25 +112,25 @@ class StepClock:
         self._ends: list[float] = []
 
     def begin(self, on: bool) -> None:
-        """A step begins. on: it is measured."""
+        """Begin a step. on: it is measured."""
         self._on = on
         self._begin = self._compute_seconds()
 
     def needed(self, name: str) -> None:
-        """Forward reads a parameter."""
+        """Note that forward reads a parameter."""
         if len(self._needed.get(name, ())) == len(self._ends):  # the first of several micro-batches
             self._note(self._needed, name)
 
     def ready(self, name: str) -> None:
-        """A gradient is announced."""
+        """Note that a gradient is announced."""
         self._note(self._ready, name)
 
     def free(self, name: str) -> None:
-        """Backward has let go of a parameter's data."""
+        """Note that backward has released a parameter's data."""
         self._note(self._free, name)
 
     def end(self, names: Sequence[str]) -> None:
-        """Backward has ended: so has what was not announced."""
+        """Note that backward has ended, and with it what was not announced."""
         for name in names:
             for times in (self._ready, self._free):
                 if self._on and len(times.get(name, ())) < max(map(len, times.values()), default=1):
@@ -133,7 +139,7 @@ class StepClock:
             self._ends.append(self._compute_seconds() - self._begin)
 
     def times(self) -> Times:
-        """The medians over the measured steps; there must have been one."""
+        """Return the medians over the measured steps, of which there must be one."""
         ready, free, needed = (
             {name: median(seconds) for name, seconds in times.items()} for times in (self._ready, self._free, self._needed)
         )
@@ -148,7 +154,7 @@ class StepClock:
 
 
 def over_ranks(times: Times, names: Sequence[str], comm: Communicator, progress: ProgressEngine) -> Times:
-    """The times of a typical rank (`upper_medians`), from those of all ranks. Collective; the same bits on every rank.
+    """Return the times of a typical rank (`upper_medians`), from those of all ranks. Collective; the same bits on every rank.
 
     Args:
         times: measured on this rank. names: of the parameters, the same on every rank.
@@ -183,7 +189,10 @@ class SliceTraffic:
     norms: Sequence[range] = ()
 
     def reduce_seconds(self, piece: Slice, link: LinkModel) -> float:
-        """Seconds until a slice's sum is where it is used: reduced, or made from errors; in a node and across, if compressed."""
+        """Return the seconds until a slice's sum is where it is used.
+
+        It is reduced, or made from errors; if compressed, within a node and then across nodes.
+        """
         if piece.compression is not None:
             nodes, per_node = piece.compression.nodes, self.ranks // piece.compression.nodes
             message = piece.compression.kept(piece.owned_size(0, self.ranks)) * (self.item_bytes + INDEX_BYTES)
@@ -194,7 +203,7 @@ class SliceTraffic:
         return link.allgather_seconds(wire_bytes(piece.size, self.item_bytes, self.rounding.gradients), self.ranks)
 
     def gather_seconds(self, piece: Slice, link: LinkModel) -> float:
-        """Seconds of the allgather of a slice's parameters: of all ranks, or of a node's, if it is compressed."""
+        """Return the seconds of the allgather of a slice's parameters: of all ranks or, if compressed, of a node's."""
         n_bytes = wire_bytes(piece.size, self.item_bytes, self.rounding.parameters)
         return link.allgather_seconds(n_bytes, self.ranks // piece.copies)
 
@@ -211,12 +220,12 @@ _SLOWER = 1.25
 
 
 def front_first(order: int, ready: float, gather: bool) -> tuple[float, ...]:
-    """Front layers first; within a layer reductions first."""
+    """Order by layer, front ones first; within a layer reductions first."""
     return (order, gather, ready)
 
 
 def reductions_first(order: int, ready: float, gather: bool) -> tuple[float, ...]:
-    """Reductions as they become ready, then gathers, front layers first."""
+    """Order reductions as they become ready, then gathers, front layers first."""
     return (True, order) if gather else (False, ready)
 
 
@@ -261,7 +270,7 @@ class LinkSimulation:
         self._gathered = [0.0] * len(slices)  # when each slice has been gathered
 
     def stall_seconds(self) -> float:
-        """After `order`: how long the next forward waits for parameters in all, where times say when it reads them."""
+        """Return, after `order`, how long the next forward waits for parameters in all, if times say when it reads them."""
         latest: dict[str, float] = {}
         for piece, at in zip(self._slices, self._gathered, strict=True):
             for name in (*piece.parameters, *piece.replicated):
@@ -272,7 +281,7 @@ class LinkSimulation:
         return stall
 
     def order(self) -> list[tuple[int, bool]]:
-        """(slice, whether it is its gather) in the order in which they are sent."""
+        """Return (slice, whether it is its gather) in the order in which they are sent."""
         ready = ((self._latest(self._times.ready, self._slices[k]), k) for k, members in enumerate(self._together) if members)
         self._reductions = sorted(ready, reverse=True)
         self._unsummed = {group: len(group) for group in self._norms.values()}
@@ -294,7 +303,7 @@ class LinkSimulation:
         return sent
 
     def _sum(self, k: int, now: float) -> None:
-        """A slice is reduced: it may be gathered, or all that wait for the same norms may."""
+        """Note that a slice is reduced: it may be gathered, or all that wait for the same norms may."""
         group = self._norms.get(k)
         if group is None:
             self._may_gather(k, now)
@@ -331,7 +340,10 @@ class LinkSimulation:
 def best_order(
     traffic: SliceTraffic, times: Times, link: LinkModel, urgency: Urgency, looks: Sequence[float] = ()
 ) -> list[tuple[int, bool]]:
-    """The order that exposes least, of a few: gathers under backward never hold up a gradient, or do for so long at most."""
+    """Return the order that exposes least, of a few.
+
+    Gathers under backward never hold up a gradient, or do for a limited time.
+    """
     gap = times.longest_gap() if times.needed else 0.0
     orders: list[tuple[float, int, list[tuple[int, bool]]]] = []  # (stall, number, order): the first of equals is taken
     for overrun_seconds in (0.0, gap / 4, gap, math.inf) if gap else (0.0,):
@@ -342,7 +354,9 @@ def best_order(
 
 
 def two_stream_order(traffic: SliceTraffic, times: Times, link: LinkModel, urgency: Urgency) -> list[tuple[int, bool]]:
-    """An order of reductions and one of gathers, which are on streams of their own, in one list: each gather after what it needs.
+    """Return an order of reductions and one of gathers, which are on streams of their own, merged in one list.
+
+    Each gather comes after what it needs.
 
     Reductions go as over a link at its best, gathers as over one at its worst, one look late.
     """
@@ -354,7 +368,7 @@ def two_stream_order(traffic: SliceTraffic, times: Times, link: LinkModel, urgen
 
 
 def _merged(traffic: SliceTraffic, reductions: Sequence[int], gathers: Sequence[int]) -> list[tuple[int, bool]]:
-    """Both orders in one, gathers as early as they may: behind their slice's reduction, and those that norms need."""
+    """Return both orders in one, gathers as early as possible: after their slice's reduction, and those that norms need."""
     reduced_by = {member: k for k in reductions for member in layer_slices(traffic.slices, k)}
     group_of = {k: group for group in traffic.norms for k in group}
     place = {k: position for position, k in enumerate(reductions)}

@@ -30,7 +30,10 @@ _BYTES = 1 << 16
 
 
 def trial() -> str:
-    """AWARE, UNAWARE with a reason, UNTRIED, or what MPI said when it ended the process. Not once MPI has started here."""
+    """Return AWARE, UNAWARE with a reason, UNTRIED, or what MPI printed when it ended the process.
+
+    Not once MPI has started here.
+    """
     try:
         done = subprocess.run(
             [sys.executable, *_COMMAND],
@@ -47,7 +50,7 @@ def trial() -> str:
 
 
 def last_line(text: str) -> str:
-    """The last line that is not empty."""
+    """Return the last line that is not empty."""
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "it said nothing")
 
 

@@ -60,13 +60,13 @@ class MessageAccount:
         return self._beside.total_ns * 1e-9
 
     def second_thread(self, identifier: int | None) -> None:
-        """Calls of the thread with this identifier are not the program's from now on; None: there is no second one."""
+        """Set the second thread, whose calls are not the program's; None: there is none."""
         self._second = identifier
         if self._trace is not None:
             self._trace.second_thread(identifier)
 
     def begin(self) -> None:
-        """A call of the engine begins, in which something may move."""
+        """Begin a call of the engine, in which something may move."""
         stretch = self._of_caller()
         stretch.depth += 1
         if stretch.depth == 1:
@@ -74,7 +74,7 @@ class MessageAccount:
             stretch.begin_ns = self.clock_ns()
 
     def end(self, *, recorded: bool = True) -> None:
-        """The call ends, well or not. recorded: in the trace, if any."""
+        """End the call, whether or not it failed. recorded: in the trace, if any."""
         stretch = self._of_caller()
         stretch.depth -= 1
         if stretch.depth == 0:
@@ -84,15 +84,15 @@ class MessageAccount:
                 self._trace.add(Category.MESSAGES, HOOKS, stretch.begin_ns, now)
 
     def begin_wait(self) -> None:
-        """Until `end_wait` nothing counts: the program waits, and that is counted as a wait."""
+        """Count nothing until `end_wait`: the program waits, and that is counted as a wait."""
         self._of_caller().depth += 1
 
     def end_wait(self) -> None:
-        """The wait is over."""
+        """End the wait."""
         self._of_caller().depth -= 1
 
     def updated(self, begin_ns: int, stop_ns: int) -> None:
-        """An update has run; one inside of a call of the engine is no message's time."""
+        """Note that an update has run; inside of a call of the engine it is no message's time."""
         stretch = self._of_caller()
         if stretch.depth:
             stretch.update_ns += stop_ns - begin_ns
@@ -145,11 +145,11 @@ class Ticket:
         self._after = tuple(after)
 
     def ready(self) -> bool:
-        """True once everything that it comes after is complete."""
+        """Return whether everything that it comes after is complete."""
         return all(ticket.done for ticket in self._after)
 
     def turn_ns(self) -> int:
-        """The earliest instant at which all that it comes after may have been complete, where operations are traced."""
+        """Return the earliest instant at which all that it comes after may have been complete, if operations are traced."""
         return max((ticket.possible_ns for ticket in self._after), default=0)
 
     def begin(self) -> None:
@@ -250,7 +250,7 @@ class PostingQueue:
         return bool(self._in_flight)
 
     def unfinished(self) -> Sequence[Ticket]:
-        """The operations in flight, then those that wait, each in order."""
+        """Return the operations in flight, then those that wait, each in order."""
         return (*self._in_flight, *self._waiting)
 
     def collect(self) -> None:

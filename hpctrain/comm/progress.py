@@ -6,8 +6,7 @@ The order within a queue is the order of `post`, never one of arrival, so that M
 
 `WaitPolicy` and `FurtherPolls` are the rules of how a wait waits and how often a program polls after an operator.
 
-`ProgressThread` works on messages while kernels run. In mode `thread` a pass tests, and does nothing else: no operation
-begins,
+`ProgressThread` works on messages while kernels run. In mode `thread` a pass tests, and does nothing else: no operation begins,
 completes or computes in it (one of two stages may come to its second), so no averager ever runs on it, and the process's own
 thread sees a change only when it polls. In mode `posting` a pass is a poll: what completes is seen, and what may start is
 started, with what that computes, in the order of its queue.
@@ -55,11 +54,11 @@ class WaitPolicy:
     longest_seconds: float = 10e-3
 
     def sleeps(self, waited_seconds: float) -> bool:
-        """Whether a wait that has lasted so long sleeps before its next poll."""
+        """Return whether a wait that has lasted `waited_seconds` sleeps before its next poll."""
         return waited_seconds > self.offering_seconds
 
     def next_sleep(self, waited_seconds: float) -> float:
-        """The seconds that a wait which has lasted so long sleeps before its next poll."""
+        """Return the seconds that a wait which has lasted `waited_seconds` sleeps before its next poll."""
         return max(self.sleep_seconds, min(self.growing_share * waited_seconds, self.longest_seconds))
 
 
@@ -88,18 +87,18 @@ class FurtherPolls:
         self._begin_seconds = self._latest_seconds = self._allowed_seconds = 0.0
 
     def begin(self, now: float) -> None:
-        """An operator has ended at this instant of any clock; the first poll begins."""
+        """Note that an operator has ended at this instant of any clock; the first poll begins."""
         operator_seconds = 0.0 if self._ended_seconds is None else now - self._ended_seconds
         self._allowed_seconds = self._share * operator_seconds
         self._begin_seconds = self._latest_seconds = now
 
     def another(self, now: float) -> bool:
-        """A poll has ended at this instant: whether one more may begin."""
+        """Return whether one more poll may begin. The last one has ended at this instant."""
         poll_seconds, self._latest_seconds = now - self._latest_seconds, now
         return now - self._begin_seconds + poll_seconds <= self._allowed_seconds
 
     def end(self, now: float) -> None:
-        """The last poll has ended, and the next operator begins."""
+        """Note that the last poll has ended; the next operator begins."""
         self._ended_seconds = now
 
 
@@ -256,7 +255,7 @@ class ProgressEngine:
         self._posts_beside = False
 
     def queue(self, comm: Communicator, window: int | None = None) -> PostingQueue:
-        """The queue of `comm`: made at the first call (with `window`), the same one ever after."""
+        """Return the queue of `comm`: made at the first call (with `window`), the same one ever after."""
         if comm not in self._queues:
             same = sum(other.name == comm.name for other in self._queues)
             name = f"{comm.name} {same + 1}" if same else comm.name
@@ -273,7 +272,7 @@ class ProgressEngine:
         return self._queues[comm]
 
     def communicators(self) -> dict[str, Communicator]:
-        """The communicator of each queue, by the queue's name, in the order in which they were made: the same on every rank."""
+        """Return the communicator of each queue, by the queue's name, in the order of their making: the same on every rank."""
         return {queue.name: comm for comm, queue in self._queues.items()}
 
     @property
@@ -282,11 +281,11 @@ class ProgressEngine:
         return sum(len(queue.unfinished()) for queue in self._queues.values())
 
     def now(self) -> float:
-        """Seconds on the engine's clock."""
+        """Return seconds on the engine's clock."""
         return self._clock()
 
     def poll(self) -> None:
-        """One pass over all queues: test what is in flight, then start what may start. Never blocks.
+        """Make one pass over all queues: test what is in flight, then start what may start. Never blocks.
 
         Where a posting thread works, it is told to make the pass.
         """
@@ -309,7 +308,7 @@ class ProgressEngine:
                 self.account.end()
 
     def operator_done(self) -> None:
-        """Between two operators: let messages move, unless that is left to the transport."""
+        """Let messages move between two operators, unless that is left to the transport."""
         self.notes.alive()
         if not self.polls_between_operators:
             return
@@ -324,7 +323,9 @@ class ProgressEngine:
         policy.end(self._clock())
 
     def start_thread(self, *, posts: bool = False) -> None:
-        """From now on a thread works inside `computing`. The transport must allow calls from several threads, one at a time.
+        """Let a thread work inside `computing` from now on.
+
+        The transport must allow calls from several threads, one at a time.
 
         Args:
             posts: it completes and starts operations, too.
@@ -342,7 +343,7 @@ class ProgressEngine:
             self.account.second_thread(None)
 
     def computing(self) -> AbstractContextManager[Any]:
-        """While this lasts, this process reaches the transport through this engine only, so a thread may drive it as well."""
+        """Return a context in which this process reaches the transport through this engine only, so a thread may drive it."""
         return _ALONE if self._thread is None else self._thread
 
     def _pass_of_thread(self) -> None:
@@ -402,7 +403,7 @@ class ProgressEngine:
 
     @contextmanager
     def _alone(self, awaited: object) -> Iterator[None]:
-        """While this lasts no other thread works on messages. A pass under way ends first, for which the deadline holds, too."""
+        """Keep other threads from working on messages. A pass under way ends first, for which the deadline holds, too."""
         if not self._lock.acquire(blocking=False):
             begin = self._clock()
             if not self._lock.acquire(timeout=min(self.deadline_seconds, threading.TIMEOUT_MAX)):

@@ -31,7 +31,7 @@ _NUMBERS = 3  # |f|^2, |G|^2 and |f - G|^2
 
 
 def next_interval(interval: int, steps: int, latest: float, total: float, difference: float, most: int) -> int:
-    """The interval that follows from one averaging.
+    """Return the interval that follows from one averaging.
 
     Both conditions true: one more; both false: one less, at least 1; else the same.
 
@@ -89,13 +89,13 @@ class LazyInterval:
         self.interval = self._decided = 1
 
     def join(self) -> int:
-        """The place of another group among the members."""
+        """Return the place of another group among the members."""
         self._joined += 1
         assert self._joined <= len(self._begun), "there are more groups of parameters than the interval is for"
         return self._joined - 1
 
     def begin_step(self, member: int) -> LazyStep:
-        """The step that this member begins: every member begins one before any begins the next.
+        """Begin this member's step. Every member begins one before any begins the next.
 
         Waits in a step that averages for the comparison of an earlier one.
         """
@@ -151,7 +151,7 @@ class LazyInterval:
         self._decided = next_interval(self.interval, self._compared_steps, latest, total, difference, self._max_interval)
 
     def counters(self) -> dict[str, int]:
-        """The numbers that later steps follow from, by name. After `settle`."""
+        """Return the numbers that later steps follow from, by name. After `settle`."""
         return {"interval": self.interval, "decided": self._decided, "steps": self._steps, "averagings": self._averagings}
 
     def load_counters(self, counters: Mapping[str, int]) -> None:
@@ -285,7 +285,7 @@ class LazyAverager(ReduceScatterAverager):
         return [*super().changed(), self._added]
 
     def full_state(self, parameter: Parameter) -> dict[str, np.ndarray]:
-        """Also the gradients added up since the last averaging, each rank's. Collective."""
+        """Return also the gradients added up since the last averaging, each rank's. Collective."""
         state = super().full_state(parameter)
         if parameter.name in self._lazy:
             segment = self.group.segment(parameter.name)
@@ -355,7 +355,7 @@ class Lazy(Sharded):
 
     @classmethod
     def costs(cls, options: Any) -> StrategyCosts:
-        """The costs of a step that averages all layers."""
+        """Return the costs of a step that averages all layers."""
         differ = "The steps of lazy differ: this is one that averages all layers, without the check of the interval."
         return replace(super().costs(options), note=None if options.max_interval == 1 else differ)
 
@@ -376,7 +376,10 @@ class Lazy(Sharded):
 
 
 def _front(group: PlannedGroup, layers: int) -> frozenset[str]:
-    """The group's parameters of the network's first so many layers: names that differ behind the last dot are of one layer."""
+    """Return the group's parameters of the network's first `layers` layers.
+
+    Names that differ after the last dot only are of one layer.
+    """
     owners = list(dict.fromkeys(name.rpartition(".")[0] for name in group.network_parameters))
     front = set(owners[:layers])
     return frozenset(name for name in group.layout.specs if name.rpartition(".")[0] in front)

@@ -110,11 +110,11 @@ class Priority(ReduceScatterStrategy):
         return credit_window(self.group.total_bytes // len(slices), self.group.ranks, link, times)
 
     def needs_link(self, usable: CollectiveSchedule | None) -> bool:
-        """For the window, too."""
+        """Return whether a measured link is needed, also for the window."""
         return super().needs_link(usable) or (usable is None and self.options.window is None)
 
     def needs_operation_seconds(self, usable: CollectiveSchedule | None) -> bool:
-        """For sizes that are measured."""
+        """Return whether operations are to be measured: for sizes that are measured."""
         return usable is None and self.options.sizes == "measured"
 
 
@@ -124,7 +124,7 @@ def _typical_bytes(total_bytes: int, ranks: int) -> int:
 
 
 def credit_window(size_bytes: int, ranks: int, link: LinkModel | None, times: Times | None) -> int | None:
-    """How many slices of `size_bytes` in flight keep the link busy between polls; None: no limit.
+    """Return how many slices of `size_bytes` in flight keep the link busy between polls; None: no limit.
 
     Args:
         times: measured ones; polls are at most as far apart as gradients are that become ready one after the other.
