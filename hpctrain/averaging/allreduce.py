@@ -204,7 +204,7 @@ class AllreduceAverager(GradientAverager):
 
 
 class AllreduceStrategy(Strategy):
-    """One allreduce per slice, in backward's order. A strategy gives `words` and `slices`.
+    """One allreduce per slice, in backward's order. A strategy defines `words` and `slices`.
 
     Attributes:
         cuts_large: a very large slice travels in several operations, posted together.
@@ -224,13 +224,13 @@ class AllreduceStrategy(Strategy):
         """Return slices of all parameters, in forward order; each holds whole parameters.
 
         Args:
-            link: what sizes follow from, as `sizes` says; None where they follow from none.
+            link: what sizes follow from, by `sizes`; None if they follow from none.
         """
 
     def least_elements(self, link: LinkModel | None) -> int:
         """Return the least elements of a bucket.
 
-        By the option `bucket_bytes`, which the options must have, or else as the link asks for.
+        By the option `bucket_bytes`, which the options must have; if that is None, the best for the link.
 
         An allreduce has twice the steps and moves twice the bytes of a reduce-scatter, so the best size is the same.
         """
@@ -246,7 +246,7 @@ class AllreduceStrategy(Strategy):
 
     @property
     def levels(self) -> Levels | None:
-        """The levels of sums in 16 bits, by the option `two_level`; all other sums are the MPI's allreduce, which knows nodes."""
+        """The levels of sums in 16 bits, by the option `two_level`; all other sums are the MPI's allreduce, which uses nodes."""
         options = self.options
         in_levels = getattr(options, "two_level", False) and getattr(options, "wire", "float32") != "float32"
         return levels(self.group.nodes) if in_levels and self.group.nodes is not None else None

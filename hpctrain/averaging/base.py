@@ -146,9 +146,9 @@ class GradientAverager(ABC):
 
     Attributes:
         schedule: the operations of a step, as they are now; None where a strategy has no schedule.
-        pending: the state, named "<strategy>_gradient", of gradients that are kept back and not applied yet; None where there is
-            none. It is empty at the start, and a checkpoint without it says just that. Only its sum over the holders is applied,
-            so a run on other ranks goes on with the sum.
+        pending: the state, named "<strategy>_gradient", of gradients that are kept back and not applied yet; None if there is
+            none. It is empty at the start, and in a checkpoint without it. Only its sum over the holders is applied, so a run on
+            other ranks continues with the sum.
         gradients: of this rank's shards, which passes add up; None: passes are added one after another.
         gather_parameters: lets every rank have what owners have of the parameters, exactly; collective, while nothing is queued.
             None: every rank updates all.
@@ -160,7 +160,7 @@ class GradientAverager(ABC):
         complete_parameters: waits until all parameters hold the values of this step, including those that its forward did not
             use.
         rounded: the exact values and rounding errors that this rank owns, if parameters travel in 16 bits; else None.
-        counted: gives owned segments that have each element of the group once over the ranks of `comm`, with views of their
+        counted: returns owned segments that have each element of the group once over the ranks of `comm`, with views of their
             state, 1-D, by name, without what is kept back; where ranks own parts. None: every rank has all.
         holders: the number of those that keep back gradients of one parameter, such as the ranks of `comm`, or the nodes.
     """
@@ -229,7 +229,7 @@ class GradientAverager(ABC):
 
     @abstractmethod
     def before_forward(self, parameters: Sequence[Parameter]) -> None:
-        """Wait until these parameters hold the values of this step. Nobody reads them earlier."""
+        """Wait until these parameters hold the values of this step. They are not read earlier."""
 
     @abstractmethod
     def drain(self) -> None:
@@ -271,7 +271,7 @@ class GradientAverager(ABC):
         return tuple(self.full_state(parameter))
 
     def load_state(self, parameter: Parameter, state: Mapping[str, np.ndarray]) -> None:
-        """Take this rank's part of one parameter's whole state, as `full_state` gave it."""
+        """Take this rank's part of one parameter's whole state, as `full_state` returned it."""
         begin = self.group.segment(parameter.name).start
         for segment in self.owned():
             if segment.parameter == parameter.name and segment.size:
@@ -283,7 +283,7 @@ class GradientAverager(ABC):
         return self.optimizer.counters()
 
     def load_counters(self, counters: Mapping[str, int]) -> None:
-        """Take what `counters` gave; names that are missing, as in a checkpoint of another strategy, start as in a new run."""
+        """Take what `counters` returned; missing names, as in a checkpoint of another strategy, start as in a new run."""
         self.optimizer.load_counters(counters)
 
 
@@ -301,13 +301,13 @@ def for_holders(kept_back: np.ndarray, holders: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class PlannedGroup:
-    """A group of parameters on so many ranks: all that a schedule follows from, beside a strategy's options and a link.
+    """A group of parameters on a number of ranks: all that a schedule follows from, besides a strategy's options and a link.
 
     Attributes:
         layout: the parameters' sizes and places. ranks: P, of the ranks that hold them.
         nodes: the node of each rank; None: unknown. nominal_batch: samples of a step over all ranks; None: unknown.
         micro_batches: passes that a rank splits a step into. norms_needed: the norms that updates are made with.
-        several_groups: the network has other groups beside this one, as some layers are split over a split group.
+        several_groups: the network has other groups, as some layers are split over a split group.
         momentum: of the optimiser; 0 where it has none.
         names: of all parameters of the network, in forward order; None: those of this group are all.
         on_host: arrays lie where the host computes, so that it may take inputs and errors of layers without waiting.
@@ -393,7 +393,7 @@ class StrategyCosts:
         return max(program_seconds, averaging_seconds + self.exposed_share * program_seconds)
 
     def hidden_seconds(self, program_seconds: float) -> float:
-        """Return the time of messages that adds nothing to a program of so many seconds."""
+        """Return the time of messages that adds nothing to a program of `program_seconds`."""
         return (1 - self.exposed_share) * program_seconds
 
 
@@ -401,7 +401,7 @@ class Strategy(ABC):
     """One strategy for one group of parameters. All but `averager` is pure: the same answer on every rank, and without any.
 
     A strategy of your own is one class in a module of its name in `averaging/strategies`. The short way is to derive from
-    `AllreduceStrategy`, which sums slices of the gradients, and to say what the slices are:
+    `AllreduceStrategy`, which sums slices of the gradients, and to define the slices:
 
         class Halves(AllreduceStrategy):
             '''Two allreduces, of half of the parameters each.'''
@@ -413,17 +413,17 @@ class Strategy(ABC):
                 return fused(self.group.layout, (self.group.layout.size + 1) // 2)
 
     `ReduceScatterStrategy` does the same for a reduce-scatter, an update by the owner and an allgather. A strategy with another
-    protocol derives from `Strategy` and gives its own `GradientAverager` in `averager`.
+    protocol derives from `Strategy` and returns its own `GradientAverager` from `averager`.
 
     Args:
         options: an instance of `Options`; None: the defaults.
 
     Attributes:
         Options: a frozen dataclass of the options that a configuration may give, which checks them in `__post_init__`. A
-            constructor without the keyword `options` takes them as keywords beside `group`.
-        adds_norms: adds up the norms that LARS and clipping need; refused beside these where it does not.
+            constructor without the keyword `options` takes them as keywords next to `group`.
+        adds_norms: adds up the norms that LARS and clipping need; refused together with these if it does not.
         sums_shards: adds up gradients and nothing else, each once per step, so that their order may be that of shards.
-        streams: the communicators that it posts on, beside the group's own.
+        streams: the communicators that it posts on, besides the group's own.
 
     Raises:
         ConfigError: options that do not fit the group.

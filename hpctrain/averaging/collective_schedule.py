@@ -186,7 +186,7 @@ class CollectiveSchedule:
     def exchanged_by_rank(self, samples: Sequence[int]) -> tuple[int, ...]:
         """Return the elements that each rank exchanges with others in a step, of all kinds; without norms.
 
-        The same as the sums of `exchanged`, in a time that grows as the operations and the ranks do, one beside the other.
+        The same as the sums of `exchanged`, in a time that grows with the sum of operations and ranks.
 
         Args:
             samples: of the step, by rank.
@@ -413,9 +413,9 @@ def dependencies(schedule: CollectiveSchedule) -> tuple[Dependencies, ...]:
     are chosen from the sum within the node, or from the gradients where no operation makes one. Norms need the sums of the
     slices whose parameters they are of, and are written where updates of the step before read them until these slices are
     gathered; a step may leave out a slice, so that its sum does not say so. A gather writes the parameters, so it needs that
-    backward has read them for the last time, beside the sums of its slice and, if any, the norms of its parameters.
+    backward has read them for the last time, besides the sums of its slice and, if any, the norms of its parameters.
     """
-    summing: dict[int, list[int]] = {}  # by slice, the operations that give its sum
+    summing: dict[int, list[int]] = {}  # by slice, the operations that make its sum
     covered = covered_slices(schedule)
     norms: dict[int, int] = {}  # by slice, the position of its parameters' norms
     needs: list[Dependencies] = []

@@ -246,7 +246,7 @@ class ShardGradients:
 
     Args:
         group: the parameters. shards: those of this rank among the ranks that average the group.
-        homes: gradients are written where `home` says, so that what waits need not be copied.
+        homes: gradients are written to `buffer_for`, so that what waits need not be copied.
 
     Attributes:
         shards: as given.

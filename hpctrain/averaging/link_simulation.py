@@ -31,7 +31,7 @@ from hpctrain.core.intervals import even
 class Times:
     """Seconds since a step's begin, of the compute alone: what a rank waited is taken out.
 
-    ready: by parameter, when its gradient (or the error of its layer) is announced. free: when its data is let go. needed: when
+    ready: by parameter, when its gradient (or the error of its layer) is announced. free: when its data is released. needed: when
     forward reads it; empty where that is unknown. end_seconds: when backward ends.
     """
 
@@ -97,7 +97,7 @@ def upper_medians(seconds: np.ndarray) -> np.ndarray:
 
 
 class StepClock:
-    """Times of reading, of ready gradients and of data let go: seconds of compute since the step's begin, medians over steps.
+    """Times of reading, of ready gradients and of released data: seconds of compute since the step's begin, medians over steps.
 
     Waits are taken out: what hides under them would otherwise be planned as if it cost time.
     """
@@ -139,7 +139,7 @@ class StepClock:
             self._ends.append(self._compute_seconds() - self._begin)
 
     def times(self) -> Times:
-        """Return the medians over the measured steps, of which there must be one."""
+        """Return the medians over the measured steps, of which there must be at least one."""
         ready, free, needed = (
             {name: median(seconds) for name, seconds in times.items()} for times in (self._ready, self._free, self._needed)
         )
@@ -212,7 +212,7 @@ class SliceTraffic:
 Urgency = Callable[[int, float, bool], tuple[float, ...]]
 
 # Two streams, each in an order of its own, err on different sides. A reduction whose gradient comes later than planned holds up
-# all behind it while the link idles: so one overtakes others only where they would still wait on a link that is faster than the
+# all after it while the link idles: so one overtakes others only where they would still wait on a link that is faster than the
 # measured one, and hides all latencies. A gather whose sum comes later than planned holds up those of front layers: so late
 # layers' go before them only where a slower link would have the sum in time.
 _FASTER = 1.5
@@ -232,14 +232,14 @@ def reductions_first(order: int, ready: float, gather: bool) -> tuple[float, ...
 class LinkSimulation:
     """One link, one transfer at a time, the most urgent one that is ready; it idles only where nothing should start.
 
-    Reductions become ready at `times.ready`, gathers when the slice is reduced and its data let go. A gather does not start where
+    Reductions become ready at `times.ready`, gathers when the slice is reduced and its data free. A gather does not start where
     the next gradient would find it under way for longer than `overrun_seconds`: a reduction that comes late may hold up the next
     forward. Deterministic; ties go by position.
 
     Norms, where some gathers need them, are a message after the last reduction of their slices, and seen half a gradient later.
 
     Args:
-        looks: instants at which the program looks at messages, ascending; behind the last it looks all the time. A gather starts
+        looks: instants at which the program looks at messages, ascending; after the last it looks all the time. A gather starts
             one look after that which finds its sum complete, as it moves once all ranks have posted it and looked again. Empty:
             it looks all the time, and a gather starts at the instant at which its sum is complete.
     """
@@ -313,7 +313,7 @@ class LinkSimulation:
             self._may_gather(member, now + self._norms_seconds)
 
     def _may_gather(self, k: int, summed: float) -> None:
-        """Let a summed slice be gathered once its data is let go and the program has looked again."""
+        """Let a summed slice be gathered once its data is released and the program has looked again."""
         at = max(summed, self._latest(self._times.free, self._slices[k]))
         if self._looks and at <= self._looks[-1]:
             at = self._looks[min(bisect_left(self._looks, at) + 1, len(self._looks) - 1)]

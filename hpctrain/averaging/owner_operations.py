@@ -150,7 +150,7 @@ class OwnerOperations:
                 return self.sum_slice(operation.slice)
 
     def sum_slice(self, k: int) -> Handle:
-        """Post the sum of a slice's gradient over the ranks, of which each gets its part."""
+        """Post the sum of a slice's gradient over the ranks, each of which gets its part."""
         if self.comm.size == 1:
             return Complete()
         piece = self.schedule.slices[k]
@@ -247,7 +247,7 @@ class OwnerOperations:
         whole = {key: np.empty(segment.size, values.dtype) for key, values in self._state(segment.part(0, 0)).items()}
         for piece in (self.schedule.slices[k] for k in self.touching[name]):
             owned = [segment.part(*piece.part(rank, comm.size)) for rank in range(comm.size)]
-            # Of ranks that own the same part the first gives it.
+            # Of ranks that own the same part the first one sends it.
             counts = [0 if rank % piece.copies else part.size for rank, part in enumerate(owned)]
             begin = max(segment.start, piece.start) - segment.start
             state = self._state(owned[comm.rank])
@@ -260,7 +260,7 @@ class OwnerOperations:
         """Gather all slices as their owners have them, never rounded. Collective; while nothing is queued."""
         comm = self.comm
         for k, piece in enumerate(self.schedule.slices if comm.size > 1 else ()):
-            # Of ranks that own the same part the first gives it.
+            # Of ranks that own the same part the first one sends it.
             counts = [0 if rank % piece.copies else count for rank, count in enumerate(_by_rank(piece, comm.size))]
             begin, end = piece.part(comm.rank, comm.size)
             # The sum of the last step is in the gradient: its buffer is free, and none has to be made.

@@ -81,10 +81,10 @@ class ReduceScatterAverager(GradientAverager):
     Args:
         exchanging: weight -> biases of the linear layers that exchange inputs and errors. nominal_batch: samples of a step.
         order: the ranks of `comm` as the streams count them; None: as `comm` does.
-        replan: gives the schedule in another order, from times measured in the first steps; None: its order stays.
+        replan: returns the schedule in another order, from times measured in the first steps; None: its order stays.
         operations: of the schedule; None: those of `OwnerOperations`.
 
-    A subclass may leave slices out of a step (`left_out_slices`), and give operations of its own.
+    A subclass may leave slices out of a step (`left_out_slices`), and have operations of its own.
 
     Attributes:
         operations: what each operation of the schedule posts and computes. queues: by stream, where they are posted.
@@ -321,7 +321,7 @@ class ReduceScatterStrategy(Strategy):
                 f"or set fc_exchange to auto or never.",
                 "fc_exchange",
             )
-        two_level = chosen.two_level and group.shards is None  # the order of shards knows no nodes
+        two_level = chosen.two_level and group.shards is None  # the order of shards is independent of nodes
         self._levels = levels(group.nodes) if two_level and group.nodes is not None else None
         # In two levels a node counts as one rank: the rule is about what crosses its link.
         links = group.ranks if self._levels is None else self._levels.nodes
@@ -364,7 +364,7 @@ class ReduceScatterStrategy(Strategy):
 
     def order(self, traffic: SliceTraffic, times: Times, link: LinkModel) -> list[tuple[int, bool]]:
         """Return (slice, whether it is its gather) in the order in which they are to be sent."""
-        if self.streams[-1] is Stream.GRADIENTS:  # one queue: what is sent next must be ready, or all behind it waits
+        if self.streams[-1] is Stream.GRADIENTS:  # one queue: what is sent next must be ready, or all after it waits
             times = times.late()
         return best_order(traffic, times, link, self.urgency)
 
@@ -471,8 +471,8 @@ def operations_in_order(
     Args:
         sent: (slice, whether it is its gather) in order. gathers: the stream of these; all else is on that of the gradients,
             but norms of some slices only, which have their own.
-        norms: slices of the operations of norms, ascending. `ALL_SLICES`: norms of everything, behind the last reduction. Else
-            every gather in `sent` must stand behind the last reduction of those whose norms travel with its own.
+        norms: slices of the operations of norms, ascending. `ALL_SLICES`: norms of everything, after the last reduction. Else
+            every gather in `sent` must stand after the last reduction of those whose norms travel with its own.
     """
     first = [layer_slices(slices, k)[0] == k for k in range(len(slices))]
     exchanged = (k for k, piece in enumerate(slices) if piece.sufficient_factors and first[k])

@@ -118,7 +118,7 @@ class Float16Codes(Codes):
 
 
 class OddRounding:
-    """float64 to float32 such that a second rounding, to fewer digits, gives what a single one would have given.
+    """float64 to float32 such that a second rounding, to fewer digits, has the result of a single one.
 
     An inexact result is that of its two neighbours whose last bit is odd (Boldo and Melquiond, IEEE Trans. Comput. 2008), so
     that it never lies on the border between two shorter numbers.
@@ -243,7 +243,7 @@ class Rounding:
     Attributes:
         gradients, parameters: how they travel in reduce-scatters and allreduces, and in allgathers.
         per_node: ranks of a node that sum gradients in full precision before these cross nodes; 1: everything is rounded.
-        cuts_allreduces: large ones travel in several operations, as `parts_of` says.
+        cuts_allreduces: large ones travel in several operations, by `parts_of`.
     """
 
     gradients: Wire = "float32"

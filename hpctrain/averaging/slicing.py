@@ -24,7 +24,7 @@ from hpctrain.nn.parameter import GroupLayout, Segment
 _LEAST_ROWS = 32
 #: of one parameter; five times as many as the largest layer of the catalogue has with the smallest slices that are usual
 _MOST_SLICES = 10_000
-#: of an element's position, which travels beside its value where a slice is compressed
+#: of an element's position, which travels with its value if a slice is compressed
 INDEX_BYTES = 4
 
 
@@ -259,7 +259,7 @@ _LEAST_BUCKET_BYTES = 1 << 14
 # Above some 32 MB an MPI may allocate, and touch again, what it needs for a collective each time.
 _LARGEST_BYTES = 1 << 24
 _LEAST_PART_BYTES = 1 << 20
-# A slice on its way holds up what becomes ready meanwhile, so large layers are cut: at a few times what latency asks for.
+# A slice on its way holds up what becomes ready meanwhile, so large layers are cut: at a few times the best size for latency.
 _LARGEST_IN_BUCKETS = 4
 
 
@@ -292,7 +292,7 @@ def largest_bytes(bucket: int) -> int:
 
 
 def slice_bytes(least: int, total_bytes: int, ranks: int, link: LinkModel | None) -> int:
-    """Return the size of slices that may overtake each other: at least `least`, and as large as their cost to a core asks for.
+    """Return the size of slices that may overtake each other: at least `least`, and as large as their cost to a core requires.
 
     Several are in flight and hide each other's latency, but not what each takes of a core that computes: c for each of the P - 1
     messages of a reduction and of a gather. k slices of n / k bytes cost 2 k (P - 1) c of that, and the last one, which nothing

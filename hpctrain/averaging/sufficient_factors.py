@@ -124,7 +124,7 @@ class SufficientFactorExchange:
             self._write(bias.grad, lambda out: np.sum(errors, axis=0, out=out))
 
     def _write(self, gradient: Array, compute: Callable[[np.ndarray | None], np.ndarray]) -> None:
-        """Bring what `compute` gives to a gradient: where it lies on the host, it is computed there."""
+        """Write what `compute` returns to a gradient; one on the host is computed in place."""
         if self._group.arithmetic.on_host:
             compute(gradient)
         else:

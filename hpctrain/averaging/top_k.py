@@ -25,7 +25,7 @@ from hpctrain.backend.counter_random import key
 from hpctrain.comm.sums import Compressor
 
 _BLOCK = 32_768  # elements: their magnitudes and masks stay in a cache of the core
-_COMMON_SHARE = 0.02  # of a sample: partition takes many times as long where so many are equal
+_COMMON_SHARE = 0.02  # of a sample: partition takes many times as long if this share is equal
 _UNSIGNED: dict[str, np.dtype] = {"float32": np.dtype(np.uint32), "float64": np.dtype(np.uint64)}
 
 
@@ -160,7 +160,7 @@ class Selection:
 class ErrorFeedback:
     """The residual of one array of gradients.
 
-    A step adds its gradient, has a message made of `values`, and subtracts what the message says from them:
+    A step adds its gradient, has a message made of `values`, and subtracts the message from them:
 
         feedback.add(gradient)
         compressor.compress(feedback.values, message)
@@ -183,9 +183,9 @@ class ErrorFeedback:
 
 _DENSE_SHARE = 0.1  # of elements kept: beyond, candidates would be most of them, so that all are partitioned
 _SMALL_SIZE = 65_536  # elements: so few are partitioned in less time than passes take
-_SPARE_CANDIDATES = 4096  # candidates beside twice the kept
+_SPARE_CANDIDATES = 4096  # candidates in addition to twice the kept
 _SAMPLE_STRIDE = 127  # prime, so that no channel or row of a power of two elements is all of the sample
-_THRESHOLDS_OF_A_PASS = 4  # counted in one pass, of which the first reading of memory is the dear part
+_THRESHOLDS_OF_A_PASS = 4  # counted in one pass, as the first reading of memory is the expensive part
 
 
 def kept_at(size: int, density: float) -> int:

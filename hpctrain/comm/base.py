@@ -315,7 +315,7 @@ def raise_on_all_ranks(comm: Communicator, work: Callable[[], T]) -> T:
 
     Raises:
         HpctrainError: where any rank's `work` raised one, every rank raises the lowest such rank's; the message names the
-            ranks unless it is all of them, and so do the error's `ranks` where it has none of its own. The first rank says it.
+            ranks unless it is all of them, and so do the error's `ranks` if it has none of its own. The first rank prints it.
     """
     failure: HpctrainError | None = None
     try:

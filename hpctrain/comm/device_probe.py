@@ -18,9 +18,9 @@ from hpctrain.comm import mpi
 from hpctrain.core.errors import BackendError, MissingLibraryError
 from hpctrain.launch.launcher import without_launcher
 
-#: the words for what was found; a reason stands behind UNAWARE and a colon
+#: outcomes of a trial; a reason follows UNAWARE and a colon
 AWARE, UNAWARE, UNTRIED = "aware", "unaware", "untried"
-#: what Cray's library says where it is asked for GPUs and has not what it needs for them
+#: the words of Cray's library if GPUs are requested and it lacks its part for them
 GTL_WORDS = "GTL library is not linked"
 
 _COMMAND = ("-m", "hpctrain.comm.device_probe")

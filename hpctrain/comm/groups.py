@@ -264,7 +264,7 @@ def check_grid(rows: int, cols: int, size: int) -> None:
     """Refuse a grid that does not multiply to `size` ranks.
 
     Raises:
-        ShapeError: the message gives the nearest legal grid.
+        ShapeError: the message names the nearest legal grid.
     """
     if rows >= 1 and cols >= 1 and rows * cols == size:
         return

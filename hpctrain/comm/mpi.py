@@ -137,7 +137,7 @@ class LostRanks:
         """Raise if an MPI call failed because a rank is lost, as far as MPI knows or soon will; else return.
 
         Raises:
-            RankLostError: that was the reason. All ranks that share a communicator with this one are told.
+            RankLostError: that was the reason. All ranks that share a communicator with this one learn of it.
         """
         if error.Get_error_class() in self._classes or self._soon_known(sleep):  # type: ignore[attr-defined]
             self.revoke()
@@ -179,7 +179,7 @@ class LostRanks:
         )
 
     def settle(self, seconds: float, sleep: Callable[[float], None] = time.sleep) -> bool:
-        """Test what is in flight on revoked communicators until it has ended, so long at most; True once nothing is.
+        """Test what is in flight on revoked communicators until it has ended, for `seconds` at most; return whether it has.
 
         Until then MPI may write into its buffers.
         """
@@ -277,7 +277,7 @@ class MpiHandle:
 
     Args:
         request: of MPI, as mpi4py has it.
-        lost: is told of its begin and its end, and what MPI says of lost ranks; None: nobody asks.
+        lost: records its begin, its end and MPI's errors of lost ranks; None: MPI ends a job that loses a rank.
     """
 
     __slots__ = ("_dtype", "_elements", "_lost", "_operation", "_request")
@@ -331,7 +331,7 @@ def world(
     """Start MPI; the communicator of all ranks of the job, our own copy. Collective; once per process.
 
     Args:
-        deadline_seconds: the longest that start-up, splits and object operations may take. flight: is told of waits for these.
+        deadline_seconds: the longest that start-up, splits and object operations may take. flight: records waits for these.
         wait_policy: how these wait.
 
     Raises:
@@ -415,7 +415,7 @@ def shrunk(world: Communicator, flight: FlightRecorder | None = None) -> tuple[M
     Waits for all of them, for the deadline. Nothing is in flight on the old world, or on a part of it, from here on.
 
     Args:
-        flight: is told of waits for object operations and splits of the new world.
+        flight: records waits for object operations and splits of the new world.
     """
     assert isinstance(world, MpiCommunicator)
     lost = world.origin.lost
@@ -471,7 +471,7 @@ def _abort(comm: MPI.Comm, code: int) -> None:
     flush_to_reader()
     keeper.current_keeper().pulse.tell()
     comm.Abort(code)
-    # MPICH comes back from it where its launcher's process cannot be told, and the end of MPI would then wait for that process.
+    # MPICH returns from it if it cannot reach its launcher's process, and the end of MPI would then wait for that process.
     os._exit(code)
 
 
@@ -520,9 +520,9 @@ def threads_may_call() -> bool:
 
 
 def send_to_itself(source: int, target: int, size_bytes: int) -> None:
-    """Send so many bytes from one address to another of this process, be they on the host or on a device. After `world`.
+    """Send `size_bytes` from one address of this process to another, on the host or on a device. After `world`.
 
-    An MPI that knows nothing of the device ends the process, or brings other bytes.
+    An MPI without support for the device ends the process, or delivers other bytes.
     """
     from mpi4py import MPI
 
@@ -532,7 +532,7 @@ def send_to_itself(source: int, target: int, size_bytes: int) -> None:
 
 @dataclass(frozen=True)
 class _Origin:
-    """The world that communicators come from, and what is known of its lost ranks, where MPI goes on without them.
+    """The world that communicators come from, and what is known of its lost ranks, if MPI continues without them.
 
     wait_policy: of object operations and splits.
     """

@@ -111,9 +111,9 @@ class Ticket:
 
     Attributes:
         purpose: its name in messages, usually the parameter's. sequence: its position in its queue, counted from 0 at start-up.
-        done: complete; stays True. flight_number: in the flight record; 0 where there is none.
+        done: complete; stays True. flight_number: in the flight record; 0 without one.
         possible_ns: where it is traced, the last instant at which it was known not to be complete.
-        late: its handle, until it has posted what a flight record is to be told; None: the record knows.
+        late: its handle, until it has posted what the flight record is to hold; None: the record holds it.
     """
 
     __slots__ = (
@@ -153,13 +153,13 @@ class Ticket:
         return max((ticket.possible_ns for ticket in self._after), default=0)
 
     def begin(self) -> None:
-        """Start the operation. Its dependencies are let go, so that no chain of old tickets is kept."""
+        """Start the operation and release its dependencies, so that no chain of old tickets is kept."""
         assert self._start is not None, "an operation is started once"
         start, self._start, self._after = self._start, None, ()
         self.handle = start()
 
     def test(self) -> bool:
-        """Drive the started operation; True once complete, and its buffers are let go."""
+        """Drive the started operation and return whether it is complete; its buffers are then released."""
         assert self.handle is not None
         if self.handle.test():
             self.done = True
@@ -173,7 +173,7 @@ class Ticket:
         if self.handle is not None:
             return f"{head}, operation {self.handle}, in flight"
         blockers = [f"{ticket.purpose} ({ticket.queue_name} {ticket.sequence})" for ticket in self._after if not ticket.done]
-        return f"{head}, not started" + (f", comes after {', '.join(blockers)}" if blockers else ", behind the queue's head")
+        return f"{head}, not started" + (f", comes after {', '.join(blockers)}" if blockers else ", after the queue's head")
 
 
 class PostingQueue:
@@ -181,7 +181,7 @@ class PostingQueue:
 
     Args:
         name: for messages and traces. window: most operations in flight at a time; None: no limit.
-        flight: is told of each operation as it happens; None: nobody is. world_ranks: of the communicator.
+        flight: records each operation as it happens; None: nothing does. world_ranks: of the communicator.
         lock: held by the thread that talks to the transport. trace: records each operation from its posting to its completion,
             and how long after its turn it was posted at most. account: of the time that posting takes; None: it is not kept.
 
@@ -219,7 +219,7 @@ class PostingQueue:
         """Queue an operation; it starts at once where it may.
 
         Args:
-            start: posts the operation and gives its handle. Called when everything before it in this queue has been started and
+            start: posts the operation and returns its handle. Called when everything before it in this queue has been started and
                 all of `after` are complete. May compute (a shard's update) and may post; must not wait.
             purpose: its name in messages and traces, usually the parameter's.
             after: tickets of any queue.
@@ -312,7 +312,7 @@ class PostingQueue:
             self.starting = False
 
     def _tell_posting(self, ticket: Ticket, late: LateHandle) -> None:
-        """Tell the flight record what an operation has posted that does so in its own time, if it has by now."""
+        """Record in the flight record what a late operation has posted, if it has by now."""
         if self._flight is not None and late.operation:
             self._flight.started(ticket.flight_number, late.operation)
             ticket.late = None

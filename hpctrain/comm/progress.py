@@ -136,7 +136,7 @@ class ProgressThread:
 
     @property
     def identifier(self) -> int | None:
-        """The thread's number, as `threading.get_ident` gives it."""
+        """The thread's number, as `threading.get_ident` returns it."""
         return self._thread.ident
 
     def wake(self) -> None:
@@ -201,17 +201,17 @@ class ProgressEngine:
     One thread of a process posts, polls and waits. A second one, where `start_thread` made it, works inside of `computing` and
     while the first holds no lock; everything that talks to the transport here holds it. It lets what is in flight move, or, as a
     posting thread, does all that a poll does: then a poll of the first one inside of `computing` only wakes it. What it starts
-    computes beside the program: nothing that a start reads or writes may be in use once its events have happened.
+    computes while the program does: nothing that a start reads or writes may be in use once its events have happened.
 
     Args:
         rank: this process's rank, for messages.
         deadline_seconds: the longest that one wait may take. Past it the rank prints what it waits for, all that is in flight
             and the stacks of all threads, and calls `abort`.
         abort: ends the whole job with an exit code (`Communicator.abort` of the world).
-        clock, sleep: seconds since any start, and a sleep of so many seconds. offer_core: to whatever else wants to run.
+        clock, sleep: seconds since any start, and a sleep of a number of seconds. offer_core: to other processes.
         stream: where the report goes; stderr by default.
-        trace: records operations, waits, and what posting and tests take beside them. flight: is told of all that happens, as it
-            does, so that it can be read where the process is gone; None: nobody is.
+        trace: records operations, waits, and the time of posting and tests. flight: records all that happens, as it happens, so
+            that it can be read when the process is gone; None: nothing does.
         make_thread: makes a second thread from what one pass of it does and the lock that a pass holds.
 
     Attributes:
@@ -287,7 +287,7 @@ class ProgressEngine:
     def poll(self) -> None:
         """Make one pass over all queues: test what is in flight, then start what may start. Never blocks.
 
-        Where a posting thread works, it is told to make the pass.
+        If a posting thread works, it is woken to make the pass.
         """
         if self._thread is not None:
             self._thread.raise_failure()

@@ -1,10 +1,10 @@
 """Modes of progress: how messages move while kernels run, and a measurement of how much each hides, here and with this MPI.
 
-none    nobody between waits: for a transport that moves messages by itself (MPICH_ASYNC_PROGRESS=1, offloading networks)
+none    nothing between waits: for a transport that moves messages by itself (MPICH_ASYNC_PROGRESS=1, offloading networks)
 test    the program tests what is in flight after each operator
 thread  as test, and a thread tests every 200 us while an operator runs; needs MPI at thread level "serialized"
 posting a thread does all that the program does between operators in mode test: it also sees what is complete, and starts what may
-        start, with what that computes; needs the same, and a core beside those of the kernels
+        start, with what that computes; needs the same, and a core in addition to those of the kernels
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from hpctrain.comm.progress import ProgressEngine
 #: a mode other than `test` is chosen where its time is surely less than this share of `test`'s: what is gained less is not worth
 #: that two runs on the same machine differ
 CLEARLY_BETTER = 0.9
-#: of the one-sided interval that says "surely"
+#: of the one-sided interval that means "surely"
 CONFIDENCE = 0.99
 
 _MESSAGES = 4
-_WIRE_SECONDS = 20e-3  # an exchange is at least so long: long beside a scheduler's tick, short beside a run
+_WIRE_SECONDS = 20e-3  # of an exchange, at least: long compared with a scheduler's tick, short compared with a run
 _BUDGET_SECONDS = 2.0
 _MOST_ROUNDS = 25
 _TRIALS = 3  # of an exchange alone: other work on the machine can only make it longer
@@ -48,7 +48,7 @@ class ProgressMode(StrEnum):
 
     @property
     def has_thread(self) -> bool:
-        """True where a thread works on messages beside the program."""
+        """A thread works on messages while the program computes."""
         return self in (ProgressMode.THREAD, ProgressMode.POSTING)
 
     @property

@@ -22,7 +22,7 @@ _HEAD_BYTES = mmap.PAGESIZE
 
 
 class SharedMemory:
-    """Bytes that ranks of a node have in common; they are given back once nobody refers to `array` any more.
+    """Bytes that ranks of a node have in common; they are freed with the last reference to `array`.
 
     Attributes:
         array: (n,) uint8, zeros at first. denied: why each rank has memory of its own instead; empty: they have it in common.
@@ -36,7 +36,7 @@ class SharedMemory:
         """Order all reads and writes before it before those after it, for all ranks.
 
         One lock may let both sides into its block, where they can change places; of two locks, one after the other, the first
-        keeps the one side before its end, and the second the other side behind its begin.
+        keeps the one side before its end, and the second the other side after its begin.
         """
         for _ in range(2):
             with self._order:
@@ -47,7 +47,7 @@ def share(node: Communicator, size_bytes: int) -> SharedMemory:
     """Make memory of all ranks of a node; each rank has some of its own if the system denies it. Collective; start-up only.
 
     Args:
-        node: ranks of one node. size_bytes: the same on all of them. Pages that nobody touches take no memory.
+        node: ranks of one node. size_bytes: the same on all of them. Untouched pages take no memory.
     """
     descriptor, array, denied = -1, None, ""
     place: tuple[int, int, bytes] | None = None

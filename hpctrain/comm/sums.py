@@ -41,7 +41,7 @@ class Compressor(ABC):
         size: elements of an array. dtype: "float32" or "float64".
 
     Attributes:
-        message_size: uint8 elements of a message, the same for every array, so that no receiver has to be told.
+        message_size: uint8 elements of a message, the same for every array, so that receivers know it.
     """
 
     message_size: int
@@ -59,15 +59,15 @@ class Compressor(ABC):
 
     @abstractmethod
     def decompress(self, message: np.ndarray, values: np.ndarray) -> None:
-        """Write all of `values`: what the message says of them, zeros where it says nothing."""
+        """Write all of `values`: those in the message, zeros elsewhere."""
 
     @abstractmethod
     def add_to(self, message: np.ndarray, values: np.ndarray) -> None:
-        """Add what the message says to `values`, element by element."""
+        """Add the values of the message to `values`, element by element."""
 
     @abstractmethod
     def subtract_from(self, message: np.ndarray, values: np.ndarray) -> None:
-        """Leave in `values`, of which `message` was made, what it does not say: exactly, they were that plus what it says."""
+        """Subtract from `values` what the message made of them contains: exactly, the rest plus the message is `values`."""
 
 
 #: how numbers travel; "float32": as they are computed, whatever their dtype
@@ -81,7 +81,7 @@ def sums_over(comm: Communicator, caster: Caster | None, *, allreduces: bool) ->
     """Return the sums of gradients over `comm`: in 16 bits, in two levels across nodes only. Collective; set-up.
 
     Args:
-        caster: rounds what travels; None: nothing is rounded. allreduces: it is asked for allreduces, too.
+        caster: rounds what travels; None: nothing is rounded. allreduces: allreduces are needed, too.
     """
     if caster is None or comm.size == 1:
         return comm
@@ -334,7 +334,7 @@ def tree_sums_over(comm: Communicator, shards: ShardsOfRank, *, allreduces: bool
 class PartSums:
     """Implements `GradientSums` for 1-D arrays of a device.
 
-    A sum on its way has a buffer of the parts that arrive, made when so many are first on their way at once and kept.
+    A sum on its way has a buffer of the parts that arrive, made when that many are first on their way at once, and kept.
 
     Args:
         comm: moves arrays of the device; other operations may be posted on it in between. gathers: the same ranks in the same
@@ -370,7 +370,7 @@ class PartSums:
         return self._comm.ialltoall(send, received, counts, [counts[self._comm.rank]] * self._comm.size)
 
     def _add(self, received: Array, total: Array) -> None:
-        """Enqueue total := the sum of all ranks' parts, and let the next operation have the buffer, behind that."""
+        """Enqueue total := the sum of all ranks' parts, and make the buffer available to later operations, after that."""
         if total.size:
             parts = [received[begin : begin + total.size] for begin in range(0, received.size, total.size)]
             self._arithmetic.copy(total, parts[0])

@@ -4,7 +4,7 @@
   arrays are copied to mirrors on the host, then it is posted there, and what it brought is copied back. The second begins in a
   `test` of its handle, or of a later one's, once the copies to the host are done and all operations before it have been posted;
   so the communicator sees the order in which operations were started, the same on every rank, whichever device is done first.
-  An operation is complete once the copies back are enqueued: later work of kernels comes after them, and the host goes on.
+  An operation is complete once the copies back are enqueued: later work of kernels comes after them, and the host continues.
 - "mpi": over an MPI library that reads and writes a device's memory; nothing is copied to the host. An operation is posted once
   the kernels before it are done, in the order in which operations were started, the same on every rank, whichever device is
   done first; it is complete when MPI says so, and kernels that are launched from then on come after it. The library moves
@@ -68,7 +68,7 @@ class StagedOperation(OrderedOperation):
             return f"{self._text}, {self._finished}"
         if self.handle is not None:
             return str(self.handle)
-        waits_for = "its turn behind operations that wait for the device" if self._transit.on_host() else "the device"
+        waits_for = "its turn after operations that wait for the device" if self._transit.on_host() else "the device"
         return f"{self._text}, waiting for {waits_for}"
 
 
@@ -141,7 +141,7 @@ class StagedCommunicator(ForwardingCommunicator):
     """Implements `Communicator` for arrays of a device and of the host alike. Making it is not collective.
 
     Args:
-        inner: carries the messages; nobody else posts on it. mirrors: of the device.
+        inner: carries the messages; only this communicator posts on it. mirrors: of the device.
     """
 
     def __init__(self, inner: Communicator, mirrors: HostMirrors) -> None:
@@ -214,7 +214,7 @@ class DeviceMpiCommunicator(ForwardingCommunicator):
     """Implements `Communicator` for arrays of a device and of the host alike. Making it is not collective, see `over_mpi`.
 
     Args:
-        inner: carries the messages, and reads the device's memory; nobody else posts on it. arithmetic: of the device.
+        inner: carries the messages, and reads the device's memory; only this communicator posts on it. arithmetic: of the device.
         gathers: the same ranks in the same order, for the second stage of allreduces; None: arrays of the device are not summed.
     """
 

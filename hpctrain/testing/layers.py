@@ -54,7 +54,7 @@ def check_gradients(
         elements: how many of each tensor are checked one by one, at most.
 
     Raises:
-        AssertionError: a gradient that differs; the message names the tensor and gives both values.
+        AssertionError: a gradient that differs; the message names the tensor and both values.
     """
     random = np.random.default_rng(seed)
     network = head_network(layer, image_shape, kernels=kernels, seed=seed)

@@ -68,7 +68,7 @@ class OperatorBench:
 
     Args:
         parameters, statistics: by role; `default_parameters` makes some. Arrays of the host are used as they are; to other memory
-            they are copied before each forward, and statistics back behind it.
+            they are copied before each forward, and statistics back after it.
         training: also passed to the operator's context unless `context` is given.
         wanted: per input, whether its gradient is asked for (all by default).
         accumulate: gradients of the inputs are added to what `backward` is given; where the operator cannot, by the bench.

@@ -60,8 +60,8 @@ class LazyInterval:
     Every rank adds up squares of what it owns of f and G in any group, so each element of the network counts on one rank of all.
     One small allgather a comparison brings the numbers of every rank to all, which add them in rank order: the same bits, and the
     same decision, everywhere. It is on a communicator of its own, and starts once all groups of a rank have given their part,
-    driven by whatever the rank waits for: one that owns nothing gives zeros. The interval that one averaging leads to holds from
-    the next averaging on, so nobody waits for it under a step. Making it is collective over `comm`.
+    driven by any wait of the rank; one that owns nothing contributes zeros. The interval that one averaging leads to holds from
+    the next averaging on, so no rank waits for it under a step. Making it is collective over `comm`.
 
     Args:
         comm: all ranks that hold a part of the network, or a copy of one. members: parameter groups of the network.
@@ -82,7 +82,7 @@ class LazyInterval:
         self._joined = 0
         self._step = LazyStep(averages=True, compares=False)
         self._squares = np.zeros((copied.size, _NUMBERS), np.float64)
-        self._missing = 0  # members that have still to give their part
+        self._missing = 0  # members that have still to contribute
         self._ticket: Ticket | None = None
         self._compared_steps = 0
         self._steps = self._averagings = 0
@@ -129,7 +129,7 @@ class LazyInterval:
         Args:
             add_squares: adds |f|^2, |G|^2 and |f - G|^2 of what this rank owns to an array of them. after: what it comes after.
         """
-        assert self._missing, "every group of parameters gives its part once"
+        assert self._missing, "every group of parameters contributes once"
         self._queue.post(partial(self._add, add_squares), "squares of gradients that were held back", after)
         self._missing -= 1
         if not self._missing:
@@ -155,7 +155,7 @@ class LazyInterval:
         return {"interval": self.interval, "decided": self._decided, "steps": self._steps, "averagings": self._averagings}
 
     def load_counters(self, counters: Mapping[str, int]) -> None:
-        """Take what `counters` gave, within the largest interval of now."""
+        """Take what `counters` returned, within the largest interval of now."""
         self.interval = min(counters.get("interval", 1), self._max_interval)
         self._decided = min(counters.get("decided", self.interval), self._max_interval)
         self._steps, self._averagings = counters.get("steps", 0), counters.get("averagings", 0)
@@ -167,7 +167,7 @@ class LazyAverager(ReduceScatterAverager):
     In a step that does not average them their slices are neither summed, updated nor gathered.
 
     Args:
-        lazy: the parameters of the front layers; no slice holds some of them beside others. interval: that of the network.
+        lazy: the parameters of the front layers; no slice holds some of them together with others. interval: that of the network.
         others: as for the base.
     """
 
@@ -243,7 +243,7 @@ class LazyAverager(ReduceScatterAverager):
     # -- the comparison of f and G -------------------------------------------------------------------------------------------
 
     def _queue_comparison(self) -> None:
-        """Queue the sums of the last gradients alone, behind all that updates wait for."""
+        """Queue the sums of the last gradients alone, after all that updates wait for."""
         assert self.step is not None
         self._arithmetic.fill(self._latest, 0.0)
         self._squares_alone[...] = 0.0

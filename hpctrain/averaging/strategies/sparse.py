@@ -170,7 +170,7 @@ class SparsePart:
         return self._comm.iallgather(None, self._buffer[: sum(counts)], counts)
 
     def _accumulate(self, gradient: np.ndarray) -> np.ndarray:
-        """Add the gradient, or the momentum that it gives, to what was kept back."""
+        """Add the gradient, or the momentum that it makes, to what was kept back."""
         if self.velocity.size:
             self.velocity *= self._settings.momentum_correction
             self.velocity += gradient
@@ -322,7 +322,7 @@ class SparseOperations(OwnerOperations):
         return self._by_node(name, lambda k: self._parts[k].velocity if k in self._parts else self._velocities[k], progress)
 
     def load_residual(self, name: str, by_node: np.ndarray) -> None:
-        """Take what `residual` gave, that of other nodes included."""
+        """Take what `residual` returned, that of other nodes included."""
         segment = self.group.segment(name)
         for k in self.touching[name]:
             begin, end = self._bounds(k)
@@ -336,7 +336,7 @@ class SparseOperations(OwnerOperations):
                 self._load(segment, begin, by_node.sum(axis=0), left)
 
     def load_velocity(self, name: str, by_node: np.ndarray) -> None:
-        """Take what `velocity` gave."""
+        """Take what `velocity` returned."""
         segment = self.group.segment(name)
         for k in self.touching[name]:
             begin, _ = self._bounds(k)
@@ -518,7 +518,7 @@ class Sparse(ReduceScatterStrategy):
     and parameters are gathered within the node. Small parameters go as with `sharded`, and all of it overlaps as there.
 
     Raises:
-        ConfigError: several ranks, all on one node. OptionError: momentum correction beside an optimizer's momentum.
+        ConfigError: several ranks, all on one node. OptionError: momentum correction together with an optimizer's momentum.
     """
 
     sums_shards = False
