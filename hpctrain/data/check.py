@@ -38,7 +38,7 @@ class FileFinding:
     samples: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON can hold it."""
+        """Return the finding as JSON-compatible data."""
         return asdict(self)
 
 
@@ -79,7 +79,7 @@ def check_file(path: Path, threads: int = 1, advance: Advance = lambda count: No
 
 
 def _of_contents(path: Path, contents: Stored) -> Iterator[FileFinding]:
-    """Findings about everything but the images."""
+    """Yield findings about everything but the images."""
     changed = changed_datasets(contents)
     if changed:
         yield FileFinding("changed", True, f"{', '.join(changed)} changed since the file was written")
@@ -183,7 +183,7 @@ class _Samples:
 
 
 def _duplicates(samples: _Samples) -> Iterator[FileFinding]:
-    """Groups of samples of the same pixels; those of several classes by themselves."""
+    """Yield groups of samples with the same pixels; those of several classes apart."""
     groups: defaultdict[int, list[int]] = defaultdict(list)
     for sample in np.flatnonzero(samples.sound).tolist():
         groups[int(samples.pixel_sums[sample])].append(sample)
@@ -206,7 +206,7 @@ def _duplicates(samples: _Samples) -> Iterator[FileFinding]:
 
 
 def _same(samples: _Samples, candidates: Sequence[int]) -> list[list[int]]:
-    """Those of the candidates that have the same pixels, in groups of two and more."""
+    """Return the candidates that have the same pixels, in groups of two and more."""
     groups: defaultdict[bytes, list[int]] = defaultdict(list)
     for sample in candidates:
         groups[hashlib.sha256(np.ascontiguousarray(samples.reader[sample]).data).digest()].append(sample)

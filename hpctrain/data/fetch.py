@@ -74,7 +74,7 @@ _MOST_BYTES = 1 << 28
 
 @contextmanager
 def no_bar(description: str, total: int, noun: str) -> Iterator[Advance]:
-    """A `Bar` that shows nothing."""
+    """Show no progress (a `Bar`)."""
     yield no_progress
 
 
@@ -125,17 +125,17 @@ def _fetch(
 
 
 def already_there(out: Path, splits: Mapping[str, Split]) -> Path | None:
-    """IDX files in the output directory itself."""
+    """Return the output directory if it has the IDX files itself."""
     return out if _has_all(out, splits) else None
 
 
 def debian_package(out: Path, splits: Mapping[str, Split]) -> Path | None:
-    """Files of Debian's package, where it is installed."""
+    """Return the directory of Debian's package if it is installed."""
     return PACKAGE_DIRECTORY if _has_all(PACKAGE_DIRECTORY, splits) else None
 
 
 def install_package(out: Path, splits: Mapping[str, Split]) -> Path | None:
-    """Install Debian's package; only as root, where there is apt-get."""
+    """Install Debian's package, if this is root and there is apt-get, and return its directory."""
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
         return None
     _log.info("installing %s", PACKAGE)
@@ -170,7 +170,7 @@ LOCAL_SOURCES: tuple[Source, ...] = (already_there, debian_package, install_pack
 
 
 def _read(response: http.client.HTTPResponse, name: str, bar: Bar) -> bytes:
-    """All that a site sends.
+    """Read the whole response of a site.
 
     Raises:
         http.client.HTTPException: the response ends too early. DataError: the response is larger than any of the files.
@@ -192,7 +192,7 @@ def _read(response: http.client.HTTPResponse, name: str, bar: Bar) -> bytes:
 
 
 def _is_there(path: Path, names: Sequence[str]) -> bool:
-    """True for the data file itself, False where there is nothing.
+    """Return whether the data file itself is there; False if there is nothing.
 
     Raises:
         DataError: something else, which is not to be lost.

@@ -108,7 +108,7 @@ def text(value: object) -> str:
 
 
 def read(file: h5py.File) -> Stored:
-    """Everything that an open HDF5 file says.
+    """Return everything that an open HDF5 file says, but its pixels.
 
     Raises:
         Exception: whatever h5py raises where the file is damaged.
@@ -247,34 +247,34 @@ def check_labels(path: Path, labels: np.ndarray, classes: int, first: int = 0) -
 
 
 def changed(path: Path, names: Sequence[str]) -> DataError:
-    """The error for datasets that do not have their checksum."""
+    """Return the error for datasets that do not match their checksum."""
     return DataError(f"In {path} {', '.join(names)} changed since the file was written; make it again.")
 
 
 def chunks(shape: tuple[int, ...]) -> Iterator[slice]:
-    """Slices of the first dim of a uint8 array, of about 16 MiB each."""
+    """Yield slices of the first dim of a uint8 array, of about 16 MiB each."""
     samples = max(1, _CHUNK_BYTES // max(1, int(np.prod(shape[1:], dtype=np.int64))))
     for start in range(0, shape[0], samples):
         yield slice(start, min(start + samples, shape[0]))
 
 
 def digest_of(values: np.ndarray) -> str:
-    """sha256 of an array's bytes."""
+    """Return the sha256 of an array's bytes."""
     return hashlib.sha256(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data).hexdigest()
 
 
 def sum_of(values: np.ndarray) -> int:
-    """crc32 of an array's bytes."""
+    """Return the crc32 of an array's bytes."""
     return zlib.crc32(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
 
 
 def names_digest(names: Sequence[str]) -> str:
-    """sha256 of class names."""
+    """Return the sha256 of class names."""
     return hashlib.sha256(json.dumps(list(names), ensure_ascii=False).encode()).hexdigest()
 
 
 def changed_datasets(contents: Stored) -> list[str]:
-    """The names of datasets, all but the images, that do not have their checksum."""
+    """Return the names of the datasets, other than the images, that do not match their checksum."""
     actual = {
         "labels": digest_of(contents.labels.astype("<i8", copy=False)),
         "mean": digest_of(contents.mean.astype("<f8", copy=False)),

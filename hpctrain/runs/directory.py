@@ -68,7 +68,7 @@ FLIGHT_POINTER = "flight-directory"
 
 
 def software_versions(**others: str) -> dict[str, str]:
-    """Versions of Python and of the packages that compute; `others` (kernel set, MPI library) are added as given."""
+    """Return the versions of Python and of the packages that compute, with `others` (kernel set, MPI library) as given."""
     found = {"python": platform.python_version(), "hpctrain": __version__}
     for package in ("numpy", "mpi4py", "h5py"):
         try:
@@ -79,7 +79,7 @@ def software_versions(**others: str) -> dict[str, str]:
 
 
 def git_state(directory: Path | None = None) -> dict[str, object]:
-    """{"revision", "dirty"} of the repository around `directory` (the current one by default); {} where there is none.
+    """Return {"revision", "dirty"} of the repository around `directory` (by default the current one); {} if there is none.
 
     Starts processes: call it before MPI starts.
     """
@@ -149,7 +149,7 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
-        """An existing run.
+        """Return an existing run.
 
         Raises:
             CheckpointError: `path` is no run directory.
@@ -195,11 +195,11 @@ class RunDirectory:
         return self.path / "flight"
 
     def log_path(self, rank: int) -> Path:
-        """The log file of a rank, where it keeps one."""
+        """Return the log file of a rank that keeps one."""
         return self.path / "logs" / f"rank-{rank:04d}.log"
 
     def point_to_flight(self, directory: Path | None) -> None:
-        """Remember that flight records lie in this directory; None: in the run.
+        """Record that flight records lie in this directory; None: in the run.
 
         Raises:
             OSError: that cannot be written.
@@ -229,21 +229,21 @@ class RunDirectory:
         write_text(self.schedule_path(group), schedule)
 
     def schedule_path(self, group: str) -> Path:
-        """The schedule of a parameter group's averager."""
+        """Return the path of the schedule of a parameter group's averager."""
         return self.path / f"schedule-{group}.json"
 
     def schedules(self) -> dict[str, str]:
-        """The schedules (JSON text) that were written, by parameter group."""
+        """Return the stored schedules (JSON text), by parameter group."""
         pattern = self.schedule_path("*").name
         begin, end = pattern.split("*")
         return {path.name[len(begin) : -len(end)]: read_text(path) for path in sorted(self.path.glob(pattern))}
 
     def config(self) -> str:
-        """The resolved configuration's text."""
+        """Return the text of the resolved configuration."""
         return read_text(self.path / "config.yaml", TEXT_BYTES)
 
     def follow_config(self, config: str, step: int, earlier: str) -> None:
-        """From `step` on the run has this configuration; `earlier`, which it had until then, is kept beside it if it is another.
+        """Make `config` the run's configuration from `step` on; keep `earlier`, the previous one, next to it if it differs.
 
         Removes configurations of later steps, whose metrics are removed as well. Files that no run wrote stay.
 
@@ -279,13 +279,13 @@ class RunDirectory:
         records.append_lines(self.metrics_path, json.dumps(_finite(record), allow_nan=False) + "\n")
 
     def cut_metrics(self, epoch: int, step: int, *, evaluates: bool = False, goes_back: bool = False) -> None:
-        """Before a run goes on from a checkpoint: metrics and hashes end where it was taken (see `metrics_file.cut_back`)."""
+        """Cut metrics and hashes back to the checkpoint from which the run resumes (see `records.cut_back`)."""
         require_owned(self)
         for path in (self.metrics_path, self.hashes_path):
             records.cut_back(path, epoch, step, evaluates=evaluates, goes_back=goes_back)
 
     def metrics(self) -> list[dict[str, object]]:
-        """All complete lines; a last one that a kill has torn is left out.
+        """Return all complete lines; a last one that a kill has torn is left out.
 
         Raises:
             DataError: another line is no JSON object, or the file is not a regular one.
@@ -421,7 +421,7 @@ def _has_config(run: RunDirectory, config: str) -> bool:
 
 
 def _name_in(path: Path) -> str | None:
-    """The name in a run's configuration; None where it has none that can be read. The rest is not parsed: there may be many."""
+    """Return the name in a run's configuration; None if it cannot be read. Parses that line alone, as there may be many runs."""
     try:
         line = _NAME.search(read_text(path, TEXT_BYTES))
         return None if line is None else str(yaml.safe_load(line[0])["name"])
@@ -430,12 +430,12 @@ def _name_in(path: Path) -> str | None:
 
 
 def latest(output: Path, name: str) -> RunDirectory | None:
-    """The newest run of that name; None where there is none."""
+    """Return the newest run of that name; None if there is none."""
     return next(iter(runs(output, name)), None)
 
 
 def resumable(output: Path, name: str) -> tuple[Path, CheckpointContent] | None:
-    """The newest valid checkpoint of the newest run of that name that has one, and its content; None where there is none.
+    """Return the newest valid checkpoint, and its content, of the newest run of that name that has one; else None.
 
     A run that ended before its first checkpoint is passed over.
     """
@@ -490,7 +490,7 @@ def write_best(directory: Path, best: BestRecord | None) -> None:
 
 
 def read_best(directory: Path) -> BestRecord | None:
-    """The record in a directory of checkpoints; None where there is none.
+    """Return the record in a directory of checkpoints; None if there is none.
 
     Raises:
         CheckpointError: it is not readable.
@@ -507,7 +507,7 @@ def read_best(directory: Path) -> BestRecord | None:
 
 
 def find_best(output: Path, name: str) -> Path:
-    """The best checkpoint of the newest run of that name that has one.
+    """Return the best checkpoint of the newest run of that name that has one.
 
     Raises:
         CheckpointError: no run has one, or the file is gone.

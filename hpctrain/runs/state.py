@@ -32,7 +32,7 @@ class RunEvent:
 
 
 def events_of(records: Iterable[Mapping[str, Any]]) -> list[RunEvent]:
-    """The events among the records of a run, in their order; a record that lacks something is told as far as it goes."""
+    """Return the events among the records of a run, in their order; a record that lacks something yields what it has."""
     events = []
     for record in records:
         words = _WORDS.get(str(record.get("kind")))
@@ -123,7 +123,7 @@ class RunState:
     end: str | None
 
     def latest(self, *kinds: str) -> Record:
-        """The latest record of these kinds; an empty one where there is none."""
+        """Return the latest record of these kinds; an empty one if there is none."""
         return next((record for record in reversed(self.records) if record.get("kind") in kinds), {})
 
     @property
@@ -152,7 +152,7 @@ class RunState:
         return float(pace * max(0, start["last_sample"] - self.done_samples))
 
     def curve(self, measure: str, *kinds: str) -> Curve:
-        """A measure over steps; values that are not finite are left out."""
+        """Return a measure over steps, without values that are not finite."""
         points = ((record.get("step"), record.get(measure)) for record in self.records if record.get("kind") in kinds)
         return tuple((step, value) for step, value in points if isinstance(step, int) and isinstance(value, int | float))
 
@@ -162,7 +162,7 @@ class RunState:
         return events_of(self.records)
 
     def heard_seconds(self, record: FlightRecord) -> float:
-        """How long ago a rank was last heard of."""
+        """Return how long ago a rank last gave a sign of life."""
         return max(0.0, self.now - record.wall_seconds(record.last_ns))
 
 
@@ -182,7 +182,7 @@ class RunReader:
         self._records: tuple[Record, ...] = ()
 
     def read(self, now: float) -> RunState:
-        """The state at an instant of the wall clock. What is being written, is torn or is gone meanwhile is left out."""
+        """Return the state at an instant of the wall clock. Leaves out what is being written, torn or gone meanwhile."""
         records, ranks = self._metrics(), _flight(self.directory)
         path, written = _newest_checkpoint(self.directory.checkpoints)
         end = _end(records, ranks, now, self._silences(ranks))
@@ -212,13 +212,13 @@ class RunReader:
 
 
 def _lines(content: bytes) -> list[Record]:
-    """All whole lines that are JSON objects."""
+    """Return all whole lines that are JSON objects."""
     records = (json_object(line) for line in content.split(b"\n")[:-1])
     return [record for record in records if record is not None]
 
 
 def _flight(directory: RunDirectory) -> tuple[FlightRecord, ...]:
-    """The records of the ranks, without their operations; none where none can be read here."""
+    """Return the records of the ranks, without their operations; none if none can be read here."""
     try:
         return records_in(directory.flight_records(), operations=False)
     except (DataError, OSError):
@@ -226,7 +226,7 @@ def _flight(directory: RunDirectory) -> tuple[FlightRecord, ...]:
 
 
 def _newest_checkpoint(directory: Path) -> tuple[Path | None, float]:
-    """The checkpoint of the latest step, and when it was written."""
+    """Return the checkpoint of the latest step, and when it was written."""
     names = []
     try:
         for entry in os.scandir(directory):
@@ -277,13 +277,13 @@ def _lives(process: int) -> bool:
 
 
 def _stopped(records: Sequence[Record]) -> str | None:
-    """The words on what has stopped the run, if nothing has begun since."""
+    """Return the words on what has stopped the run, if nothing has begun since."""
     last = next((record for record in reversed(records) if record.get("kind") in ("stop", "start")), {})
     return f"stopped by {last.get('by')} after step {last.get('step')}" if last.get("kind") == "stop" else None
 
 
 def _complete(records: Sequence[Record]) -> bool:
-    """Whether the last epoch of the latest start was recorded."""
+    """Return whether the last epoch of the latest start was recorded."""
     start = next((record for record in reversed(records) if record.get("kind") == "start"), {})
     return any(record.get("kind") == "epoch" and record.get("epoch") == start.get("epochs") for record in records)
 

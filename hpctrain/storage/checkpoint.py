@@ -125,7 +125,7 @@ def _now(directory: Path) -> float:
 
 
 def _last_write_seconds(path: Path) -> float:
-    """The time of the last write to a file, or to a directory and its files."""
+    """Return the time of the last write to a file, or to a directory and its files."""
     try:
         files = list(path.iterdir()) if path.is_dir() else []
         return max(each.stat().st_mtime for each in (path, *files))
@@ -159,37 +159,37 @@ class CheckpointContent:
 
 
 def parameter_key(name: str) -> str:
-    """Key of a parameter."""
+    """Return the key of a parameter."""
     return f"parameters/{name}"
 
 
 def statistic_key(name: str) -> str:
-    """Key of a running statistic."""
+    """Return the key of a running statistic."""
     return f"statistics/{name}"
 
 
 def averaged_statistic_key(name: str) -> str:
-    """Key of the average of a running statistic, beside those of weights."""
+    """Return the key of the average of a running statistic, which goes with averages of weights."""
     return f"averaged_statistics/{name}"
 
 
 def optimizer_key(state: str, parameter: str) -> str:
-    """Key of an optimiser's state ("momentum") of one parameter."""
+    """Return the key of an optimiser's state ("momentum") of one parameter."""
     return f"optimizer/{state}/{parameter}"
 
 
 def checkpoint_path(directory: Path, global_step: int, *, sharded: bool = False) -> Path:
-    """Where the checkpoint after `global_step` steps lies: a file, or a directory of shards."""
+    """Return the path of the checkpoint after `global_step` steps: a file, or a directory of shards."""
     return directory / f"checkpoint-{global_step:08d}{SUFFIX if sharded else '.h5'}"
 
 
 def is_sharded(path: Path) -> bool:
-    """Whether a path is that of a directory of shards, by its name."""
+    """Return whether a path is that of a directory of shards, by its name."""
     return path.suffix == SUFFIX
 
 
 def checkpoints(directory: Path) -> list[tuple[int, Path]]:
-    """(global step, path) of all checkpoints in `directory`, damaged ones too, oldest step first; none where it is missing."""
+    """Return (global step, path) of all checkpoints in `directory`, damaged ones too, oldest step first."""
     return _matching(directory, _NAME)
 
 
@@ -404,7 +404,7 @@ def set_aside(directory: Path, step: int) -> list[Path]:
 def restore(
     content: CheckpointContent, key: str, shape: tuple[int, ...], dtype: str | np.dtype, box: Box | None = None
 ) -> np.ndarray:
-    """The tensor of that key, of exactly that shape and dtype, or the part of it in `box`.
+    """Return the tensor of that key, of exactly that shape and dtype, or the part of it in `box`.
 
     Raises:
         CheckpointError: it is not there, or is another.
@@ -431,7 +431,7 @@ def restore(
 
 
 def facts(content: CheckpointContent, key: str) -> tuple[tuple[int, ...], np.dtype]:
-    """Shape and dtype of a tensor; shards are not read for that."""
+    """Return shape and dtype of a tensor; reads no shard."""
     if isinstance(content.tensors, ShardedTensors):
         return content.tensors.facts(key)
     tensor = content.tensors[key]
@@ -487,7 +487,7 @@ def _write_shards(out: Path, content: CheckpointContent, shards: int) -> None:
 
 
 def _parts(content: CheckpointContent, number: int, shards: int) -> dict[str, Part]:
-    """The parts of one shard."""
+    """Return the parts of one shard."""
     shares, parts = WriteShares(number, shards), {}
     for key in content.tensors:
         shape, dtype = facts(content, key)

@@ -63,7 +63,7 @@ class Hdf5Target(io.RawIOBase):
         return self._at
 
     def _end(self) -> int:
-        """The size of the file in bytes, as HDF5 sees it."""
+        """Return the size of the file in bytes, as HDF5 sees it."""
         raise NotImplementedError
 
     def _release(self) -> bool:
@@ -92,7 +92,7 @@ class StoreFile(Hdf5Target):
         self._size = 0
 
     def readinto(self, buffer: Any) -> int:
-        """The bytes that HDF5 has written there; zeros elsewhere."""
+        """Read the bytes that HDF5 has written there; zeros elsewhere."""
         view = memoryview(buffer).cast("B")
         view[:] = bytes(len(view))
         for offset, data in self._written:
@@ -188,18 +188,18 @@ class StoreIndex:
 
 
 def _little_endian(array: np.ndarray) -> np.ndarray:
-    """The array itself, or one copy of it where it is not C-contiguous or of another byte order."""
+    """Return the array itself, or one copy of it if it is not C-contiguous or of another byte order."""
     assert array.dtype.kind in "biuf", f"dtype {array.dtype} has no place in a checkpoint"
     return np.asarray(array, array.dtype.newbyteorder("<"), order="C")
 
 
 def begun_digest(dtype: np.dtype, shape: tuple[int, ...]) -> hashlib._Hash:
-    """sha256 over dtype and shape of an array; its elements follow."""
+    """Return a sha256 over dtype and shape of an array, to be updated with its elements."""
     return hashlib.sha256(f"{dtype.str} {shape}\n".encode())
 
 
 def digest_of(array: np.ndarray) -> str:
-    """sha256 over dtype, shape and elements of a C-contiguous array."""
+    """Return the sha256 over dtype, shape and elements of a C-contiguous array."""
     state = begun_digest(array.dtype, array.shape)
     state.update(array.reshape(-1).view(np.uint8).data)
     return state.hexdigest()
@@ -211,7 +211,7 @@ def _list_digest(digests: Mapping[str, str]) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Numbers of NumPy as JSON's; json calls it for what it does not know."""
+    """Return a number of NumPy as JSON's; json calls it for types that it does not know."""
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"{type(value).__name__} has no place in a checkpoint's metadata")
@@ -281,7 +281,7 @@ def read_store_meta(path: Path) -> dict[str, object]:
 
 
 def _text(item: h5py.Group | h5py.Dataset, attribute: str) -> str:
-    """An attribute's text; empty where there is none."""
+    """Return an attribute's text; empty if there is none."""
     value = item.attrs.get(attribute, b"")
     return value.decode() if isinstance(value, bytes) else str(value)
 

@@ -41,7 +41,7 @@ class WeightsFile:
 
 
 def read(path: Path) -> WeightsFile:
-    """All tensors of a file. Those of 16 bits are given in float32, which holds them exactly.
+    """Read all tensors of a file. Those of 16 bits are returned in float32, which holds them exactly.
 
     Removes the parts that PyTorch's wrappers of models and layers, however nested, insert into names. Names in files that
     `ModelWeights` wrote stay.
@@ -81,7 +81,7 @@ def write(path: Path, content: WeightsFile) -> None:
 
 
 def checksum(path: Path) -> str:
-    """The sha256 of a file's bytes.
+    """Return the sha256 of a file's bytes.
 
     Raises:
         OSError: it cannot be read.
@@ -94,7 +94,7 @@ def checksum(path: Path) -> str:
 
 
 def check_suffix(path: Path, known: tuple[str, ...]) -> str:
-    """The ending of a file's name, which says what kind it is.
+    """Return the ending of a file's name, which says what kind it is.
 
     Raises:
         CheckpointError: it is not one of those that are known.

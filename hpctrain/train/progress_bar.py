@@ -22,12 +22,12 @@ LOG_COLUMNS = 80
 
 
 def loss_text(loss: float) -> str:
-    """Four digits behind the point; from 1,000 on, four digits in all, as 1.235e+26."""
+    """Return a loss with four decimals; from 1,000 on with four digits in all, such as 1.235e+26."""
     return f"{loss:.4f}" if abs(loss) < 1000 or not math.isfinite(loss) else f"{loss:.4g}"
 
 
 def duration_text(seconds: float) -> str:
-    """h:mm:ss, with whole days before it: 0:00:07, 1:02:03, 2 d 3:04:05."""
+    """Return h:mm:ss, with whole days before it: 0:00:07, 1:02:03, 2 d 3:04:05."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)
@@ -46,7 +46,7 @@ class TimeLeft:
         self._begin = clock()
 
     def seconds(self, done: int) -> float | None:
-        """None where nothing has been done by this run yet."""
+        """Return the seconds left; None if this run has not done anything yet."""
         if done <= self._before:
             return None
         pace = (self._clock() - self._begin) / (done - self._before)
@@ -54,7 +54,7 @@ class TimeLeft:
 
 
 def fitting(facts: Sequence[tuple[int, str]], room: int, between: str = "  ") -> str:
-    """The most important facts that fit, in their order.
+    """Return the most important facts that fit, in their order.
 
     Args:
         facts: (rank, text); those of low rank are left out last. room: characters.
@@ -66,7 +66,7 @@ def fitting(facts: Sequence[tuple[int, str]], room: int, between: str = "  ") ->
 
 
 def folded(pieces: Sequence[str], room: int = LOG_COLUMNS, between: str = "; ", indent: str = "  ") -> list[str]:
-    """Lines of pieces that belong together, as many in each as have room; all but the first begin with the indent."""
+    """Return lines of pieces that belong together, as many in each as fit; all but the first begin with the indent."""
     lines = [pieces[0]]
     for piece in pieces[1:]:
         longer = f"{lines[-1]}{between}{piece}"
@@ -122,18 +122,18 @@ class ProgressBar:
         self._progress.start()
 
     def begin(self, description: str, total: int, done: int = 0) -> None:
-        """The line is of this work from now on. total, done: in any unit."""
+        """Let the line show this work from now on. total, done: in any unit."""
         self._task = self._progress.add_task(description, total=total, completed=done, note="")
 
     def show(self, description: str, done: int, facts: Sequence[tuple[int, str]]) -> None:
-        """The line of the work at its next redrawing. facts: as `fitting` takes; those without room are left out."""
+        """Show the work at the next redrawing. facts: as `fitting` takes; those without room are left out."""
         assert self._task is not None, "it has begun"
         note = fitting(facts, self._console.width - len(description) - _BAR_ROOM)
         self._progress.update(self._task, description=description, completed=done, note=note)
 
     @contextmanager
     def pass_over(self, description: str, samples: int) -> Iterator[Advance]:
-        """While this lasts, the line is of a pass over so many samples; then it is again of what it was of before."""
+        """Let the line show a pass over so many samples during the block, and then its former work again."""
         before = self._task
         if before is not None:
             self._progress.update(before, visible=False)
@@ -154,7 +154,7 @@ class ProgressBar:
 
 
 def _facts(done: int, left: TimeLeft, elapsed_seconds: float) -> list[tuple[int, str]]:
-    """The rate of a pass and the time that it has left."""
+    """Return the rate of a pass and the time that it has left."""
     facts = [(1, f"{done / elapsed_seconds:,.0f} images/s")] if done and elapsed_seconds > 0 else []
     seconds = left.seconds(done)
     return facts if seconds is None else [*facts, (0, f"{duration_text(seconds)} left")]
@@ -162,7 +162,7 @@ def _facts(done: int, left: TimeLeft, elapsed_seconds: float) -> list[tuple[int,
 
 @contextmanager
 def pass_on_stderr(style: PassStyle | None, samples: int, *, visible: bool, description: str) -> Iterator[Advance]:
-    """While this lasts, stderr shows a pass over so many samples, and nothing of it stays; stdout is as it would be without.
+    """Show a pass over so many samples on stderr during the block; nothing of it stays, and stdout is unaffected.
 
     Args:
         style: None: a bar where stderr is a terminal, nothing elsewhere; "bar": one there, too. visible: False on ranks that show
@@ -185,4 +185,4 @@ def pass_on_stderr(style: PassStyle | None, samples: int, *, visible: bool, desc
 
 
 def _nothing(done: int) -> None:
-    """Nobody looks."""
+    """No-op callback."""

@@ -60,7 +60,7 @@ class BackgroundWriter:
         return not self.busy
 
     def result(self) -> Any:
-        """The result of the latest work, once it is done.
+        """Return the result of the latest work, once it is done.
 
         Raises:
             Exception: the one with which it ended.
@@ -157,7 +157,7 @@ class Saver:
         return self._world.size
 
     def ready(self, step: int) -> bool:
-        """Whether a checkpoint of `step` can be begun; else it is left out, and that is told. Waits for the one before it."""
+        """Return whether a checkpoint of `step` can begin; if not, report that it is left out. Waits for the one before it."""
         before = self._writing
         if before is None:
             return True
@@ -324,11 +324,11 @@ class Saver:
         self._start((lambda: publish(results)) if self._world.rank == 0 else None)
 
     def _let_go(self) -> None:
-        """Nothing is to be written any more: the copies of tensors are not kept, as the next ones take as much memory."""
+        """Release the copies of tensors, as the next ones take as much memory."""
         self._writing = self._work = None
 
     def _tell_failures(self, writing: Writing, states: Sequence[_State]) -> None:
-        """Failures, once for each sentence; this rank tries its own again at the next step, then after pauses."""
+        """Report failures, once for each sentence; this rank retries its own at the next step, then after pauses."""
         own = states[self._world.rank].failure
         if own is not None and own != self._told:
             self._told, self._retry_at = own, time.monotonic() + self._pause_seconds
@@ -341,7 +341,7 @@ class Saver:
             self._tell(writing.step, f"{sentence} It is tried again while the run goes on.")
 
     def _tell_late(self, writing: Writing, states: Sequence[_State]) -> None:
-        """Once, that the disk is slow."""
+        """Report once that the disk is slow."""
         seconds = states[0].seconds
         busy = [rank for rank, state in enumerate(states) if not state.done]
         if self._told_late or seconds <= self._deadline_seconds or not busy:
@@ -365,7 +365,7 @@ def _write_now(world: Communicator, writing: Writing) -> None:
 
 
 def _require(missing: str | None) -> None:
-    """Nothing, unless the last checkpoint was left out: a sentence says so."""
+    """Raise if the last checkpoint was left out. missing: a sentence that says so."""
     if missing is not None:
         raise CheckpointError(f"{missing}; look after the disk, and resume from the checkpoint before it.")
 
