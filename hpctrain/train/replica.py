@@ -583,7 +583,7 @@ class Replica:
         return position
 
     def parameters_written(self) -> None:
-        """Announce changes of parameters or optimiser state outside `step` and `load`; after `drain`, alike on all ranks. Local."""
+        """Announce changes of parameters or optimiser state outside `step` and `load`: after `drain`, alike on all ranks."""
         self.network.parameters_changed()
         if self.average is not None:
             self.average.weights_changed()

@@ -266,7 +266,7 @@ class Trainer:
         return (epoch if self._cadence.steps else self._cadence.epochs) * sampler.samples
 
     def _rate_at(self, position: Position) -> float:
-        """Return the learning rate of the step that begins at a position: by samples, so that another batch size makes no jump."""
+        """Return the learning rate of the step that begins at a position: by samples, so that another batch makes no jump."""
         sampler = self._loader.sampler
         return self._schedule.lr(position.in_steps(sampler.samples, sampler.batch))
 
