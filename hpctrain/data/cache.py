@@ -316,7 +316,7 @@ class SampleCache(ReadImages):
 class FillingPlan:
     """Samples 0 .. samples - 1 in chunks, one after another; in a round every rank reads one and sends it to the other memories.
 
-    It follows from numbers that every rank knows, so nobody asks anybody.
+    It follows from numbers that every rank knows, so that ranks need not communicate.
 
     Args:
         samples: that every memory has a place for. at_once: samples of a chunk.

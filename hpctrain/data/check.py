@@ -29,7 +29,7 @@ class FileFinding:
     Attributes:
         kind: "changed", "unreadable", "undecodable", "decoder", "label", "contents", "duplicate", "duplicate across classes" or
             "empty class". damage: the file is not as it was written, or cannot be trained from.
-        sentence: for people. samples: that it concerns; empty where it concerns none by number.
+        sentence: for people. samples: that it concerns; empty if it concerns none by number.
     """
 
     kind: str
@@ -53,7 +53,7 @@ class CheckedFile:
 
     @property
     def damaged(self) -> bool:
-        """True where a finding is damage."""
+        """True if a finding is damage."""
         return any(finding.damage for finding in self.findings)
 
 

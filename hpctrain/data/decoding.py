@@ -52,7 +52,7 @@ FOREIGN_SUFFIXES = frozenset((
 MAX_PIXELS = 178_956_970
 # Some other formats of Pillow start programs (EPS), or accept any bytes as an image (TGA).
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "DIB", "TIFF", "GIF", "PPM", "JPEG2000", "AVIF")
-#: largest picture file: so many bytes per pixel, and so many more for metadata
+#: size limit of a picture file: bytes per pixel, and bytes of metadata
 _BYTES_OF_PIXEL, _BYTES_OF_METADATA = 4, 16 << 20
 
 _JPEG = b"\xff\xd8\xff"

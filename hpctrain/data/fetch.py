@@ -62,11 +62,11 @@ SPLITS: Mapping[str, Split] = {
     ),
 }
 
-#: gives a directory with all files of `splits`, or None where it cannot; may write into the directory it is given
+#: returns a directory with all files of `splits`, or None if it cannot; may write into the directory that it receives
 Source = Callable[[Path, Mapping[str, Split]], Path | None]
 
 
-#: shows progress: description, total and what is counted -> what is told of each few more
+#: shows progress: description, total and what is counted -> a function to call with the number of those just done
 Bar = Callable[[str, int, str], AbstractContextManager[Advance]]
 _BYTES_AT_ONCE = 1 << 18
 _MOST_BYTES = 1 << 28
@@ -87,7 +87,7 @@ def fetch(
     overwrite: bool = False,
     bar: Bar = no_bar,
 ) -> dict[str, Path]:
-    """Make sure that out/train.h5 and out/test.h5 exist; give their paths by split. Does nothing where both are there.
+    """Make sure that out/train.h5 and out/test.h5 exist; return their paths by split. No effect if both exist.
 
     Args:
         sources: asked in turn for the IDX files; by default the directory itself, Debian's package where it is installed, the
@@ -147,7 +147,7 @@ def install_package(out: Path, splits: Mapping[str, Split]) -> Path | None:
 
 
 def download(out: Path, splits: Mapping[str, Split], url: str = URL, bar: Bar = no_bar) -> Path | None:
-    """Fetch the gzipped files from the data set's own site into the output directory; None where it cannot be reached.
+    """Fetch the gzipped files from the data set's own site into the output directory; None if it cannot be reached.
 
     Raises:
         DataError: what arrived is not the expected file.
@@ -242,7 +242,7 @@ def _check(content: bytes, digest: str, origin: str) -> None:
 
 
 def _run(command: Sequence[str]) -> bool:
-    """Run a command of the package manager without questions; True where it worked."""
+    """Run a command of the package manager without questions; True if it worked."""
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     try:
         done = subprocess.run(

@@ -5,7 +5,7 @@ A data file is an HDF5 file with all images of a split in one contiguous block, 
 | object        | shape          | type    | what it holds |
 |---------------|----------------|---------|---------------|
 | `images`      | (N, H, W, C)   | uint8   | version 2: pixels, contiguous, unfiltered: readable by offset |
-| `blob`        | (bytes,)       | uint8   | version 3: JPEG and PNG files one behind another, in place of `images` |
+| `blob`        | (bytes,)       | uint8   | version 3: JPEG and PNG files in a row, in place of `images` |
 | `offsets`     | (N + 1,)       | int64   | version 3: of each file in `blob`, and of its end |
 | `labels`      | (N,)           | int64   | 0 .. classes - 1 |
 | `class_names` | (classes,)     | UTF-8   | of fixed length, padded with zero bytes |
@@ -60,7 +60,7 @@ class StoredImages:
     """Where the images lie.
 
     Attributes:
-        shape, dtype: as the file says. offset: of the first byte in the file; None where they do not lie in one block.
+        shape, dtype: as the file says. offset: of the first byte in the file; None if they do not lie in one block.
         stored_bytes: that the file keeps for them.
         offsets: (N + 1,) of each picture file in the block, and of the block's end; None: the block holds pixels.
     """
@@ -85,7 +85,7 @@ class Stored:
         labels, mean, std: arrays of whatever shape and dtype the file says. class_names: decoded.
         digests: sha256 of each dataset, in hexadecimal; of a file of picture files also "images", which stands for what the
             pictures decode to.
-        fit: how pictures were brought to the images' size ("crop", "squash"); None: they have their own, or nobody knows.
+        fit: how pictures were brought to the images' size ("crop", "squash"); None: they have their own, or it is unknown.
         sums: (N,) crc32 of each sample's stored bytes; None: the file has none. pixel_sums: (N,) of what pictures decode to.
         max_pixels: size limit of a picture that is decoded; None: the decoder's own limit.
     """
@@ -295,7 +295,7 @@ def _check_offsets(path: Path, offsets: np.ndarray) -> None:
 
 
 def check_place(path: Path, images: StoredImages) -> None:
-    """Make sure that the images are where they are said to be.
+    """Make sure that the images lie where the file says.
 
     Raises:
         DataError: the file has fewer bytes than they need.

@@ -41,7 +41,7 @@ class ImageFile:
             not give back ends the process; what trains reads `pixels`.
         pixels: the same images, by what raises an error then. labels: (N,) int64, in memory.
         class_names: one per class. mean, std: (C,) float64, in units of 0..1.
-        fit: how pictures were brought to the images' size ("crop", "squash"); None: nobody knows.
+        fit: how pictures were brought to the images' size ("crop", "squash"); None: unknown.
         sums: (N,) crc32 of each sample's stored bytes; None: the file has none.
     """
 
@@ -212,7 +212,7 @@ def _map(path: Path, contents: Stored) -> tuple[ImageArray, ReadImages]:
 def class_difference(names: Sequence[str], others: Sequence[str]) -> str | None:
     """Return how two lists of class names differ, in words; None if they are the same names in any order.
 
-    Where a name stands for several classes the order, too, must be the same: it is all that tells them apart.
+    If a name stands for several classes, the order must be the same as well: nothing else distinguishes them.
     """
     names, others = [*map(normal_name, names)], [*map(normal_name, others)]
     if len(names) != len(others):

@@ -73,7 +73,7 @@ class Batch:
 
 
 class LoaderRank(TypedDict):
-    """A rank's place among those that share the batches out, as loaders are told it (see `Loader`)."""
+    """A rank's place among those that divide the batches, as keywords of a loader (see `Loader`)."""
 
     rank: int
     ranks: int
@@ -83,7 +83,7 @@ class LoaderRank(TypedDict):
 
 
 class BatchSource(Protocol):
-    """Anything that gives this rank's batches, epoch by epoch: a `Loader`, or an `ArrayLoader`."""
+    """Anything that yields this rank's batches, epoch by epoch: a `Loader`, or an `ArrayLoader`."""
 
     sampler: Sampler
 
@@ -127,7 +127,7 @@ class Loader:
         file: the images; the loader keeps a reference to its map.
         split_size: neighbouring ranks that form a split group. tiles: the box that each of them reads of the group's images, as
             they come out of the pipeline; zeros beyond them. None: each rank reads its own samples.
-        shards: a step's samples are shared out over so many shards, a multiple of the ranks; None: over the ranks themselves.
+        shards: number of shards over which a step's samples are divided, a multiple of the ranks; None: over the ranks.
         prefetch: batches made ahead of the one in use; 0: none, and no thread.
         pixels: the images of the file as they are read: through levels that keep some of them. None: from the file itself.
         mixing: of the images of a step with each other; None: they are not mixed.
@@ -475,7 +475,7 @@ class ArrayLoader:
         labels: (N,) integers from 0. sampler: of N samples.
         split_size: neighbouring ranks that form a split group. tiles: the box that each of them reads of the group's images;
             None: each rank reads its own samples.
-        shards: a step's samples are shared out over so many shards, a multiple of the ranks; None: over the ranks themselves.
+        shards: number of shards over which a step's samples are divided, a multiple of the ranks; None: over the ranks.
         mixing: of the images of a step with each other; None: they are not mixed.
 
     Raises:

@@ -1,6 +1,6 @@
 """A copy of samples on the local disk of a node, written as they are first read from the data file.
 
-The file is read and written by system calls, never mapped: a disk that is full, or a file that somebody cuts short, is an
+The file is read and written by system calls, never mapped: a disk that is full, or a file that is cut short, is an
 error of a call and no signal. Each sample has a checksum in memory of the node, so that bytes that have changed are noticed,
 and read from the data file again.
 
@@ -273,7 +273,7 @@ def _identity(file: ImageFile) -> dict[str, object]:
 
 
 def _load(copy: LocalCopy, index: Path, known_by: Mapping[str, object]) -> int:
-    """Take what an earlier run has written down of a kept file; give how many samples there are."""
+    """Load the index of a kept file, which an earlier run has written; return the number of samples."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         header, _, tables = index.read_bytes().partition(b"\n")
         values = json.loads(header)

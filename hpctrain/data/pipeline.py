@@ -40,7 +40,7 @@ CHUNK_BYTES = 1 << 21
 #: for each thread, where chunks are not too small then: some samples take longer than others
 _CHUNKS_PER_THREAD = 2
 _LEAST_CHUNK_BYTES = 1 << 18
-#: of threads, where nobody asks for a number: from so many cores on one more does not help
+#: number of threads by default: more do not help
 _MOST_BY_DEFAULT = 8
 _CORES_PER_THREAD = 4
 
@@ -65,7 +65,7 @@ class BatchThreads:
         self._others: ThreadPoolExecutor | None = None
 
     def run(self, samples: int, sample_bytes: int, work: Work) -> None:
-        """Have `work` make all samples, in chunks; an error of any of them is raised once nobody works any more.
+        """Have `work` make all samples, in chunks; an error of any of them is raised once all threads have ended their work.
 
         Args:
             sample_bytes: of one sample, from which the chunks' length follows.
@@ -90,7 +90,7 @@ class BatchThreads:
 
 
 def _make(thread: int, chunks: Iterator[int], length: int, samples: int, work: Work) -> None:
-    """Make chunks until none is left; the iterator of a range gives each of them to one thread."""
+    """Make chunks until none is left; the iterator of a range yields each of them to one thread."""
     for first in chunks:
         work(thread, first, min(samples, first + length))
 
@@ -178,7 +178,7 @@ class Pipeline:
     Args:
         specs: (name, options) pairs, of `AUGMENTATIONS`.
         mean, std: (C,), in units of 0..1; a channel whose std is 0 is only centred.
-        dtype: "float32" or "float64" of the result, which is finite: augmentations give uint8, and mean and std are checked.
+        dtype: "float32" or "float64" of the result, which is finite: augmentations return uint8, and mean and std are checked.
 
     Raises:
         ConfigError: see `Registry.create`; or an augmentation of normalised pixels that others follow. DataError: mean or std
@@ -254,7 +254,7 @@ class Pipeline:
     def resized(self, side: int) -> Pipeline:
         """Return the same pipeline with results of side x side pixels: the last augmentation that determines a size is changed.
 
-        Where none does, images are resized behind all augmentations but those of normalised pixels. Random numbers are the same.
+        If none does, images are resized after all augmentations but those of normalised pixels. Random numbers are the same.
         """
         other = copy.copy(self)
         other.augmentations = _resized(self.augmentations, side)
@@ -273,7 +273,7 @@ class Pipeline:
         """Write a region of what a call makes of images of `shape` (H, W, C) to `out` (N, h, w, C); reads only what it needs.
 
         Args:
-            read: gives a region of a sample's image. region: inside the resulting images.
+            read: returns a region of a sample's image. region: inside the resulting images.
         """
         sizes = self._sizes(shape)
         draws = [self._draws(position, one, sample_ids, epoch) for position, one in enumerate(self.augmentations)]
@@ -367,7 +367,7 @@ class Pipeline:
         return PixelBatch(out, windows, size, scale, shift, self._fill(windows, size, sample_ids, epoch), resampling)
 
     def _fill(self, windows: np.ndarray, size: tuple[int, int], sample_ids: np.ndarray, epoch: int) -> float:
-        """Set the boxes of images of `size` (H, W) that are filled with a number, and give that."""
+        """Set the boxes of images of `size` (H, W) that are filled with a number, and return that number."""
         step = filling(self.normalised)
         if step is None:
             return 0.0

@@ -3,7 +3,7 @@
 A file that becomes unreadable under a memory map (an error of its disk, a file that is cut short, a file system that is gone)
 ends the process that touches it by SIGBUS, without a word of the file. So the map is never touched from here: the system
 copies out of it (`process_vm_readv` of this very process, one call for up to 1,024 pieces of a batch), and says where it could
-not go on. What is missing then is read from the file, again after some pauses, which tells the reason.
+not go on. What is missing then is read from the file, again after some pauses, which yields the reason.
 
 `Extents` says where the bytes of each sample lie, `ReadPolicy` how often a sample is tried and whether others may replace it.
 `MappedReader` reads pixels as an array's are read; `decoding.EncodedReader` decodes picture files.
@@ -36,7 +36,7 @@ ImageIndex = int | slice | tuple[int | slice, slice, slice]
 PAUSES_SECONDS = (0.1, 0.4, 1.6)
 #: of the deadline, that pauses for one sample may take in all
 _SHARE_OF_DEADLINE = 0.25
-# The text of HDF5 for what a system call has said.
+# HDF5's text for the error of a system call.
 _HDF5_REASON = re.compile(r"error message = '([^']*)'")
 
 
@@ -115,7 +115,7 @@ def reason(error: BaseException) -> str | None:
 
 @dataclass(frozen=True)
 class Extents:
-    """The stored bytes of samples, which lie one behind another in one block of a file.
+    """The stored bytes of samples, which lie in a row in one block of a file.
 
     Attributes:
         first: place of the block's first byte in the file. count: samples. stride: bytes of each sample; None: they differ.
@@ -147,7 +147,7 @@ class Extents:
 
     @property
     def end(self) -> int:
-        """Place behind the block in the file."""
+        """Place after the block in the file."""
         return self.first + self.size_bytes
 
     def starts(self, samples: np.ndarray) -> np.ndarray:
@@ -304,7 +304,7 @@ class BlockReader(ReadImages):
         """Read until every sample, or one that stands in for it, is there.
 
         Args:
-            attempt: reads samples (m,) to the places (m,) of a batch; it is told whether to be patient, and gives those that
+            attempt: reads samples (m,) to the places (m,) of a batch; it receives whether to be patient, and returns those that
                 cannot be read, by their number, with the reason.
 
         Raises:
@@ -325,7 +325,7 @@ class BlockReader(ReadImages):
         return np.array([self.replaced.get(sample, sample) for sample in samples.tolist()], np.int64)
 
     def _gather(self, wanted: np.ndarray, out: np.ndarray) -> int:
-        """Copy pieces out of the map as far as that is possible; give how many.
+        """Copy pieces out of the map as far as possible; return how many.
 
         Args:
             wanted: (3, pieces) int64: where each begins in the block and in `out`, and its bytes.

@@ -25,7 +25,7 @@ def counts(samples: int, ranks: int, split_size: int = 1, shards: int | None = N
 
     split_size: neighbouring ranks that form a split group and work on each other's samples: the groups get even shares first,
         then the ranks of each group.
-    shards: a multiple of `ranks`: the samples are shared out over so many shards, and each rank has as many neighbouring ones;
+    shards: a multiple of `ranks`: the samples are divided over this many shards, and each rank has as many neighbouring ones;
         None: over the ranks themselves.
     """
     if shards is not None:
@@ -47,7 +47,7 @@ def share_of(ids: NDArray[np.int64], rank: int, ranks: int, split_size: int = 1,
 
 
 class Reordering(NamedTuple):
-    """From sample `first` of an epoch on, and in all epochs behind it, samples come in the `number`-th other order."""
+    """From sample `first` of an epoch on, and in all epochs after it, samples come in the `number`-th other order."""
 
     epoch: int
     first: int
@@ -197,7 +197,7 @@ class Mixing:
 
     @property
     def mixes(self) -> bool:
-        """True where any step may be mixed."""
+        """True if any step may be mixed."""
         return (self.mixup > 0 or self.cutmix > 0) and self.probability > 0
 
     def draw(self, epoch: int, first: int, height: int, width: int) -> Mix | None:

@@ -89,7 +89,7 @@ class UnfinishedFile:
     def kept(self) -> Iterator[tuple[dict[str, Any], np.ndarray]]:
         """Yield the existing chunks in order: what `append` received for each, and its bytes. Must be read to the end.
 
-        Whatever lies behind the last whole one is cut off.
+        Whatever follows the last whole one is cut off.
         """
         if self._journal is None:
             return
@@ -115,13 +115,13 @@ class UnfinishedFile:
         _write_all(self._descriptor, bytes(BLOCK_OFFSET), 0)  # an interrupted end may have written there
 
     def append(self, block: memoryview, of: dict[str, Any]) -> None:
-        """Add a chunk; of: what `kept` is to give with it, as JSON can hold it.
+        """Add a chunk. of: what `kept` is to yield with it, as JSON can hold it.
 
         Raises:
             OSError: it cannot be written.
         """
         _write_all(self._descriptor, block, BLOCK_OFFSET + self.size)
-        if self._journal is not None:  # behind the bytes, so that a line speaks of bytes that are there
+        if self._journal is not None:  # after the bytes, so that a line describes bytes that are there
             line = _line({"bytes": len(block), "crc32": zlib.crc32(block), "of": of})
             _write_all(self._journal, line, self._journal_size)
             self._journal_size += len(line)
@@ -227,7 +227,7 @@ class DataFileWriter:
     """Writes a data file in chunks; the file appears, complete and on disk, only when the block ends without an error.
 
     Use as a context manager. An error leaves nothing. An interruption (KeyboardInterrupt, a kill) leaves the beginning, if
-    `source` is given, and the next writer with the same `path` and `source` goes on behind it.
+    `source` is given, and the next writer with the same `path` and `source` continues after it.
 
     Args:
         path: the file to make or replace; its directory is made where it is missing. count: samples at most.
@@ -343,7 +343,7 @@ class DataFileWriter:
         space = h5py.h5s.create_simple(shape)
         dataset = h5py.Dataset(h5py.h5d.create(file.id, name.encode(), h5py.h5t.STD_U8LE, space, created))
         if dataset.id.get_offset() != BLOCK_OFFSET:
-            assert self._file.size < _PAGE_BYTES, "large objects begin on the first page behind the structures"
+            assert self._file.size < _PAGE_BYTES, "large objects begin on the first page after the structures"
             dataset[...] = np.frombuffer(self._file.read(0, self._file.size), np.uint8).reshape(shape)
             self._file.clear()
         dataset.attrs["sha256"] = np.bytes_(self._digest.hexdigest())

@@ -92,7 +92,7 @@ def git_state(directory: Path | None = None) -> dict[str, object]:
 
 
 def _git(directory: Path | None, *words: str) -> str:
-    # Without optional locks a reader never disturbs somebody's work in the repository.
+    # Without optional locks a reader never disturbs others' work in the repository.
     command = ["git", "--no-optional-locks", *words]
     done = subprocess.run(
         command, cwd=directory, capture_output=True, text=True, timeout=_GIT_SECONDS, check=True, preexec_fn=release

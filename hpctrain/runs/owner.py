@@ -337,7 +337,7 @@ class Contender:
 
 
 class Ownership:
-    """The right to write to a run, until `release`. A thread gives signs of life.
+    """The right to write to a run, until `release`. A thread shows signs of life.
 
     Attributes:
         run: the directory. owner: the content of this process's record.

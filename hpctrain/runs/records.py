@@ -7,7 +7,7 @@ at the end. Checkpoints are no such files.
 The file of a run's hashes has one line for each step that has them, in as few bytes as that takes:
 
     {"tensors": ["parameters/conv1.weight", ...]}                        the keys of the lines below, until the next such line
-    {"step": 100, "epoch": 1, "all": "5f0c...", "hashes": "91b2..."}     16 digits for each tensor, one behind the other
+    {"step": 100, "epoch": 1, "all": "5f0c...", "hashes": "91b2..."}     16 digits for each tensor, in a row
 
 One process writes. Nothing here communicates.
 """
@@ -33,19 +33,19 @@ _log = get_logger(__name__)
 
 
 class Bookkeeping:
-    """Tries to write, and remembers what it has told. One thread at a time."""
+    """Writes files that the run can do without, and remembers which failures it has logged. One thread at a time."""
 
     def __init__(self) -> None:
         self._failing: dict[str, str] = {}
 
     def attempt(self, what: str, write: Callable[[], object]) -> bool:
-        """Call `write`; False where the system refused it, which is told unless the last attempt at the same ended alike.
+        """Call `write`; return False, and warn, if the system refuses it. Does not warn of the same reason twice in a row.
 
         Args:
             what: is written, for the sentence: "metrics".
 
         Raises:
-            BrokenPipeError: nobody reads any more.
+            BrokenPipeError: the pipe has no reader any more.
         """
         try:
             write()
@@ -193,7 +193,7 @@ def _is_behind(record: Mapping[str, object], epoch: int, step: int, evaluates: b
         return its_epoch > epoch or evaluates
     if record.get("kind") == "image_size":  # of the epoch that begins here
         return True
-    if record.get("kind") == "rollback":  # to here, from steps behind
+    if record.get("kind") == "rollback":  # to here, from later steps
         return not goes_back
     return False
 
@@ -214,10 +214,10 @@ DIGITS = 16
 
 @dataclass(frozen=True)
 class HashRecord:
-    """The hashes of a run's state after so many steps.
+    """The hashes of a run's state after `step` steps.
 
     Attributes:
-        keys: of the tensors, as a checkpoint has them, parameters first. digests: `DIGITS` of each, one behind the other.
+        keys: of the tensors, as a checkpoint has them, parameters first. digests: `DIGITS` of each, in a row.
         whole: one hash of all.
     """
 
@@ -246,7 +246,7 @@ class HashFile:
         self._keys: tuple[str, ...] | None = None
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Append a record, whole or not at all; nothing where an earlier part of the run ends with that of the same step.
+        """Append a record, whole or not at all; nothing if an earlier part of the run ends with that of the same step.
 
         Args:
             record: "step", "epoch", "all", and "hashes" by key.

@@ -129,7 +129,7 @@ def _last_write_seconds(path: Path) -> float:
     try:
         files = list(path.iterdir()) if path.is_dir() else []
         return max(each.stat().st_mtime for each in (path, *files))
-    except OSError:  # somebody is at it
+    except OSError:  # another process deletes it meanwhile
         return math.inf
 
 
@@ -363,7 +363,7 @@ def _may_be_pruned(path: Path, *, is_run: bool) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint; nothing where there is none.
+    """Delete a checkpoint; nothing if there is none.
 
     Raises:
         OSError: it cannot be deleted.
@@ -375,7 +375,7 @@ def remove(path: Path) -> None:
 
 
 def set_aside(directory: Path, step: int) -> list[Path]:
-    """Rename the checkpoints behind `step`, which a run that goes on from there will not come by; give their new names.
+    """Rename the checkpoints of later steps than `step`, at which a run resumes on another course; return their new names.
 
     Left as they are, the next `read_newest` would take one of them for the run's newest. One process writes in a directory.
 

@@ -67,7 +67,7 @@ class Hdf5Target(io.RawIOBase):
         raise NotImplementedError
 
     def _release(self) -> bool:
-        """Let go of the file without waiting for the disk; False where that was done before."""
+        """Let go of the file without waiting for the disk; False if that was done before."""
         if self.closed:
             return False
         super().close()
@@ -218,7 +218,7 @@ def plain(value: Any) -> Any:
 
 
 def write_store(path: Path, tensors: Mapping[str, np.ndarray], meta: Mapping[str, object]) -> str:
-    """Write a new file `path` and synchronise it with the disk; give its root's checksum.
+    """Write a new file `path` and synchronise it with the disk; return its root's checksum.
 
     `tensors` is read once, one at a time, in its own order: a lazy mapping never needs them together.
     Names have a group ("group/name"). Takes no memory beyond the tensor at hand and at most one copy of it. Neither Python's lock
@@ -326,7 +326,7 @@ def index_store(path: Path) -> StoreIndex:
 
 
 def _place(tensor: h5py.Dataset, sha256: str, file_size: int) -> TensorPlace:
-    offset = tensor.id.get_offset()  # None where there are no elements
+    offset = tensor.id.get_offset()  # None if there are no elements
     # Sparse or compressed tensors, which `write_store` never writes, may claim any number of bytes.
     if tensor.nbytes and (offset is None or offset + tensor.nbytes > file_size):
         raise ValueError(f"{tensor.name[1:]} has more bytes than the file")

@@ -108,10 +108,10 @@ class ShardReader:
     """Reads parts of one shard, which is opened once.
 
     A part that is read whole is always compared with its checksum. Of a smaller piece only its own bytes are read once all of the
-    shard was compared, here (`verify`) or by somebody who told the places; until then the whole part is.
+    shard was compared, here (`verify`) or by the reader from which the places come; until then the whole part is.
 
     Args:
-        places: of all its parts, from a reader that has compared them; None: nobody has yet.
+        places: of all its parts, from a reader that has compared them; None: none has yet.
 
     Raises:
         CheckpointError: the file is missing, truncated, damaged, or belongs to another checkpoint.
@@ -224,7 +224,7 @@ _MOST_READERS = 64
 class ShardedTensors(Mapping[str, np.ndarray]):
     """Tensors by key, whole (`tensors[key]`) or a piece of them (`part`). Reading opens the shards that have it.
 
-    Several readers of one checkpoint may share its verification: each verifies some of the shards and is told the places of the
+    Several readers of one checkpoint may share its verification: each verifies some of the shards and receives the places of the
     others' (`trust`). Until a shard is verified, its parts are read whole, and compared.
 
     Args:
@@ -336,7 +336,7 @@ def shares(sizes: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 SUFFIX = ".shards"
-#: in the name of a checkpoint that gives way to another one of its step
+#: in the name of a checkpoint that is replaced by another one of its step
 BEFORE = "-before"
 MANIFEST, _DIGEST = "manifest.json", "manifest.sha256"
 _FORMAT, _VERSION = "hpctrain-sharded-checkpoint", 1

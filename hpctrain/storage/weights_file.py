@@ -24,7 +24,7 @@ SAFETENSORS = ".safetensors"
 TORCH = (".pt", ".pth")
 SUFFIXES = (SAFETENSORS, *TORCH)
 
-#: under which a PyTorch file may hold its state dictionary beside other things
+#: keys under which a PyTorch file may hold its state dictionary, next to other things
 _INNER_KEYS = ("state_dict", "model_state_dict", "model")
 _WRAPPER = "module."  # put before each name by torch's DataParallel and DistributedDataParallel
 #: parts of names that torch.compile, FSDP and activation checkpointing insert at a wrapped layer

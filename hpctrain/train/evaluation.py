@@ -54,7 +54,7 @@ class ClassScore:
 
     @property
     def top1(self) -> float | None:
-        """Share of its samples that were taken for it; None where it has no sample."""
+        """Share of its samples that were taken for it; None if it has no sample."""
         return self.hits / self.samples if self.samples else None
 
 
@@ -126,7 +126,7 @@ class ConfusionCounts:
         """Count samples: labels (N,), and scores (N, classes), logits or their like, of which the first of the largest counts."""
         if not len(labels):
             return
-        # As the loss counts hits: of equal scores the first, and nothing where there is a NaN.
+        # As the loss counts hits: of equal scores the first, and nothing if there is a NaN.
         predictions = np.where(np.isnan(scores).any(axis=1), self.classes, scores.argmax(axis=1))
         self._pending.append(labels.astype(np.int64) * (self.classes + 1) + predictions)
         if sum(map(len, self._pending)) >= _MOST_PENDING:
@@ -206,7 +206,7 @@ def log_probabilities(network: Network, batch: Batch, mirror: Batch | None = Non
     Args:
         mirror: the mirror images of the same samples; None: the images alone count.
     """
-    if not sum(batch.share.counts):  # of the split group: nobody computes anything
+    if not sum(batch.share.counts):  # of the split group: no rank computes anything
         return np.zeros((0, network.classes))
     scores = log_softmax(host_logits(network, forward(network, batch)))
     if mirror is None:
@@ -276,7 +276,7 @@ def evaluate(
 class _Sums:
     """Loss, hits and count of this rank: one sum for each of its shards, or one.
 
-    What a kernel gives is asked for when the next one is enqueued.
+    The result of a kernel is fetched when the next one is enqueued.
     """
 
     def __init__(self, shards: ShardsOfRank | None) -> None:
@@ -440,7 +440,7 @@ class WeightAverage:
     def in_place(self) -> Iterator[None]:
         """Put averages in place of parameters and running statistics during the block. Collective at both ends; after a drain."""
         self._swap()
-        yield  # behind an error of this rank alone nobody would answer, and the job ends
+        yield  # after an error of this rank alone no other would answer, and the job ends
         self._swap()
 
     def _swap(self) -> None:
@@ -464,7 +464,7 @@ def evaluated_with(
 
     Args:
         evaluate: makes one pass, with these keywords. confusion: counts in the pass with the weights themselves.
-        advance: told how many samples are done; those of the second pass count on from those of the first.
+        advance: is called with the number of samples done; the second pass counts on from the first.
     """
     sums = evaluate(confusion=confusion, advance=advance)
     if average is None:

@@ -152,7 +152,7 @@ class Finiteness:
         """Return whether everything is finite; the first finding is kept for `error`. Waits for what has begun.
 
         Args:
-            step: steps done. look: at this rank's parameters; None: in this micro-batch nobody looks at them.
+            step: steps done. look: at this rank's parameters; None: this micro-batch has none.
             loss: of this rank's samples. statistics: names of those that are not finite.
         """
         faults = [self._fault(Held.STATISTICS, name) for name in statistics]
@@ -164,7 +164,7 @@ class Finiteness:
         return not faults and not bad_loss
 
     def cause(self, step: int, seen: Sequence[tuple[Held, str]], *, finite: bool, gather: Gather) -> Cause:
-        """Return the cause of a step that is to be left out, told by gradients if they tell. Collective, after a drain.
+        """Return the cause of a step that is to be left out, from gradients if they show it. Collective, after a drain.
 
         Args:
             step: that has just been done, counted from 1. seen: by a look after its update.
@@ -212,7 +212,7 @@ class Finiteness:
         return DivergedError(said, ranks=self._origin(first, len(findings)))
 
     def _origin(self, first: Sequence[Finding], world: int) -> tuple[int, ...]:
-        """Return the ranks at which it began, of so many; empty if that is uncertain, or if they are all ranks.
+        """Return the ranks at which it began; empty if that is uncertain, or if they are all ranks.
 
         An owner's parameters hold what the gradients of any rank have brought. Where every rank makes the same update, one
         whose parameters alone are not finite has not got that from others.

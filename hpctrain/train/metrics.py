@@ -98,7 +98,7 @@ class StepReduction:
 
         Args:
             statistics: float64, weighted by the samples that they stand for; left out where not all is finite.
-            finite: whether all that this rank trains is finite, beside the loss.
+            finite: whether all that this rank trains, except the loss, is finite.
         """
         row = self._current[self._added]
         if self._shards is not None:
@@ -137,7 +137,7 @@ class StepReduction:
         self._turn = 1 - self._turn
 
     def read(self) -> StepTotals | None:
-        """Wait for the message that is on its way; return None where there is none.
+        """Wait for the message that is on its way; return None if there is none.
 
         The statistics are valid until the next `clear` but one.
         """
@@ -199,7 +199,7 @@ class Reporter:
     A constructor may take the keywords `directory`, the run's, and `done_steps`, those of earlier parts of the run.
 
     Attributes:
-        width: columns of the terminal that it writes to; None where there is none.
+        width: columns of the terminal that it writes to; None if there is none.
     """
 
     width: int | None = None
@@ -212,7 +212,7 @@ class Reporter:
 
     @contextmanager
     def evaluation(self, samples: int) -> Iterator[Callable[[int], None]]:
-        """Report an evaluation of so many samples during the block; yield a function to call with the number of samples done."""
+        """Report an evaluation of `samples` samples during the block; yield a function to call with the number done."""
         yield lambda done: None
 
     def flush(self) -> None:

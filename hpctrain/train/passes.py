@@ -169,7 +169,7 @@ class Passes:
 
     @staticmethod
     def over(parts: int, passes: int, shards: int) -> Passes:
-        """Return a rank's `parts` of all `shards`, in at most so many passes."""
+        """Return a rank's `parts` of all `shards`, in at most `passes` passes."""
         return Passes(parts, shards, -(-parts // min(parts, passes)))
 
     @property

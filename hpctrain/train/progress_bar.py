@@ -83,7 +83,7 @@ PassStyle = Literal["bar", "none"]
 #: is called with the number of samples that are done
 Advance = Callable[[int], None]
 
-# What a bar needs beside its facts: itself, the percentage, and the spaces between.
+# What a bar needs in addition to its facts: itself, the percentage, and the spaces between.
 _NARROWEST_BAR = 8
 _BAR_ROOM = _NARROWEST_BAR + len(" 100% ") + 2
 
@@ -133,7 +133,7 @@ class ProgressBar:
 
     @contextmanager
     def pass_over(self, description: str, samples: int) -> Iterator[Advance]:
-        """Let the line show a pass over so many samples during the block, and then its former work again."""
+        """Let the line show a pass over `samples` samples during the block, and then its former work again."""
         before = self._task
         if before is not None:
             self._progress.update(before, visible=False)
@@ -162,7 +162,7 @@ def _facts(done: int, left: TimeLeft, elapsed_seconds: float) -> list[tuple[int,
 
 @contextmanager
 def pass_on_stderr(style: PassStyle | None, samples: int, *, visible: bool, description: str) -> Iterator[Advance]:
-    """Show a pass over so many samples on stderr during the block; nothing of it stays, and stdout is unaffected.
+    """Show a pass over `samples` samples on stderr during the block; nothing of it stays, and stdout is unaffected.
 
     Args:
         style: None: a bar where stderr is a terminal, nothing elsewhere; "bar": one there, too. visible: False on ranks that show

@@ -147,7 +147,7 @@ def make_optimizers(
     """Return one optimiser for each group of parameters; none if `make` is None.
 
     Args:
-        make: gives one that is not bound yet. ema: of an average of the weights that they keep; None: there is none.
+        make: returns one that is not bound yet. ema: rule of an average of the weights that they keep; None: there is none.
 
     Raises:
         BackendError: they cannot compute where the arrays of the network lie.
@@ -325,7 +325,7 @@ class Replica:
         exact_shards: of a step, in `micro_batches` passes; their sums have one order on any number of ranks. None: no order.
         checks: of what ranks must hold alike, and of what one rank alone holds; by default none. With checks, what else than
             steps and loading writes to parameters or to the optimiser's state calls `parameters_written`.
-        skips: steps that are not finite on any rank change nothing, and are told by `update`, instead of ending the training.
+        skips: steps that are not finite on any rank change nothing; `update` returns the cause. Else they end the training.
         ema: of an average of the weights, which owners keep and evaluations are made with, too; None: there is none.
         loop: the state of the loop that calls `step`; by default one without stop requests and checkpoints.
 
@@ -333,7 +333,7 @@ class Replica:
         strategies, averagers: by parameter group. shards: split parameters as whole ones and back.
         passes: that a rank's samples are split into. loop: as given.
         transport: of arrays that lie on a device; may be set until `agree`.
-        distribution: what this rank does of the model, where ranks share samples. tiles: what they read of them; None where each
+        distribution: what this rank does of the model, where ranks share samples. tiles: what they read of them; None if each
             reads its own. average: of the weights; None without. watch: of checks; None without.
         global_step: steps done. lr: the learning rate of the last of them. kept_step: of the newest checkpoint, for messages.
 
@@ -359,7 +359,7 @@ class Replica:
         loop: LoopState | None = None,
     ) -> None:
         if not network.kernels.arithmetic.on_host:
-            groups = groups.local_where_alone()  # where nobody else is there nothing is staged
+            groups = groups.local_where_alone()  # groups of one rank stage nothing
         self.network, self.groups, self.progress = network, groups, progress
         self.loop = LoopState(progress.notes) if loop is None else loop
         self.distribution = network.distribution if isinstance(network.distribution, GridDistribution) else None
@@ -426,7 +426,7 @@ class Replica:
             batch: this rank's share of the step; without samples where it has none. lr: the learning rate.
 
         Returns:
-            The sums over all ranks of the step before; None where `settle` gave them.
+            The sums over all ranks of the step before; None if `settle` gave them.
 
         Raises:
             DivergedError: a loss, parameter, gradient or statistic of the step before is not finite, or more steps were skipped,
@@ -568,7 +568,7 @@ class Replica:
         return parts, snapshot.full_meta(self.averagers, position, meta)
 
     def load(self, content: CheckpointContent) -> Position:
-        """Restore what `state` gave, on whatever grid, also after `DivergedError`; give the position in it. Not collective.
+        """Restore what `state` returned, on any grid, also after `DivergedError`; return the position in it. Not collective.
 
         Raises:
             CheckpointError: a tensor that is missing, of another shape or dtype, or that nothing here has a place for.

@@ -106,7 +106,7 @@ class ConsoleReporter(Reporter):
 
     @contextmanager
     def evaluation(self, samples: int) -> Iterator[Advance]:
-        """Show an evaluation of so many samples in the bar during the block; without a bar only its result is reported."""
+        """Show an evaluation of `samples` samples in the bar during the block; without a bar only its result is reported."""
         if self._bar is None:
             with super().evaluation(samples) as advance:
                 yield advance

@@ -54,7 +54,7 @@ class BackgroundWriter:
         self._thread.start()
 
     def wait(self, seconds: float) -> bool:
-        """Wait for the end of the work, so long at most; True where none is under way."""
+        """Wait for the end of the work, so long at most; True if none is under way."""
         if self._thread is not None:
             self._thread.join(seconds)
         return not self.busy
@@ -93,8 +93,8 @@ class Writing:
 
     Args:
         step: of the position. path: where it will be.
-        own: writes this rank's part, and gives what the others have to know of it; None where this rank writes nothing.
-        publish: on rank 0, called with what `own` gave on each rank, makes the checkpoint visible; None where `own` has done so.
+        own: writes this rank's part, and returns what the others have to know of it; None if this rank writes nothing.
+        publish: on rank 0, called with what `own` gave on each rank, makes the checkpoint visible; None if `own` has done so.
     """
 
     step: int
@@ -127,7 +127,7 @@ class Saver:
     Args:
         world: of all ranks. notes: the heartbeat's. reporter: of rank 0.
         asynchronous: a checkpoint is written in the background. What it writes must be copies then.
-        deadline_seconds: after which a write is said to take long, and for which the end of a run waits.
+        deadline_seconds: after which a write is reported as slow, and for which the end of a run waits.
 
     Attributes:
         asynchronous: as given. last_seconds: that the latest write in the background has taken, as far as this rank knows.
@@ -145,7 +145,7 @@ class Saver:
         self._publishes = False
         self._begin_seconds = 0.0
         self._told: str | None = None  # this rank's failure that all know of
-        self._sentence = ""  # the latest failure that was told
+        self._sentence = ""  # the latest failure that was reported
         self._told_late = False
         self._pause_seconds = 0.0
         self._retry_at = 0.0
@@ -173,7 +173,7 @@ class Saver:
         return True
 
     def begin(self, writing: Writing) -> None:
-        """Write a checkpoint, or begin to, after `ready` said so.
+        """Write a checkpoint, or begin to, after `ready` returned True.
 
         Raises:
             CheckpointError: it cannot be written. In the background, or if another process removes its files, the failure is

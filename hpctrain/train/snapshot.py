@@ -43,7 +43,7 @@ class Shards:
     """The tensors of one network, parameters or anything of their shape.
 
     Args:
-        holders: the ranks that hold the parts, in order; None where nothing is split.
+        holders: the ranks that hold the parts, in order; None if nothing is split.
     """
 
     def __init__(self, network: Network, holders: Communicator | None, progress: ProgressEngine) -> None:
@@ -246,7 +246,7 @@ def put(
     shards: Shards,
     average: WeightAverage | None = None,
 ) -> Position:
-    """Restore a snapshot, whatever grid and plan it was taken on; give the position in it.
+    """Restore a snapshot, whatever grid and plan it was taken on; return the position in it.
 
     An average of weights that the snapshot does not have begins with its weights.
 

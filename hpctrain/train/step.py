@@ -94,7 +94,7 @@ class TracingHooks(StepHooks):
 
 
 class TimedOptimizer(Optimizer):
-    """An optimiser whose updates are told to the engine's account, and recorded where there is a tracer."""
+    """An optimiser whose updates are added to the engine's account, and recorded if there is a tracer."""
 
     def __init__(self, inner: Optimizer, progress: ProgressEngine) -> None:
         self._inner = inner
@@ -145,7 +145,7 @@ class _TimedLayerwiseOptimizer(TimedOptimizer):
 
 
 def timed_optimizer(inner: Optimizer, progress: ProgressEngine) -> Optimizer:
-    """Return `inner` with its updates told apart from the time that messages take."""
+    """Return `inner` with its updates measured apart from the time that messages take."""
     return _TimedLayerwiseOptimizer(inner, progress) if inner.layer_norms else TimedOptimizer(inner, progress)
 
 
@@ -287,10 +287,10 @@ class TrainingStep:
         passes: that one step's samples are split into; by default one. message: receives the sums.
         counts_of: samples on each rank of a parameter group's communicator, from those of all ranks.
         watch: takes checksums of what ranks hold alike and sums of what a step has read; None: no checks.
-        looks: at the parameters that the step before has made; False where somebody has looked already.
+        looks: whether to check the parameters that the step before has made; False if they were checked already.
 
     Attributes:
-        finiteness: looks at what this rank trains, once per step; the message tells the others.
+        finiteness: checks what this rank trains, once per step; the message informs the others.
     """
 
     def __init__(

@@ -20,8 +20,9 @@ class Stagnation:
     """The evaluations of a run so far, by one metric.
 
     Attributes:
-        metric: as in `EarlyStop`. best: the value that later ones are measured by; None: none was finite. best_epoch: behind it.
-        evaluated_epoch: behind the latest one. waited: evaluations since then that were no better.
+        metric: as in `EarlyStop`. best: the value that later ones are compared with; None: none was finite.
+        best_epoch: epochs before it.
+        evaluated_epoch: epochs before the latest one. waited: evaluations since the best that were no better.
     """
 
     metric: str

@@ -185,14 +185,14 @@ class Trainer:
         return self._state.stop_requested
 
     def _next_batch(self, batches: Generator[Batch, None, None]) -> Batch | None:
-        """Return the next batch; None behind the epoch's last."""
+        """Return the next batch; None after the epoch's last."""
         self._notes.phase("data loading")
         for observer in self._observers:
             observer.before_batch()
         return next(batches, None)
 
     def _run_step(self, batch: Batch, position: Position) -> bool:
-        """Do one step, move the position on, and do what is due behind it; return whether it was a usual step."""
+        """Do one step, move the position on, and do what is due after it; return whether it was a usual step."""
         replica = self._replica
         # Neither an epoch's last one, nor of smaller images than those that the network was made for.
         whole = batch.global_count == self._loader.sampler.batch and batch.image_shape in (None, replica.network.image_shape)
@@ -224,7 +224,7 @@ class Trainer:
         return whole and not (exchanged or readers or saved)
 
     def _save_in_epoch(self, position: Position) -> bool:
-        """Write a checkpoint behind a step that has one; return whether it did."""
+        """Write a checkpoint after a step that has one; return whether it did."""
         every = self._cadence.checkpoint_steps
         if not (self._enough or (every and position.global_step % every == 0)):
             return False

@@ -259,7 +259,7 @@ class RankReport:
 
 @dataclass(frozen=True)
 class ReplicaDifference:
-    """A sentence that lacks its remedy, and the ranks of the world that are wrong; all that differ where no majority tells."""
+    """A sentence without its remedy, and the ranks of the world that are wrong; all that differ if there is no majority."""
 
     text: str
     ranks: tuple[int, ...]
@@ -615,7 +615,7 @@ class WeightWatch:
         """Return the error about the latest comparison, the same on every rank, with the ranks that are wrong. After a drain.
 
         Args:
-            kept_step: of the newest checkpoint; None where there is none.
+            kept_step: of the newest checkpoint; None if there is none.
         """
         self.verify()  # an owner may not yet have compared its arrays with what it wrote
         changed = tuple(name for guard in self._guards for name in guard.found)

@@ -20,7 +20,7 @@ MOST_PIXELS = 1 << 15
 #: images of fewer bytes gain nothing from OpenCV that would be worth loading it
 LEAST_FOR_OPENCV = 1 << 14
 
-#: gives the first so many uniform 32-bit words of a sample, always the same ones
+#: returns the first `count` uniform 32-bit words of a sample, always the same ones
 Words = Callable[[int], NDArray[np.uint32]]
 
 
@@ -73,7 +73,7 @@ class Augmentation(ABC):
         """Write a region, which is not empty, of one image's result to `out`, the same pixels as `apply` makes.
 
         Args:
-            part: the region `source`, as `source` gives it, of an image of `size` (H, W). out: zeros.
+            part: the region `source`, as `source` returns it, of an image of `size` (H, W). out: zeros.
         """
         result = np.zeros((1, *self.output_shape(*part.shape)), np.uint8)
         self.apply(part[np.newaxis], u[np.newaxis], result)
@@ -117,7 +117,7 @@ class ResamplingAugmentation(Augmentation):
 
 
 class NormalisedAugmentation(Augmentation):
-    """An augmentation of normalised pixels, behind all others: it changes some of an image and moves none."""
+    """An augmentation of normalised pixels, after all others: it changes some pixels of an image and moves none."""
 
     def apply(self, images: np.ndarray, u: np.ndarray, out: np.ndarray) -> None:
         out[...] = images

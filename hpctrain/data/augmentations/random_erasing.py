@@ -20,7 +20,7 @@ _QUANTILE_BITS = 16
 
 @dataclass(frozen=True)
 class RandomErasing(FillingAugmentation):
-    """A rectangle of random area and aspect, replaced behind normalisation, last in the list (Zhong et al., AAAI 2020).
+    """A rectangle of random area and aspect, replaced after normalisation, last in the list (Zhong et al., AAAI 2020).
 
     As torchvision has it: ten tries at a rectangle that is lower and narrower than the image; where none fits, nothing is erased.
 

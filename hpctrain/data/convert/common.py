@@ -243,7 +243,7 @@ class PictureForm:
         """Return a name for all that a data file is made of and how.
 
         Args:
-            items: tells the pictures from others, as JSON can hold it. skips: those that cannot be decoded are left out.
+            items: identifies the pictures, as JSON can hold it. skips: whether those that cannot be decoded are left out.
         """
         how = [
             self.size,
@@ -270,9 +270,9 @@ class DecodedPicture:
 def pack(
     writer: ImageFileWriter | EncodedFileWriter, pictures: Iterable[DecodedPicture | str], advance: Advance, *, skip: bool = False
 ) -> list[str]:
-    """Append pictures; give the names of all that are strings, which stand for pictures that cannot be decoded.
+    """Append pictures; return all that are strings, which are names of pictures that cannot be decoded.
 
-    Unless these may be skipped nothing is appended behind the first, but all are read, so that all are named at once.
+    Unless these may be skipped, nothing is appended after the first, but all are read, so that all are named at once.
     """
     unreadable: list[str] = []
     gathered: list[DecodedPicture] = []

@@ -34,7 +34,7 @@ _CHECKED_BYTES = 1 << 26
 
 @dataclass(frozen=True)
 class PackedFiles:
-    """Picture files one behind another: blob (bytes,) uint8, offsets (N + 1,) int64, labels (N,) int64, read from `path`."""
+    """Picture files in a row: blob (bytes,) uint8, offsets (N + 1,) int64, labels (N,) int64, read from `path`."""
 
     path: Path
     blob: np.ndarray
