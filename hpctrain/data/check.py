@@ -141,7 +141,7 @@ class _Samples:
         if changed:
             verb = "has" if len(changed) == 1 else "have"
             yield FileFinding("changed", True, f"{_numbers(changed)} {verb} changed since the file was written", tuple(changed))
-        elif not unreadable and digest.hexdigest() != self._expected():
+        elif not unreadable and digest.hexdigest() != self.file.stored_digest:
             yield FileFinding(
                 "changed", True, "images changed since the file was written; which, a file without checksums cannot say"
             )
@@ -153,9 +153,6 @@ class _Samples:
                 f"{_numbers(others)} {verb} to other pixels with the libraries of this machine than where the file was made"
             )
             yield FileFinding("decoder", True, sentence, tuple(others))
-
-    def _expected(self) -> str:
-        return self.file.manifest["blob" if self._decodes else "images"]
 
     def _decode(self, contents: dict[int, bytes], undecodable: dict[int, str], others: list[int]) -> None:
         """Note the pixels of picture files, by sample, and which of them cannot be decoded, or to other pixels."""

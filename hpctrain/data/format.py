@@ -190,8 +190,11 @@ def check_structure(path: Path, contents: Stored) -> None:
     for sums in (contents.sums, contents.pixel_sums):
         if sums is not None and (sums.shape != labels.shape or sums.dtype.kind != "u"):
             raise DataError(f"{path} does not hold one checksum for each of {len(labels)} images; convert it again.")
-    if images.offsets is not None:
-        _check_offsets(path, images.offsets)
+    offsets = images.offsets
+    if offsets is not None and (
+        offsets.ndim != 1 or offsets.dtype.kind != "i" or offsets[0] != 0 or (np.diff(offsets) < 1).any()
+    ):
+        raise DataError(f"{path} does not hold offsets (N + 1,) int64 that rise from 0; convert it again.")
 
 
 def check_statistics(origin: str, mean: np.ndarray, std: np.ndarray) -> None:
@@ -287,11 +290,6 @@ def changed_datasets(contents: Stored) -> list[str]:
     if contents.images.offsets is not None:
         actual["offsets"] = digest_of(contents.images.offsets.astype("<i8", copy=False))
     return [name for name, digest in actual.items() if contents.digests[name] != digest]
-
-
-def _check_offsets(path: Path, offsets: np.ndarray) -> None:
-    if offsets.ndim != 1 or offsets.dtype.kind != "i" or offsets[0] != 0 or (np.diff(offsets) < 1).any():
-        raise DataError(f"{path} does not hold offsets (N + 1,) int64 that rise from 0; convert it again.")
 
 
 def check_place(path: Path, images: StoredImages) -> None:

@@ -214,7 +214,9 @@ def _prepare(file: ImageFile, request: LocalRequest, known_by: Mapping[str, obje
     try:
         directory = _directory(request.directory)
         descriptor, path = _make(directory, known_by, kept=request.kept)
-        room = _room(descriptor)
+        system = os.fstatvfs(descriptor)
+        # Most of what is free on the disk, and what the file has already.
+        room = int(_SHARE_OF_DISK * system.f_bavail * system.f_frsize) + os.fstat(descriptor).st_blocks * 512
     except OSError as error:
         _close(descriptor)
         return _Prepared(denied=f"{request.directory} cannot be used: {error.strerror or error}")
@@ -253,12 +255,6 @@ def _make(directory: Path, known_by: Mapping[str, object], *, kept: bool) -> tup
     descriptor, text = tempfile.mkstemp(".samples", _PREFIX, directory)
     os.unlink(text)
     return descriptor, None
-
-
-def _room(descriptor: int) -> int:
-    """Return the bytes that a file may have: most of what is free on its disk, and what it has already."""
-    system = os.fstatvfs(descriptor)
-    return int(_SHARE_OF_DISK * system.f_bavail * system.f_frsize) + os.fstat(descriptor).st_blocks * 512
 
 
 def _identity(file: ImageFile) -> dict[str, object]:

@@ -207,7 +207,9 @@ class Pipeline:
         spread = np.where(np.asarray(std) > 0, std, 1.0)
         self._scale = 1 / (255 * spread)
         self._shift = -np.asarray(mean) / spread
-        self._table = self._look_up_table()
+        self._table: np.ndarray = (
+            np.arange(256, dtype=np.uint8)[:, np.newaxis] * self._scale.astype(self.dtype) + self._shift.astype(self.dtype)
+        )[np.newaxis]
         self._scratch: dict[tuple[int, int], np.ndarray] = {}
         self._threads, self._reading = BatchThreads(), Lock()
 
@@ -406,11 +408,6 @@ class Pipeline:
             np.multiply(images.reshape(n, h, w * c), np.tile(self._scale, w).astype(self.dtype), out=rows)
             np.add(rows, np.tile(self._shift, w).astype(self.dtype), out=rows)
         return out
-
-    def _look_up_table(self) -> np.ndarray:
-        values = np.arange(256, dtype=np.uint8)[:, np.newaxis]
-        table: np.ndarray = values * self._scale.astype(self.dtype) + self._shift.astype(self.dtype)
-        return table[np.newaxis]
 
     def _buffer(self, thread: int, position: int, count: int, shape: tuple[int, ...]) -> np.ndarray:
         buffer = self._scratch.get((thread, position))

@@ -312,17 +312,13 @@ class BlockReader(ReadImages):
         """
         pending, patient = np.arange(len(samples)), True
         while len(pending):
-            actual = self._standing(samples[pending])
+            actual = samples[pending]
+            if self.replaced:
+                actual = np.array([self.replaced.get(sample, sample) for sample in actual.tolist()], np.int64)
             failed = attempt(actual, pending, patient)
             for position, why in failed.items():
                 self._replace(int(samples[pending[position]]), int(actual[position]), why)
             pending, patient = pending[list(failed)], False
-
-    def _standing(self, samples: np.ndarray) -> np.ndarray:
-        """Return the samples that are read in place of these."""
-        if not self.replaced:
-            return samples
-        return np.array([self.replaced.get(sample, sample) for sample in samples.tolist()], np.int64)
 
     def _gather(self, wanted: np.ndarray, out: np.ndarray) -> int:
         """Copy pieces out of the map as far as possible; return how many.

@@ -138,7 +138,8 @@ class RunDirectory:
             run.checkpoints.mkdir()
             write_json(run.path / "versions.json", dict(versions))
             write_json(run.path / "git.json", dict(git))
-            mark(run.path, RunMarker(secrets.token_hex(8), _later_than_all(Path(output))))
+            later_than_all = max([time.time_ns(), *(1 + order_of(other.path) for other in runs(Path(output), None))])
+            mark(run.path, RunMarker(secrets.token_hex(8), later_than_all))
             # Last, since the configuration, with the marker, makes the directory a run.
             write_text(run.path / "config.yaml", config)
         except OSError as error:
@@ -293,13 +294,13 @@ class RunDirectory:
         if not self.metrics_path.exists():
             return []
         *lines, _torn = read_bytes(self.metrics_path).split(b"\n")
-        return [self._parsed(number, line) for number, line in enumerate(lines, 1)]
-
-    def _parsed(self, number: int, line: bytes) -> dict[str, object]:
-        record = json_object(line)
-        if record is None:
-            raise DataError(f"Line {number} of {self.metrics_path} is no JSON object; delete the line.")
-        return record
+        records = []
+        for number, line in enumerate(lines, 1):
+            record = json_object(line)
+            if record is None:
+                raise DataError(f"Line {number} of {self.metrics_path} is no JSON object; delete the line.")
+            records.append(record)
+        return records
 
 
 def require_owned(run: RunDirectory) -> None:
@@ -385,11 +386,6 @@ def runs(output: Path, name: str | None) -> Iterable[RunDirectory]:
         if match and (name is None or _name_in(path) == name) and is_run(path.parent):
             ordered.append((order_of(path.parent), match[1], int(match[2] or 1), path.parent))
     return [RunDirectory(path) for *_, path in sorted(ordered, reverse=True)]
-
-
-def _later_than_all(output: Path) -> int:
-    """Return the place of a new run in the order of runs: after all runs below `output`."""
-    return max([time.time_ns(), *(1 + order_of(run.path) for run in runs(output, None))])
 
 
 def run_of_checkpoint(path: Path, meta: Mapping[str, object]) -> RunDirectory | None:

@@ -77,7 +77,9 @@ def remove_left(
     """
     own = None if of is None or _OF_A_RUN.fullmatch(of.name) else of.name
     paths = [path for path in directory.iterdir() if path != but] if directory.is_dir() else []
-    left = [path for path in paths if _is_left(path.name, own) or (owned and _is_of_a_process(path))]
+    left = [path for path in paths if _is_left(path.name, own)]
+    if owned:
+        left += [path for path in paths if path not in left and path.name.endswith(PARTIAL) and writer_of(path) is not None]
     if not left:
         return []
     now = _now(directory)
@@ -97,11 +99,6 @@ def _is_left(name: str, own: str | None) -> bool:
     if match is None:
         return False
     return match["of"] == own if own is not None else _OF_A_RUN.fullmatch(match["of"]) is not None
-
-
-def _is_of_a_process(path: Path) -> bool:
-    """Return whether a path is an unfinished file that names the process that has begun it."""
-    return path.name.endswith(PARTIAL) and writer_of(path) is not None
 
 
 def _is_over(path: Path, now: float, least_age_seconds: float, *, owned: bool) -> bool:

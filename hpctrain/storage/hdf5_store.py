@@ -28,13 +28,11 @@ from hpctrain.core.errors import CheckpointError
 from hpctrain.version import __version__
 
 
-class Hdf5Target(io.RawIOBase):
-    """A new, empty file, open for reading and writing at any place. It replaces one of its name.
-
-    A subclass says where the file ends (`_end`), and reads and writes at `_at`.
+class StoreFile(io.RawIOBase):
+    """A new file, as HDF5 sees it. `place` brings arrays to the disk, and `finish` what HDF5 has written.
 
     Args:
-        keep: leave the bytes in place that a file of this name has.
+        keep: whether bytes of a file of this name stay where they are, if HDF5 puts nothing else there.
 
     Raises:
         OSError: the file cannot be made.
@@ -42,7 +40,8 @@ class Hdf5Target(io.RawIOBase):
 
     def __init__(self, path: Path, *, keep: bool = False) -> None:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | (0 if keep else os.O_TRUNC), 0o666)
-        self._at = 0
+        self._written: list[tuple[int, bytes]] = []
+        self._at = self._size = 0
 
     def seekable(self) -> bool:
         return True
@@ -55,41 +54,12 @@ class Hdf5Target(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         if whence != os.SEEK_SET:
-            offset += self._at if whence == os.SEEK_CUR else self._end()
+            offset += self._at if whence == os.SEEK_CUR else self._size
         self._at = offset
         return self._at
 
     def tell(self) -> int:
         return self._at
-
-    def _end(self) -> int:
-        """Return the size of the file in bytes, as HDF5 sees it."""
-        raise NotImplementedError
-
-    def _release(self) -> bool:
-        """Let go of the file without waiting for the disk; False if that was done before."""
-        if self.closed:
-            return False
-        super().close()
-        os.close(self._descriptor)
-        return True
-
-
-#: bytes that one call writes, right after their checksum was taken
-_BLOCK = 1 << 22
-
-
-class StoreFile(Hdf5Target):
-    """The file, as HDF5 sees it. `place` brings arrays to the disk, and `finish` what HDF5 has written.
-
-    Args:
-        keep: arrays that lie in a file of this name already stay where they are, if HDF5 puts nothing else there.
-    """
-
-    def __init__(self, path: Path, *, keep: bool = False) -> None:
-        super().__init__(path, keep=keep)
-        self._written: list[tuple[int, bytes]] = []
-        self._size = 0
 
     def readinto(self, buffer: Any) -> int:
         """Read the bytes that HDF5 has written there; zeros elsewhere."""
@@ -140,11 +110,10 @@ class StoreFile(Hdf5Target):
         os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """Let go of the file; without `finish`, nothing can read it."""
-        self._release()
-
-    def _end(self) -> int:
-        return self._size
+        """Let go of the file, without waiting for the disk; without `finish`, nothing can read it. May be called twice."""
+        if not self.closed:
+            super().close()
+            os.close(self._descriptor)
 
     def _write_all(self, offset: int, data: memoryview) -> None:
         done = 0

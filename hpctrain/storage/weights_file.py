@@ -55,7 +55,8 @@ def read(path: Path) -> WeightsFile:
         raise CheckpointError(f"There is no file of weights {path}; give the path of one that ends in {_listed(SUFFIXES)}.")
     content = _read_safetensors(path) if suffix == SAFETENSORS else _read_torch(path)
     tensors = content.tensors if "model" in content.metadata else _unwrapped(content.tensors, path)
-    return WeightsFile({name: _widened(array) for name, array in tensors.items()}, content.metadata)
+    wide = {name: array.astype(np.float32) if array.dtype == np.float16 else array for name, array in tensors.items()}
+    return WeightsFile(wide, content.metadata)
 
 
 def write(path: Path, content: WeightsFile) -> None:
@@ -165,10 +166,6 @@ def _unwrapped(tensors: Mapping[str, np.ndarray], path: Path) -> dict[str, np.nd
 def _to_numpy(torch: ModuleType, tensor: Any) -> np.ndarray:
     plain = tensor.detach().float() if tensor.dtype is torch.bfloat16 else tensor.detach()
     return np.ascontiguousarray(plain.numpy()).reshape(tuple(tensor.shape))
-
-
-def _widened(array: np.ndarray) -> np.ndarray:
-    return array.astype(np.float32) if array.dtype == np.float16 else array
 
 
 def _torch(path: Path) -> Any:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import repeat
 
 import numpy as np
@@ -144,7 +145,7 @@ class ConfusionCounts:
             in_block = slice(*np.searchsorted(self._cells, [begin, stop]))
             block = np.zeros(stop - begin, np.int64)
             block[self._cells[in_block] - begin] = self._counts[in_block]
-            _add_over_ranks(block, comm, progress)
+            progress.wait(progress.queue(comm).post(partial(comm.iallreduce, block), "confusion matrix"))
             filled = np.flatnonzero(block)
             cells.append(filled + begin)
             counts.append(block[filled])
@@ -160,11 +161,6 @@ class ConfusionCounts:
         counts[np.searchsorted(cells, self._cells)] += self._counts
         counts[np.searchsorted(cells, fresh)] += times
         self._cells, self._counts, self._pending = cells, counts, []
-
-
-def _add_over_ranks(counts: np.ndarray, comm: Communicator, progress: ProgressEngine) -> None:
-    queue = progress.queue(comm)
-    progress.wait(queue.post(lambda: comm.iallreduce(counts), "confusion matrix"))
 
 
 _LOG_2 = math.log(2.0)

@@ -140,13 +140,10 @@ class Finiteness:
         """
         held = [entry for averager in self._averagers.values() for entry in averager.held_gradients().items()]
         holders, arrays = [(Held.GRADIENTS, name) for name, _ in held], [array for _, array in held]
-        if not self._all_finite_at_once():
+        # On the host fewer and larger arrays are checked at once; only if they are not all finite, each parameter is.
+        if not (self._arithmetic.on_host and self._arithmetic.fetch_finite(self._runs).result().all()):
             holders, arrays = [*self._holders, *holders], [*self._arrays, *arrays]
         return FiniteCheck(holders, self._arithmetic.fetch_finite(arrays))
-
-    def _all_finite_at_once(self) -> bool:
-        """Return whether all parameters are known to be finite without waiting: on the host, by fewer, larger arrays."""
-        return self._arithmetic.on_host and bool(self._arithmetic.fetch_finite(self._runs).result().all())
 
     def end(self, step: int, look: FiniteCheck | None, *, loss: float = 0.0, statistics: Iterable[str] = ()) -> bool:
         """Return whether everything is finite; the first finding is kept for `error`. Waits for what has begun.

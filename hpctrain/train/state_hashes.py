@@ -191,16 +191,14 @@ class StateHashes:
         """
         sums = [0] * len(self._index)
         for piece in self._pieces:
-            sums[self._index[piece.key]] += self._hash.sum_of(self._on_host(piece.values), piece.start, piece.position)
+            # Statistics lie on the host already.
+            values = piece.values if isinstance(piece.values, np.ndarray) else self._to_host(piece.values)
+            sums[self._index[piece.key]] += self._hash.sum_of(values, piece.start, piece.position)
         # In halves, so that no sum over ranks leaves the range of the integers that travel.
         halves = np.array([[total & _HALF, total >> _HALF_BITS & _HALF] for total in sums], np.int64)
         self._progress.wait_handle(self._comm.iallreduce(halves.reshape(-1)), "hashes")
         totals = ((int(low) + (int(high) << _HALF_BITS)) % MODULUS for low, high in halves)
         return {key: digest(total, *header) for (key, header), total in zip(self._headers.items(), totals, strict=True)}
-
-    def _on_host(self, values: Array) -> np.ndarray:
-        """Return the values on the host, where statistics lie already."""
-        return values if isinstance(values, np.ndarray) else self._to_host(values)
 
 
 def state_hashes(replica: Replica) -> dict[str, str]:

@@ -126,9 +126,8 @@ def _check_images(path: Path, images: h5py.Dataset, layout: Layout | None) -> bo
     if len(shape) not in (3, 4) or min(shape) < 1:
         raise DataError(f"{name} holds an array of {shape}; images are (N, H, W), (N, H, W, C) or (N, C, H, W).")
     if images.is_virtual:
-        missing = [
-            each.file_name for each in images.virtual_sources() if each.file_name != "." and not _is_next_to(path, each.file_name)
-        ]
+        others = [each.file_name for each in images.virtual_sources() if each.file_name != "."]
+        missing = [name for name in others if not (path.parent / name).is_file()]
         if missing:
             raise DataError(f"{name} is made of other files, of which {missing[0]} is missing; put it there.")
     elif images.id.get_storage_size() == 0:
@@ -144,10 +143,6 @@ def _check_images(path: Path, images: h5py.Dataset, layout: Layout | None) -> bo
             f"{name} holds an array of {shape}, in which channels may come first or last; give --layout nchw or nhwc."
         )
     return first if layout is None else layout == "nchw"
-
-
-def _is_next_to(path: Path, name: str) -> bool:
-    return (path.parent / name).is_file()
 
 
 def _shape(dataset: h5py.Dataset) -> tuple[int, ...]:
