@@ -28,6 +28,10 @@ from hpctrain.core.errors import CheckpointError
 from hpctrain.version import __version__
 
 
+#: bytes that one call writes, right after their checksum was taken
+_BLOCK = 1 << 22
+
+
 class StoreFile(io.RawIOBase):
     """A new file, as HDF5 sees it. `place` brings arrays to the disk, and `finish` what HDF5 has written.
 
