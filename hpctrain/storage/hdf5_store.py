@@ -27,7 +27,6 @@ import numpy as np
 from hpctrain.core.errors import CheckpointError
 from hpctrain.version import __version__
 
-
 #: bytes that one call writes, right after their checksum was taken
 _BLOCK = 1 << 22
 
