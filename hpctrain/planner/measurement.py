@@ -85,11 +85,11 @@ def print_machine(machine: Machine) -> None:
     table = Table(title=f"{machine.name}: {machine.description}", title_justify="left", box=None)
     for heading in ("number", "value", "source"):
         table.add_column(heading, overflow="fold")
-    told = ""
+    previous = ""
     for key, value in _lines(machine):
         source = _source(machine, key)
-        table.add_row(key, value, "" if source == told else source)
-        told = source
+        table.add_row(key, value, "" if source == previous else source)
+        previous = source
     PlainConsole(file=sys.stdout, width=None if sys.stdout.isatty() else _COLUMNS).print(table)
 
 
@@ -295,7 +295,7 @@ def _in_processes(work: _Work, processes: int) -> Coverage:
             if value is not None:
                 os.environ[name] = value
     if any(member.exitcode for member in members):
-        raise ConfigError("The operators could not be measured, as is told above; leave --measure out.")
+        raise ConfigError("The operators could not be measured (see above); leave --measure out.")
     coverage: Coverage = results.get()
     return coverage
 
