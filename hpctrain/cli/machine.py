@@ -16,8 +16,8 @@ import click
 
 from hpctrain.cli.arguments import OVERRIDES, FilePath, OutputFile, Seconds, load_config
 from hpctrain.cli.failure import job_ends_on_error
+from hpctrain.doctor.check import queued_seconds
 from hpctrain.doctor.run import LATER_SECONDS, DoctorRank
-from hpctrain.doctor.start_facts import queued_seconds
 from hpctrain.doctor.watch import Notebook, watched
 from hpctrain.launch.launcher import detect
 from hpctrain.launch.scheduler import age_seconds

@@ -1,19 +1,143 @@
-"""The shape of a check: facts are gathered on every rank, and judged from those of all ranks by a function that asks nobody."""
+"""The shape of a check of the doctor: facts are gathered on every rank, and judged from those of all ranks.
+
+A judge is a pure function: it communicates with nobody and looks at nothing but the facts. A finding has a severity, a sentence and
+the one line that fixes it. The start of a rank is measured here, too, so this module imports nothing that a training would load.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import importlib
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hpctrain.comm.base import Communicator
-from hpctrain.comm.progress import ProgressEngine
-from hpctrain.config.schema import Config
 from hpctrain.core.text import spans
-from hpctrain.doctor.findings import DoctorFinding, FindingKind
-from hpctrain.doctor.start_facts import StartFacts
+from hpctrain.launch import process_end
 from hpctrain.launch.launcher import Launcher
+
+if TYPE_CHECKING:
+    from hpctrain.comm.base import Communicator
+    from hpctrain.comm.progress import ProgressEngine
+    from hpctrain.config.schema import Config
+
+#: the modules from which a training begins
+TRAINING = ("hpctrain.run.training", "hpctrain.run.resume")
+
+
+class Severity(StrEnum):
+    """How bad a finding is, from the best to the worst."""
+
+    OK = "ok"
+    REMARK = "remark"
+    WARNING = "warning"
+    FAULT = "fault"
+
+
+@dataclass(frozen=True)
+class DoctorFinding:
+    """One finding. key: of its kind, for programs; empty where all is well. mend: a command, a setting or a short advice."""
+
+    severity: Severity
+    sentence: str
+    mend: str = ""
+    key: str = ""
+
+
+@dataclass(frozen=True)
+class FindingKind:
+    """A kind of finding that a check may make.
+
+    Attributes:
+        key: its name for programs, which stays. meaning: of the finding, for the documentation.
+        remedy: what mends it, in general.
+    """
+
+    key: str
+    severity: Severity
+    meaning: str
+    remedy: str
+
+    def found(self, sentence: str, mend: str = "") -> DoctorFinding:
+        """A finding of this kind. mend: the line for this case; by default the general remedy."""
+        return DoctorFinding(self.severity, sentence, mend or self.remedy, self.key)
+
+    def from_error(self, error: str) -> DoctorFinding:
+        """A finding from the sentence of an error, whose last part, behind a semicolon, says what mends it."""
+        fact, semicolon, mend = error.removesuffix(".").rpartition("; ")
+        return self.found(f"{fact}.", capital(f"{mend}.")) if semicolon else self.found(error)
+
+
+def fine(sentence: str) -> DoctorFinding:
+    """All is well, or there is nothing to look at."""
+    return DoctorFinding(Severity.OK, sentence)
+
+
+def capital(text: str) -> str:
+    """The text with a capital at its beginning, unless it begins with a name, such as that of a key."""
+    word = text.partition(" ")[0]
+    return text[:1].upper() + text[1:] if word.rstrip(".,:").isalpha() else text
+
+
+def exit_code(findings: Iterable[DoctorFinding], *, strict: bool) -> int:
+    """0 where nothing stops or spoils a training, else 2. strict: warnings count, too."""
+    bad = (Severity.FAULT, Severity.WARNING) if strict else (Severity.FAULT,)
+    return process_end.USER_ERROR if any(finding.severity in bad for finding in findings) else process_end.FINISHED
+
+
+@dataclass(frozen=True)
+class StartFacts:
+    """The start of one rank.
+
+    Attributes:
+        seconds: until all was loaded, without those in which it waited for a core. cpu_seconds: of these, computing.
+        files: that were opened.
+    """
+
+    seconds: float
+    cpu_seconds: float
+    files: int
+
+
+class OpenedFiles:
+    """Counts the files that this process opens; for its whole life, as the system's hooks cannot be taken off.
+
+    Attributes:
+        begin, queued_seconds: by `time.perf_counter`, and waits for a core, when it began to count.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.begin = time.perf_counter()
+        self.queued_seconds = queued_seconds()
+        sys.addaudithook(self._see)
+
+    def _see(self, event: str, arguments: tuple[object, ...]) -> None:
+        if event == "open":
+            self.count += 1
+
+
+def load_training(age_seconds: float, opened: OpenedFiles, modules: Sequence[str] = TRAINING) -> StartFacts:
+    """Load what a training loads, and say how long it took until then.
+
+    Args:
+        age_seconds: until `opened` began to count, without waits for a core.
+    """
+    for module in modules:
+        importlib.import_module(module)
+    seconds = time.perf_counter() - opened.begin - (queued_seconds() - opened.queued_seconds)
+    return StartFacts(age_seconds + seconds, time.process_time(), opened.count)
+
+
+def queued_seconds(statistics: Path = Path("/proc/self/schedstat")) -> float:
+    """Seconds that this process was ready and waited for a core, as on a machine that others use; 0 where nobody counts."""
+    try:
+        return int(statistics.read_text().split()[1]) * 1e-9
+    except (OSError, ValueError, IndexError):
+        return 0.0
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ from pathlib import Path
 
 from hpctrain.core.errors import ConfigError, DataError, HpctrainError
 from hpctrain.core.files import path_of
-from hpctrain.doctor.check import Check, JobView, JoinedPlace, OwnPlace, present
-from hpctrain.doctor.findings import DoctorFinding, FindingKind, Severity, fine
+from hpctrain.doctor.check import Check, DoctorFinding, FindingKind, JobView, JoinedPlace, OwnPlace, Severity, fine, present
 from hpctrain.storage.atomic_write import write_bytes
 
 NOT_WRITABLE = FindingKind(

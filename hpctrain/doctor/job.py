@@ -27,8 +27,7 @@ from hpctrain.doctor import nodes as versions
 from hpctrain.doctor import ranks as cores
 from hpctrain.doctor import ranks as grid
 from hpctrain.doctor import ranks as mpi_library
-from hpctrain.doctor.check import Check, JobView, JoinedPlace, OwnPlace
-from hpctrain.doctor.findings import DoctorFinding, FindingKind, Severity
+from hpctrain.doctor.check import Check, DoctorFinding, FindingKind, JobView, JoinedPlace, OwnPlace, Severity
 from hpctrain.doctor.ranks import LibraryFacts
 from hpctrain.doctor.watch import Notebook, RankEnd
 

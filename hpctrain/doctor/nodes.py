@@ -21,9 +21,18 @@ from hpctrain.config.grid import columns
 from hpctrain.config.schema import Config
 from hpctrain.core.errors import ConfigError, HpctrainError
 from hpctrain.core.text import spans
-from hpctrain.doctor.check import Check, JobView, JoinedPlace, OwnPlace, present
-from hpctrain.doctor.findings import DoctorFinding, FindingKind, Severity, fine
-from hpctrain.doctor.start_facts import StartFacts
+from hpctrain.doctor.check import (
+    Check,
+    DoctorFinding,
+    FindingKind,
+    JobView,
+    JoinedPlace,
+    OwnPlace,
+    Severity,
+    StartFacts,
+    fine,
+    present,
+)
 from hpctrain.job.same_start import check_same_start
 from hpctrain.planner.measurement import facts_here
 from hpctrain.planner.planned_run import description, prepare

@@ -19,8 +19,7 @@ from hpctrain.comm.groups import check_grid
 from hpctrain.config.grid import check_batch, columns, describe, parallel_plan
 from hpctrain.config.schema import Config
 from hpctrain.core.errors import HpctrainError
-from hpctrain.doctor.check import Check, JobView, OwnPlace
-from hpctrain.doctor.findings import DoctorFinding, FindingKind, Severity, capital, fine
+from hpctrain.doctor.check import Check, DoctorFinding, FindingKind, JobView, OwnPlace, Severity, capital, fine
 from hpctrain.job.session import describe_cores
 from hpctrain.launch.control_groups import whole_quota
 from hpctrain.launch.launcher import Launcher, lone_fault, without_launcher, world_fault

@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from hpctrain.core.console import PlainConsole
-from hpctrain.doctor.findings import DoctorFinding, Severity, exit_code
+from hpctrain.doctor.check import DoctorFinding, Severity, exit_code
 from hpctrain.doctor.job import Examination
 from hpctrain.doctor.nodes import GPUS, GpuFacts
 from hpctrain.doctor.ranks import BINDING, CoreFacts

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from hpctrain.core.errors import HpctrainError, LaunchError, MissingLibraryError
 from hpctrain.core.text import echo
-from hpctrain.doctor.findings import exit_code
+from hpctrain.doctor.check import exit_code
 from hpctrain.doctor.watch import Notebook, RankEnd
 from hpctrain.launch import shared_segments
 from hpctrain.launch.launcher import Launcher, environment_fault, place_of
@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     from hpctrain.comm.base import Communicator
     from hpctrain.config.schema import Config  # `hpctrain --help` loads this module and does not need them
     from hpctrain.core.yaml_source import Source
-    from hpctrain.doctor.check import OwnPlace
+    from hpctrain.doctor.check import OpenedFiles, OwnPlace
     from hpctrain.doctor.job import Examination, RankNotes
-    from hpctrain.doctor.start_facts import OpenedFiles
 
 #: by which another rank leaves rank 0 time to speak: launchers end a job with the first rank that fails
 LATER_SECONDS = 5.0
@@ -68,7 +67,7 @@ class DoctorRank:
         Raises:
             ConfigError: the configuration has a fault; alike on all ranks.
         """
-        from hpctrain.doctor.start_facts import OpenedFiles
+        from hpctrain.doctor.check import OpenedFiles
 
         opened = OpenedFiles()
         configuration = self._configuration()
@@ -139,7 +138,7 @@ class DoctorRank:
             threads = set_threads(self.launcher, wanted).threads
         except LaunchError as error:
             fault = str(error)
-        from hpctrain.doctor.start_facts import load_training
+        from hpctrain.doctor.check import load_training
 
         start = load_training(self.age_seconds, opened)
         from hpctrain.doctor.check import OwnPlace

@@ -18,13 +18,26 @@ from hypothesis import strategies as st
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.text import place
 from hpctrain.doctor import job, report, run, subjects
-from hpctrain.doctor.check import Check, JobView, OwnPlace, nothing, present
-from hpctrain.doctor.findings import DoctorFinding, FindingKind, Severity, capital, exit_code, fine
+from hpctrain.doctor.check import (
+    Check,
+    DoctorFinding,
+    FindingKind,
+    JobView,
+    OpenedFiles,
+    OwnPlace,
+    Severity,
+    capital,
+    exit_code,
+    fine,
+    load_training,
+    nothing,
+    present,
+    queued_seconds,
+)
 from hpctrain.doctor.job import CHECKS, JOB_KINDS, STARTS, CheckFailure, Examination, Progression, RankNotes
 from hpctrain.doctor.nodes import GpuFacts
 from hpctrain.doctor.ranks import CoreFacts, LibraryFacts
 from hpctrain.doctor.run import DoctorRank
-from hpctrain.doctor.start_facts import OpenedFiles, load_training, queued_seconds
 from hpctrain.doctor.watch import Notebook, RankEnd
 from hpctrain.launch.launcher import Launcher
 from hpctrain_testing.virtual.communicator import ThreadCommunicator

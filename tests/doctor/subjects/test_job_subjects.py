@@ -20,11 +20,9 @@ from hpctrain.doctor import nodes as versions
 from hpctrain.doctor import ranks as grid
 from hpctrain.doctor import ranks as launcher
 from hpctrain.doctor import ranks as mpi_library
-from hpctrain.doctor.check import JobView, OwnPlace
-from hpctrain.doctor.findings import Severity
+from hpctrain.doctor.check import JobView, OwnPlace, Severity, StartFacts
 from hpctrain.doctor.nodes import MemoryFacts
 from hpctrain.doctor.ranks import LauncherFacts, LibraryFacts
-from hpctrain.doctor.start_facts import StartFacts
 from hpctrain.job import same_start
 from hpctrain.launch.launcher import Launcher
 from hpctrain_testing.virtual.communicator import ThreadCommunicator

@@ -24,9 +24,8 @@ from hpctrain.doctor import files as scratch
 from hpctrain.doctor import nodes as clocks
 from hpctrain.doctor import nodes as gpu
 from hpctrain.doctor import nodes as kernels
-from hpctrain.doctor.check import OwnPlace
+from hpctrain.doctor.check import OwnPlace, Severity
 from hpctrain.doctor.files import DirectoryFacts, Hdf5Facts, ScratchFacts
-from hpctrain.doctor.findings import Severity
 from hpctrain.doctor.nodes import AWARE, UNAWARE, GpuFacts, KernelFacts
 from hpctrain.doctor.ranks import CoreFacts
 from hpctrain.launch.launcher import Launcher
