@@ -29,7 +29,7 @@ from hpctrain.doctor import ranks as grid
 from hpctrain.doctor import ranks as mpi_library
 from hpctrain.doctor.check import Check, DoctorFinding, FindingKind, JobView, JoinedPlace, OwnPlace, Severity
 from hpctrain.doctor.ranks import LibraryFacts
-from hpctrain.doctor.watch import Notebook, RankEnd
+from hpctrain.launch.child import Notebook, RankEnd
 
 CHECKS: Sequence[Check] = (
     ranks.LAUNCHER,

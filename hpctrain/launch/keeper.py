@@ -19,13 +19,11 @@ suspended does not count as standing still.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import mmap
 import os
 import resource
 import select
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +32,7 @@ from signal import Signals
 from typing import NoReturn
 
 from hpctrain.core.text import escaped
+from hpctrain.launch.child import fork_child, may_fork
 from hpctrain.launch.control_groups import MemoryGroup
 from hpctrain.launch.launcher import may_overlook_exit_codes, place_of, started_by
 from hpctrain.launch.process_end import BUG, DEADLINE, FINISHED, SIGNALLED, STOPPED, USER_ERROR, End
@@ -117,15 +116,11 @@ class Pulse:
         return self._keeper_still_seconds >= self.deadline_seconds
 
 
-#: 0 in the environment: no keeper, as for a debugger that follows the process it has started
-SWITCH = "HPCTRAIN_KEEPER"
-
 # A rank that leaves with these has said why. A run that a signal has stopped says that it has finished, too: STOPPED promises a
 # checkpoint, and jobs are queued again on it.
 _EXPLAINED = (BUG, USER_ERROR, DEADLINE)
 _FINISHED = b"."
 _MOST_SAID = 1 << 14
-_PR_SET_PDEATHSIG = 1
 _STOPPED = "T"
 # A launcher that ends a whole job kills rank and keeper, in either order; only of a rank that was killed alone is there news.
 _ALONE_SECONDS = 0.1
@@ -199,7 +194,7 @@ def _mark_nothing(path: Path, number: int, end: End, process: int) -> bool:
 def keep(rank: int | None, held: frozenset[Signals], mark: Mark = _mark_nothing, record: Path | None = None) -> Keeper:
     """Fork; in the child, return its keeper. The parent does not return.
 
-    Without effect where the process has threads (a child would lack them), or MPI has started, or SWITCH is 0.
+    Without effect where the process has threads (a child would lack them), or MPI has started, or `child.SWITCH` is 0.
 
     Args:
         rank: of this process, None: unknown. held: signals that are blocked; the parent passes them on.
@@ -213,28 +208,15 @@ def keep(rank: int | None, held: frozenset[Signals], mark: Mark = _mark_nothing,
     heard, said = os.pipe()
     pulse = Pulse()
     pulse.keep()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    keeper = os.getpid()
     # Before the child runs: the keeper of a launcher that ends meanwhile has another parent, and would watch nothing.
     watched = launchers(started_by(os.environ).rank_variable)
-    child = os.fork()
+    child = fork_child()
     if child:
         os.close(said)
         _watch(_Rank(child, rank, heard, pulse, mark, record, MemoryGroup.own(), watched), held)
     os.close(heard)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)  # no rank outlives its keeper
-    if os.getppid() != keeper:
-        os._exit(BUG)
     _OF_PROCESS.append(Keeper(said, pulse))
     return current_keeper()
-
-
-def may_fork() -> bool:
-    """True where a parent may be put before this process: MPI has not started in it, it has no threads, and SWITCH is not 0."""
-    if os.environ.get(SWITCH) == "0" or "mpi4py.MPI" in sys.modules or sys.platform != "linux":
-        return False
-    return len(os.listdir("/proc/self/task")) == 1
 
 
 @dataclass(frozen=True)

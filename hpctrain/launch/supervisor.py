@@ -27,6 +27,7 @@ from signal import Signals
 from typing import Any, Protocol
 
 from hpctrain.core.errors import LaunchError
+from hpctrain.launch.child import end_with_parent
 from hpctrain.launch.process_end import FINISHED, SIGNALLED, STOPPED, USER_ERROR
 from hpctrain.launch.signal_mask import HELD, STOPS, release
 from hpctrain.launch.signals import AGAIN_SECONDS
@@ -111,7 +112,7 @@ def _values(words: Sequence[str], options: Sequence[str]) -> list[str]:
 #: the request that every launcher passes on to its ranks, and none takes for its own
 PASSED_ON = Signals.SIGUSR1
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_CHILD_SUBREAPER = 36
 _LOOK_SECONDS = 1.0
 # That a command may take to end at an interrupt, and those whose parent is gone to end by themselves.
 _INTERRUPTED_SECONDS = 10.0
@@ -174,7 +175,7 @@ class SupervisedCommand:
     def _prepare(self) -> None:
         """In the command's process, before its program."""
         release()
-        self._libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+        end_with_parent(signal.SIGTERM)
 
     def _next(self, seconds: float) -> Signals | None:
         received = signal.sigtimedwait(self._waited, seconds)

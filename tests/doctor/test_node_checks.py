@@ -18,12 +18,7 @@ from hpctrain.comm.progress import ProgressEngine
 from hpctrain.config.load import load
 from hpctrain.core.errors import DataError
 from hpctrain.data.image_file import ImageFile
-from hpctrain.doctor import files, ranks
-from hpctrain.doctor import files as directories
-from hpctrain.doctor import files as scratch
-from hpctrain.doctor import nodes as clocks
-from hpctrain.doctor import nodes as gpu
-from hpctrain.doctor import nodes as kernels
+from hpctrain.doctor import files, nodes, ranks
 from hpctrain.doctor.check import OwnPlace, Severity
 from hpctrain.doctor.files import DirectoryFacts, Hdf5Facts, ScratchFacts
 from hpctrain.doctor.nodes import AWARE, UNAWARE, GpuFacts, KernelFacts
@@ -47,7 +42,7 @@ _SECOND = 10**9
     ],
 )
 def test_clocks_that_are_surely_apart_are_named(offset_ns: int, error_ns: int, skewed: bool, words: str) -> None:
-    [found] = clocks.judge_clocks(view(1, 1), [Offset(0, 0, 0), Offset(0, offset_ns, error_ns)])
+    [found] = nodes.judge_clocks(view(1, 1), [Offset(0, 0, 0), Offset(0, offset_ns, error_ns)])
     assert found.key == ("clock-skew" if skewed else "")
     assert words.replace(",", "") in found.sentence.replace(",", "")
     if skewed:
@@ -63,7 +58,7 @@ def test_a_node_whose_clock_is_late_is_found(monkeypatch: pytest.MonkeyPatch) ->
 
         return measure_offset(place.world, progress.wait_handle, clock_ns=lambda: time.time_ns() - late, rounds=5)
 
-    [found] = clocks.judge_clocks(view(1, 1, 1), run_virtual(3, program))
+    [found] = nodes.judge_clocks(view(1, 1, 1), run_virtual(3, program))
     assert found.key == "clock-skew"
     assert "The clock of nid2 is 2.0 s behind that of nid0" in found.sentence
 
@@ -71,9 +66,9 @@ def test_a_node_whose_clock_is_late_is_found(monkeypatch: pytest.MonkeyPatch) ->
 def test_ranks_of_one_machine_are_not_apart() -> None:
     def program(comm: ThreadCommunicator) -> Offset:
         place: Any = SimpleNamespace(world=comm, progress=ProgressEngine(rank=comm.rank, deadline_seconds=30, abort=comm.abort))
-        return clocks.gather_clocks(place)
+        return nodes.gather_clocks(place)
 
-    assert clocks.judge_clocks(view(3), run_virtual(3, program))[0].key == ""
+    assert nodes.judge_clocks(view(3), run_virtual(3, program))[0].key == ""
 
 
 def rank(cpus: Sequence[int], threads: int | None = 1, variables: Mapping[str, str] | None = None, **pools: int) -> CoreFacts:
@@ -155,22 +150,22 @@ ALONE = Launcher("none")
 
 
 def test_a_directory_is_tried_where_it_will_be_made(tmp_path: Path) -> None:
-    facts = directories.gather_directory(OwnPlace(ALONE, None, tmp_path / "not" / "yet"))
+    facts = files.gather_directory(OwnPlace(ALONE, None, tmp_path / "not" / "yet"))
     assert (facts.directory, facts.error, facts.matches) == (str(tmp_path), 0, True)
     assert list(tmp_path.iterdir()) == []
-    assert directories.gather_directory(OwnPlace(Launcher("x", 2, 1, 2, 1), None, tmp_path)) is None
+    assert files.gather_directory(OwnPlace(Launcher("x", 2, 1, 2, 1), None, tmp_path)) is None
 
 
 def test_a_file_that_reads_otherwise_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(directories, "write_bytes", lambda path, content: path.write_bytes(content[:-1]))
-    facts = directories.gather_directory(OwnPlace(ALONE, None, tmp_path))
+    monkeypatch.setattr(files, "write_bytes", lambda path, content: path.write_bytes(content[:-1]))
+    facts = files.gather_directory(OwnPlace(ALONE, None, tmp_path))
     assert facts is not None
-    assert directories.judge_directory(view(1), [facts])[0].key == "read-back"
+    assert files.judge_directory(view(1), [facts])[0].key == "read-back"
 
 
 def test_a_file_in_the_way_is_an_error_of_the_system(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    facts = directories.gather_directory(OwnPlace(ALONE, None, tmp_path / "file"))
+    facts = files.gather_directory(OwnPlace(ALONE, None, tmp_path / "file"))
     assert facts.error == errno.ENOTDIR
 
 
@@ -185,7 +180,7 @@ def test_a_file_in_the_way_is_an_error_of_the_system(tmp_path: Path) -> None:
     ],
 )
 def test_outcomes_are_judged(facts: DirectoryFacts, key: str, mend: str) -> None:
-    [found] = directories.judge_directory(view(1, 1), [facts, None])
+    [found] = files.judge_directory(view(1, 1), [facts, None])
     assert found.key == key
     assert found.mend.startswith(mend)
     if facts.error:
@@ -197,37 +192,37 @@ def test_nodes_that_do_not_see_the_directory_are_named(tmp_path: Path, blind: tu
     def program(comm: ThreadCommunicator) -> bool | None:
         place = OwnPlace(Launcher("x", 3, comm.rank, 1, 0), None, tmp_path)
         joined: Any = SimpleNamespace(world=comm, node=SimpleNamespace(rank=0), own=place)
-        return directories.gather_shared(joined)
+        return files.gather_shared(joined)
 
     facts = run_virtual(3, program) if not blind else [rank not in blind for rank in range(3)]
-    [found] = directories.judge_shared(view(1, 1, 1), facts)
+    [found] = files.judge_shared(view(1, 1, 1), facts)
     assert found.key == ("not-shared" if blind else "")
     assert all((f"nid{rank}" in found.sentence) == (rank in blind) for rank in (0, 1, 2))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_nothing_is_said_of_sharing_where_nothing_can_be_written() -> None:
-    assert "cannot write" in directories.judge_shared(view(1, 1), [None, None])[0].sentence
+    assert "cannot write" in files.judge_shared(view(1, 1), [None, None])[0].sentence
 
 
 CRAY = "MPICH ERROR [Rank 0]: MPIDI_CRAY_init: GPU_SUPPORT_ENABLED is requested, but GTL library is not linked"
 
 
 def test_nodes_without_gpus_are_well() -> None:
-    assert gpu.judge_gpus(view(2), [GpuFacts()] * 2)[0].sentence == "No node shows a GPU."
+    assert nodes.judge_gpus(view(2), [GpuFacts()] * 2)[0].sentence == "No node shows a GPU."
 
 
 def test_gpus_are_counted_by_node() -> None:
     facts = [GpuFacts(("0", "1"), probe=AWARE), GpuFacts(("0", "1")), GpuFacts(("0",))]
-    [found] = gpu.judge_gpus(view(2, 1), facts)
+    [found] = nodes.judge_gpus(view(2, 1), facts)
     assert (found.key, found.sentence) == ("", "GPUs per node: 1 to 2; MPI takes messages from their memory (transport mpi).")
 
 
 def test_crays_missing_library_is_named_with_its_cure() -> None:
-    [found] = gpu.judge_gpus(view(2), [GpuFacts(("0",), probe=CRAY), GpuFacts(("0",))])
+    [found] = nodes.judge_gpus(view(2), [GpuFacts(("0",), probe=CRAY), GpuFacts(("0",))])
     assert (found.key, found.severity) == ("no-gtl", Severity.FAULT)
     assert "export MPICH_GPU_SUPPORT_ENABLED=0" in found.mend
-    assert gpu.from_start("all is well") is None
+    assert nodes.from_start("all is well") is None
 
 
 @pytest.mark.parametrize(
@@ -243,12 +238,12 @@ def test_crays_missing_library_is_named_with_its_cure() -> None:
     ],
 )
 def test_backend_cuda_needs_a_gpu_for_each_rank(facts: list[GpuFacts], key: str) -> None:
-    [found] = gpu.judge_gpus(view(len(facts), config=configuration("backend=cuda")), facts)
-    assert (found.key, keys(gpu.judge_gpus(view(len(facts), config=configuration("backend=numpy")), facts))) == (key, [""])
+    [found] = nodes.judge_gpus(view(len(facts), config=configuration("backend=cuda")), facts)
+    assert (found.key, keys(nodes.judge_gpus(view(len(facts), config=configuration("backend=numpy")), facts))) == (key, [""])
 
 
 def test_an_mpi_that_takes_no_gpu_memory_is_a_remark_with_the_reason() -> None:
-    [found] = gpu.judge_gpus(view(1), [GpuFacts(("0",), probe=f"{UNAWARE}: Segmentation fault")])
+    [found] = nodes.judge_gpus(view(1), [GpuFacts(("0",), probe=f"{UNAWARE}: Segmentation fault")])
     assert (found.key, found.severity) == ("not-gpu-aware", Severity.REMARK)
     assert "on nid0: Segmentation fault." in found.sentence
 
@@ -258,7 +253,7 @@ def test_the_environment_names_the_gpus(visible: str, names: tuple[str, ...], mo
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.delenv("MPICH_GPU_SUPPORT_ENABLED", raising=False)
     follower = OwnPlace(Launcher("x", 2, 1, 2, 1), None, Path("runs"))  # who starts no process
-    assert gpu.gather_gpus(follower) == GpuFacts(names, True)
+    assert nodes.gather_gpus(follower) == GpuFacts(names, True)
 
 
 def looked(folder: Path, *overrides: str) -> Hdf5Facts:
@@ -327,7 +322,7 @@ SLOW = KernelFacts("numpy", "The oneDNN library cannot be loaded (no file); inst
     ],
 )
 def test_nodes_without_onednn_are_named(facts: list[KernelFacts | None], overrides: list[str], key: str) -> None:
-    [found] = kernels.judge_kernels(view(2, 2, config=configuration(*overrides)), facts)
+    [found] = nodes.judge_kernels(view(2, 2, config=configuration(*overrides)), facts)
     assert found.key == key
     if key:
         assert (found.mend, "(nid1)" in found.sentence) == ("Install onednn-cpu-gomp or set X.", facts[0] is FAST)
@@ -342,13 +337,13 @@ def test_nodes_without_onednn_are_named(facts: list[KernelFacts | None], overrid
     ],
 )
 def test_the_configuration_decides(overrides: list[str], facts: KernelFacts) -> None:
-    assert kernels.gather_kernels(OwnPlace(Launcher("none"), configuration(*overrides), Path("runs"))) == facts
+    assert nodes.gather_kernels(OwnPlace(Launcher("none"), configuration(*overrides), Path("runs"))) == facts
 
 
 def test_the_library_is_asked_once_per_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "available", lambda: "There is none.")
-    assert kernels.gather_kernels(OwnPlace(Launcher("none"), None, Path("runs"))) == KernelFacts("numpy", "There is none.")
-    assert kernels.gather_kernels(OwnPlace(Launcher("x", 2, 1, 2, 1), None, Path("runs"))) is None
+    monkeypatch.setattr(nodes, "available", lambda: "There is none.")
+    assert nodes.gather_kernels(OwnPlace(Launcher("none"), None, Path("runs"))) == KernelFacts("numpy", "There is none.")
+    assert nodes.gather_kernels(OwnPlace(Launcher("x", 2, 1, 2, 1), None, Path("runs"))) is None
 
 
 ROOM = ScratchFacts("/tmp", "", 0, 10**10)
@@ -366,7 +361,7 @@ ROOM = ScratchFacts("/tmp", "", 0, 10**10)
     ],
 )
 def test_each_place_is_judged_with_its_node(fact: ScratchFacts, key: str, mend: str) -> None:
-    [found] = scratch.judge_scratch(view(2, 1), [[ROOM], None, [fact]])
+    [found] = files.judge_scratch(view(2, 1), [[ROOM], None, [fact]])
     assert found.key == key
     assert found.mend.startswith(mend)
     assert ("of nid1" in found.sentence) == bool(key)
@@ -376,12 +371,12 @@ def test_the_first_variable_that_is_set_counts(tmp_path: Path, monkeypatch: pyte
     monkeypatch.delenv("SLURM_TMPDIR", raising=False)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     config = configuration(f"flight={tmp_path}/flights")
-    places = scratch.gather_scratch(OwnPlace(ALONE, config, Path("runs")))
+    places = files.gather_scratch(OwnPlace(ALONE, config, Path("runs")))
     assert (places[0].path, places[0].variable, places[0].error) == (str(tmp_path), "TMPDIR", 0)
     assert (places[-1].path, places[-1].variable) == (str(tmp_path), "flight")
     assert places[0].free_bytes > 0
     monkeypatch.setenv("SLURM_TMPDIR", str(tmp_path / "nowhere"))
-    places = scratch.gather_scratch(OwnPlace(ALONE, None, Path("runs")))
+    places = files.gather_scratch(OwnPlace(ALONE, None, Path("runs")))
     assert (places[0].variable, places[0].error) == ("SLURM_TMPDIR", errno.ENOENT)
-    assert (keys(scratch.judge_scratch(view(1), [places]))[0], list(tmp_path.iterdir())) == ("no-scratch", [])
-    assert scratch.gather_scratch(OwnPlace(Launcher("x", 2, 1, 2, 1), None, Path("runs"))) is None
+    assert (keys(files.judge_scratch(view(1), [places]))[0], list(tmp_path.iterdir())) == ("no-scratch", [])
+    assert files.gather_scratch(OwnPlace(Launcher("x", 2, 1, 2, 1), None, Path("runs"))) is None
