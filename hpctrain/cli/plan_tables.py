@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from rich.table import Table
 
 from hpctrain.comm.link import LinkModel
 from hpctrain.config.grid import overlap
-from hpctrain.core.console import PlainConsole
+from hpctrain.core.console import output_console, plain_table
 from hpctrain.core.intervals import Box, Interval
 from hpctrain.parallel.layout import LayoutKind
 from hpctrain.parallel.plan_report import LayerReport, PlanReport, RedistributionReport, Traffic, Words
@@ -39,7 +38,7 @@ def print_plan(
     pinned: PlannedPinnedMemory | None = None,
 ) -> None:
     """The head, the layers, totals, gradients and the map of ranks, on stdout; nothing is ever cut off."""
-    console = PlainConsole(file=sys.stdout, width=None if sys.stdout.isatty() else _COLUMNS, markup=True)
+    console = output_console(_COLUMNS, markup=True)
     for line in _head(task):
         console.print(line)
     _print_layers(console, task, report)
@@ -85,7 +84,8 @@ def _least_width(console: Console, table: Table) -> int:
 
 def _layers(task: PlannedRun, report: PlanReport, *, narrow: bool) -> Table:
     """narrow: bytes sent in forward stand above those of backward, and names fold earlier."""
-    table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False, header_style="bold")
+    table = plain_table(gap=1, bold=True)
+    table.show_header = True
     table.add_column("layer", overflow="fold", min_width=16 if narrow else 22)
     table.add_column("use", no_wrap=True)
     table.add_column("owned", overflow="fold", min_width=12 if narrow else 16)

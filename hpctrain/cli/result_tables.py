@@ -22,9 +22,9 @@ from rich.console import RenderableType
 from rich.padding import Padding
 from rich.table import Table
 
-from hpctrain.core.console import PlainConsole
+from hpctrain.core.console import PlainConsole, output_console, plain_table
 from hpctrain.core.text import echo, echo_block, escaped
-from hpctrain.report.comparison import ComparedSetting, Comparison
+from hpctrain.report.comparison import Comparison
 from hpctrain.report.run_record import summary_texts
 from hpctrain.run.evaluation import Evaluation
 from hpctrain.run.prediction import PredictedPicture, Predictions
@@ -49,7 +49,7 @@ def print_text(evaluation: Evaluation, *, per_class: bool, confusion: bool) -> N
         f"{evaluation.path}{weights}: {sums.count} samples, loss {loss_text(means['loss'])}, top1 {means['top1']:.2%}, "
         f"top5 {means['top5']:.2%}{flip}"
     )
-    console = PlainConsole(width=None if sys.stdout.isatty() else _COLUMNS)
+    console = output_console(_COLUMNS)
     for asked, table in ((per_class, _class_table), (confusion, _confusion_table)):
         if asked:
             assert evaluation.confusion is not None, "it was counted"
@@ -58,19 +58,9 @@ def print_text(evaluation: Evaluation, *, per_class: bool, confusion: bool) -> N
     sys.stdout.flush()
 
 
-def _table(*titles: str, left: int) -> Table:
-    """A table without lines; the first `left` columns are of words, which are folded, the others of numbers."""
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="")
-    for number, title in enumerate(titles):
-        words = number < left
-        most = _MOST_OF_A_NAME if words else None
-        table.add_column(title, justify="left" if words else "right", overflow="fold", no_wrap=not words, max_width=most)
-    return table
-
-
 def _class_table(matrix: ConfusionMatrix, names: tuple[str, ...], width: int) -> Table:
     """The accuracy of each class, the worst first."""
-    table = _table("class", "most often taken for", "times", "samples", "top1", left=2)
+    table = plain_table("class", "most often taken for", "times", "samples", "top1", left=2, widest=_MOST_OF_A_NAME)
     for score in matrix.worst_first():
         rival = ("-", "-") if score.rival is None else (names[score.rival], f"{score.rival_count:,}")
         accuracy = "-" if score.top1 is None else f"{score.top1:.2%}"
@@ -83,7 +73,7 @@ def _confusion_table(matrix: ConfusionMatrix, names: tuple[str, ...], width: int
     whole = _whole_table(matrix, names)
     if whole is not None and PlainConsole(width=10_000).measure(whole).maximum <= width:
         return whole
-    table = _table("class", "taken for", "times", left=2)
+    table = plain_table("class", "taken for", "times", left=2, widest=_MOST_OF_A_NAME)
     for label, prediction, count in matrix.largest_confusions(_MOST_CONFUSIONS):
         table.add_row(names[label], _name_of(prediction, names), f"{count:,}")
     return table
@@ -94,7 +84,7 @@ def _whole_table(matrix: ConfusionMatrix, names: tuple[str, ...]) -> Table | Non
         return None
     shown = matrix.classes + bool(matrix.undecided)
     numbers = [_NO_CLASS if prediction == matrix.classes else f"{prediction}" for prediction in range(shown)]
-    table = _table("class", "", *numbers, left=1)
+    table = plain_table("class", "", *numbers, widest=_MOST_OF_A_NAME)
     for label, name in enumerate(names):
         table.add_row(name, f"{label}", *(f"{count:,}" for count in matrix.of_label(label)[:shown]))
     return table
@@ -248,7 +238,7 @@ class _Form:
                 self._print(line for picture in group for line in _lines(picture))
 
     def _print(self, lines: Iterable[tuple[str, str, str]]) -> None:
-        table = Table(box=None, show_header=False, padding=(0, _GAP, 0, 0), pad_edge=False)
+        table = plain_table(gap=_GAP)
         table.add_column(width=self._file, overflow="fold")
         table.add_column(width=self._name, overflow="fold")
         table.add_column(width=_PROBABILITY, justify="right")
@@ -279,7 +269,8 @@ def comparison_lines(comparison: Comparison) -> Iterator[RenderableType]:
     for number, name in enumerate(comparison.names, 1):
         yield f"{number}: {name}"
     yield ""
-    results = _runs_table(comparison.names)
+    numbers = [str(number) for number, _ in enumerate(comparison.names, 1)]
+    results = plain_table("", *numbers, left=1 + len(numbers))
     for heading, values in summary_texts(comparison.summaries):
         results.add_row(heading, *values)
     yield results
@@ -287,24 +278,12 @@ def comparison_lines(comparison: Comparison) -> Iterator[RenderableType]:
         yield ""
         if settings:
             yield f"Differences of {title}:"
-            yield Padding(_differences(settings, comparison.names), (0, 0, 0, 2))
+            table = plain_table("", *numbers, left=1 + len(numbers))
+            for setting in settings:
+                table.add_row(setting.key, *setting.values)
+            yield Padding(table, (0, 0, 0, 2))
         else:
             yield f"No differences of {title}."
     yield ""
     for bits in comparison.bits:
         yield bits.sentence(comparison.names)
-
-
-def _differences(settings: Sequence[ComparedSetting], names: Sequence[str]) -> Table:
-    table = _runs_table(names)
-    for setting in settings:
-        table.add_row(setting.key, *setting.values)
-    return table
-
-
-def _runs_table(names: Sequence[str]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="")
-    table.add_column("", overflow="fold")
-    for number, _ in enumerate(names, 1):
-        table.add_column(str(number), overflow="fold")
-    return table

@@ -153,11 +153,11 @@ def watch(run: Path | None, runs: Path, once: bool, interval: float) -> None:
     a line.
     """
     from hpctrain.cli.watch_screen import COLUMNS
-    from hpctrain.core.console import PlainConsole
+    from hpctrain.core.console import output_console
     from hpctrain.runs.state import RunReader
 
     reader = RunReader(_directory(run, runs), follows=not once)
-    console = PlainConsole(width=None if sys.stdout.isatty() else COLUMNS)
+    console = output_console(COLUMNS)
     if once:
         _show(reader.read(time.time()), console)
         return
@@ -366,9 +366,9 @@ def compare(runs: tuple[Path, ...], as_json: bool, out: Path | None) -> None:
     if as_json:
         echo_block(json.dumps(comparison.to_json(), indent=1))
     else:
-        from hpctrain.core.console import PlainConsole
+        from hpctrain.core.console import output_console
 
-        console = PlainConsole(width=None if sys.stdout.isatty() else 80)
+        console = output_console()
         for renderable in comparison_lines(comparison):
             console.print(renderable)
     if out is not None:

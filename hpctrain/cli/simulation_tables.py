@@ -5,7 +5,6 @@ A search shows the best choices, their plans in words, and why each next one los
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from textwrap import fill
@@ -17,7 +16,7 @@ from rich.table import Table
 
 from hpctrain.backend.specs import BatchNormSpec
 from hpctrain.config.grid import keys_of, overrides
-from hpctrain.core.console import PlainConsole
+from hpctrain.core.console import PlainConsole, output_console, plain_table
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.planner.averaging_costs import AveragerChoice
 from hpctrain.planner.configured_search import PlannedSearch, SimulatedPoint, SimulatedStudy, by_averager, job_of
@@ -32,15 +31,7 @@ _SHARE_THAT_IS_ALL = 0.995
 
 def console() -> Console:
     """As wide as the terminal; 100 columns where there is none."""
-    return PlainConsole(file=sys.stdout, width=None if sys.stdout.isatty() else _COLUMNS, markup=True)
-
-
-def table(*titles: str, left: int = 1) -> Table:
-    """A table without lines, the first `left` columns of words, the others of numbers."""
-    rows = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, header_style="bold")
-    for number, title in enumerate(titles):
-        rows.add_column(title, justify="left" if number < left else "right", no_wrap=number >= left, overflow="fold")
-    return rows
+    return output_console(_COLUMNS, markup=True)
 
 
 def print_whole(out: Console, rows: Table) -> None:
@@ -133,7 +124,7 @@ def _memory(point: SimulatedPoint) -> int:
 
 def scaling_table(points: Sequence[SimulatedPoint]) -> Table:
     """A row for each point; efficiency compares with the first."""
-    rows = table("ranks", "step ms", "exposed ms", "efficiency", "images/s", "memory MB", left=0)
+    rows = plain_table("ranks", "step ms", "exposed ms", "efficiency", "images/s", "memory MB", left=0, bold=True)
     for point in points:
         rows.add_row(
             f"{point.ranks:,}",
@@ -161,7 +152,7 @@ def print_search(outcome: PlannedSearch, best: int, command: str) -> None:
     )
     for line in (*machine_lines(task.machine, task.factors), *([job.assumption] if job.assumption else []), ""):
         out.print(line)
-    figures = table("", "step ms", "exposed ms", "memory MB", "exchanged MB", "micro", "grid")
+    figures = plain_table("", "step ms", "exposed ms", "memory MB", "exchanged MB", "micro", "grid", bold=True)
     for number, choice in enumerate(choices, 1):
         plan, prediction = choice.candidate.plan, choice.prediction
         figures.add_row(

@@ -16,6 +16,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from hpctrain.core.console import plain_table
 from hpctrain.core.text import escaped
 from hpctrain.flight.ring import FlightRecord
 from hpctrain.launch.process_end import End
@@ -168,10 +169,7 @@ def _numbers(state: RunState) -> Table | None:
     train, test = state.latest("interval", "epoch"), state.latest("evaluation")
     if not train and not test:
         return None
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="")
-    table.add_column("")
-    for name in ("loss", "top1", "top5"):
-        table.add_column(name, justify="right")
+    table = plain_table("", "loss", "top1", "top5")
     table.add_row("train", *_means(train))
     if test:
         table.add_row("test", *_means(test))

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
-from hpctrain.core.console import PlainConsole
+from hpctrain.core.console import PlainConsole, plain_table
 from hpctrain.doctor.check import DoctorFinding, Severity, exit_code
 from hpctrain.doctor.job import Examination
 from hpctrain.doctor.nodes import GPUS, GpuFacts
@@ -29,7 +29,7 @@ def print_table(examination: Examination, *, strict: bool) -> None:
     text, terminal = io.StringIO(), sys.stdout.isatty() and examination.job.launcher.name == "none"
     width = None if terminal else _WIDTH
     console = PlainConsole(file=text, width=width, force_terminal=terminal)
-    table = Table(box=None, show_header=False, padding=(0, 1, 0, 0))
+    table = plain_table(gap=1)
     for _ in range(2):
         table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
@@ -67,9 +67,8 @@ def _count(number: int, noun: str) -> str:
 
 def _map_table(examination: Examination) -> Table:
     """Rank, host, logical CPUs, threads and GPUs of the first ranks."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in ("rank", "host", "CPUs", "threads", "GPUs"):
-        table.add_column(heading, overflow="fold")
+    headings = ("rank", "host", "CPUs", "threads", "GPUs")
+    table = plain_table(*headings, left=len(headings))
     places = list(rank_map(examination))
     for place in places[:_MOST_RANKS]:
         table.add_row(str(place["rank"]), place["host"], place["cpus"], str(place["threads"] or ""), _shortened(place["gpus"]))
