@@ -2,7 +2,7 @@
 
 python -m benchmarks.faults                  # all; some minutes
 python -m benchmarks.faults SIGKILL slow     # those with one of these words in their name; printed, not kept
-python -m benchmarks.faults --device emulated:7   # on backend cuda, with such a device on each rank
+python -m benchmarks.faults --device hpctrain_testing.emulator:7   # on backend cuda, with such a device on each rank
 python -m benchmarks.faults --report         # Markdown of the file of results; runs nothing
 """
 

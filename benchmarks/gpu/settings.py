@@ -51,7 +51,7 @@ class Settings:
     def environment(self) -> Mapping[str, str]:
         """Return the environment of a stage's process, which names hpctrain's device and leaves output unbuffered."""
         inherited = {name: value for name, value in os.environ.items() if name != _DEVICE_VARIABLE} | {"PYTHONUNBUFFERED": "1"}
-        return inherited | ({_DEVICE_VARIABLE: f"emulated:{EMULATED_SEED}"} if self.emulated else {})
+        return inherited | ({_DEVICE_VARIABLE: f"hpctrain_testing.emulator:{EMULATED_SEED}"} if self.emulated else {})
 
     def make_device(self) -> Device:
         """Make the device of the settings.

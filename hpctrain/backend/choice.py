@@ -6,9 +6,9 @@ environment says which GPUs this process may use.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
-import re
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 
@@ -18,7 +18,7 @@ from hpctrain.backend.operators import KernelSet
 from hpctrain.core.errors import BackendError, MissingLibraryError
 from hpctrain.core.log import get_logger
 
-#: set by developers: "emulated" or "emulated:SEED" computes on this CPU what a GPU would compute
+#: set by developers: MODULE or MODULE:ARGUMENT, whose function `make_device` makes a device that takes the place of a GPU
 DEVICE_VARIABLE = "HPCTRAIN_CUDA_DEVICE"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _OTHERWISE = "or set backend to onednn or numpy, which compute on the CPU"
@@ -42,11 +42,9 @@ def make_device(precision: Precision, place: NodePlace) -> Device:
     Raises:
         BackendError: there is none, or it does not; the sentence says what to do.
     """
-    seed = emulated_seed(os.environ)
-    if seed is not None:
-        from hpctrain_testing.emulator.device import EmulatedDevice
-
-        return EmulatedDevice(seed)
+    named = os.environ.get(DEVICE_VARIABLE)
+    if named is not None:
+        return _named_device(named)
     device = _gpu(place)
     wanted = "float32" if precision == "tf32" else precision
     if wanted == "float64":
@@ -74,22 +72,25 @@ def cupy_is_installed() -> bool:
     return importlib.util.find_spec("cupy") is not None
 
 
-def emulated_seed(environ: MutableMapping[str, str]) -> int | None:
-    """The seed of the emulated device that the environment asks for; None where it asks for none.
+def _named_device(value: str) -> Device:
+    """Return the device of the module that `DEVICE_VARIABLE` names, made by `make_device(argument)` of that module.
 
     Raises:
-        BackendError: it asks for something else.
+        BackendError: there is no such module, it makes no devices, or it refuses the argument.
     """
-    value = environ.get(DEVICE_VARIABLE)
-    if value is None:
-        return None
-    match = re.fullmatch(r"emulated(?::(\d{1,9}))?", value)
-    if match is None:
+    name, _, argument = value.partition(":")
+    try:
+        make = importlib.import_module(name).make_device
+    except (ImportError, AttributeError, ValueError) as error:
         raise BackendError(
-            f"{DEVICE_VARIABLE} is {value!r}; it must be emulated, or emulated:SEED with a whole number, "
-            "or not be set where a GPU is to be used."
-        )
-    return int(match[1] or 0)
+            f"{DEVICE_VARIABLE} is {value!r}; it must name a module that makes a device, such as hpctrain_testing.emulator "
+            f"({error}), or not be set if a GPU is to be used."
+        ) from error
+    try:
+        device: Device = make(argument)
+    except ValueError as error:
+        raise BackendError(f"{DEVICE_VARIABLE} is {value!r}: {error}") from error
+    return device
 
 
 def _gpu(place: NodePlace) -> Device:

@@ -37,6 +37,8 @@ _NOT_THE_USERS = ("<frozen ", str(Path(importlib.__file__).parents[1]))
 _PACKAGE = Path(__file__).parents[1]
 #: prefix of the names of modules that were loaded from a file named by a reference
 _OF_FILES = "_hpctrain_"
+#: instruments of hpctrain's own tests, which lie next to the package
+_INSTRUMENTS = "hpctrain_testing"
 #: names of the program itself as a module
 _NO_NAMES = ("__main__", "__mp_main__")
 
@@ -103,8 +105,8 @@ def digests() -> dict[str, str]:
 def modules() -> dict[str, str]:
     """Return the crc32 of the source file of each module of the user's that this process has loaded, by module name.
 
-    Includes all modules of Python code except those of Python itself, of installed packages and of hpctrain. Omits files that a
-    reference names, whose modules have no name of their own: see `digests`.
+    Includes all modules of Python code except those of Python itself, of installed packages, of hpctrain and of its instruments
+    of tests. Omits files that a reference names, whose modules have no name of their own: see `digests`.
     """
     of_python = (sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib"))
     places = {*of_python, *site.getsitepackages(), site.getusersitepackages(), str(_PACKAGE)}
@@ -114,7 +116,7 @@ def modules() -> dict[str, str]:
         name: f"{zlib.crc32(Path(file).read_bytes()):08x}"
         for name, file in sorted(files.items())
         if file is not None and file.endswith(".py") and not file.startswith(others) and name not in _NO_NAMES
-        if not name.startswith(_OF_FILES) and Path(file).is_file()
+        if not name.startswith((_OF_FILES, _INSTRUMENTS)) and Path(file).is_file()
     }
 
 

@@ -79,7 +79,7 @@ def test_onednn_refuses_float64() -> None:
     ],
 )
 def test_cuda_computes_in_its_precision(dtype: str, precision: str, activations: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(DEVICE_VARIABLE, "emulated")
+    monkeypatch.setenv(DEVICE_VARIABLE, "hpctrain_testing.emulator")
     backend = make_backend("cuda", dtype, precision if activations else "float32")
     assert isinstance(backend.kernels, CudaKernelSet)
     assert backend.dtype == (activations or "float64")
@@ -103,13 +103,13 @@ def test_a_precision_goes_with_float32() -> None:
 
 
 def test_auto_takes_a_gpu_where_one_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(DEVICE_VARIABLE, "emulated")  # so that there is something to make
+    monkeypatch.setenv(DEVICE_VARIABLE, "hpctrain_testing.emulator")  # so that there is something to make
     places: list[NodePlace] = []
 
     def nothing_missing(place: NodePlace) -> None:
         places.append(place)
 
-    monkeypatch.setattr(module.choose, "missing", nothing_missing)
+    monkeypatch.setattr(module, "missing", nothing_missing)
     assert make_backend("auto", "float32", "bfloat16").name == "cuda"
     assert make_backend("auto", "float64").name == "numpy"
     assert places == [NodePlace()]
@@ -118,8 +118,8 @@ def test_auto_takes_a_gpu_where_one_can_be_used(monkeypatch: pytest.MonkeyPatch)
 def test_auto_says_why_no_gpu_is_used_where_one_may_be_expected(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(module.choose, "missing", lambda place: "There is no GPU.")
-    monkeypatch.setattr(module.choose, "cupy_is_installed", lambda: True)
+    monkeypatch.setattr(module, "missing", lambda place: "There is no GPU.")
+    monkeypatch.setattr(module, "cupy_is_installed", lambda: True)
     monkeypatch.setattr(module, "_onednn_missing", lambda: "Its library is not installed.")
     with caplog.at_level(logging.INFO, logger="hpctrain"):
         assert make_backend().name == "numpy"
@@ -127,7 +127,7 @@ def test_auto_says_why_no_gpu_is_used_where_one_may_be_expected(
 
 
 def test_auto_needs_a_gpu_for_a_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.choose, "missing", lambda place: "There is no GPU.")
+    monkeypatch.setattr(module, "missing", lambda place: "There is no GPU.")
     with pytest.raises(
         BackendError, match=r"precision is tf32, in which only backend cuda computes; others do with float32\. There is no GPU\."
     ):

@@ -54,7 +54,7 @@ def run(folder: Path, emulated_device: EmulatedDeviceFactory) -> Run:
     """hpctrain with a command and more arguments, on the emulated device of a seed (None: on what is here)."""
 
     def start(command: str, *more: str, seed: object = 0, ranks: int = 0, code: int = 0, start: Start = run_here) -> Outcome:
-        environment = {} if seed is None else {DEVICE_VARIABLE: f"emulated:{seed}"}
+        environment = {} if seed is None else {DEVICE_VARIABLE: f"hpctrain_testing.emulator:{seed}"}
         return hpctrain(ranks, folder, command, *more, code=code, start=start, env=environment)
 
     return start
@@ -196,7 +196,11 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str], str]] = {
         ["averager.name=sharded", "averager.wire_parameters=bfloat16"],
         "averager.wire_parameters is bfloat16, but on backend cuda parameters travel as they are so far",
     ),
-    "no such device": ({"seed": "x"}, [], "HPCTRAIN_CUDA_DEVICE is 'emulated:x'; it must be emulated, or emulated:SEED"),
+    "no such device": (
+        {"seed": "x"},
+        [],
+        "HPCTRAIN_CUDA_DEVICE is 'hpctrain_testing.emulator:x': the seed of an emulated device is a whole number",
+    ),
     "precision": ({}, ["precision=tf32", "dtype=float64"], "precision is tf32, which goes with dtype float32 only"),
 }
 
@@ -216,7 +220,7 @@ def test_without_cupy_one_sentence_says_what_to_install(run: Run) -> None:
 def test_the_engine_is_timed_on_it(folder: Path, emulated_device: EmulatedDeviceFactory) -> None:
     arguments = ["-m", "hpctrain", "bench", "engine", "--model", "small", "--batch", "2", "--px", "8", "--steps", "1"]
     more = ["--backend", "cuda", "--precision", "bfloat16", "--out", "engine.json"]
-    outcome = run_here(0, [*arguments, *more], cwd=folder, env={DEVICE_VARIABLE: "emulated"})
+    outcome = run_here(0, [*arguments, *more], cwd=folder, env={DEVICE_VARIABLE: "hpctrain_testing.emulator"})
     assert outcome.code == 0, outcome.output
     assert "small, cuda on emulated, bfloat16, batch 2, 8 px" in " ".join(outcome.stdout.split())
     measured = json.loads((folder / "engine.json").read_text())
@@ -228,7 +232,7 @@ def test_the_engine_is_timed_on_it(folder: Path, emulated_device: EmulatedDevice
 def test_a_plan_counts_activations_in_their_precision_and_parameters_in_float32(
     folder: Path, emulated_device: EmulatedDeviceFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(DEVICE_VARIABLE, "emulated")
+    monkeypatch.setenv(DEVICE_VARIABLE, "hpctrain_testing.emulator")
     reports = {}
     for precision in ("float32", "bfloat16"):
         config, _ = parse((folder / "tiny.yaml").read_text(), "tiny.yaml", [f"precision={precision}"])

@@ -154,7 +154,7 @@ def test_on_devices_one_row_is_taken_unless_a_grid_is_named(
     folder: Path, search: _Search, emulated_device: EmulatedDeviceFactory, overrides: tuple[str, ...], grid: tuple[int, int]
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(DEVICE_VARIABLE, "emulated")
+        patch.setenv(DEVICE_VARIABLE, "hpctrain_testing.emulator")
         _resolved(folder, 2, "backend=cuda", *overrides)
     (space,) = search.spaces
     assert space.fixed_grid == grid

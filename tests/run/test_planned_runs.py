@@ -367,7 +367,7 @@ def test_nothing_is_fixed_but_what_is_kept() -> None:
 def test_on_devices_one_row_is_searched_unless_a_grid_is_kept(
     keep: tuple[str, ...], grid: tuple[int, int], emulated_device: EmulatedDeviceFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(DEVICE_VARIABLE, "emulated")
+    monkeypatch.setenv(DEVICE_VARIABLE, "hpctrain_testing.emulator")
     kept = grid_task("backend=cuda", keep=keep)
     assert space_of(kept, job_of(kept)).fixed_grid == grid
 
@@ -387,7 +387,7 @@ CUDA_CONFIG = """
 
 @pytest.fixture
 def emulated_gpu(emulated_device: EmulatedDeviceFactory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(DEVICE_VARIABLE, "emulated")
+    monkeypatch.setenv(DEVICE_VARIABLE, "hpctrain_testing.emulator")
     monkeypatch.chdir(tmp_path)
 
 

@@ -133,7 +133,7 @@ def test_a_trial_is_made_where_it_matters(monkeypatch: pytest.MonkeyPatch) -> No
         assert try_transport(config, launcher) is None
     for other in (Launcher("none"), Launcher("Slurm srun", 1, 0, 1, 0), Launcher("Slurm srun", 4, 1, 2, 1)):
         assert try_transport(_config(), other) is None
-    monkeypatch.setenv(choice.DEVICE_VARIABLE, "emulated")
+    monkeypatch.setenv(choice.DEVICE_VARIABLE, "hpctrain_testing.emulator")
     assert try_transport(_config(), launcher) is None
     monkeypatch.delenv(choice.DEVICE_VARIABLE)
     monkeypatch.setattr(choice, "cupy_is_installed", lambda: False)
@@ -171,7 +171,7 @@ _START_SECONDS = 40.0  # on a loaded machine
 def test_a_faulty_job_ends_and_the_rank_is_named(tmp_path: Path, emulated_device: EmulatedDeviceFactory, name: str) -> None:
     [fault] = [fault for fault in FAULTS if fault.name == name]
     prepare(tmp_path)
-    outcome = run_fault(fault, tmp_path, timeout_seconds=90, device="emulated:7")
+    outcome = run_fault(fault, tmp_path, timeout_seconds=90, device="hpctrain_testing.emulator:7")
     assert outcome.code != 0, outcome.output
     assert outcome.seconds < DEADLINE_SECONDS + _START_SECONDS
     assert "kernels cuda on emulated" in outcome.output

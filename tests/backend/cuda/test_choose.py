@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import hpctrain_testing.emulator
 from hpctrain.backend import choice
 from hpctrain.backend.choice import DEVICE_VARIABLE, NodePlace
 from hpctrain.core.errors import BackendError, MissingLibraryError
@@ -40,24 +41,36 @@ def _have(monkeypatch: pytest.MonkeyPatch, *, cupy: bool = True, cudnn: bool = T
     fake = FakeCupy(**options)
     fake.install(monkeypatch)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if cupy else None)
-    monkeypatch.setattr(choice.cudnn_graphs, "library", library)
+    monkeypatch.setattr(choice.libraries, "library", library)
     return fake
 
 
-@pytest.mark.parametrize(("value", "seed"), [("emulated", 0), ("emulated:0", 0), ("emulated:17", 17)])
-def test_the_emulated_device_is_asked_for_by_the_environment(value: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(DEVICE_VARIABLE, value)
-    assert choice.emulated_seed({DEVICE_VARIABLE: value}) == seed
-    device = choice.make_device("float64", NodePlace())
-    assert isinstance(device, EmulatedDevice)
+@pytest.mark.parametrize("argument", ["", ":", ":0", ":17"])
+def test_the_environment_names_a_module_that_makes_the_device(argument: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(DEVICE_VARIABLE, f"hpctrain_testing.emulator{argument}")
+    assert isinstance(choice.make_device("float64", NodePlace()), EmulatedDevice)
     assert choice.missing(NodePlace()) is not None, "auto never takes it"
 
 
-@pytest.mark.parametrize("value", ["", "gpu", "emulated:", "emulated:-1", "Emulated"])
-def test_other_devices_are_refused(value: str) -> None:
-    with pytest.raises(BackendError, match=rf"HPCTRAIN_CUDA_DEVICE is '{value}'; it must be emulated, or emulated:SEED"):
-        choice.emulated_seed({DEVICE_VARIABLE: value})
-    assert choice.emulated_seed({}) is None
+def test_the_module_is_given_the_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hpctrain_testing.emulator, "make_device", lambda argument: argument)
+    monkeypatch.setenv(DEVICE_VARIABLE, "hpctrain_testing.emulator:17:4")
+    assert choice.make_device("float32", NodePlace()) == "17:4"
+
+
+@pytest.mark.parametrize("value", ["", "gpu", ":3", "hpctrain_testing", "hpctrain_testing.emulators:1"])
+def test_other_modules_are_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(DEVICE_VARIABLE, value)
+    sentence = rf"HPCTRAIN_CUDA_DEVICE is '{value}'; it must name a module that makes a device, such as hpctrain_testing.emulator"
+    with pytest.raises(BackendError, match=sentence):
+        choice.make_device("float32", NodePlace())
+
+
+@pytest.mark.parametrize("seed", ["x", "-1", "1.5", "1234567890"])
+def test_what_is_no_seed_is_refused(seed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(DEVICE_VARIABLE, f"hpctrain_testing.emulator:{seed}")
+    with pytest.raises(BackendError, match=rf"the seed of an emulated device is a whole number .*, not '{seed}'"):
+        choice.make_device("float32", NodePlace())
 
 
 @pytest.mark.parametrize(

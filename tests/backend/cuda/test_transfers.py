@@ -65,7 +65,7 @@ def test_every_place_that_waits_matters(emulated_device: EmulatedDeviceFactory) 
     expected = _program(device)
     places: dict[str, list[int]] = {}
     for number, text in enumerate(device.waits):
-        if "mirrors" in text:
+        if "CudaMirrors" in text or "CudaTransit" in text:
             places.setdefault(text.partition(" waits for ")[0] + text.rpartition(" at ")[2], []).append(number)
     assert len(places) == 5, f"the three of streams, and the two of the host: {sorted(places)}"
     for place, numbers in places.items():
@@ -132,7 +132,7 @@ def test_each_wait_of_a_shared_mirror_matters(emulated_device: EmulatedDeviceFac
     _covered(device)
     places: dict[str, list[int]] = {}
     for number, text in enumerate(device.waits):
-        if "mirrors" in text:
+        if "CudaMirrors" in text or "CudaTransit" in text:
             places.setdefault(text.partition(" waits for ")[0] + text.rpartition(" at ")[2], []).append(number)
     assert len(places) == 5, f"three of streams, and two of the host: {sorted(places)}"
 

@@ -104,8 +104,8 @@ def test_an_error_fails_the_stage_and_goes_on_to_the_log(monkeypatch: pytest.Mon
 
 
 def test_the_package_of_a_stage_takes_the_device_of_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(DEVICE_VARIABLE, "emulated:7")
-    assert Settings("emulated", tmp_path).environment()[DEVICE_VARIABLE] == "emulated:2"
+    monkeypatch.setenv(DEVICE_VARIABLE, "hpctrain_testing.emulator:7")
+    assert Settings("emulated", tmp_path).environment()[DEVICE_VARIABLE] == "hpctrain_testing.emulator:2"
     assert DEVICE_VARIABLE not in Settings("cuda", tmp_path).environment()
 
 
