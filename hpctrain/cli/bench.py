@@ -201,7 +201,7 @@ def _threads(count: int) -> str:
 
 
 def _folded(sentences: list[str]) -> list[str]:
-    from hpctrain.train.progress_bar import folded
+    from hpctrain.core.text import folded
 
     return [line for sentence in sentences for line in folded(sentence.split(", "), _COLUMNS, ", ")]
 

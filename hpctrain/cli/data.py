@@ -83,7 +83,7 @@ class _Line:
 
     def advance(self, count: int) -> None:
         """So many more are done."""
-        from hpctrain.train.progress_bar import duration_text
+        from hpctrain.core.text import duration_text
 
         self._done += count
         elapsed, left = self._clock() - self._begin, self._left.seconds(self._done)

@@ -23,14 +23,13 @@ from rich.padding import Padding
 from rich.table import Table
 
 from hpctrain.core.console import PlainConsole, output_console, plain_table
-from hpctrain.core.text import echo, echo_block, escaped
+from hpctrain.core.text import echo, echo_block, escaped, loss_text
 from hpctrain.report.comparison import Comparison
 from hpctrain.report.run_record import summary_texts
 from hpctrain.run.evaluation import Evaluation
 from hpctrain.run.prediction import PredictedPicture, Predictions
 from hpctrain.storage.atomic_write import write_text
 from hpctrain.train.evaluation import ClassScore, ConfusionMatrix
-from hpctrain.train.progress_bar import loss_text
 
 _COLUMNS = 80  # where there is no terminal
 _MOST_CONFUSIONS = 20

@@ -17,11 +17,10 @@ from rich.table import Table
 from rich.text import Text
 
 from hpctrain.core.console import plain_table
-from hpctrain.core.text import escaped
+from hpctrain.core.text import duration_text, escaped, fitting, loss_text
 from hpctrain.flight.ring import FlightRecord
 from hpctrain.launch.process_end import End
 from hpctrain.runs.state import SILENT_SECONDS, RunState, events_of
-from hpctrain.train.progress_bar import duration_text, fitting, loss_text
 
 Points = Sequence[tuple[float, float]]
 

@@ -19,13 +19,13 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from hpctrain.core.errors import DataError
+from hpctrain.core.text import loss_text
 from hpctrain.report import figures as theme
 from hpctrain.report.comparison import side_by_side
 from hpctrain.report.figures import Drawing, PageFigure, for_page, layer_drawing, panel_drawing, read_steps, timeline_drawing
 from hpctrain.report.run_record import UNKNOWN, RunRecord, panels, summary, summary_texts
 from hpctrain.run.evaluation import JudgedImage, Judgement
 from hpctrain.runs.state import Record
-from hpctrain.train.progress_bar import loss_text
 from hpctrain.version import __version__
 
 #: a table of more classes is not read by anybody; the largest confusions stand for it

@@ -21,15 +21,14 @@ import numpy as np
 
 from hpctrain.core.errors import CheckpointError, ConfigError, DataError
 from hpctrain.core.files import json_object, read_bytes
+from hpctrain.core.text import duration_text, loss_text
 from hpctrain.core.yaml_source import read_yaml
-from hpctrain.run.trace_report import TABLE_FILE, TRACE_FILE
 from hpctrain.runs import directory as best_record
-from hpctrain.runs.directory import RunDirectory
+from hpctrain.runs.directory import TABLE_FILE, TRACE_FILE, RunDirectory
 from hpctrain.runs.state import Record, RunReader, RunState
 from hpctrain.storage.checkpoint import checkpoints
 from hpctrain.trace import time_table
 from hpctrain.trace.time_table import TimeTable
-from hpctrain.train.progress_bar import duration_text, loss_text
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,8 @@ _LONGEST_PATH = 1 << 14
 _MOST_CONFIG_BYTES = 1 << 20
 _MOST_BYTES_OF_SMALL = 1 << 20
 
+#: files of a traced run: events for a time line, and the table of where the time of a step went
+TRACE_FILE, TABLE_FILE = "trace.json", "time_table.json"
 #: name of the file that says where flight records lie
 FLIGHT_POINTER = "flight-directory"
 

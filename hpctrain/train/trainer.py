@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hpctrain.core.errors import DivergedError
+from hpctrain.core.text import folded, loss_text
 from hpctrain.data.loader import Batch, BatchSource
 from hpctrain.data.pipeline import ImageSizes
 from hpctrain.optim.schedules.base import LearningRateSchedule
@@ -14,7 +15,6 @@ from hpctrain.trace.tracer import Category
 from hpctrain.train.accounts import DataWaits, OperatorSample, StepTimes
 from hpctrain.train.finiteness import Cause
 from hpctrain.train.metrics import Rate, Reporter, RunningSums
-from hpctrain.train.progress_bar import folded, loss_text
 from hpctrain.train.replica import Replica, too_many_skips
 from hpctrain.train.saving import Saver
 from hpctrain.train.snapshot import Position

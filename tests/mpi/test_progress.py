@@ -29,7 +29,8 @@ from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.data.loader import Batch
 from hpctrain.optim.optimizers.lars import Lars
 from hpctrain.optim.optimizers.sgd import Sgd
-from hpctrain.run.trace_report import TABLE_FILE, TRACE_FILE, TraceReport
+from hpctrain.run.trace_report import TraceReport
+from hpctrain.runs.directory import TABLE_FILE, TRACE_FILE
 from hpctrain.trace.tracer import Tracer
 from hpctrain.train.step import traced_steps
 from tests.support import nets
