@@ -36,21 +36,21 @@ def listing(path: Path) -> None:
     PATH is a run directory, its directory of checkpoints, or a checkpoint. The one with the best evaluation is marked. No
     tensor is read, only names, sizes and metadata, and the record of the best one.
     """
-    from hpctrain.runs import directory as best_record
+    from hpctrain.runs.directory import StoredCheckpoint, read_best
 
     files = files_of(path)
-    best = best_record.read_best(files[0][1].parent)
+    best = read_best(files[0][1].parent)
     mark = "" if best is None else f"best: {best}"
     for step, file in sorted(files):
-        if not file.exists():
+        try:
+            stored = StoredCheckpoint.of(step, file)
+        except OSError:
             echo(f"step {step:>8}  a broken link: {file}")
             continue
-        status = file.stat()
-        written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(status.st_mtime))
-        size = sum(part.stat().st_size for part in file.iterdir()) if file.is_dir() else status.st_size
+        written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(stored.written))
         is_best = best is not None and best.checkpoint == file.name
         column = f"{mark if is_best else '':{len(mark)}}  " if mark else ""
-        echo(f"step {step:>8}  {size / 1e6:>10,.1f} MB  {written}  {column}{file}")
+        echo(f"step {step:>8}  {stored.n_bytes / 1e6:>10,.1f} MB  {written}  {column}{file}")
     if best is not None and not (files[0][1].parent / best.checkpoint).exists():
         echo(f"the best checkpoint, {best.checkpoint} ({best}), is not there any more")
 

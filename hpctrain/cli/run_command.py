@@ -50,9 +50,9 @@ def run(restarts: int, pause: float, requeue: bool, command: tuple[str, ...]) ->
     training = TrainCommand.find(command)
     _refuse_ranks()
     output, name = _output_and_name(training)
-    from hpctrain.cli.run_traces import RunTraces
     from hpctrain.launch import processes
     from hpctrain.launch.supervisor import SupervisedCommand
+    from hpctrain.runs.attempts import RunTraces
     from hpctrain.runs.owner import SUPERVISOR
 
     rules = RestartPolicy(restarts, pause, requeue, excludes=training.uses_srun and "SLURM_JOB_ID" in os.environ)

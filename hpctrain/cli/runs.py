@@ -53,7 +53,9 @@ def autopsy(run: Path | None, as_json: bool) -> None:
     from hpctrain.flight.autopsy import autopsy as findings
 
     run = _latest_start() if run is None else run
-    found = report.find_records(directory_of(run))
+    from hpctrain.runs.directory import flight_directory
+
+    found = report.find_records(flight_directory(run))
     records, notes = found.records, found.notes()
     if as_json:
         echo_block(json.dumps(report.autopsy_json(records, notes), indent=1))
@@ -98,18 +100,6 @@ def _logs(run: Path, ranks: list[int]) -> str:
     if not kept:
         return ""
     return f"logs of {'rank' if len(kept) == 1 else 'ranks'} {spans(kept)}: {RunDirectory(run).log_path(kept[0]).parent}"
-
-
-def directory_of(run: Path) -> Path:
-    """Return the directory of a run's records: the one that the run points to, its subdirectory `flight`, or `run` itself.
-
-    Raises:
-        DataError: the pointer file is damaged.
-    """
-    from hpctrain.runs.directory import RunDirectory
-
-    kept = RunDirectory(run).flight_records()
-    return kept if kept.is_dir() else run
 
 
 def _aligned(rows: list[tuple[str, ...]], width: int) -> list[str]:
@@ -315,7 +305,7 @@ def write_report(runs: Sequence[Path], target: Path, png: Path | None, results: 
         ConfigError: a place that cannot be written to. CheckpointError, DataError: as `read_runs`.
     """
     from hpctrain.report.page import html, report_page
-    from hpctrain.report.run_record import read_runs
+    from hpctrain.runs.results import read_runs
     from hpctrain.storage.atomic_write import write_text
 
     page = report_page(read_runs(runs), results)
@@ -360,7 +350,7 @@ def compare(runs: tuple[Path, ...], as_json: bool, out: Path | None) -> None:
     if len(runs) < 2:
         raise ConfigError("One run cannot be compared; give two run directories or more, or use `hpctrain report`.")
     from hpctrain.cli.result_tables import comparison_lines
-    from hpctrain.report.comparison import compared
+    from hpctrain.runs.comparison import compared
 
     comparison = compared(runs)
     if as_json:

@@ -20,7 +20,7 @@ from hpctrain.core.console import plain_table
 from hpctrain.core.text import duration_text, escaped, fitting, loss_text
 from hpctrain.flight.ring import FlightRecord
 from hpctrain.launch.process_end import End
-from hpctrain.runs.state import SILENT_SECONDS, RunState, events_of
+from hpctrain.runs.state import SILENT_SECONDS, RunState, events_of, means_text
 
 Points = Sequence[tuple[float, float]]
 
@@ -169,21 +169,15 @@ def _numbers(state: RunState) -> Table | None:
     if not train and not test:
         return None
     table = plain_table("", "loss", "top1", "top5")
-    table.add_row("train", *_means(train))
+    table.add_row("train", *means_text(train))
     if test:
-        table.add_row("test", *_means(test))
+        table.add_row("test", *means_text(test))
     if "ema_top1" in test:
-        table.add_row("test, averaged", *_means({name: test.get(f"ema_{name}") for name in ("loss", "top1", "top5")}))
+        table.add_row("test, averaged", *means_text({name: test.get(f"ema_{name}") for name in ("loss", "top1", "top5")}))
     best = max((value for _, value in state.curve("top1", "evaluation")), default=None)
     if best is not None:
         table.add_row("best test", "", f"{best:.2%}", "")
     return table
-
-
-def _means(values: Mapping[str, Any]) -> tuple[str, ...]:
-    """Loss, top1 and top5 in words; "-" for those that are not known or not finite."""
-    loss, accuracies = values.get("loss"), (values.get("top1"), values.get("top5"))
-    return ("-" if loss is None else loss_text(loss), *("-" if value is None else f"{value:.2%}" for value in accuracies))
 
 
 def _curves(state: RunState, width: int, *, plain: bool) -> RenderableType | None:
@@ -256,6 +250,6 @@ def news(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         if events:
             yield events[0].text
         elif record.get("kind") in _OF_TRAINING:
-            loss, top1, _ = _means(record)
+            loss, top1, _ = means_text(record)
             where = f"epoch {record.get('epoch')}  step {record.get('step')}"
             yield f"{where}  {_OF_TRAINING[record['kind']]} loss {loss}  top1 {top1}"

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.core.errors import ConfigError, DataError
 from hpctrain.core.files import json_object, read_bytes
-from hpctrain.report.run_record import AVERAGED, TEST, TRAINING, Curve, Panel
+from hpctrain.runs.results import AVERAGED, TEST, TRAINING, Curve, Panel
 from hpctrain.storage.atomic_write import write_bytes
 from hpctrain.trace.chrome import MESSAGES, PROGRAM, StepLanes, last_steps
 from hpctrain.trace.time_table import Row, TimeTable

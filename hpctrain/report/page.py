@@ -19,13 +19,12 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from hpctrain.core.errors import DataError
-from hpctrain.core.text import loss_text
 from hpctrain.report import figures as theme
-from hpctrain.report.comparison import side_by_side
 from hpctrain.report.figures import Drawing, PageFigure, for_page, layer_drawing, panel_drawing, read_steps, timeline_drawing
-from hpctrain.report.run_record import UNKNOWN, RunRecord, panels, summary, summary_texts
 from hpctrain.run.evaluation import JudgedImage, Judgement
-from hpctrain.runs.state import Record
+from hpctrain.runs.comparison import side_by_side
+from hpctrain.runs.results import UNKNOWN, RunRecord, panels, summary, summary_texts
+from hpctrain.runs.state import means_text
 from hpctrain.version import __version__
 
 #: a table of more classes is not read by anybody; the largest confusions stand for it
@@ -298,19 +297,14 @@ def _curves(records: Sequence[RunRecord], names: Sequence[str]) -> PagePart:
     """Figures, and the values of evaluations for those who do not see them, or have no pointer."""
     tables = []
     for record in records:
-        evaluations = [entry for entry in record.state.records if entry.get("kind") == "evaluation"]
-        lines = tuple(Line((str(entry.get("epoch")), *_means(entry))) for entry in evaluations)
+        evaluations = record.state.of_kind("evaluation")
+        lines = tuple(Line((str(entry.get("epoch")), *means_text(entry, UNKNOWN))) for entry in evaluations)
         if lines:
             title = "Evaluations" if len(records) == 1 else f"Evaluations of {record.name}"
             headings = ("epoch", "loss", "top-1", "top-5")
             tables.append(Table(title, headings, lines, frozenset({1, 2, 3}), folded=True))
     drawings = tuple(panel_drawing(panel, names) for panel in panels(records))
     return PagePart("curves", "Curves", drawings=drawings, tables=tuple(tables))
-
-
-def _means(entry: Record) -> tuple[str, ...]:
-    loss, accuracies = entry.get("loss"), (entry.get("top1"), entry.get("top5"))
-    return (UNKNOWN if loss is None else loss_text(loss), *(UNKNOWN if one is None else f"{one:.2%}" for one in accuracies))
 
 
 def _time(records: Sequence[RunRecord]) -> PagePart:
@@ -347,20 +341,16 @@ def _events(records: Sequence[RunRecord]) -> PagePart:
 def _checkpoints(records: Sequence[RunRecord]) -> PagePart:
     tables = []
     for record in records:
-        lines = tuple(
-            Line(
-                (
-                    f"{stored.step:,}",
-                    f"{stored.megabytes:,.1f}",
-                    time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(stored.written)),
-                    f"{stored.name}{', the best: ' if stored.best else ''}{stored.best}",
-                )
-            )
-            for stored in record.checkpoints
-        )
+        best, mark = record.best
+        lines = []
+        for stored in record.checkpoints:
+            written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(stored.written))
+            name = stored.path.name
+            shown = f"{name}, the best: {mark}" if name == best else name
+            lines.append(Line((f"{stored.step:,}", f"{stored.n_bytes / 1e6:,.1f}", written, shown)))
         if lines:
             title = record.name if len(records) > 1 else ""
-            tables.append(Table(title, ("step", "MB", "written", "file"), lines, frozenset({1})))
+            tables.append(Table(title, ("step", "MB", "written", "file"), tuple(lines), frozenset({1})))
     return PagePart("checkpoints", "Checkpoints", tables=tuple(tables))
 
 

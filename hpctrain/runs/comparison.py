@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.core.errors import CheckpointError, DataError
-from hpctrain.report.run_record import RunRecord, Summary, read_runs, summary
 from hpctrain.runs.directory import RunDirectory
 from hpctrain.runs.records import read_hashes
+from hpctrain.runs.results import RunRecord, Summary, read_runs, summary
 from hpctrain.storage.checkpoint import CheckpointContent, checkpoints, read
 
 #: stands for a key that a run does not have

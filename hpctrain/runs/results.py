@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,23 +22,10 @@ from hpctrain.core.errors import CheckpointError, ConfigError, DataError
 from hpctrain.core.files import json_object, read_bytes
 from hpctrain.core.text import duration_text, loss_text
 from hpctrain.core.yaml_source import read_yaml
-from hpctrain.runs import directory as best_record
-from hpctrain.runs.directory import TABLE_FILE, TRACE_FILE, RunDirectory
+from hpctrain.runs.directory import TABLE_FILE, TRACE_FILE, RunDirectory, StoredCheckpoint, read_best, stored_checkpoints
 from hpctrain.runs.state import Record, RunReader, RunState
-from hpctrain.storage.checkpoint import checkpoints
 from hpctrain.trace import time_table
 from hpctrain.trace.time_table import TimeTable
-
-
-@dataclass(frozen=True)
-class StoredCheckpoint:
-    """A checkpoint on the disk. written: seconds of the wall clock. best: what makes it the best one; "" where it is not."""
-
-    step: int
-    name: str
-    megabytes: float
-    written: float
-    best: str
 
 
 @dataclass(frozen=True)
@@ -48,7 +34,8 @@ class RunRecord:
 
     Args:
         name: of its directory. state: at the time of reading. settings: of its configuration, by dotted key, as text.
-        versions: of what computed, its source's revision among them. tables: where the time of a traced step went, of all ranks
+        versions: of what computed, its source's revision among them. best: name of the best checkpoint, and what makes it the best;
+            empty texts without one. tables: where the time of a traced step went, of all ranks
             together and then of each; none where it was not traced. trace: the file of its events; None: there is none.
     """
 
@@ -57,6 +44,7 @@ class RunRecord:
     settings: Mapping[str, str]
     versions: Mapping[str, str]
     checkpoints: tuple[StoredCheckpoint, ...]
+    best: tuple[str, str]
     tables: tuple[TimeTable, ...]
     trace: Path | None
 
@@ -82,7 +70,8 @@ def _read(directory: RunDirectory) -> RunRecord:
         RunReader(directory).read(time.time()),
         dict(_flat("", _settings(directory))),
         _versions(directory.path),
-        tuple(_checkpoints(directory.checkpoints)),
+        tuple(stored_checkpoints(directory.checkpoints)),
+        _best_mark(directory.checkpoints),
         _tables(directory.path / TABLE_FILE),
         directory.path / TRACE_FILE if (directory.path / TRACE_FILE).is_file() else None,
     )
@@ -123,21 +112,13 @@ def _json(path: Path) -> dict[str, Any]:
         return {}
 
 
-def _checkpoints(directory: Path) -> Iterator[StoredCheckpoint]:
-    """The checkpoints by step; one that is deleted meanwhile is left out."""
+def _best_mark(directory: Path) -> tuple[str, str]:
+    """Return the name of the best checkpoint and what makes it the best; empty texts if none is recorded."""
     try:
-        best = best_record.read_best(directory)
-        stored = checkpoints(directory)
+        best = read_best(directory)
     except (CheckpointError, OSError):
-        return
-    for step, path in stored:
-        try:
-            files = [entry.stat() for entry in os.scandir(path)] if path.is_dir() else [path.stat()]
-            written = path.stat().st_mtime
-        except OSError:
-            continue
-        mark = str(best) if best is not None and best.checkpoint == path.name else ""
-        yield StoredCheckpoint(step, path.name, sum(file.st_size for file in files) / 1e6, written, mark)
+        best = None
+    return ("", "") if best is None else (best.checkpoint, str(best))
 
 
 def _tables(path: Path) -> tuple[TimeTable, ...]:
@@ -193,11 +174,11 @@ class Summary:
 def summary(record: RunRecord) -> Summary:
     """The figures of a run."""
     records = record.state.records
-    evaluations = [entry for entry in records if entry.get("kind") == "evaluation"]
+    evaluations = record.state.of_kind("evaluation")
     last = evaluations[-1] if evaluations else {}
     ranked = [entry for entry in evaluations if isinstance(entry.get("top1"), int | float)]
     best = max(ranked, key=lambda entry: entry["top1"], default=None)
-    epochs = [entry for entry in records if entry.get("kind") == "epoch"]
+    epochs = record.state.of_kind("epoch")
     step, memory = record.state.latest("steps"), record.state.latest("memory")
     return Summary(
         end=record.state.end or "goes on, or nobody knows",
@@ -210,7 +191,7 @@ def summary(record: RunRecord) -> Summary:
         top5=_number(last, "top5"),
         best_top1=None if best is None else float(best["top1"]),
         best_epoch=None if best is None else _whole(best, "epoch"),
-        images_per_second=_rate(epochs) or _rate([entry for entry in records if entry.get("kind") == "interval"]),
+        images_per_second=_rate(epochs) or _rate(record.state.of_kind("interval")),
         seconds=_seconds(records),
         step_seconds=_number(step, "measured_step_seconds"),
         exposed_seconds=_number(step, "measured_exposed_seconds"),
@@ -359,7 +340,7 @@ def thinned(xs: Sequence[float], ys: Sequence[float], most: int = MOST_POINTS) -
 def _learning(run: int, record: RunRecord, key: str) -> Iterator[Curve]:
     records = record.state.records
     yield from _curve(run, TRAINING, _training(records, key))
-    evaluations = [entry for entry in records if entry.get("kind") == "evaluation"]
+    evaluations = record.state.of_kind("evaluation")
     for part, name in ((TEST, key), (AVERAGED, f"ema_{key}")):
         yield from _curve(run, part, [(entry.get("epoch"), entry.get(name)) for entry in evaluations])
 
@@ -367,7 +348,7 @@ def _learning(run: int, record: RunRecord, key: str) -> Iterator[Curve]:
 def _plain(run: int, record: RunRecord, key: str) -> Iterator[Curve]:
     records = record.state.records
     samples = samples_per_epoch(records)
-    entries = [entry for entry in records if entry.get("kind") == "interval"]
+    entries = record.state.of_kind("interval")
     yield from _curve(run, TRAINING, [(_place(entry, samples), entry.get(key)) for entry in entries])
 
 
