@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from hpctrain.cli.arguments import NONE, begin_log, load_config
+from hpctrain.cli.start import start_job
 from hpctrain.core import log
 from hpctrain.core.errors import HpctrainError, LaunchError, RankLostError
 from hpctrain.core.log import get_logger
@@ -197,7 +198,7 @@ class ConfiguredProcess(JobProcess):
 
     def start_from(self, read: ReadConfig, resume: str | None = None, repeated: str | None = None) -> Session:
         """The same for a configuration that `read` gives. It may set the threads, and load NumPy then."""
-        self._begin(read)
+        start_job(self, read)
         return self._session(resume, repeated)
 
     def train(self, file: Path, overrides: tuple[str, ...], work: Training, resume: str | None, repeated: str | None) -> bool:
@@ -206,7 +207,7 @@ class ConfiguredProcess(JobProcess):
         Args:
             work: trains from a source, or the beginning, repeating a run's averaging or not. resume, repeated: as for `start`.
         """
-        self._begin(partial(load_config, file, overrides), trains=True)
+        start_job(self, partial(load_config, file, overrides), trains=True)
         while True:
             try:
                 return self._attempt(work, resume, repeated)
@@ -268,28 +269,42 @@ class ConfiguredProcess(JobProcess):
         assert self.world is not None, "MPI has started"
         return self.world
 
-    def _begin(self, read: ReadConfig, *, trains: bool = False) -> None:
-        """Read the configuration, set the threads, load the program, and start MPI even where a step before has failed."""
+    def prepare(self, read: ReadConfig) -> None:
+        """Read the configuration and set the threads. An error is kept: all ranks raise it once MPI has started."""
+        self.flight.phase("reading the configuration")
         try:
-            self._prepared = self._prepare(read)
+            begin_log(self._log_ranks, self.launcher)
+            self.exits.callback(log.end)
+            self._log_start()
+            self._prepared = self._checked(*read())
             self._config = self._prepared[0]
         except HpctrainError as error:
             self._prepared = error
-        self._load(trains=trains)
-        from hpctrain.run.messages import try_transport
-        from hpctrain.runs.directory import git_state
 
-        _collect_again()
-        self._revision = git_state() if self.rank() == 0 else {}  # starts processes, too
-        self._device_messages = try_transport(self._config, self.launcher)  # and this one
-        self.flight.phase("")
-        self.start_world(self._deadline_seconds)
-        self.exits.callback(self.end_mpi)  # while its segments are still written down: who is killed here has left them
+    def _log_start(self) -> None:
+        """Log what this process is to its file, and where its flight record is until the run has a directory."""
+        _log.debug("flight record until there is a run directory: %s", self.flight.begun_at)
+        words, host = " ".join(sys.argv[1:]), platform.node()
+        _log.debug("process %d on %s, hpctrain %s, launcher %s: %s", os.getpid(), host, __version__, self.launcher.name, words)
 
-    def _load(self, *, trains: bool) -> None:
-        """Load the job's modules while no rank waits for another, so that one slow file system does not delay all ranks."""
+    def _checked(self, config: Config, source: Source) -> tuple[Config, ThreadPlan]:
+        """Set the threads; return them with the configuration, checked and with all defaults."""
+        threads = set_threads(self.launcher, None if config.threads == "auto" else config.threads)
+        from hpctrain.config.checks import check_names
+        from hpctrain.config.options import filled
+
+        check_names(config, source)
+        may_report = self.rank() == 0 or config.on_lost_rank.shrinks
+        if may_report and any(reporter.name == "tensorboard" for reporter in config.metrics.all_reporters):
+            from hpctrain.train.reporters.tensorboard import tensorboard_writer
+
+            tensorboard_writer()  # a missing package is reported before the job starts; under MPI no process is started
+        return filled(config), threads
+
+    def load(self, *, trains: bool) -> None:
+        """Load the job's modules."""
         from hpctrain.run import build
-        from hpctrain.storage import checkpoint  # noqa: F401  h5py starts a process, which is unsafe once MPI runs
+        from hpctrain.storage import checkpoint  # noqa: F401  loads h5py
 
         if self._config is not None:
             build.load_search(self._config)
@@ -298,8 +313,17 @@ class ConfiguredProcess(JobProcess):
         if trains:
             from hpctrain.run import training  # noqa: F401
 
+    def start_processes(self) -> None:
+        """Ask git for the revision on rank 0, and try out MPI with a GPU's memory where that is needed."""
+        from hpctrain.run.messages import try_transport
+        from hpctrain.runs.directory import git_state
+
+        self._revision = git_state() if self.rank() == 0 else {}
+        self._device_messages = try_transport(self._config, self.launcher)
+
     @property
-    def _deadline_seconds(self) -> float:
+    def deadline_seconds(self) -> float:
+        """The deadline of waits, as configured; 5 minutes until the configuration is read."""
         return DEADLINE_SECONDS if self._config is None else self._config.deadline_seconds
 
     def _session(self, resume: str | None, repeated: str | None, *, goes_on: bool = False) -> Session:
@@ -314,7 +338,7 @@ class ConfiguredProcess(JobProcess):
         from hpctrain.run.build import resolve
 
         world = self._joined
-        self.watch(world, self._deadline_seconds)
+        self.watch(world, self.deadline_seconds)
         config, threads = raise_on_all_ranks(world, lambda: _given(self._prepared))
         if goes_on:
             raise_on_all_ranks(world, lambda: check_offered(config, self.launcher))
@@ -334,38 +358,6 @@ class ConfiguredProcess(JobProcess):
         session = Session.start(resolved, self.launcher, threads, world, self._revision, self.flight, self._device_messages)
         self.started(session.progress)
         return session
-
-    def _prepare(self, read: ReadConfig) -> tuple[Config, ThreadPlan]:
-        self.flight.phase("reading the configuration")
-        begin_log(self._log_ranks, self.launcher)
-        self.exits.callback(log.end)
-        _tell_start(self.launcher, self.flight)
-        config, source = read()
-        threads = set_threads(self.launcher, None if config.threads == "auto" else config.threads)
-        from hpctrain.config.checks import check_names
-        from hpctrain.config.options import filled
-
-        check_names(config, source)
-        may_report = self.rank() == 0 or config.on_lost_rank.shrinks
-        if may_report and any(reporter.name == "tensorboard" for reporter in config.metrics.all_reporters):
-            from hpctrain.train.reporters.tensorboard import tensorboard_writer
-
-            tensorboard_writer()  # what is missing is told before the job starts, and no process is started once MPI runs
-        return filled(config), threads
-
-
-def _collect_again() -> None:
-    """Enable Python's garbage collector if it is off, and exempt all objects that exist now from collection."""
-    if not gc.isenabled():
-        gc.freeze()
-        gc.enable()
-
-
-def _tell_start(launcher: Launcher, flight: FlightRecorder) -> None:
-    """Log the identity of this process to its file, and the path of its flight record until the run has a directory."""
-    _log.debug("flight record until there is a run directory: %s", flight.begun_at)
-    words = " ".join(sys.argv[1:])
-    _log.debug("process %d on %s, hpctrain %s, launcher %s: %s", os.getpid(), platform.node(), __version__, launcher.name, words)
 
 
 def _given(prepared: tuple[Config, ThreadPlan] | HpctrainError) -> tuple[Config, ThreadPlan]:

@@ -34,8 +34,8 @@ def plain_table(*titles: str, left: int = 1, gap: int = 2, bold: bool = False, w
     """Return a table without lines. Without titles it has neither a header nor columns; `add_column` adds these.
 
     Args:
-        titles: of the columns. The first `left` columns hold words, which are folded; the others hold numbers, which are aligned right
-            and not folded.
+        titles: of the columns. The first `left` columns hold words, which are folded; the others hold numbers, which are
+            aligned right and not folded.
         gap: blanks between columns. bold: print titles in bold type. widest: largest width of a column of words.
     """
     table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, show_header=bool(titles), header_style="bold" if bold else "")

@@ -1,7 +1,8 @@
 """The shape of a check of the doctor: facts are gathered on every rank, and judged from those of all ranks.
 
-A judge is a pure function: it communicates with nobody and looks at nothing but the facts. A finding has a severity, a sentence and
-the one line that fixes it. The start of a rank is measured here, too, so this module imports nothing that a training would load.
+A judge is a pure function: it communicates with nobody and looks at nothing but the facts. A finding has a severity, a sentence
+and the one line that fixes it. The start of a rank is measured here, too, so this module imports nothing that a training would
+load.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Fork a child that becomes the rank, and let the parent watch it: where MPI hangs or ends the rank, the parent can report it.
 
-The fork must come before MPI, NumPy and any thread: a child has no thread but the one that forked, and MPI does not survive a fork. The
-system ends the child together with its parent, so no rank outlives the process that the launcher watches.
+The fork must come before MPI, NumPy and any thread: a child has no thread but the one that forked, and MPI does not survive a
+fork. The system ends the child together with its parent, so no rank outlives the process that the launcher watches.
 
-`hpctrain.launch.keeper` keeps a training's rank. `run_watched` runs a short job in a child: the child leaves notes of its progress, and
-the parent passes on what the child writes to standard error, remembers the last of it, and ends the child after a time limit.
+`hpctrain.launch.keeper` keeps a training's rank. `run_watched` runs a short job in a child: the child leaves notes of its
+progress, and the parent passes on what the child writes to standard error, remembers the last of it, and ends the child after a
+time limit.
 """
 
 from __future__ import annotations
@@ -102,9 +103,9 @@ class Notebook:
 def run_watched(work: Callable[[Notebook], int], explain: Callable[[RankEnd], int], seconds: float) -> int:
     """Do the work in a child; return its exit code, or that of `explain` if the child reaches no conclusion.
 
-    Returns in both processes: in the child with its work's code, so that it leaves as any process does. MPI says goodbye to the launcher
-    when a process exits, and a launcher kills the other ranks of one that is gone without that. If no process may be forked
-    (`may_fork`), the work is done in this process, and nothing watches it.
+    Returns in both processes: in the child with its work's code, so that it leaves as any process does. MPI says goodbye to the
+    launcher when a process exits, and a launcher kills the other ranks of one that is gone without that. If no process may be
+    forked (`may_fork`), the work is done in this process, and nothing watches it.
 
     Args:
         explain: reports the end of the child, in the parent. seconds: time limit, after which the child is killed.

@@ -96,7 +96,7 @@ class ForgivingFile(io.RawIOBase):
             return len(data)
 
 
-def go_on_without_output() -> None:
+def continue_without_output() -> None:
     """From now on a disk that refuses the standard output ends nothing. A terminal, and a pipe whose reader may leave, stay."""
     with contextlib.suppress(OSError, ValueError):
         mode = os.fstat(1).st_mode

@@ -311,8 +311,8 @@ class StoredCheckpoint:
     """A checkpoint on the disk, as file names and file sizes show it.
 
     Attributes:
-        step: the step in its name. n_bytes: size of all its files. written: seconds of the wall clock. version: another one whenever the
-            checkpoint is written again.
+        step: the step in its name. n_bytes: size of all its files. written: seconds of the wall clock. version: another one
+            whenever the checkpoint is written again.
     """
 
     step: int
@@ -334,7 +334,7 @@ class StoredCheckpoint:
 
 
 def stored_checkpoints(directory: Path) -> list[StoredCheckpoint]:
-    """Return the checkpoints of a directory, oldest step first; without those that are deleted meanwhile, and without broken links."""
+    """Return the checkpoints of a directory, oldest step first. Leave out broken links and those that are deleted meanwhile."""
     found = []
     with contextlib.suppress(OSError):
         for entry in os.scandir(directory):

@@ -34,9 +34,9 @@ class RunRecord:
 
     Args:
         name: of its directory. state: at the time of reading. settings: of its configuration, by dotted key, as text.
-        versions: of what computed, its source's revision among them. best: name of the best checkpoint, and what makes it the best;
-            empty texts without one. tables: where the time of a traced step went, of all ranks
-            together and then of each; none where it was not traced. trace: the file of its events; None: there is none.
+        versions: of what computed, its source's revision among them. best: name of the best checkpoint, and what makes it the
+            best; empty texts without one. tables: where the time of a traced step went, of all ranks together and then of each;
+            none where it was not traced. trace: the file of its events; None: there is none.
     """
 
     name: str
