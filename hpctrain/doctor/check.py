@@ -30,7 +30,7 @@ TRAINING = ("hpctrain.run.training", "hpctrain.run.resume")
 
 
 class Severity(StrEnum):
-    """How bad a finding is, from the best to the worst."""
+    """The severity of a finding, from the best to the worst."""
 
     OK = "ok"
     REMARK = "remark"
@@ -40,7 +40,11 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True)
 class DoctorFinding:
-    """One finding. key: of its kind, for programs; empty where all is well. mend: a command, a setting or a short advice."""
+    """One finding.
+
+    Attributes:
+        key: of its kind, for programs; empty if all is well. mend: a command, a setting or a short advice.
+    """
 
     severity: Severity
     sentence: str
@@ -53,8 +57,8 @@ class FindingKind:
     """A kind of finding that a check may make.
 
     Attributes:
-        key: its name for programs, which stays. meaning: of the finding, for the documentation.
-        remedy: what mends it, in general.
+        key: its name for programs, which never changes. meaning: of the finding, for the documentation.
+        remedy: what fixes it in general.
     """
 
     key: str
@@ -63,28 +67,36 @@ class FindingKind:
     remedy: str
 
     def found(self, sentence: str, mend: str = "") -> DoctorFinding:
-        """A finding of this kind. mend: the line for this case; by default the general remedy."""
+        """Return a finding of this kind.
+
+        Args:
+            mend: the remedy in this case; by default the general one.
+        """
         return DoctorFinding(self.severity, sentence, mend or self.remedy, self.key)
 
     def from_error(self, error: str) -> DoctorFinding:
-        """A finding from the sentence of an error, whose last part, behind a semicolon, says what mends it."""
+        """Return a finding from the sentence of an error, whose last part, after a semicolon, is the remedy."""
         fact, semicolon, mend = error.removesuffix(".").rpartition("; ")
         return self.found(f"{fact}.", capital(f"{mend}.")) if semicolon else self.found(error)
 
 
 def fine(sentence: str) -> DoctorFinding:
-    """All is well, or there is nothing to look at."""
+    """Return a finding that all is well, or that there is nothing to examine."""
     return DoctorFinding(Severity.OK, sentence)
 
 
 def capital(text: str) -> str:
-    """The text with a capital at its beginning, unless it begins with a name, such as that of a key."""
+    """Return the text with a capital at its beginning, unless it begins with a name, such as that of a key."""
     word = text.partition(" ")[0]
     return text[:1].upper() + text[1:] if word.rstrip(".,:").isalpha() else text
 
 
 def exit_code(findings: Iterable[DoctorFinding], *, strict: bool) -> int:
-    """0 where nothing stops or spoils a training, else 2. strict: warnings count, too."""
+    """Return 0 if nothing stops or spoils a training, else 2.
+
+    Args:
+        strict: warnings count, too.
+    """
     bad = (Severity.FAULT, Severity.WARNING) if strict else (Severity.FAULT,)
     return process_end.USER_ERROR if any(finding.severity in bad for finding in findings) else process_end.FINISHED
 
@@ -94,8 +106,9 @@ class StartFacts:
     """The start of one rank.
 
     Attributes:
-        seconds: until all was loaded, without those in which it waited for a core. cpu_seconds: of these, computing.
-        files: that were opened.
+        seconds: until everything was loaded, without the time it waited for a core. cpu_seconds: the part of them spent
+            computing.
+        files: number of opened files.
     """
 
     seconds: float
@@ -104,10 +117,10 @@ class StartFacts:
 
 
 class OpenedFiles:
-    """Counts the files that this process opens; for its whole life, as the system's hooks cannot be taken off.
+    """Counts the files that this process opens, for its whole life: the system's hooks cannot be removed.
 
     Attributes:
-        begin, queued_seconds: by `time.perf_counter`, and waits for a core, when it began to count.
+        begin, queued_seconds: the time by `time.perf_counter`, and the waits for a core, when counting began.
     """
 
     def __init__(self) -> None:
@@ -122,10 +135,10 @@ class OpenedFiles:
 
 
 def load_training(age_seconds: float, opened: OpenedFiles, modules: Sequence[str] = TRAINING) -> StartFacts:
-    """Load what a training loads, and say how long it took until then.
+    """Load what a training loads; return how long the start took up to the end of it.
 
     Args:
-        age_seconds: until `opened` began to count, without waits for a core.
+        age_seconds: time until `opened` began to count, without waits for a core.
     """
     for module in modules:
         importlib.import_module(module)
@@ -134,7 +147,7 @@ def load_training(age_seconds: float, opened: OpenedFiles, modules: Sequence[str
 
 
 def queued_seconds(statistics: Path = Path("/proc/self/schedstat")) -> float:
-    """Seconds that this process was ready and waited for a core, as on a machine that others use; 0 where nobody counts."""
+    """Return the seconds that this process was ready and waited for a core; 0 if the system does not count them."""
     try:
         return int(statistics.read_text().split()[1]) * 1e-9
     except (OSError, ValueError, IndexError):
@@ -143,12 +156,12 @@ def queued_seconds(statistics: Path = Path("/proc/self/schedstat")) -> float:
 
 @dataclass(frozen=True)
 class OwnPlace:
-    """The knowledge of one rank before MPI starts.
+    """What one rank knows before MPI starts.
 
     Attributes:
-        config: None: no configuration was given. directory: in which run directories are made.
-        threads: of this rank; None: threads_fault says what is wrong with what was asked for.
-        start: how this rank has started, where that was measured.
+        config: None without a configuration. directory: in which run directories are made.
+        threads: of this rank; None: threads_fault says what is wrong with the requested number.
+        start: how this rank started, if that was measured.
         variables: those of the environment that set numbers of threads, as the rank was started with them.
     """
 
@@ -162,18 +175,22 @@ class OwnPlace:
 
     @property
     def leads_node(self) -> bool:
-        """This rank looks at what is the same for all ranks of its node."""
+        """Return whether this rank examines what is the same for all ranks of its node."""
         return not self.launcher.local_rank
 
     @property
     def leads_job(self) -> bool:
-        """This rank looks at what is the same for all ranks, and prints."""
+        """Return whether this rank examines what is the same for all ranks, and prints."""
         return not self.launcher.rank
 
 
 @dataclass(frozen=True)
 class JoinedPlace:
-    """The same once MPI has started. node: the ranks of this rank's node."""
+    """What one rank knows once MPI has started.
+
+    Attributes:
+        node: the ranks of this rank's node.
+    """
 
     own: OwnPlace
     world: Communicator
@@ -187,7 +204,7 @@ class JobView:
 
     Attributes:
         launcher: of rank 0. size: of MPI's world. hosts, node_of: by rank, the name and the number of its node.
-        library: the MPI library with its version and thread level; empty where it could not be started.
+        library: the MPI library with its version and thread level; empty if it could not be started.
     """
 
     launcher: Launcher
@@ -199,7 +216,7 @@ class JobView:
 
     @property
     def nodes(self) -> dict[int, list[int]]:
-        """The ranks of each node."""
+        """Return the ranks of each node."""
         found: dict[int, list[int]] = {}
         for rank, node in enumerate(self.node_of):
             found.setdefault(node, []).append(rank)
@@ -220,9 +237,9 @@ class Check:
 
     Attributes:
         name: in the table. looks_at: for the documentation. kinds: of the findings that it may make.
-        gather: the facts of this rank, picklable; None where another rank looks. Takes an `OwnPlace`, or a `JoinedPlace` where
-            `joined`; collective then, on all ranks in the same order.
-        judge: at least one finding, from the facts of all ranks in rank order. Where MPI could not be started these are the
+        gather: returns the facts of this rank, picklable; None if another rank gathers them. Takes an `OwnPlace`, or a
+            `JoinedPlace` if `joined`; it is collective then, on all ranks in the same order.
+        judge: returns at least one finding, from the facts of all ranks in rank order. If MPI could not be started these are the
             facts of one rank.
     """
 
@@ -235,9 +252,9 @@ class Check:
 
 
 def present(facts: Sequence[Any]) -> list[tuple[int, Any]]:
-    """(rank, facts) of the ranks that looked."""
+    """Return (rank, facts) of the ranks that gathered facts."""
     return [(rank, fact) for rank, fact in enumerate(facts) if fact is not None]
 
 
 def nothing(_: Any) -> None:
-    """The facts of a check that needs none."""
+    """Return no facts, for a check that needs none."""

@@ -25,7 +25,7 @@ _STYLES = {Severity.OK: "green", Severity.REMARK: "cyan", Severity.WARNING: "yel
 
 
 def print_table(examination: Examination, *, strict: bool) -> None:
-    """Print the findings, each with the line that mends it, the map of the ranks, and what follows."""
+    """Print the findings, each with its remedy, the map of the ranks, and the conclusion."""
     text, terminal = io.StringIO(), sys.stdout.isatty() and examination.job.launcher.name == "none"
     width = None if terminal else _WIDTH
     console = PlainConsole(file=text, width=width, force_terminal=terminal)
@@ -52,7 +52,7 @@ def _style(finding: DoctorFinding) -> str:
 
 
 def conclusion(examination: Examination, *, strict: bool) -> str:
-    """The last line: whether a training would run well here."""
+    """Return the last line: whether a training would run well here."""
     counts = {severity: sum(one.severity is severity for one in examination.all_findings) for severity in Severity}
     faults, warnings = counts[Severity.FAULT], counts[Severity.WARNING]
     told = f"{_count(faults, 'fault')} and {_count(warnings, 'warning')}"
@@ -66,7 +66,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _map_table(examination: Examination) -> Table:
-    """Rank, host, logical CPUs, threads and GPUs of the first ranks."""
+    """Return a table with rank, host, logical CPUs, threads and GPUs of the first ranks."""
     headings = ("rank", "host", "CPUs", "threads", "GPUs")
     table = plain_table(*headings, left=len(headings))
     places = list(rank_map(examination))
@@ -82,7 +82,7 @@ def _shortened(gpus: list[str]) -> str:
 
 
 def rank_map(examination: Examination) -> Iterator[dict[str, Any]]:
-    """Where each rank runs, in rank order."""
+    """Yield where each rank runs, in rank order."""
     for rank, facts in enumerate(examination.by_rank):
         cores, gpus = facts.get(BINDING.name), facts.get(GPUS.name)
         yield {
@@ -96,7 +96,7 @@ def rank_map(examination: Examination) -> Iterator[dict[str, Any]]:
 
 
 def print_json(examination: Examination, *, strict: bool) -> None:
-    """Print all of it as one JSON object."""
+    """Print everything as one JSON object."""
     findings = [
         {"check": name, "severity": one.severity.value, "key": one.key, "sentence": one.sentence, "mend": one.mend}
         for name, found in examination.findings.items()

@@ -38,8 +38,8 @@ class DoctorRank:
     """One rank of the doctor's job.
 
     Attributes:
-        read: reads the configuration; None: there is none. directory: for runs; None: the configuration's.
-        strict: warnings count. as_json: the report is for programs. seconds: that the whole may take.
+        read: returns the configuration; None: there is none. directory: for runs; None: the configuration's.
+        strict: warnings count. as_json: print the report for programs. seconds: time limit of the whole.
         age_seconds: of this process, without waits for a core. world: MPI's, once it has started.
     """
 
@@ -53,7 +53,7 @@ class DoctorRank:
     world: Communicator | None = field(default=None, init=False)
 
     def rank(self) -> int:
-        """This process's rank, as far as it is known."""
+        """Return this process's rank as far as it is known."""
         return self.world.rank if self.world is not None and self.world.size > 1 else self.launcher.rank or 0
 
     def abort(self, code: int) -> None:
@@ -62,10 +62,10 @@ class DoctorRank:
             self.world.abort(code)
 
     def run(self, notebook: Notebook) -> int:
-        """The exit code, after the report. Collective, where MPI starts.
+        """Examine, and print the report; return the exit code. Collective if MPI starts.
 
         Raises:
-            ConfigError: the configuration has a fault; alike on all ranks.
+            ConfigError: the configuration has a fault; raised alike on all ranks.
         """
         from hpctrain.doctor.check import OpenedFiles
 
@@ -106,7 +106,7 @@ class DoctorRank:
         return code
 
     def explain(self, end: RankEnd) -> int:
-        """Report, in the parent of a rank that came to no end by itself, what its notes tell."""
+        """Report, in the parent of a rank that reached no conclusion, what its notes show; return the exit code."""
         from hpctrain.doctor import job
         from hpctrain.doctor.check import OwnPlace
 
@@ -123,14 +123,14 @@ class DoctorRank:
         return USER_ERROR
 
     def _configuration(self) -> _Read:
-        """The configuration, or what is wrong with it."""
+        """Return the configuration, or the error in it."""
         try:
             return None if self.read is None else self.read()
         except HpctrainError as error:
             return error
 
     def _loaded_place(self, config: Config | None, opened: OpenedFiles) -> OwnPlace:
-        """Set threads, before NumPy is loaded; then load what a training loads, by the clock."""
+        """Set threads before NumPy is loaded; then load what a training loads, and measure the time."""
         variables = {name: os.environ[name] for name in VARIABLES if name in os.environ}
         threads, fault = None, ""
         try:
@@ -147,7 +147,7 @@ class DoctorRank:
         return OwnPlace(self.launcher, config, directory, threads, fault, variables, start)
 
     def _without_mpi(self, place: OwnPlace, notes: RankNotes, error: str) -> int:
-        """There is no MPI library on this node, and maybe on no other."""
+        """Report that there is no MPI library on this node, and maybe on no other."""
         from hpctrain.doctor import job
 
         if place.leads_job:
@@ -157,7 +157,7 @@ class DoctorRank:
         return USER_ERROR
 
     def _with_mpi(self, world: Communicator, place: OwnPlace, notes: RankNotes) -> int:
-        """The ranks of MPI's world examine together; a rank that is alone and should not be leaves the word to the first one."""
+        """Examine together with the other ranks. A rank that is wrongly alone leaves the report to the first one."""
         from hpctrain.doctor import job
         from hpctrain.doctor.ranks import first_of_siblings
 
@@ -178,13 +178,13 @@ class DoctorRank:
         return exit_code(examination.all_findings, strict=self.strict)
 
     def _say(self, place: OwnPlace, sentence: str) -> None:
-        """Tell it on standard error, once a node."""
+        """Print a sentence on standard error, once per node."""
         if place.leads_node:
             echo(f"hpctrain: {place_of(self.launcher.rank or 0)}{sentence}", err=True)
 
 
 def _with_names_checked(configuration: _Read) -> _Read:
-    """The same, or what is wrong with its names and options."""
+    """Return the configuration, or the error in its names and options."""
     if isinstance(configuration, tuple):
         from hpctrain.config.checks import check_names
 

@@ -1,4 +1,4 @@
-"""The traces of an attempt at a training in its output directory: checkpoints, and the flight records of its ranks."""
+"""What an attempt at a training left in its output directory: checkpoints, and the flight records of its ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST_RUNS = 8
 
 
 class RunTraces:
-    """Reports checkpoints and flight records that are new since the last call. Reads file names and flight records only.
+    """Finds checkpoints and flight records that are new since the last call. Reads file names and flight records only.
 
     Args:
         output, name: of the configuration. supervisor: mark of the process that starts the attempts.
@@ -66,7 +66,7 @@ class RunTraces:
 
 
 def _node(records: tuple[FlightRecord, ...], blamed: tuple[int, ...]) -> str:
-    """The node of the blamed ranks, by Slurm's name for it; "" where they are on several, or there is no other one."""
+    """Return the node of the blamed ranks, by Slurm's name for it; "" if they are on several, or if there is no other node."""
     hosts = {record.host.partition(".")[0] for record in records if record.rank in blamed}
     others = {record.host.partition(".")[0] for record in records} - hosts
     return hosts.pop() if len(hosts) == 1 and others else ""

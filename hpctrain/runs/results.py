@@ -34,9 +34,9 @@ class RunRecord:
 
     Args:
         name: of its directory. state: at the time of reading. settings: of its configuration, by dotted key, as text.
-        versions: of what computed, its source's revision among them. best: name of the best checkpoint, and what makes it the
+        versions: of what computed, including the revision of its source. best: name of the best checkpoint, and what makes it the
             best; empty texts without one. tables: where the time of a traced step went, of all ranks together and then of each;
-            none where it was not traced. trace: the file of its events; None: there is none.
+            empty if it was not traced. trace: the file of its events; None: there is none.
     """
 
     name: str
@@ -50,11 +50,11 @@ class RunRecord:
 
 
 def read_runs(paths: Sequence[Path]) -> tuple[RunRecord, ...]:
-    """The records of runs, each of which is told apart by its name.
+    """Return the records of runs.
 
     Raises:
-        CheckpointError: a directory is that of no run. DataError: a configuration or a record that cannot be read, or the same
-            run twice.
+        CheckpointError: a directory is no run directory. DataError: a configuration or a record cannot be read, or a run is given
+            twice.
     """
     records = tuple(_read(RunDirectory.open(path)) for path in paths)
     resolved = [record.state.path.resolve() for record in records]
@@ -85,7 +85,7 @@ def _settings(directory: RunDirectory) -> object:
 
 
 def _flat(prefix: str, value: object) -> Iterator[tuple[str, str]]:
-    """(dotted key, text) of each value; a list of plain values is one."""
+    """Yield (dotted key, text) of each value; a list of plain values is one value."""
     if isinstance(value, Mapping) and value:
         for key, item in value.items():
             yield from _flat(f"{prefix}.{key}" if prefix else str(key), item)
@@ -105,7 +105,7 @@ def _versions(path: Path) -> dict[str, str]:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """A JSON object; an empty one where the file is not there, or is none."""
+    """Return a JSON object; an empty one if the file does not exist or is none."""
     try:
         return json_object(read_bytes(path)) or {}
     except (DataError, OSError):
@@ -138,16 +138,16 @@ LONGEST_STEP_SECONDS = 600.0
 
 @dataclass(frozen=True)
 class Summary:
-    """The figures; None: not known. Accuracies are fractions.
+    """The figures of a run. None: unknown. Accuracies are fractions.
 
     Args:
-        end: how the run ended, or that it goes on. epochs: that were completed. steps: that were done. ranks, hosts: of the
-        latest start. best_epoch: of the evaluation with the highest top1. seconds: of training, without pauses between jobs.
+        end: how the run ended, or that it continues. epochs: completed. steps: done. ranks, hosts: of the latest start.
+            best_epoch: of the evaluation with the highest top1. seconds: of training, without pauses between jobs.
         images_per_second: the median of the epochs, or of the intervals. step_seconds, exposed_seconds: of a step, and waited for
-        messages in it; predicted_step_seconds: as the run had it simulated at its end.
-        peak_bytes: resident at most, of the rank that held most; device_bytes: of its GPU; both of the latest end.
-        data_share, most_data_share: of the time, in which steps waited for data, in the mean of the ranks and on the one that
-        waited longest in each epoch.
+            messages in it; predicted_step_seconds: as simulated by the run at its end.
+        peak_bytes: most resident memory, of the rank that held most; device_bytes: of its GPU; both of the latest end.
+        data_share, most_data_share: share of the time in which steps waited for data, as the mean over ranks, and on the rank
+            that waited longest in each epoch.
     """
 
     end: str
@@ -172,7 +172,7 @@ class Summary:
 
 
 def summary(record: RunRecord) -> Summary:
-    """The figures of a run."""
+    """Return the figures of a run."""
     records = record.state.records
     evaluations = record.state.of_kind("evaluation")
     last = evaluations[-1] if evaluations else {}
@@ -204,7 +204,7 @@ def summary(record: RunRecord) -> Summary:
 
 
 def summary_texts(summaries: Sequence[Summary]) -> list[tuple[str, list[str]]]:
-    """(heading, the text of each run) of all figures, for people."""
+    """Return (heading, the text of each run) of all figures, for people."""
     return [
         ("state", [figures.end for figures in summaries]),
         ("ranks", [_text(figures.ranks, "d") for figures in summaries]),
@@ -231,7 +231,7 @@ def _text(value: float | None, form: str) -> str:
 
 
 def _hosts(hosts: Sequence[str]) -> str:
-    """A few hosts by name, many by their number."""
+    """Return a few hosts by name, or the number of many."""
     if not hosts:
         return UNKNOWN
     return ", ".join(hosts) if len(hosts) <= MOST_HOSTS else f"{len(hosts):,}, {hosts[0]} first"
@@ -246,7 +246,7 @@ def _megabytes(size_bytes: float | None) -> str:
 
 
 def _of_gpus(summaries: Sequence[Summary]) -> list[tuple[str, list[str]]]:
-    """The memory of GPUs, where a run had some."""
+    """Return the memory of GPUs, if a run had some."""
     of_runs = [figures.device_bytes for figures in summaries]
     return [] if all(one is None for one in of_runs) else [("memory of a GPU", [_megabytes(one) for one in of_runs])]
 
@@ -293,7 +293,11 @@ MOST_POINTS = 400
 
 @dataclass(frozen=True)
 class Curve:
-    """One measure of one run. run: its place among those of the report. part: of what, such as `TRAINING`; xs: in epochs."""
+    """One measure of one run.
+
+    Attributes:
+        run: its place among those of the report. part: of what, such as `TRAINING`. xs: in epochs.
+    """
 
     run: int
     part: str
@@ -303,7 +307,11 @@ class Curve:
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves that share their axes. key: a word for it. unit: of the values, "" for none. percent: they are fractions."""
+    """Curves that share their axes.
+
+    Attributes:
+        key: a word for it. percent: whether values are fractions, to be shown in percent.
+    """
 
     key: str
     title: str
@@ -312,7 +320,7 @@ class Panel:
 
 
 def panels(records: Sequence[RunRecord]) -> tuple[Panel, ...]:
-    """A panel for each measure that a run has."""
+    """Return a panel for each measure that a run has."""
     kinds = (("loss", "Loss", False), ("top1", "Top-1 accuracy", True), ("top5", "Top-5 accuracy", True))
     learning = [
         Panel(key, title, tuple(curve for run, record in enumerate(records) for curve in _learning(run, record, key)), percent)
@@ -326,7 +334,7 @@ def panels(records: Sequence[RunRecord]) -> tuple[Panel, ...]:
 
 
 def thinned(xs: Sequence[float], ys: Sequence[float], most: int = MOST_POINTS) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """At most so many points: of each stretch its least and its greatest value, in order, and both ends."""
+    """Return at most `most` points: the least and the greatest value of each stretch, in order, and both ends."""
     if len(xs) <= most:
         return tuple(xs), tuple(ys)
     values = np.asarray(ys)
@@ -353,7 +361,7 @@ def _plain(run: int, record: RunRecord, key: str) -> Iterator[Curve]:
 
 
 def _curve(run: int, part: str, points: Sequence[tuple[object, object]]) -> Iterator[Curve]:
-    """The curve of all points whose both numbers are known and finite, the last one of each place; none where there are none."""
+    """Yield the curve of all points whose two numbers are known and finite, with the last one of each place."""
     known = {float(x): float(y) for x, y in points if _is_number(x) and _is_number(y)}
     if known:
         xs, ys = zip(*sorted(known.items()), strict=True)
@@ -365,14 +373,14 @@ def _is_number(value: object) -> TypeGuard[int | float]:
 
 
 def samples_per_epoch(records: Sequence[Record]) -> int:
-    """Images of an epoch, as a run's metrics tell; 0 where they do not."""
+    """Return the images per epoch according to a run's metrics; 0 if they do not tell."""
     told = [entry.get("samples") for entry in records if entry.get("kind") == "start"]
     told += [entry.get("images") for entry in records if entry.get("kind") == "epoch"]
     return max((count for count in told if isinstance(count, int)), default=0)
 
 
 def _place(entry: Record, samples: int) -> float | None:
-    """Where in the training an interval ends, in epochs."""
+    """Return where in the training an interval ends, in epochs."""
     epoch, images = entry.get("epoch"), entry.get("images")
     if not samples or not isinstance(epoch, int) or not isinstance(images, int):
         return None
@@ -380,7 +388,7 @@ def _place(entry: Record, samples: int) -> float | None:
 
 
 def _training(records: Sequence[Record], key: str) -> list[tuple[object, object]]:
-    """(place, mean) of each interval alone: a record has the mean over its epoch so far."""
+    """Return (place, mean) of each interval alone: a record has the mean over its epoch so far."""
     samples = samples_per_epoch(records)
     points: list[tuple[object, object]] = []
     epoch, images, total = 0, 0, 0.0
