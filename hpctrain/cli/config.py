@@ -51,7 +51,7 @@ def check(file: Path, overrides: tuple[str, ...]) -> None:
     on standard error; the exit code is then 2. If the training file exists, batch norms are checked for its image sizes.
     """
     from hpctrain.config.checks import check_names
-    from hpctrain.run.single_values import single_values_of
+    from hpctrain.config.images import single_values_of
 
     loaded, source = load_config(file, overrides)
     check_names(loaded, source)

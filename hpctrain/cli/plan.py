@@ -223,19 +223,19 @@ def search(
 
 def _written(config: Config, outcome: PlannedSearch, file: Path, overrides: tuple[str, ...], write: Path | None) -> str:
     """The command line that trains with the best choice, from the file that is written for it, if any."""
-    from hpctrain.config import grid
+    from hpctrain.planner import configured_search
     from hpctrain.storage.atomic_write import write_text
 
     choice = outcome.result.best
     if write is None:
-        words = (*overrides, *grid.overrides(choice.candidate))
-        return grid.command_line(str(file), words, outcome.task.ranks)
+        words = (*overrides, *configured_search.overrides(choice.candidate))
+        return configured_search.command_line(str(file), words, outcome.task.ranks)
     head = (
         f"{file} with the grid, plan and averager that hpctrain plan search chose for {outcome.task.ranks} ranks",
         f"of the machine {outcome.task.machine.name}: simulated, {choice.prediction.step.seconds:.4g} s per step.",
     )
-    write_text(write, grid.written(config, choice.candidate, head))
-    return grid.command_line(str(write), (), outcome.task.ranks)
+    write_text(write, configured_search.written(config, choice.candidate, head))
+    return configured_search.command_line(str(write), (), outcome.task.ranks)
 
 
 @click.command()

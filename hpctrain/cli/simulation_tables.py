@@ -15,11 +15,18 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from hpctrain.backend.specs import BatchNormSpec
-from hpctrain.config.grid import keys_of, overrides
 from hpctrain.core.console import PlainConsole, output_console, plain_table
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.planner.averaging_costs import AveragerChoice
-from hpctrain.planner.configured_search import PlannedSearch, SimulatedPoint, SimulatedStudy, by_averager, job_of
+from hpctrain.planner.configured_search import (
+    PlannedSearch,
+    SimulatedPoint,
+    SimulatedStudy,
+    by_averager,
+    job_of,
+    keys_of,
+    overrides,
+)
 from hpctrain.planner.job import Candidate
 from hpctrain.planner.machine import Machine
 from hpctrain.planner.search import SearchChoice
@@ -169,7 +176,7 @@ def print_search(outcome: PlannedSearch, best: int, command: str) -> None:
     for number, choice in enumerate(choices, 1):
         out.print(f"{number}: {candidate_words(choice.candidate)}.")
         if choice.why:
-            reason = f"Against {number - 1}: {choice.why}."
+            reason = f"Compared with {number - 1}: {choice.why}."
             out.print(fill(reason, out.width, initial_indent=_INDENT, subsequent_indent=_INDENT), soft_wrap=True)
     out.print("")
     for line in _statistics_lines(outcome, choices[0].candidate):

@@ -16,7 +16,7 @@ from hpctrain.backend.choice import precision_fault
 from hpctrain.backend.operators import KernelSet
 from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.config import grid
-from hpctrain.config.grid import size_faults
+from hpctrain.config.images import size_faults
 from hpctrain.config.options import LISTS, choice, kind_of, registry
 from hpctrain.config.schema import Config
 from hpctrain.config.values import Named
@@ -28,8 +28,7 @@ from hpctrain.models import catalogue
 from hpctrain.nn.network import frozen_layers
 from hpctrain.nn.parameter import GroupLayout
 from hpctrain.optim.base import Optimizer
-from hpctrain.optim.optimizers import OPTIMIZERS
-from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.optimizers import OPTIMIZERS, Sgd
 from hpctrain.optim.schedules import SCHEDULES
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.train.passes import backend_fault, split_fault, statistics_fault

@@ -1,36 +1,24 @@
-"""The model, its plan and its image sizes that a configuration describes, before there are data or ranks.
-
-Options of the model, the process grid with the parallelism of each layer, the sizes of training images by epoch, and a
-planner's
-candidate as keys: what `train` takes so that it runs as was planned.
-"""
+"""The model and its plan on a process grid that a configuration describes, before there are data or ranks."""
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from hpctrain.backend.graph import Graph, GraphBuilder
 from hpctrain.backend.specs import TensorSpec
-from hpctrain.config.load import dump
 from hpctrain.config.schema import AveragerConfig, Config, GridConfig, PlanConfig
-from hpctrain.core.errors import ConfigError, HpctrainError, ShapeError
-from hpctrain.core.yaml_source import KeyPath
-from hpctrain.data.pipeline import ImageSizes, Pipeline, first_fault
+from hpctrain.core.errors import ConfigError, HpctrainError
 from hpctrain.models import catalogue
-from hpctrain.nn.network import ImageShape, Network, frozen_layers, with_frozen
+from hpctrain.nn.network import frozen_layers, with_frozen
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.partition_graph import partition_graph
 from hpctrain.parallel.sharding_rules import NoInterior
 
 if TYPE_CHECKING:
-    from hpctrain.planner.job import Candidate
+    pass
 
 
 def model_options(config: Config, classes: int, image_shape: tuple[int, int, int]) -> dict[str, Any]:
@@ -178,128 +166,7 @@ def describe(plan: ParallelPlan) -> str:
     return f"{grid}: {plan.default}{uses}{tiles}"
 
 
-def image_sizes(config: Config) -> ImageSizes | None:
-    """The sizes by epoch; None: training images have one size.
-
-    Raises:
-        ConfigError: sizes that are out of order.
-    """
-    return ImageSizes(_steps(config)) if config.data.sizes else None
-
-
-def of_largest(config: Config, pipeline: Pipeline) -> Pipeline:
-    """The pipeline of training images of the largest size, for which memory and plans are computed."""
-    sizes = image_sizes(config)
-    return pipeline if sizes is None else pipeline.resized(sizes.largest(config.epochs))
-
-
-def size_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
-    """(key path, sentence) of sizes that are out of order, or that the model does not take, whatever the data."""
-    fault = first_fault(_steps(config))
-    if fault is not None:
-        yield ("data", "sizes", fault[0]), f"data.sizes.{fault[0]} {fault[1]}."
-        return
-    if not config.data.sizes or model_graph(config) is None:  # what is wrong with the model has a sentence of its own
-        return
-    for number, step in enumerate(config.data.sizes):
-        try:
-            model_graph(config, step.size, refuses=True)
-        except ShapeError as error:
-            least = _least(config, step.size)
-            legal = "" if least is None else f" The smallest size that is legal is {least}."
-            yield (
-                ("data", "sizes", number, "size"),
-                f"data.sizes.{number}.size is {step.size}, which the model {config.model.name} does not take: {error}{legal}",
-            )
-
-
-def check_image_shapes(network: Network, shapes: Iterable[ImageShape]) -> None:
-    """Nothing, where a network takes images of further shapes (H, W, C), too.
-
-    Raises:
-        ShapeError: it does not; the sentence names the shape and the layer.
-    """
-    for shape in shapes:
-        try:
-            network.check_shape(shape)
-        except ShapeError as error:
-            raise ShapeError(
-                f"The model takes images of {network.image_shape} (H, W, C), but not those of {shape}, another size of this "
-                f"training or its evaluation: {error}"
-            ) from None
-
-
-def _steps(config: Config) -> tuple[tuple[int, int], ...]:
-    return tuple((step.from_epoch, step.size) for step in config.data.sizes)
-
-
-def _least(config: Config, refused: int) -> int | None:
-    """The smallest side above a refused one that the model takes, by halving; None where its own images are no larger."""
-    least = min(catalogue.image_shape(config.model.name)[:2])
-    if least <= refused:
-        return None
-    while least - refused > 1:
-        middle = (least + refused) // 2
-        with suppress(HpctrainError):
-            model_graph(config, middle, refuses=True)
-            least = middle
-            continue
-        refused = middle
-    return least
-
-
-_WIDEST = 1_000_000  # an override is one line
-
-
-def keys_of(candidate: Candidate) -> dict[str, Any]:
-    """The sections grid, plan and averager as wholes, and micro_batches, as plain data."""
-    plan = candidate.plan
-    return {
-        "grid": _grid(plan),
-        "plan": {"default": str(plan.default), **{pattern: str(use) for pattern, use in plan.use.items()}},
-        "averager": {"name": candidate.averager, **candidate.options},
-        "micro_batches": candidate.micro_batches,
-    }
-
-
-def _grid(plan: ParallelPlan) -> dict[str, Any]:
-    grid: dict[str, Any] = {"rows": plan.rows, "cols": plan.cols}
-    if plan.tiles is not None:
-        grid["tiles"] = list(plan.tiles)
-    if plan.overlapped:
-        grid["overlap"] = sorted(plan.overlapped)
-    return grid
-
-
-def with_candidate(config: Config, candidate: Candidate) -> Config:
-    """The configuration that runs the candidate, whatever it said about grid, plan, averager and micro-batches before."""
-    return Config.model_validate({**config.model_dump(mode="json"), **keys_of(candidate)})
-
-
 def with_defaults(config: Config) -> Config:
     """The configuration with the defaults in the sections that it leaves open: a run on a grid of one row."""
     defaults = {"grid": GridConfig(), "plan": PlanConfig(), "averager": AveragerConfig()}
     return config.model_copy(update={section: defaults[section] for section in config.automatic})
-
-
-def overrides(candidate: Candidate) -> tuple[str, ...]:
-    """The keys as overrides of a command line, each one word of it: "grid={rows: 2, cols: 4}"."""
-    return tuple(f"{key}={flow(value)}" for key, value in keys_of(candidate).items())
-
-
-def flow(value: Any) -> str:
-    """YAML in one line."""
-    text: str = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=_WIDEST)
-    return text.removesuffix("\n...\n").strip()
-
-
-def command_line(file: str, words: tuple[str, ...], ranks: int) -> str:
-    """The command that trains a configuration on so many ranks, as a shell takes it."""
-    start = f"mpiexec -n {ranks} python -m mpi4py -m hpctrain train"
-    return " ".join((start, *(shlex.quote(word) for word in (file, *words))))
-
-
-def written(config: Config, candidate: Candidate, head: tuple[str, ...]) -> str:
-    """The whole configuration with the candidate's keys as YAML, behind lines of comments."""
-    comments = "".join(f"# {line}\n" for line in head)
-    return comments + dump(with_candidate(config, candidate))

@@ -326,3 +326,12 @@ def _as_mapping(data: Any, path: KeyPath, key: str, label: str) -> dict[str, Any
             f"set {dotted(path)} as a whole."
         )
     raise ConfigError(f'{label}: {dotted(path) or "The configuration"} is a single value and has no "{key}".')
+
+
+_WIDEST = 1_000_000  # an override is one line
+
+
+def flow(value: Any) -> str:
+    """YAML in one line."""
+    text: str = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=_WIDEST)
+    return text.removesuffix("\n...\n").strip()

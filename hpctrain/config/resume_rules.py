@@ -11,8 +11,7 @@ from enum import Enum
 from fnmatch import fnmatchcase
 from typing import Any
 
-import yaml
-
+from hpctrain.config.load import flow
 from hpctrain.core.errors import CheckpointError
 
 
@@ -95,7 +94,8 @@ class Change:
     new: Any
 
     def __str__(self) -> str:
-        return f"{self.key}: {_shown(self.old)} -> {_shown(self.new)}"
+        old, new = ("not set" if value is None else flow(value) for value in (self.old, self.new))
+        return f"{self.key}: {old} -> {new}"
 
 
 def rule_for(key: str) -> Rule:
@@ -177,11 +177,3 @@ def _refusals(differences: Iterable[Change], between_epochs: bool, begun_epochs:
             yield f"{change} (may not change: {rule.reason})"
         elif rule.when is When.BETWEEN_EPOCHS and not between_epochs:
             yield f"{change} (may change between two epochs only: {rule.reason})"
-
-
-def _shown(value: Any) -> str:
-    """A value as YAML in one line."""
-    if value is None:
-        return "not set"
-    text: str = yaml.safe_dump(value, default_flow_style=True, width=10_000)
-    return text.removesuffix("...\n").strip()

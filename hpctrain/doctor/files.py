@@ -285,9 +285,10 @@ def gather_same(place: JoinedPlace) -> tuple[str, int]:
     if config is None:
         return "", 0
     from hpctrain.comm.base import raise_on_all_ranks
+    from hpctrain.config.images import configured_splits
     from hpctrain.job.same_start import compare
     from hpctrain.run.build import read_weights
-    from hpctrain.run.images import configured_splits, open_alike
+    from hpctrain.run.images import open_alike
 
     try:
         files = len(open_alike(world, config, configured_splits(config)))

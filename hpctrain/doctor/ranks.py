@@ -17,6 +17,7 @@ from pathlib import Path
 
 from hpctrain.comm.groups import check_grid
 from hpctrain.config.grid import check_batch, columns, describe, parallel_plan
+from hpctrain.config.images import SingleValues, single_values_of
 from hpctrain.config.schema import Config
 from hpctrain.core.errors import HpctrainError
 from hpctrain.doctor.check import Check, DoctorFinding, FindingKind, JobView, OwnPlace, Severity, capital, fine
@@ -24,7 +25,6 @@ from hpctrain.job.session import describe_cores
 from hpctrain.launch.control_groups import whole_quota
 from hpctrain.launch.launcher import Launcher, lone_fault, without_launcher, world_fault
 from hpctrain.launch.threads import core_names
-from hpctrain.run.single_values import SingleValues, single_values_of
 
 SINGLETONS = FindingKind(
     "singletons",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from hpctrain.config import grid
-from hpctrain.config.grid import flow
+from hpctrain.config.load import flow
 from hpctrain.config.schema import Config
 from hpctrain.config.values import OPEN_SECTIONS
 from hpctrain.core.errors import CheckpointError, ConfigError

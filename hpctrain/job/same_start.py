@@ -30,15 +30,14 @@ from hpctrain.runs.directory import software_versions
 _PACKAGE = Path(__file__).parents[1]
 #: parts of the package that no training loads, and the commands, whose words are compared as the configuration that they give
 _ASIDE = (
-    *("backend/cuda/emulator/", "bench/", "cli/", "data/convert/", "doctor/", "report/", "site/", "testing/", "virtual/"),
+    *("bench/", "cli/", "data/convert/", "doctor/", "report/", "site/", "testing/"),
     *(f"data/{name}.py" for name in ("check", "fetch", "pictures")),
-    *(f"experiment/{name}.py" for name in ("judgement", "options_schema", "prediction", "run_events", "run_state")),
-    *(f"experiment/{name}.py" for name in ("model_weights", "simulated_scaling", "smoke", "stored_run")),
-    *(f"launch/{name}.py" for name in ("supervised_command", "supervisor", "train_command")),
-    *("models/onnx_model.py", "hpctrain_testing/formulas.py", "storage/checkpoint.py", "trace/chrome.py", "train/evaluation.py"),
+    *(f"run/{name}.py" for name in ("model_weights", "prediction", "smoke", "stored_run")),
+    *(f"runs/{name}.py" for name in ("comparison", "run_record", "state")),
+    *("launch/supervisor.py", "models/onnx_model.py"),
 )
 #: modules that only a rank with a GPU loads
-_OF_GPUS = ("backend/cuda/", "backend/kernels/cuda/")
+_OF_GPUS = ("backend/cuda/",)
 #: what the driver of NVIDIA's GPUs has on a node, and on Windows' Linux
 _DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 #: keys that may have another value on each node

@@ -1,15 +1,15 @@
 """The planner's work for a configuration: costs, the search for a grid, plan and averager, and simulated scaling.
 
-Computation costs measured times where there are some, a machine's rates elsewhere. A scaling study simulates one step on
-several
-numbers of ranks and needs neither MPI nor data. Its efficiency compares with the smallest number of ranks, as in
-`bench/scaling.py`: T(R0) / T(R) where each rank has a batch of its own (weak scaling), R0 T(R0) / (R T(R)) where all share one
-(strong scaling).
+Computation costs measured times where there are some, a machine's rates elsewhere. A candidate becomes keys of the
+configuration: what `train` takes so that it runs as was planned. A scaling study simulates one step on several numbers of
+ranks and needs neither MPI nor data. Its efficiency compares with the smallest number of ranks, as in `bench/scaling.py`:
+T(R0) / T(R) where each rank has a batch of its own (weak scaling), R0 T(R0) / (R T(R)) where all share one (strong scaling).
 """
 
 from __future__ import annotations
 
 import io
+import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,11 +18,13 @@ from typing import Any, Literal
 from hpctrain.comm.groups import check_grid
 from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.config import grid
-from hpctrain.config.grid import with_candidate
+from hpctrain.config.load import dump, flow
 from hpctrain.config.schema import AveragerConfig, Config, GridConfig, PlanConfig
+from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.planner import planned_run
 from hpctrain.planner.averaging_costs import AveragerChoice
 from hpctrain.planner.compute_costs import ComputeCosts, MeasuredCosts, RateCosts, ScaledCosts
+from hpctrain.planner.job import Candidate
 from hpctrain.planner.machine import Machine
 from hpctrain.planner.operator_times import OperatorTimes, Setting, cache_file
 from hpctrain.planner.planned_run import Image, PlannedRun, prepare
@@ -357,3 +359,45 @@ def _draw(axes: Any, points: Sequence[SimulatedPoint], value: Callable[[Simulate
     for number, (name, line) in enumerate(by_averager(points).items()):
         numbers = [point.ranks for point in line], [value(point) or float("nan") for point in line]
         axes.plot(*numbers, style, color=f"C{number}", markersize=4, label=f"{name}{suffix}")
+
+
+def keys_of(candidate: Candidate) -> dict[str, Any]:
+    """The sections grid, plan and averager as wholes, and micro_batches, as plain data."""
+    plan = candidate.plan
+    return {
+        "grid": _grid(plan),
+        "plan": {"default": str(plan.default), **{pattern: str(use) for pattern, use in plan.use.items()}},
+        "averager": {"name": candidate.averager, **candidate.options},
+        "micro_batches": candidate.micro_batches,
+    }
+
+
+def _grid(plan: ParallelPlan) -> dict[str, Any]:
+    grid: dict[str, Any] = {"rows": plan.rows, "cols": plan.cols}
+    if plan.tiles is not None:
+        grid["tiles"] = list(plan.tiles)
+    if plan.overlapped:
+        grid["overlap"] = sorted(plan.overlapped)
+    return grid
+
+
+def with_candidate(config: Config, candidate: Candidate) -> Config:
+    """The configuration that runs the candidate, whatever it said about grid, plan, averager and micro-batches before."""
+    return Config.model_validate({**config.model_dump(mode="json"), **keys_of(candidate)})
+
+
+def overrides(candidate: Candidate) -> tuple[str, ...]:
+    """The keys as overrides of a command line, each one word of it: "grid={rows: 2, cols: 4}"."""
+    return tuple(f"{key}={flow(value)}" for key, value in keys_of(candidate).items())
+
+
+def command_line(file: str, words: tuple[str, ...], ranks: int) -> str:
+    """The command that trains a configuration on so many ranks, as a shell takes it."""
+    start = f"mpiexec -n {ranks} python -m mpi4py -m hpctrain train"
+    return " ".join((start, *(shlex.quote(word) for word in (file, *words))))
+
+
+def written(config: Config, candidate: Candidate, head: tuple[str, ...]) -> str:
+    """The whole configuration with the candidate's keys as YAML, behind lines of comments."""
+    comments = "".join(f"# {line}\n" for line in head)
+    return comments + dump(with_candidate(config, candidate))

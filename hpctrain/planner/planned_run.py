@@ -23,7 +23,8 @@ from hpctrain.backend.specs import TensorSpec, item_bytes, parameter_dtype
 from hpctrain.comm.groups import check_grid, coordinates
 from hpctrain.comm.link import LinkModel
 from hpctrain.config import grid
-from hpctrain.config.grid import model_options, of_largest
+from hpctrain.config.grid import model_options
+from hpctrain.config.images import make_pipeline, of_largest, open_images
 from hpctrain.config.schema import SYNTHETIC, Config
 from hpctrain.core.errors import ConfigError, ShapeError
 from hpctrain.data.image_file import DataFacts, ImageFile
@@ -42,7 +43,6 @@ from hpctrain.parallel.plan_report import PlanReport, report_plan
 from hpctrain.planner import group_schedules as schedules
 from hpctrain.planner.group_schedules import GroupSchedule, mirror_bytes
 from hpctrain.planner.job import Candidate, Job
-from hpctrain.run.images import make_pipeline, open_images
 
 Image = tuple[int, int, int]
 

@@ -18,7 +18,7 @@ from hpctrain.backend.choice import NodePlace, make_backend
 from hpctrain.comm.base import Communicator, raise_on_all_ranks
 from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.config import grid
-from hpctrain.config.grid import with_candidate, with_defaults
+from hpctrain.config.grid import with_defaults
 from hpctrain.config.schema import SYNTHETIC, Config
 from hpctrain.core.errors import ConfigError, DataError
 from hpctrain.core.files import read_text
@@ -39,6 +39,7 @@ from hpctrain.optim.optimizers import OPTIMIZERS
 from hpctrain.planner import configured_search, machine_file, planned_run
 from hpctrain.planner.averaging_costs import AveragerChoice
 from hpctrain.planner.compute_costs import ComputeCosts, MeasuredCosts, RateCosts
+from hpctrain.planner.configured_search import with_candidate
 from hpctrain.planner.job import Candidate, Job
 from hpctrain.planner.machine import Machine
 from hpctrain.planner.measurement import measured, measured_times

@@ -14,6 +14,7 @@ import numpy as np
 
 from hpctrain.backend.choice import make_backend
 from hpctrain.comm.base import raise_on_all_ranks
+from hpctrain.config.images import CHECKPOINT, Images, check_shapes, evaluation_images, mirrored, training_shape
 from hpctrain.config.schema import Config
 from hpctrain.core import log
 from hpctrain.core.errors import CheckpointError, ConfigError
@@ -22,16 +23,7 @@ from hpctrain.data.loader import Loader
 from hpctrain.job.session import Session
 from hpctrain.run.build import build_replica
 from hpctrain.run.data_cache import give_levels
-from hpctrain.run.images import (
-    CHECKPOINT,
-    Images,
-    check_shapes,
-    evaluation_images,
-    make_loader,
-    mirrored,
-    open_alike,
-    training_shape,
-)
+from hpctrain.run.images import make_loader, open_alike
 from hpctrain.run.resume import check_model, data_of, find_checkpoint, stored_config
 from hpctrain.runs.directory import RunDirectory
 from hpctrain.runs.owner import is_run

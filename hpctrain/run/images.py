@@ -7,23 +7,18 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-
-import numpy as np
+from collections.abc import Collection, Sequence
 
 from hpctrain.backend.operators import KernelSet, PixelInput
 from hpctrain.comm.base import Communicator, raise_on_all_ranks
 from hpctrain.comm.progress import guard
-from hpctrain.config.grid import image_sizes, of_largest
-from hpctrain.config.schema import SYNTHETIC, AugmentConfig, Config
-from hpctrain.core.errors import ConfigError, ShapeError
+from hpctrain.config.images import Images, open_images
+from hpctrain.config.schema import Config
+from hpctrain.core.errors import ConfigError
 from hpctrain.core.text import spans
-from hpctrain.data.format import normal_name
-from hpctrain.data.image_file import DataFacts, ImageFile, ImageForm, Split, synthetic_file, with_class_order
+from hpctrain.data.image_file import ImageFile, Split
 from hpctrain.data.loader import Loader, TileOfRank
-from hpctrain.data.pipeline import ImageSizes, Pipeline, default_threads
+from hpctrain.data.pipeline import default_threads
 from hpctrain.data.readers import BlockReader, ReadPolicy, pauses_within
 from hpctrain.data.sampler import Mixing, Sampler
 from hpctrain.job.same_start import Subject, compare, opened_file
@@ -119,52 +114,6 @@ def _replaced(file: ImageFile) -> dict[int, int]:
     return dict(file.pixels.replaced) if isinstance(file.pixels, BlockReader) else {}
 
 
-CHECKPOINT = "the checkpoint"
-#: of a checkpoint's metadata: the form of the images that it was evaluated on
-EVALUATION_IMAGES = "evaluation_images"
-
-
-@dataclass(frozen=True)
-class Images:
-    """A data file and what is made of its images.
-
-    notes: what a user should know of it, a sentence each. sizes: of the images by epoch, where they change.
-    """
-
-    file: ImageFile
-    pipeline: Pipeline
-    notes: tuple[str, ...] = ()
-    sizes: ImageSizes | None = None
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """(H, W, C) as the network sees them, where they have one size."""
-        return self.pipeline.output_shape(*self.file.shape)
-
-    def shapes(self, epochs: int) -> tuple[tuple[int, int, int], ...]:
-        """(H, W, C) as the network sees them, of each size that a training of so many epochs comes to, the largest first.
-
-        Raises:
-            ShapeError: stored images that are too small for a size.
-        """
-        return (self.shape,) if self.sizes is None else self.sizes.shapes(self.pipeline, self.file.shape, epochs)
-
-
-def open_images(config: Config, split: Split) -> ImageFile:
-    """The configured images of a split, which has some: a file, or what is made up in its place.
-
-    Raises:
-        DataError: as `ImageFile.open`.
-    """
-    path = config.data.train if split == "train" else config.data.test
-    assert path is not None, f"there are images to {split}"
-    if path != SYNTHETIC:
-        return ImageFile.open(path)
-    made_up = config.data.synthetic
-    samples = made_up.samples if split == "train" else made_up.test_samples
-    return synthetic_file(split, samples, (made_up.height, made_up.width, made_up.channels), made_up.classes)
-
-
 def open_alike(world: Communicator, config: Config, splits: Sequence[Split]) -> dict[Split, ImageFile]:
     """Open the configured images of some splits on every rank, and compare them. Collective.
 
@@ -187,88 +136,6 @@ def open_alike(world: Communicator, config: Config, splits: Sequence[Split]) -> 
     files = raise_on_all_ranks(world, work)
     compare(world, *subjects)
     return files
-
-
-def configured_splits(config: Config) -> tuple[Split, ...]:
-    """Return the splits for which a configuration names images."""
-    return ("train",) if config.data.test is None else ("train", "test")
-
-
-def training_images(config: Config, opened: ImageFile, known: DataFacts | None) -> tuple[Images, DataFacts]:
-    """The training set, and what a checkpoint remembers of it.
-
-    Args:
-        opened: the configured file.
-        known: what the network was trained on before: its classes keep their order, and its images their normalisation.
-
-    Raises:
-        DataError: other classes than the known ones.
-    """
-    file = opened
-    data = DataFacts.of(file)
-    if known is not None:
-        file = with_class_order(opened, known.class_names, CHECKPOINT)
-        data = replace(DataFacts.of(file), mean=known.mean, std=known.std)
-    notes = tuple(_notes(opened, data, CHECKPOINT, normalised=config.data.normalise))
-    return Images(file, make_pipeline(config, config.data.augment, data), notes, image_sizes(config)), data
-
-
-def evaluation_images(config: Config, opened: ImageFile, data: DataFacts, place: str) -> Images:
-    """Return the test set with the classes and the normalisation of `data`. place: the origin of `data`. opened: the file.
-
-    Raises:
-        DataError: other classes.
-    """
-    file = with_class_order(opened, data.class_names, place)
-    notes = tuple(_notes(opened, data, place, normalised=False))
-    return Images(file, make_pipeline(config, config.data.evaluate_augment, data), notes)
-
-
-def mirrored(images: Images) -> Images:
-    """The mirror images of the same samples."""
-    return replace(images, pipeline=images.pipeline.mirrored())
-
-
-def pictures(
-    config: Config, data: DataFacts, form: ImageForm, files: Sequence[Path], threads: int, max_pixels: int | None = None
-) -> Images:
-    """Pictures as evaluation images, their labels all 0, with the classes and the normalisation of `data`.
-
-    Args:
-        form: of a data file's images, that pictures are brought to first. threads: that decode them.
-        max_pixels: pixels of the largest picture that is accepted; see `decoder.decode`.
-
-    Raises:
-        ShapeError: a form that pictures cannot be brought to.
-    """
-    from hpctrain.data.pictures import DecodedPictures  # loads Pillow, which trainings may do without
-
-    decoded = DecodedPictures(files, form, threads, max_pixels)
-    moments = np.array(data.mean), np.array(data.std)
-    file = ImageFile(files[0], decoded, np.zeros(len(files), np.int64), data.class_names, moments, {})
-    return Images(file, make_pipeline(config, config.data.evaluate_augment, data))
-
-
-def training_shape(config: Config, data: DataFacts) -> tuple[int, int, int]:
-    """(H, W, C) of training images as the network sees them, the largest where sizes change.
-
-    config: what it was trained with.
-    """
-    height, width, channels = data.shape
-    return of_largest(config, make_pipeline(config, config.data.augment, data)).output_shape(height, width, channels)
-
-
-def check_shapes(train: tuple[int, int, int], test: tuple[int, int, int]) -> None:
-    """One network reads both: (H, W, C) as they come out of their pipelines.
-
-    Raises:
-        ShapeError: they are two shapes.
-    """
-    if test != train:
-        raise ShapeError(
-            f"Test images come out as {test}, training images as {train} (H, W, C); "
-            f"give data.evaluate_augment a crop to {train[:2]}."
-        )
 
 
 def make_loader(
@@ -317,19 +184,3 @@ def _mixing(config: Config) -> Mixing | None:
     if not chosen.mixes:
         return None
     return Mixing(chosen.mixup, chosen.cutmix, chosen.probability, chosen.switch, config.seed)
-
-
-def _notes(opened: ImageFile, data: DataFacts, place: str, *, normalised: bool) -> Iterator[str]:
-    if [*map(normal_name, opened.class_names)] != [*map(normal_name, data.class_names)]:
-        yield f"{opened.path} has its classes in another order than {place}; its labels are mapped by name"
-    if normalised and (tuple(opened.mean), tuple(opened.std)) != (data.mean, data.std):
-        yield f"images are normalised with the mean and deviation of {place}, not with those of {opened.path}"
-
-
-def make_pipeline(config: Config, augment: tuple[AugmentConfig, ...], data: DataFacts) -> Pipeline:
-    """Augmentation, and normalisation by the mean and deviation of `data`."""
-    mean, std = np.array(data.mean), np.array(data.std)
-    if not config.data.normalise:
-        mean, std = np.zeros_like(mean), np.ones_like(std)
-    specs = [(step.name, step.options) for step in augment]
-    return Pipeline(specs, seed=config.seed, mean=mean, std=std, dtype=config.dtype)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain.config.grid import model_options
+from hpctrain.config.images import training_shape
 from hpctrain.config.load import parse
 from hpctrain.config.options import named, names
 from hpctrain.config.schema import Config
@@ -28,7 +29,6 @@ from hpctrain.models.state_dict import (
     with_counters,
 )
 from hpctrain.nn.layers import Layer
-from hpctrain.run.images import training_shape
 from hpctrain.run.resume import data_of
 from hpctrain.storage import checkpoint, weights_file
 from hpctrain.storage.atomic_write import write_bytes

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 
 from hpctrain.comm.base import raise_on_all_ranks
+from hpctrain.config.images import EVALUATION_IMAGES, Images, mirrored, pictures
 from hpctrain.data.image_file import DataFacts, ImageFile, ImageForm, Split
 from hpctrain.data.loader import Loader
 from hpctrain.data.pictures import DecodedPictures, picture_facts, picture_files
 from hpctrain.job.same_start import Subject, compare
 from hpctrain.job.session import Session
 from hpctrain.run.evaluation import existing_checkpoint, known_data, trained_replica, unknown_splits
-from hpctrain.run.images import EVALUATION_IMAGES, Images, make_loader, mirrored, open_alike, pictures
+from hpctrain.run.images import make_loader, open_alike
 from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.train.evaluation import predict
 from hpctrain.train.replica import Replica

@@ -20,6 +20,7 @@ import yaml
 from hpctrain.comm.base import Communicator, raise_on_all_ranks
 from hpctrain.config import resume_rules
 from hpctrain.config.grid import model_options
+from hpctrain.config.images import CHECKPOINT
 from hpctrain.config.load import dump, parse
 from hpctrain.config.options import defaults, filled
 from hpctrain.config.resume_rules import Change, changes, check, flat
@@ -32,7 +33,7 @@ from hpctrain.job.lost_ranks import RunOwnership
 from hpctrain.job.same_start import Subject, compare, is_trusted
 from hpctrain.job.session import Session
 from hpctrain.launch.scheduler import own_job
-from hpctrain.run.images import CHECKPOINT, open_alike
+from hpctrain.run.images import open_alike
 from hpctrain.runs import directory
 from hpctrain.runs.directory import RunDirectory, run_of_checkpoint, runs
 from hpctrain.runs.owner import marker_of, run_of, was_owned_by_job

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpctrain.config.grid import size_faults
+from hpctrain.config.images import check_shapes, evaluation_images, open_images, single_values_of, size_faults, training_shape
 from hpctrain.config.schema import SYNTHETIC, AugmentConfig, Config, DataConfig, ScheduleConfig, SizeConfig
 from hpctrain.config.values import SLURM
 from hpctrain.core.errors import ConfigError, HpctrainError
@@ -22,8 +22,6 @@ from hpctrain.job.session import StartedJob
 from hpctrain.models import catalogue
 from hpctrain.planner.planned_run import Image
 from hpctrain.run.automatic_search import with_default_plan
-from hpctrain.run.images import check_shapes, evaluation_images, open_images, training_shape
-from hpctrain.run.single_values import single_values_of
 
 #: behind the name of the configuration, so that neither `--resume auto` nor another run of that name takes one for the other
 SUFFIX = "-smoke"

@@ -197,19 +197,27 @@ def _run_owned(
             session, parts, _start_measuring(session, parts, directory, reporter), _most_steps(session, parts, begun, steps)
         )
         report = _trace_report(session)
-        reads, data = ReadReport(session, parts, reporter), DataAccount(session, reporter)
         hashes = RunHashes(session, parts.replica, directory)
+        records = (DataAccount(session, reporter), ReadReport(session, parts, reporter), hashes)
         checkpoints = _checkpoints(session, parts, directory, reporter, start)
-        trainer_of = partial(build_trainer, session, parts, reporter, checkpoints.save, saver=checkpoints.saver, steps=steps)
-        told = partial(trainer_of, epoch_ended=(reads.tell, data.tell), evaluated=checkpoints.evaluated, waits=data.waits)
-        go_back = rollback(session, parts, directory, reporter, checkpoints, start)
-        trainer = told(go_back=go_back, sample=account.sample, stop_requested=watch.asked, limit=limit.limit, hashed=hashes.keep)
+        trainer = build_trainer(
+            session,
+            parts,
+            reporter,
+            checkpoints.save,
+            steps=steps,
+            go_back=rollback(session, parts, directory, reporter, checkpoints, start),
+            stop_requested=watch.asked,
+            limit=limit.limit,
+            saver=checkpoints.saver,
+            observers=(checkpoints, *records, *account.observers),
+        )
         outcome, evaluation = _train(session, parts, trainer, checkpoints, position, nothing_left=steps < 0)
         _finish_trace(report, session, parts, directory, reporter)
-        account.finish(trainer.step_times, outcome, reporter)
+        account.finish(outcome, reporter)
         accounts.finish_memory(session.world, parts.backend, reporter, (begun, outcome.position.global_step))
-        for records in (data, reads, hashes):
-            records.finish(outcome.position)
+        for record in records:
+            record.finish(outcome.position)
         reason = _stop(session, watch, limit.reason, outcome, reporter)
     finally:
         session.progress.stop_thread()
@@ -292,14 +300,14 @@ def _train(
     except CommunicationTimeoutError:
         raise
     except RankLostError:
-        checkpoints.saver.let_end()
+        checkpoints.saver.wait_own_part()
         raise
     except HpctrainError:  # of all ranks; the checkpoint on its way is what a user goes on from
         with session.progress.notes.meanwhile("a checkpoint"), contextlib.suppress(CheckpointError):
             checkpoints.saver.finish()
         raise
     session.progress.notes.phase("a checkpoint")
-    checkpoints.finish()
+    checkpoints.complete()
     return outcome, evaluation
 
 
@@ -415,7 +423,10 @@ def _reporter(session: Session, directory: RunDirectory, style: ProgressStyle | 
     def make() -> Reporter:
         if not session.is_root:
             return logged[0] if logged else Reporter()
-        others = [*logged, *(make_reporter(reporter, directory.path, done_steps) for reporter in metrics.all_reporters)]
+        others = [
+            *logged,
+            *(make_reporter(reporter.name, reporter.options, directory.path, done_steps) for reporter in metrics.all_reporters),
+        ]
         return ConsoleReporter(directory, interval_seconds=metrics.interval_seconds, others=others, style=style)
 
     return raise_on_all_ranks(session.world, make)

@@ -153,7 +153,14 @@ def test_the_mask_comes_before_all_else() -> None:
     # Of the interpreter's own: what it takes to run a module.
     theirs = {"runpy", "pkgutil", "importlib.util", "importlib._abc", "importlib.machinery", "importlib", "types", "zipimport"}
     ours = {name for name in loaded if name.startswith("hpctrain")}
-    assert ours == {"hpctrain", "hpctrain.version", "hpctrain.cli", "hpctrain.cli.start", "hpctrain.launch", "hpctrain.launch.signal_mask"}
+    assert ours == {
+        "hpctrain",
+        "hpctrain.version",
+        "hpctrain.cli",
+        "hpctrain.cli.start",
+        "hpctrain.launch",
+        "hpctrain.launch.signal_mask",
+    }
     assert not {"typing", "threading", "ctypes", "dataclasses", "numpy", "click"} & (set(loaded) - theirs)
 
 

@@ -22,12 +22,13 @@ from hpctrain.comm import shared_memory
 from hpctrain.comm.base import SingleCommunicator
 from hpctrain.comm.groups import node_numbers
 from hpctrain.comm.shared_memory import SharedMemory
+from hpctrain.config.images import open_images, training_images
 from hpctrain.config.load import parse
 from hpctrain.config.schema import CacheConfig
 from hpctrain.core.errors import ConfigError, HpctrainError
 from hpctrain.data import image_file as data_format
 from hpctrain.data import pipeline as batch_threads
-from hpctrain.data.cache import CountedImages, ReadCounts, SampleMemory, bytes_for, summed
+from hpctrain.data.cache import ReadCounts, SampleCache, bytes_for, summed
 from hpctrain.data.image_file import ImageFile
 from hpctrain.data.loader import Loader
 from hpctrain.data.pipeline import Pipeline
@@ -38,7 +39,7 @@ from hpctrain.launch.process_end import STOPPED
 from hpctrain.launch.threads import ThreadPlan
 from hpctrain.run import data_cache
 from hpctrain.run.data_cache import cache_of, fill, give_levels
-from hpctrain.run.images import make_loader, open_images, training_images
+from hpctrain.run.images import make_loader
 from hpctrain_testing.virtual.run import run_virtual
 from tests.support import local_copies
 from tests.support.faults import Fault, prepare, run_fault
@@ -340,14 +341,14 @@ class _Job:
         self.arrays: dict[int, np.ndarray] = {}
         self._held, self._bad, self._stops = held, bad, stops
 
-    def rank(self, comm: Any) -> tuple[Any, _Source, SampleMemory, int]:
+    def rank(self, comm: Any) -> tuple[Any, _Source, SampleCache, int]:
         """One rank, its source, its memory, and the number of its node. Collective."""
         node = comm.split_shared_memory("node")
         node_of = node_numbers(comm, node)
         number = node_of[comm.rank]
         array = self.arrays.setdefault(number, np.zeros(bytes_for(self._held(number), SMALL_IMAGE_BYTES), np.uint8))
         counts, source = ReadCounts(), _Source(self._bad, stops=self._stops)
-        memory = SampleMemory(CountedImages(source, counts), SharedMemory(array), self._held(number), counts)
+        memory = SampleCache(source, counts, SharedMemory(array), self._held(number))
         rank = SimpleNamespace(world=comm, grid=SimpleNamespace(node_of=node_of), progress=virtual_engine(comm))
         return rank, source, memory, number
 

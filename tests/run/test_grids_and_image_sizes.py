@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.cli.main import cli
 from hpctrain.comm.base import SingleCommunicator
-from hpctrain.config import grid
+from hpctrain.config import grid, images
 from hpctrain.config.checks import check_names
-from hpctrain.config.grid import check_image_shapes, image_sizes, of_largest, size_faults
+from hpctrain.config.images import check_image_shapes, image_sizes, of_largest, single_values_of, size_faults
 from hpctrain.config.load import load, parse
 from hpctrain.config.options import filled
 from hpctrain.config.schema import Config, ScheduleConfig
@@ -31,10 +31,8 @@ from hpctrain.launch.threads import ThreadPlan
 from hpctrain.nn.network import Network
 from hpctrain.optim.schedules import SCHEDULES
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
-from hpctrain.run import single_values as module
 from hpctrain.run.build import build
 from hpctrain.run.python_job import check_shape, mixing_of
-from hpctrain.run.single_values import single_values_of
 from hpctrain.run.smoke import EPOCHS, SIDE, STEPS, recipe_images, remove_run, short_schedule, shortened
 from hpctrain.train.passes import micro_batches_of
 from tests.support import nets
@@ -184,7 +182,7 @@ BATCH_NORM_CONFIG = """
 """
 
 
-def _single_values(*overrides: str, ranks: int | None = None) -> module.SingleValues:
+def _single_values(*overrides: str, ranks: int | None = None) -> images.SingleValues:
     return single_values_of(parse(BATCH_NORM_CONFIG, overrides=overrides)[0], ranks)
 
 
@@ -265,8 +263,8 @@ def test_the_samples_that_share_statistics_are_those_of_the_passes(samples: int,
             of_group.add(sum(one.counts))
             of_all[number] += sum(one.counts)
     plan = ParallelPlan(rows, cols)
-    for who, expected in ((module._RANK, of_rank), (module._GROUP, of_group), (module._ALL, {*of_all})):
-        assert module._least(config, samples, plan, who) == min(expected - {0})
+    for who, expected in ((images._RANK, of_rank), (images._GROUP, of_group), (images._ALL, {*of_all})):
+        assert images._fewest_samples(config, samples, plan, who) == min(expected - {0})
 
 
 def test_config_check_says_it_from_the_header_of_the_file(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from hpctrain.backend.choice import DEVICE_VARIABLE
 from hpctrain.cli.main import cli
 from hpctrain.comm.groups import ProcessGrid
 from hpctrain.comm.link import LinkModel
-from hpctrain.config.grid import command_line, overrides, parallel_plan, splits_parameters, with_candidate, written
+from hpctrain.config.grid import parallel_plan, splits_parameters
 from hpctrain.config.load import load, parse
 from hpctrain.config.schema import Config
 from hpctrain.core.errors import CheckpointError, ConfigError, HpctrainError
@@ -44,14 +44,18 @@ from hpctrain.planner.compute_costs import RateCosts, update_key
 from hpctrain.planner.configured_search import (
     SearchTask,
     SimulatedPoint,
+    command_line,
     configured_concurrency,
     configured_costs,
     configured_setting,
     is_here,
     job_of,
+    overrides,
     plot,
     space_of,
+    with_candidate,
     write_trace,
+    written,
 )
 from hpctrain.planner.group_schedules import group_strategies
 from hpctrain.planner.job import Candidate

@@ -23,7 +23,8 @@ from hpctrain.backend.operators import KernelSet
 from hpctrain.backend.specs import BatchNormSpec, Conv2dSpec, TensorSpec
 from hpctrain.comm.groups import coordinates
 from hpctrain.config.checks import mixing_fault, progress_fault, sparse_fault, transport_fault, wire_fault
-from hpctrain.config.grid import check_batch, check_image_shapes, check_overlap
+from hpctrain.config.grid import check_batch, check_overlap
+from hpctrain.config.images import check_image_shapes
 from hpctrain.config.schema import Config, MixingConfig
 from hpctrain.core.errors import HpctrainError
 from hpctrain.data.pipeline import ImageSizes

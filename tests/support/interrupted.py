@@ -22,6 +22,7 @@ from hpctrain.backend.choice import Backend
 from hpctrain.comm.base import raise_on_all_ranks
 from hpctrain.comm.groups import ProcessGrid
 from hpctrain.comm.progress import ProgressEngine
+from hpctrain.config.images import Images
 from hpctrain.config.load import dump
 from hpctrain.config.schema import Config
 from hpctrain.data import image_file as data_format
@@ -40,7 +41,7 @@ from hpctrain.run.accounts import RunHashes
 from hpctrain.run.build import TrainingSetup, build_trainer
 from hpctrain.run.checkpoints import RunCheckpoints, rollback
 from hpctrain.run.data_cache import give_levels
-from hpctrain.run.images import Images, make_loader
+from hpctrain.run.images import make_loader
 from hpctrain.run.resume import AUTO, Start, find_start
 from hpctrain.runs.directory import RunDirectory
 from hpctrain.runs.records import HashRecord, read_hashes
@@ -173,7 +174,7 @@ class PartOfRun:
             stop_requested=asks if ends and self._ends_by("request") else lambda: False,
             limit=TimeLimit(1e3, clock=lambda: 1e6 * asks()) if ends and self._ends_by("max_time") else None,
             saver=checkpoints.saver,
-            hashed=hashes.keep,
+            observers=(hashes,),
         )
         outcome = trainer.run(position)
         parts.replica.drain()

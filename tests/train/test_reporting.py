@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.config.schema import MetricsConfig, ReporterConfig
+from hpctrain.config.schema import MetricsConfig
 from hpctrain.core import log as rank_log
 from hpctrain.core.text import duration_text, fitting, loss_text
 from hpctrain.runs.directory import RunDirectory
@@ -356,7 +356,7 @@ Values = dict[tuple[str, str], list[tuple[int, float]]]
 
 def _report(directory: Path, done_steps: int = 0, *, ema: bool = False) -> None:
     """An interval, the end of the epoch, its evaluation and an event, from a step on."""
-    reporter = make_reporter(ReporterConfig(name="tensorboard"), directory, done_steps)
+    reporter = make_reporter("tensorboard", {}, directory, done_steps)
     averaged = {"ema_loss": 0.25} if ema else {}
     reporter.record("interval", {"epoch": 1, "step": done_steps + 2, "loss": 0.75, "lr": 0.5, "note": "a text"})
     reporter.record("epoch", {"epoch": 1, "step": done_steps + 3, "loss": 0.5})
@@ -433,7 +433,7 @@ def test_a_resumed_runs_files_take_over_behind_its_checkpoint_in_each_directory(
     pytest.importorskip("tensorboardX")
     _report(tmp_path)
     _rename(tmp_path, "first")
-    make_reporter(ReporterConfig(name="tensorboard"), tmp_path, 2).close()  # ends before it records anything
+    make_reporter("tensorboard", {}, tmp_path, 2).close()  # ends before it records anything
     assert _starts(tmp_path) == {"train": [3], "test": [3]}
     _rename(tmp_path, "second")
     _report(tmp_path, 7)
@@ -459,7 +459,7 @@ def test_one_directory_that_refuses_does_not_keep_others_from_their_numbers(tmp_
     pytest.importorskip("tensorboardX")
     (tmp_path / "tensorboard").mkdir()
     (tmp_path / "tensorboard" / "train").write_text("no directory")
-    reporter = make_reporter(ReporterConfig(name="tensorboard"), tmp_path, 0)
+    reporter = make_reporter("tensorboard", {}, tmp_path, 0)
     with pytest.raises(OSError, match="train"):
         reporter.record("interval", {"epoch": 1, "step": 2, "loss": 0.75})
     with pytest.raises(OSError, match="train"):

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from hpctrain.config.schema import ReporterConfig
 from hpctrain.core.registry import Registry, parameters_of
 from hpctrain.train.metrics import Reporter
 
 REPORTERS: Registry[Reporter] = Registry(__name__, "reporter", Reporter, given=("directory", "done_steps"))
 
 
-def make_reporter(config: ReporterConfig, directory: Path, done_steps: int) -> Reporter:
-    """The configured reporter of a run in `directory`, whose earlier parts have done so many steps.
+def make_reporter(name: str, options: Mapping[str, Any], directory: Path, done_steps: int) -> Reporter:
+    """Return the reporter of that name, with options, of a run in `directory`, whose earlier parts have done so many steps.
 
     Raises:
         ConfigError: as `Registry.create`.
     """
-    accepted = parameters_of(REPORTERS.find(config.name))
+    accepted = parameters_of(REPORTERS.find(name))
     given = {"directory": directory, "done_steps": done_steps}
-    return REPORTERS.create(config.name, config.options, **{key: value for key, value in given.items() if key in accepted})
+    return REPORTERS.create(name, options, **{key: value for key, value in given.items() if key in accepted})

@@ -1,0 +1,408 @@
+"""Images that a configuration describes: files, classes and normalisation, sizes by epoch, and layers that see one value.
+
+`open_images` opens what the section `data` names; `training_images` and `evaluation_images` add the pipeline that prepares
+them. Nothing here communicates. `single_values` finds batch norms with statistics over a single value per channel, from the
+plan, before the first step: the variance of one value is 0, so such a layer outputs its bias alone, no layer before it is
+trained, and its running variance, by which evaluation divides, tends to 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from hpctrain.backend.graph import Graph, GraphBuilder, Node
+from hpctrain.backend.specs import BatchNormSpec, TensorSpec
+from hpctrain.config.grid import model_graph, model_options, parallel_plan
+from hpctrain.config.schema import SYNTHETIC, AugmentConfig, Config
+from hpctrain.core.errors import ConfigError, HpctrainError, ShapeError
+from hpctrain.core.intervals import even
+from hpctrain.core.yaml_source import KeyPath
+from hpctrain.data.format import normal_name
+from hpctrain.data.image_file import DataFacts, ImageFile, ImageForm, Split, synthetic_file, with_class_order
+from hpctrain.data.pipeline import ImageSizes, Pipeline, first_fault
+from hpctrain.data.sampler import counts
+from hpctrain.models import catalogue
+from hpctrain.nn.network import ImageShape, Network, frozen_layers, with_frozen
+from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
+
+
+def image_sizes(config: Config) -> ImageSizes | None:
+    """The sizes by epoch; None: training images have one size.
+
+    Raises:
+        ConfigError: sizes that are out of order.
+    """
+    return ImageSizes(_steps(config)) if config.data.sizes else None
+
+
+def of_largest(config: Config, pipeline: Pipeline) -> Pipeline:
+    """The pipeline of training images of the largest size, for which memory and plans are computed."""
+    sizes = image_sizes(config)
+    return pipeline if sizes is None else pipeline.resized(sizes.largest(config.epochs))
+
+
+def size_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
+    """(key path, sentence) of sizes that are out of order, or that the model does not take, whatever the data."""
+    fault = first_fault(_steps(config))
+    if fault is not None:
+        yield ("data", "sizes", fault[0]), f"data.sizes.{fault[0]} {fault[1]}."
+        return
+    if not config.data.sizes or model_graph(config) is None:  # what is wrong with the model has a sentence of its own
+        return
+    for number, step in enumerate(config.data.sizes):
+        try:
+            model_graph(config, step.size, refuses=True)
+        except ShapeError as error:
+            least = _least(config, step.size)
+            legal = "" if least is None else f" The smallest size that is legal is {least}."
+            yield (
+                ("data", "sizes", number, "size"),
+                f"data.sizes.{number}.size is {step.size}, which the model {config.model.name} does not take: {error}{legal}",
+            )
+
+
+def check_image_shapes(network: Network, shapes: Iterable[ImageShape]) -> None:
+    """Nothing, where a network takes images of further shapes (H, W, C), too.
+
+    Raises:
+        ShapeError: it does not; the sentence names the shape and the layer.
+    """
+    for shape in shapes:
+        try:
+            network.check_shape(shape)
+        except ShapeError as error:
+            raise ShapeError(
+                f"The model takes images of {network.image_shape} (H, W, C), but not those of {shape}, another size of this "
+                f"training or its evaluation: {error}"
+            ) from None
+
+
+def _steps(config: Config) -> tuple[tuple[int, int], ...]:
+    return tuple((step.from_epoch, step.size) for step in config.data.sizes)
+
+
+def _least(config: Config, refused: int) -> int | None:
+    """The smallest side above a refused one that the model takes, by halving; None where its own images are no larger."""
+    least = min(catalogue.image_shape(config.model.name)[:2])
+    if least <= refused:
+        return None
+    while least - refused > 1:
+        middle = (least + refused) // 2
+        with suppress(HpctrainError):
+            model_graph(config, middle, refuses=True)
+            least = middle
+            continue
+        refused = middle
+    return least
+
+
+CHECKPOINT = "the checkpoint"
+
+
+#: of a checkpoint's metadata: the form of the images that it was evaluated on
+EVALUATION_IMAGES = "evaluation_images"
+
+
+@dataclass(frozen=True)
+class Images:
+    """A data file and what is made of its images.
+
+    notes: what a user should know of it, a sentence each. sizes: of the images by epoch, where they change.
+    """
+
+    file: ImageFile
+    pipeline: Pipeline
+    notes: tuple[str, ...] = ()
+    sizes: ImageSizes | None = None
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(H, W, C) as the network sees them, where they have one size."""
+        return self.pipeline.output_shape(*self.file.shape)
+
+    def shapes(self, epochs: int) -> tuple[tuple[int, int, int], ...]:
+        """(H, W, C) as the network sees them, of each size that a training of so many epochs comes to, the largest first.
+
+        Raises:
+            ShapeError: stored images that are too small for a size.
+        """
+        return (self.shape,) if self.sizes is None else self.sizes.shapes(self.pipeline, self.file.shape, epochs)
+
+
+def open_images(config: Config, split: Split) -> ImageFile:
+    """The configured images of a split, which has some: a file, or what is made up in its place.
+
+    Raises:
+        DataError: as `ImageFile.open`.
+    """
+    path = config.data.train if split == "train" else config.data.test
+    assert path is not None, f"there are images to {split}"
+    if path != SYNTHETIC:
+        return ImageFile.open(path)
+    made_up = config.data.synthetic
+    samples = made_up.samples if split == "train" else made_up.test_samples
+    return synthetic_file(split, samples, (made_up.height, made_up.width, made_up.channels), made_up.classes)
+
+
+def configured_splits(config: Config) -> tuple[Split, ...]:
+    """Return the splits for which a configuration names images."""
+    return ("train",) if config.data.test is None else ("train", "test")
+
+
+def training_images(config: Config, opened: ImageFile, known: DataFacts | None) -> tuple[Images, DataFacts]:
+    """The training set, and what a checkpoint remembers of it.
+
+    Args:
+        opened: the configured file.
+        known: what the network was trained on before: its classes keep their order, and its images their normalisation.
+
+    Raises:
+        DataError: other classes than the known ones.
+    """
+    file = opened
+    data = DataFacts.of(file)
+    if known is not None:
+        file = with_class_order(opened, known.class_names, CHECKPOINT)
+        data = replace(DataFacts.of(file), mean=known.mean, std=known.std)
+    notes = tuple(_notes(opened, data, CHECKPOINT, normalised=config.data.normalise))
+    return Images(file, make_pipeline(config, config.data.augment, data), notes, image_sizes(config)), data
+
+
+def evaluation_images(config: Config, opened: ImageFile, data: DataFacts, place: str) -> Images:
+    """Return the test set with the classes and the normalisation of `data`. place: the origin of `data`. opened: the file.
+
+    Raises:
+        DataError: other classes.
+    """
+    file = with_class_order(opened, data.class_names, place)
+    notes = tuple(_notes(opened, data, place, normalised=False))
+    return Images(file, make_pipeline(config, config.data.evaluate_augment, data), notes)
+
+
+def mirrored(images: Images) -> Images:
+    """The mirror images of the same samples."""
+    return replace(images, pipeline=images.pipeline.mirrored())
+
+
+def pictures(
+    config: Config, data: DataFacts, form: ImageForm, files: Sequence[Path], threads: int, max_pixels: int | None = None
+) -> Images:
+    """Pictures as evaluation images, their labels all 0, with the classes and the normalisation of `data`.
+
+    Args:
+        form: of a data file's images, that pictures are brought to first. threads: that decode them.
+        max_pixels: pixels of the largest picture that is accepted; see `decoder.decode`.
+
+    Raises:
+        ShapeError: a form that pictures cannot be brought to.
+    """
+    from hpctrain.data.pictures import DecodedPictures  # loads Pillow, which trainings may do without
+
+    decoded = DecodedPictures(files, form, threads, max_pixels)
+    moments = np.array(data.mean), np.array(data.std)
+    file = ImageFile(files[0], decoded, np.zeros(len(files), np.int64), data.class_names, moments, {})
+    return Images(file, make_pipeline(config, config.data.evaluate_augment, data))
+
+
+def training_shape(config: Config, data: DataFacts) -> tuple[int, int, int]:
+    """(H, W, C) of training images as the network sees them, the largest where sizes change.
+
+    config: what it was trained with.
+    """
+    height, width, channels = data.shape
+    return of_largest(config, make_pipeline(config, config.data.augment, data)).output_shape(height, width, channels)
+
+
+def check_shapes(train: tuple[int, int, int], test: tuple[int, int, int]) -> None:
+    """One network reads both: (H, W, C) as they come out of their pipelines.
+
+    Raises:
+        ShapeError: they are two shapes.
+    """
+    if test != train:
+        raise ShapeError(
+            f"Test images come out as {test}, training images as {train} (H, W, C); "
+            f"give data.evaluate_augment a crop to {train[:2]}."
+        )
+
+
+def _notes(opened: ImageFile, data: DataFacts, place: str, *, normalised: bool) -> Iterator[str]:
+    if [*map(normal_name, opened.class_names)] != [*map(normal_name, data.class_names)]:
+        yield f"{opened.path} has its classes in another order than {place}; its labels are mapped by name"
+    if normalised and (tuple(opened.mean), tuple(opened.std)) != (data.mean, data.std):
+        yield f"images are normalised with the mean and deviation of {place}, not with those of {opened.path}"
+
+
+def make_pipeline(config: Config, augment: tuple[AugmentConfig, ...], data: DataFacts) -> Pipeline:
+    """Augmentation, and normalisation by the mean and deviation of `data`."""
+    mean, std = np.array(data.mean), np.array(data.std)
+    if not config.data.normalise:
+        mean, std = np.zeros_like(mean), np.ones_like(std)
+    specs = [(step.name, step.options) for step in augment]
+    return Pipeline(specs, seed=config.seed, mean=mean, std=std, dtype=config.dtype)
+
+
+#: scopes of images that share statistics: one shard, one rank, the ranks that share samples, or all ranks
+_SHARD, _RANK, _GROUP, _ALL = "a shard", "a rank", "a split group", "the step"
+
+
+@dataclass(frozen=True)
+class SingleValues:
+    """The outcome of the check.
+
+    refusal: a sentence, if every step has such a layer; else None. warning: a sentence, if only the last step of an epoch has.
+    """
+
+    refusal: str | None = None
+    warning: str | None = None
+
+    def check(self) -> None:
+        """Raise if every step has such a layer.
+
+        Raises:
+            ConfigError: the refusal.
+        """
+        if self.refusal is not None:
+            raise ConfigError(self.refusal)
+
+
+def single_values(
+    config: Config, shapes: Iterable[ImageShape], classes: int, samples: int, plan: ParallelPlan, place: str
+) -> SingleValues:
+    """Check the batch norms of a training.
+
+    Args:
+        shapes: (H, W, C) of all sizes of training images. samples: of an epoch. place: of the images, for messages.
+    """
+    if config.epochs == 0:
+        return SingleValues()
+    whole, rest = min(config.batch, samples), samples % config.batch if samples > config.batch else 0
+    found = {count: _first_single(config, shapes, classes, count, plan) for count in (whole, rest) if count}
+    if (one := found.get(whole)) is not None:
+        few = f", as {place} has {_images(samples)}" if samples < config.batch else ""
+        return SingleValues(refusal=f"{one.sentence(f'every step, of {_images(whole)}{few}')}; {one.mend}.")
+    if (one := found.get(rest)) is not None:
+        step = f"the last step of each epoch, of {_images(rest)}"
+        mend = f"choose a batch that divides the {samples:,} images of an epoch or leaves a larger rest"
+        return SingleValues(warning=f"{one.sentence(step)}; {mend}")
+    return SingleValues()
+
+
+def _images(count: int) -> str:
+    return "1 image" if count == 1 else f"{count:,} images"
+
+
+def single_values_of(config: Config, ranks: int | None = None) -> SingleValues:
+    """Check the batch norms of a configuration, with the header of its training file. Finds nothing if the file is missing.
+
+    Args:
+        ranks: of the job. None: those of the configured grid, or one split group.
+    """
+    if config.automatic or (config.data.train != SYNTHETIC and not Path(config.data.train).exists()):
+        return SingleValues()
+    with suppress(HpctrainError, OSError):  # other faults are reported elsewhere
+        file = open_images(config, "train")
+        images = Images(file, make_pipeline(config, config.data.augment, DataFacts.of(file)), sizes=image_sizes(config))
+        cols = (config.grid.cols or 1) if ranks is None else max(1, ranks // config.grid.rows)
+        plan, classes = parallel_plan(config, cols), len(file.class_names)
+        return single_values(config, images.shapes(config.epochs), classes, len(file), plan, config.data.train)
+    return SingleValues()
+
+
+@dataclass(frozen=True)
+class _Single:
+    """A layer with a single value.
+
+    shape: (H, W) of the images. sharing: the images that share statistics, in words. mend: the end of the sentence.
+    """
+
+    layer: str
+    shape: tuple[int, int]
+    sharing: str
+    mend: str
+
+    def sentence(self, step: str) -> str:
+        height, width = self.shape
+        return (
+            f"Batch norm {self.layer} has a single value per channel, so that it passes on its bias alone, in {step}: images of "
+            f"{height} x {width} are 1 x 1 there, and the statistics are those of {self.sharing}, which has 1 image"
+        )
+
+
+def _first_single(config: Config, shapes: Iterable[ImageShape], classes: int, samples: int, plan: ParallelPlan) -> _Single | None:
+    """Return the first layer with a single value in a step of `samples` samples; None if there is none."""
+    sharing = {scope for scope in (_SHARD, _RANK, _GROUP, _ALL) if _fewest_samples(config, samples, plan, scope) == 1}
+    if not sharing:
+        return None
+    scope_of = _scope_of(config, plan)
+    for shape in sorted(shapes):
+        for node in _norms_of_one_pixel(_graph(config, classes, shape)):
+            scope = scope_of(node)
+            if scope in sharing:
+                in_passes = (
+                    f"{scope} in one of {config.micro_batches} passes" if config.micro_batches > 1 and scope != _SHARD else scope
+                )
+                return _Single(node.name, shape[:2], in_passes, _mend(config, plan, scope))
+    return None
+
+
+def _fewest_samples(config: Config, samples: int, plan: ParallelPlan, scope: str) -> int:
+    """Return the smallest number of samples, other than 0, that share statistics."""
+    if scope == _SHARD:
+        return min(filter(None, even(samples, config.exact.shards or 1)))
+    size = {_RANK: 1, _GROUP: plan.rows, _ALL: plan.rows * plan.cols}[scope]
+    of_ranks = counts(samples, plan.rows * plan.cols, plan.rows)
+    teams = {of_ranks[first : first + size] for first in range(0, len(of_ranks), size)}  # most are alike
+    return min(filter(None, (count for team in teams for count in _samples_of_passes(team, config.micro_batches))))
+
+
+def _samples_of_passes(team: Sequence[int], passes: int) -> Sequence[int]:
+    """Return the joint samples of some ranks in each pass. team: samples of each of these ranks in the step."""
+    shares = [(ranks, even(count, passes)) for count, ranks in Counter(team).items()]
+    return [sum(ranks * share[number] for ranks, share in shares) for number in range(passes)]
+
+
+def _scope_of(config: Config, plan: ParallelPlan) -> Callable[[Node], str]:
+    def scope(node: Node) -> str:
+        assert isinstance(node.spec, BatchNormSpec)
+        if config.exact.shards is not None:
+            return _SHARD
+        if node.spec.synchronised:
+            return _ALL
+        return _RANK if plan.rows == 1 or plan.use_of(node.name) is Parallelism.BATCH else _GROUP
+
+    return scope
+
+
+def _graph(config: Config, classes: int, shape: ImageShape) -> Graph:
+    model = catalogue.build(config.model.name, model_options(config, classes, shape))
+    builder = GraphBuilder(TensorSpec((1, *shape), "float32"))
+    return with_frozen(builder.build(model.lower(builder, 0, "")), frozen_layers(model, config.init.freeze))
+
+
+def _norms_of_one_pixel(graph: Graph) -> list[Node]:
+    """Return the trained batch norms that have one value per image and channel."""
+    norms = [node for node in graph.nodes if isinstance(node.spec, BatchNormSpec) and not node.spec.fixed]
+    return [node for node in norms if math.prod(graph.tensors[node.output].shape[:-1]) == 1]
+
+
+def _mend(config: Config, plan: ParallelPlan, scope: str) -> str:
+    parts = {
+        _SHARD: config.exact.shards or 1,
+        _RANK: plan.rows * plan.cols * config.micro_batches,
+        _GROUP: plan.cols * config.micro_batches,
+        _ALL: config.micro_batches,
+    }[scope]
+    others = ["use larger images"]
+    if scope in (_RANK, _GROUP) and plan.rows * plan.cols > 1:
+        others.insert(0, "set batch_norm.statistics to synchronised")
+    if scope == _SHARD and config.batch > 1:
+        others.insert(0, f"set exact.shards to at most {config.batch // 2}")
+    return f"set batch to at least {2 * parts}, or {', or '.join(others)}"
