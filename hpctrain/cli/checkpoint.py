@@ -195,7 +195,7 @@ def _directory(path: Path) -> Path:
 
 
 def _about(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """The metadata that fit on a line each; configuration and schedules are long."""
+    """Return the metadata that fit on a line each; configuration and schedules are long."""
     return {key: value for key, value in meta.items() if isinstance(value, int | float | str) and len(str(value)) < 100}
 
 
@@ -316,10 +316,10 @@ def _summary(state: Any) -> str:
 
 
 def _parsed(options: Sequence[str]) -> dict[str, Any]:
-    """Options of a model from words such as "width=0.5"; each value is YAML.
+    """Return options of a model from words such as "width=0.5"; each value is YAML.
 
     Raises:
-        ConfigError: a word of another form.
+        ConfigError: a word has another form.
     """
     from hpctrain.core.yaml_source import read_yaml
 
@@ -336,7 +336,7 @@ def _parsed(options: Sequence[str]) -> dict[str, Any]:
 
 
 def _checkpoint(source: Path, *, best: bool) -> Path:
-    """The checkpoint that a path stands for.
+    """Return the checkpoint that a path stands for.
 
     Raises:
         CheckpointError: there is none.

@@ -48,11 +48,11 @@ LEAVE_SECONDS = 60.0
 
 
 class JobProcess:
-    """The knowledge of this process so far: enough to end the job from any point.
+    """What this process knows so far: enough to end the job from any point.
 
     Attributes:
         world: of all ranks, from `start_world` on. flight: the process's record.
-        exits: what is undone when the run is over. watched: of it, what watches the process in the present world.
+        exits: undone when the run is over. watched: the part of it that watches the process in the present world.
     """
 
     def __init__(self, launcher: Launcher) -> None:
@@ -63,7 +63,7 @@ class JobProcess:
         self._removed = shared_segments.Removed()
 
     def rank(self) -> int:
-        """This process's rank, as far as it is known; else 0."""
+        """Return this process's rank as far as it is known; else 0."""
         return self.world.rank if self.world is not None else self.launcher.rank or 0
 
     def abort(self, code: int) -> None:
@@ -72,11 +72,18 @@ class JobProcess:
             self.world.abort(code)
 
     def failed(self, sentence: str, ranks: Sequence[int] = ()) -> None:
-        """Keep the error in the flight record, before anybody ends the job for it. ranks: at which its cause lies."""
+        """Keep the error in the flight record, before any rank ends the job for it.
+
+        Args:
+            ranks: that caused it.
+        """
         self.flight.ended(End.FAILED, sentence, ranks)
 
     def start_world(self, deadline_seconds: float) -> Communicator:
-        """MPI's world, or one of this process alone (see `session.start_world`). Collective; removes what dead jobs have left."""
+        """Start MPI; return its world, or one of this process alone (see `session.start_world`). Collective.
+
+        Segments of shared memory that dead jobs left are removed.
+        """
         from hpctrain.job import session
 
         if self.launcher.starts_mpi:
@@ -92,14 +99,14 @@ class JobProcess:
         return self.world
 
     def watch(self, world: Communicator, deadline_seconds: float) -> None:
-        """From now on the heartbeat watches this process. Collective."""
+        """Let the heartbeat watch this process from now on. Collective."""
         from hpctrain.job.flight_records import watched
 
         self.exits.push(self.watched)  # before what was there at the start
         self.watched.enter_context(watched(self.flight, world, deadline_seconds))
 
     def started(self, progress: ProgressEngine) -> None:
-        """The engine is there: its deadlines are explained by all ranks' records, and what was removed is told."""
+        """Let records of all ranks explain the engine's deadlines, and report what was removed."""
         from hpctrain.job.flight_records import explain_deadlines
 
         explain_deadlines(progress)
@@ -108,11 +115,11 @@ class JobProcess:
             self._removed = shared_segments.Removed()
 
     def finish(self) -> None:
-        """The run is over, and well."""
+        """End the run in good order."""
         self.exits.close()
 
     def end_mpi(self) -> None:
-        """End MPI, where it has started. Collective."""
+        """End MPI if it has started. Collective."""
         if self.launcher.starts_mpi:
             from hpctrain.comm import mpi
 
@@ -140,11 +147,11 @@ class ConfiguredProcess(JobProcess):
     """A process of a configured job.
 
     Args:
-        watch: of its signals, which is told where its rank has another number. log_ranks: that keep log files, as of `begin_log`.
+        watch: of its signals; it is given the rank's new number after a loss. log_ranks: that keep log files, see `begin_log`.
         smoke: whether sessions only try the configuration out. options: of the command; they must be equal on all ranks.
 
     Attributes:
-        world: all ranks, once MPI has started, and later those that are left. memory: of the run, for where ranks are lost.
+        world: all ranks, once MPI has started, and later those that are left. memory: of the run, if ranks are lost.
         flight: the record of the process in the present world.
     """
 
@@ -187,25 +194,26 @@ class ConfiguredProcess(JobProcess):
             raise LaunchError(fault)
 
     def start(self, file: Path, overrides: tuple[str, ...], resume: str | None = None, repeated: str | None = None) -> Session:
-        """Configuration and threads (before NumPy is imported), then MPI; what is wrong with them, all ranks say alike.
+        """Read the configuration, start MPI, and return a session. All ranks raise the same error if it has a fault.
 
         MPI starts in any case: a rank alone with its error would leave the others waiting for it.
 
         Args:
-            resume, repeated: as `--resume` and `--schedule-from` name earlier runs, whose automatic choices go on.
+            resume, repeated: earlier runs by `--resume` and `--schedule-from`, whose automatic choices continue.
         """
         return self.start_from(partial(load_config, file, overrides), resume, repeated)
 
     def start_from(self, read: ReadConfig, resume: str | None = None, repeated: str | None = None) -> Session:
-        """The same for a configuration that `read` gives. It may set the threads, and load NumPy then."""
+        """Start with a configuration that `read` returns. It may set the threads, and load NumPy then."""
         start_job(self, read)
         return self._session(resume, repeated)
 
     def train(self, file: Path, overrides: tuple[str, ...], work: Training, resume: str | None, repeated: str | None) -> bool:
-        """The result of `work`, which starts again on the ranks that are left where some are lost and the configuration says so.
+        """Return the result of `work`. If ranks are lost and the configuration says so, start again on the ranks that are left.
 
         Args:
-            work: trains from a source, or the beginning, repeating a run's averaging or not. resume, repeated: as for `start`.
+            work: trains from a source, or from the beginning, repeating a run's averaging or not. resume, repeated: as for
+                `start`.
         """
         start_job(self, partial(load_config, file, overrides), trains=True)
         while True:
@@ -230,14 +238,14 @@ class ConfiguredProcess(JobProcess):
         return work(self._session(resume, repeated, goes_on=True), resume, repeated, self._complete)
 
     def _goes_on(self) -> bool:
-        """Whether this process, which has learnt of a loss, goes on without the rank."""
+        """Return whether this process, which has learnt of a loss, continues without the rank."""
         from hpctrain.comm import mpi
 
         shrinks = self._config is not None and self._config.on_lost_rank.shrinks
         return shrinks and self.launcher.starts_mpi and mpi.goes_on_without_lost_ranks()
 
     def _complete(self) -> None:
-        """Nothing, where all ranks are done, or the job ends without a lost one. Collective."""
+        """Raise if another rank was lost at the end of the run and this job continues without lost ranks. Collective."""
         from hpctrain.comm import mpi
 
         self._asked = self._goes_on()
@@ -245,7 +253,7 @@ class ConfiguredProcess(JobProcess):
             raise RankLostError("A rank was lost at the end of the run; start again with --resume.")
 
     def _shrink(self, config: Config) -> None:
-        """Go over to a world of the ranks that are left. Collective over them."""
+        """Change to a world of the ranks that are left. Collective over them."""
         from hpctrain.comm import mpi
 
         before, step = self._joined, self.flight.step_begun
@@ -327,9 +335,10 @@ class ConfiguredProcess(JobProcess):
         return DEADLINE_SECONDS if self._config is None else self._config.deadline_seconds
 
     def _session(self, resume: str | None, repeated: str | None, *, goes_on: bool = False) -> Session:
-        """A session over the world as it is now. Collective.
+        """Return a session over the present world. Collective.
 
-        goes_on: without lost ranks, where the configuration says so.
+        Args:
+            goes_on: continue without lost ranks if the configuration says so.
         """
         from hpctrain.comm.base import raise_on_all_ranks
         from hpctrain.job.lost_ranks import check_offered

@@ -69,7 +69,7 @@ _COMMANDS = {
 
 
 class LazyGroup(Commands):
-    """Imports a command's module when the command is asked for."""
+    """Imports a command's module when the command is needed."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -83,7 +83,7 @@ class LazyGroup(Commands):
 
 
 def versions() -> str:
-    """The versions of hpctrain and its packages, the MPI library and the kernel sets, in four lines."""
+    """Return the versions of hpctrain and its packages, the MPI library and the kernel sets, in four lines."""
     packages = [f"{name} {number}" for name in _PACKAGES if (number := _installed(name))]
     return "\n".join(
         [

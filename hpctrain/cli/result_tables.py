@@ -38,7 +38,7 @@ _NO_CLASS = "(not finite)"
 
 
 def print_text(evaluation: Evaluation, *, per_class: bool, confusion: bool) -> None:
-    """Print the means, and what is asked for of the confusion matrix."""
+    """Print the means, and the requested parts of the confusion matrix."""
     for note in evaluation.notes:
         echo(note)
     sums, means = evaluation.sums, evaluation.sums.means()
@@ -58,7 +58,7 @@ def print_text(evaluation: Evaluation, *, per_class: bool, confusion: bool) -> N
 
 
 def _class_table(matrix: ConfusionMatrix, names: tuple[str, ...], width: int) -> Table:
-    """The accuracy of each class, the worst first."""
+    """Return the accuracy of each class, the lowest first."""
     table = plain_table("class", "most often taken for", "times", "samples", "top1", left=2, widest=_MOST_OF_A_NAME)
     for score in matrix.worst_first():
         rival = ("-", "-") if score.rival is None else (names[score.rival], f"{score.rival_count:,}")
@@ -68,7 +68,7 @@ def _class_table(matrix: ConfusionMatrix, names: tuple[str, ...], width: int) ->
 
 
 def _confusion_table(matrix: ConfusionMatrix, names: tuple[str, ...], width: int) -> Table:
-    """The whole matrix where it fits, with the classes' numbers above; else the most frequent mistakes."""
+    """Return the whole matrix if it fits, with the classes' numbers as titles; else the most frequent mistakes."""
     whole = _whole_table(matrix, names)
     if whole is not None and PlainConsole(width=10_000).measure(whole).maximum <= width:
         return whole
@@ -129,7 +129,7 @@ def _plain(score: ClassScore, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _matrix(evaluation: Evaluation) -> dict[str, Any]:
-    """`matrix[label][prediction]` is a number of samples; `no_class[label]` are those whose outputs were not finite."""
+    """Return `matrix[label][prediction]`, numbers of samples, and `no_class[label]`, those without a finite output."""
     matrix = evaluation.confusion
     assert matrix is not None, "it was counted"
     counts = [matrix.of_label(label).tolist() for label in range(matrix.classes)]
@@ -141,7 +141,7 @@ def _matrix(evaluation: Evaluation) -> dict[str, Any]:
 
 
 def write_confusion(evaluation: Evaluation, path: Path) -> None:
-    """Write the whole confusion matrix, whole or not at all; as JSON or CSV, by the end of the name.
+    """Write the confusion matrix, as a whole or not at all; as JSON or CSV, by the suffix of the name.
 
     Raises:
         OSError: it cannot be written.
@@ -158,7 +158,7 @@ def _write_json(evaluation: Evaluation, file: IO[str]) -> None:
 
 
 def _write_csv(evaluation: Evaluation, file: IO[str]) -> None:
-    """A line for each class, its name first, then how often its samples were taken for each class."""
+    """Write a line for each class, its name first, then how often its samples were predicted as each class."""
     matrix, names = evaluation.confusion, evaluation.class_names
     assert matrix is not None, "it was counted"
     shown = matrix.classes + bool(matrix.undecided)
@@ -177,9 +177,10 @@ _AT_ONCE = 16  # pictures that become visible together
 
 
 def print_lines(predictions: Predictions, *, visible: bool) -> list[Path]:
-    """Print a JSON object for each picture as soon as it is known; give the files that have no prediction. Collective.
+    """Print a JSON object for each picture as soon as it is known; return the files without a prediction. Collective.
 
-    visible: False on ranks that print nothing.
+    Args:
+        visible: False on ranks that print nothing.
     """
     broken = []
     for picture in predictions.answers:
@@ -198,7 +199,7 @@ def _plain_picture(picture: PredictedPicture) -> dict[str, object]:
 
 
 def print_table(predictions: Predictions, *, visible: bool) -> list[Path]:
-    """Print the most probable classes of each picture, one below the other; the rest as `print_lines`. Collective."""
+    """Print the most probable classes of each picture, one below the other; otherwise as `print_lines`. Collective."""
     broken = []
     form = _Form(predictions.class_names)
     if visible:
@@ -214,7 +215,7 @@ def print_table(predictions: Predictions, *, visible: bool) -> list[Path]:
 
 
 class _Form:
-    """A table whose columns are as wide in each of its pieces."""
+    """A table whose columns have the same widths in each of its pieces."""
 
     def __init__(self, class_names: tuple[str, ...]) -> None:
         self._text = io.StringIO()
@@ -224,11 +225,11 @@ class _Form:
         self._file = self._console.width - self._name - _PROBABILITY - 2 * _GAP
 
     def print_titles(self) -> None:
-        """The titles of the columns."""
+        """Print the titles of the columns."""
         self._print([("image", "class", "probability")])
 
     def print_pictures(self, pictures: Sequence[PredictedPicture]) -> None:
-        """The lines of some pictures; those of a picture without a prediction are as wide as the table."""
+        """Print the lines of some pictures. Those of a picture without a prediction are as wide as the table."""
         for is_broken, group in groupby(pictures, lambda picture: picture.error is not None):
             if is_broken:
                 for picture in group:
@@ -259,12 +260,12 @@ def _lines(picture: PredictedPicture) -> Iterator[tuple[str, str, str]]:
 
 
 def _printable(file: Path) -> str:
-    """The path; a name that is not Unicode cannot be printed as it is."""
+    """Return the path; a name that is not Unicode cannot be printed as it is."""
     return escaped(os.fsencode(file).decode(errors="replace"))
 
 
 def comparison_lines(comparison: Comparison) -> Iterator[RenderableType]:
-    """The tables and sentences, from above to below; runs are numbered, as their names are long."""
+    """Yield the tables and sentences of a comparison, from top to bottom. Runs are numbered, as their names are long."""
     for number, name in enumerate(comparison.names, 1):
         yield f"{number}: {name}"
     yield ""

@@ -92,7 +92,7 @@ def _latest_start() -> Path:
 
 
 def _logs(run: Path, ranks: list[int]) -> str:
-    """Where the log files of ranks lie that have kept some; empty where none has."""
+    """Return where the log files of ranks are; empty without log files."""
     from hpctrain.core.text import spans
     from hpctrain.runs.directory import RunDirectory
 
@@ -103,7 +103,7 @@ def _logs(run: Path, ranks: list[int]) -> str:
 
 
 def _aligned(rows: list[tuple[str, ...]], width: int) -> list[str]:
-    """Lines whose cells stand below each other; one that does not fit ends in three dots."""
+    """Return lines with aligned cells; a line that does not fit ends in three dots."""
     numbers = (0, 3, 5, 7)
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
@@ -159,7 +159,7 @@ def watch(run: Path | None, runs: Path, once: bool, interval: float) -> None:
 
 
 def _directory(run: Path | None, runs: Path) -> RunDirectory:
-    """The run to follow.
+    """Return the run to follow.
 
     Raises:
         CheckpointError: there is none.
@@ -181,7 +181,7 @@ def _show(state: RunState, console: Console) -> None:
 
 
 def _redraw(reader: RunReader, console: Console, interval: float) -> None:
-    """A screen that is drawn again until the run ends, and stays then."""
+    """Draw a screen again and again until the run ends; it stays then."""
     from rich.live import Live
 
     from hpctrain.cli.watch_screen import screen
@@ -196,7 +196,7 @@ def _redraw(reader: RunReader, console: Console, interval: float) -> None:
 
 
 def _lines(reader: RunReader, console: Console, interval: float) -> None:
-    """A line for each record of steps, epochs and evaluations and for each event, then the last screen."""
+    """Print a line for each record of steps, epochs and evaluations and for each event, then the last screen."""
     from hpctrain.cli.watch_screen import news
 
     known = 0
@@ -281,7 +281,7 @@ def report(runs: tuple[Path, ...], out: Path | None, png: Path | None, judges: b
 
 
 def _judged(job: ConfiguredProcess, run: Path) -> list[JudgedSet]:
-    """The test set of a run. Collective."""
+    """Return the results on a run's test set. Collective."""
 
     def read() -> tuple[Config, Source]:
         set_threads(detect(os.environ), None)  # before NumPy is loaded
@@ -299,10 +299,10 @@ def _judged(job: ConfiguredProcess, run: Path) -> list[JudgedSet]:
 
 
 def write_report(runs: Sequence[Path], target: Path, png: Path | None, results: Sequence[JudgedSet] = ()) -> None:
-    """Write the page, and say where it is.
+    """Write the page, and print where it is.
 
     Raises:
-        ConfigError: a place that cannot be written to. CheckpointError, DataError: as `read_runs`.
+        ConfigError: a place cannot be written to. CheckpointError, DataError: as `read_runs`.
     """
     from hpctrain.report.page import html, report_page
     from hpctrain.runs.results import read_runs
