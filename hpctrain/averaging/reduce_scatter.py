@@ -19,7 +19,15 @@ from typing import Any, ClassVar
 import numpy as np
 
 from hpctrain.averaging import slicing
-from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager, PlannedGroup, Strategy, words_of_shards
+from hpctrain.averaging.base import (
+    Agreement,
+    AveragerSetup,
+    GradientAverager,
+    PlannedGroup,
+    Strategy,
+    StrategyCosts,
+    words_of_shards,
+)
 from hpctrain.averaging.collective_schedule import (
     ALL_SLICES,
     CollectiveSchedule,
@@ -312,6 +320,18 @@ class ReduceScatterStrategy(Strategy):
         exchange = exchange if group.shards is None else "never"  # products of inputs and errors add up in another order
         self.exchanging = exchanging_layers(group.layout, links, exchange, group.nominal_batch, group.micro_batches, sent_share)
 
+    @classmethod
+    def costs(cls, options: Any) -> StrategyCosts:
+        return StrategyCosts(
+            (OperationKind.REDUCE_SCATTER, OperationKind.ALLGATHER),
+            partial(slicing.fused_bytes, getattr(options, "bucket_bytes", None)),
+            0.0,
+            in_levels=options.two_level,
+            fc_exchange=options.fc_exchange,
+            gradients=getattr(options, "wire", "float32"),
+            parameters=getattr(options, "wire_parameters", "float32"),
+        )
+
     # -- hooks of a strategy ---------------------------------------------------------------------------------------------------
 
     @abstractmethod
@@ -418,7 +438,9 @@ class ReduceScatterStrategy(Strategy):
         return tuple(sorted(slices, key=lambda piece: piece.start))
 
     def _operations(self, slices: Sequence[Slice], times: Times, link: LinkModel | None) -> tuple[Operation, ...]:
-        norms = self._norms(slices)
+        norms: tuple[int, ...] = ()  # the slices of the operations of norms, ascending
+        if self.group.needs_norms:
+            norms = norm_groups(self.group.layout, slices) if self._layer_norms else (ALL_SLICES,)
         gathered_together = () if ALL_SLICES in norms else tuple(slices_of_groups(norms, len(slices)).values())
         group, rounding = self.group, self.rounding or Rounding()
         traffic = SliceTraffic(
@@ -426,12 +448,6 @@ class ReduceScatterStrategy(Strategy):
         )
         sent = self.order(traffic, times, link or LinkModel(0.0, 0.0))
         return operations_in_order(slices, sent, self.streams[-1], norms)
-
-    def _norms(self, slices: Sequence[Slice]) -> tuple[int, ...]:
-        """The slices of the operations of norms, ascending; none where no norms are needed."""
-        if not self.group.needs_norms:
-            return ()
-        return norm_groups(self.group.layout, slices) if self._layer_norms else (ALL_SLICES,)
 
 
 def operations_in_order(

@@ -11,8 +11,9 @@ a step hardly asks at all.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
@@ -23,7 +24,7 @@ from hpctrain.backend.arithmetic import Arithmetic, PinnedBytes
 from hpctrain.backend.graph import Graph
 from hpctrain.backend.host_arithmetic import HostArithmetic
 from hpctrain.backend.pixels import PixelBatch
-from hpctrain.backend.specs import SoftmaxCrossEntropySpec, Spec, TensorSpec
+from hpctrain.backend.specs import Shape, SoftmaxCrossEntropySpec, Spec, TensorSpec, item_bytes
 from hpctrain.core.errors import DataError
 
 ALIGNMENT_BYTES = 64  # a cache line, and the width of an AVX-512 register
@@ -181,6 +182,83 @@ class Operator(ABC):
     @abstractmethod
     def backward_input(self) -> None:
         """Write each input_grads[i] that is not None."""
+
+
+Request = tuple[Shape, str]  # shape, dtype
+
+
+def total_bytes(requests: Iterable[Request], alignment_bytes: int = ALIGNMENT_BYTES) -> int:
+    """Return the bytes of a buffer that `carve` divides into these arrays."""
+    return sum(aligned(math.prod(shape) * item_bytes(dtype), alignment_bytes) for shape, dtype in requests)
+
+
+def carve(buffer: Array | None, requests: Iterable[Request], alignment_bytes: int = ALIGNMENT_BYTES) -> list[Array]:
+    """Return arrays of these shapes and dtypes, one after another in `buffer` (uint8), each aligned.
+
+    Args:
+        buffer: None, an empty one of the host, if all arrays are empty.
+    """
+    buffer = np.empty(0, np.uint8) if buffer is None else buffer
+    arrays, start = [], 0
+    for shape, dtype in requests:
+        size_bytes = math.prod(shape) * item_bytes(dtype)
+        memory = buffer[start : start + size_bytes]
+        assert memory.nbytes == size_bytes, "the buffer is smaller than what was declared"
+        arrays.append(memory.view(dtype).reshape(shape))
+        start += aligned(size_bytes, alignment_bytes)
+    return arrays
+
+
+class PlainOperator(Operator):
+    """An operator on plain NHWC memory. A subclass's constructor calls `declare` last; `bind` then gives it arrays.
+
+    Training operators compute gradients; the others keep nothing for them, and must not be asked for any.
+
+    Attributes:
+        saved, scratch: the arrays that were declared, in that order.
+    """
+
+    #: alignment of declared arrays, and the buffer of operators that declare none
+    array_alignment_bytes: ClassVar[int] = ALIGNMENT_BYTES
+    no_buffer: ClassVar[Array] = np.empty(0, np.uint8)
+
+    def __init__(self, spec: Spec, inputs: tuple[TensorSpec, ...], *, training: bool) -> None:
+        self.spec = spec
+        self.inputs = tuple(x.plain() for x in inputs)
+        self.output = spec.output(*self.inputs)
+        self.dtype = self.inputs[0].dtype
+        self.training = training
+        self.needs_inputs = (False,) * len(inputs)
+        self.saved: Sequence[Array] = ()
+        self.scratch: Sequence[Array] = ()
+        self._saved: Sequence[Request] = ()
+        self._scratch: Sequence[Request] = ()
+
+    def declare(self, *, saved: Sequence[Request] = (), scratch: Sequence[Request] = ()) -> None:
+        """Declare the arrays that this operator keeps from forward to backward, and those that it uses within one call."""
+        self._saved, self._scratch = saved, scratch
+        self.saved_bytes = total_bytes(saved, self.array_alignment_bytes)
+        self.scratch_bytes = total_bytes(scratch, self.array_alignment_bytes)
+
+    def bind(self, buffers: Buffers) -> None:
+        self.buffers = buffers
+        saved, scratch = (self.no_buffer if each is None else each for each in (buffers.saved, buffers.scratch))
+        self.saved = carve(saved, self._saved, self.array_alignment_bytes)
+        self.scratch = carve(scratch, self._scratch, self.array_alignment_bytes)
+
+    def input_grad(self, i: int = 0) -> Array | None:
+        """Return the buffer of the gradient of input i; None if it is not wanted."""
+        return self.buffers.input_grads[i] if i < len(self.buffers.input_grads) else None
+
+    def accumulates(self, i: int = 0) -> bool:
+        """Return whether the gradient of input i is added to its buffer."""
+        return i < len(self.buffers.accumulate) and self.buffers.accumulate[i]
+
+    @property
+    def output_grad(self) -> Array:
+        """The buffer of the output's gradient."""
+        assert self.buffers.output_grad is not None, f"{type(self).__name__} is bound without a gradient of its output"
+        return self.buffers.output_grad
 
 
 @dataclass
@@ -345,6 +423,25 @@ class InputView:
 
     Where the input has other readers as well its gradient is a sum, and the program copies the output's gradient to it.
     """
+
+
+class ViewOperator(InputView, Operator):
+    """The output is the input's memory: flatten, and the identity.
+
+    Args:
+        keeps_layout: the output has the input's shape and layout, whatever the spec says of plain memory.
+    """
+
+    def __init__(self, spec: Spec, x: TensorSpec, *, keeps_layout: bool = False) -> None:
+        self.spec = spec
+        self.inputs = (x if keeps_layout else x.plain(),)
+        self.output = x if keeps_layout else spec.output(x.plain())
+
+    def forward(self, context: StepContext) -> None:
+        """The memory is shared."""
+
+    def backward_input(self) -> None:
+        """The memory is shared."""
 
 
 class Accumulating:

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from hpctrain.bench.machine import machine
+from hpctrain.bench.interleaved import machine_facts
 from hpctrain.config.checks import check_names, refusal
 from hpctrain.config.load import load
 from hpctrain.config.schema import Config
@@ -232,7 +232,7 @@ def write(path: Path, task: ScalingStudy, points: Sequence[Point]) -> None:
         "overrides": list(task.overrides),
         "mode": task.mode,
         "steps": task.steps,
-        "machine": machine(),
+        "machine": machine_facts(),
         "points": [{**asdict(each), "images_per_second": each.images_per_second} for each in points],
     }
     try:

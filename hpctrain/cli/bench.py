@@ -162,7 +162,7 @@ def data(
     config, source = load_config(file, overrides)
     plan = set_threads(detect(os.environ), None if config.threads == "auto" else config.threads)  # before NumPy is imported
     from hpctrain.bench.data import measure
-    from hpctrain.bench.machine import machine
+    from hpctrain.bench.interleaved import machine_facts
     from hpctrain.config.checks import check_names
     from hpctrain.storage.atomic_write import write_json
 
@@ -170,7 +170,7 @@ def data(
     counts = threads or tuple(1 << power for power in range(plan.cores.bit_length()))
     rates = measure(config, counts, plan.threads, times_step=not no_step)
     sentences = [rates.sentence(count) for count in rates.threads]
-    content = {"config": str(file), **asdict(rates), "sentences": sentences, "machine": machine()}
+    content = {"config": str(file), **asdict(rates), "sentences": sentences, "machine": machine_facts()}
     if as_json:
         echo_block(json.dumps(content, indent=1))
     else:

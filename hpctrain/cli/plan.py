@@ -309,7 +309,7 @@ def simulate(
     """
     configs = _configs(file, overrides, averagers)
     from hpctrain.planner import configured_search, machine_file
-    from hpctrain.planner.configured_search import progress_of
+    from hpctrain.planner.search_space import progress_of
     from hpctrain.planner.tasks import SimulationOptions
 
     slow_factors = slow_ranks(slow, ranks[-1])
@@ -524,9 +524,9 @@ def _task(
     config, source = load_config(file, overrides)
     check_names(config, source)
     if config.automatic:
-        from hpctrain.run.automatic_search import planned
+        from hpctrain.planner.configured_search import resolved
 
-        config = planned(config, ranks, machine, image, classes)
+        config = resolved(config, ranks, machine, image, classes)
     return prepare(config, ranks, image, classes)
 
 

@@ -11,13 +11,13 @@ from rich.measure import Measurement
 from rich.segment import Segment
 from rich.table import Table
 
+from hpctrain.averaging.averagers import strategy_costs
 from hpctrain.comm.link import LinkModel
 from hpctrain.config.grid import overlap
 from hpctrain.core.console import output_console, plain_table
 from hpctrain.core.intervals import Box, Interval
 from hpctrain.parallel.layout import LayoutKind
 from hpctrain.parallel.plan_report import LayerReport, PlanReport, RedistributionReport, Traffic, Words
-from hpctrain.planner.averaging_costs import AveragerChoice
 from hpctrain.planner.group_schedules import GroupSchedule
 from hpctrain.planner.planned_run import PlannedPinnedMemory, PlannedRun, averaging_bytes, micro_counts
 
@@ -173,7 +173,7 @@ def _gradients(task: PlannedRun, averaged: Sequence[GroupSchedule]) -> Iterator[
             f"bytes per rank and step by {task.config.averager.name}."
         )
     yield f"Gradients in all: {_range(averaging_bytes(task, averaged))} bytes per rank and step."
-    note = AveragerChoice(task.config.averager.name, task.config.averager.options).note
+    note = strategy_costs(task.config.averager.name, task.config.averager.options).note
     if note is not None:
         yield note
 

@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from hpctrain.averaging.averagers import strategy_costs
 from hpctrain.backend.specs import BatchNormSpec
 from hpctrain.core.console import PlainConsole, output_console, plain_table
 from hpctrain.parallel.parallel_plan import ParallelPlan
-from hpctrain.planner.averaging_costs import AveragerChoice
 from hpctrain.planner.configured_search import (
     PlannedSearch,
     SimulatedPoint,
@@ -116,7 +116,7 @@ def print_scaling(study: SimulatedStudy, points: Sequence[SimulatedPoint]) -> No
         out.print(f"\naverager {name}, simulated:")
         print_whole(out, scaling_table(line_points))
         averager = study.configs[name].averager
-        note = AveragerChoice(averager.name, averager.options).note
+        note = strategy_costs(averager.name, averager.options).note
         if note is not None:
             out.print(note)
     out.print("")

@@ -8,8 +8,9 @@ steps, each with the reason why it loses to the one before it, in a sentence.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from hpctrain.core.errors import ConfigError, HpctrainError
 from hpctrain.parallel.parallel_plan import Parallelism
@@ -248,7 +249,7 @@ def _picks(estimates: list[Estimate], pure_batch: list[Candidate], most: int) ->
     room = max(most - len(pure_batch), most // 2)
     chosen = best[:room]
     others = (candidate for candidate in (*pure_batch, *best[room:]) if candidate not in chosen)
-    return [*chosen, *_take(others, most - len(chosen))]
+    return [*chosen, *islice(others, max(0, most - len(chosen)))]
 
 
 def _beside_the_best(results: list[tuple[Candidate, Prediction]], machine: Machine, space: SearchSpace) -> list[Candidate]:
@@ -262,10 +263,6 @@ def _beside_the_best(results: list[tuple[Candidate, Prediction]], machine: Machi
         wanted.append(replace(other, averager=best.averager, options=best.options))
     known = [candidate for candidate, _ in results]
     return [candidate for number, candidate in enumerate(wanted) if candidate not in known + wanted[:number]]
-
-
-def _take(candidates: Iterator[Candidate], count: int) -> list[Candidate]:
-    return [candidate for _, candidate in zip(range(count), candidates, strict=False)]
 
 
 def _is_past_the_best(of_grids: list[Estimate]) -> bool:

@@ -25,7 +25,7 @@ from hpctrain.nn.parameter import FlatGroup, Parameter, Segment
 from hpctrain.nn.program import StepHooks
 from hpctrain.optim.base import Norms, NormsNeeded, Optimizer
 from hpctrain.trace.tracer import HOOKS, Category, Tracer
-from hpctrain.train.finiteness import Cause, Finiteness, Look
+from hpctrain.train.finiteness import Cause, FiniteCheck, Finiteness
 from hpctrain.train.metrics import StepReduction
 from hpctrain.train.passes import MicroBatch, Passes, micro_batches_of
 from hpctrain.train.weight_watch import WeightWatch
@@ -152,7 +152,7 @@ def timed_optimizer(inner: Optimizer, progress: ProgressEngine) -> Optimizer:
 class Sum(Protocol):
     """The sum of one group's gradients over the parts of a step."""
 
-    def home(self, parameter: Parameter, part: int) -> Array:
+    def buffer_for(self, parameter: Parameter, part: int) -> Array:
         """The place that the gradient of one parameter over a part is to be written to."""
         ...
 
@@ -176,7 +176,7 @@ class GradientSum:
         self._group = group
         self._total: Array = group.arithmetic.zeros(group.size, group.dtype)
 
-    def home(self, parameter: Parameter, part: int) -> Array:
+    def buffer_for(self, parameter: Parameter, part: int) -> Array:
         """The group's own buffer, for every micro-batch."""
         return parameter.grad
 
@@ -223,9 +223,9 @@ class AveragingHooks(StepHooks):
         }
         self._part, self.last = 0, True
 
-    def home(self, parameter: Parameter, part: int) -> Array:
+    def buffer_for(self, parameter: Parameter, part: int) -> Array:
         """The place that the program of a part writes a gradient to."""
-        return self._sum_of[parameter.name].home(parameter, part) if self._sums else parameter.grad
+        return self._sum_of[parameter.name].buffer_for(parameter, part) if self._sums else parameter.grad
 
     def start(self) -> None:
         """A step begins."""
@@ -346,7 +346,7 @@ class TrainingStep:
         hooks = self._hooks if self._tracing is None else self._tracing
         self._lap(Category.AVERAGING, HOOKS)
         counts = [part.counts for _, part in parts]
-        programs = self._network.side_by_side(counts, image_shape=batch.image_shape, gradient_buffers=self._hooks.home)
+        programs = self._network.side_by_side(counts, image_shape=batch.image_shape, gradient_buffers=self._hooks.buffer_for)
         for program, (_, part) in zip(programs, parts, strict=True):
             # A rank that reads tiles of images has those of all samples of its split group.
             program.set_input(batch.x[part.own if len(batch.x) == len(batch.y) else part.shared])
@@ -386,7 +386,9 @@ class TrainingStep:
                 look = None
             self._lap(Category.WORK, "sums")
 
-    def _add_to_message(self, global_step: int, loss: LossHandle, statistics: Fetch, look: Look | None, group_count: int) -> None:
+    def _add_to_message(
+        self, global_step: int, loss: LossHandle, statistics: Fetch, look: FiniteCheck | None, group_count: int
+    ) -> None:
         """Ask for what was on its way to the host under backward: the only waits of a step, where kernels run elsewhere."""
         sums = loss.result()
         terms = self._network.statistics.weighted(sums.count, group_count, statistics.result())

@@ -45,14 +45,12 @@ from hpctrain.planner.configured_search import (
     SearchTask,
     SimulatedPoint,
     command_line,
-    configured_concurrency,
     configured_costs,
     configured_setting,
     is_here,
     job_of,
     overrides,
     plot,
-    space_of,
     with_candidate,
     write_trace,
     written,
@@ -74,7 +72,7 @@ from hpctrain.planner.planned_run import (
 )
 from hpctrain.planner.program_timing import processor_model
 from hpctrain.planner.search import search
-from hpctrain.planner.search_space import SearchSpace
+from hpctrain.planner.search_space import SearchSpace, configured_space
 from hpctrain.run.reproducibility import fitting_schedule, schedules_of_run
 from hpctrain.runs.directory import RunDirectory
 from hpctrain.train.replica import Replica
@@ -306,7 +304,7 @@ def test_times_count_where_they_were_measured(cache: Callable[[Machine, PlannedR
 
 
 def test_as_many_ranks_compute_at_the_same_time_as_a_node_has_of_the_job() -> None:
-    assert [configured_concurrency(MACHINE, ranks) for ranks in (1, 2, 4)] == [1, 2, 2]
+    assert [configured_setting(MACHINE, task(ranks=ranks)).concurrency for ranks in (1, 2, 4)] == [1, 2, 2]
 
 
 def measured_task(source: str) -> SearchTask:
@@ -353,14 +351,18 @@ def test_the_job_does_not_depend_on_the_configured_grid(ranks: int) -> None:
     assert len(job.specs) == len(job_of(grid_task("batch=8", ranks=1)).specs)
 
 
+def space_of(searched: SearchTask) -> SearchSpace:
+    return configured_space(searched.config, searched.ranks, searched.keep, job_of(searched).kernels)
+
+
 def test_nothing_is_fixed_but_what_is_kept() -> None:
     free = grid_task("averager=bucketed", "micro_batches=2")
-    space = space_of(free, job_of(free))
+    space = space_of(free)
     assert (space.fixed_grid, space.fixed_plan, space.fixed_averager, space.fixed_micro_batches) == (None, None, None, None)
     kept = grid_task(
         "averager={name: bucketed, bucket_bytes: 4096}", "micro_batches=2", keep=("grid", "plan", "averager", "micro_batches")
     )
-    space = space_of(kept, job_of(kept))
+    space = space_of(kept)
     assert space.fixed_grid == (2, 2)
     assert (space.fixed_averager, space.fixed_micro_batches) == (AveragerChoice("bucketed", {"bucket_bytes": 4096}), 2)
     assert space.fixed_plan is not None
@@ -373,14 +375,14 @@ def test_on_devices_one_row_is_searched_unless_a_grid_is_kept(
 ) -> None:
     monkeypatch.setenv(DEVICE_VARIABLE, "hpctrain_testing.emulator")
     kept = grid_task("backend=cuda", keep=keep)
-    assert space_of(kept, job_of(kept)).fixed_grid == grid
+    assert space_of(kept).fixed_grid == grid
 
 
 @pytest.mark.parametrize(("ranks", "words"), [(3, "nearest legal grid"), (5, "nearest legal grid")])
 def test_a_kept_grid_must_be_one_of_the_ranks(ranks: int, words: str) -> None:
     kept = grid_task(ranks=ranks, keep=("grid",))
     with pytest.raises(HpctrainError, match=words):
-        space_of(kept, job_of(kept))
+        space_of(kept)
 
 
 CUDA_CONFIG = """

@@ -11,13 +11,13 @@ ranks costs a second reduce-scatter of these slices.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager, PlannedGroup, check_at_least_one
+from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager, PlannedGroup, StrategyCosts, check_at_least_one
 from hpctrain.averaging.collective_schedule import EventKind, OperationKind, Stream
 from hpctrain.averaging.lazy_interval import LazyInterval, LazyStep
 from hpctrain.averaging.reduce_scatter import ReduceScatterAverager
@@ -221,6 +221,12 @@ class Lazy(Sharded):
         super().__init__(group, options)
         self._lazy = self.apart = _front(group, self.options.layers)
         self.exchanging = {weight: biases for weight, biases in self.exchanging.items() if weight not in self._lazy}
+
+    @classmethod
+    def costs(cls, options: Any) -> StrategyCosts:
+        """The costs of a step that averages all layers."""
+        differ = "The steps of lazy differ: this is one that averages all layers, without the check of the interval."
+        return replace(super().costs(options), note=None if options.max_interval == 1 else differ)
 
     def words(self) -> str:
         _, _, options = super().words().partition(", ")

@@ -34,6 +34,7 @@ from hpctrain.averaging.base import (
     AveragerSetup,
     GradientAverager,
     PlannedGroup,
+    StrategyCosts,
     check_at_least_one,
     check_sizes,
     words_of_sizes,
@@ -558,6 +559,12 @@ class Sparse(ReduceScatterStrategy):
                 f"The averager sparse saves bytes between nodes, but all {group.ranks} ranks are on one node; choose sharded, or "
                 f"set averager.two_level to false to treat every rank as a node."
             )
+
+    @classmethod
+    def costs(cls, options: Any) -> StrategyCosts:
+        """The costs of a step that has warmed up."""
+        differ = "Steps of sparse are taken to have warmed up: those before send more."
+        return replace(super().costs(options), density=options.density, note=differ if options.warmup_steps else None)
 
     def words(self) -> str:
         chosen = self.options

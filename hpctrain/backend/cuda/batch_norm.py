@@ -13,9 +13,9 @@ import numpy as np
 
 from hpctrain.backend.arithmetic import Arithmetic
 from hpctrain.backend.cuda.device import Argument, DeviceArray, Extent, pack_width
-from hpctrain.backend.cuda.operator import CudaOperator, Request
+from hpctrain.backend.cuda.operator import CudaOperator
 from hpctrain.backend.cuda.runtime import THREADS, CudaRuntime
-from hpctrain.backend.operators import Buffers, CallsHost, InPlace, StepContext
+from hpctrain.backend.operators import Buffers, CallsHost, InPlace, Request, StepContext
 from hpctrain.backend.specs import BatchNormSpec, TensorSpec, item_bytes, parameter_dtype
 
 #: coefficients of a channel in batch_norm.cu

@@ -11,11 +11,10 @@ from typing import Literal
 import numpy as np
 
 from hpctrain.backend.arithmetic import Arithmetic
-from hpctrain.backend.cuda.arithmetic import copy_box
 from hpctrain.backend.cuda.device import PLAN_ALIGNMENT_BYTES, ConvolutionKey, DeviceArray, DeviceConvolution, pack_width
-from hpctrain.backend.cuda.operator import ColumnSums, CudaOperator, CudaOperatorBase, Request, carve, total_bytes
+from hpctrain.backend.cuda.operator import ColumnSums, CudaOperator, CudaOperatorBase, carve, total_bytes
 from hpctrain.backend.cuda.runtime import THREADS, CudaRuntime
-from hpctrain.backend.operators import Buffers, OutputReadOnce, StepContext
+from hpctrain.backend.operators import Buffers, OutputReadOnce, Request, StepContext
 from hpctrain.backend.specs import Conv2dSpec, Spec, TensorSpec, WithRelu, item_bytes
 
 
@@ -183,9 +182,6 @@ class _Products(CudaOperator):
         assert self._values is not None
         return self._values.reshape(self.conv.channels_out, -1)
 
-    def _multiply(self, a: DeviceArray, b: DeviceArray, c: DeviceArray, **options: bool) -> None:
-        self.runtime.device.gemm(self.runtime.stream, a, b, c, precision=self.runtime.precision, **options)
-
 
 class CudaPointwiseConv2d(_Products):
     """A convolution of single pixels: stride 1, no padding, one group.
@@ -203,20 +199,20 @@ class CudaPointwiseConv2d(_Products):
 
     def forward(self, context: StepContext) -> None:
         if self.output.size:
-            self._multiply(_rows(self.buffers.inputs[0]), self._weight, _rows(self.buffers.output), transpose_b=True)
+            self.runtime.multiply(_rows(self.buffers.inputs[0]), self._weight, _rows(self.buffers.output), transpose_b=True)
 
     def backward_parameters(self) -> None:
         gradient = self.buffers.gradients["weight"]
         if self.output.size:
             gradient = gradient.reshape(self.conv.channels_out, -1)
-            self._multiply(_rows(self.output_grad), _rows(self.buffers.inputs[0]), gradient, transpose_a=True)
+            self.runtime.multiply(_rows(self.output_grad), _rows(self.buffers.inputs[0]), gradient, transpose_a=True)
         else:
             self._arithmetic.fill(gradient, 0.0)
 
     def backward_input(self) -> None:
         grad = self.input_grad()
         if grad is not None and grad.size:
-            self._multiply(_rows(self.output_grad), self._weight, _rows(grad), accumulate=self.accumulates())
+            self.runtime.multiply(_rows(self.output_grad), self._weight, _rows(grad), accumulate=self.accumulates())
 
 
 class CudaPatchConv2d(_Products):
@@ -261,8 +257,8 @@ class CudaPatchConv2d(_Products):
         padded = self.scratch[0] if self.training else self.scratch[1]
         self._arithmetic.fill(padded, 0.0)
         weight = self._weight
-        copy_box(self.runtime, padded, _whole(weight), weight, _whole(weight))
-        self._multiply(self._patches, padded, _rows(self.buffers.output), transpose_b=True)
+        self._arithmetic.copy_box(padded, _whole(weight), weight, _whole(weight))
+        self.runtime.multiply(self._patches, padded, _rows(self.buffers.output), transpose_b=True)
 
     def backward_parameters(self) -> None:
         gradient = self.buffers.gradients["weight"]
@@ -270,8 +266,8 @@ class CudaPatchConv2d(_Products):
             self._arithmetic.fill(gradient, 0.0)
             return
         gradient, padded = gradient.reshape(self.conv.channels_out, -1), self.scratch[1]
-        self._multiply(_rows(self.output_grad), self._patches, padded, transpose_a=True)
-        copy_box(self.runtime, gradient, _whole(gradient), padded, _whole(gradient))
+        self.runtime.multiply(_rows(self.output_grad), self._patches, padded, transpose_a=True)
+        self._arithmetic.copy_box(gradient, _whole(gradient), padded, _whole(gradient))
 
     def backward_input(self) -> None:
         assert self.input_grad() is None, "the input of these convolutions has no gradient"

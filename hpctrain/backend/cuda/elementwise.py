@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from hpctrain.backend.cuda.device import DeviceArray, pack_width
-from hpctrain.backend.cuda.operator import CudaOperator, CudaView
+from hpctrain.backend.cuda.operator import CudaOperator
 from hpctrain.backend.cuda.runtime import CudaRuntime, StepBlock
-from hpctrain.backend.operators import InPlace, Operator, StepContext
+from hpctrain.backend.operators import InPlace, StepContext
 from hpctrain.backend.specs import AddSpec, DropoutSpec, ReluSpec, TensorSpec, parameter_dtype
 from hpctrain.core.errors import BackendError
 
@@ -73,13 +73,6 @@ class CudaAdd(_Elementwise):
 
 
 _DIMS = 3
-
-
-def make_dropout(spec: DropoutSpec, x: TensorSpec, *, training: bool, runtime: CudaRuntime, block: StepBlock) -> Operator:
-    """Dropout, or the identity where nothing is dropped."""
-    if not training or spec.rate == 0:
-        return CudaView(spec, x)
-    return CudaDropout(spec, x, training=training, runtime=runtime, block=block)
 
 
 @dataclass(frozen=True)

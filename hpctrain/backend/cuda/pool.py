@@ -18,16 +18,6 @@ _MOST_TAPS = 1 << 16
 _COLUMNS = (2, 3)
 
 
-def make_pool(spec: PoolSpec, x: TensorSpec, *, training: bool, runtime: CudaRuntime) -> CudaOperator:
-    """The operator of either kind.
-
-    Raises:
-        BackendError: a window or images that the kernels cannot count.
-    """
-    kind = CudaMaxPool if spec.kind == "max" else CudaAveragePool
-    return kind(spec, x, training=training, runtime=runtime)
-
-
 class _Pool(CudaOperator):
     """Launches over rows of the output forward, and of the input backward."""
 

@@ -70,6 +70,20 @@ class CudaRuntime:
         grid = grid_for(items, self.threads, self.device.multiprocessors)
         self.launch(source, kernel, grid, (self.threads,), *arguments, np.int64(items))
 
+    def multiply(
+        self,
+        a: DeviceArray,
+        b: DeviceArray,
+        c: DeviceArray,
+        *,
+        transpose_a: bool = False,
+        transpose_b: bool = False,
+        accumulate: bool = False,
+    ) -> None:
+        """Enqueue c := op(a) op(b), plus c if `accumulate`, in the runtime's precision: `Device.gemm`."""
+        options = {"transpose_a": transpose_a, "transpose_b": transpose_b, "accumulate": accumulate}
+        self.device.gemm(self.stream, a, b, c, **options, precision=self.precision)
+
 
 def host_dtype(array: DeviceArray) -> np.dtype:
     """The dtype of the bits of an array on the host: uint16 for bfloat16."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hpctrain.backend.numpy.operator import NumpyOperator, Request, carve, column_sums, total_bytes
+from hpctrain.backend.numpy.operator import NumpyOperator, column_sums
 from hpctrain.backend.numpy.windows import COLUMN_BYTES, ColumnChunk, Columns, OutputBlock, blocks, taps
-from hpctrain.backend.operators import Buffers, StepContext
+from hpctrain.backend.operators import Buffers, Request, StepContext, carve, total_bytes
 from hpctrain.backend.specs import Conv2dSpec, TensorSpec, Window
 
 #: Write the product of the first two arrays, (groups, m, k) and (groups, k, n), to the third, (groups, m, n).

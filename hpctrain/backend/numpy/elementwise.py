@@ -11,9 +11,9 @@ import math
 import numpy as np
 
 from hpctrain.backend.counter_random import keep_mask, key
-from hpctrain.backend.numpy.operator import NumpyOperator, Request, RowBlocks, View
+from hpctrain.backend.numpy.operator import NumpyOperator, RowBlocks
 from hpctrain.backend.numpy.windows import split
-from hpctrain.backend.operators import Buffers, InPlace, Operator, StepContext
+from hpctrain.backend.operators import Buffers, InPlace, Request, StepContext
 from hpctrain.backend.specs import AddSpec, DropoutSpec, ReluSpec, Shape, TensorSpec
 
 
@@ -154,15 +154,6 @@ class NumpyStochasticDepth(InPlace, NumpyOperator):
 
 
 _MASK_ELEMENTS = 1 << 18
-
-
-def make_dropout(spec: DropoutSpec, x: TensorSpec, *, training: bool) -> Operator:
-    """Dropout, or the identity where nothing is dropped."""
-    if not training or spec.rate == 0:
-        return View(spec, x)
-    if spec.per_sample:
-        return NumpyStochasticDepth(spec, x, training=training)
-    return NumpyDropout(spec, x, training=training)
 
 
 def sample_indices(shape: Shape, unsplit_shape: Shape | None, origin: Shape) -> range | np.ndarray:

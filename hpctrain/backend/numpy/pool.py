@@ -9,18 +9,12 @@ import math
 
 import numpy as np
 
-from hpctrain.backend.numpy.operator import NumpyOperator, Request
+from hpctrain.backend.numpy.operator import NumpyOperator
 from hpctrain.backend.numpy.windows import OutputBlock, PlaneBlock, Planes, blocks, split
-from hpctrain.backend.operators import Buffers, Operator, StepContext
+from hpctrain.backend.operators import Buffers, Request, StepContext
 from hpctrain.backend.specs import AdaptiveAveragePoolSpec, PoolSpec, TensorSpec
 
 _BLOCK_ELEMENTS = 1 << 15
-
-
-def make_pool(spec: PoolSpec, x: TensorSpec, *, training: bool) -> Operator:
-    """The operator of either kind."""
-    kind = NumpyMaxPool if spec.kind == "max" else NumpyAveragePool
-    return kind(spec, x, training=training)
 
 
 class _Pool(NumpyOperator):

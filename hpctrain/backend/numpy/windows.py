@@ -22,8 +22,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from hpctrain.backend.numpy.operator import Request, Shape
-from hpctrain.backend.specs import Pair, Window
+from hpctrain.backend.operators import Request
+from hpctrain.backend.specs import Pair, Shape, Window
 
 
 @dataclass(frozen=True)

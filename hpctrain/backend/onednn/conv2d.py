@@ -17,7 +17,7 @@ import numpy as np
 from hpctrain.backend.numpy.conv2d import MANY_WEIGHTS, NumpyConv2d
 from hpctrain.backend.onednn import constants as c
 from hpctrain.backend.onednn.binding import Attributes, Descriptor, Engine, Primitive, Unimplemented
-from hpctrain.backend.onednn.elementwise import ReluMask
+from hpctrain.backend.onednn.elementwise import GradientMask
 from hpctrain.backend.onednn.operator import (
     BACKWARD_DATA,
     BACKWARD_WEIGHTS,
@@ -32,7 +32,6 @@ from hpctrain.backend.onednn.operator import (
     allocate,
     blocked_layout,
     convolution_geometry,
-    elements,
     images,
     in_layout,
     part,
@@ -311,7 +310,7 @@ class Conv2dOperator(OutputReadOnce, ParameterCopies, FollowsOperator, LibraryOp
         self._turns = plan.spec.window.kernel != (1, 1)
         self.inputs, self.output = (plan.x,), plan.y
         self.needs_output = relu
-        self._mask = ReluMask(engine, f"{self._what} backward", elements(engine, plan.y)) if relu and training else None
+        self._mask = GradientMask(engine, self._what, plan.y) if relu and training else None
         self._first: Conv2dOperator | None = None
         self._place_memory()
 
@@ -353,9 +352,8 @@ class Conv2dOperator(OutputReadOnce, ParameterCopies, FollowsOperator, LibraryOp
             self._bind_weights(buffers, library, blocked)
         if buffers.input_grads and buffers.input_grads[0] is not None:
             self._bind_input(buffers, library, blocked)
-        if self._mask is not None and buffers.output_grad is not None:
-            self._apply_mask = self._mask.bind(buffers.output, buffers.output_grad, buffers.output_grad)
-        self._masked = False
+        if self._mask is not None:
+            self._mask.bind(buffers)
 
     def _bind_forward(self, buffers: Buffers, library: Array, blocked: Array) -> Work:
         plan, weight = self._plan, buffers.parameters["weight"]
@@ -453,13 +451,12 @@ class Conv2dOperator(OutputReadOnce, ParameterCopies, FollowsOperator, LibraryOp
             self._load()
             self._stale = False
         self._forward()
-        self._masked = False
+        if self._mask is not None:
+            self._mask.begin_forward()
 
     def _mask_gradient(self) -> None:
-        """Once per backward, whichever half comes first."""
-        if self._mask is not None and not self._masked:
-            self._apply_mask()
-            self._masked = True
+        if self._mask is not None:
+            self._mask.apply()
 
     def backward_parameters(self) -> None:
         self._mask_gradient()
