@@ -198,12 +198,11 @@ def _statistics_lines(outcome: PlannedSearch, candidate: Candidate) -> Iterator[
 
 def candidate_words(candidate: Candidate) -> str:
     """Return the uses of the layers and the averager in a few words."""
-    plan, options = candidate.plan, candidate.options
+    plan = candidate.plan
     uses = [str(plan.default), *_runs_of_uses(plan)] if plan.rows > 1 else ["batch"]
     if plan.tiles is not None and plan.rows > 1:
         uses.append(f"images in {plan.tiles[0]} x {plan.tiles[1]} tiles")
-    described = f" with {', '.join(f'{name} {value}' for name, value in options.items())}" if options else ""
-    return f"{', '.join(uses)}; averager {candidate.averager}{described}"
+    return f"{', '.join(uses)}; averager {candidate.averager}"
 
 
 def _runs_of_uses(plan: ParallelPlan) -> Iterator[str]:

@@ -5,12 +5,9 @@ What a strategy sends is its own account (`StrategyCosts`), so a user's own stra
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass
 
-from hpctrain.averaging.averagers import strategy_costs
 from hpctrain.averaging.base import StrategyCosts
 from hpctrain.averaging.collective_schedule import OperationKind
 from hpctrain.averaging.slicing import Compression
@@ -18,21 +15,9 @@ from hpctrain.averaging.sufficient_factors import moves_less
 from hpctrain.comm.groups import Levels, levels
 from hpctrain.planner.collective_costs import MessageCosts, unhindered_seconds
 from hpctrain.planner.compute_costs import ComputeCosts
+from hpctrain.planner.job import AveragerChoice
 from hpctrain.planner.machine import Machine
 from hpctrain.planner.tasks import GridPlacements, GroupPlacement
-
-
-@dataclass(frozen=True)
-class AveragerChoice:
-    """An averager and its options, as a configuration names them."""
-
-    name: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    @cached_property
-    def costs(self) -> StrategyCosts:
-        """The strategy's own account of its messages."""
-        return strategy_costs(self.name, self.options)
 
 
 @dataclass(frozen=True)

@@ -345,7 +345,7 @@ def keys_of(candidate: Candidate) -> dict[str, Any]:
     return {
         "grid": _grid(plan),
         "plan": {"default": str(plan.default), **{pattern: str(use) for pattern, use in plan.use.items()}},
-        "averager": {"name": candidate.averager, **candidate.options},
+        "averager": {"name": candidate.averager.name, **candidate.averager.options},
         "micro_batches": candidate.micro_batches,
     }
 

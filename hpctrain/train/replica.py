@@ -41,7 +41,7 @@ from hpctrain.train.metrics import RunningSums, StepReduction, StepTotals
 from hpctrain.train.passes import Passes
 from hpctrain.train.saving import Saver
 from hpctrain.train.snapshot import Position, Shards
-from hpctrain.train.step import StepGuard, TrainingStep, timed_optimizer
+from hpctrain.train.step import StepGuard, TimedOptimizer, TrainingStep
 from hpctrain.train.weight_watch import CheckCadence, WeightWatch, message_size
 
 #: the phase of a program that is in no call of hpctrain
@@ -157,7 +157,7 @@ def make_optimizers(
         return optimizers
     for name in network.groups:
         guard = optimizers.guards[name] = GuardedOptimizer(with_ema(usable(make(), network), ema))
-        optimizers.unbound[name] = timed_optimizer(guard, progress)
+        optimizers.unbound[name] = TimedOptimizer(guard, progress)
     return optimizers
 
 

@@ -8,7 +8,7 @@ rank has found a non-finite value, each restores its copy from before the step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -23,7 +23,7 @@ from hpctrain.data.loader import Batch
 from hpctrain.nn.network import Network
 from hpctrain.nn.parameter import FlatGroup, Parameter, Segment
 from hpctrain.nn.program import StepHooks
-from hpctrain.optim.base import Norms, NormsNeeded, Optimizer
+from hpctrain.optim.base import ForwardingOptimizer, Norms, Optimizer
 from hpctrain.trace.tracer import HOOKS, Category, Tracer
 from hpctrain.train.finiteness import Cause, FiniteCheck, Finiteness
 from hpctrain.train.metrics import StepReduction
@@ -93,38 +93,19 @@ class TracingHooks(StepHooks):
         self._ready = self._clock_ns()
 
 
-class TimedOptimizer(Optimizer):
-    """An optimiser whose updates are told to the engine's account, and recorded where there is a tracer."""
+class TimedOptimizer(ForwardingOptimizer):
+    """An optimiser whose updates are reported to the engine's account, and recorded if there is a tracer."""
 
     def __init__(self, inner: Optimizer, progress: ProgressEngine) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._account, self._trace = progress.account, progress.trace
-        self.clip_norm = inner.clip_norm
-        self.momentum = inner.momentum
-        self.prepares_norms = inner.prepares_norms
-
-    @property
-    def norms_needed(self) -> NormsNeeded:
-        return self._inner.norms_needed
-
-    def bind(self, group: FlatGroup, owned: Sequence[Segment]) -> None:
-        self._inner.bind(group, owned)
-
-    def begin_step(self, left_out: Collection[str] = ()) -> None:
-        self._inner.begin_step(left_out)
-
-    def counters(self) -> dict[str, int]:
-        return self._inner.counters()
-
-    def load_counters(self, counters: Mapping[str, int]) -> None:
-        self._inner.load_counters(counters)
 
     def prepare_norms(self, segments: Sequence[Segment]) -> None:
         if self.prepares_norms:
-            self._timed(segments, lambda: self._inner.prepare_norms(segments))
+            self._timed(segments, lambda: self.inner.prepare_norms(segments))
 
     def update(self, segments: Sequence[Segment], lr: float, norms: Norms | None) -> None:
-        self._timed(segments, lambda: self._inner.update(segments, lr, norms))
+        self._timed(segments, lambda: self.inner.update(segments, lr, norms))
 
     def _timed(self, segments: Sequence[Segment], write: Callable[[], None]) -> None:
         begin_ns = self._account.clock_ns()
@@ -133,20 +114,6 @@ class TimedOptimizer(Optimizer):
         self._account.updated(begin_ns, stop_ns)
         if segments and self._trace is not None:
             self._trace.add(Category.UPDATE, segments[0].parameter, begin_ns, stop_ns)
-
-    def state(self, segment: Segment) -> dict[str, np.ndarray]:
-        return self._inner.state(segment)
-
-
-class _TimedLayerwiseOptimizer(TimedOptimizer):
-    """The same for one that needs each layer's norms."""
-
-    layer_norms = True
-
-
-def timed_optimizer(inner: Optimizer, progress: ProgressEngine) -> Optimizer:
-    """`inner`, with its updates told apart from the time that messages take."""
-    return _TimedLayerwiseOptimizer(inner, progress) if inner.layer_norms else TimedOptimizer(inner, progress)
 
 
 class Sum(Protocol):

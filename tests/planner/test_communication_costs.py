@@ -20,9 +20,10 @@ from hpctrain.nn.compile.plan import Action
 from hpctrain.parallel import layout
 from hpctrain.parallel.layout import Layout
 from hpctrain.parallel.moves import RedistributeSpec, ReduceScatterSpec, moved, moved_back
-from hpctrain.planner.averaging_costs import AveragedParts, AveragerChoice, AveragingCosts, LinearSize
+from hpctrain.planner.averaging_costs import AveragedParts, AveragingCosts, LinearSize
 from hpctrain.planner.collective_costs import Kind, MessageCosts, Stage, grid_placements, stages, unhindered_seconds
 from hpctrain.planner.compute_costs import RateCosts
+from hpctrain.planner.job import AveragerChoice
 from hpctrain.planner.machine import Link, LinkSegment, Machine
 from hpctrain.planner.operator_work import is_move, move_traffic
 from hpctrain.planner.tasks import GroupPlacement

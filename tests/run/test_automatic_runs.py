@@ -23,7 +23,7 @@ from hpctrain.optim.optimizers import Lars, Sgd
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.planner import calibration, configured_search, machine_file, measurement
 from hpctrain.planner import measurement as machine_here
-from hpctrain.planner.job import Candidate
+from hpctrain.planner.job import AveragerChoice, Candidate
 from hpctrain.planner.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
 from hpctrain.planner.measurement import measured_times
 from hpctrain.planner.operator_times import OperatorTimes, cache_file
@@ -59,8 +59,8 @@ class _Search:
         rows = 2 if ranks % 2 == 0 else 1
         best = ParallelPlan(rows, ranks // rows, use={"classifier.fc*": "model"} if rows > 1 else {})
         choices = (
-            _choice(Candidate(best, "bucketed", {"window": 3}), 0.25),
-            _choice(Candidate(ParallelPlan(1, ranks), "sharded", {}), 0.5),
+            _choice(Candidate(best, AveragerChoice("bucketed", {"window": 3})), 0.25),
+            _choice(Candidate(ParallelPlan(1, ranks), AveragerChoice("sharded", {})), 0.5),
         )
         return SimpleNamespace(choices=choices, best=choices[0])
 
