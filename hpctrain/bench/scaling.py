@@ -27,8 +27,8 @@ from hpctrain.config.schema import Config
 from hpctrain.core.errors import ConfigError, HpctrainError, LaunchError
 from hpctrain.core.files import read_text
 from hpctrain.launch.threads import usable_cores
-from hpctrain.run.trace_report import COMPUTE_ONLY_FILE, TABLE_FILE
-from hpctrain.runs.directory import RunDirectory
+from hpctrain.run.trace_report import COMPUTE_ONLY_FILE
+from hpctrain.runs.directory import TABLE_FILE, RunDirectory
 from hpctrain.storage.atomic_write import write_bytes, write_json
 
 Mode = Literal["weak", "strong"]

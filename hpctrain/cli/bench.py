@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class RankCounts(click.ParamType):
-    """Numbers of ranks, as 1,2,4."""
+    """Numbers of ranks, such as 1,2,4."""
 
     name = "ranks"
 
@@ -131,7 +131,7 @@ _NAME, _NUMBER = 16, 12
 
 
 class ThreadCounts(RankCounts):
-    """Numbers of threads, as 1,2,4."""
+    """Numbers of threads, such as 1,2,4."""
 
     name = "threads"
 
@@ -181,7 +181,7 @@ def data(
 
 
 def rates_table(rates: DataRates) -> list[str]:
-    """Images per second by stage; numbers of threads that find no room stand in a table of their own below."""
+    """Return lines with images per second by stage. Numbers of threads that do not fit get a table of their own below."""
     from hpctrain.bench.data import READ
 
     height, width, channels = rates.shape
@@ -201,7 +201,7 @@ def _threads(count: int) -> str:
 
 
 def _folded(sentences: list[str]) -> list[str]:
-    from hpctrain.train.progress_bar import folded
+    from hpctrain.core.text import folded
 
     return [line for sentence in sentences for line in folded(sentence.split(", "), _COLUMNS, ", ")]
 
