@@ -107,7 +107,7 @@ def text(value: object) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
-def read(file: h5py.File) -> Stored:
+def read_stored(file: h5py.File) -> Stored:
     """Return everything that an open HDF5 file says, but its pixels.
 
     Raises:

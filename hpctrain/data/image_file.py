@@ -19,13 +19,21 @@ import numpy as np
 
 from hpctrain.backend.counter_random import key, words
 from hpctrain.core.errors import DataError
-from hpctrain.data import format
 from hpctrain.data.files import require_file, system_errors_as
-from hpctrain.data.format import ENCODED_VERSION, FORMAT, VERSION, Stored, changed, check, digest_of, names_digest, normal_name
+from hpctrain.data.format import (
+    ENCODED_VERSION,
+    FORMAT,
+    VERSION,
+    Stored,
+    changed,
+    check,
+    digest_of,
+    names_digest,
+    normal_name,
+    read_stored,
+    text,
+)
 from hpctrain.data.readers import BlockReader, Extents, MappedReader, ReadImages, UnreadableError, reason
-from hpctrain.data.writer import EncodedFileWriter, ImageFileWriter, write
-
-__all__ = ["FORMAT", "VERSION", "EncodedFileWriter", "ImageFile", "ImageFileWriter", "write"]
 
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
@@ -173,7 +181,7 @@ def _read(path: Path) -> Stored:
             "`hpctrain data convert hdf5`."
         )
     with h5py.File(path, "r", locking=False) as opened:
-        if format.text(opened.attrs.get("format")) != FORMAT:
+        if text(opened.attrs.get("format")) != FORMAT:
             raise DataError(
                 f"{path} is an HDF5 file, but not a data file of hpctrain; make one with `hpctrain data convert hdf5`."
             )
@@ -183,7 +191,7 @@ def _read(path: Path) -> Stored:
                 f"{path} has version {version} of the data format, this hpctrain reads versions {VERSION} and "
                 f"{ENCODED_VERSION}; convert it again."
             )
-        return format.read(opened)
+        return read_stored(opened)
 
 
 def _damaged(path: Path, state: str = "damaged, or not an HDF5 file") -> DataError:

@@ -441,7 +441,7 @@ class EncodedFileWriter(DataFileWriter):
         file.attrs["version"] = ENCODED_VERSION
 
 
-def write(
+def write_data_file(
     path: str | Path,
     count: int,
     shape: tuple[int, int, int],

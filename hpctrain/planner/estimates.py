@@ -15,9 +15,9 @@ from hpctrain.core.errors import BackendError
 from hpctrain.nn.compile.compiler import compile_graph
 from hpctrain.parallel.layout import Layout
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
-from hpctrain.planner.averaging_costs import AveragerChoice, AveragingCosts
+from hpctrain.planner.averaging_costs import AveragingCosts
 from hpctrain.planner.compute_costs import ComputeCosts
-from hpctrain.planner.job import Candidate, Job
+from hpctrain.planner.job import AveragerChoice, Candidate, Job
 from hpctrain.planner.layer_costs import (
     NetworkSegment,
     SegmentCost,
@@ -230,7 +230,7 @@ class GridEstimates:
                 by_name.update(dict.fromkeys((node.name for node in segment.nodes(self._prices.graph)), use))
             default, rules = patterns(by_name)
             plan = replace(plan, default=default, use=rules)
-        return Candidate(plan, choice.name, dict(choice.options), self._micro_batches)
+        return Candidate(plan, choice, self._micro_batches)
 
 
 class _Table:

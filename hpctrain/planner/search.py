@@ -14,10 +14,9 @@ from itertools import islice
 
 from hpctrain.core.errors import ConfigError, HpctrainError
 from hpctrain.parallel.parallel_plan import Parallelism
-from hpctrain.planner.averaging_costs import AveragerChoice
 from hpctrain.planner.compute_costs import ComputeCosts
 from hpctrain.planner.estimates import Estimate, GridEstimates, memory_factor
-from hpctrain.planner.job import Candidate, Job
+from hpctrain.planner.job import AveragerChoice, Candidate, Job
 from hpctrain.planner.machine import Machine
 from hpctrain.planner.search_space import SearchSpace, grid_shapes
 from hpctrain.planner.step_program import predict
@@ -25,9 +24,9 @@ from hpctrain.planner.tasks import Prediction, SimulationOptions
 from hpctrain.trace.time_table import TimeTable
 
 _GIBIBYTE = 1 << 30
-# Predictions that differ by less are not told apart.
+# Predictions that differ by a smaller share count as equal.
 _EQUAL_SHARE = 0.005
-#: of a step: predictions of other layers' parallelism may be wrong by so much, one against the other
+#: share of a step by which predictions of different parallelism may be wrong, relative to each other
 UNCERTAIN_SHARE = 0.05
 
 
@@ -199,7 +198,7 @@ class _Bounds:
     def _of_shape(self, shape: tuple[int, int], micro_batches: int, known: Iterable[Estimate]) -> list[Estimate]:
         best: dict[str, float] = {}
         for one in known:
-            name = one.candidate.averager
+            name = one.candidate.averager.name
             best[name] = min(best.get(name, math.inf), one.seconds)
         grid = self._grid(shape, micro_batches)
         choices = self._space.averager_choices
@@ -256,11 +255,11 @@ def _beside_the_best(results: list[tuple[Candidate, Prediction]], machine: Machi
     """Return the best simulated plan with all averagers, and its averager with the next best plans, without simulated ones."""
     ranked = _ranked(results, machine)
     best, *others = [choice.candidate for choice in ranked if choice.fits] or [ranked[0].candidate]
-    wanted = [replace(best, averager=choice.name, options=dict(choice.options)) for choice in space.averager_choices]
+    wanted = [replace(best, averager=choice) for choice in space.averager_choices]
     plans = list(dict.fromkeys((other.plan.rows, other.micro_batches) for other in others))[:_NEXT_PLANS]
     for of_plan in plans:
         other = next(one for one in others if (one.plan.rows, one.micro_batches) == of_plan)
-        wanted.append(replace(other, averager=best.averager, options=best.options))
+        wanted.append(replace(other, averager=best.averager))
     known = [candidate for candidate, _ in results]
     return [candidate for number, candidate in enumerate(wanted) if candidate not in known + wanted[:number]]
 
@@ -289,8 +288,8 @@ def _distinct(estimates: Iterable[Estimate]) -> list[Estimate]:
 
 
 def _is_repeated(estimate: Estimate, other: Estimate) -> bool:
-    one, two = estimate.candidate, other.candidate
-    return replace(one, options={}) == replace(two, options={}) and math.isclose(estimate.seconds, other.seconds, rel_tol=1e-12)
+    one, two = (replace(of.candidate, averager=AveragerChoice(of.candidate.averager.name)) for of in (estimate, other))
+    return one == two and math.isclose(estimate.seconds, other.seconds, rel_tol=1e-12)
 
 
 def _is_pure_batch(candidate: Candidate) -> bool:

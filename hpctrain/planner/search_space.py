@@ -17,7 +17,7 @@ from hpctrain.config import grid
 from hpctrain.config.schema import Config
 from hpctrain.core.errors import ConfigError
 from hpctrain.parallel.parallel_plan import ParallelPlan
-from hpctrain.planner.averaging_costs import AveragerChoice
+from hpctrain.planner.job import AveragerChoice
 from hpctrain.planner.tasks import SimulationOptions
 
 #: sections of a configuration that a search chooses

@@ -112,7 +112,7 @@ def best(
 
 def _words(choice: SearchChoice) -> str:
     one = choice.candidate
-    return f"{chosen_words(one.plan, one.averager, one.options)}: {choice.prediction.step.seconds:.3g} s"
+    return f"{chosen_words(one.plan, one.averager.name, one.averager.options)}: {choice.prediction.step.seconds:.3g} s"
 
 
 #: A name, or a mapping of "name" and options, as in a configuration.

@@ -6,7 +6,6 @@ Events in its metrics that are out of the ordinary come in words for people. Onl
 from __future__ import annotations
 
 import os
-import re
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,11 +15,11 @@ from typing import Any
 
 from hpctrain.core.errors import DataError
 from hpctrain.core.files import json_object, read_bytes
-from hpctrain.core.text import spans
+from hpctrain.core.text import loss_text, spans
 from hpctrain.flight.autopsy import autopsy, records_in
 from hpctrain.flight.ring import FlightRecord
 from hpctrain.launch.process_end import End
-from hpctrain.runs.directory import RunDirectory
+from hpctrain.runs.directory import RunDirectory, stored_checkpoints
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class RunEvent:
 
 
 def events_of(records: Iterable[Mapping[str, Any]]) -> list[RunEvent]:
-    """Return the events among the records of a run, in their order; a record that lacks something yields what it has."""
+    """The events among the records of a run, in their order; a record that lacks something is told as far as it goes."""
     events = []
     for record in records:
         words = _WORDS.get(str(record.get("kind")))
@@ -97,11 +96,17 @@ _WORDS: dict[str, Callable[[Mapping[str, Any]], str]] = {
 SILENT_SECONDS = 10.0
 # Largest plausible difference between two clocks.
 _CLOCK_ERROR_SECONDS = 86400.0
-_CHECKPOINT = re.compile(r"checkpoint-(\d{8,})(\.h5|\.shards)")
 
 Record = Mapping[str, Any]
 #: (step, value), in the order of recording
 Curve = tuple[tuple[float, float], ...]
+
+
+def means_text(values: Record, unknown: str = "-") -> tuple[str, str, str]:
+    """Return loss, top-1 and top-5 accuracy of a record as texts; `unknown` for values that are missing or not finite."""
+    loss, accuracies = values.get("loss"), (values.get("top1"), values.get("top5"))
+    top1, top5 = (unknown if value is None else f"{value:.2%}" for value in accuracies)
+    return unknown if loss is None else loss_text(loss), top1, top5
 
 
 @dataclass(frozen=True)
@@ -124,7 +129,11 @@ class RunState:
 
     def latest(self, *kinds: str) -> Record:
         """Return the latest record of these kinds; an empty one if there is none."""
-        return next((record for record in reversed(self.records) if record.get("kind") in kinds), {})
+        return next(reversed(self.of_kind(*kinds)), {})
+
+    def of_kind(self, *kinds: str) -> list[Record]:
+        """Return all records of these kinds, in the order of recording."""
+        return [record for record in self.records if record.get("kind") in kinds]
 
     @property
     def step(self) -> int:
@@ -152,8 +161,8 @@ class RunState:
         return float(pace * max(0, start["last_sample"] - self.done_samples))
 
     def curve(self, measure: str, *kinds: str) -> Curve:
-        """Return a measure over steps, without values that are not finite."""
-        points = ((record.get("step"), record.get(measure)) for record in self.records if record.get("kind") in kinds)
+        """A measure over steps; values that are not finite are left out."""
+        points = ((record.get("step"), record.get(measure)) for record in self.of_kind(*kinds))
         return tuple((step, value) for step, value in points if isinstance(step, int) and isinstance(value, int | float))
 
     @property
@@ -162,7 +171,7 @@ class RunState:
         return events_of(self.records)
 
     def heard_seconds(self, record: FlightRecord) -> float:
-        """Return how long ago a rank last gave a sign of life."""
+        """How long ago a rank was last heard of."""
         return max(0.0, self.now - record.wall_seconds(record.last_ns))
 
 
@@ -182,11 +191,12 @@ class RunReader:
         self._records: tuple[Record, ...] = ()
 
     def read(self, now: float) -> RunState:
-        """Return the state at an instant of the wall clock. Leaves out what is being written, torn or gone meanwhile."""
+        """The state at an instant of the wall clock. What is being written, is torn or is gone meanwhile is left out."""
         records, ranks = self._metrics(), _flight(self.directory)
-        path, written = _newest_checkpoint(self.directory.checkpoints)
+        newest = next(reversed(stored_checkpoints(self.directory.checkpoints)), None)
+        path, age_seconds = (None, now) if newest is None else (newest.path, max(0.0, now - newest.written))
         end = _end(records, ranks, now, self._silences(ranks))
-        return RunState(self.directory.path, now, records, ranks, path, max(0.0, now - written), end)
+        return RunState(self.directory.path, now, records, ranks, path, age_seconds, end)
 
     def _silences(self, ranks: Sequence[FlightRecord]) -> Mapping[int, float] | None:
         """Return, by rank, the seconds since this reader last saw a sign of life; None if it does not follow the run."""
@@ -212,29 +222,17 @@ class RunReader:
 
 
 def _lines(content: bytes) -> list[Record]:
-    """Return all whole lines that are JSON objects."""
+    """All whole lines that are JSON objects."""
     records = (json_object(line) for line in content.split(b"\n")[:-1])
     return [record for record in records if record is not None]
 
 
 def _flight(directory: RunDirectory) -> tuple[FlightRecord, ...]:
-    """Return the records of the ranks, without their operations; none if none can be read here."""
+    """The records of the ranks, without their operations; none where none can be read here."""
     try:
         return records_in(directory.flight_records(), operations=False)
     except (DataError, OSError):
         return ()
-
-
-def _newest_checkpoint(directory: Path) -> tuple[Path | None, float]:
-    """Return the checkpoint of the latest step, and when it was written."""
-    names = []
-    try:
-        for entry in os.scandir(directory):
-            if match := _CHECKPOINT.fullmatch(entry.name):
-                names.append((int(match[1]), Path(entry.path), entry.stat().st_mtime))
-    except OSError:
-        pass
-    return (None, 0.0) if not names else max(names)[1:]
 
 
 def _end(
@@ -277,13 +275,13 @@ def _lives(process: int) -> bool:
 
 
 def _stopped(records: Sequence[Record]) -> str | None:
-    """Return the words on what has stopped the run, if nothing has begun since."""
+    """The words on what has stopped the run, if nothing has begun since."""
     last = next((record for record in reversed(records) if record.get("kind") in ("stop", "start")), {})
     return f"stopped by {last.get('by')} after step {last.get('step')}" if last.get("kind") == "stop" else None
 
 
 def _complete(records: Sequence[Record]) -> bool:
-    """Return whether the last epoch of the latest start was recorded."""
+    """Whether the last epoch of the latest start was recorded."""
     start = next((record for record in reversed(records) if record.get("kind") == "start"), {})
     return any(record.get("kind") == "epoch" and record.get("epoch") == start.get("epochs") for record in records)
 

@@ -22,10 +22,10 @@ from hpctrain.parallel.moves import SplitGroup
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.partition_graph import partition_graph
 from hpctrain.parallel.plan_report import report_plan
-from hpctrain.planner.averaging_costs import AveragedParts, AveragerChoice
+from hpctrain.planner.averaging_costs import AveragedParts
 from hpctrain.planner.compute_costs import RateCosts
 from hpctrain.planner.estimates import Estimate, GridEstimates, unsplit_plan
-from hpctrain.planner.job import Job
+from hpctrain.planner.job import AveragerChoice, Job
 from hpctrain.planner.layer_costs import SegmentCosts, segments
 from hpctrain.planner.machine import Machine
 from hpctrain.planner.operator_work import is_move

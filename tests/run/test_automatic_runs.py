@@ -17,13 +17,13 @@ from hpctrain.comm.base import Communicator, SingleCommunicator
 from hpctrain.config.load import load
 from hpctrain.config.schema import Config
 from hpctrain.core.errors import CheckpointError, ConfigError
-from hpctrain.data import image_file as data_format
+from hpctrain.data.writer import write_data_file
 from hpctrain.job.automatic_choice import CHOICE_META, AutomaticChoice, PredictedStep, Resolved, machine_digest, model_digest
 from hpctrain.optim.optimizers import Lars, Sgd
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.planner import calibration, configured_search, machine_file, measurement
 from hpctrain.planner import measurement as machine_here
-from hpctrain.planner.job import Candidate
+from hpctrain.planner.job import AveragerChoice, Candidate
 from hpctrain.planner.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
 from hpctrain.planner.measurement import measured_times
 from hpctrain.planner.operator_times import OperatorTimes, cache_file
@@ -59,8 +59,8 @@ class _Search:
         rows = 2 if ranks % 2 == 0 else 1
         best = ParallelPlan(rows, ranks // rows, use={"classifier.fc*": "model"} if rows > 1 else {})
         choices = (
-            _choice(Candidate(best, "bucketed", {"window": 3}), 0.25),
-            _choice(Candidate(ParallelPlan(1, ranks), "sharded", {}), 0.5),
+            _choice(Candidate(best, AveragerChoice("bucketed", {"window": 3})), 0.25),
+            _choice(Candidate(ParallelPlan(1, ranks), AveragerChoice("sharded", {})), 0.5),
         )
         return SimpleNamespace(choices=choices, best=choices[0])
 
@@ -74,7 +74,7 @@ def _choice(candidate: Candidate, seconds: float) -> SimpleNamespace:
 def folder(tmp_path: Path) -> Path:
     random = np.random.default_rng(0)
     images = random.integers(0, 256, (16, 9, 8, 1), dtype=np.uint8)
-    data_format.write(tmp_path / "train.h5", 16, (9, 8, 1), ["a", "b", "c"], [(images, random.integers(0, 3, 16))])
+    write_data_file(tmp_path / "train.h5", 16, (9, 8, 1), ["a", "b", "c"], [(images, random.integers(0, 3, 16))])
     (tmp_path / "tiny.yaml").write_text(CONFIG.format(folder=tmp_path))
     machine_file.write(tmp_path / "machine.yaml", planned.machine())
     return tmp_path

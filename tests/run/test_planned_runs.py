@@ -30,7 +30,7 @@ from hpctrain.config.load import load, parse
 from hpctrain.config.schema import Config
 from hpctrain.core.errors import CheckpointError, ConfigError, HpctrainError
 from hpctrain.core.registry import Registry
-from hpctrain.data import image_file as data_format
+from hpctrain.data.writer import write_data_file
 from hpctrain.models import catalogue
 from hpctrain.nn.parameter import GroupLayout, ParameterSpec
 from hpctrain.optim.base import NormsNeeded
@@ -39,7 +39,6 @@ from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.rank_graph import make_network
 from hpctrain.planner import configured_search, planned_run
-from hpctrain.planner.averaging_costs import AveragerChoice
 from hpctrain.planner.compute_costs import RateCosts, update_key
 from hpctrain.planner.configured_search import (
     SearchTask,
@@ -56,7 +55,7 @@ from hpctrain.planner.configured_search import (
     written,
 )
 from hpctrain.planner.group_schedules import group_strategies
-from hpctrain.planner.job import Candidate
+from hpctrain.planner.job import AveragerChoice, Candidate
 from hpctrain.planner.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
 from hpctrain.planner.measurement import measure
 from hpctrain.planner.operator_times import OperatorTimes, cache_file
@@ -171,9 +170,9 @@ def test_a_job_is_what_the_configuration_trains(optimizer: str, norms_needed: st
     assert (training.model, training.batch, training.dtype, training.image_shape) == ("resnet20", 12, "float32", (32, 32, 3))
     assert (training.norms_needed, training.momentum) == (norms_needed, 0.9)
     assert training.kernels is task.kernels
-    assert (chosen.plan, chosen.averager, dict(chosen.options), chosen.micro_batches) == (task.plan, "priority", {"window": 3}, 2)
+    assert chosen == Candidate(task.plan, AveragerChoice("priority", {"window": 3}), 2)
     group = PlannedGroup(GroupLayout(training.specs, "float32"), 2)
-    assert isinstance(training.strategy(chosen.averager, chosen.options, group), Priority)
+    assert isinstance(training.strategy(chosen.averager.name, chosen.averager.options, group), Priority)
     with pytest.raises(ConfigError, match="averager"):
         training.strategy("nobody", {}, group)
 
@@ -208,9 +207,15 @@ SLOW = Machine("slow", 4, 1, 1.0, 1 << 34, LINK, LINK, 1, dict.fromkeys(Operator
 CONFIGS = Path(__file__).parents[2] / "configs"
 CANDIDATES = [
     Candidate(ParallelPlan(1, 4)),
-    Candidate(ParallelPlan(2, 2, "domain", {"classifier.*": "model"}), "bucketed", {"bucket_bytes": 1 << 20}, 2),
-    Candidate(ParallelPlan(4, 1, "domain", tiles=(2, 2), overlapped=frozenset({"stage2.conv"})), "sharded", {"window": None}),
-    Candidate(ParallelPlan(2, 1, "batch", {"stage*": "domain", "stage2.conv": "batch"}), options={"fc_exchange": "never"}),
+    Candidate(ParallelPlan(2, 2, "domain", {"classifier.*": "model"}), AveragerChoice("bucketed", {"bucket_bytes": 1 << 20}), 2),
+    Candidate(
+        ParallelPlan(4, 1, "domain", tiles=(2, 2), overlapped=frozenset({"stage2.conv"})),
+        AveragerChoice("sharded", {"window": None}),
+    ),
+    Candidate(
+        ParallelPlan(2, 1, "batch", {"stage*": "domain", "stage2.conv": "batch"}),
+        AveragerChoice("sharded", {"fc_exchange": "never"}),
+    ),
 ]
 
 
@@ -223,7 +228,8 @@ def test_every_way_leads_to_the_candidate(name: str, number: int, tmp_path: Path
     assert load(path, overrides(candidate))[0] == config
     assert parse(written(before, candidate, ("Chosen.", "In two lines.")))[0] == config
     plan = parallel_plan(config, config.grid.cols or 0)
-    assert Candidate(plan, config.averager.name, config.averager.options, config.micro_batches) == candidate
+    averager = AveragerChoice(config.averager.name, config.averager.options)
+    assert Candidate(plan, averager, config.micro_batches) == candidate
     untouched = set(Config.model_fields) - {"grid", "plan", "averager", "micro_batches"}
     assert all(getattr(config, key) == getattr(before, key) for key in untouched)
 
@@ -405,7 +411,7 @@ def _planned(*overrides: str, ranks: int = 2, per_node: int | None = None) -> Pl
 
 def _write(count: int) -> None:
     images = np.zeros((count, 9, 8, 1), np.uint8)
-    data_format.write(Path("train.h5"), count, (9, 8, 1), ["a", "b"], [(images, np.zeros(count, np.int64))])
+    write_data_file(Path("train.h5"), count, (9, 8, 1), ["a", "b"], [(images, np.zeros(count, np.int64))])
 
 
 @pytest.mark.usefixtures("emulated_gpu")

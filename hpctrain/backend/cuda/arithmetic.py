@@ -180,7 +180,7 @@ class CudaWatchedArrays:
 
 
 def checksum_of_zeros(size_bytes: int) -> int:
-    """CRC-32 of so many zero bytes, without making them: what its inversions alone add to that of any bytes."""
+    """Return the CRC-32 of this number of zero bytes, computed without them: the term that its inversions add for any bytes."""
     power, square, bits = _ONE, _ONE >> 1, 8 * size_bytes
     while bits:
         if bits & 1:
@@ -190,7 +190,7 @@ def checksum_of_zeros(size_bytes: int) -> int:
 
 
 def _product(a: int, b: int) -> int:
-    """The product of polynomials over GF(2), modulo that of CRC-32; bit 31 is the coefficient of x^0."""
+    """Return the product of polynomials over GF(2), modulo that of CRC-32; bit 31 is the coefficient of x^0."""
     total = 0
     for bit in range(31, -1, -1):
         if a >> bit & 1:
@@ -248,7 +248,7 @@ class RunTables:
         self._tables: dict[tuple[int, int], list[RunTable]] = {}
 
     def launch(self, source: str, kernel: str, runs: Iterable[UpdateRun], *scalars: np.generic) -> None:
-        """Enqueue a kernel over the elements of `runs`, with its own arguments behind the runs."""
+        """Enqueue a kernel over the elements of `runs`, with its own arguments after the runs."""
         wanted = tuple(run for run in runs if run.start < run.stop)
         if not wanted:
             return
@@ -260,7 +260,7 @@ class RunTables:
         self._runtime.launch(source, kernel, grid, (_THREADS,), *self.buffers, table.memory, np.int32(len(wanted)), *last)
 
     def _table(self, runs: Sequence[UpdateRun]) -> RunTable:
-        """The table for this part of the buffers, which a step updates once; one that became too small may still be read."""
+        """Return the table for this part of the buffers, which a step updates once; outgrown tables may still be read."""
         tables = self._tables.setdefault((runs[0].start, runs[-1].stop), [])
         if not tables or tables[-1].capacity < len(runs):
             capacity = 1 << (len(runs) - 1).bit_length()
@@ -325,8 +325,8 @@ class CudaMomentDescent:
         self._tables.launch("moments", "moments", runs, scalar(lr), *self._constants, *scales, np.int32(directs))
 
 
-#: pinned memory that copies of whole arrays go through: so many buffers of so many bytes. More are made for large arrays, so that
-#: the host fills them with a batch while the device computes.
+#: pinned memory that copies of whole arrays go through: buffers at first, at most, and bytes of each. More are made for large
+#: arrays, so that the host can fill them with a batch while the device computes.
 STAGING_COUNT, STAGING_MOST, STAGING_BYTES = 4, 64, 4 << 20
 
 #: elements that a thread casts at once: 16 bytes of float32
@@ -353,13 +353,13 @@ class CudaArithmetic(Arithmetic):
         self._messages: CudaMessages | None = None
 
     def mirrors(self) -> CudaMirrors:
-        """Made at the first call: a rank that is alone has none, and no streams for them."""
+        """Return the mirrors, made at the first call: a rank that is alone has none, and no streams for them."""
         if self.made_mirrors is None:
             self.made_mirrors = CudaMirrors(self._runtime)
         return self.made_mirrors
 
     def messages(self) -> CudaMessages:
-        """Made at the first call."""
+        """Return the service, made at the first call."""
         if self._messages is None:
             self._messages = CudaMessages(self._runtime)
         return self._messages
@@ -399,7 +399,7 @@ class CudaArithmetic(Arithmetic):
         self._launch_flat(f"average_{TAGS[target.dtype]}", width, target, source, _scalar(target, kept))
 
     def _launch_flat(self, kernel: str, width: int, target: DeviceArray, *arguments: Argument) -> None:
-        """Enqueue a kernel of copies.cu over the elements of flat arrays, `width` of them at once if there are so many."""
+        """Enqueue a kernel of copies.cu over the elements of flat arrays, `width` of them at once."""
         runtime = self._runtime
         grid = grid_for(-(-target.size // width), runtime.threads, runtime.device.multiprocessors)
         runtime.launch("copies", f"{kernel}_w{width}", grid, (runtime.threads,), target, *arguments, np.int64(target.size))
@@ -510,6 +510,6 @@ def _check_sizes(target: DeviceArray, source: Array) -> None:
 
 
 def _scalar(array: DeviceArray, value: float) -> np.generic:
-    """A kernel's argument that elements of `array` are computed with."""
+    """Return a kernel's argument that elements of `array` are computed with."""
     scalar: np.generic = np.dtype(parameter_dtype(array.dtype)).type(value)
     return scalar

@@ -194,7 +194,7 @@ def _flags(grad: DeviceArray | None, accumulates: bool, asked: int, added: int) 
 
 
 class CudaSynchronisedBatchNorm(CallsHost, CudaBatchNorm):
-    """As `CudaBatchNorm`, with moments and sums that the host merges over ranks. On a rank that is alone it is that very one.
+    """`CudaBatchNorm` with moments and sums that the host merges over ranks. On a single rank both are the same.
 
     Collective: `forward` and `backward_input` call the merger once each, on every rank, and wait for it. What crosses is
     (2, channels) in float64, each way.

@@ -108,7 +108,7 @@ class CudaLossHandle:
 
 
 class _Rows:
-    """Memory for the labels, losses and ranks of up to so many rows."""
+    """Memory for the labels, losses and ranks of up to `capacity` rows."""
 
     def __init__(self, runtime: CudaRuntime, capacity: int) -> None:
         def memory(dtype: str, item_bytes: int) -> DeviceArray:
@@ -133,7 +133,7 @@ class CudaSoftmaxCrossEntropy(LossOperator):
     def run(
         self, logits: DeviceArray, labels: np.ndarray | MixedLabels, global_count: int, d_logits: DeviceArray | None
     ) -> CudaLossHandle:
-        assert not isinstance(labels, MixedLabels), "a configuration that mixes images is refused beside this set"
+        assert not isinstance(labels, MixedLabels), "a configuration that mixes images is refused for this set"
         count, classes = logits.shape
         if count == 0:
             return CudaLossHandle(None, 0)

@@ -21,14 +21,15 @@ from hpctrain.backend.specs import Conv2dSpec, Spec, TensorSpec, WithRelu, item_
 class CudaConv2d(OutputReadOnce, CudaOperatorBase):
     """y (N, Ho, Wo, K) from x (N, H, W, C), weight (K, R, S, C / groups), bias (K), all in the dtype of activations.
 
-    A ReLU behind it is computed by the plan that adds the bias. Backward then reads the output, turns the output's gradient into
+    A ReLU after it is computed by the plan that adds the bias. Backward then reads the output, turns the output's gradient into
     that before the ReLU, and sums it up for the bias in the same pass.
 
-    Plans write their results. So the input's gradient is not added to what is there (it is no `Accumulating`): scratch for it
-    would be as large as x in every convolution, while a plan has a partial only where several gradients meet, and the traffic is
-    the same. The weight's gradient is written in bfloat16 beside bfloat16 and then cast: cuDNN 9.19 has no plan from bfloat16
-    to float32. Parameters lie without gaps in their group, but plans read and write at multiples of 16 bytes: those that do not
-    begin at one go by way of scratch. Without pixels there is no plan: the output is empty, gradients of parameters are zero.
+    Plans write their results. So the input's gradient is not added to what is there (the operator is no `Accumulating`): scratch
+    for it would be as large as x in every convolution, while a plan has a partial gradient only where several gradients meet,
+    and the traffic is the same. For bfloat16 activations the weight's gradient is written in bfloat16 and then cast: cuDNN 9.19
+    has no plan from bfloat16 to float32. Parameters lie without gaps in their group, but plans read and write at multiples of 16
+    bytes: parameters that do not begin at one are copied to or from scratch. Without pixels there is no plan: the output is
+    empty, gradients of parameters are zero.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class CudaConv2d(OutputReadOnce, CudaOperatorBase):
         return self.runtime.device.convolution(key)
 
     def _fused(self) -> Literal["", "bias", "bias_relu"]:
-        """Part of the plan of forward. A ReLU alone is not: cuDNN 9.19 would have to compile that at run time."""
+        """Return what the plan of forward includes. Not a ReLU alone: cuDNN 9.19 would have to compile that at run time."""
         if not self.conv.bias:
             return ""
         return "bias_relu" if self._relu else "bias"
@@ -139,7 +140,7 @@ class CudaConv2d(OutputReadOnce, CudaOperatorBase):
         self._finished = True
 
     def _aligned(self, role: str, copy: DeviceArray) -> DeviceArray:
-        """A parameter's values where plans can read them: its own memory, or a copy."""
+        """Return a parameter's values where plans can read them: its own memory, or a copy."""
         value = self._values[role]
         if _is_aligned(value):
             return value

@@ -88,7 +88,7 @@ def check_images(name: str, *shapes: Shape) -> None:
             )
 
 
-#: rows that a thread sums at least, where there are so many
+#: rows that a thread sums at least, if there are enough
 _ROWS = 4
 _COLUMN_WAVES = 8
 

@@ -20,14 +20,14 @@ from hpctrain.backend.cuda.runtime import CudaRuntime, host_dtype
 
 
 class EventPool:
-    """Events that nobody asks any more: a stream that waits for an event waits for what it marked then."""
+    """Events for reuse, after the last question about them: a stream that waits for an event waits for what it marked then."""
 
     def __init__(self, runtime: CudaRuntime) -> None:
         self._runtime = runtime
         self._free: list[DeviceEvent] = []
 
     def take(self) -> DeviceEvent:
-        """One of them, or a new one."""
+        """Take a free event, or a new one."""
         return self._free.pop() if self._free else self._runtime.device.event()
 
     def give_back(self, event: DeviceEvent) -> None:
@@ -39,7 +39,7 @@ class EventPool:
 class CudaTransit:
     """Implements `Transit`.
 
-    begun: behind the work of kernels before the operation. copied: behind its copies to the host; None where there are none.
+    begun: after the work of kernels before the operation. copied: after its copies to the host; None if there are none.
     """
 
     begun: DeviceEvent
@@ -51,7 +51,7 @@ class CudaTransit:
 
 @dataclass
 class _Place:
-    """The mirror of the memory of an array, and the event behind the latest copies from it, if any.
+    """The mirror of the memory of an array, and the event after the latest copies from it, if any.
 
     pointer: where the array begins on the device. memory: pinned, uint8, as long as the array.
     """
@@ -61,11 +61,11 @@ class _Place:
     read: DeviceEvent | None = None
 
     def has(self, array: Array) -> bool:
-        """Whether all of the array lies in this one."""
+        """Return whether the whole array lies in this one."""
         return bool(self.pointer <= array.pointer and array.pointer + array.nbytes <= self.pointer + self.memory.size)
 
     def mirror(self, array: Array) -> np.ndarray:
-        """The part of the mirror that is an array's, flat."""
+        """Return the part of the mirror that is an array's, flat."""
         begin = array.pointer - self.pointer
         part: np.ndarray = self.memory[begin : begin + array.nbytes].view(host_dtype(array))
         return part
@@ -103,7 +103,7 @@ class CudaMirrors:
 
     def _forget(self, place: _Place) -> None:
         if place.read is not None:
-            place.read.synchronize()  # or its memory would be given back while it is copied from
+            place.read.synchronize()  # its memory must not be freed while it is copied from
         self._covered.remove(place)
         self._places = {key: other for key, other in self._places.items() if other is not place}
         self.pinned_bytes -= place.memory.nbytes
@@ -145,7 +145,7 @@ class CudaMirrors:
 
 
 class CudaMark:
-    """Implements `WorkMark`: an event that is given back once it was seen to be done."""
+    """Implements `WorkMark`: an event that returns to the pool once it is found done."""
 
     __slots__ = ("_event", "_pool")
 

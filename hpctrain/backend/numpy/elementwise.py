@@ -18,7 +18,7 @@ from hpctrain.backend.specs import AddSpec, DropoutSpec, ReluSpec, Shape, Tensor
 
 
 def flat_blocks(array: np.ndarray) -> list[np.ndarray]:
-    """The elements of a contiguous array, in 2-D views that a near cache holds."""
+    """Return the elements of a contiguous array, in 2-D views that a near cache holds."""
     return RowBlocks((array.size, 1)).views(array)
 
 
@@ -96,7 +96,7 @@ class Add(InPlace, NumpyOperator):
 
 
 def zeros_beside(views: list[np.ndarray], dtype: str) -> np.ndarray:
-    """Zeros as wide as the widest block: the maximum of two arrays is three times as fast as that of an array and a number."""
+    """Return zeros as wide as the widest block: np.maximum of two arrays is three times as fast as with a number."""
     return np.zeros(max((view.shape[1] for view in views), default=0), dtype)
 
 
@@ -157,7 +157,7 @@ _MASK_ELEMENTS = 1 << 18
 
 
 def sample_indices(shape: Shape, unsplit_shape: Shape | None, origin: Shape) -> range | np.ndarray:
-    """Where the elements of one sample's block lie in its unsplit activation: a range of neighbours, else int64 (size,).
+    """Return where the elements of one sample's block lie in its unsplit activation: a range if they are neighbours, else int64.
 
     Args:
         shape: of the block. unsplit_shape: of the whole, None where it is not split. origin: the block's first corner.

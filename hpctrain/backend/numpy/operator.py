@@ -20,7 +20,7 @@ _HUGE_PAGE = 2 << 20
 
 
 def allocate(size_bytes: int) -> np.ndarray:
-    """A zeroed uint8 array on pages of its own, on huge pages where the system has them; freed with the array."""
+    """Return a zeroed uint8 array on pages of its own, on huge pages where the system has them; freed with the array."""
     if size_bytes == 0:
         return np.zeros(0, np.uint8)
     pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -58,7 +58,7 @@ class RowBlocks:
         return min(self.height * self.width, self.rows * self.channels)
 
     def views(self, array: np.ndarray) -> list[np.ndarray]:
-        """The blocks of `array`, 2-D views in order; the last one is a single, shorter row where the width does not divide M."""
+        """Return the blocks of `array`, 2-D views in order; if the width does not divide M, the last one is one shorter row."""
         flat = array.reshape(-1)
         whole = flat.size - flat.size % self.width if self.width else 0
         step = self.height * self.width
@@ -68,15 +68,15 @@ class RowBlocks:
         return views
 
     def tile(self, vector: np.ndarray, dtype: str) -> np.ndarray:
-        """A per-channel vector (C,) repeated to a block's width; a block takes as many elements of it as it is wide."""
+        """Return a per-channel vector (C,) repeated to a block's width; a block takes as many elements of it as it is wide."""
         return np.tile(vector.astype(dtype), self.repeat)
 
     def sums(self) -> np.ndarray:
-        """Zeros to add the blocks' column sums to, float64, as wide as a block."""
+        """Return zeros to add the blocks' column sums to, float64, as wide as a block."""
         return np.zeros(self.width, np.float64)
 
     def fold(self, sums: np.ndarray) -> np.ndarray:
-        """Sums over the columns of blocks to sums per channel, float64 (C,)."""
+        """Reduce sums over the columns of blocks to sums per channel, float64 (C,)."""
         return np.asarray(sums.reshape(-1, self.channels).sum(axis=0, dtype=np.float64))
 
 

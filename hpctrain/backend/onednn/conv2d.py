@@ -57,7 +57,7 @@ _DIRECT_WEIGHTS_SPEED = 0.7
 
 
 def describe(spec: Conv2dSpec, x: TensorSpec) -> str:
-    """For errors and reports."""
+    """Describe a convolution, for errors and reports."""
     kernel = "x".join(map(str, spec.window.kernel))
     return f"conv2d {spec.channels_in}->{spec.channels_out} {kernel} on {x.shape}"
 
@@ -66,8 +66,8 @@ class Convolution:
     """The three primitives of one convolution between images in given layouts.
 
     Attributes:
-        forward, backward_data, backward_weights: the latter two None in evaluation, the second where nobody asks for the
-            input's gradient.
+        forward, backward_data, backward_weights: the latter two None in evaluation, the second also if the input's gradient is
+            not wanted.
         weights: the format that `forward` reads, as `backward_data_weights` in backward, and `diff_weights` that is written.
         adding: computes the input's gradient as a convolution of the output's and adds it; None where there is no such kernel.
         winograd, winograd_data, winograd_weights: take the place of the three in training where they are faster; else None.
@@ -119,7 +119,7 @@ class Convolution:
 
     @property
     def phases(self) -> dict[str, Primitive | None]:
-        """The primitive that computes each phase; None where nobody asks for it, or Winograd takes its place."""
+        """The primitive that computes each phase; None if it is not wanted, or Winograd takes its place."""
         return {
             FORWARD: None if self.winograd is not None else self.forward,
             BACKWARD_DATA: None if self.winograd_data is not None else self.backward_data,
@@ -137,7 +137,7 @@ class Convolution:
         return shape if spec.groups == 1 else (spec.groups, *shape)
 
     def _plain_weights(self) -> Descriptor:
-        """KRSC memory under oneDNN's dims (groups, K, C, R, S)."""
+        """Describe KRSC memory under oneDNN's dims (groups, K, C, R, S)."""
         _, r, s, channels = self.spec.weight_shape
         strides: tuple[int, ...] = (r * s * channels, 1, s * channels, channels)
         grouped = self._weight_dims()
@@ -170,7 +170,7 @@ class Convolution:
         return Primitive(self._engine, "convolution_backward_weights", what, *arguments)
 
     def _make_adding(self) -> None:
-        """dx += conv(dy, turned and transposed weights): oneDNN's backward kernels cannot add, its forward kernels can."""
+        """Make dx += conv(dy, turned and transposed weights): oneDNN's backward kernels cannot add, its forward kernels can."""
         window = adjoint(self.spec.window)
         if window is None or self.spec.groups != 1:
             return
@@ -214,7 +214,7 @@ class Convolution:
 def choose(
     engine: Engine, spec: Conv2dSpec, x: TensorSpec, *, training: bool, relu: bool, input_gradient: bool = True
 ) -> Convolution:
-    """The first layout without slow kernels, of those that oneDNN has fast ones for; else the one with the fewest.
+    """Return the first layout without slow kernels, of those that oneDNN has fast ones for; else the one with the fewest.
 
     Raises:
         Unimplemented: no layout at all can be computed.
@@ -288,7 +288,7 @@ _ADDING = "backward data, adding"
 def make_conv2d(
     engine: Engine, spec: Conv2dSpec | WithRelu, x: TensorSpec, *, training: bool, input_gradient: bool = True
 ) -> Conv2dOperator:
-    """The operator on images of `x`, whatever layout they come in."""
+    """Return the operator on images of `x`, whatever layout they come in."""
     inner = spec.inner if isinstance(spec, WithRelu) else spec
     assert isinstance(inner, Conv2dSpec)
     relu = isinstance(spec, WithRelu)
@@ -315,7 +315,7 @@ class Conv2dOperator(OutputReadOnce, ParameterCopies, FollowsOperator, LibraryOp
         self._place_memory()
 
     def _place_memory(self) -> None:
-        """Scratch: the library's own, one blocked copy of weights or their gradient, and the turned kernel."""
+        """Place scratch: the library's own, one blocked copy of weights or their gradient, and the turned kernel."""
         plan = self._plan
         formats = [plan.weights]
         turned_bytes = 0
@@ -372,7 +372,7 @@ class Conv2dOperator(OutputReadOnce, ParameterCopies, FollowsOperator, LibraryOp
         return plan.forward.bind(memories, library)
 
     def _prepare(self, use: str, source: Descriptor, plain: Array, target: Descriptor, room: Array) -> tuple[Work | None, Array]:
-        """(what copies the weights, where the kernel reads them): nothing to copy where the formats agree, or others have."""
+        """Return (copy of the weights, where the kernel reads them); no copy if formats agree, or another operator has one."""
         if source.equals(target):
             return None, plain
         copied = None if self._first is None else self._first._copied.get(use)
@@ -382,7 +382,7 @@ class Conv2dOperator(OutputReadOnce, ParameterCopies, FollowsOperator, LibraryOp
         return Copy(self._engine, f"{self._what} weights", source, target).bind(plain, room), room
 
     def _leading(self, product: Product | None) -> tuple[Product, Array] | None:
-        """One of the plan's products, and where it keeps its weights."""
+        """Return one of the plan's products, and where it keeps its weights."""
         return None if product is None else (product, self.buffers.scratch)
 
     def _bind_weights(self, buffers: Buffers, library: Array, blocked: Array) -> None:

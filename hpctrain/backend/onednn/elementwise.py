@@ -40,7 +40,7 @@ class ReluMask:
         assert self.primitive.scratchpad_bytes == 0, what
 
     def bind(self, y: Array, dy: Array, dx: Array) -> Call:
-        """The call on fixed memory."""
+        """Return the call on fixed memory."""
         values = self._values
         return self.primitive.bind({c.ARG_DST: (values, y), c.ARG_DIFF_DST: (values, dy), c.ARG_DIFF_SRC: (values, dx)})
 
@@ -62,7 +62,7 @@ class GradientMask:
             self._call = self._mask.bind(buffers.output, buffers.output_grad, buffers.output_grad)
 
     def begin_forward(self) -> None:
-        """The next backward masks again."""
+        """Let the next backward mask again."""
         self._applied = False
 
     def apply(self) -> None:
@@ -83,7 +83,7 @@ class Addition:
         assert self.primitive.scratchpad_bytes == 0, what
 
     def bind(self, a: Array, b: Array, y: Array) -> Call:
-        """The call on fixed memory."""
+        """Return the call on fixed memory."""
         values = self._values
         return self.primitive.bind({c.ARG_SRC: (values, a), c.ARG_SRC_1: (values, b), c.ARG_DST: (values, y)})
 
@@ -150,7 +150,7 @@ class AddOperator(InPlace, Accumulating, LibraryOperator):
         self._backward: Sequence[Call] = self._backward_calls() if any(g is not None for g in buffers.input_grads) else ()
 
     def _backward_calls(self) -> list[Call]:
-        """The masked gradient goes straight to the first target that is written, and from there to the other."""
+        """Return the masked gradient goes straight to the first target that is written, and from there to the other."""
         buffers = self.buffers
         calls: list[Call] = []
         gradient: Array = buffers.output_grad
@@ -177,7 +177,7 @@ class AddOperator(InPlace, Accumulating, LibraryOperator):
 
 
 class RectifiedOperator(Accumulating, OutputReadOnce, Operator):
-    """y = max(inner(x), 0), in place behind the inner operator; in plain memory.
+    """y = max(inner(x), 0), in place after the inner operator; in plain memory.
 
     Args:
         inner: the operator of `spec.inner`.

@@ -19,7 +19,7 @@ from hpctrain.backend.specs import AdaptiveAveragePoolSpec, PoolSpec, TensorSpec
 
 
 def plain_pool(spec: PoolSpec | AdaptiveAveragePoolSpec, x: TensorSpec) -> PoolSpec | None:
-    """The same pooling as windows of one size that oneDNN counts as we do; None where there is none."""
+    """Return the same pooling as windows of one size that oneDNN counts as we do; None where there is none."""
     if isinstance(spec, AdaptiveAveragePoolSpec):
         _, h, w, _ = x.shape
         if h % spec.size[0] or w % spec.size[1]:

@@ -14,10 +14,10 @@ import h5py
 import numpy as np
 
 from hpctrain.core.errors import DataError
-from hpctrain.data import image_file as data_format
 from hpctrain.data.convert.common import Advance, no_progress, numbered_names, require_memory
 from hpctrain.data.files import require_file, require_new, system_errors_as
 from hpctrain.data.readers import reason
+from hpctrain.data.writer import write_data_file
 
 Layout = Literal["nhwc", "nchw"]
 
@@ -95,7 +95,7 @@ def convert(
         raise DataError(
             f"The images in {source.path} take {needed:,} bytes, and the disk of {out} has {free:,}; write to another."
         )
-    data_format.write(out, count, source.shape, names, _chunks(source, advance))
+    write_data_file(out, count, source.shape, names, _chunks(source, advance))
 
 
 def _dataset(path: Path, file: h5py.File, key: str, option: str) -> h5py.Dataset:
