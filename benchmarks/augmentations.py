@@ -49,7 +49,7 @@ def of_ours(images: np.ndarray) -> dict[str, Work]:
 
 def of_torchvision(images: np.ndarray) -> dict[str, Work]:
     """Each of torchvision's on the images of a batch, one after another."""
-    from tests.support.torchvision_models import transforms
+    from hpctrain_testing.torchvision_models import transforms
 
     def work(name: str) -> Work:
         augmentation = getattr(transforms, name)()

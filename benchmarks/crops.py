@@ -47,7 +47,7 @@ def of_torchvision(images: np.ndarray, side: int = SIDE) -> dict[str, Work]:
     """torchvision's on the images of a batch, one after another."""
     import torch
 
-    from tests.support.torchvision_models import transforms
+    from hpctrain_testing.torchvision_models import transforms
 
     v2 = import_module("torchvision.transforms.v2")  # after the line above, which loads what it wants
     torch.set_num_threads(1)

@@ -78,7 +78,7 @@ def chains() -> dict[str, Callable[[Sequence[bytes]], object]]:
     if importlib.util.find_spec("torchvision"):
         import torch
 
-        from tests.support.torchvision_models import transforms
+        from hpctrain_testing.torchvision_models import transforms
 
         torch.set_num_threads(1)
         normalise = transforms.Normalize(MEAN.tolist(), STD.tolist())

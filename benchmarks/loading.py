@@ -94,7 +94,7 @@ def of_torchvision(read: Mapping[str, Callable[[int], Any]], count: int) -> dict
     """PyTorch's loader with torchvision's transforms. read: by library, a sample's PIL image or array."""
     import torch
 
-    from tests.support.torchvision_models import transforms
+    from hpctrain_testing.torchvision_models import transforms
 
     torch.set_num_threads(1)
     crop, flip, normalise = transforms.RandomResizedCrop(SIDE), transforms.RandomHorizontalFlip(), transforms.Normalize(MEAN, STD)

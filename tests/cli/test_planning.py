@@ -388,7 +388,7 @@ def test_dots_go_on_by_the_factor_before_them(text: str, ranks: tuple[int, ...])
         ("1,2,...,13", "the nearest number is 16"),
         ("1,2,...,11", "the nearest number is 8"),
         ("1,...,8", "two numbers before the dots"),
-        ("1,2,...", "one behind them"),
+        ("1,2,...", "one after them"),
         ("2,3,...,8", "a whole factor"),
         ("2,2,...,8", "a whole factor"),
         ("1,4,...,2", "a whole factor"),
