@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class RankCounts(click.ParamType):
-    """Numbers of ranks, as 1,2,4."""
+    """Numbers of ranks, such as 1,2,4."""
 
     name = "ranks"
 
@@ -61,7 +61,7 @@ class RankCounts(click.ParamType):
 @click.option(
     "--launcher",
     metavar="COMMAND",
-    help='Command that starts a job, such as "srun -n {ranks}"; by default the mpiexec beside this Python.',
+    help='Command that starts a job, such as "srun -n {ranks}"; by default the mpiexec next to this Python.',
 )
 @click.option(
     "--threads",
@@ -80,7 +80,7 @@ class RankCounts(click.ParamType):
     type=OutputFile(streams=True),
     default=Path("scaling.json"),
     show_default=True,
-    help="File to which all figures are written as JSON; the plot is written beside it.",
+    help="File to which all figures are written as JSON; the plot is written next to it.",
 )
 @click.option(
     "--timeout-seconds",
@@ -131,7 +131,7 @@ _NAME, _NUMBER = 16, 12
 
 
 class ThreadCounts(RankCounts):
-    """Numbers of threads, as 1,2,4."""
+    """Numbers of threads, such as 1,2,4."""
 
     name = "threads"
 
@@ -181,7 +181,7 @@ def data(
 
 
 def rates_table(rates: DataRates) -> list[str]:
-    """Images per second by stage; numbers of threads that find no room stand in a table of their own below."""
+    """Return lines with images per second by stage. Numbers of threads that do not fit get a table of their own below."""
     from hpctrain.bench.data import READ
 
     height, width, channels = rates.shape
@@ -201,7 +201,7 @@ def _threads(count: int) -> str:
 
 
 def _folded(sentences: list[str]) -> list[str]:
-    from hpctrain.train.progress_bar import folded
+    from hpctrain.core.text import folded
 
     return [line for sentence in sentences for line in folded(sentence.split(", "), _COLUMNS, ", ")]
 

@@ -35,7 +35,7 @@ _MOST_RANKS = 1_000_000
 
 
 class RankSeries(RankCounts):
-    """Numbers of ranks: 1,2,4 or 1,2,...,8192, where each number is as many times the one before as the second is the first."""
+    """Numbers of ranks: 1,2,4 or 1,2,...,8192, where each number is a multiple of the one before."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
         if isinstance(value, tuple):
@@ -52,10 +52,10 @@ class RankSeries(RankCounts):
     def _between(
         self, words: list[str], place: int, value: str, param: click.Parameter | None, ctx: click.Context | None
     ) -> list[str]:
-        """The numbers that the dots stand for."""
+        """Return the numbers that the dots stand for."""
         around = words[max(0, place - 2) : place] + words[place + 1 : place + 2]
         if len(around) < 3 or not all(word.isdecimal() and int(word) >= 1 for word in around):
-            self.fail(f"{value!r} must have two numbers before the dots and one behind them, as 1,2,...,8192", param, ctx)
+            self.fail(f"{value!r} must have two numbers before the dots and one after them, as 1,2,...,8192", param, ctx)
         first, second, last = map(int, around)
         if second <= first or second % first or last < second:
             self.fail(f"{value!r} must grow by a whole factor up to the dots and beyond, as 1,2,...,8192", param, ctx)
@@ -83,7 +83,7 @@ class Factor(click.FloatRange):
 
 
 class SlowRank(click.ParamType):
-    """A rank and how many times longer its compute takes, as 3=1.5."""
+    """A rank and how many times longer its compute takes, such as 3=1.5."""
 
     name = "rank=factor"
 
@@ -128,10 +128,10 @@ CLASSES = click.option(
 
 
 def slow_ranks(pairs: tuple[tuple[int, float], ...], most_ranks: int) -> Mapping[int, float]:
-    """The factors by rank.
+    """Return the factors by rank.
 
     Raises:
-        ConfigError: a rank that no simulated job has.
+        ConfigError: no simulated job has one of the ranks.
     """
     for rank, _ in pairs:
         if rank >= most_ranks:
@@ -222,7 +222,7 @@ def search(
 
 
 def _written(config: Config, outcome: PlannedSearch, file: Path, overrides: tuple[str, ...], write: Path | None) -> str:
-    """The command line that trains with the best choice, from the file that is written for it, if any."""
+    """Return the command line that trains with the best choice, from the file written for it, if any."""
     from hpctrain.planner import configured_search
     from hpctrain.storage.atomic_write import write_text
 
@@ -269,7 +269,7 @@ def _written(config: Config, outcome: PlannedSearch, file: Path, overrides: tupl
     "--slow",
     type=SlowRank(),
     multiple=True,
-    help="Rank that computes so many times longer than others, as 3=1.5.",
+    help="Rank whose computation takes longer by a factor, such as 3=1.5.",
 )
 @click.option(
     "--jitter",
@@ -334,7 +334,7 @@ def simulate(
 
 
 def _configs(file: Path, overrides: tuple[str, ...], averagers: tuple[str, ...]) -> dict[str, Config]:
-    """The configuration with each averager, by its label."""
+    """Return the configuration with each averager, by its label."""
     from hpctrain.config.checks import check_names
 
     configs = {}

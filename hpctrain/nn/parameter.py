@@ -92,7 +92,7 @@ class Parameter:
         name: torchvision's dotted name.
         data, grad: views into the flat buffers of its group, of `spec.shape`.
         order: forward position, 0 nearest the input: the priority key.
-        shadow: view of its group's, where that has one.
+        shadow: view of its group's shadow, if there is one.
     """
 
     name: str
@@ -109,7 +109,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Segment:
-    """Elements [start, stop) of a flat buffer that belong to one parameter; a part of it, where it is sliced or sharded."""
+    """Elements [start, stop) of a flat buffer that belong to one parameter, or to a part of it if it is sliced or sharded."""
 
     parameter: str
     start: int
@@ -246,7 +246,7 @@ class FlatStatistics:
     """Views into two flat arrays of one layout: `running`, on the host, and `batch`, which training forwards write.
 
     A step blends once: running = (1 - momentum) running + momentum * (count-weighted mean of the batch statistics over all ranks
-    and micro-batches), so replicas agree bit by bit. Evaluation reads `running` only, or a copy of it where kernels can.
+    and micro-batches), so replicas agree bit by bit. Evaluation reads `running` only; kernels of a device read a copy of it.
 
     Args:
         specs: by full name. parts: of split statistics, the interval of channels that this rank computes.
@@ -285,14 +285,14 @@ class FlatStatistics:
         self._places: dict[str, tuple[slice, tuple[int, ...]]] = {}
         start = 0
         for (name, spec), size in zip(specs.items(), sizes, strict=True):
-            part = slice(start, start + size)
-            self.running[part] = spec.fill
-            self.momentum[part] = spec.momentum
-            self.views[name] = self.running[part].reshape(spec.shape)
-            self._places[name] = part, spec.shape
+            place = slice(start, start + size)
+            self.running[place] = spec.fill
+            self.momentum[place] = spec.momentum
+            self.views[name] = self.running[place].reshape(spec.shape)
+            self._places[name] = place, spec.shape
             low, high = parts.get(name, (0, size))
-            own = slice(start + low, start + high)
-            self._own_share[own], self._group_share[own] = contributes(name)
+            computed = slice(start + low, start + high)
+            self._own_share[computed], self._group_share[computed] = contributes(name)
             start += size
 
     def by_role(self, names: Mapping[str, str]) -> dict[str, Array]:
@@ -304,24 +304,24 @@ class FlatStatistics:
         views: dict[str, Array] = {}
         for role, name in names.items():
             place, shape = self._places[name]
-            part = slice(*self._parts.get(name, (None, None)))
+            channels = slice(*self._parts.get(name, (None, None)))
             for its_role, flat in ((role, self._running_of_kernels), (_BATCH_ROLE[role], batch)):
-                views[its_role] = flat[place].reshape(shape)[part]
+                views[its_role] = flat[place].reshape(shape)[channels]
         return views
 
     def fetch_batch(self) -> Fetch:
         """See `ProgramStatistics`."""
         return self._arithmetic.fetch(self.batch)
 
-    def beside(self) -> ProgramStatistics:
+    def with_own_batch(self) -> ProgramStatistics:
         """Return the statistics of another program that runs side by side with the first: with batch statistics of its own."""
-        return _StatisticsBeside(self, self._arithmetic)
+        return _SecondBatch(self, self._arithmetic)
 
     def weighted(self, count: int, group_count: int, batch: np.ndarray | None = None) -> np.ndarray:
         """Return this rank's terms of the step's sums (float64, flat): batch statistics times the samples that they are of.
 
         Args:
-            count: samples of its own. group_count: those of its split group.
+            count: this rank's samples. group_count: those of its split group.
             batch: the result of `fetch_batch`; None: it is fetched here, which waits.
         """
         if batch is None:
@@ -359,7 +359,7 @@ class FlatStatistics:
             self._stale = False
 
 
-class _StatisticsBeside:
+class _SecondBatch:
     """Implements `ProgramStatistics`: the running statistics of `of`, with batch statistics of its own."""
 
     def __init__(self, of: FlatStatistics, arithmetic: Arithmetic) -> None:

@@ -151,9 +151,9 @@ def transfer(source: Layout, target: Layout, rank: int) -> Transfer:
         _append(receives, peer, intersect(source.boxes[peer], wanted), wanted)
     common = intersect(owned, wanted)
     local = None if common is None else (within(common, owned), within(common, wanted))
-    kept = 0 if common is None else size_of(common)
+    common_size = 0 if common is None else size_of(common)
     received = sum(piece.stop - piece.start for piece in receives)
-    return Transfer(tuple(sends), tuple(receives), local, kept + received < size_of(wanted), kept < size_of(owned))
+    return Transfer(tuple(sends), tuple(receives), local, common_size + received < size_of(wanted), common_size < size_of(owned))
 
 
 def _append(pieces: list[Piece], peer: int, box: Box | None, origin: Box) -> None:
@@ -169,7 +169,7 @@ def moved(source: Layout, target: Layout) -> tuple[int, ...]:
     Takes time linear in the ranks, and in the pairs of ranks that share something.
     """
     if target.is_partition:  # every element has one reader, so a rank sends all that it does not keep
-        return tuple(size_of(owned) - kept for owned, kept in zip(source.boxes, _kept(source, target), strict=True))
+        return tuple(size_of(owned) - staying for owned, staying in zip(source.boxes, _staying(source, target), strict=True))
     box = target.boxes[0]
     if all(other == box for other in target.boxes):  # a gather: each owned element goes to all others
         others = len(target.boxes) - 1
@@ -186,10 +186,12 @@ def moved(source: Layout, target: Layout) -> tuple[int, ...]:
 def moved_back(source: Layout, target: Layout) -> tuple[int, ...]:
     """Return the elements that each rank hands over in the adjoint: those that it received in the move."""
     tensor = whole(source.shape)  # what lies beyond has no owner
-    return tuple(_common_size(wanted, tensor) - kept for wanted, kept in zip(target.boxes, _kept(source, target), strict=True))
+    return tuple(
+        _common_size(wanted, tensor) - staying for wanted, staying in zip(target.boxes, _staying(source, target), strict=True)
+    )
 
 
-def _kept(source: Layout, target: Layout) -> list[int]:
+def _staying(source: Layout, target: Layout) -> list[int]:
     """Return the elements that each rank has in both layouts. `source` is a partition."""
     assert source.is_partition
     return [_common_size(owned, wanted) for owned, wanted in zip(source.boxes, target.boxes, strict=True)]
@@ -255,19 +257,19 @@ class TransferRunner:
         self._pack(x, self.transfer.sends, self.source_side)
         return self._group.alltoall(self.source_side, self.target_side, self._source_counts, self._target_counts, self._purpose)
 
-    def finish(self, ticket: Ticket, x: Array, y: Array, kept: Array | None = None) -> None:
-        """Fill the target y; copying the local elements hides some of the wait. kept: receives a copy of the others' elements."""
+    def finish(self, ticket: Ticket, x: Array, y: Array, saved: Array | None = None) -> None:
+        """Fill the target y; copying the local elements hides some of the wait. saved: gets a copy of the others' elements."""
         self._copy_local(x, y)
         self._group.wait(ticket)
         self._unpack(self.target_side, self.transfer.receives, y)
-        if kept is not None:
-            self._arithmetic.copy(kept, self.target_side)
+        if saved is not None:
+            self._arithmetic.copy(saved, self.target_side)
 
-    def recompute(self, x: Array, y: Array, kept: Array | None) -> None:
-        """Fill y again from x and the elements that `finish` kept, None if it received none. Not collective."""
+    def recompute(self, x: Array, y: Array, saved: Array | None) -> None:
+        """Fill y again from x and the elements that `finish` saved, None if it received none. Not collective."""
         self._copy_local(x, y)
-        if kept is not None:
-            self._unpack(kept, self.transfer.receives, y)
+        if saved is not None:
+            self._unpack(saved, self.transfer.receives, y)
 
     def _copy_local(self, x: Array, y: Array) -> None:
         if self.transfer.gaps:
@@ -378,7 +380,7 @@ class RedistributeOperator(AnyArrays, CallsHost, Accumulating, DeferredStart, Re
         self._runner = TransferRunner(
             self.share, self.spec.group, self.arithmetic, dtype, self.spec.purpose, own_memory=self.spec.early
         )
-        self._kept = None if buffers.saved is None else buffers.saved.view(dtype)
+        self._saved = None if buffers.saved is None else buffers.saved.view(dtype)
 
     def begin_forward(self) -> None:
         self._sent = self._runner.start(self.buffers.inputs[0])
@@ -388,10 +390,10 @@ class RedistributeOperator(AnyArrays, CallsHost, Accumulating, DeferredStart, Re
             self.begin_forward()
         ticket, self._sent = self._sent, None
         assert ticket is not None
-        self._runner.finish(ticket, self.buffers.inputs[0], self.buffers.output, self._kept)
+        self._runner.finish(ticket, self.buffers.inputs[0], self.buffers.output, self._saved)
 
     def recompute_output(self) -> None:
-        self._runner.recompute(self.buffers.inputs[0], self.buffers.output, self._kept)
+        self._runner.recompute(self.buffers.inputs[0], self.buffers.output, self._saved)
 
     def begin_backward(self) -> None:
         dy = self.buffers.output_grad

@@ -24,7 +24,7 @@ from hpctrain.config.schema import Config
 from hpctrain.config.values import SLURM
 from hpctrain.core import log, user_code
 from hpctrain.core.errors import CheckpointError, CommunicationTimeoutError, ConfigError, HpctrainError, RankLostError
-from hpctrain.core.text import spans
+from hpctrain.core.text import loss_text, spans
 from hpctrain.job import flight_records
 from hpctrain.job.lost_ranks import RunOwnership, ShrinkState
 from hpctrain.job.session import Session, cores_of_ranks, oversubscribed
@@ -44,7 +44,6 @@ from hpctrain.runs.owner import claim, living_owner
 from hpctrain.storage import checkpoint
 from hpctrain.storage.checkpoint import ABANDONED_SECONDS, checkpoints, remove_left
 from hpctrain.train.metrics import Reporter, RunningSums
-from hpctrain.train.progress_bar import loss_text
 from hpctrain.train.reporters import make_reporter
 from hpctrain.train.reporting import ConsoleReporter, LogReporter, ProgressStyle
 from hpctrain.train.snapshot import Position

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from hpctrain.storage.checkpoint import CheckpointContent
 
 
+_CHECKPOINT = re.compile(r"checkpoint-(\d{8,})\.(h5|shards)")
 _EARLIER = re.compile(r"config-(\d{8,})\.yaml")
 _NAME = re.compile(r"^name:.*$", re.MULTILINE)
 _LEGAL_NAME = re.compile(r"[A-Za-z0-9._][A-Za-z0-9._-]*")
@@ -63,12 +64,14 @@ _LONGEST_PATH = 1 << 14
 _MOST_CONFIG_BYTES = 1 << 20
 _MOST_BYTES_OF_SMALL = 1 << 20
 
+#: files of a traced run: events for a time line, and the table of where the time of a step went
+TRACE_FILE, TABLE_FILE = "trace.json", "time_table.json"
 #: name of the file that says where flight records lie
 FLIGHT_POINTER = "flight-directory"
 
 
 def software_versions(**others: str) -> dict[str, str]:
-    """Versions of Python and of the packages that compute; `others` (kernel set, MPI library) are added as given."""
+    """Return the versions of Python and of the packages that compute, with `others` (kernel set, MPI library) as given."""
     found = {"python": platform.python_version(), "hpctrain": __version__}
     for package in ("numpy", "mpi4py", "h5py"):
         try:
@@ -79,7 +82,7 @@ def software_versions(**others: str) -> dict[str, str]:
 
 
 def git_state(directory: Path | None = None) -> dict[str, object]:
-    """{"revision", "dirty"} of the repository around `directory` (the current one by default); {} where there is none.
+    """Return {"revision", "dirty"} of the repository around `directory` (by default the current one); {} if there is none.
 
     Starts processes: call it before MPI starts.
     """
@@ -92,7 +95,7 @@ def git_state(directory: Path | None = None) -> dict[str, object]:
 
 
 def _git(directory: Path | None, *words: str) -> str:
-    # Without optional locks a reader never disturbs somebody's work in the repository.
+    # Without optional locks a reader never disturbs others' work in the repository.
     command = ["git", "--no-optional-locks", *words]
     done = subprocess.run(
         command, cwd=directory, capture_output=True, text=True, timeout=_GIT_SECONDS, check=True, preexec_fn=release
@@ -138,7 +141,8 @@ class RunDirectory:
             run.checkpoints.mkdir()
             write_json(run.path / "versions.json", dict(versions))
             write_json(run.path / "git.json", dict(git))
-            mark(run.path, RunMarker(secrets.token_hex(8), _later_than_all(Path(output))))
+            later_than_all = max([time.time_ns(), *(1 + order_of(other.path) for other in runs(Path(output), None))])
+            mark(run.path, RunMarker(secrets.token_hex(8), later_than_all))
             # Last, since the configuration, with the marker, makes the directory a run.
             write_text(run.path / "config.yaml", config)
         except OSError as error:
@@ -149,7 +153,7 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
-        """An existing run.
+        """Return an existing run.
 
         Raises:
             CheckpointError: `path` is no run directory.
@@ -195,11 +199,11 @@ class RunDirectory:
         return self.path / "flight"
 
     def log_path(self, rank: int) -> Path:
-        """The log file of a rank, where it keeps one."""
+        """Return the log file of a rank that keeps one."""
         return self.path / "logs" / f"rank-{rank:04d}.log"
 
     def point_to_flight(self, directory: Path | None) -> None:
-        """Remember that flight records lie in this directory; None: in the run.
+        """Record that flight records lie in this directory; None: in the run.
 
         Raises:
             OSError: that cannot be written.
@@ -229,21 +233,21 @@ class RunDirectory:
         write_text(self.schedule_path(group), schedule)
 
     def schedule_path(self, group: str) -> Path:
-        """The schedule of a parameter group's averager."""
+        """Return the path of the schedule of a parameter group's averager."""
         return self.path / f"schedule-{group}.json"
 
     def schedules(self) -> dict[str, str]:
-        """The schedules (JSON text) that were written, by parameter group."""
+        """Return the stored schedules (JSON text), by parameter group."""
         pattern = self.schedule_path("*").name
         begin, end = pattern.split("*")
         return {path.name[len(begin) : -len(end)]: read_text(path) for path in sorted(self.path.glob(pattern))}
 
     def config(self) -> str:
-        """The resolved configuration's text."""
+        """Return the text of the resolved configuration."""
         return read_text(self.path / "config.yaml", TEXT_BYTES)
 
     def follow_config(self, config: str, step: int, earlier: str) -> None:
-        """From `step` on the run has this configuration; `earlier`, which it had until then, is kept beside it if it is another.
+        """Make `config` the run's configuration from `step` on; keep `earlier`, the previous one, next to it if it differs.
 
         Removes configurations of later steps, whose metrics are removed as well. Files that no run wrote stay.
 
@@ -279,13 +283,13 @@ class RunDirectory:
         records.append_lines(self.metrics_path, json.dumps(_finite(record), allow_nan=False) + "\n")
 
     def cut_metrics(self, epoch: int, step: int, *, evaluates: bool = False, goes_back: bool = False) -> None:
-        """Before a run goes on from a checkpoint: metrics and hashes end where it was taken (see `metrics_file.cut_back`)."""
+        """Cut metrics and hashes back to the checkpoint from which the run resumes (see `records.cut_back`)."""
         require_owned(self)
         for path in (self.metrics_path, self.hashes_path):
             records.cut_back(path, epoch, step, evaluates=evaluates, goes_back=goes_back)
 
     def metrics(self) -> list[dict[str, object]]:
-        """All complete lines; a last one that a kill has torn is left out.
+        """Return all complete lines; a last one that a kill has torn is left out.
 
         Raises:
             DataError: another line is no JSON object, or the file is not a regular one.
@@ -293,13 +297,61 @@ class RunDirectory:
         if not self.metrics_path.exists():
             return []
         *lines, _torn = read_bytes(self.metrics_path).split(b"\n")
-        return [self._parsed(number, line) for number, line in enumerate(lines, 1)]
+        records = []
+        for number, line in enumerate(lines, 1):
+            record = json_object(line)
+            if record is None:
+                raise DataError(f"Line {number} of {self.metrics_path} is no JSON object; delete the line.")
+            records.append(record)
+        return records
 
-    def _parsed(self, number: int, line: bytes) -> dict[str, object]:
-        record = json_object(line)
-        if record is None:
-            raise DataError(f"Line {number} of {self.metrics_path} is no JSON object; delete the line.")
-        return record
+
+@dataclass(frozen=True)
+class StoredCheckpoint:
+    """A checkpoint on the disk, as file names and file sizes show it.
+
+    Attributes:
+        step: the step in its name. n_bytes: size of all its files. written: seconds of the wall clock. version: another one
+            whenever the checkpoint is written again.
+    """
+
+    step: int
+    path: Path
+    n_bytes: int
+    written: float
+    version: tuple[int, ...]
+
+    @classmethod
+    def of(cls, step: int, path: Path) -> StoredCheckpoint:
+        """Look at a checkpoint.
+
+        Raises:
+            OSError: it does not exist any more, or it is a broken link.
+        """
+        status = path.stat()
+        n_bytes = sum(entry.stat().st_size for entry in os.scandir(path)) if path.is_dir() else status.st_size
+        return cls(step, path, n_bytes, status.st_mtime, (status.st_ino, status.st_size, status.st_mtime_ns))
+
+
+def stored_checkpoints(directory: Path) -> list[StoredCheckpoint]:
+    """Return the checkpoints of a directory, oldest step first. Leave out broken links and those that are deleted meanwhile."""
+    found = []
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(directory):
+            if match := _CHECKPOINT.fullmatch(entry.name):
+                with contextlib.suppress(OSError):
+                    found.append(StoredCheckpoint.of(int(match[1]), Path(entry.path)))
+    return sorted(found, key=lambda stored: (stored.step, stored.path))
+
+
+def flight_directory(run: Path) -> Path:
+    """Return the directory of a run's flight records: the one that the run names, its subdirectory `flight`, or `run` itself.
+
+    Raises:
+        DataError: the file that names the directory is damaged.
+    """
+    kept = RunDirectory(run).flight_records()
+    return kept if kept.is_dir() else run
 
 
 def require_owned(run: RunDirectory) -> None:
@@ -387,11 +439,6 @@ def runs(output: Path, name: str | None) -> Iterable[RunDirectory]:
     return [RunDirectory(path) for *_, path in sorted(ordered, reverse=True)]
 
 
-def _later_than_all(output: Path) -> int:
-    """Return the place of a new run in the order of runs: after all runs below `output`."""
-    return max([time.time_ns(), *(1 + order_of(run.path) for run in runs(output, None))])
-
-
 def run_of_checkpoint(path: Path, meta: Mapping[str, object]) -> RunDirectory | None:
     """Return the run that the checkpoint `path` belongs to; None if it lies in no run, or in the directory of another run.
 
@@ -421,7 +468,7 @@ def _has_config(run: RunDirectory, config: str) -> bool:
 
 
 def _name_in(path: Path) -> str | None:
-    """The name in a run's configuration; None where it has none that can be read. The rest is not parsed: there may be many."""
+    """Return the name in a run's configuration; None if it cannot be read. Parses that line alone, as there may be many runs."""
     try:
         line = _NAME.search(read_text(path, TEXT_BYTES))
         return None if line is None else str(yaml.safe_load(line[0])["name"])
@@ -430,12 +477,12 @@ def _name_in(path: Path) -> str | None:
 
 
 def latest(output: Path, name: str) -> RunDirectory | None:
-    """The newest run of that name; None where there is none."""
+    """Return the newest run of that name; None if there is none."""
     return next(iter(runs(output, name)), None)
 
 
 def resumable(output: Path, name: str) -> tuple[Path, CheckpointContent] | None:
-    """The newest valid checkpoint of the newest run of that name that has one, and its content; None where there is none.
+    """Return the newest valid checkpoint, and its content, of the newest run of that name that has one; else None.
 
     A run that ended before its first checkpoint is passed over.
     """
@@ -490,7 +537,7 @@ def write_best(directory: Path, best: BestRecord | None) -> None:
 
 
 def read_best(directory: Path) -> BestRecord | None:
-    """The record in a directory of checkpoints; None where there is none.
+    """Return the record in a directory of checkpoints; None if there is none.
 
     Raises:
         CheckpointError: it is not readable.
@@ -507,7 +554,7 @@ def read_best(directory: Path) -> BestRecord | None:
 
 
 def find_best(output: Path, name: str) -> Path:
-    """The best checkpoint of the newest run of that name that has one.
+    """Return the best checkpoint of the newest run of that name that has one.
 
     Raises:
         CheckpointError: no run has one, or the file is gone.
