@@ -194,7 +194,11 @@ def rank_memory(
     plans = [training_plan(local, job.kernels) for local in dict.fromkeys(graphs)]
     item, of_parameters = (item_bytes(dtype) for dtype in (job.dtype, parameter_dtype(job.dtype)))
     elements = sum(sizes.values())
-    sharded = [schedule for schedule in schedules if schedule is not None and _has_owners(schedule)]
+    sharded = [
+        schedule
+        for schedule in schedules
+        if schedule is not None and any(operation.kind is OperationKind.ALLGATHER for operation in schedule.operations)
+    ]
     owned = sum(_owned(schedule, sizes) for schedule in sharded) if sharded else elements
     arriving = sum(_arriving(schedule, job.batch, samples) for schedule in sharded if schedule.ranks > 1)
     return RankMemory(
@@ -206,10 +210,6 @@ def rank_memory(
         state=owned * of_parameters * job.state_arrays,
         images=_BATCHES * samples * math.prod(job.image_shape) * item,
     )
-
-
-def _has_owners(schedule: CollectiveSchedule) -> bool:
-    return any(operation.kind is OperationKind.ALLGATHER for operation in schedule.operations)
 
 
 def _owned(schedule: CollectiveSchedule, sizes: Mapping[str, int]) -> int:
@@ -329,7 +329,8 @@ class _Builder:
 
     def program(self) -> StepProgram:
         facts = [self._facts(alike) for alike in self._classes]
-        tasks = [self._tasks(alike, known) for alike, known in zip(self._classes, facts, strict=True)]
+        plans = [[training_plan(local, self._job.kernels) for local in alike.micro_batches] for alike in self._classes]
+        tasks = [rank_tasks(of_class, known, self._costs) for of_class, known in zip(plans, facts, strict=True)]
         averaged = {key: self._averaging(key, tasks) for key in self._strategies}
         classes = tuple(
             RankClass(
@@ -339,10 +340,10 @@ class _Builder:
                 alike.samples,
                 of_class,
                 dict.fromkeys(alike.groups.values(), self._update_seconds(known)),
-                self._products(alike, known),
+                product_seconds(of_plans[0], known, self._costs, self._job.batch),
                 self._memory(alike, known, averaged),
             )
-            for alike, known, of_class in zip(self._classes, facts, tasks, strict=True)
+            for alike, known, of_class, of_plans in zip(self._classes, facts, tasks, plans, strict=True)
         )
         groups = {key: self._group(averaging) for key, averaging in averaged.items()}
         return StepProgram(classes, groups, self._placements)
@@ -361,17 +362,8 @@ class _Builder:
         merging = {ranks: self._placements.of(ranks).ranks for ranks in ("all", "split", "data")}
         return StepFacts(groups, sizes, exchanging, merging, self._message_bytes)
 
-    def _tasks(self, alike: AlikeRanks, facts: StepFacts) -> tuple[Task, ...]:
-        plans = [training_plan(local, self._job.kernels) for local in alike.micro_batches]
-        return rank_tasks(plans, facts, self._costs)
-
-    def _products(self, alike: AlikeRanks, facts: StepFacts) -> Mapping[str, float]:
-        if not facts.exchanging:
-            return {}
-        return product_seconds(training_plan(alike.micro_batches[0], self._job.kernels), facts, self._costs, self._job.batch)
-
     def _update_seconds(self, known: StepFacts) -> float:
-        """Seconds of an element's update, among as many as the rank holds: caches hold the state of small networks only."""
+        """Return the seconds of an element's update, among all of the rank: caches hold the state of small networks only."""
         elements = max(1, sum(known.sizes.values()))
         return self._costs.update_seconds(elements) / elements
 
