@@ -82,9 +82,6 @@ def _pieces(graph: Graph) -> Iterator[NetworkSegment]:
         reach = max(reach, last_reader.get(node.output, len(graph.nodes)))
 
 
-UseOf = Callable[[str], Parallelism]
-
-
 @dataclass(frozen=True)
 class SegmentCost:
     """The cost of a segment for one rank in one step.
@@ -123,7 +120,7 @@ class SegmentCosts:
         self._known: dict[Hashable, SegmentCost] = {}
         self._output = self.graph.output
 
-    def cost(self, segment: NetworkSegment, incoming: Layout | None, use_of: UseOf) -> SegmentCost:
+    def cost(self, segment: NetworkSegment, incoming: Layout | None, use_of: Callable[[str], Parallelism]) -> SegmentCost:
         """Return the cost of a segment. incoming: layout of its source; None: the images, which are read as needed."""
         nodes = segment.nodes(self.graph)
         uses = tuple(use_of(node.name) for node in nodes)
