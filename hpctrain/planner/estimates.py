@@ -265,8 +265,8 @@ def memory_factor(job: Job, machine: Machine, costs: ComputeCosts, ranks: int) -
     samples = max(1, min(8, -(-job.batch // ranks)))
     graph = job.graph_of(samples)
     prices = SegmentCosts(replace(job, batch=samples), machine, costs, ParallelPlan(1, 1))
-    layout, kept = None, 0
+    layout, activation_bytes = None, 0
     for segment in segments(graph):
         cost = prices.cost(segment, layout, lambda name: Parallelism.BATCH)
-        layout, kept = cost.output, kept + cost.memory_bytes
-    return compile_graph(graph, job.kernels, training=True).arena_bytes / max(1, kept)
+        layout, activation_bytes = cost.output, activation_bytes + cost.memory_bytes
+    return compile_graph(graph, job.kernels, training=True).arena_bytes / max(1, activation_bytes)

@@ -162,8 +162,8 @@ class LinkProbe:
     def _reduce(self, n_bytes: int) -> Callable[[], Handle]:
         assert self._pair is not None
         pair, counts = self._pair, [n_bytes // 4] * 2
-        whole, own = np.ones(sum(counts), np.float32), np.ones(counts[0], np.float32)
-        return lambda: pair.ireduce_scatter(whole, own, counts)
+        whole, reduced = np.ones(sum(counts), np.float32), np.ones(counts[0], np.float32)
+        return lambda: pair.ireduce_scatter(whole, reduced, counts)
 
     def _meet(self) -> None:
         assert self._meeting is not None
@@ -281,19 +281,19 @@ def segments(points: Sequence[MessagePoint], burst_bytes: int = 0) -> tuple[Link
     times = [min(point.seconds for point in points[position:]) for position in range(len(points))]
     rate = _large_beta(points)
     made: list[LinkSegment] = []
-    for position, (here, there) in enumerate(pairwise(range(len(points)))):
-        first, second = points[here].n_bytes, points[there].n_bytes
+    for position, (low, high) in enumerate(pairwise(range(len(points)))):
+        first, second = points[low].n_bytes, points[high].n_bytes
         if burst_bytes:
             beta = rate
-            alpha = sum(_uncovered_seconds(points[k].n_bytes, times[k], rate, burst_bytes) for k in (here, there)) / 2
+            alpha = sum(_uncovered_seconds(points[k].n_bytes, times[k], rate, burst_bytes) for k in (low, high)) / 2
         else:
-            beta = (times[there] - times[here]) / (second - first)
-            alpha = times[here] - beta * first
+            beta = (times[high] - times[low]) / (second - first)
+            alpha = times[low] - beta * first
             if alpha < 0:  # a jump to another protocol lies between: the line continues until that begins
-                alpha, beta = 0.0, times[here] / first
-        unattended, polls = _between_polls(points[here])
-        chunk, _ = _between_polls(points[there])
-        if chunk is not None and abs(points[here].polls - 1 - first / chunk) < 1:  # it fits into a few chunks of its neighbour
+                alpha, beta = 0.0, times[low] / first
+        unattended, polls = _between_polls(points[low])
+        chunk, _ = _between_polls(points[high])
+        if chunk is not None and abs(points[low].polls - 1 - first / chunk) < 1:  # it fits into a few chunks of its neighbour
             unattended, polls = chunk, 1
         made.append(LinkSegment(0 if position == 0 else first, alpha, beta, unattended, polls))
     last, (unattended, polls) = points[-1], _between_polls(points[-1])
