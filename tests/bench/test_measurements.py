@@ -25,7 +25,7 @@ from hpctrain.bench.scaling import Point, ScalingStudy, with_efficiency
 from hpctrain.config.load import parse
 from hpctrain.config.schema import Config
 from hpctrain.core.errors import ConfigError, LaunchError
-from hpctrain.data import image_file as data_format
+from hpctrain.data.writer import write_data_file
 from tests.support.emulated import CudaKernelsFactory
 
 
@@ -211,7 +211,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("batch", [4, 11, 99])
 def test_stages_are_timed_for_each_number_of_threads(tmp_path: Path, batch: int) -> None:
     images = np.random.default_rng(0).integers(0, 256, (11, 9, 9, 3), np.uint8)
-    data_format.write(tmp_path / "train.h5", 11, (9, 9, 3), ["a", "b"], [(images, np.arange(11) % 2)])
+    write_data_file(tmp_path / "train.h5", 11, (9, 9, 3), ["a", "b"], [(images, np.arange(11) % 2)])
     rates = data.measure(_config(tmp_path / "train.h5", batch=batch), (1, 3), 1)
     assert (rates.images, rates.shape, rates.decodes) == (min(batch, 11), (9, 9, 3), False)
     assert (rates.names, rates.threads) == ((READ, AUGMENT, NORMALISE, WHOLE), (1, 3))
