@@ -494,7 +494,6 @@ class Rollback:
         Raises:
             DivergedError: the run has come here too often. CheckpointError: no checkpoint can be read.
         """
-        self._session.progress.notes.phase("a checkpoint")
         self._checkpoints.saver.settle()
         start = find_start(self._session, str(self._directory.path))
         assert start is not None, "a directory was named"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from hpctrain.core.errors import DivergedError
 from hpctrain.data.loader import Batch, BatchSource
 from hpctrain.data.pipeline import ImageSizes
+from hpctrain.flight.recorder import RunPhase
 from hpctrain.optim.schedules.base import LearningRateSchedule
 from hpctrain.trace.tracer import Category
 from hpctrain.train.accounts import DataWaits, OperatorSample, StepTimes
@@ -130,19 +131,29 @@ class Trainer:
         done = position.epoch * samples + position.sums.count
         self._reporter.start(self._cadence.epochs, samples, done, self._last_sample(position))
         self._start_at(position)
-        self._replica.require_finite()
-        self._replica.require_alike(schedules=True)
+        self._check(schedules=True)
         if not position.global_step:
-            self._hashed(position)  # so that runs that begin with other weights are told from those that part later
+            self._hash(position)  # so that runs that begin with other weights are told from those that part later
         while True:
             try:
                 return self._run_from(position)
             except DivergedError as error:
                 if self._go_back is None:
                     raise
+                self._notes.phase(RunPhase.GO_BACK)
                 position = self._go_back(error, position)
                 self._start_at(position)
                 self._replica.require_alike()
+
+    def _check(self, *, schedules: bool = False) -> None:
+        """Check that all that is trained is finite, and the same wherever ranks must hold it alike. Collective."""
+        self._notes.phase(RunPhase.CHECK)
+        self._replica.require_finite()
+        self._replica.require_alike(schedules=schedules)
+
+    def _hash(self, position: Position) -> None:
+        self._notes.phase(RunPhase.HASH)
+        self._hashed(position)
 
     def _start_at(self, position: Position) -> None:
         self._saved_step = position.global_step
@@ -166,15 +177,14 @@ class Trainer:
             assert self._early_stop is not None
             assert position.stagnation is not None
             self._reporter.say(self._early_stop.sentence(position.stagnation))
-        self._replica.require_finite()
-        self._replica.require_alike()
+        self._check()
         return Outcome(position, evaluation, evaluated_epochs, stopped, stopped and self._enough)
 
     def evaluate(self, position: Position) -> RunningSums | None:
         """Sums over the test set, recorded; None where there is none."""
         if self._test_loader is None:
             return None
-        self._notes.phase("evaluation")
+        self._notes.phase(RunPhase.EVALUATE)
         samples = self._test_loader.sampler.samples * (1 if self._replica.average is None else 2)
         with self._limit.evaluating(), self._reporter.evaluation(samples) as advance:
             sums = self._replica.evaluate(self._test_loader, advance=advance)
@@ -240,7 +250,7 @@ class Trainer:
         if _due(position.global_step, self._cadence.hash_steps, last=False):
             # Before a checkpoint of the same step, from which a run may go on without doing the step again.
             self._settle(position)
-            self._hashed(position)
+            self._hash(position)
             self.step_times.leave_out()
         every = self._cadence.checkpoint_steps
         if self._enough or (every and position.global_step % every == 0):
@@ -325,6 +335,7 @@ class Trainer:
     def _hear(self) -> None:
         """Ranks exchange how the writing of a checkpoint goes on, where there is something to tell."""
         if self._saver is not None and self._news >= self._saver.size:
+            self._notes.phase(RunPhase.STATUS)
             self._replica.drain()
             self._saver.hear()
             self.step_times.leave_out()
@@ -339,6 +350,7 @@ class Trainer:
         self._reporter.record("epoch", record)
         words = [f"epoch {epoch}/{self._cadence.epochs}: train loss {loss_text(values['loss'])}, top1 {values['top1']:.2%}"]
         position.epoch, position.samples, position.sums = position.epoch + 1, 0, RunningSums()
+        self._notes.phase(RunPhase.ACCOUNT)
         for tell in self._epoch_ended:
             tell(position)
         evaluation = None
@@ -365,9 +377,8 @@ class Trainer:
     def _save_once(self, position: Position) -> None:
         if self._saved_step != position.global_step:
             begin_ns = self._trace.clock_ns() if self._trace is not None else 0
-            self._replica.require_finite()
-            self._replica.require_alike()
-            self._notes.phase("a checkpoint")
+            self._check()
+            self._notes.phase(RunPhase.SAVE)
             with self._limit.saving(whole=self._saver is None or not self._saver.asynchronous):
                 self._save(position)
             self._saved_step = self._replica.kept_step = position.global_step
