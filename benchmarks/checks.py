@@ -34,8 +34,8 @@ from hpctrain.config.schema import ChecksConfig
 from hpctrain.models import catalogue
 from hpctrain.nn.parameter import FlatGroup, Segment
 from hpctrain.optim.base import Optimizer
-from hpctrain.optim.guarded import guarded
-from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.guarded import GuardedOptimizer
+from hpctrain.optim.optimizers import Sgd
 from hpctrain.storage.atomic_write import write_json
 from hpctrain.train.replica import Replica
 from hpctrain.train.weight_watch import AgreedChecksums, CheckCadence
@@ -104,7 +104,7 @@ def guard_seconds(task: Task) -> list[float]:
     (group,) = _replica(task).network.groups.values()
     pieces = _owned(group)
     owned = [segment for segments in pieces for segment in segments]
-    plain, watched = Sgd(momentum=0.9), guarded(Sgd(momentum=0.9))
+    plain, watched = Sgd(momentum=0.9), GuardedOptimizer(Sgd(momentum=0.9))
     for optimizer in (plain, watched):
         optimizer.bind(group, owned)
     watched.watch(parameters=True)

@@ -26,7 +26,7 @@ from hpctrain.comm.progress import ProgressEngine
 from hpctrain.data.loader import Batch
 from hpctrain.models import catalogue
 from hpctrain.nn.network import Network
-from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.optimizers import Sgd
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.rank_graph import make_network

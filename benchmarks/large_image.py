@@ -31,7 +31,7 @@ from hpctrain.data.sampler import Sampler
 from hpctrain.launch.control_groups import resident_bytes
 from hpctrain.models.families import vgg
 from hpctrain.nn.layers import AdaptiveAveragePool, Flatten, Layer, Linear, Sequential
-from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.optimizers import Sgd
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.rank_graph import make_network

@@ -29,8 +29,7 @@ from hpctrain.models import catalogue
 from hpctrain.nn.network import declared
 from hpctrain.nn.parameter import FlatGroup, ParameterSpec, Segment
 from hpctrain.optim.base import Norms, NormsNeeded, Optimizer
-from hpctrain.optim.optimizers.lars import Lars
-from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.optimizers import Lars, Sgd
 
 _LR = 1e-6
 _DEADLINE_SECONDS = 120.0

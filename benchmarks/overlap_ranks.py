@@ -31,7 +31,7 @@ from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.data.loader import Place
 from hpctrain.models import catalogue
 from hpctrain.nn.network import Network
-from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.optimizers import Sgd
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.train.replica import Replica
 from hpctrain_testing.virtual.counters import Counters, CountingCommunicator

@@ -23,7 +23,7 @@ from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.data.loader import Place
 from hpctrain.models import catalogue
 from hpctrain.nn.network import Network
-from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.optimizers import Sgd
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.trace.time_table import tabulate
 from hpctrain.trace.tracer import Category, Events, Tracer

@@ -64,7 +64,7 @@ def stepping(network: Network, samples: int, shards: int, *, together: bool) -> 
     adding = Adding(network, shards, homes=together)
     context = StepContext(training=True, sample_ids=np.arange(size), global_count=samples)
     beside = shards if together else 1
-    programs = network.side_by_side([(size,)] * beside, homes=adding.home if together else None)
+    programs = network.side_by_side([(size,)] * beside, gradient_buffers=adding.home if together else None)
 
     def step() -> None:
         for first in range(0, shards, beside):

@@ -40,8 +40,7 @@ from hpctrain.launch.signals import SignalWatch, taken_signals
 from hpctrain.launch.threads import set_threads
 from hpctrain.models import catalogue
 from hpctrain.nn.layers import Layer
-from hpctrain.optim.schedules import SCHEDULES
-from hpctrain.optim.schedules.base import LearningRateSchedule
+from hpctrain.optim.schedules import SCHEDULES, LearningRateSchedule
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.run.automatic_search import Automatic
 from hpctrain.run.python_job import Job, LoopCheckpoints, Stopped

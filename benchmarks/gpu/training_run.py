@@ -11,7 +11,7 @@ from hpctrain.backend.operators import KernelSet, LossHandle, StepContext
 from hpctrain.models import catalogue
 from hpctrain.nn.network import Network
 from hpctrain.nn.program import StepHooks
-from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.optimizers import Sgd
 
 _SILENT = StepHooks()
 _MOMENTUM = 0.9

@@ -1,7 +1,7 @@
 """How Sphinx makes the pages of docs/ a web site (`make site`). It asks nothing of any other server when it is read.
 
-The pages stay as they are read in the repository. CONTRIBUTING and CHANGELOG, which lie outside of docs/, stand on the site in the
-place of pages that have no text of their own; the site begins with docs/index.md in the place of README.
+The pages stay as they are read in the repository. CONTRIBUTING and CHANGELOG, which lie outside of docs/, stand on the site in
+the place of pages that have no text of their own; the site begins with docs/index.md in the place of README.
 """
 
 from __future__ import annotations

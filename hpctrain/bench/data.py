@@ -26,13 +26,18 @@ _MOST_IMAGES = 256
 _MOST_BYTES = 1 << 28  # of the normalised images of a batch
 _STEP_IMAGES, _STEPS = 16, 3
 
-#: does a stage for a batch, the number of which it is given
+#: runs a stage for the batch with this number
 Stage = Callable[[int], object]
 
 
 @dataclass(frozen=True)
 class StageRate:
-    """A stage with so many threads. images_per_second: by the wall's clock. cpu_seconds: of one image, of all threads."""
+    """The rate of a stage with `threads` threads.
+
+    Attributes:
+        images_per_second: by wall time.
+        cpu_seconds: CPU time of one image, over all threads.
+    """
 
     stage: str
     threads: int
@@ -44,8 +49,11 @@ class StageRate:
 class DataRates:
     """The speed of a configuration's training images on their way to a batch.
 
-    images: of a measured batch. decodes: reading takes pictures apart, too. stages: the rates of all of them, those that run in
-    one thread only once. model: whose step needs `needed` images a second with `step_threads` threads; None: no step was timed.
+    Attributes:
+        images: images of a measured batch.
+        decodes: whether reading also decodes pictures.
+        stages: rates of all stages; those that run in one thread only appear once.
+        model: the model whose step needs `needed` images per second with `step_threads` threads; None: no step was timed.
     """
 
     images: int
@@ -57,13 +65,13 @@ class DataRates:
     step_threads: int
 
     def rate(self, stage: str, threads: int) -> float:
-        """Images a second; those of one thread where a stage has one only."""
+        """Return the images per second; those of one thread if a stage has only one."""
         rates = {each.threads: each.images_per_second for each in self.stages if each.stage == stage}
         return rates.get(threads, rates[min(rates)])
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The stages in their order; without augmentation where there is none."""
+        """The stages in their order; without augmentation if there is none."""
         measured = {each.stage for each in self.stages}
         return tuple(stage for stage in (READ, AUGMENT, NORMALISE, WHOLE) if stage in measured)
 
@@ -73,11 +81,11 @@ class DataRates:
         return tuple(sorted({each.threads for each in self.stages if each.stage == WHOLE}))
 
     def slowest(self, threads: int) -> str:
-        """The stage that takes longest."""
+        """Return the slowest stage."""
         return min((stage for stage in self.names if stage != WHOLE), key=lambda stage: self.rate(stage, threads))
 
     def sentence(self, threads: int) -> str:
-        """A sentence on the stage that limits a training whose batches are made by so many threads."""
+        """Return a sentence on the stage that limits a training whose batches are made by `threads` threads."""
         made = f"{threads} {'thread makes' if threads == 1 else 'threads make'} {self.rate(WHOLE, threads):,.0f} images/s"
         stage = self.slowest(threads)
         if self.needed is None:
@@ -93,11 +101,13 @@ def measure(config: Config, threads: Sequence[int], step_threads: int, *, times_
     """Time the stages for each number of threads, in turn, and a training step alone.
 
     Args:
-        threads: numbers of threads that make a batch. step_threads: of the process, that the step computes with.
-        times_step: False: no step is timed.
+        threads: numbers of threads that make a batch.
+        step_threads: threads of the process, with which the step computes.
+        times_step: whether a step is timed.
 
     Raises:
-        DataError: as `ImageFile.open`. ConfigError, ShapeError: augmentations or a model that do not fit the images.
+        DataError: as `ImageFile.open`.
+        ConfigError, ShapeError: augmentations or a model that do not fit the images.
     """
     file = open_images(config, "train")
     facts = DataFacts.of(file)
@@ -127,7 +137,7 @@ def _decodes(file: ImageFile) -> bool:
 def _stages(
     config: Config, file: ImageFile, pipelines: dict[int, Pipeline], plain: dict[int, Pipeline], images: int
 ) -> dict[tuple[str, int], Stage]:
-    """The work that is timed, by stage and threads; "prepare" is augmentation and normalisation together.
+    """Return the timed work, by stage and threads; "prepare" is augmentation and normalisation together.
 
     plain: pipelines that only normalise.
     """
@@ -157,7 +167,7 @@ def _stages(
 
 
 class _Batches:
-    """Full batches of a loader, one a call, epoch after epoch."""
+    """Full batches of a loader, one per call, epoch after epoch."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader, self._epoch = loader, 0
@@ -174,7 +184,7 @@ class _Batches:
 
 
 def _timed(stages: dict[tuple[str, int], Stage]) -> dict[tuple[str, int], tuple[float, float]]:
-    """Median seconds of a batch, by the wall's clock and of processors, of stages that take turns."""
+    """Return the median wall and CPU seconds of a batch, of stages that take turns."""
     found: dict[tuple[str, int], list[tuple[float, float]]] = {key: [] for key in stages}
     repeats = {key: _repeats(stage) for key, stage in stages.items()}
     number = 1
@@ -190,7 +200,7 @@ def _timed(stages: dict[tuple[str, int], Stage]) -> dict[tuple[str, int], tuple[
 
 
 def _repeats(stage: Stage) -> int:
-    """How many batches take long enough to be timed; the first batch makes buffers."""
+    """Return how many batches take long enough to be timed; the first batch makes buffers."""
     stage(0)
     begin = time.perf_counter()
     stage(0)
@@ -198,7 +208,7 @@ def _repeats(stage: Stage) -> int:
 
 
 def _less(whole: tuple[float, float], part: tuple[float, float]) -> tuple[float, float]:
-    """The rest of a time, which is more than nothing."""
+    """Return the rest of a time, which is positive."""
     return max(1e-9, whole[0] - part[0]), max(0.0, whole[1] - part[1])
 
 
@@ -207,7 +217,7 @@ def _rate(seconds: float, cpu_seconds: float, images: int) -> tuple[float, float
 
 
 def _needed(config: Config, file: ImageFile, shape: tuple[int, int, int]) -> float | None:
-    """Images a second of steps of the configured model alone; None where its images are no squares, or its numbers no float32."""
+    """Return images per second of steps of the configured model alone; None if its images are no squares, or not float32."""
     if shape[0] != shape[1] or config.dtype != "float32":
         return None
     options = model_options(config, len(file.class_names), shape)

@@ -36,8 +36,12 @@ _FIELDS = 9  # engine, kind, implementation, propagation, memory, attributes, au
 class PrimitiveTime:
     """One execution of a primitive.
 
-    kind: such as "convolution". implementation: such as "brgconv:avx512_core". propagation: such as "forward_training".
-    memory: its formats. problem: the shape, as oneDNN writes it.
+    Attributes:
+        kind: such as "convolution".
+        implementation: such as "brgconv:avx512_core".
+        propagation: such as "forward_training".
+        memory: its formats.
+        problem: the shape, as oneDNN writes it.
     """
 
     kind: str
@@ -49,9 +53,9 @@ class PrimitiveTime:
 
 
 def profile(run: Callable[[], object], steps: int) -> list[list[PrimitiveTime]]:
-    """The primitives that `run` executed, by step.
+    """Return the primitives that `run` executed, by step.
 
-    Standard output of the whole process goes to a file meanwhile. oneDNN measures without its own printing.
+    Standard output of the whole process goes to a file meanwhile. The times of oneDNN do not include its printing.
     """
     library = load()
     found = []
@@ -69,7 +73,7 @@ def profile(run: Callable[[], object], steps: int) -> list[list[PrimitiveTime]]:
 
 
 def parse(lines: Iterable[str]) -> Iterator[PrimitiveTime]:
-    """The executions among oneDNN's lines."""
+    """Yield the executions in oneDNN's lines."""
     for line in lines:
         if not line.startswith(_PREFIX):
             continue
@@ -99,17 +103,17 @@ def _stdout_to(file: IO[str]) -> Iterator[None]:
 
 
 _PEAK_SIZE = 8192
-_SLOW_SIZE = 128  # where the device is the CPU
+_SLOW_SIZE = 128  # if the device is emulated on the CPU
 _REPEATS = 9
 
 
 def device_of(kernels: KernelSet) -> Device | None:
-    """The device that a kernel set computes on; None for sets of the host."""
+    """Return the device of a kernel set; None for kernel sets of the host."""
     return kernels.runtime.device if isinstance(kernels, CudaKernelSet) else None
 
 
 def device_gemm_peak(kernels: KernelSet) -> float:
-    """GFLOP/s of matrix products of the set's device, in its dtype and precision, one behind the other."""
+    """Return the GFLOP/s of matrix products of the kernel set's device, in its dtype and precision, one after another."""
     assert isinstance(kernels, CudaKernelSet)
     runtime = kernels.runtime
     size = _SLOW_SIZE if runtime.device.name == "emulated" else _PEAK_SIZE
@@ -127,20 +131,25 @@ def device_gemm_peak(kernels: KernelSet) -> float:
 
 _WARM_UP = 2
 
-#: what "--vs torch" compares with: name -> (channels last, huge pages and fused optimiser)
+#: variants of "--vs torch": name -> (channels last, huge pages and fused optimiser)
 PEERS = {"torch": (False, False), "torch tuned": (False, True), "torch last": (True, False), "torch last tuned": (True, True)}
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One process's steps alone.
+    """The steps of one process alone.
 
-    step_seconds: median wall time. clock: "cpu" with one thread, else "wall": what operators' times, GFLOP/s and the peak (of
-    a large matrix product) are measured by, so that a busy machine changes them little. reorder_seconds: of a step, in all copies
-    between layouts (of images, weights and gradients), and how many. kernel_seconds: the library's own time in all its
-    kernels; both None where the kernel set keeps no such account. peak_bytes: resident, before anything was profiled; on a GPU
-    that of all memory that is in use there. description: the backend, in words.
-    own_operators: how many are the kernel set's own; stand_ins: the layers whose operators are NumPy's instead, by the reason.
+    Attributes:
+        description: the backend, in words.
+        clock: "cpu" with one thread, otherwise "wall": the clock of operators' times, GFLOP/s and the peak (of a large matrix
+            product), so that other load has little effect.
+        step_seconds: median wall time.
+        peak_bytes: peak resident memory, before anything was profiled; on a GPU all memory in use there.
+        kernel_seconds: the library's own time of all its kernels in a step.
+        reorder_seconds, reorders: time and number of all copies between layouts (of images, weights and gradients) in a step.
+            These three are None if the kernel set does not measure them.
+        own_operators: number of operators of the kernel set itself.
+        stand_ins: the layers whose operators fall back to NumPy, by reason.
     """
 
     model: str
@@ -166,7 +175,7 @@ class Measurement:
     layers: Sequence[LayerTime]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return everything as plain data, for JSON."""
         layers = [
             {**asdict(layer), "seconds": layer.seconds, "gflops_per_second": layer.gflops_per_second} for layer in self.layers
         ]
@@ -174,7 +183,7 @@ class Measurement:
 
 
 def measure(task: Workload, backend: str, steps: int, threads: int, precision: str = "float32") -> Measurement:
-    """Time whole steps, then each operator, then each primitive where the kernel set is oneDNN.
+    """Time whole steps, then each operator, then each primitive if the kernel set is oneDNN.
 
     Raises:
         BackendError, ShapeError, ConfigError: as `EngineStep`.
@@ -219,7 +228,7 @@ def measure(task: Workload, backend: str, steps: int, threads: int, precision: s
 
 
 def _stepwise(step: EngineStep, precision: str) -> EngineStep:
-    """The same workload operator by operator, warm."""
+    """Return the same workload operator by operator, warm."""
     slow = EngineStep(step.task, step.backend, precision=precision, stepwise=True)
     for _ in range(_WARM_UP):
         slow.run()
@@ -227,7 +236,7 @@ def _stepwise(step: EngineStep, precision: str) -> EngineStep:
 
 
 def _account(primitives: Sequence[Sequence[PrimitiveTime]] | None) -> tuple[float | None, float | None, int | None]:
-    """(seconds of all kernels, seconds of the reorders, number of reorders), medians over steps."""
+    """Return (seconds of all kernels, seconds of the reorders, number of reorders), medians over steps."""
     if primitives is None:
         return None, None, None
     copies = [[one for one in step if one.kind == "reorder"] for step in primitives]
@@ -236,13 +245,13 @@ def _account(primitives: Sequence[Sequence[PrimitiveTime]] | None) -> tuple[floa
 
 
 def compare(task: Workload, backend: str, python: str, threads: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Measure our engine and PyTorch's variants in turn, each in a process of its own.
+    """Measure our engine and PyTorch's variants in turn, each in its own process.
 
-    Return the milliseconds per step, the peak memory, and the speed of ours over PyTorch's (median of the rounds' ratios of
-    wall time).
+    Return the milliseconds per step, the peak memory, and the speed of ours relative to PyTorch's (median of the rounds'
+    ratios of wall time).
 
     Args:
-        python: a Python that has PyTorch.
+        python: a Python with PyTorch.
 
     Raises:
         SteppingError: our process fails, or all of PyTorch's do.
@@ -271,7 +280,7 @@ def compare(task: Workload, backend: str, python: str, threads: int, rounds: int
 
 
 def print_tables(found: Measurement, compared: Mapping[str, Mapping[str, float]] | None) -> None:
-    """A line of totals, the operators with their times, and the comparison where there is one."""
+    """Print a line of totals, the operators with their times, and the comparison if there is one."""
     from hpctrain.core.console import PlainConsole
 
     console = PlainConsole(file=sys.stdout, width=None if sys.stdout.isatty() else 130)
@@ -301,7 +310,7 @@ def _totals(found: Measurement) -> str:
 
 
 def _whose(found: Measurement) -> Sequence[str]:
-    """The operators that are not the kernel set's own, and why; nothing where that is NumPy."""
+    """Return the operators that are not the kernel set's own, and why; nothing for NumPy."""
     if found.backend == "numpy":
         return ()
     if not found.stand_ins:
@@ -311,7 +320,7 @@ def _whose(found: Measurement) -> Sequence[str]:
 
 
 def layer_table(found: Measurement) -> Any:
-    """A line for each operator. In a narrow terminal names go on in the next line, and nothing is cut off."""
+    """Return a table with a line for each operator. In a narrow terminal names are folded, and nothing is cut off."""
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
@@ -323,7 +332,7 @@ def layer_table(found: Measurement) -> Any:
     for layer in found.layers:
         times = (layer.forward_seconds, layer.parameters_seconds, layer.input_seconds)
         rate = layer.gflops_per_second
-        # element-wise work counts a few operations per byte: its rate says nothing about arithmetic
+        # element-wise work has a few operations per byte: its rate does not describe arithmetic
         dense = layer.kind in ("Conv2d", "Linear")
         rates = (f"{rate:.1f}", f"{rate / found.peak_gflops:.0%}") if dense else ("", "")
         table.add_row(layer.name, layer.kind, *map(_milliseconds, times), *rates, f"{layer.seconds / total:.1%}")
@@ -331,7 +340,7 @@ def layer_table(found: Measurement) -> Any:
 
 
 def _milliseconds(seconds: float) -> str:
-    """In five characters up to a minute, so that a table keeps its width: three decimals, and fewer of more."""
+    """Return five characters up to a minute, so that a table keeps its width: three decimals, fewer for larger values."""
     value = seconds * 1e3
     decimals = next((3 - power for power in range(3) if value < 10 ** (power + 1)), 0)
     return f"{value:.{decimals}f}"

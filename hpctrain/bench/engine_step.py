@@ -25,9 +25,9 @@ from hpctrain.models import catalogue
 from hpctrain.nn.compile.steps import SelfMade
 from hpctrain.nn.network import Network
 from hpctrain.nn.program import Program, StepHooks
-from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.optimizers import Sgd
 
-LEARNING_RATE = 1e-4  # as small as keeps every network finite on labels that mean nothing
+LEARNING_RATE = 1e-4  # small enough to keep every network finite on random labels
 MOMENTUM = 0.9
 _BATCHES = 3
 _NO_HOOKS = StepHooks()
@@ -37,7 +37,10 @@ _NO_HOOKS = StepHooks()
 class Workload:
     """A model of the catalogue at given shapes.
 
-    options: of the model. batch: images of a step. pixels: of both sides of an image.
+    Attributes:
+        options: options of the model.
+        batch: images of a step.
+        pixels: height and width of an image.
     """
 
     model: str
@@ -47,13 +50,13 @@ class Workload:
 
     @property
     def channels(self) -> int:
-        """The shape of an image: what the model takes by default, unless its options say otherwise."""
+        """Channels of an image: the model's default, unless its options set them."""
         given = self.options.get("channels_in", catalogue.image_shape(self.model)[2])
         return int(str(given))
 
 
 def workload(model: str, batch: int, pixels: int | None = None, options: Mapping[str, object] | None = None) -> Workload:
-    """A workload with the model's own image size where none is given.
+    """Return a workload, with the model's own image size by default.
 
     Raises:
         ConfigError: no such model or option, or a batch or image without a pixel.
@@ -67,19 +70,21 @@ def workload(model: str, batch: int, pixels: int | None = None, options: Mapping
 
 
 class EngineStep:
-    """Forward, loss, backward, momentum update and running statistics, as one rank that exchanges nothing does them.
+    """Forward, loss, backward, momentum update and running statistics, as on one rank without exchange.
 
-    The images of a step are copied into the program's input, as a loader's are; three batches take turns.
+    The images of a step are copied into the program's input, as those of a loader are; three batches take turns.
 
     Args:
-        backend: "auto", "numpy", "onednn" or "cuda". precision: see `make_backend`.
-        stepwise: run operator by operator, where the kernel set would launch whole passes at once: to time operators.
+        backend: "auto", "numpy", "onednn" or "cuda".
+        precision: see `make_backend`.
+        stepwise: run operator by operator, even if the kernel set would launch whole passes at once: to time operators.
 
     Attributes:
         description: the backend, in words.
 
     Raises:
-        BackendError: the backend cannot be used here. ShapeError: images that do not fit the model.
+        BackendError: the backend cannot be used here.
+        ShapeError: images that do not fit the model.
     """
 
     def __init__(
@@ -105,11 +110,11 @@ class EngineStep:
 
     @property
     def parameters(self) -> int:
-        """Trained numbers."""
+        """Number of trained elements."""
         return sum(group.size for group in self.network.groups.values())
 
     def run(self, hooks: StepHooks = _NO_HOOKS) -> float:
-        """One step; gives the mean loss."""
+        """Run one step, and return the mean loss."""
         batch, turn = self.task.batch, self._step % _BATCHES
         self.program.set_input(self._images[turn])
         context = StepContext(step=self._step, sample_ids=self._ids, global_count=batch)
@@ -131,8 +136,8 @@ class Laps(StepHooks):
     """Seconds from each operator's end to the next one's, by (name, phase) and step; nothing between them is lost.
 
     Args:
-        clock: gives seconds; a process of one thread on a busy machine is better timed by its CPU time.
-        wait: until the work of an operator is done, where that runs beside the host.
+        clock: returns seconds; the CPU time is better for a process of one thread on a busy machine.
+        wait: waits until the work of an operator is done, if that runs asynchronously.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter, wait: Callable[[], None] = lambda: None) -> None:
@@ -141,7 +146,7 @@ class Laps(StepHooks):
         self._last = 0.0
 
     def start(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._wait()
         self._last = self._clock()
 
@@ -170,12 +175,12 @@ class LayerTime:
 
     @property
     def gflops_per_second(self) -> float:
-        """The sum of all three phases; 0 where the time was too short to see."""
+        """The rate of all three phases; 0 if the time was too short to measure."""
         return self.flops / self.seconds / 1e9 if self.seconds > 0.0 else 0.0
 
 
 def time_layers(step: EngineStep, steps: int, clock: Callable[[], float] = time.perf_counter) -> list[LayerTime]:
-    """Operators in forward order, then "loss" and "update", over so many steps."""
+    """Return the operators in forward order, then "loss" and "update", over `steps` steps."""
     laps = Laps(clock, step.kernels.wait)
     for _ in range(steps):
         laps.start()
@@ -202,10 +207,11 @@ def time_layers(step: EngineStep, steps: int, clock: Callable[[], float] = time.
 
 
 def stand_ins(program: Program, *, on_host: bool = True) -> tuple[int, dict[str, list[str]]]:
-    """How many operators are the kernel set's own, and the layers of those that are not, by the reason. Views compute nothing.
+    """Return the number of the kernel set's own operators, and the layers of the others, by reason. Views compute nothing.
 
-    on_host: the arrays of the kernel set are NumPy's. Elsewhere a layer that brings its own operator has it computed by the set's
-    arithmetic service, and so by the set.
+    Args:
+        on_host: whether the arrays of the kernel set are NumPy's. Otherwise a layer that brings its own operator computes
+            with the kernel set's arithmetic service, and so with the kernel set.
     """
     own, others = 0, dict[str, list[str]]()
     for step in program.plan.steps:
@@ -240,14 +246,14 @@ def gemm_peak(
 
 
 def timed(step: EngineStep, steps: int) -> tuple[float, float, Sequence[float]]:
-    """(wall seconds, CPU seconds of the process, losses) of so many steps."""
+    """Run `steps` steps; return (wall seconds, CPU seconds of the process, losses)."""
     begin, cpu = time.perf_counter(), time.process_time()
     losses = [step.run() for _ in range(steps)]
     return time.perf_counter() - begin, time.process_time() - cpu, losses
 
 
 def serve(step: EngineStep, asked: IO[str]) -> None:
-    """Step as the lines say, until they end."""
+    """Run as many steps as each line requests, until the lines end."""
     for line in asked:
         before = time.process_time()
         wall, cpu, losses = timed(step, json.loads(line)["steps"])
@@ -257,7 +263,7 @@ def serve(step: EngineStep, asked: IO[str]) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Serve steps of the workload that the first argument, JSON, describes; gives the exit code."""
+    """Serve steps of the workload that the first argument describes in JSON; return the exit code."""
     settings = json.loads(arguments[0])
     task = workload(settings["model"], settings["batch"], settings["pixels"], settings["options"])
     step = EngineStep(task, settings["backend"])

@@ -26,18 +26,18 @@ _TIMEOUT_SECONDS = 600.0
 _TAIL = 2000
 _PEER = Path(__file__).with_name("torch_peer.py")
 
-#: a variant that is so much slower than the best of its kind after `SCREENING` rounds cannot become the best
+#: a variant slower than the best of its kind by this factor after `SCREENING` rounds cannot become the best
 SCREENED_OUT = 1.25
 SCREENING = 3
 
 
 class SteppingError(HpctrainError):
-    """A process that should have run steps ended or said nothing; the message holds the end of what it printed."""
+    """A process that should have run steps ended or did not answer; the message contains the end of its output."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A process's measurement: seconds of all steps of the turn, the last mean loss, memory, and its CPU clock around it."""
+    """A process's measurement: seconds of all steps of the turn, last mean loss, memory, and its CPU clock at begin and end."""
 
     wall_seconds: float
     cpu_seconds: float
@@ -52,10 +52,12 @@ class Stepper:
     """One process; `close` ends it and waits for its end.
 
     Args:
-        name: for people. command: what to run. environment: of the process, whole.
+        name: for people.
+        command: the command to run.
+        environment: the whole environment of the process.
 
     Raises:
-        SteppingError: it does not come up.
+        SteppingError: it does not start.
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class Stepper:
             raise
 
     def run(self, steps: int) -> Turn:
-        """So many steps.
+        """Run `steps` steps.
 
         Raises:
             SteppingError: the process failed.
@@ -126,14 +128,16 @@ class Stepper:
         code = self._process.wait()
         self._errors.seek(0)
         said = self._errors.read().decode(errors="replace")[-_TAIL:].strip()
-        return f"The process {self.name!r} ended with code {code} instead of running steps; it said: {said or 'nothing'}"
+        return f"The process {self.name!r} ended with code {code} instead of running steps; its output: {said or 'none'}"
 
 
 @dataclass
 class Series:
     """All turns of one variant, of `steps` steps each, in rounds counted from 0.
 
-    failure: why it stopped before its end. idle_cpu_seconds: what it burnt while others had their turns.
+    Attributes:
+        failure: why it stopped early.
+        idle_cpu_seconds: CPU time that it used during the turns of others.
     """
 
     name: str
@@ -146,11 +150,11 @@ class Series:
     dropped: bool = False
 
     def seconds(self, clock: str) -> list[float]:
-        """Seconds of one step, by round; clock is "wall" or "cpu"."""
+        """Return the seconds of one step, by round; clock is "wall" or "cpu"."""
         return [(turn.wall_seconds if clock == "wall" else turn.cpu_seconds) / self.steps for turn in self.turns]
 
     def median(self, clock: str) -> float:
-        """Seconds of a step; infinite where there is none."""
+        """Return the median seconds of a step; infinite if there is none."""
         found = self.seconds(clock)
         return float(np.median(found)) if found else float("inf")
 
@@ -161,7 +165,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Rounds:
-    """How to measure: rounds of `steps` steps after `warm_up` steps; clock ("wall" or "cpu") is what variants are screened by."""
+    """How to measure: rounds of `steps` steps after `warm_up` steps. clock: "wall" or "cpu", by which variants are screened."""
 
     rounds: int
     steps: int
@@ -175,8 +179,9 @@ def interleave(
     """Run all variants in turn, one process at a time; the order rotates from round to round.
 
     Args:
-        commands: name -> (command, environment). screened: names of which only the best counts: those that are far behind the
-            best of them after some rounds end there, and those that fail are noted instead of raised.
+        commands: name -> (command, environment).
+        screened: names of which only the best counts: those much slower than the best of them after some rounds stop, and
+            failures are recorded instead of raised.
 
     Raises:
         SteppingError: a process that is not among `screened` fails.
@@ -235,16 +240,16 @@ def _far_behind(group: Sequence[Series], clock: str) -> list[str]:
 
 
 def ours(settings: Mapping[str, Any]) -> list[str]:
-    """The command of a process that steps our engine; settings: model, batch, pixels, options, backend."""
+    """Return the command of a process that steps our engine; settings: model, batch, pixels, options, backend."""
     return [sys.executable, "-m", "hpctrain.bench.engine_step", json.dumps(dict(settings))]
 
 
 def peer(python: str, settings: Mapping[str, Any]) -> list[str]:
-    """The command of a process that steps PyTorch; settings: model, batch, pixels, threads, last, fused, compiled."""
+    """Return the command of a process that steps PyTorch; settings: model, batch, pixels, threads, last, fused, compiled."""
     return [python, str(_PEER), json.dumps(dict(settings))]
 
 
 def with_threads(environment: Mapping[str, str], threads: int, **more: str) -> dict[str, str]:
-    """`environment` for a process of so many threads."""
+    """Return `environment` for a process with this many threads."""
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     return {**environment, **dict.fromkeys(names, str(threads)), **more}

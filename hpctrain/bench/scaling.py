@@ -38,9 +38,12 @@ _MANY_EPOCHS = 1_000_000  # more than any number of steps needs
 
 @dataclass(frozen=True)
 class ScalingStudy:
-    """The jobs that are run. launcher: a command with "{ranks}" in it; None: mpiexec. threads: of a rank; None: chosen.
+    """The jobs of a study.
 
-    machine: a file or the name of an installed one, that steps are predicted with; None: each job of several ranks measures it.
+    Attributes:
+        launcher: a command with "{ranks}" in it; None: mpiexec.
+        threads: threads of a rank; None: chosen.
+        machine: a file or the name of an installed machine for predictions; None: each job of several ranks measures it.
     """
 
     file: Path
@@ -55,10 +58,12 @@ class ScalingStudy:
 
 @dataclass(frozen=True)
 class Point:
-    """One number of ranks. Times are of a step; exposed and communication are means over ranks, the others medians over steps.
+    """One number of ranks. Times are per step; exposed and communication are means over ranks, the others medians over steps.
 
-    limit_seconds: no step could be shorter (`compute_only.report`). efficiency: None where it would mean nothing.
-    predicted_seconds: of a step, by simulation; None where there are too few steps to predict from.
+    Attributes:
+        limit_seconds: lower limit of a step (`compute_only.report`).
+        efficiency: None if it would be meaningless.
+        predicted_seconds: of a step, by simulation; None if there are too few steps to predict from.
     """
 
     ranks: int
@@ -80,10 +85,11 @@ class Point:
 
 
 def run(task: ScalingStudy, ranks: Sequence[int], *, say: Callable[[str], None] = print) -> list[Point]:
-    """All points, in the order given, each from two jobs.
+    """Measure all points, in the given order, each from two jobs.
 
     Raises:
-        ConfigError: a configuration that cannot be used. LaunchError: a job that failed, with the end of what it printed.
+        ConfigError: a configuration that cannot be used.
+        LaunchError: a job that failed, with the end of its output.
     """
     config, source = load(task.file, task.overrides, refusal)
     check_names(config, source)
@@ -96,7 +102,7 @@ def run(task: ScalingStudy, ranks: Sequence[int], *, say: Callable[[str], None] 
 
 
 def with_efficiency(points: Sequence[Point], mode: Mode) -> list[Point]:
-    """The same points, compared with the first one; none of those whose ranks share cores, nor any if the first is such."""
+    """Return the points compared with the first one; without efficiency if ranks share cores there or at the first point."""
     base = points[0]
 
     def efficiency(point: Point) -> float | None:
@@ -109,7 +115,7 @@ def with_efficiency(points: Sequence[Point], mode: Mode) -> list[Point]:
 
 
 def _threads(config: Config, task: ScalingStudy, most_ranks: int) -> int | None:
-    """The same for every number of ranks, or more ranks would have fewer; None: the configuration says, or another launcher."""
+    """Return the same number for all numbers of ranks, or more ranks would have fewer; None: configured, or another launcher."""
     if config.threads != "auto" or task.launcher is not None:
         return None
     return max(1, usable_cores(os.sched_getaffinity(0)) // most_ranks)
@@ -149,7 +155,7 @@ def _measure(task: ScalingStudy, config: Config, ranks: int, threads: int | None
 
 
 def _job(task: ScalingStudy, ranks: int, arguments: Sequence[str], result: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Run one job in a directory that is gone afterwards; what it wrote to `result`, and its account of steps, if it has one."""
+    """Run one job in a temporary directory; return the content of `result`, and the job's `steps` metrics, if any."""
     with tempfile.TemporaryDirectory(prefix="hpctrain-scaling-", dir=Path.cwd()) as output:
         program = [sys.executable, "-m", "mpi4py", "-m", "hpctrain", "train", str(task.file)]
         command = [*_launcher(task, ranks), *program, *arguments, "--steps", str(task.steps), f"output={output}"]
@@ -162,7 +168,7 @@ def _job(task: ScalingStudy, ranks: int, arguments: Sequence[str], result: str) 
             raise LaunchError(f"The job of {ranks} ranks left no {result}: {shlex.join(command)}")
         content: dict[str, Any] = json.loads(read_text(found[0]))
         if content["ranks"] != ranks:
-            raise LaunchError(f"{ranks} ranks were asked for, but the job had {content['ranks']}; see to the launcher.")
+            raise LaunchError(f"{ranks} ranks were requested, but the job had {content['ranks']}; check the launcher.")
         accounts = [line for line in RunDirectory(found[0].parent).metrics() if line["kind"] == "steps"]
         return content, dict(accounts[-1]) if accounts else {}
 
@@ -170,17 +176,17 @@ def _job(task: ScalingStudy, ranks: int, arguments: Sequence[str], result: str) 
 def _launcher(task: ScalingStudy, ranks: int) -> list[str]:
     if task.launcher is not None:
         if "{ranks}" not in task.launcher:
-            raise LaunchError(f'The launcher {task.launcher!r} must say where the number goes, as in "srun -n {{ranks}}".')
+            raise LaunchError(f'The launcher {task.launcher!r} must contain the place of the number, as in "srun -n {{ranks}}".')
         return shlex.split(task.launcher.replace("{ranks}", str(ranks)))
     beside = Path(sys.executable).with_name("mpiexec")
     found = str(beside) if beside.exists() else shutil.which("mpiexec")
     if found is None:
-        raise LaunchError('There is no mpiexec, neither beside this Python nor on PATH; give one with --launcher "... {ranks}".')
+        raise LaunchError('There is no mpiexec, neither next to this Python nor on PATH; give one with --launcher "... {ranks}".')
     return [found, "-n", str(ranks)]
 
 
 def _run(command: Sequence[str], timeout_seconds: float) -> tuple[int, str]:
-    """Exit code and output; at a timeout the whole job is ended."""
+    """Return exit code and output; at a timeout the whole job is killed."""
     try:
         with subprocess.Popen(
             command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
@@ -199,7 +205,7 @@ def _run(command: Sequence[str], timeout_seconds: float) -> tuple[int, str]:
 
 
 def lines(points: Sequence[Point], mode: Mode) -> list[str]:
-    """A table for people."""
+    """Return a table for people."""
     head = f"{'ranks':>6} {'batch':>7} {'step ms':>9} {'predicted ms':>12} {'compute ms':>11} {'exposed ms':>11} {'limit ms':>9}"
     made = [f"{head} {'limit/step':>10} {'images/s':>9}  {mode} efficiency"]
     for each in points:
@@ -216,7 +222,7 @@ def lines(points: Sequence[Point], mode: Mode) -> list[str]:
 
 
 def write(path: Path, task: ScalingStudy, points: Sequence[Point]) -> None:
-    """All points with the machine that they were measured on, as JSON.
+    """Write all points and the machine on which they were measured, as JSON.
 
     Raises:
         HpctrainError: the file cannot be written.
@@ -236,7 +242,7 @@ def write(path: Path, task: ScalingStudy, points: Sequence[Point]) -> None:
 
 
 def plot(path: Path, points: Sequence[Point], mode: Mode) -> Path | None:
-    """Step time over ranks beside compute-only and limit; oversubscribed points are hollow. None without matplotlib."""
+    """Plot step time over ranks, with compute-only and limit; oversubscribed points are hollow. None without matplotlib."""
     try:
         import matplotlib
     except ImportError:

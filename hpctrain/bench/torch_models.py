@@ -16,17 +16,18 @@ _RESNET = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23,
 
 
 class ResidualBlock(nn.Module):  # type: ignore[misc]
-    """relu(convolutions(x) + shortcut(x)) with batch norm behind each convolution; the shortcut may be nothing at all.
+    """relu(convolutions(x) + shortcut(x)) with batch norm after each convolution; the shortcut may be the identity.
 
     Args:
-        channels: into the block and out of each convolution. kernels, strides: of each convolution.
+        channels: channels of the input and of each convolution's output.
+        kernels, strides: of each convolution.
     """
 
     def __init__(
         self, channels: Sequence[int], kernels: Sequence[int], strides: Sequence[int], downsample: nn.Module | None
     ) -> None:
         super().__init__()
-        self._pairs: list[tuple[nn.Module, nn.Module]] = []  # plain references: looking modules up by name takes time
+        self._pairs: list[tuple[nn.Module, nn.Module]] = []  # plain references: lookups of modules by name take time
         for number, ((inside, outside), kernel, stride) in enumerate(zip(pairwise(channels), kernels, strides, strict=True), 1):
             conv, norm = nn.Conv2d(inside, outside, kernel, stride, kernel // 2, bias=False), nn.BatchNorm2d(outside)
             self.add_module(f"conv{number}", conv)
@@ -36,7 +37,7 @@ class ResidualBlock(nn.Module):  # type: ignore[misc]
         self.downsample = downsample
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(N, C, H, W) to (N, C', H', W')."""
+        """Map (N, C, H, W) to (N, C', H', W')."""
         *first, (last_conv, last_norm) = self._pairs
         y = x
         for conv, norm in first:
@@ -45,16 +46,16 @@ class ResidualBlock(nn.Module):  # type: ignore[misc]
 
 
 class ZeroPadShortcut(nn.Module):  # type: ignore[misc]
-    """Every second pixel, between as many channels of zeros as double them (He et al. 2016, option A)."""
+    """Every second pixel, padded on both sides with zeros to twice the channels (He et al. 2016, option A)."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(N, C, H, W) to (N, 2 C, ceil(H / 2), ceil(W / 2))."""
+        """Map (N, C, H, W) to (N, 2 C, ceil(H / 2), ceil(W / 2))."""
         half = x.shape[1] // 2
         return nn.functional.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, half, half))
 
 
 def scaled(channels: int, width: float) -> int:
-    """Channels of a network of that width factor, at least 1."""
+    """Return the channels of a network with this width factor, at least 1."""
     return max(1, round(channels * width))
 
 
@@ -76,7 +77,7 @@ def _resnet(stem: Sequence[tuple[str, nn.Module]], stages: Sequence[nn.Module], 
 
 
 def resnet(depth: int, classes: int, width: float) -> nn.Module:
-    """For large images (He et al. 2016, table 1; version 1.5: a bottleneck's 3x3 convolution carries the stride)."""
+    """Build a ResNet for large images (He et al. 2016, table 1; version 1.5: a bottleneck's 3x3 convolution has the stride)."""
     channels = scaled(64, width)
     stem = [("conv1", nn.Conv2d(3, channels, 7, 2, 3, bias=False)), ("bn1", nn.BatchNorm2d(channels))]
     stem += [("relu", nn.ReLU(inplace=True)), ("maxpool", nn.MaxPool2d(3, 2, 1))]
@@ -99,7 +100,7 @@ def resnet(depth: int, classes: int, width: float) -> nn.Module:
 
 
 def resnet_small(depth: int, classes: int, width: float) -> nn.Module:
-    """For 32 px (He et al. 2016, section 4.2)."""
+    """Build a ResNet for 32 px (He et al. 2016, section 4.2)."""
     channels = scaled(16, width)
     stem = [("conv1", nn.Conv2d(3, channels, 3, 1, 1, bias=False)), ("bn1", nn.BatchNorm2d(channels))]
     stem.append(("relu", nn.ReLU(inplace=True)))
@@ -119,12 +120,12 @@ class PlainSum(nn.Sequential):  # type: ignore[misc]
     """x + layers(x); nothing follows the sum."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(N, C, H, W), all of which the layers keep."""
+        """Map (N, C, H, W) to the same shape, which the layers keep."""
         return x + super().forward(x)
 
 
 def resnet9(classes: int, width: float) -> nn.Module:
-    """For 32 px (Page 2018), with a mean in the place of the last maximum."""
+    """Build a ResNet-9 for 32 px (Page 2018), with a mean instead of the last maximum."""
     stages: list[tuple[str, nn.Module]] = []
     inside = 3
     for number, published in enumerate((64, 128, 256, 512)):
@@ -146,7 +147,7 @@ def resnet9(classes: int, width: float) -> nn.Module:
 
 
 def vgg(depth: int, classes: int, width: float, dropout: float) -> nn.Module:
-    """Without batch norm (Simonyan and Zisserman 2015, table 1)."""
+    """Build a VGG without batch norm (Simonyan and Zisserman 2015, table 1)."""
     layers: list[nn.Module] = []
     inside = 3
     for count, published in zip(_VGG[depth], (64, 128, 256, 512, 512), strict=True):
@@ -163,7 +164,7 @@ def vgg(depth: int, classes: int, width: float, dropout: float) -> nn.Module:
 
 
 def small(classes: int) -> nn.Module:
-    """The quickstart's: two stages for 28 px and one channel."""
+    """Build the network of the quickstart: two stages for 28 px and one channel."""
     layers: list[nn.Module] = []
     inside = 1
     for outside in (16, 32):
@@ -175,10 +176,10 @@ def small(classes: int) -> nn.Module:
 
 
 def build(name: str, *, classes: int | None = None, width: float = 1.0, dropout: float = 0.5) -> tuple[nn.Module, int, int]:
-    """(network, channels in, classes) of a model of the catalogue; None: as many classes as published.
+    """Return (network, input channels, classes) of a model of the catalogue; None: as many classes as published.
 
     Raises:
-        ValueError: a name that has no counterpart here.
+        ValueError: a name without a counterpart here.
     """
     family = name.rstrip("0123456789")
     depth = int(name[len(family) :] or 0)

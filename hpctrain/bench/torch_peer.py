@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch_models import build  # beside this file: hpctrain may be missing
+from torch_models import build  # in the same folder: hpctrain may be missing
 
 _BATCHES = 3
 _LEARNING_RATE, _MOMENTUM = 1e-4, 0.9
 
 
 class TorchStep:
-    """Forward, loss, backward and momentum update on made-up images that are in place already; three batches take turns."""
+    """Forward, loss, backward and momentum update on synthetic images that are already in place; three batches take turns."""
 
     def __init__(self, name: str, batch: int, pixels: int, *, last: bool, fused: bool, compiled: bool) -> None:
         torch.manual_seed(0)
@@ -40,7 +40,7 @@ class TorchStep:
         self._step = 0
 
     def run(self) -> float:
-        """One step; gives the mean loss."""
+        """Run one step, and return the mean loss."""
         turn = self._step % _BATCHES
         self._optimizer.zero_grad(set_to_none=True)
         loss = self._loss(self._network(self._images[turn]), self._labels[turn])
@@ -51,7 +51,7 @@ class TorchStep:
 
 
 def serve(step: TorchStep, answer: Any) -> None:
-    """Step as the lines on standard input say, until they end."""
+    """Run as many steps as each line of standard input requests, until the lines end."""
     for line in sys.stdin:
         asked = json.loads(line)
         idle = time.process_time()
@@ -72,7 +72,7 @@ def serve(step: TorchStep, answer: Any) -> None:
 
 
 def main() -> int:
-    """Serve steps of the network that the command line describes; gives the exit code."""
+    """Serve steps of the network that the command line describes; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("settings", help="JSON: model, batch, pixels, threads, last, fused, compiled")
     settings = json.loads(parser.parse_args().settings)

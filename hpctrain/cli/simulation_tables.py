@@ -185,7 +185,7 @@ def print_search(outcome: PlannedSearch, best: int, command: str) -> None:
     for number, choice in enumerate(choices, 1):
         out.print(f"{number}: {candidate_words(choice.candidate)}.")
         if choice.why:
-            reason = f"Against {number - 1}: {choice.why}."
+            reason = f"Compared with {number - 1}: {choice.why}."
             out.print(fill(reason, out.width, initial_indent=_INDENT, subsequent_indent=_INDENT), soft_wrap=True)
     out.print("")
     for line in _statistics_lines(outcome, choices[0].candidate):

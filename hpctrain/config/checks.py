@@ -28,8 +28,7 @@ from hpctrain.models import catalogue
 from hpctrain.nn.network import frozen_layers
 from hpctrain.nn.parameter import GroupLayout
 from hpctrain.optim.base import Optimizer
-from hpctrain.optim.optimizers import OPTIMIZERS
-from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.optimizers import OPTIMIZERS, Sgd
 from hpctrain.optim.schedules import SCHEDULES
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.train.passes import backend_fault, split_fault, statistics_fault

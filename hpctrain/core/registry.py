@@ -1,10 +1,11 @@
 """From a name in the configuration to an object: a new strategy, optimiser or model is one new file, and no list is edited.
 
-The name is a module's name inside a package ("sgd" is `hpctrain.optim.optimizers.sgd`). The options are the fields of the
-frozen dataclass `Options` of the class that the module defines, where its constructor takes `options`, else the keywords of
-that constructor or of the function `build`. `__post_init__` of a dataclass refuses, by an `OptionError`, values that its types
-allow. A user's own code is found by a reference, `module:Name` or `file.py:Name`, or by the name of an entry point of an
-installed package (see `hpctrain.core.user_code`), and is checked alike.
+The name is a module's name inside a package ("resnet" is `hpctrain.models.families.resnet`), or, if all objects of a kind lie in
+one module, a class's name ("sgd" is `Sgd` of `hpctrain.optim.optimizers`). The options are the fields of the frozen dataclass
+`Options` of the class, where its constructor takes `options`, else the keywords of that constructor or of the function `build`.
+`__post_init__` of a dataclass refuses, by an `OptionError`, values that its types allow. A user's own code is found by a
+reference, `module:Name` or `file.py:Name`, or by the name of an entry point of an installed package (see
+`hpctrain.core.user_code`), and is checked alike.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import importlib
 import inspect
 import json
 import pkgutil
+import re
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import is_dataclass
@@ -28,13 +31,14 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """The objects of one kind by name: those of a package of hpctrain, those of installed packages, and those of the user.
+    """The objects of one kind by name: hpctrain's own, those of installed packages, and those of the user.
 
-    Each module of `package` defines one public class that subclasses `base`, or, where `base` is None, a function `build`.
-    "base" and modules whose name starts with "_" are helpers.
+    hpctrain's own lie in a package or in one module. Each module of a package defines one public class that subclasses `base`,
+    or, if `base` is None, a function `build`; "base" and modules whose name starts with "_" are helpers. A single module has all
+    of them: its public subclasses of `base` that are not abstract, each by its name in snake case.
 
     Args:
-        package: dotted name, such as "hpctrain.optim.optimizers".
+        package: dotted name of the package or module, such as "hpctrain.optim.optimizers".
         kind: what its objects are called in messages, such as "optimizer"; "hpctrain.optimizers" is the group of entry points.
         base: the class that the objects derive from; None: they are made by functions.
         given: keywords of their constructors that the program gives, and that are no options.
@@ -47,8 +51,10 @@ class Registry(Generic[T]):
         self.given = frozenset(given)
 
     def names(self) -> tuple[str, ...]:
-        """hpctrain's own names in alphabetical order; imports the package but none of its modules."""
+        """Return hpctrain's own names in alphabetical order; imports the package but none of its modules."""
         package = importlib.import_module(self.package)
+        if not hasattr(package, "__path__"):
+            return tuple(sorted(self._classes()))
         modules = (module.name for module in pkgutil.iter_modules(package.__path__))
         return tuple(sorted(name for name in modules if name != "base" and not name.startswith("_")))
 
@@ -66,6 +72,8 @@ class Registry(Generic[T]):
         outside = self.find_outside(name, self.names())
         if outside is not None:
             return outside
+        if not hasattr(importlib.import_module(self.package), "__path__"):
+            return self._classes()[name]
         module = importlib.import_module(f"{self.package}.{name}")
         entries = [value for key, value in vars(module).items() if self._is_entry(key, value, module.__name__)]
         if len(entries) != 1:
@@ -125,6 +133,13 @@ class Registry(Generic[T]):
             if not user_code.is_reference(name) and name not in (offer.name for offer in self.offers()):
                 raise
             raise ConfigError(f'{_capital(self.kind)} "{name}" is refused: {str(error).rstrip(".")}.') from error
+
+    def _classes(self) -> dict[str, Callable[..., T]]:
+        """Return the entries of a single module by name: "sgd" for `Sgd`, "two_words" for `TwoWords`."""
+        entries = [value for key, value in vars(sys.modules[self.package]).items() if self._is_entry(key, value, self.package)]
+        return {
+            re.sub(r"(?<!^)(?=[A-Z])", "_", entry.__name__).lower(): entry for entry in entries if not inspect.isabstract(entry)
+        }
 
     def _is_entry(self, key: str, value: Any, module: str) -> bool:
         if getattr(value, "__module__", None) != module or key.startswith("_"):

@@ -2,12 +2,10 @@
 
 A byte for each sample says whether it is there. Ranks write the same pixels to the same place, so nothing goes wrong where two
 read a sample at once; a second value, "being read", makes that rare. Ranks exchange no messages, and no rank waits without
-end: a
-rank that has waited long for a sample reads it from the source.
+end: a rank that has waited long for a sample reads it from the source.
 
 `ReadCounts` counts samples and bytes by where they came from. `FillingPlan` says which rank reads which samples, and sends
-them to
-which others, where a job fills the memory of all nodes before its first step.
+them to which others, where a job fills the memory of all nodes before its first step.
 """
 
 from __future__ import annotations
@@ -18,17 +16,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from hpctrain.comm.shared_memory import SharedMemory
-from hpctrain.data.image_file import ImageArray, ReadImages
-from hpctrain.data.readers import BlockReader, stand_ins
+from hpctrain.data.readers import BlockReader, ImageIndex, ReadImages, replacements
+
+if TYPE_CHECKING:
+    from hpctrain.data.local_copy import LocalCopy
 
 
 class Origin(StrEnum):
-    """The place that samples were read from: the data file, a local copy, memory of the node, or that of other nodes."""
+    """Where samples were read from: the data file, a local copy, memory of the node, or memory of other nodes."""
 
     FILE = "file"
     LOCAL = "local"
@@ -44,14 +44,14 @@ class ReadCounts:
         self._counts = {origin: [0, 0] for origin in Origin}
 
     def add(self, origin: Origin, samples: int, n_bytes: int) -> None:
-        """So much more was read there."""
+        """Count samples that were read from there."""
         with self._lock:
             count = self._counts[origin]
             count[0] += samples
             count[1] += n_bytes
 
     def values(self) -> dict[str, int]:
-        """By name, as `file_samples` and `file_bytes`; a fresh dict."""
+        """Return the counts by name, such as `file_samples` and `file_bytes`, in a new dict."""
         with self._lock:
             return {
                 f"{origin}_{name}": value
@@ -61,47 +61,12 @@ class ReadCounts:
 
 
 def summed(of_ranks: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """The counts of several ranks, added up by name."""
+    """Return the sums of the counts of several ranks, by name."""
     total: dict[str, int] = {}
     for counts in of_ranks:
         for name, value in counts.items():
             total[name] = total.get(name, 0) + value
     return total
-
-
-class CountedImages:
-    """Images that are counted as they are read; arrays may be given, too.
-
-    Attributes:
-        replaced: by sample that could not be read, the one that is read in its place.
-    """
-
-    def __init__(self, images: ImageArray, counts: ReadCounts, origin: Origin = Origin.FILE) -> None:
-        self._images, self._counts, self._origin = images, counts, origin
-        self.shape = images.shape
-        self.replaced = stand_ins(images)
-
-    def __getitem__(self, index: int | slice | tuple[int | slice, slice, slice]) -> np.ndarray:
-        """Pixels of a sample or of several, of whole images or of a region, as of an array."""
-        pixels: np.ndarray = self._images[index]
-        samples = np.arange(self.shape[0])[index[0] if isinstance(index, tuple) else index].reshape(-1)
-        self._counts.add(self._origin, len(samples), self._bytes_of(samples, pixels))
-        return pixels
-
-    def take(self, samples: np.ndarray, out: np.ndarray) -> np.ndarray:
-        """Whole images of samples (n,), written to `out` (n, H, W, C), which is returned."""
-        if isinstance(self._images, np.ndarray):
-            np.take(self._images, samples, axis=0, out=out, mode="clip")
-        else:
-            self._images.take(samples, out)
-        self._counts.add(self._origin, len(samples), self._bytes_of(samples, out))
-        return out
-
-    def _bytes_of(self, samples: np.ndarray, pixels: np.ndarray) -> int:
-        """The size of what was read to make these pixels."""
-        if isinstance(self._images, BlockReader) and self._images.decodes:
-            return int(self._images.extents.sizes(samples).sum())
-        return pixels.nbytes
 
 
 _ABSENT, _BEING_READ, _THERE = range(3)
@@ -125,12 +90,12 @@ ALONE = NodeRank(0, 1)
 
 
 def bytes_for(held: int, image_bytes: int) -> int:
-    """The memory of so many samples of one size."""
+    """Return the memory in bytes for `held` samples of one size."""
     return _states_bytes(held) + held * image_bytes
 
 
 def held_in(limit_bytes: int, samples: int, image_bytes: int) -> int:
-    """How many of the samples fit into a limit."""
+    """Return how many of the samples fit into a limit."""
     most = max(0, (limit_bytes - _ALIGNMENT_BYTES) // (image_bytes + 1))
     return min(samples, most)
 
@@ -139,15 +104,18 @@ def _states_bytes(held: int) -> int:
     return -(-held // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
-class SampleMemory:
-    """Images (N, H, W, C) uint8 of a source, the first of which are kept in memory of the node. Any thread may read.
+class SampleCache(ReadImages):
+    """Images (N, H, W, C) uint8 of a file, some of which the ranks of a node keep. Any thread may read.
 
-    Samples that others stand in for, as they cannot be read on this rank, are read from the source, and not kept.
+    A sample comes out of memory of the node; else out of the node's local copy; else out of the file, and is then kept in both as
+    far as they have a place for it. Samples that others replace, as they cannot be read on this rank, are never kept.
 
     Args:
-        source: of the same images on all ranks of the node.
-        memory: of the node's ranks, of `bytes_for(held, ...)`, zeros at first. held: samples that are kept, from sample 0 on.
-        patience_seconds: that this rank waits for what another one reads, at most.
+        source: reads the file; the same images on all ranks of the node. counts: of what is read from where.
+        memory: of the node's ranks, of `bytes_for(held, ...)`, zeros at first; None if no sample is held.
+        held: number of samples that memory keeps, from sample 0 on. place: of this rank among those that share the memory.
+        copy: the node's local copy of samples; None if there is none.
+        patience_seconds: maximum time for which this rank waits for a sample that another one reads.
 
     Attributes:
         replaced: as of the source. held: as given. image_bytes: of one image.
@@ -156,17 +124,20 @@ class SampleMemory:
     def __init__(
         self,
         source: ReadImages,
-        memory: SharedMemory,
-        held: int,
         counts: ReadCounts,
+        memory: SharedMemory | None = None,
+        held: int = 0,
         place: NodeRank = ALONE,
         *,
+        copy: LocalCopy | None = None,
         patience_seconds: float = PATIENCE_SECONDS,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self.shape = source.shape
-        self.replaced = stand_ins(source)
-        self._source, self._memory, self.held, self._counts, self._place = source, memory, held, counts, place
+        self.shape: tuple[int, ...] = source.shape
+        self.replaced = replacements(source)
+        self._source, self._counts, self._copy = source, counts, copy
+        self._memory = memory = SharedMemory(np.zeros(0, np.uint8)) if memory is None else memory
+        self.held, self._place = held, place
         self._patience_seconds, self._sleep = patience_seconds, sleep
         self._states = memory.array[:held]
         self.image_bytes = int(np.prod(self.shape[1:]))
@@ -182,42 +153,48 @@ class SampleMemory:
 
     @property
     def full(self) -> bool:
-        """True where all samples are there that are kept."""
+        """Whether memory has all samples for which it has a place."""
         return bool((self._states == _THERE).all())
 
     def take(self, samples: np.ndarray, out: np.ndarray) -> np.ndarray:
-        """Whole images of samples (n,), written to `out` (n, H, W, C), contiguous, which is returned; errors as of the source."""
+        """Write whole images of samples (n,) to `out` (n, H, W, C), contiguous, and return it; errors as of the source."""
         samples = np.asarray(samples, np.int64)
         there = self._there(samples)
         if there.all():
             np.take(self._kept, samples, axis=0, out=out, mode="clip")
             self._counts.add(Origin.MEMORY, len(samples), out.nbytes)
             return out
-        self._copy(samples, np.flatnonzero(there), out)
+        self._copy_from_memory(samples, np.flatnonzero(there), out)
         missing = np.flatnonzero(~there)
         kept = self._is_kept(samples[missing])
-        self._stream(samples, missing[~kept], out)
+        others = missing[~kept]
+        if len(others) == len(out):
+            self._fetch(samples, out)
+        elif len(others):
+            out[others] = self._read(samples[others])
         self._bring(samples, missing[kept], out)
         return out
 
-    def __getitem__(self, index: int | slice | tuple[int | slice, slice, slice]) -> np.ndarray:
-        """Pixels of a sample or of several, of whole images or of a region, as of an array; errors as of the source."""
+    def __getitem__(self, index: ImageIndex) -> np.ndarray:
         wanted, *region = index if isinstance(index, tuple) else (index,)
-        rows, columns = region or (slice(None), slice(None))
         if isinstance(wanted, slice):
-            samples = np.arange(self.shape[0])[wanted]
-            return self.take(samples, np.empty((len(samples), *self.shape[1:]), np.uint8))[:, rows, columns]
+            return super().__getitem__(index)
         sample = np.array([wanted])
         if self._is_kept(sample)[0]:
             self.bring(sample)
-        if not self._there(sample)[0]:
-            return self._source[wanted, rows, columns]
-        pixels: np.ndarray = self._kept[wanted, rows, columns]
-        self._counts.add(Origin.MEMORY, 1, pixels.nbytes)
+        if self._there(sample)[0]:
+            pixels: np.ndarray = self._kept[wanted][tuple(region)]
+            self._counts.add(Origin.MEMORY, 1, pixels.nbytes)
+            return pixels
+        if self._copy is not None and self._copy.keeps(wanted):
+            image: np.ndarray = self._read(sample)[0]
+            return image[tuple(region)]
+        pixels = self._source[index]
+        self._count_file(sample, pixels)
         return pixels
 
     def bring(self, samples: np.ndarray) -> None:
-        """Have samples (n,) in memory, as far as they are kept, so that regions are read there; errors as of the source."""
+        """Bring samples (n,) into memory, if it keeps them, so that regions are read there; errors as of the source."""
         samples = np.asarray(samples, np.int64)
         missing = np.flatnonzero(self._is_kept(samples) & ~self._there(samples))
         begin = len(missing) * self._place.rank // self._place.ranks
@@ -242,34 +219,62 @@ class SampleMemory:
         self._counts.add(Origin.NODES, len(good), len(good) * self.image_bytes)
 
     def _is_kept(self, samples: np.ndarray) -> np.ndarray:
-        """Whether memory has a place for samples, (n,) bool."""
+        """Return whether memory has a place for samples, (n,) bool."""
         kept: np.ndarray = samples < self.held
         if self.replaced:
             kept &= ~np.isin(samples, list(self.replaced))
         return kept
 
     def _there(self, samples: np.ndarray) -> np.ndarray:
-        """Whether samples can be read from memory now, (n,) bool."""
+        """Return whether samples can be read from memory now, (n,) bool."""
         there = self._is_kept(samples)
         there[there] = self._states[samples[there]] == _THERE
         self._memory.fence()
         return there
 
-    def _copy(self, samples: np.ndarray, places: np.ndarray, out: np.ndarray | None) -> None:
+    def _copy_from_memory(self, samples: np.ndarray, places: np.ndarray, out: np.ndarray | None) -> None:
         """Copy what is in memory to its places of `out`."""
         if out is not None and len(places):
             out[places] = self._kept[samples[places]]
             self._counts.add(Origin.MEMORY, len(places), len(places) * self.image_bytes)
 
-    def _stream(self, samples: np.ndarray, places: np.ndarray, out: np.ndarray) -> None:
-        """Read from the source what is not kept."""
-        if len(places) == len(out):
-            self._source.take(samples, out)
-        elif len(places):
-            out[places] = self._read(samples[places])
-
     def _read(self, samples: np.ndarray) -> np.ndarray:
-        return self._source.take(samples, np.empty((len(samples), *self.shape[1:]), np.uint8))
+        return self._fetch(samples, np.empty((len(samples), *self.shape[1:]), np.uint8))
+
+    def _fetch(self, samples: np.ndarray, out: np.ndarray) -> np.ndarray:
+        """Write images to `out`, contiguous, from the local copy and the file; samples that the copy lacks are written there."""
+        copy = self._copy
+        if copy is None:
+            self._source.take(samples, out)
+            self._count_file(samples, out)
+            return out
+        rows = out.reshape(len(samples), self.image_bytes)
+        absent = [
+            number
+            for number, sample in enumerate(samples.tolist())
+            if sample in self.replaced or not copy.read(sample, rows[number].data)
+        ]
+        found = len(samples) - len(absent)
+        if found:
+            self._counts.add(Origin.LOCAL, found, found * self.image_bytes)
+        if not absent:
+            return out
+        images = np.empty((len(absent), *self.shape[1:]), np.uint8) if found else out
+        self._source.take(samples[absent], images)
+        self._count_file(samples[absent], images)
+        for sample, image in zip(samples[absent].tolist(), images.reshape(len(absent), self.image_bytes), strict=True):
+            if sample not in self.replaced:
+                copy.write(sample, image.data)
+        if images is not out:
+            out[absent] = images
+        return out
+
+    def _count_file(self, samples: np.ndarray, pixels: np.ndarray) -> None:
+        """Count what was read from the file to make the pixels of samples."""
+        source, n_bytes = self._source, pixels.nbytes
+        if isinstance(source, BlockReader) and source.decodes:
+            n_bytes = int(source.extents.sizes(samples).sum())
+        self._counts.add(Origin.FILE, len(samples), n_bytes)
 
     def _bring(self, samples: np.ndarray, places: np.ndarray, out: np.ndarray | None) -> None:
         """Read samples from the source and keep them, or wait for those that other ranks are reading."""
@@ -279,7 +284,7 @@ class SampleMemory:
             states = self._states[samples[places]]
             self._memory.fence()
             there, free = states == _THERE, states == _ABSENT
-            self._copy(samples, places[there], out)
+            self._copy_from_memory(samples, places[there], out)
             if waited_seconds >= self._patience_seconds:
                 free = ~there
             mine = places[free][:at_once]

@@ -2,8 +2,7 @@
 
 Pillow decodes everything and says what a picture is. Plain JPEG files, which most are, go to simplejpeg where it is installed:
 the same libjpeg-turbo with less around it. It computes what Pillow computes, the slow and exact transform with smooth
-upsampling
-of colours, so that the pixels are the same, bit by bit, with it and without it.
+upsampling of colours, so that the pixels are the same, bit by bit, with it and without it.
 
 Of a file with several frames or pages, the first one is decoded. Damaged metadata is ignored: only pixels count. This module
 loads Pillow, so trainings on pixels do not import it.
@@ -363,7 +362,7 @@ class EncodedReader(BlockReader):
         max_pixels: int | None = None,
     ) -> None:
         super().__init__(path, block, extents)
-        self.shape = (extents.count, *form)
+        self.shape: tuple[int, ...] = (extents.count, *form)
         self.threads = threads
         self._sums, self._pixel_sums = sums
         self._size, self._fit = (form[0], form[1]), cast(Fit, fit)
@@ -386,15 +385,6 @@ class EncodedReader(BlockReader):
 
         self._complete(samples, attempt)
         return out
-
-    def __getitem__(self, index: int | slice | tuple[int | slice, slice, slice]) -> np.ndarray:
-        """Pixels of a sample or of several, of whole images or of a region, as of an array; errors as of `take`."""
-        wanted, *region = index if isinstance(index, tuple) else (index,)
-        rows, columns = region or (slice(None), slice(None))
-        numbers = range(self.shape[0])[wanted]
-        samples = np.array([numbers] if isinstance(numbers, int) else numbers, np.int64)
-        whole = self.take(samples, np.empty((len(samples), *self.shape[1:]), np.uint8))[:, rows, columns]
-        return whole[0] if isinstance(numbers, int) else whole
 
     def decode(self, sample: int, content: bytes, out: np.ndarray) -> str | None:
         """Write the image that the stored bytes of a sample stand for to `out` (H, W, C); None, or why that cannot be done.

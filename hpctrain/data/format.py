@@ -16,12 +16,10 @@ A data file is an HDF5 file with all images of a split in one contiguous block, 
 Attributes of the root: `format`, `version`; of each dataset: `sha256` of its bytes; of `images` or `blob`: `fit`, "crop" or
 "squash", where pictures were brought to one size; of `blob`: `form`, the (H, W, C) that they are brought to, and `max_pixels`
 of the largest picture, if that is not the decoder's own limit. Everything but the images is compared with its checksum
-whenever
-the file is opened.
+whenever the file is opened.
 
 HDF5's own structures have checksums from its 1.10 format on, except the heap of variable-length values, where a damaged byte
-can
-make HDF5 loop without end; hence texts of fixed length.
+can make HDF5 loop without end; hence texts of fixed length.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ FIT = "fit"
 FORM = "form"
 #: attribute of the picture files: pixels of the largest picture that is decoded, if other than the decoder's own limit
 MAX_PIXELS = "max_pixels"
-#: the datasets of a file of pixels that have a checksum: all but "sums", which earlier versions of hpctrain did not write
+#: the datasets of a file of pixels that have a checksum: all but "sums", which early files of version 2 do not have
 DATASETS = ("images", "labels", "class_names", "mean", "std")
 _ENCODED_DATASETS = ("blob", "offsets", "sums", "pixel_sums", "labels", "class_names", "mean", "std")
 _SUMS = "sums"
@@ -105,7 +103,7 @@ class Stored:
 
 
 def text(value: object) -> str:
-    """A text attribute: of fixed length (bytes, since version 2) or of variable length (str, version 1)."""
+    """Return a text attribute: ours have a fixed length (bytes); those of other programs may not (str)."""
     return value.decode() if isinstance(value, bytes) else str(value)
 
 

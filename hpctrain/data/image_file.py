@@ -1,8 +1,7 @@
 """Open data files: images, labels and class names, from a file or synthetic.
 
 HDF5 opens the file, without locks, to find where the images lie; from then on they are a memory map, so that reading a sample
-is
-a copy from the page cache. Here are also the classes of several files in one order, by name; the facts by which a run
+is a copy from the page cache. Here are also the classes of several files in one order, by name; the facts by which a run
 recognises its training data, and ranks those of each other; and images that are functions of split, sample and shape alone.
 """
 
@@ -13,7 +12,7 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import h5py
 import numpy as np
@@ -23,26 +22,12 @@ from hpctrain.core.errors import DataError
 from hpctrain.data import format
 from hpctrain.data.files import require_file, system_errors_as
 from hpctrain.data.format import ENCODED_VERSION, FORMAT, VERSION, Stored, changed, check, digest_of, names_digest, normal_name
-from hpctrain.data.readers import BlockReader, Extents, MappedReader, UnreadableError, reason
+from hpctrain.data.readers import BlockReader, Extents, MappedReader, ReadImages, UnreadableError, reason
 from hpctrain.data.writer import EncodedFileWriter, ImageFileWriter, write
 
 __all__ = ["FORMAT", "VERSION", "EncodedFileWriter", "ImageFile", "ImageFileWriter", "write"]
 
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
-
-
-class ReadImages(Protocol):
-    """Images that are no array, but are read, or made, sample by sample."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """(N, H, W, C)."""
-
-    def __getitem__(self, index: int | slice | tuple[int | slice, slice, slice]) -> np.ndarray:
-        """Pixels (uint8) of a sample or of several, of whole images or of a region, as of an array."""
-
-    def take(self, samples: np.ndarray, out: np.ndarray) -> np.ndarray:
-        """Whole images of samples (n,), written to `out` (n, H, W, C), which is returned."""
 
 
 ImageArray = np.ndarray | ReadImages
@@ -181,45 +166,28 @@ def _read(path: Path) -> Stored:
         start = file.read(len(_SIGNATURE) + 1)
     if not start.startswith(_SIGNATURE):
         raise _damaged(path)
-    if start[-1:] < b"\2":  # the superblock's version: HDF5's old format, of our version 1
-        return _read_old(path)
+    # The superblock's version. Structures of earlier ones have no checksums, so that a damaged byte may make HDF5 loop or crash.
+    if start[-1:] < b"\2":
+        raise DataError(
+            f"{path} is an HDF5 file, but not a data file of hpctrain, as its structures have no checksums; make one with "
+            "`hpctrain data convert hdf5`."
+        )
     with h5py.File(path, "r", locking=False) as opened:
-        _check_format(path, {name: opened.attrs.get(name) for name in ("format", "version")}, (VERSION, ENCODED_VERSION))
-        return format.read(opened)
-
-
-def _read_old(path: Path) -> Stored:
-    from hpctrain.data import format_version_1
-
-    with format_version_1.OldFile(path) as old:
-        try:
-            header = old.header()
-        except Exception as error:  # version 1 uses only one of the old format's many forms
-            if "truncated" in str(error):
-                raise
-            raise _damaged(path, "damaged, or an HDF5 file of another program") from error
-        version = header.get("version")
-        if format.text(header.get("format")) == FORMAT and version in (VERSION, ENCODED_VERSION):
+        if format.text(opened.attrs.get("format")) != FORMAT:
             raise DataError(
-                f"{path} has version {version} of the data format, but was rewritten in HDF5's old format, which hpctrain reads "
-                "of version 1 alone; convert the pictures again, or this file with `hpctrain data convert hdf5`."
+                f"{path} is an HDF5 file, but not a data file of hpctrain; make one with `hpctrain data convert hdf5`."
             )
-        _check_format(path, header, (1,))
-        return old.contents()
+        version = opened.attrs.get("version")
+        if version not in (VERSION, ENCODED_VERSION):
+            raise DataError(
+                f"{path} has version {version} of the data format, this hpctrain reads versions {VERSION} and "
+                f"{ENCODED_VERSION}; convert it again."
+            )
+        return format.read(opened)
 
 
 def _damaged(path: Path, state: str = "damaged, or not an HDF5 file") -> DataError:
     return DataError(f"The data file {path} is {state}; make it again with `hpctrain data convert` or `fetch`.")
-
-
-def _check_format(path: Path, header: Mapping[str, object], readable: tuple[int, ...]) -> None:
-    if format.text(header.get("format")) != FORMAT:
-        raise DataError(f"{path} is an HDF5 file, but not a data file of hpctrain; make one with `hpctrain data convert hdf5`.")
-    if header.get("version") not in readable:
-        raise DataError(
-            f"{path} has version {header.get('version')} of the data format, this hpctrain reads versions 1 to "
-            f"{ENCODED_VERSION}; convert it again."
-        )
 
 
 def _map(path: Path, contents: Stored) -> tuple[ImageArray, ReadImages]:
@@ -416,7 +384,7 @@ class SyntheticImages:
     """
 
     def __init__(self, split: Split, labels: np.ndarray, shape: tuple[int, int, int], classes: int) -> None:
-        self.shape = (len(labels), *shape)
+        self.shape: tuple[int, ...] = (len(labels), *shape)
         self._labels = labels
         self._begins = (words(key("synthetic windows", split), np.arange(len(labels)), range(1))[:, 0] % _WINDOWS).astype(
             np.int64

@@ -2,8 +2,7 @@
 
 A thread, not a process: a fork after MPI has started is not allowed, and the work (copies, Pillow, NumPy on large arrays)
 releases the interpreter's lock. Batches of a `Loader` live in a ring of buffers that is made once. An `ArrayLoader` takes
-images
-that lie in memory as floating-point arrays: no file, no augmentation, no thread.
+images that lie in memory as floating-point arrays: no file, no augmentation, no thread.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import numpy as np
 from hpctrain.backend.pixels import PixelBatch
 from hpctrain.core.errors import DataError, ShapeError
 from hpctrain.core.intervals import Box, clip, relative, shape_of, size_of, whole
-from hpctrain.data.cache import SampleMemory
+from hpctrain.data.cache import SampleCache
 from hpctrain.data.image_file import ImageArray, ImageFile
 from hpctrain.data.pipeline import ImageSizes, Pipeline
 from hpctrain.data.sampler import Mixing, Sampler, counts, share_of
@@ -321,7 +320,7 @@ class Loader:
             x[...] = 0
         if not size_of(existing):
             return
-        if isinstance(self._images, SampleMemory):
+        if isinstance(self._images, SampleCache):
             self._images.bring(ids)
         rows, columns = relative(existing, wanted)
         if box[3] == (0, channels):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import stat
 import zlib
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from hpctrain.data.convert.common import in_order, listed
 from hpctrain.data.convert.folder import Search
 from hpctrain.data.decoding import FOREIGN_SUFFIXES, SUFFIXES, Fit, decode
 from hpctrain.data.image_file import ImageForm
+from hpctrain.data.readers import ReadImages
 
 _DECODED_CHANNELS = (1, 3)
 _log = get_logger(__name__)
@@ -85,7 +85,7 @@ def _fact(path: Path) -> str:
         return f"not there ({error.strerror})"
 
 
-class DecodedPictures:
+class DecodedPictures(ReadImages):
     """Pictures in one form, decoded when they are read; it is indexed as an array (N, H, W, C) of uint8 is.
 
     A picture that cannot be decoded reads as zeros. Several threads may read.
@@ -107,23 +107,15 @@ class DecodedPictures:
                 f"The model reads images of {form.shape[2]} channels, but pictures are grey (1) or RGB (3); "
                 "evaluate it on a data file instead."
             )
-        self.shape = (len(files), *form.shape)
+        self.shape: tuple[int, ...] = (len(files), *form.shape)
         self.broken: dict[int, str] = {}
         self._files, self._form, self._threads, self._max_pixels = files, form, threads, max_pixels
 
-    def __getitem__(self, index: int | slice | tuple[int | slice, slice, slice]) -> np.ndarray:
-        """Pixels of one sample (h, w, C) or of several (n, h, w, C): whole, or a region of them."""
-        samples, *region = index if isinstance(index, tuple) else (index,)
-        rows, columns = region or (slice(None), slice(None))
-        if isinstance(samples, slice):
-            numbers = range(self.shape[0])[samples]
-            whole = self.take(np.array(numbers, np.int64), np.empty((len(numbers), *self.shape[1:]), np.uint8))
-            return whole[:, rows, columns]
-        return self._decoded(operator.index(samples))[rows, columns]
-
     def take(self, samples: np.ndarray, out: np.ndarray) -> np.ndarray:
-        """Whole images of samples (n,), written to `out` (n, H, W, C), which is returned."""
-        for target, pixels in zip(out, in_order(self._decoded, samples.tolist(), self._threads), strict=True):
+        """Write whole images of samples (n,) to `out` (n, H, W, C), and return it."""
+        numbers = samples.tolist()
+        images = in_order(self._decoded, numbers, self._threads) if len(numbers) > 1 else map(self._decoded, numbers)
+        for target, pixels in zip(out, images, strict=True):
             target[...] = pixels
         return out
 

@@ -1,9 +1,8 @@
 """From stored pixels to what a network reads: augmentations, then normalisation, of whole images or of a region of them.
 
 Threads share the samples of a batch (`BatchThreads`); what a sample becomes does not depend on which of them makes it. The
-last
-steps, a resize, windows, normalisation and one filled box, may be left to a kernel set (`Pipeline.unfinished`). The size of
-images may change from epoch to epoch (`ImageSizes`): a training may begin with small images and end with large ones.
+last steps, a resize, windows, normalisation and one filled box, may be left to a kernel set (`Pipeline.unfinished`). The size
+of images may change from epoch to epoch (`ImageSizes`): a training may begin with small images and end with large ones.
 """
 
 from __future__ import annotations

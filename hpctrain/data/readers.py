@@ -2,9 +2,8 @@
 
 A file that becomes unreadable under a memory map (an error of its disk, a file that is cut short, a file system that is gone)
 ends the process that touches it by SIGBUS, without a word of the file. So the map is never touched from here: the system
-copies
-out of it (`process_vm_readv` of this very process, one call for up to 1,024 pieces of a batch), and says where it could not go
-on. What is missing then is read from the file, again after some pauses, which tells the reason.
+copies out of it (`process_vm_readv` of this very process, one call for up to 1,024 pieces of a batch), and says where it could
+not go on. What is missing then is read from the file, again after some pauses, which tells the reason.
 
 `Extents` says where the bytes of each sample lie, `ReadPolicy` how often a sample is tried and whether others may replace it.
 `MappedReader` reads pixels as an array's are read; `decoding.EncodedReader` decodes picture files.
@@ -23,12 +22,15 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Protocol, cast, runtime_checkable
+from typing import ClassVar, Protocol, cast
 
 import numpy as np
 
 from hpctrain.core.errors import DataError
 from hpctrain.core.log import get_logger
+
+#: of images: a sample or several, or a region (rows, columns) of them
+ImageIndex = int | slice | tuple[int | slice, slice, slice]
 
 #: seconds before a sample is read again, one for each time
 PAUSES_SECONDS = (0.1, 0.4, 1.6)
@@ -42,18 +44,33 @@ class UnreadableError(DataError):
     """Samples that cannot be read; the sentence names the file, the sample and the reason."""
 
 
-@runtime_checkable
-class HasStandIns(Protocol):
-    """Images of which some may be others in their places."""
+class ReadImages(Protocol):
+    """Images (N, H, W, C) uint8 that are no array, but are read, decoded or made, sample by sample.
 
-    @property
-    def replaced(self) -> Mapping[int, int]:
-        """By sample that could not be read, the one that is read in its place; the same object, which grows."""
+    Attributes:
+        shape: (N, H, W, C).
+    """
+
+    shape: tuple[int, ...]
+
+    def take(self, samples: np.ndarray, out: np.ndarray) -> np.ndarray:
+        """Write whole images of samples (n,) to `out` (n, H, W, C), contiguous, and return it."""
+
+    def __getitem__(self, index: ImageIndex) -> np.ndarray:
+        """Return the pixels of a sample or of several, of whole images or of a region, as an array does; by `take`."""
+        wanted, *region = index if isinstance(index, tuple) else (index,)
+        numbers = range(self.shape[0])[wanted]
+        samples = np.array([numbers] if isinstance(numbers, int) else numbers, np.int64)
+        images = self.take(samples, np.empty((len(samples), *self.shape[1:]), np.uint8))[(slice(None), *region)]
+        return images[0] if isinstance(numbers, int) else images
 
 
-def stand_ins(images: object) -> Mapping[int, int]:
-    """The samples that were read in the places of others, as `HasStandIns.replaced`; none for images that have no such."""
-    return images.replaced if isinstance(images, HasStandIns) else {}
+def replacements(images: object) -> Mapping[int, int]:
+    """Return, by sample that could not be read, the one that is read in its place: the same object, which grows.
+
+    Images that have no attribute `replaced` have none.
+    """
+    return getattr(images, "replaced", {})
 
 
 @dataclass(frozen=True)
@@ -163,7 +180,7 @@ _LOST = (errno.ESTALE, errno.ENOTCONN, errno.EBADF, errno.ENODEV, errno.EIO)
 _REFUSED = (errno.EPERM, errno.ENOSYS)
 
 
-class BlockReader:
+class BlockReader(ReadImages):
     """Reads bytes of samples, which lie in one block of a file. One thread at a time.
 
     Args:
@@ -417,7 +434,7 @@ class MappedReader(BlockReader):
 
     def __init__(self, path: Path, images: np.memmap, offset: int) -> None:
         super().__init__(path, images, Extents.fixed(offset, images.shape[0], int(np.prod(images.shape[1:]))))
-        self.shape = images.shape
+        self.shape: tuple[int, ...] = images.shape
 
     def take(self, samples: np.ndarray, out: np.ndarray) -> np.ndarray:
         """Whole images of samples (n,), written to `out` (n, H, W, C), which is contiguous and is returned.

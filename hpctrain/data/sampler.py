@@ -1,10 +1,9 @@
 """The samples of a step, their order, and the partners that they are mixed with.
 
 All of it is a pure function of (seed, epoch, place in the epoch): the same on every rank and after every restart. Mixup and
-cutmix
-mix images of a step with those of the same step in the opposite order, as timm does it by batch. A sample's partner follows
-from
-its place in the step over all ranks: any number of ranks mixes the same images, whichever part of them each reads.
+cutmix mix images of a step with those of the same step in the opposite order, as timm does it by batch. A sample's partner
+follows from its place in the step over all ranks: any number of ranks mixes the same images, whichever part of them each
+reads.
 """
 
 from __future__ import annotations

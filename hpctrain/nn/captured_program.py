@@ -1,10 +1,10 @@
 """A program whose work is captured span by span, and then launched a span at a time: for kernel sets that can (CUDA graphs).
 
-A launch of a captured span costs the host about as much as that of one kernel, so that small batches are no longer bound by
-launches. The work is the same in the same order, and so are the bits.
+A launch of a captured span costs the host about as much as that of one kernel, so small batches are no longer bound by launches.
+The work is the same in the same order, and so are the bits.
 
-The averager is called between spans, never inside one: forward waits for parameters before a span, and gradients are announced
-after it. So spans end where the messages of a step begin or are waited for, and nowhere else.
+Hooks are called between spans, never inside one: forward waits for parameters before a span, and gradients are announced after
+it. So spans end where the messages of a step begin or are waited for, and nowhere else.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ Slices = Mapping[str, Sequence[int]]
 
 
 def forward_spans(needs: Sequence[Iterable[str]], slices: Slices) -> list[range]:
-    """Spans of forward's actions: a new one begins where a slice is needed that no action of the span so far has needed.
+    """Return the spans of forward's actions: a new one begins where an action needs a slice that no action before it needed.
+
+    Actions before the first that needs a slice join its span.
 
     Args:
-        needs: of each action, the parameters that it reads.
+        needs: by action, the parameters that it reads.
     """
     starts = [0]
     needed: set[int] = set()
@@ -39,10 +41,10 @@ def forward_spans(needs: Sequence[Iterable[str]], slices: Slices) -> list[range]
 
 
 def backward_spans(announced: Sequence[Iterable[str]], slices: Slices) -> list[range]:
-    """Spans of backward's actions: one ends behind the action that makes the last gradient of a slice.
+    """Return the spans of backward's actions: a span ends after the action that makes the last gradient of a slice.
 
     Args:
-        announced: of each action, the parameters whose gradients are final behind it.
+        announced: by action, the parameters whose gradients are final after it.
     """
     missing: dict[int, set[str]] = {}
     for name, held in slices.items():
@@ -61,7 +63,7 @@ def backward_spans(announced: Sequence[Iterable[str]], slices: Slices) -> list[r
 
 
 def _ranges(starts: Sequence[int], stop: int) -> list[range]:
-    """Those between the starts that are not empty."""
+    """Return the spans between the starts, empty ones left out."""
     ends = [*starts[1:], stop]
     return [range(start, end) for start, end in zip(starts, ends, strict=True) if start < end]
 
@@ -71,7 +73,7 @@ _SILENT = StepHooks()
 
 @dataclass
 class _Unit:
-    """A span of one pass, captured once. name: of its first and last operator."""
+    """A span of one pass, captured once. name: the names of its first and last operator."""
 
     span: range
     name: str
@@ -79,13 +81,13 @@ class _Unit:
 
 
 class CapturedProgram(Program):
-    """Runs the first time action by action (kernels load, nothing may be captured before), then by captured spans.
+    """Runs action by action the first time (kernels are loaded then, which cannot be captured), and by captured spans later.
 
-    Hooks are called between spans only: before a span for all parameters that it reads, behind it for all gradients it makes.
+    Hooks are called between spans only: before a span for all parameters that it reads, after it for all gradients that it makes.
 
     Args:
-        plan: of a set that is also `CapturesWork`. slices: gives those of now; asked for once, when the first span is captured.
-        others: as of `Program`.
+        plan: of a kernel set that is also `CapturesWork`. slices: returns the current slices; called once, when the first span is
+            captured. others: as of `Program`.
     """
 
     def __init__(self, plan: ExecutionPlan, *, kernels: KernelSet, slices: Callable[[], Slices], **others: Any) -> None:
@@ -103,7 +105,8 @@ class CapturedProgram(Program):
             self._warm_forward = True
             return super().forward(context, hooks)
         if self._forward_units is None:
-            self._forward_units = self._units(self.plan.forward, forward_spans(self._needs(), self._slices()))
+            needs = [[parameter.name for parameter in self._read(position)] for position in range(len(self.plan.forward))]
+            self._forward_units = self._units(self.plan.forward, forward_spans(needs, self._slices()))
         self.begin(context)
         for unit in self._forward_units:
             for position in unit.span:
@@ -123,7 +126,8 @@ class CapturedProgram(Program):
             super().backward(hooks)
             return
         if self._backward_units is None:
-            self._backward_units = self._units(self.plan.backward, backward_spans(self._announced(), self._slices()))
+            announced = [[parameter.name for parameter in self._final(action, k)] for action, k in self.plan.backward]
+            self._backward_units = self._units(self.plan.backward, backward_spans(announced, self._slices()))
         for unit in self._backward_units:
             if unit.work is None:
                 with self._capture() as unit.work:
@@ -134,7 +138,7 @@ class CapturedProgram(Program):
                 self._announce(position, hooks)
 
     def _announce(self, position: int, hooks: StepHooks) -> None:
-        """Tell of the gradients that an action of backward has made, and of parameters that it is the last to read."""
+        """Call the hooks for gradients that an action of backward has made, and for parameters that it was the last to read."""
         action, k = self.plan.backward[position]
         if action is Action.FREE:
             for parameter in self.steps[k].parameters:
@@ -143,26 +147,17 @@ class CapturedProgram(Program):
             hooks.grad_ready(parameter)
 
     def _cannot_be_captured(self, hooks: StepHooks) -> bool:
-        """An operator asks the host, or some layer's gradients are made elsewhere, of arrays that are copied inside of a pass."""
-        return self._calls_host or self._gives_factors(hooks)
-
-    def _gives_factors(self, hooks: StepHooks) -> bool:
+        """Return whether an operator calls the host, or a hook copies sufficient factors in the middle of a pass."""
         steps = (step for step in self.steps if step.sufficient_factors is not None)
-        return any(hooks.takes_sufficient_factors(step.parameters) for step in steps)
-
-    def _needs(self) -> list[list[str]]:
-        return [[parameter.name for parameter in self._read(position)] for position in range(len(self.plan.forward))]
-
-    def _announced(self) -> list[list[str]]:
-        return [[parameter.name for parameter in self._final(action, k)] for action, k in self.plan.backward]
+        return self._calls_host or any(hooks.takes_sufficient_factors(step.parameters) for step in steps)
 
     def _read(self, position: int) -> tuple[Parameter, ...]:
-        """The parameters that an action of forward reads."""
+        """Return the parameters that an action of forward reads."""
         action, k = self.plan.forward[position]
         return () if action is Action.BEGIN else self.steps[k].parameters
 
     def _final(self, action: Action, k: int) -> tuple[Parameter, ...]:
-        """The parameters whose gradients are final behind an action of backward, in the order in which they are announced."""
+        """Return the parameters whose gradients are final after an action of backward, in the order of announcing."""
         step = self.steps[k]
         return step.parameters[::-1] if action is Action.PARAMETERS and not step.shared else ()
 

@@ -1,7 +1,7 @@
 """A layer of one's own in one file, in plain array code: no kernel set needs to know it.
 
-Subclass `ArrayLayer`, say what shape comes out, and write forward and backward. Neighbours that keep another layout get a
-reorder in between; averaging, checkpoints and the gradient check work as for any layer.
+Subclass `ArrayLayer`, return the output's shape, and write forward and backward. If a neighbour keeps another layout, a reorder
+is inserted in between; averaging, checkpoints and the gradient check work as for any layer.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from hpctrain.nn.layers import Leaf
 
 
 class ArrayLayer(Leaf):
-    """A user's layer. `saved` is a dict of the operator's own that lives from forward to backward."""
+    """A user's layer. `saved` is a dict of each operator that lives from forward to backward."""
 
     @abstractmethod
     def output_shape(self, shape: Shape) -> Shape:
-        """Shape of y for x of `shape`, both with N in front."""
+        """Return the shape of y for x of `shape`, both with N in front."""
 
     @abstractmethod
     def forward(self, x: Array, parameters: Mapping[str, Array], context: StepContext, saved: dict[str, Any]) -> Array:
-        """y for x; never writes x."""
+        """Return y for x. Must not write x."""
 
     @abstractmethod
     def backward(
         self, x: Array, dy: Array, parameters: Mapping[str, Array], saved: dict[str, Any]
     ) -> tuple[Array, Mapping[str, Array]]:
-        """(dx, gradients by role); never writes x or dy."""
+        """Return (dx, gradients by role). Must not write x or dy."""
 
     def with_window(self, window: Window) -> ArrayLayer:
         """Return this layer with another window: the same kernel and stride, other padding.
@@ -58,11 +58,11 @@ class ArraySpec:
 
     @property
     def window(self) -> Window | None:
-        """The layer's spatial reach; None: not known, so its images are never split."""
+        """The layer's spatial reach; None: unknown, so its images are never split."""
         return self.layer.window
 
     def with_window(self, window: Window) -> ArraySpec:
-        """The same operation on a part of an image."""
+        """Return the same operation on a part of an image."""
         return ArraySpec(self.layer.with_window(window), self.name)
 
     def output(self, x: TensorSpec) -> TensorSpec:

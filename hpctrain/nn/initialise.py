@@ -2,6 +2,7 @@
 
 So a parameter's values depend on nothing but the seed, its name and its shape: neither on the order of the layers, nor on the
 rank or the partition that holds it. They are drawn in float32 and then cast, so that a float64 run starts at the same point.
+The functions that return an `Initializer` are named by the distribution.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from hpctrain.nn.parameter import Initializer, ParameterSpec
 
 
 def generator(seed: int, name: str) -> np.random.Generator:
-    """The counter-based generator (Philox 4x64) of one parameter."""
+    """Return the counter-based generator (Philox 4x64) of one parameter."""
     low, high = key("parameter", seed, name)
     return np.random.Generator(np.random.Philox(key=low | high << 32))
 
 
 def first_value(spec: ParameterSpec, name: str, seed: int, dtype: str = "float32") -> np.ndarray:
-    """The first value of the parameter `name`, of `spec.shape`: drawn in float32, given in `dtype`."""
+    """Return the first value of the parameter `name`, of `spec.shape`: drawn in float32, cast to `dtype`."""
     return spec.initialise(generator(seed, name), spec.shape).astype(dtype, copy=False)
 
 
 def constant(value: float) -> Initializer:
-    """Every element `value`."""
+    """Set every element to `value`."""
 
     def draw(_: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
         return np.full(shape, value, np.float32)
@@ -35,7 +36,7 @@ def constant(value: float) -> Initializer:
 
 
 def normal(deviation: float) -> Initializer:
-    """N(0, deviation^2)."""
+    """Draw from N(0, deviation^2)."""
 
     def draw(random: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
         values = random.standard_normal(shape, np.float32)
@@ -46,7 +47,7 @@ def normal(deviation: float) -> Initializer:
 
 
 def uniform(bound: float) -> Initializer:
-    """Uniform in [-bound, bound)."""
+    """Draw uniformly from [-bound, bound)."""
 
     def draw(random: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
         values = random.random(shape, np.float32)
@@ -58,5 +59,8 @@ def uniform(bound: float) -> Initializer:
 
 
 def kaiming_normal(fan: int) -> Initializer:
-    """N(0, 2 / fan): keeps the variance through ReLU layers (He et al. 2015, eq. 10 for fan in, eq. 14 for fan out)."""
+    """Draw from N(0, 2 / fan), which keeps the variance through ReLU layers.
+
+    He et al. 2015, eq. 10 for fan in, eq. 14 for fan out.
+    """
     return normal(math.sqrt(2.0 / fan))

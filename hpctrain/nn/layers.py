@@ -1,9 +1,10 @@
 """Layers: single-process descriptions of a model, lowered into a graph of specs.
 
-A layer declares its parameters and says which operation it is; it holds no arrays and knows no rank. What runs it is a
-`Program`, with operators of the chosen kernel set. Parallelism, fusion and layouts work on the graph and leave layers alone.
-The bases come first (`Layer`, `Leaf`), then the short forms of windows, then one class for each layer, and the containers
-last. A layer of one's own derives from `hpctrain.nn.custom.ArrayLayer`.
+A layer declares its parameters and says which operation it is; it holds no arrays and knows no rank. A `Program` runs it, with
+operators of the chosen kernel set. Parallelism, fusion and layouts work on the graph and leave layers alone.
+
+The bases come first (`Layer`, `Leaf`), then the short forms of windows, then one class for each layer, and the containers last.
+A layer of one's own derives from `hpctrain.nn.custom.ArrayLayer`.
 """
 
 from __future__ import annotations
@@ -39,51 +40,49 @@ from hpctrain.nn.parameter import Initializer, Interchange, ParameterSpec, Stati
 
 
 def join(prefix: str, name: str) -> str:
-    """Dotted name of a child; the root's name is empty."""
+    """Return the dotted name of a child; the root's name is empty."""
     return f"{prefix}.{name}" if prefix else name
 
 
 class Layer(ABC):
     """A differentiable map. Leaves implement `spec`; containers implement `children` and `lower`."""
 
-    #: spatial reach, set by windowed leaves; None = pointwise or not spatial
+    #: spatial reach, set by windowed leaves; None: pointwise or not spatial
     window: Window | None = None
-    #: child names are joined to the parent's; a transparent container adds nothing of its own
-    transparent: ClassVar[bool] = False
 
     def parameters(self) -> Mapping[str, ParameterSpec]:
-        """Declared parameters by role ("weight", "bias"), in torchvision's order."""
+        """Return the declared parameters by role ("weight", "bias"), in torchvision's order."""
         return {}
 
     def statistics(self) -> Mapping[str, StatisticSpec]:
-        """Declared running statistics by role."""
+        """Return the declared running statistics by role."""
         return {}
 
     def children(self) -> Mapping[str, Layer]:
-        """Child layers by name, in forward order."""
+        """Return the child layers by name, in forward order."""
         return {}
 
     @abstractmethod
     def lower(self, graph: GraphBuilder, x: int, name: str) -> int:
-        """Append this layer's nodes for input tensor `x`; give the number of the output tensor.
+        """Append this layer's nodes for input tensor `x`; return the number of the output tensor.
 
         Raises:
             ShapeError: the input does not fit; the message names the layer.
         """
 
     def walk(self, prefix: str = "") -> Iterator[tuple[str, Layer]]:
-        """(dotted name, layer) of this layer and all below, parents first, in forward order."""
+        """Yield (dotted name, layer) of this layer and all below it, parents first, in forward order."""
         yield prefix, self
         for name, child in self.children().items():
             yield from child.walk(join(prefix, name))
 
     def output(self, x: TensorSpec) -> TensorSpec:
-        """The output's spec for an input's."""
+        """Return the spec of the output for an input."""
         graph = GraphBuilder(x)
         return graph.tensor(self.lower(graph, 0, type(self).__name__.lower()))
 
     def flops(self, x: TensorSpec) -> int:
-        """Floating-point operations of one forward pass at this input."""
+        """Return the floating-point operations of one forward pass at this input."""
         builder = GraphBuilder(x)
         graph = builder.build(self.lower(builder, 0, type(self).__name__.lower()))
         return sum(node.spec.flops(*(graph.tensors[i] for i in node.inputs)) for node in graph.nodes)
@@ -94,7 +93,7 @@ class Leaf(Layer):
 
     @abstractmethod
     def spec(self, name: str) -> Spec:
-        """The operation; `name` is the layer's dotted name."""
+        """Return the operation; `name` is the layer's dotted name."""
 
     def lower(self, graph: GraphBuilder, x: int, name: str) -> int:
         return graph.emit(
@@ -110,21 +109,20 @@ PairLike = int | Pair
 EdgesLike = int | Pair | Edges
 
 
-def pair(value: PairLike, what: str, smallest: int = 1) -> Pair:
-    """(rows, columns) from one number or a pair.
+def pair(value: PairLike, noun: str) -> Pair:
+    """Return (rows, columns) from one number or a pair.
 
     Raises:
-        ShapeError: a value below `smallest`; `what` names it.
+        ShapeError: a value below 1; the message calls it `noun`.
     """
     rows, columns = (value, value) if isinstance(value, int) else value
-    if min(rows, columns) < smallest:
-        nearest = (max(rows, smallest), max(columns, smallest))
-        raise ShapeError(f"A {what} of {(rows, columns)} is below {smallest}; the nearest legal one is {nearest}.")
+    if min(rows, columns) < 1:
+        raise ShapeError(f"A {noun} of {(rows, columns)} is below 1; the nearest legal one is {(max(rows, 1), max(columns, 1))}.")
     return rows, columns
 
 
 def edges(padding: EdgesLike) -> Edges:
-    """(top, bottom, left, right) from one number, (rows, columns) as torch has it, or the four edges.
+    """Return (top, bottom, left, right) from one number, (rows, columns) as torch has it, or the four edges.
 
     Raises:
         ShapeError: a negative edge, or another number of values.
@@ -143,7 +141,7 @@ def edges(padding: EdgesLike) -> Edges:
 
 
 def window(kernel: PairLike, stride: PairLike, padding: EdgesLike, dilation: PairLike = 1) -> Window:
-    """The window of a convolution or pool.
+    """Return the window of a convolution or pool.
 
     Raises:
         ShapeError: a kernel, stride or dilation below 1, or a negative padding.
@@ -160,7 +158,7 @@ class Conv2d(Leaf):
         padding: zeros around the image: one number, (rows, columns) or (top, bottom, left, right).
         groups: divides C and K; C for a depthwise convolution.
         bias: whether a bias is added; leave it out before a batch norm, which cancels it.
-        weight_values, bias_values: first values; by default He's normal with fan out, and 0.
+        weight_values, bias_values: first values; by default He's normal distribution with fan out, and 0.
 
     Raises:
         ShapeError: sizes below 1, a negative padding, groups that do not divide the channels.
@@ -205,7 +203,7 @@ class Linear(Leaf):
         bias: whether a bias is added.
         image_shape: (H, W, C) of the image whose flattening is the input, if it is one: torchvision flattens (C, H, W), so its
             rows are in another order, which matters for interchange only.
-        weight_values, bias_values: first values; uniform in +-1/sqrt(in) by default.
+        weight_values, bias_values: first values; by default uniform in +-1/sqrt(in).
 
     Raises:
         ShapeError: sizes below 1, or an image of another size than the input.
@@ -231,7 +229,10 @@ class Linear(Leaf):
         default = initialise.uniform(1.0 / math.sqrt(features_in))
         self._weight_values = default if weight_values is None else weight_values
         self._bias_values = default if bias_values is None else bias_values
-        self._interchange = _interchange(features_out, image_shape)
+        if image_shape is None:
+            self._interchange = Interchange(axes=(1, 0))
+        else:
+            self._interchange = Interchange((*image_shape, features_out), (3, 2, 0, 1), (features_out, features_in))
 
     def spec(self, name: str) -> LinearSpec:
         return self._spec
@@ -248,23 +249,17 @@ class Linear(Leaf):
         }
 
 
-def _interchange(features_out: int, image_shape: tuple[int, int, int] | None) -> Interchange:
-    if image_shape is None:
-        return Interchange(axes=(1, 0))
-    return Interchange((*image_shape, features_out), (3, 2, 0, 1), (features_out, math.prod(image_shape)))
-
-
 class BatchNorm(Leaf):
     """y = weight * (x - mean) / sqrt(var + epsilon) + bias per channel, the last dim (Ioffe and Szegedy 2015, algorithm 1).
 
-    The number of batches seen, which torchvision stores beside the running statistics, is not modelled: with a fixed momentum
+    The number of batches seen, which torchvision stores next to the running statistics, is not kept: with a fixed momentum
     nothing depends on it.
 
     Args:
         channels: C.
         epsilon: added to the variance.
         momentum: weight of the newest batch in the running mean and variance, in [0, 1].
-        synchronised: statistics of all ranks that share the step instead of this rank's samples only.
+        synchronised: statistics are those of all ranks that share the step, instead of this rank's samples only.
         weight: first value of every element of the weight (gamma); 0 makes a residual block start as the identity.
 
     Raises:
@@ -463,14 +458,14 @@ class PadChannels(Leaf):
 
 @dataclass(frozen=True)
 class PadChannelsSpec:
-    """Brings its own operator: the arithmetic service of any kernel set does it."""
+    """The operation of `PadChannels`. It brings its own operator, which computes by the arithmetic service of any kernel set."""
 
     before: int
     after: int
     window: ClassVar[Window] = Window((1, 1), (1, 1), (0, 0, 0, 0))  # every pixel by itself
 
     def with_window(self, window: Window) -> PadChannelsSpec:
-        """A window of one pixel has no padding to change."""
+        """Return the same spec: a window of one pixel has no padding to change."""
         return self
 
     def output(self, *inputs: TensorSpec) -> TensorSpec:
@@ -485,7 +480,7 @@ class PadChannelsSpec:
 
 
 class PadChannelsOperator(AnyArrays, Operator):
-    """Copies into the middle channels; backward copies out of them."""
+    """Copies the input into the middle channels; backward copies out of them."""
 
     def __init__(self, spec: PadChannelsSpec, x: TensorSpec) -> None:
         self.spec, self.inputs, self.output = spec, (x,), spec.output(x)
@@ -501,6 +496,13 @@ class PadChannelsOperator(AnyArrays, Operator):
         assert target is not None
         assert dy is not None
         self.arithmetic.copy_box(target, self._all, dy, self._middle)
+
+
+def _chain(layers: Mapping[str, Layer], graph: GraphBuilder, x: int, name: str) -> int:
+    """Lower layers one after another; return the number of the output tensor."""
+    for child_name, child in layers.items():
+        x = child.lower(graph, x, join(name, child_name))
+    return x
 
 
 class Sequential(Layer):
@@ -522,13 +524,11 @@ class Sequential(Layer):
         return self._children
 
     def lower(self, graph: GraphBuilder, x: int, name: str) -> int:
-        for child_name, child in self._children.items():
-            x = child.lower(graph, x, join(name, child_name))
-        return x
+        return _chain(self._children, graph, x, name)
 
 
 def check_names(layers: Mapping[str, Layer]) -> None:
-    """Child names are parts of dotted names.
+    """Raise unless the names can be parts of dotted names.
 
     Raises:
         ConfigError: a name that is empty or contains a dot.
@@ -549,9 +549,9 @@ class Residual(Layer):
 
     Args:
         body: name -> layer, one after another.
-        shortcut: None is the identity.
+        shortcut: the other summand; None: the identity.
         shortcut_name: the shortcut's child name; torchvision's is "downsample".
-        activation: after the sum; None: nothing.
+        activation: applied to the sum; None: none.
         activation_name: the activation's child name.
 
     Raises:
@@ -584,9 +584,3 @@ class Residual(Layer):
         shortcut = _chain(self._shortcut, graph, x, name)
         total = graph.emit(join(name, _SUM), AddSpec(), (body, shortcut))
         return _chain(self._activation, graph, total, name)
-
-
-def _chain(layers: Mapping[str, Layer], graph: GraphBuilder, x: int, name: str) -> int:
-    for child_name, child in layers.items():
-        x = child.lower(graph, x, join(name, child_name))
-    return x

@@ -1,9 +1,10 @@
 """A model with its parameters, statistics and programs: what a rank trains.
 
-`Distribution` is the seam to the ranks: through it the engine, which knows no rank, asks for one rank's graph and shards.
-Frozen layers keep their parameters, and the running statistics of their batch norms. They have no gradients, so nothing of
-them is averaged and no optimiser keeps state for them; their batch norms compute as in evaluation. If no layer before a frozen
-one is trained, nothing goes back through it at all, and its activations are not kept.
+`Distribution` is the seam to the ranks: through it the engine, which knows no rank, obtains one rank's graph and shards.
+
+Frozen layers keep their parameters, and the running statistics of their batch norms. They have no gradients, so nothing of them
+is averaged and no optimiser keeps state for them; their batch norms compute as in evaluation. If no layer before a frozen one is
+trained, nothing goes back through it at all, and its activations are not kept.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Shard:
 
     @property
     def index(self) -> tuple[slice | type(Ellipsis), ...]:  # type: ignore[valid-type]
-        """The index of this part in an array that holds the whole."""
+        """The index of this part in an array that holds the whole tensor."""
         interval = slice(*self.interval)
         return (interval,) if self.dim == 0 else (Ellipsis, interval)
 
@@ -49,30 +50,30 @@ class Distribution(Protocol):
     """The share of a model that one rank computes.
 
     Attributes:
-        ranks: that compute together, of a split group.
+        ranks: the number of ranks that share samples, a split group.
     """
 
     @property
     def ranks(self) -> int: ...
 
     def prepare(self, graph: Graph) -> None:
-        """Take the model, lowered for one sample; called before all else, and for images of each further shape."""
+        """Take the model, lowered for one sample. Called first of all, and again for images of each other shape."""
         ...
 
     def local(self, graph: Graph, counts: Sequence[int]) -> Graph:
-        """This rank's graph, where the ranks of its split group hold `counts` samples of `graph`."""
+        """Return this rank's graph, if the ranks of its split group hold `counts` samples of `graph`."""
         ...
 
     def message_bytes(self, operators: Sequence[Operator]) -> int:
-        """Memory that these operators of one program take for messages inside the split group, beside the arena."""
+        """Return the memory that these operators of one program take for messages inside the split group, next to the arena."""
         ...
 
     def shard(self, name: str) -> Shard | None:
-        """This rank's part of a parameter or statistic, by full name; None: it holds all of it."""
+        """Return this rank's part of a parameter or statistic, by full name; None if it holds all of it."""
         ...
 
     def contributes(self, name: str) -> tuple[bool, bool]:
-        """Whether this rank adds a statistic to the step's sums for its own samples, and for those of its split group."""
+        """Return whether this rank adds a statistic to the step's sums for its own samples, and for those of its split group."""
         ...
 
 
@@ -98,7 +99,7 @@ class Undistributed:
 
 
 def frozen_layers(model: Layer, patterns: Sequence[str]) -> frozenset[str]:
-    """The dotted names of the layers with parameters that one of the patterns matches. "*" matches dots, too.
+    """Return the dotted names of the layers with parameters that one of the patterns matches. "*" matches dots, too.
 
     A layer is frozen as a whole: a pattern that matches its name, or that of one of its parameters, freezes them all.
 
@@ -125,21 +126,21 @@ def frozen_layers(model: Layer, patterns: Sequence[str]) -> frozenset[str]:
 
 
 def with_frozen(graph: Graph, layers: frozenset[str]) -> Graph:
-    """The same graph in which these layers are not trained."""
-    return (
-        replace(graph, nodes=tuple(_frozen(node) if node.name in layers else node for node in graph.nodes)) if layers else graph
-    )
+    """Return the same graph in which these layers are not trained."""
+    if not layers:
+        return graph
+    return replace(graph, nodes=tuple(_frozen(node) if node.name in layers else node for node in graph.nodes))
 
 
 def layer_of(name: str) -> str:
-    """The layer of a parameter or running statistic."""
+    """Return the name of the layer of a parameter or running statistic."""
     return name.rpartition(".")[0]
 
 
 def _frozen(node: Node) -> Node:
     spec = node.spec
     if isinstance(spec, BatchNormSpec):
-        spec = replace(spec, fixed=True, synchronised=False)
+        spec = replace(spec, fixed=True, synchronised=False)  # it uses its running statistics, so there is nothing to merge
     return replace(node, spec=spec, frozen=True)
 
 
@@ -147,9 +148,9 @@ ALL, MODEL = "all", "model"  # parameters that are whole on every rank, and thos
 _ALONE: Mapping[str, StatisticsMerger] = MappingProxyType(dict.fromkeys(("all", "data", "split"), LocalStatistics()))
 #: (H, W, C) of one sample
 ImageShape = tuple[int, int, int]
-#: Where the program at a place among those side by side writes the gradient of a parameter, in its shape
-GradientHomes = Callable[[Parameter, int], Array]
-_ProgramKey = tuple[ImageShape, tuple[tuple[int, ...], ...], bool, bool, GradientHomes | None]
+#: (parameter, place of a program among those side by side) -> where this program writes the gradient, in the parameter's shape
+GradientBuffers = Callable[[Parameter, int], Array]
+_ProgramKey = tuple[ImageShape, tuple[tuple[int, ...], ...], bool, bool, GradientBuffers | None]
 _MAX_PROGRAMS = 8  # training, its short last batch, evaluation, its short last batch, and room for a changing batch size
 
 
@@ -160,18 +161,19 @@ class Network:
     name), so they are the same on every rank and for every split.
 
     Args:
-        model: the root layer. image_shape: (H, W, C) of one sample. kernels: who computes. dtype: of activations.
+        model: the root layer. image_shape: (H, W, C) of one sample. kernels: the set that computes. dtype: of activations.
         seed: of the initial values. smoothing: label smoothing of the loss. mergers: of batch statistics, by the group of ranks:
-            "all", "data", "split" (see `BatchNormSpec.merge`). distribution: what this rank does of the model; all by default.
-        frozen: patterns of names of layers that are not trained (see `nn.frozen`).
+            "all", "data", "split" (see `BatchNormSpec.merge`). distribution: this rank's share of the model; all by default.
+        frozen: patterns of names of layers that are not trained (see `frozen_layers`).
 
     Attributes:
         parameter_dtype: of parameters, gradients and statistics. loss_spec: the loss of its programs.
         groups: trained parameters that are whole on this rank ("all"), and those of which it holds a part ("model").
         frozen: names of the layers that are not trained. frozen_groups: their parameters, by the same names as `groups`.
         parameters: by full name, as this rank holds them. parameter_specs: as the whole model declares them.
-        shards: which part of each this rank holds; None: all of it.
-        slices: by parameter, the messages that carry it, set by their owner before the second step: captured work ends there.
+        shards: by full name, this rank's part of a parameter; None: all of it.
+        slices: by parameter, the messages that carry it. Whoever averages sets them before the second step: captured spans end
+            where such a message begins or is waited for.
 
     Raises:
         ShapeError: layers that do not fit each other or the image; the message names the layer.
@@ -233,7 +235,7 @@ class Network:
         return graph.tensors[graph.output].shape[1]
 
     def check_shape(self, image_shape: ImageShape) -> None:
-        """Nothing, where images of another shape can be computed with the same parameters, and the same parts of them.
+        """Raise unless images of this shape can be computed with the same parameters, and the same parts of them.
 
         Raises:
             ShapeError: they cannot; the message names the layer.
@@ -243,7 +245,7 @@ class Network:
             raise ShapeError(f"Ranks that share samples would hold other parameters for images of {image_shape}; take others.")
 
     def graph(self, batch: int, image_shape: ImageShape | None = None) -> Graph:
-        """The model lowered at (batch, H, W, C), not yet fused. image_shape: None: that which the network was made for."""
+        """Return the model lowered at (batch, H, W, C), not yet fused. image_shape: by default the network's."""
         builder = GraphBuilder(TensorSpec((batch, *(image_shape or self.image_shape)), self.dtype))
         graph = with_frozen(builder.build(self.model.lower(builder, 0, "")), self.frozen)
         shape = graph.tensors[graph.output].shape
@@ -261,30 +263,30 @@ class Network:
         input_gradient: bool = False,
         image_shape: ImageShape | None = None,
     ) -> Program:
-        """The program for N = batch, from a small cache; made at first use.
+        """Return the program for N = batch, from a small cache; it is made at first use.
 
-        batch: N; where the model is split, the samples of each rank of the split group. image_shape: of whole images; None:
-        that which the network was made for.
+        batch: N; if the model is split, the samples of each rank of the split group. image_shape: of whole images; by default the
+        network's.
         """
         counts, shape = (batch,) if isinstance(batch, int) else tuple(batch), image_shape or self.image_shape
 
         def make() -> SideBySide:
             plan = compile_graph(self._local_graph(counts, shape), self.kernels, training=training, input_gradient=input_gradient)
-            return SideBySide([self._program(plan, self.statistics, self._reserve(shape, plan.arena_bytes))])
+            return SideBySide([self._bound(plan, self.statistics, self._reserve(shape, plan.arena_bytes))])
 
-        return next(iter(self._kept((shape, (counts,), training, input_gradient, None), make)))
+        return next(iter(self._cached((shape, (counts,), training, input_gradient, None), make)))
 
     def side_by_side(
         self,
         batches: Sequence[Sequence[int]],
         *,
         image_shape: ImageShape | None = None,
-        homes: GradientHomes | None = None,
+        gradient_buffers: GradientBuffers | None = None,
     ) -> SideBySide:
-        """Programs for training, one for each batch, that run side by side; from the same cache.
+        """Return programs for training, one for each batch, that run side by side; from the same cache.
 
-        batches: of each program, as `program` takes it. One alone is what `program` gives, with gradients in the groups.
-        homes: of gradients; None: all programs write into the groups.
+        batches: of each program, as `program` takes it. A single one is what `program` returns, with gradients in the groups.
+        gradient_buffers: where each program writes gradients; None: all programs write into the groups.
         """
         shape, counts = image_shape or self.image_shape, tuple(map(tuple, batches))
         if len(counts) == 1:
@@ -300,28 +302,27 @@ class Network:
                 statistics = self.statistics.beside() if programs else self.statistics
                 leader = programs[0] if programs and leads else None
                 memory = arena[start : start + plan.arena_bytes]
-                home = None if homes is None else partial(_at, homes, len(programs))
-                programs.append(self._program(plan, statistics, memory, leader, home))
+                programs.append(self._bound(plan, statistics, memory, leader, _at_place(gradient_buffers, len(programs))))
             return SideBySide(programs)
 
-        return self._kept((shape, counts, True, False, homes), make)
+        return self._cached((shape, counts, True, False, gradient_buffers), make)
 
-    def _kept(self, key: _ProgramKey, make: Callable[[], SideBySide]) -> SideBySide:
+    def _cached(self, key: _ProgramKey, make: Callable[[], SideBySide]) -> SideBySide:
         if key not in self._programs:
             if len(self._programs) >= _MAX_PROGRAMS:
-                self.kernels.wait()  # captured work of the oldest one may not be done, and keeps no memory in use
+                self.kernels.wait()  # captured work of the oldest one may still run, and does not keep its memory alive
                 self._programs.popitem(last=False)
             self._programs[key] = make()
         self._programs.move_to_end(key)
         return self._programs[key]
 
-    def _program(
+    def _bound(
         self,
         plan: ExecutionPlan,
         statistics: ProgramStatistics,
         memory: Array,
         leader: Program | None = None,
-        home: Callable[[Parameter], Array] | None = None,
+        gradient_buffer: Callable[[Parameter], Array] | None = None,
     ) -> Program:
         kind = partial(CapturedProgram, slices=lambda: self.slices) if self._captures else Program
         return kind(
@@ -333,13 +334,13 @@ class Network:
             loss=self._loss,
             mergers=self._mergers,
             leader=leader,
-            home=home,
+            gradient_buffer=gradient_buffer,
         )
 
     def arena_bytes(self, batch: int, *, training: bool, image_shape: ImageShape | None = None) -> int:
-        """Bytes that a program for N = batch needs beside parameters; nothing is allocated.
+        """Return the bytes that a program for N = batch needs besides parameters. Allocates nothing.
 
-        batch: N; where the model is split, the samples of each rank of the split group. image_shape: as for `program`.
+        batch: N; if the model is split, the samples of each rank of the split group. image_shape: as for `program`.
         """
         graph = self._local_graph((batch,) * self.distribution.ranks, image_shape)
         plan = compile_graph(graph, self.kernels, training=training)
@@ -349,7 +350,7 @@ class Network:
         return self.distribution.local(self.graph(sum(counts), image_shape), counts)
 
     def parameters_changed(self) -> None:
-        """Parameters or running statistics were written from outside a training step; all copies of them are refreshed."""
+        """Refresh all copies of parameters and running statistics, after these were written outside of a training step."""
         self.statistics.running_changed()
         for group in self._all_groups():
             group.refresh_shadow()
@@ -357,22 +358,22 @@ class Network:
             programs.parameters_changed()
 
     def _reserve(self, image_shape: ImageShape, size_bytes: int) -> Array:
-        """The shared arena, grown where a program needs more.
+        """Return the shared arena, grown if a program needs more.
 
-        Older programs keep the smaller one that they were bound to. Where there are some of other images, all are let go: a
-        training that comes to larger images has one arena then, and makes again what it still needs.
+        Older programs keep the smaller arena that they were bound to. If some of them are for images of another shape, all are
+        dropped: a training that proceeds to larger images then has one arena, and makes the programs again that it still needs.
         """
         if self._arena.size < size_bytes:
             if any(shape != image_shape for shape, *_ in self._programs):
-                self.kernels.wait()  # captured work of theirs may not be done, and keeps no memory in use
+                self.kernels.wait()  # their captured work may still run, and does not keep its memory alive
                 self._programs.clear()
-                self._arena = self.kernels.allocate(0)  # before there is the larger one
+                self._arena = self.kernels.allocate(0)  # frees the old arena before the larger one is allocated
             self._arena = self.kernels.allocate(size_bytes)
         return self._arena
 
     @property
     def trained(self) -> tuple[str, ...]:
-        """The names of all trained parameters of the model, in forward order, also of those that other ranks hold."""
+        """Names of all trained parameters of the model, in forward order, also of those that other ranks hold."""
         return tuple(name for name in self.parameter_specs if layer_of(name) not in self.frozen)
 
     def _all_groups(self) -> tuple[FlatGroup, ...]:
@@ -393,7 +394,7 @@ class Network:
 
 
 def declared(model: Layer, graph: Graph) -> tuple[dict[str, ParameterSpec], dict[str, StatisticSpec]]:
-    """Parameters and statistics by full name, in the order in which forward uses them.
+    """Return parameters and statistics by full name, in the order in which forward uses them.
 
     Raises:
         ShapeError: a parameter that no node uses, or that two nodes use.
@@ -412,7 +413,7 @@ def declared(model: Layer, graph: Graph) -> tuple[dict[str, ParameterSpec], dict
 
 
 def local_spec(spec: ParameterSpec, shard: Shard | None) -> ParameterSpec:
-    """The declaration of a rank that holds `shard`."""
+    """Return the declaration of a rank that holds `shard`."""
     if shard is None:
         return spec
     start, stop = shard.interval
@@ -420,5 +421,5 @@ def local_spec(spec: ParameterSpec, shard: Shard | None) -> ParameterSpec:
     return replace(spec, shape=shape)
 
 
-def _at(homes: GradientHomes, place: int, parameter: Parameter) -> Array:
-    return homes(parameter, place)
+def _at_place(buffers: GradientBuffers | None, place: int) -> Callable[[Parameter], Array] | None:
+    return None if buffers is None else lambda parameter: buffers(parameter, place)

@@ -25,10 +25,10 @@ Initializer = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
 
 @dataclass(frozen=True)
 class Interchange:
-    """How an array of ours becomes torchvision's: reshape to `shape`, then permute by `axes`, then reshape to `final`.
+    """How an array of hpctrain becomes torchvision's: reshape to `shape`, permute by `axes`, then reshape to `final`.
 
-    None everywhere: as it is. conv KRSC -> KCRS is axes (0, 3, 1, 2); linear (in, out) -> (out, in) is axes (1, 0);
-    a linear layer behind a flattened (H, W, C) image is shape (H, W, C, out), axes (3, 2, 0, 1), final (out, C*H*W).
+    None leaves a step out. conv KRSC -> KCRS is axes (0, 3, 1, 2); linear (in, out) -> (out, in) is axes (1, 0);
+    a linear layer after a flattened (H, W, C) image is shape (H, W, C, out), axes (3, 2, 0, 1), final (out, C*H*W).
     """
 
     shape: tuple[int, ...] | None = None
@@ -36,7 +36,7 @@ class Interchange:
     final: tuple[int, ...] | None = None
 
     def export(self, array: np.ndarray) -> np.ndarray:
-        """Our layout -> torchvision's, contiguous."""
+        """Return an array in torchvision's layout, contiguous."""
         if self.shape is not None:
             array = array.reshape(self.shape)
         if self.axes is not None:
@@ -44,8 +44,15 @@ class Interchange:
         array = np.ascontiguousarray(array)
         return array if self.final is None else array.reshape(self.final)
 
+    def exported_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of `export` of an array of `shape`."""
+        if self.final is not None:
+            return self.final
+        reshaped = shape if self.shape is None else self.shape
+        return reshaped if self.axes is None else tuple(reshaped[axis] for axis in self.axes)
+
     def restore(self, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        """torchvision's layout -> ours, of `shape`, contiguous."""
+        """Return an array of torchvision's in hpctrain's layout, of `shape`, contiguous."""
         if self.axes is not None:
             permuted = shape if self.shape is None else self.shape
             array = array.reshape(tuple(permuted[axis] for axis in self.axes))
@@ -55,10 +62,10 @@ class Interchange:
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """The declaration of a layer: shape (KRSC, or (in, out)), first values, whether weight decay may apply to it by default.
+    """A layer's declaration of a parameter: shape (KRSC, or (in, out)), first values, whether it has weight decay by default.
 
-    sufficient_factors: the gradient is x^T dy of a linear layer's inputs and errors (its bias's: the sum of the errors), so it
-    may be made elsewhere from these.
+    sufficient_factors: the gradient is x^T dy of a linear layer's inputs and errors (for its bias, the sum of the errors), so it
+    may be computed elsewhere from these.
     """
 
     shape: tuple[int, ...]
@@ -115,13 +122,13 @@ class Segment:
         return self.stop - self.start
 
     def part(self, start: int, stop: int) -> Segment:
-        """The elements of this segment inside [start, stop) of the flat buffer (empty where they do not meet)."""
+        """Return the elements of this segment inside [start, stop) of the flat buffer; empty if there are none."""
         low = min(max(start, self.start), self.stop)
         return Segment(self.parameter, low, max(low, min(stop, self.stop)), self.order, self.decay)
 
 
 class GroupLayout:
-    """The places of a group's parameters in its flat buffers: all that sizes, owners and orders follow from, without the buffers.
+    """The places of a group's parameters in its flat buffers: sizes, owners and orders follow from it, without the buffers.
 
     Segments lie in forward order without gaps, so a shard is a list of slices and the payload of a collective is exactly
     the parameters.
@@ -152,11 +159,11 @@ class GroupLayout:
         self._by_name = {segment.parameter: segment for segment in segments}
 
     def segment(self, name: str) -> Segment:
-        """The whole segment of one parameter."""
+        """Return the whole segment of one parameter."""
         return self._by_name[name]
 
     def covering(self, start: int, stop: int) -> tuple[Segment, ...]:
-        """Parts of segments that make up [start, stop), in order, empty ones left out."""
+        """Return the parts of segments that make up [start, stop), in order, empty ones left out."""
         parts = (segment.part(start, stop) for segment in self.segments)
         return tuple(part for part in parts if part.size)
 
@@ -165,13 +172,13 @@ class FlatGroup(GroupLayout):
     """Parameters averaged over one communicator: their layout, with the flat buffers of data and gradients.
 
     `data` and `grad` are 1-D arrays of `dtype`; every `Parameter.data` and `.grad` is a view into them. `shadow` is `data`
-    rounded to another dtype, for kernels that read it instead; None where none do. Descents write it together with `data`;
-    whatever else writes `data` is followed by `refresh_shadow`.
+    rounded to another dtype, for kernels that read it instead; None if none do. Descents write it together with `data`; call
+    `refresh_shadow` after any other write to `data`.
 
     Args:
         specs, dtype, orders: as in `GroupLayout`.
         arithmetic: makes the buffers and computes on them (a kernel set's; the host's by default).
-        shadow_dtype: of the shadow; None: it has none.
+        shadow_dtype: of the shadow; None: there is no shadow.
     """
 
     def __init__(
@@ -196,13 +203,13 @@ class FlatGroup(GroupLayout):
             self.parameters[segment.parameter] = Parameter(segment.parameter, spec, segment.order, data, grad, shadow)
 
     def refresh_shadow(self, start: int = 0, stop: int | None = None) -> None:
-        """Elements [start, stop) of `data` were written by something else than a descent; nothing where there is no shadow."""
+        """Round elements [start, stop) of `data` into the shadow, if there is one. Call it after any write but a descent's."""
         if self.shadow is not None:
             self.arithmetic.copy(self.shadow[start:stop], self.data[start:stop])
 
 
 def whole(segments: Iterable[Segment]) -> Sequence[tuple[int, int]]:
-    """Maximal runs [start, stop) of touching segments."""
+    """Return the maximal runs [start, stop) of touching segments."""
     runs: list[tuple[int, int]] = []
     for segment in segments:
         if runs and runs[-1][1] == segment.start:
@@ -226,25 +233,25 @@ class ProgramStatistics(Protocol):
     """Statistics as one program sees them."""
 
     def by_role(self, names: Mapping[str, str]) -> dict[str, Array]:
-        """The arrays of one operator, for its role -> full name: the running statistics and the batch's beside them."""
+        """Return the arrays of one operator, from its role -> full name: running statistics, and those of the batch."""
 
     def fetch_batch(self) -> Fetch:
-        """The batch statistics of the latest training forward, on their way to the host. Ask for them before the next one."""
+        """Start to bring the batch statistics of the latest training forward to the host. Call it before the next forward."""
 
     def refresh(self) -> None:
-        """Before an evaluation: let kernels read what `running` holds."""
+        """Copy `running` to where kernels read it, if it has changed. Call it before an evaluation."""
 
 
 class FlatStatistics:
     """Views into two flat arrays of one layout: `running`, on the host, and `batch`, which training forwards write.
 
     A step blends once: running = (1 - momentum) running + momentum * (count-weighted mean of the batch statistics over all ranks
-    and micro-batches), so replicas agree bit by bit. Evaluation reads `running` only; where kernels cannot, a copy of it.
+    and micro-batches), so replicas agree bit by bit. Evaluation reads `running` only, or a copy of it where kernels can.
 
     Args:
-        specs: by full name. parts: split statistics: the interval of channels that this rank computes.
-        contributes: of a statistic, whether this rank adds it to the step's sums weighted by its own samples, and by those of all
-            ranks that share them.
+        specs: by full name. parts: of split statistics, the interval of channels that this rank computes.
+        contributes: returns of a statistic whether this rank adds it to the step's sums weighted by its own samples, and weighted
+            by the samples of its split group (see `Distribution.contributes`).
         arithmetic: on arrays that lie where kernels compute; the host's by default.
 
     Attributes:
@@ -289,11 +296,11 @@ class FlatStatistics:
             start += size
 
     def by_role(self, names: Mapping[str, str]) -> dict[str, Array]:
-        """As `ProgramStatistics` has it."""
+        """See `ProgramStatistics`."""
         return self.with_batch(names, self.batch)
 
     def with_batch(self, names: Mapping[str, str], batch: Array) -> dict[str, Array]:
-        """The same, with another array of the batch's."""
+        """Return the same with another flat array of batch statistics."""
         views: dict[str, Array] = {}
         for role, name in names.items():
             place, shape = self._places[name]
@@ -303,19 +310,19 @@ class FlatStatistics:
         return views
 
     def fetch_batch(self) -> Fetch:
-        """As `ProgramStatistics` has it."""
+        """See `ProgramStatistics`."""
         return self._arithmetic.fetch(self.batch)
 
     def beside(self) -> ProgramStatistics:
-        """The statistics of a further program, which runs side by side with others: it has a batch of its own."""
+        """Return the statistics of another program that runs side by side with the first: with batch statistics of its own."""
         return _StatisticsBeside(self, self._arithmetic)
 
     def weighted(self, count: int, group_count: int, batch: np.ndarray | None = None) -> np.ndarray:
-        """This rank's terms of the step's sums (float64, flat): batch statistics times the samples that it contributes for.
+        """Return this rank's terms of the step's sums (float64, flat): batch statistics times the samples that they are of.
 
         Args:
             count: samples of its own. group_count: those of its split group.
-            batch: what `fetch_batch` gave; None: it is fetched here, which waits.
+            batch: the result of `fetch_batch`; None: it is fetched here, which waits.
         """
         if batch is None:
             batch = self.fetch_batch().result()
@@ -325,7 +332,7 @@ class FlatStatistics:
         return terms
 
     def not_finite(self, values: np.ndarray) -> tuple[str, ...]:
-        """Names of the statistics with something that is not finite in `values`, which lie as `running` does."""
+        """Return the names of the statistics that are not finite in `values`, an array in the layout of `running`."""
         if all_finite(values):
             return ()
         starts = np.cumsum([0, *(view.size for view in self.views.values())])
@@ -334,7 +341,7 @@ class FlatStatistics:
         )
 
     def blend(self, weighted_sums: np.ndarray, count: float) -> None:
-        """Move the running statistics towards weighted_sums / count (float64, flat); nothing where count is 0."""
+        """Move the running statistics towards weighted_sums / count (float64, flat), unless count is 0."""
         if count == 0:
             return
         target = weighted_sums / count
@@ -342,18 +349,18 @@ class FlatStatistics:
         self.running_changed()
 
     def running_changed(self) -> None:
-        """`running` was written: what kernels read is refreshed before the next evaluation."""
+        """Take note that `running` was written: `refresh` then copies it to where kernels read it."""
         self._stale = not self._arithmetic.on_host
 
     def refresh(self) -> None:
-        """Before an evaluation: let kernels read what `running` holds."""
+        """Copy `running` to where kernels read it, if it has changed. Call it before an evaluation."""
         if self._stale:
             self._arithmetic.from_host(self._running_of_kernels, self.running)
             self._stale = False
 
 
 class _StatisticsBeside:
-    """Implements `ProgramStatistics`: batch statistics of its own beside the same running ones."""
+    """Implements `ProgramStatistics`: the running statistics of `of`, with batch statistics of its own."""
 
     def __init__(self, of: FlatStatistics, arithmetic: Arithmetic) -> None:
         self._of, self._arithmetic = of, arithmetic

@@ -7,9 +7,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -40,42 +40,45 @@ from hpctrain.nn.parameter import Parameter, ProgramStatistics
 
 
 class StepHooks:
-    """Does nothing; a subclass overrides what it wants. Called by `Program` in a fixed order, the same on every rank."""
+    """Callbacks between the operators of a step. Called by `Program` in a fixed order, the same on every rank.
+
+    The base does nothing; a subclass overrides what it needs.
+    """
 
     def before_forward(self, parameters: Sequence[Parameter]) -> None:
-        """The next operator reads these parameters: they must hold this step's values when this returns."""
+        """Wait until these parameters, which the next operator reads, hold this step's values."""
 
     def takes_sufficient_factors(self, parameters: Sequence[Parameter]) -> bool:
-        """True for a linear layer whose gradients are made elsewhere, from its input and its output's gradient.
+        """Return whether a linear layer's gradients are computed elsewhere, from its input and its output's gradient.
 
-        It then gets `input_ready` in forward and `error_ready` in backward, and no `grad_ready` for its parameters.
+        Then `input_ready` is called in forward and `error_ready` in backward, and `grad_ready` not for these parameters.
         """
         return False
 
     def input_ready(self, parameters: Sequence[Parameter], x: Array) -> None:
-        """Forward: x (N, in) of a layer that gives sufficient factors; its memory is reused once this returns. Must not wait."""
+        """Forward: take x (N, in) of such a layer, whose memory is reused once this returns. Must not wait."""
 
     def error_ready(self, parameters: Sequence[Parameter], dy: Array) -> None:
-        """Backward, before the input's gradient: dy (N, out) of such a layer; its memory is reused. Must not wait."""
+        """Backward, before the input's gradient: take dy (N, out) of such a layer; its memory is reused. Must not wait."""
 
     def grad_ready(self, parameter: Parameter) -> None:
-        """`parameter.grad` is final for this backward pass. Must not wait."""
+        """Take `parameter.grad`, which is final for this backward pass. Must not wait."""
 
     def data_free(self, parameter: Parameter) -> None:
-        """This backward pass no longer reads `parameter.data`."""
+        """Take note that this backward pass no longer reads `parameter.data`."""
 
     def operator_done(self, name: str, phase: str) -> None:
-        """One operator has run; `phase` is "forward", "parameters" or "input". Must not wait."""
+        """Take note that an operator has run; `phase` is "forward", "parameters" or "input". Must not wait."""
 
 
 @dataclass(frozen=True)
 class BoundStep:
-    """A planned step with its parameters and what is left to do by the program itself.
+    """A planned step with its parameters, and the sums that the program itself computes for it.
 
-    add_partials: (target, partial) pairs to add after `backward_input`, where the operator cannot accumulate.
-    gradient_sums: (target, partial) pairs to add after `backward_parameters`, where the parameters are also those of other steps.
+    add_partials: (target, partial) pairs to add after `backward_input`, because the operator cannot accumulate.
+    gradient_sums: (target, partial) pairs to add after `backward_parameters`, because other steps have the same parameters.
     shared: an earlier step has the same parameters: it announces their gradients.
-    sufficient_factors: (x, dy) of a linear layer that is trained: its weight's gradient is x^T dy, and may be made elsewhere.
+    sufficient_factors: (x, dy) of a linear layer that is trained: its weight's gradient is x^T dy, and may be computed elsewhere.
     """
 
     name: str
@@ -89,7 +92,7 @@ class BoundStep:
 
 
 class _ViewCopy(Operator):
-    """Stands in for a view whose gradient cannot share memory: its input has several readers."""
+    """A view whose gradient is copied: its input has several readers, so both gradients cannot share memory."""
 
     def __init__(self, inner: Operator, arithmetic: Arithmetic) -> None:
         self.spec, self.inputs, self.output = inner.spec, inner.inputs, inner.output
@@ -105,7 +108,10 @@ class _ViewCopy(Operator):
 
 
 class Binder:
-    """Makes arrays of a plan's places in the arena and binds its operators to them, in forward order."""
+    """Makes arrays of a plan's places in the arena, and binds its operators to them, in forward order.
+
+    Args: as of `Program`. leading: the steps of the program whose operators run just before these; empty if there is none.
+    """
 
     def __init__(
         self,
@@ -116,41 +122,33 @@ class Binder:
         memory: Array,
         mergers: Mapping[str, StatisticsMerger],
         leading: Sequence[BoundStep],
-        home: Callable[[Parameter], Array],
+        gradient_buffer: Callable[[Parameter], Array],
     ) -> None:
-        self._arithmetic, self._leading, self._home = arithmetic, leading, home
+        self._arithmetic, self._leading, self._gradient_buffer = arithmetic, leading, gradient_buffer
         self._plan, self._parameters, self._statistics, self._mergers = plan, parameters, statistics, mergers
         self._memory = memory
-        self._shared = self._shares()
+        users: dict[str, list[int]] = {}
+        for k, step in enumerate(plan.steps):
+            for name in step.node.parameters.values() if step.node is not None and step.node.trains else ():
+                users.setdefault(name, []).append(k)
+        #: by trained parameter that several steps have: the positions of these
+        self._shared = {name: positions for name, positions in users.items() if len(positions) > 1}
         self._partial_gradients: dict[str, Array] = {}
 
     def view(self, region: Region, spec: TensorSpec) -> Any:
-        """The array of a tensor, in its shape (flat in a layout that is not plain)."""
+        """Return the array of a tensor, in its shape; flat if its layout is not plain, as only its kernel set can index it."""
         flat = self._memory[region.offset : region.end].view(spec.dtype)
         return flat.reshape(spec.shape) if spec.layout == "NHWC" else flat
 
     def bind(self, k: int, step: PlannedStep) -> BoundStep:
-        memory, specs = self._plan.memory[k], [self._plan.tensors[tensor] for tensor in step.inputs]
+        """Bind the operator of step k to its buffers."""
+        memory, tensors, node = self._plan.memory[k], self._plan.tensors, step.node
         operator = _ViewCopy(step.operator, self._arithmetic) if memory.copies_gradient else step.operator
-        parameters = self._bind_buffers(k, operator)
-        return BoundStep(
-            step.name,
-            operator,
-            () if step.node is not None and step.node.frozen else parameters,
-            any(action is Action.INPUT and position == k for action, position in self._plan.backward),
-            tuple((self.view(target, specs[i]), self.view(partial, specs[i])) for i, target, partial in memory.sums),
-            self._sufficient_factors(step, memory),
-            self._gradient_sums(k),
-            step.node is not None and step.node.shared,
-        )
-
-    def _bind_buffers(self, k: int, operator: Operator) -> tuple[Parameter, ...]:
-        step, memory, tensors = self._plan.steps[k], self._plan.memory[k], self._plan.tensors
-        node = step.node
-        own = {role: self._parameters[name] for role, name in node.parameters.items()} if node is not None else {}
-        targets = zip(memory.input_grads, step.inputs, strict=True)
+        parameters = {} if node is None else {role: self._parameters[name] for role, name in node.parameters.items()}
         if self._leading and isinstance(operator, FollowsOperator):
+            # It runs right after the same layer of the leading program, and may use what that one has prepared (its weights).
             operator.follow(self._leading[k].operator)
+        targets = zip(memory.input_grads, step.inputs, strict=True)
         operator.bind(
             Buffers(
                 inputs=tuple(self.view(region, tensors[i]) for region, i in zip(memory.inputs, step.inputs, strict=True)),
@@ -158,39 +156,52 @@ class Binder:
                 input_grads=tuple(None if region is None else self.view(region, tensors[i]) for region, i in targets),
                 output_grad=None if memory.output_grad is None else self.view(memory.output_grad, tensors[step.output]),
                 accumulate=memory.accumulate,
-                parameters={role: parameter.data for role, parameter in own.items()},
-                gradients=self._gradients(k, own),
-                shadows={role: parameter.shadow for role, parameter in own.items() if parameter.shadow is not None},
+                parameters={role: parameter.data for role, parameter in parameters.items()},
+                gradients=self._gradients(k, parameters),
+                shadows={role: parameter.shadow for role, parameter in parameters.items() if parameter.shadow is not None},
                 statistics=self._statistics.by_role(node.statistics) if node is not None else {},
                 saved=self._bytes(memory.saved),
                 scratch=self._bytes(memory.scratch),
                 merger=self._merger(step),
             )
         )
-        return tuple(own.values())
+        return BoundStep(
+            name=step.name,
+            operator=operator,
+            # Hooks see no parameters of frozen layers: these never change, so nothing waits for them or averages them.
+            parameters=() if node is not None and node.frozen else tuple(parameters.values()),
+            passes_back=(Action.INPUT, k) in self._plan.backward,
+            add_partials=tuple(
+                (self.view(target, tensors[step.inputs[i]]), self.view(partial, tensors[step.inputs[i]]))
+                for i, target, partial in memory.sums
+            ),
+            sufficient_factors=self._sufficient_factors(step, memory),
+            gradient_sums=self._gradient_sums(k),
+            shared=node is not None and node.shared,
+        )
 
-    def _gradients(self, k: int, own: Mapping[str, Parameter]) -> dict[str, Array]:
-        """Where step k writes its parameters' gradients. Operators of frozen layers may bind them, but nobody asks for them."""
-        node = self._plan.steps[k].node
-        if not self._plan.training or node is None:
+    def _gradients(self, k: int, parameters: Mapping[str, Parameter]) -> dict[str, Array]:
+        """Return where step k writes its parameters' gradients, by role.
+
+        A frozen layer that passes a gradient back may compute those of its parameters on the way (batch norm does). It gets
+        memory for them, which nothing reads.
+        """
+        step = self._plan.steps[k]
+        if not self._plan.training or step.node is None:
             return {}
-        if not node.frozen:
-            return {role: self._gradient(k, parameter) for role, parameter in own.items()}
-        passes = any(self._plan.needs_grad[tensor] for tensor in self._plan.steps[k].inputs)
-        return {role: self._zeros_like(parameter) for role, parameter in own.items()} if passes else {}
-
-    def _shares(self) -> dict[str, list[int]]:
-        """Steps by trained parameter, of those that several steps have."""
-        users: dict[str, list[int]] = {}
-        for k, step in enumerate(self._plan.steps):
-            for name in step.node.parameters.values() if step.node is not None and step.node.trains else ():
-                users.setdefault(name, []).append(k)
-        return {name: steps for name, steps in users.items() if len(steps) > 1}
+        if not step.node.frozen:
+            return {role: self._gradient(k, parameter) for role, parameter in parameters.items()}
+        passes_back = any(self._plan.needs_grad[tensor] for tensor in step.inputs)
+        return {role: self._zeros_like(parameter) for role, parameter in parameters.items()} if passes_back else {}
 
     def _gradient(self, k: int, parameter: Parameter) -> Array:
-        """Where step k writes a parameter's gradient: the last of several in forward's order is the first in backward's."""
+        """Return where step k writes a parameter's gradient.
+
+        Of several steps with the same parameter, the last one in forward is the first in backward: it writes the gradient's own
+        memory. The others write a partial gradient, which the program adds, so that no operator has to accumulate.
+        """
         if k == self._shared.get(parameter.name, [k])[-1]:
-            return self._home(parameter)
+            return self._gradient_buffer(parameter)
         if parameter.name not in self._partial_gradients:
             self._partial_gradients[parameter.name] = self._zeros_like(parameter)
         return self._partial_gradients[parameter.name]
@@ -199,14 +210,17 @@ class Binder:
         return self._arithmetic.zeros(parameter.size, str(parameter.data.dtype)).reshape(parameter.spec.shape)
 
     def _gradient_sums(self, k: int) -> tuple[tuple[Array, Array], ...]:
-        names = [name for name, steps in self._shared.items() if k in steps[:-1]] if self._plan.training else []
-        return tuple((self._home(self._parameters[name]), self._partial_gradients[name]) for name in names)
+        """Return (target, partial) of the parameters of step k that a later step in forward has too."""
+        names = [name for name, positions in self._shared.items() if k in positions[:-1]] if self._plan.training else []
+        return tuple((self._gradient_buffer(self._parameters[name]), self._partial_gradients[name]) for name in names)
 
     def _merger(self, step: PlannedStep) -> StatisticsMerger:
+        """Return the merger of the group of ranks that a batch norm's spec names; copies and other layers merge nothing."""
         group = getattr(step.operator.spec, "merge", None) if step.node is not None else None
         return LocalStatistics() if group is None else self._mergers[group]
 
     def _sufficient_factors(self, step: PlannedStep, memory: StepMemory) -> tuple[Array, Array] | None:
+        """Return (x, dy) of a linear layer that is trained; None for all others, and in evaluation."""
         frozen = step.node is not None and step.node.frozen
         if frozen or not isinstance(step.operator, SufficientFactors) or memory.output_grad is None:
             return None
@@ -227,17 +241,17 @@ class Program:
     Several programs share one arena, and only one runs at a time: `x`, logits and gradients are valid until another one starts.
 
     Attributes:
+        plan: the plan. steps: its operators, bound to memory.
         x: input buffer (N, H, W, C), filled by `set_input` before each forward. logits: (N, classes).
-        x_grad: gradient of the input, where it was asked for at set-up.
-        activation_bytes: size of the arena that this program uses. memory: as given, which begins with these.
-        plan: what it runs.
+        x_grad: gradient of the input, if it was requested from the compiler.
+        activation_bytes: size of the arena that this program uses. memory: as given, which begins with these bytes.
 
     Args:
-        plan: operators and who shares memory. kernels: whose operators they are. parameters: by full name.
-        statistics: of all batch norms.
-        memory: uint8, at least the plan's arena. loss: None in a program that only predicts.
-        leader: a program of such a plan whose operators run just before this one's; None: there is none.
-        home: where the gradient of a trained parameter is to be written; None: into its group.
+        plan: operators, and their places in memory. kernels: the set that made the operators. parameters: by full name.
+        statistics: of all batch norms. memory: uint8, at least the plan's arena. loss: the operator of the loss.
+        mergers: of batch statistics, by group of ranks.
+        leader: a program of a plan that is alike, whose operators run just before this one's; None: there is none.
+        gradient_buffer: returns where the gradient of a trained parameter is to be written; None: into its group.
     """
 
     def __init__(
@@ -251,7 +265,7 @@ class Program:
         loss: LossOperator,
         mergers: Mapping[str, StatisticsMerger],
         leader: Program | None = None,
-        home: Callable[[Parameter], Array] | None = None,
+        gradient_buffer: Callable[[Parameter], Array] | None = None,
     ) -> None:
         self.plan = plan
         self._kernels, self._arithmetic, self._loss = kernels, kernels.arithmetic, loss
@@ -259,7 +273,8 @@ class Program:
         self.activation_bytes = plan.arena_bytes
         self.memory = memory
         leading = () if leader is None else leader.steps
-        binder = Binder(plan, kernels.arithmetic, parameters, statistics, memory, mergers, leading, home or _in_group)
+        buffer_of = gradient_buffer or attrgetter("grad")
+        binder = Binder(plan, kernels.arithmetic, parameters, statistics, memory, mergers, leading, buffer_of)
         self.steps: tuple[BoundStep, ...] = tuple(binder.bind(k, step) for k, step in enumerate(plan.steps))
         self._forward_actions, self._actions = plan.forward, plan.backward
         frozen = any(step.node is not None and step.node.frozen and step.node.statistics for step in plan.steps)
@@ -272,63 +287,60 @@ class Program:
 
     @property
     def batch(self) -> int:
-        """N of this program."""
+        """N, the samples of a pass."""
         return int(self.x.shape[0])
 
     def set_input(self, x: np.ndarray | PixelBatch) -> None:
-        """Fill the input buffer from an array on the host, or from pixels that kernels convert.
-
-        `x` may change afterwards.
-        """
+        """Fill the input buffer from an array on the host, or from pixels that kernels convert; `x` may change afterwards."""
         if isinstance(x, PixelBatch) and isinstance(self._kernels, PixelInput):
             self._kernels.make_input(self.x, x)
         else:
             self._arithmetic.from_host(self.x, np.asarray(x))
 
     def forward(self, context: StepContext, hooks: StepHooks = _NO_HOOKS) -> Array:
-        """Logits (N, classes) of `x`. Collective where batch norm is synchronised."""
+        """Compute and return the logits (N, classes) of `x`. Collective if batch norm is synchronised."""
         self.begin(context)
         self.run_forward(range(len(self._forward_actions)), context, hooks)
         return self.logits
 
     def begin(self, context: StepContext) -> None:
-        """The first part of `forward`; `run_forward` of all its actions, in order, is the other."""
+        """Begin `forward`; `run_forward` of all actions, in order, is the rest of it."""
         self._kernels.begin(context)
         if self._reads_running:
             self._statistics.refresh()
 
     def run_forward(self, span: range, context: StepContext, hooks: StepHooks = _NO_HOOKS) -> None:
-        """Some neighbouring actions of the plan's forward pass."""
+        """Run neighbouring actions of the plan's forward pass."""
         for action, k in self._forward_actions[span.start : span.stop]:
             self._act_forward(action, k, context, hooks)
 
     def fetch_statistics(self) -> Fetch:
-        """The batch statistics of the latest training forward, on their way to the host. Ask for them before the next one."""
+        """Start to bring the batch statistics of the latest training forward to the host. Call it before the next forward."""
         return self._statistics.fetch_batch()
 
     def loss(self, labels: Array | MixedLabels, global_count: int) -> LossHandle:
-        """A handle of the sums over this batch, best asked for after `backward`.
+        """Return a handle of the sums over this batch, best read after `backward`.
 
         Leaves the logits' gradient, divided by the step's global count, for `backward`.
 
         Args:
-            labels: int64 (N,), or two of each sample. global_count: samples of the step over all ranks and micro-batches.
+            labels: int64 (N,), or two for each sample. global_count: samples of the step over all ranks and micro-batches.
         """
         return self._loss.run(self.logits, labels, global_count, self.d_logits)
 
     def backward(self, hooks: StepHooks = _NO_HOOKS) -> None:
-        """Gradients of all parameters, last layer first, each announced as soon as it is final."""
+        """Compute the gradients of all parameters, last layer first, and announce each as soon as it is final."""
         self.run_backward(range(len(self._actions)), hooks)
 
     def run_backward(self, span: range, hooks: StepHooks = _NO_HOOKS) -> None:
-        """Some neighbouring actions of the plan's backward pass."""
+        """Run neighbouring actions of the plan's backward pass."""
         for action, k in self._actions[span.start : span.stop]:
             self._act_backward(action, k, hooks)
 
     def _act_forward(self, action: Action, k: int, context: StepContext, hooks: StepHooks) -> None:
         step = self.steps[k]
         if action is Action.BEGIN:
-            assert isinstance(step.operator, DeferredStart)  # or it would have no such action
+            assert isinstance(step.operator, DeferredStart)  # the plan gives this action to no other operator
             step.operator.begin_forward()
             return
         if step.parameters:
@@ -366,7 +378,7 @@ class Program:
         for target, partial in step.gradient_sums:
             self._arithmetic.add(target, partial)
         hooks.operator_done(step.name, "parameters")
-        if step.shared:
+        if step.shared:  # an earlier step with the same parameters adds to these gradients, and announces them
             return
         for parameter in reversed(step.parameters):
             hooks.grad_ready(parameter)
@@ -378,33 +390,17 @@ class Program:
         hooks.operator_done(step.name, "input")
 
     def parameters_changed(self) -> None:
-        """Parameters were written outside of a training step (a checkpoint, an averager): cached copies are stale."""
+        """Discard the operators' copies of parameters, which were written outside of a training step (from a checkpoint, say)."""
         for step in self.steps:
             if isinstance(step.operator, ParameterCopies):
                 step.operator.parameters_changed()
 
 
-def _in_group(parameter: Parameter) -> Array:
-    return parameter.grad
-
-
-def macs(plan: ExecutionPlan) -> int:
-    """Multiply-adds of one forward pass, for reports."""
-    return sum(
-        step.node.spec.flops(*(plan.tensors[i].plain() for i in step.inputs)) // 2 for step in plan.steps if step.node is not None
-    )
-
-
-def parameter_bytes(parameters: Mapping[str, Parameter]) -> int:
-    """Bytes of all parameters' data."""
-    return sum(math.prod(p.spec.shape) * p.data.itemsize for p in parameters.values())
-
-
 def alike(plans: Sequence[ExecutionPlan]) -> bool:
-    """Programs of these plans can go side by side: the same actions on the same layers, each with gradients of its own.
+    """Return whether programs of these plans can run side by side: the same actions on the same layers, each with its gradients.
 
-    Plans of other numbers of samples mostly are; not those without samples, and not where several steps have one parameter,
-    whose gradient is not whole until the last of them.
+    Plans for different numbers of samples mostly are alike. Not alike are plans without samples, and plans in which several
+    steps have one parameter, whose gradient is not complete until the last of them.
     """
     first = _outline(plans[0])
     return all(_outline(plan) == first for plan in plans[1:]) and not any(
@@ -417,10 +413,11 @@ def _outline(plan: ExecutionPlan) -> tuple[object, ...]:
 
 
 class SideBySide:
-    """Runs programs that share parameters and nothing else. A sequence of its programs.
+    """Runs several programs that share parameters and nothing else; iterates over them.
 
-    Parameters are so needed once, layer by layer, and gradients are there as early as those of one program over all samples are:
-    messages hide under both whole passes. Where plans are too different, programs follow one another.
+    Each operator runs for all programs before the next one. So parameters are needed once, layer by layer, and gradients are
+    complete as early as those of one program over all samples: messages hide under both whole passes. If the plans are not alike,
+    the programs run one after another.
 
     Args:
         programs: in the order in which each operator runs, with memory and batch statistics of their own.
@@ -438,7 +435,7 @@ class SideBySide:
         return len(self._programs)
 
     def forward(self, contexts: Sequence[StepContext], hooks: StepHooks, turn: Callable[[int], None]) -> None:
-        """Logits of all programs. contexts: one each. turn: is told which of them runs next, by its place."""
+        """Compute the logits of all programs. contexts: one each. turn: called with the place of the program that runs next."""
         if not self._alike:
             for place, (program, context) in enumerate(zip(self._programs, contexts, strict=True)):
                 turn(place)
@@ -452,7 +449,7 @@ class SideBySide:
                 program.run_forward(range(action, action + 1), context, hooks)
 
     def backward(self, hooks: StepHooks, turn: Callable[[int], None]) -> None:
-        """Gradients of all programs, each announced as soon as it is final. turn: as for `forward`."""
+        """Compute the gradients of all programs, and announce each as soon as it is final. turn: as for `forward`."""
         if not self._alike:
             for place, program in enumerate(self._programs):
                 turn(place)
@@ -464,6 +461,6 @@ class SideBySide:
                 program.run_backward(range(action, action + 1), hooks)
 
     def parameters_changed(self) -> None:
-        """As of a program."""
+        """Call `Program.parameters_changed` of each program."""
         for program in self._programs:
             program.parameters_changed()

@@ -1,24 +1,24 @@
-"""An optimiser that notices where what it has written is another when it is about to write there again.
+"""An optimiser that notices if memory that it has written changes before it writes there again (a flipped bit, say).
 
-Sums of 32-bit words are taken where the memory is in a cache anyway: right after an update, and right before the next one. Every
-change within one word shows; two changes with the same sum do not.
+It compares sums of 32-bit words, taken while the memory is in a cache anyway: right after an update, and right before the next
+one. Every change within one word shows; two changes with the same sum do not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from hpctrain.backend.arithmetic import Array, ArrayGuard, Fetch
 from hpctrain.nn.parameter import FlatGroup, Segment
-from hpctrain.optim.base import Norms, NormsNeeded, Optimizer
+from hpctrain.optim.base import ForwardingOptimizer, Norms, Optimizer
 
 
 @dataclass
 class _Update:
-    """The guard of all between two updates of the same segments. names: of its arrays. guard: None where there are none.
+    """An update of the same segments in every step, with a guard of the arrays that it writes.
 
-    remembered: the guard knows what is right there.
+    names: of the guarded arrays. guard: None if there are no arrays. remembered: the guard has the sums after the last update.
     """
 
     segments: tuple[Segment, ...]
@@ -27,24 +27,21 @@ class _Update:
     remembered: bool = False
 
     def remember(self) -> None:
-        """Remember the current values as correct."""
+        """Take the current values as correct."""
         if self.guard is not None:
             self.guard.remember()
         self.remembered = True
 
 
-class GuardedOptimizer(Optimizer):
+class GuardedOptimizer(ForwardingOptimizer):
     """`inner`, which may be watched: then nothing but its updates may write to its state.
 
     Attributes:
-        found: names of what had changed between two updates, when that was first seen; empty where nothing had.
+        found: names of the arrays that had changed between two updates, when a change was first seen; empty before that.
     """
 
     def __init__(self, inner: Optimizer) -> None:
-        self._inner = inner
-        self.clip_norm = inner.clip_norm
-        self.momentum = inner.momentum
-        self.prepares_norms = inner.prepares_norms
+        super().__init__(inner)
         self.found: tuple[str, ...] = ()
         self._group: FlatGroup | None = None
         self._on = self._with_parameters = False
@@ -52,15 +49,11 @@ class GuardedOptimizer(Optimizer):
         self._owned_size = 0
         self._asked: list[tuple[list[str], Fetch]] = []
 
-    @property
-    def norms_needed(self) -> NormsNeeded:
-        return self._inner.norms_needed
-
     def watch(self, *, parameters: bool, updates: Iterable[Sequence[Segment]] = ()) -> None:
-        """From now on compare; after `bind`.
+        """Compare from now on. Call it after `bind`.
 
         Args:
-            parameters: the values of the updated parameters stay as they are until the next update, too.
+            parameters: the values of the updated parameters stay unchanged until the next update, too.
             updates: the segments of each update of a step, if they are known before the first one; their initial values are then
                 compared as well.
         """
@@ -71,16 +64,16 @@ class GuardedOptimizer(Optimizer):
                 self._known(tuple(segments))
 
     def forget(self) -> None:
-        """Something else has written: compare from the next updates on."""
+        """Accept that something else has written: compare again only after the next updates."""
         for update in self._updates.values():
             update.remembered = False
 
     def look(self) -> None:
-        """Ask what comparisons have found so far; `tell` waits for the answer, where arrays are not on the host."""
+        """Ask for the result of the comparisons so far; if arrays are not on the host, `tell` waits for it."""
         self._ask(self._updates.values())
 
     def tell(self) -> None:
-        """Bring `found` up to the latest `look`."""
+        """Update `found` with the result of the latest `look`."""
         for names, fetch in self._asked:
             changed = tuple(name for name, is_changed in zip(names, fetch.result(), strict=True) if is_changed)
             self.found = self.found or changed
@@ -107,30 +100,18 @@ class GuardedOptimizer(Optimizer):
 
     def bind(self, group: FlatGroup, owned: Sequence[Segment]) -> None:
         self._group, self._owned_size = group, sum(segment.size for segment in owned)
-        self._inner.bind(group, owned)
-
-    def begin_step(self, left_out: Collection[str] = ()) -> None:
-        self._inner.begin_step(left_out)
-
-    def counters(self) -> dict[str, int]:
-        return self._inner.counters()
-
-    def load_counters(self, counters: Mapping[str, int]) -> None:
-        self._inner.load_counters(counters)
+        super().bind(group, owned)
 
     def prepare_norms(self, segments: Sequence[Segment]) -> None:
         if self.prepares_norms:
-            self._watched(segments, lambda: self._inner.prepare_norms(segments))
+            self._watched(segments, lambda: self.inner.prepare_norms(segments))
 
     def update(self, segments: Sequence[Segment], lr: float, norms: Norms | None) -> None:
-        self._watched(segments, lambda: self._inner.update(segments, lr, norms))
+        self._watched(segments, lambda: self.inner.update(segments, lr, norms))
 
     def _watched(self, segments: Sequence[Segment], write: Callable[[], None]) -> None:
-        """Compare before `write`, which alone writes to the state of `segments`, and remember what there is behind it."""
-        if not (self._on and segments):
-            write()
-            return
-        update = self._known(tuple(segments))
+        """Compare before `write`, which alone writes to the state of `segments`, and take the sums after it."""
+        update = self._known(tuple(segments)) if self._on and segments else None
         if update is None:
             write()
             return
@@ -139,11 +120,16 @@ class GuardedOptimizer(Optimizer):
         update.remember()
 
     def _known(self, segments: tuple[Segment, ...]) -> _Update | None:
-        """The update of these segments; None where updates are not of the same segments in every step, which nobody watches."""
+        """Return the update of these segments; None if updates are not of the same segments in every step."""
         known = self._updates.get(segments[0].start)
         if known is not None and known.segments == segments:
             return known
-        others = [place for place, update in self._updates.items() if _meet(segments, update.segments)]
+        others = [
+            place
+            for place, update in self._updates.items()
+            if any(a.start < b.stop and b.start < a.stop for a in segments for b in update.segments)
+        ]
+        # Sums of an update that another one overlaps would report its writes as damage: watch nothing any longer.
         if any(self._updates[place].remembered for place in others):
             self._on = False
             self._updates.clear()
@@ -153,15 +139,12 @@ class GuardedOptimizer(Optimizer):
         update = self._updates[segments[0].start] = self._update_of(segments)
         return update
 
-    def state(self, segment: Segment) -> dict[str, Array]:
-        return self._inner.state(segment)
-
     def _compare(self, update: _Update) -> None:
         assert self._group is not None
         if update.guard is None or not update.remembered:
             return
         update.guard.compare()
-        if self._group.arithmetic.on_host:  # the answer is there
+        if self._group.arithmetic.on_host:  # the result is there
             self._ask([update])
             self.tell()
 
@@ -169,13 +152,13 @@ class GuardedOptimizer(Optimizer):
         self._asked = [(update.names, update.guard.fetch_changed()) for update in updates if update.guard is not None]
 
     def _update_of(self, segments: tuple[Segment, ...]) -> _Update:
-        """With a guard of all that belongs to the segments, in the order in which it lies in memory."""
+        """Return the update with a guard of all arrays of the segments, in the order in which they lie in memory."""
         assert self._group is not None
         by_kind = dict[str, list[tuple[str, Array]]]()
         for segment in segments:
             if not segment.size:
                 continue
-            views = self._inner.state(segment)
+            views = self.inner.state(segment)
             if self._with_parameters:
                 views = {**views, "": self._group.data[segment.start : segment.stop]}
             for kind, view in views.items():
@@ -184,18 +167,3 @@ class GuardedOptimizer(Optimizer):
         named = [array for arrays in by_kind.values() for array in arrays]
         guard = self._group.arithmetic.watched([array for _, array in named]).guard() if named else None
         return _Update(segments, [name for name, _ in named], guard)
-
-
-def _meet(segments: Sequence[Segment], others: Sequence[Segment]) -> bool:
-    return any(a.start < b.stop and b.start < a.stop for a in segments for b in others)
-
-
-class _GuardedLayerwiseOptimizer(GuardedOptimizer):
-    """The same for one that needs each layer's norms."""
-
-    layer_norms = True
-
-
-def guarded(inner: Optimizer) -> GuardedOptimizer:
-    """`inner`, not watched yet."""
-    return _GuardedLayerwiseOptimizer(inner) if inner.layer_norms else GuardedOptimizer(inner)

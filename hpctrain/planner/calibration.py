@@ -29,7 +29,7 @@ _STEPS = 4
 
 @dataclass(frozen=True)
 class RateTask:
-    """A network of which operators are timed, on `batch` images of `pixels` to a side."""
+    """A network whose operators are timed, on `batch` images of `pixels` x `pixels`."""
 
     make: Callable[[], Layer]
     batch: int
@@ -52,7 +52,11 @@ Timing = tuple[OperatorWork, float]
 def measure_rates_of(
     kernels: KernelSet, threads: int, before: Callable[[], None] = lambda: None
 ) -> dict[OperatorClass, OperatorRate]:
-    """The rates of one rank with so many threads. before: a barrier, where several ranks are to compute at the same time."""
+    """Measure the rates of one rank with `threads` threads.
+
+    Args:
+        before: called before each step: a barrier, if several ranks are to compute at the same time.
+    """
     clock = clock_of(threads)
     call_seconds = median(seconds for _, seconds in _timings(_SMALL, kernels, clock, before))
     timings = [timing for task in _LARGE for timing in _timings(task, kernels, clock, before)]
@@ -60,7 +64,7 @@ def measure_rates_of(
 
 
 def rates_from_timings(timings: list[Timing], call_seconds: float) -> dict[OperatorClass, OperatorRate]:
-    """Work over time beside calls: operations of convolutions and products, bytes of what memory bounds."""
+    """Return work over time without calls: operations of convolutions and products, bytes of memory-bound operators."""
     memory = _ratio([(work.bytes, seconds) for work, seconds in timings if work.kind is OperatorClass.MEMORY], call_seconds)
     flops = {
         kind: _ratio([(work.flops, seconds) for work, seconds in timings if work.kind is kind], call_seconds)
@@ -89,19 +93,25 @@ def _timings(task: RateTask, kernels: KernelSet, clock: Callable[[], float], bef
     return timings
 
 
-# Where nothing can be measured: some value of its kind. Shared memory of current processors; 10 Gb/s Ethernet.
+# Used if nothing can be measured: shared memory of current processors; 10 Gb/s Ethernet.
 _USUAL_WITHIN = Link((LinkSegment(0, 2e-6, 2e-10, None, 0), LinkSegment(16 << 10, 5e-6, 1.5e-10, None, 1)), 1e-5, 1e-10, 3e-10)
 _USUAL_BETWEEN = Link((LinkSegment(0, 3e-5, 8e-10, None, 0), LinkSegment(64 << 10, 1e-4, 8e-10, None, 1)), 2e-5, 2e-10, 3e-10)
-# Of the time, what is for the two kinds of link; where there is one kind, it gets all of that.
+# Share of the time limit for the two kinds of link; if there is only one kind, it gets all of it.
 _LINKS_SHARE = 0.6
 
-#: measures the rates of this rank; what it is given is called before each step
+#: measures the rates of this rank; it calls its argument before each step
 MeasureRates = Callable[[Callable[[], None]], Mapping[OperatorClass, OperatorRate]]
 
 
 @dataclass(frozen=True)
 class RankFacts:
-    """A rank's own facts. cores: that it may run on, shared with others of its node or not. memory_bytes: of its node."""
+    """What a rank knows of its node.
+
+    Attributes:
+        cores: cores on which it may run, shared with others of its node or not.
+        memory_bytes: memory of its node.
+        processor: model of its processor.
+    """
 
     cores: frozenset[int]
     memory_bytes: int
@@ -110,7 +120,7 @@ class RankFacts:
 
 @dataclass(frozen=True)
 class _Layout:
-    """The ranks of the job on their nodes. local: number on its node, of each rank. node_of: its node."""
+    """The ranks of the job on their nodes. node_of: node of each rank. local: number of each rank on its node."""
 
     node_of: tuple[int, ...]
     local: tuple[int, ...]
@@ -135,11 +145,15 @@ def calibrate(
     seconds: float = 60.0,
     physical_cores: Callable[[frozenset[int]], int] = len,
 ) -> Machine:
-    """The machine that the job runs on; the same on every rank. Collective.
+    """Measure the machine on which the job runs; the same on every rank. Collective.
 
     Args:
-        comm: all ranks. measure_rates: measures operators of this rank. name: of the machine. when: the date, for sources.
-        seconds: that it may take in all. physical_cores: of so many logical ones.
+        comm: all ranks.
+        measure_rates: measures operators of this rank.
+        name: name of the machine.
+        when: the date, for sources.
+        seconds: time limit of the whole measurement.
+        physical_cores: returns the number of physical cores among logical ones.
     """
     node = comm.split_shared_memory("calibration on a node")
     layout = _layout(comm, node)
@@ -171,7 +185,7 @@ def calibrate(
             "concurrency": f"{here}" if layout.ranks_per_node > 1 else "one rank a node, so nothing slows it down",
         },
     )
-    # As it is read back from its file: every number has its source.
+    # Parsed as `read` parses its file, so that every number has its source.
     answer: Machine = comm.broadcast_object(machine_file.parse(machine_file.text(machine)))
     return answer
 
@@ -187,7 +201,7 @@ def _on_first_node(layout: _Layout) -> list[int]:
 def _rates(
     comm: Communicator, progress: ProgressEngine, measure_rates: MeasureRates
 ) -> tuple[dict[OperatorClass, OperatorRate], dict[OperatorClass, float]]:
-    """Rates of the slowest rank while all compute, and how many times longer that takes than on rank 0 alone."""
+    """Return the rates of the slowest rank while all compute, and the slowdown compared with rank 0 alone."""
     meet = _meeting(comm, progress)
     together = comm.allgather_object(measure_rates(meet))
     alone = comm.broadcast_object(measure_rates(lambda: None) if comm.rank == 0 and comm.size > 1 else together[0])
@@ -226,7 +240,7 @@ def _within(
 def _between(
     comm: Communicator, progress: ProgressEngine, layout: _Layout, here: str, budget_seconds: float
 ) -> tuple[Link, int, dict[str, str]]:
-    """The link, ranks that share a card, and the sources of both."""
+    """Return the link, the number of ranks that share a card, and the sources of both."""
     if layout.nodes == 1:
         reason = "not measured: one node"
         return _USUAL_BETWEEN, layout.ranks_per_node, {"between": f"{reason}; 10 Gb/s Ethernet", "ranks_per_card": reason}
@@ -257,7 +271,7 @@ def _sharing(alone: Sequence[MessagePoint], at_once: Sequence[MessagePoint], ran
 
 
 def _both(point: MessagePoint) -> float:
-    """Seconds of two messages that are posted together: how they are told apart is more easily disturbed."""
+    """Return the seconds of two messages that are posted together; their separation is disturbed more easily."""
     return point.seconds + point.next_seconds
 
 
@@ -266,7 +280,7 @@ def _is_first(layout: _Layout, rank: int) -> bool:
 
 
 def _number(layout: _Layout, rank: int, key: Callable[[int, int], tuple[int, int]]) -> int | None:
-    """The number of the rank's pair, of all pairs by their keys; None where it has no partner."""
+    """Return the number of the rank's pair, among all pairs by their keys; None if it has no partner."""
     keys = [key(node, local) for node, local in zip(layout.node_of, layout.local, strict=True)]
     return sorted(set(keys)).index(keys[rank]) if keys.count(keys[rank]) == 2 else None
 

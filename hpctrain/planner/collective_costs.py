@@ -37,22 +37,22 @@ from hpctrain.planner.tasks import GroupPlacement
 
 
 def all_ranks(machine: Machine, ranks: int) -> GroupPlacement:
-    """The placement of all ranks of a job."""
+    """Return the placement of all ranks of a job."""
     return GroupPlacement(ranks, machine.nodes_of(ranks), min(ranks, machine.ranks_per_node))
 
 
 def split_groups(machine: Machine, rows: int, cols: int) -> GroupPlacement:
-    """The placement of the split groups, whose ranks are neighbours: the one that is spread most stands for all."""
+    """Return the placement of the split groups, whose ranks are neighbours; the group on most nodes stands for all."""
     return _placement(machine, [range(column * rows, (column + 1) * rows) for column in range(cols)])
 
 
 def data_groups(machine: Machine, rows: int, cols: int) -> GroupPlacement:
-    """The placement of the data groups, one for each rank of a split group: the one that is spread most stands for all."""
+    """Return the placement of the data groups, one for each rank of a split group; the group on most nodes stands for all."""
     return _placement(machine, [range(row, rows * cols, rows) for row in range(rows)])
 
 
 def _placement(machine: Machine, groups: Sequence[Iterable[int]]) -> GroupPlacement:
-    """The placement of groups alike, of which each rank is in one."""
+    """Return the placement of groups alike, which contain each rank once."""
     alike: Counter[int] = Counter()
     ranks = nodes = most = 0
     for members in groups:
@@ -64,7 +64,13 @@ def _placement(machine: Machine, groups: Sequence[Iterable[int]]) -> GroupPlacem
 
 @dataclass(frozen=True)
 class GridPlacements:
-    """all_ranks: of the whole grid. split: of the Pr ranks that share samples. data: of the Pc ranks with the same weights."""
+    """Placements on a grid of Pr x Pc.
+
+    Attributes:
+        all_ranks: of the whole grid.
+        split: of the Pr ranks that share samples.
+        data: of the Pc ranks with the same weights.
+    """
 
     all_ranks: GroupPlacement
     split: GroupPlacement
@@ -72,7 +78,7 @@ class GridPlacements:
 
 
 def grid_placements(machine: Machine, rows: int, cols: int) -> GridPlacements:
-    """The placements of a grid of Pr x Pc."""
+    """Return the placements on a grid of Pr x Pc."""
     return GridPlacements(
         all_ranks(machine, rows * cols),
         split_groups(machine, rows, cols),
@@ -80,7 +86,7 @@ def grid_placements(machine: Machine, rows: int, cols: int) -> GridPlacements:
     )
 
 
-#: of tasks that are no operation of a schedule: an all-to-all of the split group, batch statistics, the step's message
+#: the strings are for tasks that are no operation of a schedule: all-to-all of the split group, batch statistics, step message
 Kind = OperationKind | Literal["exchange", "merge", "message"]
 
 _LONG_BYTES = 512 << 10  # of a reduce-scatter and an allgather
@@ -95,18 +101,20 @@ _LEVELLED = (OperationKind.REDUCE_SCATTER, OperationKind.ALLGATHER, OperationKin
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of a collective: it begins when the one before it is complete, on all ranks of the group together.
+    """A stage of a collective: it begins when the stage before it is complete, on all ranks of the group together.
 
     Attributes:
-        between: it is bound by the network cards of nodes; else by a rank's own copies through the memory of its node.
-        latency_seconds: of all its rounds. wire_bytes: that one rank sends through what it is bound by, a mean over ranks.
-        beta_seconds_per_byte: of it, while nothing else goes through. cpu_seconds: of each rank's core, within the stage's time
-            where the rank waits for it, and in addition to what the rank computes where it does not.
-        rounds: that follow each other; the program has to look at a collective once for each.
+        between: whether the network cards of nodes limit it; otherwise a rank's own copies through the memory of its node do.
+        latency_seconds: latency of all its rounds.
+        wire_bytes: bytes that one rank sends through the limiting resource, mean over ranks.
+        beta_seconds_per_byte: time per byte there, while nothing else goes through.
+        cpu_seconds: time of each rank's core; part of the stage's time if the rank waits for it, otherwise in addition to
+            what the rank computes.
+        rounds: rounds that follow each other; the program has to poll once for each.
         sharers: ranks whose wire_bytes go through the same card when all groups alike do this at once; 1 within a node.
-        unattended_bytes: of wire_bytes, that move between two polls of the rank; None: all of a round.
-        polls: that each round needs before its first byte moves.
-        yields: shorter messages of a rank to the same others pass its own.
+        unattended_bytes: of wire_bytes, those that move between two polls of the rank; None: all of a round.
+        polls: polls that each round needs before its first byte moves.
+        yields: whether shorter messages of a rank to the same others overtake its own.
     """
 
     between: bool
@@ -122,20 +130,20 @@ class Stage:
 
     @property
     def wire_seconds(self) -> float:
-        """Time on the wire for all groups alike at once; other operations that use the same wire come on top."""
+        """Time on the wire for all groups alike at once; other operations on the same wire come on top."""
         return self.wire_bytes * self.sharers * self.beta_seconds_per_byte
 
     @property
     def seconds(self) -> float:
-        """Time that it takes where ranks do nothing but wait for it, all groups alike at once and nothing else."""
+        """Time if ranks do nothing but wait for it: all groups alike at once and nothing else."""
         return max(self.latency_seconds + self.wire_seconds, self.cpu_seconds)
 
 
 def unhindered_seconds(stages: Iterable[Stage], burst_seconds: float = 0.0) -> float:
-    """Time of an operation of these stages where ranks do nothing but wait for it.
+    """Return the time of an operation of these stages if ranks do nothing but wait for it.
 
     Args:
-        burst_seconds: that a pause before it saves on the cards of nodes (`Link.burst_seconds`); 0: it follows others.
+        burst_seconds: time that a pause before it saves on the cards of nodes (`Link.burst_seconds`); 0: it follows others.
     """
     seconds = 0.0
     for stage in stages:
@@ -153,14 +161,14 @@ def stages(
     levels: Levels | None = None,
     peers: int | None = None,
 ) -> tuple[Stage, ...]:
-    """The stages of one operation, one after another; none where there is one rank or nothing to move.
+    """Return the stages of one operation, one after another; none if there is one rank or nothing to move.
 
     Args:
-        n_bytes: of the whole buffer, as comm/link.py counts: what every rank sends in a reduction, what is gathered, and the
-            largest buffer with its own piece in an all-to-all of all ranks. With `peers`: what a rank sends to others.
-        placement: of the group's ranks. Those of a node are neighbours, unless `levels` puts them in its order.
-        levels: those of the group's streams; None: one level.
-        peers: ranks that a rank exchanges with, nearest ones first, in an all-to-all that leaves others out.
+        n_bytes: bytes of the whole buffer, as comm/link.py counts: what every rank sends in a reduction, what is gathered,
+            and the largest buffer with its own piece in an all-to-all of all ranks. With `peers`: what a rank sends to others.
+        placement: placement of the group's ranks. Those of a node are neighbours, unless `levels` orders them otherwise.
+        levels: levels of the group's streams; None: one level.
+        peers: number of ranks with which a rank exchanges, nearest ones first, in an all-to-all that leaves others out.
     """
     ranks = placement.ranks
     if ranks == 1 or n_bytes == 0 or peers == 0:
@@ -181,19 +189,23 @@ def stages(
 
 
 def _in_two_levels(machine: Machine, kind: Kind, n_bytes: float, placement: GroupPlacement, levels: Levels) -> tuple[Stage, ...]:
-    """A reduction within nodes, then across them; a gather the other way round. Across, each rank has its number's share."""
+    """Return a reduction within nodes, then across them; a gather in the reverse order. Across nodes, each rank has its share."""
     within = stages(machine, kind, n_bytes, within_nodes(placement, levels.per_node))
     across = stages(machine, kind, n_bytes / levels.per_node, across_nodes(placement, levels.nodes, levels.per_node))
     return (*within, *across) if kind is OperationKind.REDUCE_SCATTER else (*across, *within)
 
 
 def within_nodes(placement: GroupPlacement, per_node: int) -> GroupPlacement:
-    """The ranks of a group that are on one node. per_node: how many."""
+    """Return the placement of the `per_node` ranks of a group on one node."""
     return GroupPlacement(per_node, 1, per_node, placement.alike)
 
 
 def across_nodes(placement: GroupPlacement, nodes: int, per_node: int) -> GroupPlacement:
-    """The ranks of a group that have one number on all nodes, beside those of all other numbers. per_node: how many there are."""
+    """Return the placement of the ranks of a group with the same number on all nodes, while all other numbers do the same.
+
+    Args:
+        per_node: how many such numbers there are.
+    """
     return GroupPlacement(nodes, nodes, 1, placement.alike * per_node)
 
 
@@ -201,9 +213,13 @@ def across_nodes(placement: GroupPlacement, nodes: int, per_node: int) -> GroupP
 class _Round:
     """Messages of `n_bytes` from every rank.
 
-    distance: in ranks, to the one that gets it. count: such rounds. ring: it goes to the rank behind; else two ranks exchange.
-    peers: so many messages instead, to the nearest ranks on both sides. at_once: its messages do not wait for each other.
-    sums: what arrives is added up.
+    Attributes:
+        distance: distance in ranks to the receiver.
+        count: number of such rounds.
+        ring: whether it goes to the next rank; otherwise two ranks exchange.
+        peers: this many messages instead, to the nearest ranks on both sides.
+        at_once: whether its messages do not wait for each other.
+        sums: whether arriving data are added up.
     """
 
     n_bytes: float
@@ -223,7 +239,11 @@ class _Round:
         return 1 if self.at_once else self.messages
 
     def crossing(self, placement: GroupPlacement, spread: bool) -> float:
-        """The share of the messages that leave their node. spread: neighbours lie on different nodes, as in levels' order."""
+        """Return the share of the messages that leave their node.
+
+        Args:
+            spread: whether neighbours are on different nodes, as in the order of levels.
+        """
         if placement.nodes == 1:
             return 0.0
         if self.peers == placement.ranks - 1:
@@ -274,22 +294,22 @@ def _allreduce(n_bytes: float, ranks: int) -> list[_Round]:
 
 
 def _halving(n_bytes: float, power: int, *, sums: bool = False) -> list[_Round]:
-    """Half of the buffer to the farthest rank, then a quarter to one half as far, ..."""
+    """Return the rounds of halving: half of the buffer to the farthest rank, then a quarter to one half as far, ..."""
     return [_Round(n_bytes * distance / power, distance, sums=sums) for distance in reversed(_powers(power))]
 
 
 def _powers(power: int) -> list[int]:
-    """1, 2, 4, ... below `power`."""
+    """Return 1, 2, 4, ... below `power`."""
     return [1 << exponent for exponent in range(power.bit_length() - 1)]
 
 
 def _power_below(ranks: int) -> int:
-    """The largest power of two that is no larger."""
+    """Return the largest power of two that is at most `ranks`."""
     return 1 << (ranks.bit_length() - 1)
 
 
 def _priced(machine: Machine, rounds: Sequence[_Round], placement: GroupPlacement, spread: bool) -> tuple[Stage, ...]:
-    """Rounds in which messages leave nodes and rounds in which none does, each run of them one stage."""
+    """Return a stage for each run of rounds in which messages leave nodes, and for each run of rounds in which none does."""
     runs: list[list[tuple[_Round, float]]] = []
     for one in rounds:
         crossing = one.crossing(placement, spread)
@@ -301,7 +321,7 @@ def _priced(machine: Machine, rounds: Sequence[_Round], placement: GroupPlacemen
 
 
 def _stage(machine: Machine, run: Sequence[tuple[_Round, float]], placement: GroupPlacement, *, posts: bool) -> Stage:
-    """The stage of rounds, each with its share of messages that leave their node: all of the shares are 0, or none."""
+    """Return the stage of rounds, each with its share of messages that leave their node: all shares are 0, or none."""
     rounds = [one for one, _ in run]
     sent = sum(one.messages * one.n_bytes for one in rounds)
     crossing = sum(one.messages * one.n_bytes * share for one, share in run)
@@ -335,7 +355,7 @@ def _stage(machine: Machine, run: Sequence[tuple[_Round, float]], placement: Gro
 
 
 def _message_costs(link: Link, rounds: Sequence[_Round]) -> tuple[float, float]:
-    """Latency of all messages, and the mean time of a byte."""
+    """Return the latency of all messages, and the mean time per byte."""
     segments = [link.segment(one.n_bytes) for one in rounds]
     latency = sum(one.messages * segment.alpha_seconds for one, segment in zip(rounds, segments, strict=True))
     sizes = [one.messages * one.n_bytes for one in rounds]
@@ -344,10 +364,12 @@ def _message_costs(link: Link, rounds: Sequence[_Round]) -> tuple[float, float]:
 
 
 def _sharers(machine: Machine, placement: GroupPlacement, crossing: float) -> float:
-    """Ranks of a node whose bytes go through the same card, all groups alike counted: cards are used evenly.
+    """Return the number of ranks of a node whose bytes go through the same card, counting all groups alike.
+
+    Cards are used evenly.
 
     Args:
-        crossing: the share of the ranks that send to other nodes: in a ring only the last of a node does.
+        crossing: share of the ranks that send to other nodes: in a ring only the last of a node does.
     """
     cards = max(1, machine.ranks_per_node // machine.ranks_per_card)
     using = placement.per_node * placement.alike
@@ -367,7 +389,9 @@ class MessageCosts:
     """Prices the operations of one parameter group.
 
     Attributes:
-        placement, levels: of the group's ranks. item_bytes: of an element. rounding: of its messages; None: they are whole.
+        placement, levels: of the group's ranks.
+        item_bytes: bytes of an element.
+        rounding: rounding of its messages; None: they are whole.
     """
 
     machine: Machine
@@ -377,11 +401,11 @@ class MessageCosts:
     rounding: Rounding | None = None
 
     def stages(self, kind: OperationKind, n_bytes: float, compression: Compression | None = None) -> tuple[Stage, ...]:
-        """The stages of one operation.
+        """Return the stages of one operation.
 
         Args:
-            n_bytes: of the whole buffer, as `collective_costs.stages` counts, in the numbers that are computed with.
-            compression: of the slice, if any.
+            n_bytes: bytes of the whole buffer in the dtype of computation, as the function `stages` counts them.
+            compression: compression of the slice, if any.
         """
         if compression is not None:
             return self._compressed(kind, n_bytes, compression)
@@ -397,11 +421,11 @@ class MessageCosts:
         return self._working(self._whole(kind, self._sent(n_bytes)), read + write / self.placement.ranks)
 
     def selection_seconds(self, elements: float) -> float:
-        """Seconds of a core, to choose the largest elements of a part of so many."""
+        """Return the seconds of a core to choose the largest of `elements` elements of a part."""
         return self.memory_seconds(_SELECTION_BYTES * elements)
 
     def scatter_seconds(self, elements: float, compression: Compression) -> float:
-        """Seconds of a core, to add up what all nodes sent of a part of so many elements."""
+        """Return the seconds of a core to add up what all nodes sent for a part of `elements` elements."""
         pairs = compression.nodes * compression.kept(round(elements))
         return self.memory_seconds(elements * self.item_bytes + _PAIR_BYTES * pairs)
 
@@ -410,7 +434,7 @@ class MessageCosts:
         return self.selection_seconds(elements) + self.scatter_seconds(elements, compression)
 
     def memory_seconds(self, n_bytes: float) -> float:
-        """Seconds of a core for bytes read and written."""
+        """Return the seconds of a core for bytes read and written."""
         rate = self.machine.rates.get(OperatorClass.MEMORY)
         return n_bytes / rate.bytes_per_second if rate is not None else 0.0
 
@@ -426,7 +450,7 @@ class MessageCosts:
         return stages(self.machine, kind, n_bytes, self.placement, self.levels)
 
     def _exchange(self, n_bytes: float, work_bytes: float, placement: GroupPlacement | None = None) -> tuple[Stage, ...]:
-        """Rounded parts to their owners, who add them up."""
+        """Return the stages of rounded parts that travel to their owners, who add them up."""
         exchanged = stages(self.machine, OperationKind.INPUTS, self._sent(n_bytes), placement or self.placement)
         return self._working(exchanged, work_bytes)
 
@@ -439,7 +463,11 @@ class MessageCosts:
         return (*within, *self._exchange(n_bytes / per_node, work_bytes / per_node, across))
 
     def _allreduce(self, n_bytes: float, write: float, read: float) -> tuple[Stage, ...]:
-        """A sum whose parts and results cross rounded. write, read: work of rounding the buffer once, and of reading it."""
+        """Return the stages of a sum whose parts and results travel rounded.
+
+        Args:
+            write, read: work of rounding the buffer once, and of reading it.
+        """
         two, kind = self.levels, OperationKind.ALLGATHER
         if two is None:
             gathered = stages(self.machine, kind, self._sent(n_bytes), self.placement)
@@ -451,7 +479,7 @@ class MessageCosts:
         return (*self._reduce(n_bytes, write + read), *self._working(gathered, work), *within)
 
     def _compressed(self, kind: OperationKind, n_bytes: float, compression: Compression) -> tuple[Stage, ...]:
-        """Sums and parameters stay within nodes; values and positions cross them."""
+        """Return stages of sums and parameters within nodes, or of values and positions across them."""
         nodes = compression.nodes
         per_node = self.placement.ranks // nodes
         if kind is not OperationKind.SPARSE:
@@ -461,7 +489,7 @@ class MessageCosts:
         return stages(self.machine, OperationKind.ALLGATHER, nodes * kept * (self.item_bytes + INDEX_BYTES), across)
 
     def _working(self, stages_of: tuple[Stage, ...], work_bytes: float) -> tuple[Stage, ...]:
-        """The stages with work of a core in the first of them."""
+        """Return the stages with work of a core added to the first of them."""
         if not stages_of:
             return ()
         seconds, first = self.memory_seconds(work_bytes), stages_of[0]

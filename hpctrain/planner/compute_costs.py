@@ -26,28 +26,30 @@ class ComputeCosts(Protocol):
     """Seconds of computation on one rank while all ranks of its node compute."""
 
     def seconds(self, step: PlannedStep, action: Action, memory: StepMemory | None = None) -> float:
-        """Seconds of an operator's phase (FORWARD, PARAMETERS, INPUT, RECOMPUTE, COPY); 0 for BEGIN and FREE.
+        """Return the seconds of an operator's phase (FORWARD, PARAMETERS, INPUT, RECOMPUTE, COPY); 0 for BEGIN and FREE.
 
-        A move's is packing and unpacking alone, all of it in the phase that it ends in; see `move_traffic` for the shares.
-        memory: the step's, `plan.memory[k]`: whose gradients are asked for and added to, and what lies in place. Without it
-        the gradients of all inputs are written.
+        The time of a move is packing and unpacking alone, in the phase in which it ends; `move_traffic` has the shares.
+
+        Args:
+            memory: `plan.memory[k]` of the step: which gradients are requested and added to, and what is in place. Without
+                it, the gradients of all inputs are written.
         """
         ...
 
     def product_seconds(self, product: FactorProduct) -> float:
-        """Seconds of a weight's gradient from exchanged inputs and errors, all of its elements."""
+        """Return the seconds of a weight gradient from exchanged inputs and errors, for all of its elements."""
         ...
 
     def update_seconds(self, elements: int) -> float:
-        """Seconds of the optimiser's update of so many elements, and of looking whether they are finite numbers."""
+        """Return the seconds of the optimiser's update of `elements` elements, and of the check whether they are finite."""
         ...
 
     def step_seconds(self, input_bytes: int, operators: int) -> float:
-        """Seconds of all that a step does beside operators and updates: the input's copy, the loss, sums, the program itself."""
+        """Return the seconds of a step without operators and updates: copy of the input, loss, sums, the program itself."""
         ...
 
     def measured_share(self) -> float:
-        """The share of the seconds asked for so far that follows from measured times, 0 .. 1."""
+        """Return the share, 0 .. 1, of the seconds requested so far that follows from measured times."""
         ...
 
 
@@ -62,14 +64,15 @@ class RateCosts:
     """`ComputeCosts` by flops, bytes and the rates of the machine's operator classes.
 
     Args:
-        machine: its rates are those of one rank while all ranks of a node compute. dtype: of parameters.
+        machine: its rates are those of one rank while all ranks of a node compute.
+        dtype: dtype of parameters.
     """
 
     def __init__(self, machine: Machine, dtype: str = "float32") -> None:
         self._rates, self._item_bytes = dict(machine.rates), item_bytes(dtype)
 
     def seconds(self, step: PlannedStep, action: Action, memory: StepMemory | None = None) -> float:
-        """call_seconds + max(flops / flops_per_second, bytes / bytes_per_second); 0 where nothing is done."""
+        """Return call_seconds + max(flops / flops_per_second, bytes / bytes_per_second); 0 if nothing is done."""
         work = work_of(step, action, memory)
         if work.is_nothing:
             return 0.0
@@ -77,43 +80,43 @@ class RateCosts:
         return rate.call_seconds + max(work.flops / rate.flops_per_second, work.bytes / rate.bytes_per_second)
 
     def product_seconds(self, product: FactorProduct) -> float:
-        """As of any other call of its operations and bytes."""
+        """Return the seconds of any call with these operations and bytes."""
         rate = self._rates[OperatorClass.PRODUCT]
         by_flops, by_bytes = product.flops / rate.flops_per_second, product.bytes(self._item_bytes) / rate.bytes_per_second
         return rate.call_seconds + max(by_flops, by_bytes)
 
     def update_seconds(self, elements: int) -> float:
-        """Seconds of the update with momentum of so many elements, and the look at them."""
+        """Return the seconds of an update with momentum of `elements` elements, and of their check."""
         rate = self._rates[OperatorClass.MEMORY]
         return _UPDATE_ACCESSES * elements * self._item_bytes / rate.bytes_per_second
 
     def step_seconds(self, input_bytes: int, operators: int) -> float:
-        """Seconds of the input's copy and a number of calls. operators: their own calls count in `seconds`."""
+        """Return the seconds of the input's copy and of a number of calls; calls of operators count in `seconds`."""
         rate = self._rates[OperatorClass.MEMORY]
         return _CALLS_OF_A_STEP * rate.call_seconds + 2 * input_bytes / rate.bytes_per_second
 
     def measured_share(self) -> float:
-        """0: rates are no measurement of an operator."""
+        """Return 0: rates are no measurement of an operator."""
         return 0.0
 
 
 def product_key(product: FactorProduct) -> OperatorKey:
-    """The key of a weight's gradient from exchanged inputs and errors."""
+    """Return the key of a weight gradient from exchanged inputs and errors."""
     return OperatorKey(f"product {product.outputs}", (product.samples, product.inputs, 1))
 
 
 def update_key(elements: int) -> OperatorKey:
-    """The key of the update of so many parameters, with the look at finite numbers."""
+    """Return the key of the update of `elements` parameters, with the check of finite values."""
     return OperatorKey("update", (elements, 1, 1))
 
 
 def input_key(n_bytes: int) -> OperatorKey:
-    """The key of the copy of a step's images."""
+    """Return the key of the copy of a step's images."""
     return OperatorKey("input", (n_bytes, 1, 1))
 
 
 def others_key(operators: int) -> OperatorKey:
-    """The key of loss, sums and statistics of a step of so many operators."""
+    """Return the key of loss, sums and statistics of a step of this many operators."""
     return OperatorKey("others", (operators, 1, 1))
 
 
@@ -121,7 +124,8 @@ class MeasuredCosts:
     """`ComputeCosts` by measured times first, then interpolated ones, then rates.
 
     Args:
-        times: measured with as many ranks at work on a node as will be. rates: for all else.
+        times: measured while as many ranks of a node compute as in the job.
+        rates: costs of everything else.
     """
 
     def __init__(self, times: OperatorTimes, rates: RateCosts) -> None:
@@ -129,24 +133,24 @@ class MeasuredCosts:
         self._measured_seconds = self._all_seconds = 0.0
 
     def seconds(self, step: PlannedStep, action: Action, memory: StepMemory | None = None) -> float:
-        """Measured, interpolated or by rates; 0 where nothing is done."""
+        """Return measured or interpolated seconds, or those by rates; 0 if nothing is done."""
         by_rate = self._rates.seconds(step, action, memory)
         if action in (Action.BEGIN, Action.FREE):
             return 0.0
         return self._counted(self._times.seconds(operator_key(step, action, memory)), by_rate)
 
     def product_seconds(self, product: FactorProduct) -> float:
-        """Measured, interpolated or by rates."""
+        """Return measured or interpolated seconds, or those by rates."""
         return self._counted(self._times.seconds(product_key(product)), self._rates.product_seconds(product))
 
     def update_seconds(self, elements: int) -> float:
-        """Seconds of an update, at the rate of the measured one that is nearest in size."""
+        """Return the seconds of an update, at the rate of the measured one with the nearest size."""
         if not elements:
             return 0.0
         return self._counted(self._scaled(update_key(elements)), self._rates.update_seconds(elements))
 
     def step_seconds(self, input_bytes: int, operators: int) -> float:
-        """Seconds of the input's copy at the nearest measured rate, and of the rest as in the most similar step."""
+        """Return the seconds of the input's copy at the nearest measured rate, and of the rest as in the most similar step."""
         copy = self._scaled(input_key(input_bytes)) if input_bytes else 0.0
         nearest = self._times.nearest(others_key(operators))
         measured = None if copy is None or nearest is None else copy + nearest[1]
@@ -157,7 +161,7 @@ class MeasuredCosts:
         return self._measured_seconds / self._all_seconds if self._all_seconds else 0.0
 
     def _scaled(self, key: OperatorKey) -> float | None:
-        """Interpolated, or at the rate of the nearest size, however far."""
+        """Return interpolated seconds, or those at the rate of the nearest size, however far."""
         seconds = self._times.seconds(key)
         nearest = self._times.nearest(key)
         if seconds is not None or nearest is None or not nearest[0]:
@@ -177,14 +181,17 @@ _PHASES = {Category.FORWARD: Action.FORWARD, Category.PARAMETERS: Action.PARAMET
 
 @dataclass(frozen=True)
 class SampledTimes:
-    """Medians of a rank's times, in seconds. operators: by phase and name. others: of named work beside them, by name."""
+    """Medians of a rank's times, in seconds. operators: by phase and name. others: of other named work, by name."""
 
     operators: Mapping[tuple[Action, str], float]
     others: Mapping[str, float]
 
     @classmethod
     def of(cls, events: Events) -> SampledTimes:
-        """From the events of some steps, as `TracingHooks` records them; where steps are recorded too, from what lies in them."""
+        """Return the medians of the events of some steps, as `TracingHooks` records them.
+
+        If steps are recorded as well, only events inside them count.
+        """
         events = _within_steps(events)
         phases = {
             (action, name): seconds
@@ -195,7 +202,7 @@ class SampledTimes:
 
 
 def _within_steps(events: Events) -> Events:
-    """All events that begin in a step, where there are steps; else all."""
+    """Return the events that begin in a step; all events if there are no steps."""
     steps = events.of(Category.STEP)
     if not len(steps):
         return events
@@ -211,14 +218,15 @@ def _medians(events: Events, category: Category) -> dict[str, float]:
 
 
 class SampledCosts:
-    """`ComputeCosts` of a run's ranks: a sampled rank's times, and other costs in proportion where another rank has other sizes.
+    """`ComputeCosts` of a run's ranks: the times of a sampled rank, scaled by other costs for ranks with other sizes.
 
-    A sampled time holds all that a rank did between two hooks, so an output that is made again counts with what follows it.
+    A sampled time contains all work of a rank between two hooks, so recomputed outputs count with the operator after them.
     Operators that wait for other ranks inside (moves, merged batch statistics) are not taken from samples.
 
     Args:
-        plan: of the rank that was sampled, with its micro-batch. times: of that rank.
-        costs: of any operator; they say how costs of different sizes compare.
+        plan: plan of the sampled rank, with its micro-batch.
+        times: times of that rank.
+        costs: costs of any operator; they determine the ratio of costs of different sizes.
     """
 
     def __init__(self, plan: ExecutionPlan, times: SampledTimes, costs: ComputeCosts) -> None:
@@ -237,21 +245,21 @@ class SampledCosts:
         self._usual_factor = sampled_sum / planned_sum if planned_sum > 0 else 1.0
 
     def seconds(self, step: PlannedStep, action: Action, memory: StepMemory | None = None) -> float:
-        """The sampled seconds, in proportion to the size; as usual for the sampled ones where it was not sampled."""
+        """Return the sampled seconds, scaled to the size; without a sample, the other costs with the samples' mean factor."""
         by_cost = self._costs.seconds(step, action, memory)
         factor = self._factors.get((action, step.name))
         return self._counted(by_cost * (self._usual_factor if factor is None else factor), sampled=factor is not None)
 
     def product_seconds(self, product: FactorProduct) -> float:
-        """As the other costs say: no sample has a product by itself."""
+        """Return the other costs: no sample contains a product alone."""
         return self._counted(self._costs.product_seconds(product), sampled=False)
 
     def update_seconds(self, elements: int) -> float:
-        """As the other costs say: no sample has an update by itself."""
+        """Return the other costs: no sample contains an update alone."""
         return self._counted(self._costs.update_seconds(elements), sampled=False)
 
     def step_seconds(self, input_bytes: int, operators: int) -> float:
-        """The sampled seconds of all named work beside operators; as the other costs say where there is none."""
+        """Return the sampled seconds of all named work outside of operators; the other costs if there are none."""
         if not self._others_seconds:
             return self._counted(self._costs.step_seconds(input_bytes, operators), sampled=False)
         return self._counted(self._others_seconds, sampled=True)
@@ -267,7 +275,7 @@ class SampledCosts:
 
 
 def _spans(plan: ExecutionPlan, actions: Actions, times: SampledTimes) -> Iterator[list[tuple[Action, int]]]:
-    """The actions of a pass in stretches, each up to one that was sampled."""
+    """Yield the actions of a pass in stretches, each up to a sampled one."""
     stretch: list[tuple[Action, int]] = []
     for action, k in actions:
         stretch.append((action, k))
@@ -277,14 +285,14 @@ def _spans(plan: ExecutionPlan, actions: Actions, times: SampledTimes) -> Iterat
 
 
 def _waits(step: PlannedStep) -> bool:
-    """The operator waits for other ranks."""
+    """Return whether the operator waits for other ranks."""
     return is_move(step.operator) or (step.node is not None and getattr(step.node.spec, "synchronised", False))
 
 
 def sampled_rates(plan: ExecutionPlan, times: SampledTimes) -> dict[OperatorClass, OperatorRate]:
-    """The rates that a rank's sampled operators had: how costs of different sizes compare, where nothing else says so.
+    """Return the rates of a rank's sampled operators: the ratio of costs of different sizes if nothing else determines it.
 
-    A class of which there is no operator has the rate of all others. plan: of the rank that was sampled.
+    A class without operators has the rate of all others. plan: plan of the sampled rank.
     """
     works = []
     for members in (*_spans(plan, plan.forward, times), *_spans(plan, plan.backward, times)):
@@ -297,7 +305,7 @@ def sampled_rates(plan: ExecutionPlan, times: SampledTimes) -> dict[OperatorClas
 
 
 def _rate(works: list[tuple[OperatorWork, float]], call_seconds: float) -> OperatorRate:
-    """Operations and bytes over time, each as if it took all of it, of the operators with most: calls count least there."""
+    """Return operations and bytes over time, each as if it took all of it, for the largest operators: calls count least there."""
     flops, n_bytes = (max(((getattr(work, amount), seconds) for work, seconds in works), default=(1, 1.0)) for amount in _AMOUNTS)
     return OperatorRate(max(1, flops[0]) / max(flops[1], 1e-9), max(1, n_bytes[0]) / max(n_bytes[1], 1e-9), call_seconds)
 

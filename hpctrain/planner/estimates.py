@@ -34,7 +34,7 @@ from hpctrain.planner.shortest_path import Costs, Edge, ShortestPath, remaining_
 
 
 def patterns(uses: Mapping[str, Parallelism]) -> tuple[Parallelism, dict[str, Parallelism]]:
-    """(default, pattern -> use) such that a `ParallelPlan` gives each dotted name its use; few of them, general ones first."""
+    """Return (default, pattern -> use) with which a `ParallelPlan` uses each dotted name so; few, general ones first."""
     default = _most_frequent(list(uses.values()))
     rules: dict[str, Parallelism] = {}
     _add(rules, uses, list(uses), (), default)
@@ -77,17 +77,17 @@ def _most_frequent(uses: Sequence[Parallelism]) -> Parallelism:
     return max(Parallelism, key=lambda use: counted[use])
 
 
-#: a segment's use; None: as the fixed plan says
+#: a segment's use; None: that of the fixed plan
 SegmentUse = Parallelism | None
 
-# Paths whose bound is so many times the best known step are of no use, not even to be simulated.
+# Paths whose bound exceeds the best known step by this factor are not worth a simulation.
 _HOPELESS = 1.25
 _ALTERNATIVES = 3
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A candidate, the lower bound of its step and about what a rank holds of memory."""
+    """A candidate, the lower bound of its step and the approximate memory of a rank."""
 
     candidate: Candidate
     seconds: float
@@ -98,7 +98,7 @@ class GridEstimates:
     """Estimates on one grid with one number of micro-batches.
 
     Args:
-        memory_factor: bytes of a step's arena for each byte of activations that are kept.
+        memory_factor: bytes of a step's arena per byte of activations that are kept.
     """
 
     def __init__(
@@ -126,9 +126,10 @@ class GridEstimates:
         return (None,) if self._space.fixed_plan is not None else tuple(Parallelism)
 
     def best(self, choice: AveragerChoice, incumbent_seconds: float = math.inf) -> list[Estimate]:
-        """The uses with the least lower bounds with one averager, the best first; none that fits no rank's memory.
+        """Return the uses with the lowest bounds with one averager, the best first; none that fits no rank's memory.
 
-        incumbent_seconds: a step that is known to be possible; what cannot come near it is left out.
+        Args:
+            incumbent_seconds: a step that is known to be possible; what cannot come near it is left out.
         """
         limit = self._machine.memory_bytes
         for with_memory in (False, True):
@@ -140,7 +141,7 @@ class GridEstimates:
         return sorted(fitting, key=lambda estimate: estimate.seconds)[:_ALTERNATIVES]
 
     def _promising(self, choice: AveragerChoice, paths: Sequence[ShortestPath[SegmentUse]]) -> Sequence[ShortestPath[SegmentUse]]:
-        """The fastest paths, of those that fit where their memory is known."""
+        """Return the fastest paths, of those that fit if their memory is known."""
 
         def seconds(path: ShortestPath[SegmentUse]) -> tuple[bool, float]:
             too_large = len(path.costs) == 3 and path.costs[2] > self._machine.memory_bytes
@@ -149,12 +150,12 @@ class GridEstimates:
         return sorted(paths, key=seconds)[:_ALTERNATIVES]
 
     def leanest(self, choice: AveragerChoice) -> Estimate:
-        """The uses that take the least memory."""
+        """Return the uses with the least memory."""
         paths = self._paths(choice, math.inf, with_memory=True)
         return min((self.of_uses(choice, path.choices) for path in paths), key=lambda one: (one.memory_bytes, one.seconds))
 
     def of_uses(self, choice: AveragerChoice, uses: Sequence[SegmentUse]) -> Estimate:
-        """The estimate of given uses, one for each segment."""
+        """Return the estimate of given uses, one for each segment."""
         layout: Layout | None = None
         program, wire, memory = self._base_seconds(), 0.0, 0.0
         averaging = self._averaging(choice)
@@ -206,7 +207,7 @@ class GridEstimates:
         )
 
     def _criteria(self, cost: SegmentCost, choice: AveragerChoice, averaging: AveragingCosts) -> tuple[float, float, float]:
-        """(seconds of the program, seconds of averaging's messages, bytes) of a segment."""
+        """Return (seconds of the program, seconds of averaging's messages, bytes) of a segment."""
         whole, split = averaging.seconds(cost.whole, split=False), averaging.seconds(cost.split, split=True)
         seconds = whole + split
         memory = self._memory_factor * cost.memory_bytes
@@ -216,7 +217,7 @@ class GridEstimates:
         return cost.seconds + seconds.program, seconds.wire, memory
 
     def _base_seconds(self) -> float:
-        """Seconds of a step beside operators and averaging."""
+        """Return the seconds of a step without operators and averaging."""
         graph = self._prices.graph
         return self._costs.step_seconds(graph.tensors[0].bytes // self._grid.rows, len(graph.nodes))
 
@@ -233,7 +234,7 @@ class GridEstimates:
 
 
 class _Table:
-    """All segments priced in all layouts that can go into them. edges: by (segment, layout), each use and its cost."""
+    """All segments priced for all layouts of their inputs. edges: by (segment, layout), each use and its cost."""
 
     START: Hashable = "images"
 
@@ -256,11 +257,11 @@ class _Table:
             layouts = following
 
     def cost(self, number: int, layout: Layout | None, use: SegmentUse) -> SegmentCost:
-        """The cost of a segment."""
+        """Return the cost of a segment."""
         return self._prices.cost(self._segments[number], layout, self._use_of(use))
 
     def _possible(self, number: int, layout: Layout | None, use: SegmentUse) -> SegmentCost | None:
-        """None where the kernel set cannot compute a rank's part."""
+        """Return the cost of a segment; None if the kernel set cannot compute a rank's part."""
         try:
             return self.cost(number, layout, use)
         except BackendError:
@@ -274,7 +275,7 @@ class _Table:
 
 
 def unsplit_plan(space: SearchSpace, shape: tuple[int, int]) -> ParallelPlan:
-    """The grid with all that is fixed of a plan; nothing is split where each rank has samples of its own."""
+    """Return the grid with all that is fixed of a plan; nothing is split if each rank has samples of its own."""
     rows, cols = shape
     if rows == 1 or space.fixed_plan is None:
         return ParallelPlan(rows, cols)
@@ -282,7 +283,7 @@ def unsplit_plan(space: SearchSpace, shape: tuple[int, int]) -> ParallelPlan:
 
 
 def memory_factor(job: Job, machine: Machine, costs: ComputeCosts, ranks: int) -> float:
-    """Bytes of the arena for each byte of activations that are kept for backward, of pure batch on so many ranks."""
+    """Return the bytes of the arena per byte of activations kept for backward, for pure batch on `ranks` ranks."""
     samples = max(1, min(8, -(-job.batch // ranks)))
     graph = job.graph_of(samples)
     prices = SegmentCosts(replace(job, batch=samples), machine, costs, ParallelPlan(1, 1))

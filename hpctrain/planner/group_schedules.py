@@ -30,12 +30,12 @@ from hpctrain.planner.job import Candidate, Job
 class GroupSchedule:
     """The operations that the averager of one parameter group posts.
 
-    split_ranks: the ranks of a split group that post them. schedule: None for a strategy that has none and posts one
-    allreduce of all gradients after backward.
-
-    samples: of the step, by rank of the group. order: the group's ranks as the schedule counts them; None: in their own order.
-    rounding: of the strategy's messages, also where it has no schedule.
-    exchanged: elements that each rank of the group exchanges in a step.
+    Attributes:
+        split_ranks: the ranks of a split group that post them.
+        schedule: None for a strategy without a schedule, which posts one allreduce of all gradients after backward.
+        samples: samples of the step, by rank of the group.
+        order: the group's ranks in the order of the schedule; None: their own order.
+        rounding: rounding of the strategy's messages, also if it has no schedule.
     """
 
     group: str
@@ -49,15 +49,15 @@ class GroupSchedule:
 
     @property
     def exchanged(self) -> tuple[int, ...]:
-        """Elements; one that goes with its position counts as two."""
+        """Elements that each rank of the group exchanges in a step; an element with its position counts as two."""
         return exchanged(self.schedule, self.elements, self.samples, self.order)
 
     def exchanged_bytes(self, item_bytes: int) -> tuple[int, ...]:
-        """Bytes of the same. item_bytes: of an element."""
+        """Return the bytes that each rank of the group exchanges in a step. item_bytes: bytes of an element."""
         return exchanged_bytes(self.schedule, self.elements, self.samples, self.order, item_bytes, self.rounding)
 
     def owned(self, piece: Slice) -> tuple[int, ...]:
-        """Elements of a slice that each rank of the group owns."""
+        """Return the number of elements of a slice that each rank of the group owns."""
         return _by_rank([piece.owned_size(rank, self.ranks) for rank in range(self.ranks)], self.order)
 
 
@@ -75,7 +75,7 @@ class GroupStrategy:
         return self.strategy.group
 
     def schedule(self, link: LinkModel) -> GroupSchedule:
-        """The schedule of the first steps over a link."""
+        """Return the schedule of the first steps over a link."""
         levels, planned = self.strategy.levels, self.planned
         order = None if levels is None else levels.order
         schedule = self.strategy.plan(link)
@@ -86,7 +86,7 @@ class GroupStrategy:
 def exchanged(
     schedule: CollectiveSchedule | None, elements: int, samples: Sequence[int], order: Sequence[int] | None
 ) -> tuple[int, ...]:
-    """Elements that each rank of a group exchanges in a step; see `GroupSchedule`."""
+    """Return the elements that each rank of a group exchanges in a step; see `GroupSchedule`."""
     if schedule is None:
         return tuple(2 * (elements - share) for share in counts_over(elements, len(samples)))
     in_order = samples if order is None else [samples[rank] for rank in order]
@@ -101,7 +101,12 @@ def exchanged_bytes(
     item_bytes: int,
     rounding: Rounding | None = None,
 ) -> tuple[int, ...]:
-    """Bytes that each rank of a group exchanges in a step. item_bytes: of an element. rounding: where there is no schedule."""
+    """Return the bytes that each rank of a group exchanges in a step.
+
+    Args:
+        item_bytes: bytes of an element.
+        rounding: rounding of the messages, if there is no schedule.
+    """
     if schedule is None:
         full = tuple(item_bytes * count for count in exchanged(schedule, elements, samples, order))
         if rounding is None:
@@ -115,12 +120,12 @@ def exchanged_bytes(
 def group_schedules(
     job: Job, candidate: Candidate, link: LinkModel, ranks_per_node: int | None = None
 ) -> tuple[GroupSchedule, ...]:
-    """The schedule of each averager's first steps over a link, from sizes alone. ranks_per_node: None: all on one node.
+    """Return the schedules of all averagers' first steps over a link, from sizes alone. ranks_per_node: None: all on one node.
 
     Raises:
         ConfigError: an averager that a run would refuse.
     """
-    ranks_of: dict[GroupSchedule, list[int]] = {}  # equal ones are told once, with all ranks of a split group that post them
+    ranks_of: dict[GroupSchedule, list[int]] = {}  # equal schedules are listed once, with all split ranks that post them
     for of_group in group_strategies(job, candidate, ranks_per_node):
         schedule = replace(of_group.schedule(link), split_ranks=())
         ranks_of.setdefault(schedule, []).extend(of_group.split_ranks)
@@ -129,7 +134,9 @@ def group_schedules(
 
 
 def group_strategies(job: Job, candidate: Candidate, ranks_per_node: int | None = None) -> tuple[GroupStrategy, ...]:
-    """The strategies of all parameter groups; ranks of a split group that hold alike parameters on alike nodes have the same one.
+    """Return the strategies of all parameter groups.
+
+    Ranks of a split group that hold alike parameters on alike nodes have the same strategy.
 
     Raises:
         ConfigError: an averager that a run would refuse.
@@ -140,7 +147,7 @@ def group_strategies(job: Job, candidate: Candidate, ranks_per_node: int | None 
         several_groups = any(interval is not None for interval in kind.intervals)
         for name, layout in kind.layouts(job).items():
             if name == ALL and strategies and strategies[0].group == ALL:
-                continue  # of what is not split all ranks hold the same
+                continue  # all ranks hold unsplit parameters alike
             for split_ranks, nodes in _places(name, plan, kind.split_ranks, ranks_per_node):
                 group = PlannedGroup(
                     layout,
@@ -161,7 +168,7 @@ def group_strategies(job: Job, candidate: Candidate, ranks_per_node: int | None 
 
 
 def averaging_bytes(schedules: Sequence[GroupSchedule], split_size: int, ranks: int, item_bytes: int) -> tuple[int, ...]:
-    """Bytes that each position exchanges in a step to average gradients, norms left out. split_size: Pr."""
+    """Return the bytes that each position exchanges in a step to average gradients, without norms. split_size: Pr."""
     total = np.zeros((ranks // split_size, split_size), np.int64)  # (c, r)
     for schedule in schedules:
         bytes_by_rank = np.array(schedule.exchanged_bytes(item_bytes), np.int64)
@@ -173,7 +180,7 @@ def averaging_bytes(schedules: Sequence[GroupSchedule], split_size: int, ranks: 
 
 
 def parameter_shards(job: Job, plan: ParallelPlan) -> PartitionedGraph | None:
-    """A partitioned graph that tells the parts of split parameters; None where nothing can be split."""
+    """Return a partitioned graph that knows the parts of split parameters; None if nothing can be split."""
     if plan.rows == 1:
         return None
     # Shards depend on the plan and the layers alone, so any samples will do.
@@ -189,7 +196,7 @@ class _Kind:
     intervals: tuple[Interval | None, ...]
 
     def layouts(self, job: Job) -> dict[str, GroupLayout]:
-        """The parameter groups of such a rank."""
+        """Return the parameter groups of such a rank."""
         members: dict[str, dict[str, ParameterSpec]] = {}
         for name, spec in job.trained_specs.items():
             shard = self.shards.get(name)
@@ -218,7 +225,7 @@ def _kinds(job: Job, plan: ParallelPlan) -> list[_Kind]:
 def _places(
     group: str, plan: ParallelPlan, split_ranks: Sequence[int], ranks_per_node: int | None
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(split ranks, the node of each rank of their group): nodes hold consecutive ranks, and are counted as they come."""
+    """Yield (split ranks, the node of each rank of their group). Nodes contain consecutive ranks, numbered in their order."""
     per_node = ranks_per_node or plan.rows * plan.cols
     if group == ALL:
         yield tuple(range(plan.rows)), tuple(position // per_node for position in range(plan.rows * plan.cols))
@@ -237,7 +244,7 @@ def _by_split_group(counts: Sequence[int], size: int) -> tuple[int, ...]:
 
 
 def _by_rank(by_place: Sequence[int], order: Sequence[int] | None) -> tuple[int, ...]:
-    """Numbers that a schedule counts in `order`, in the ranks' own order."""
+    """Return numbers in the order of a schedule in the order of the ranks."""
     if order is None:
         return tuple(by_place)
     numbers = dict(zip(order, by_place, strict=True))
@@ -245,13 +252,14 @@ def _by_rank(by_place: Sequence[int], order: Sequence[int] | None) -> tuple[int,
 
 
 def mirror_bytes(group: GroupSchedule, item_bytes: int) -> tuple[int, ...] | None:
-    """Bytes of the mirrors of each rank of a group, in one level.
+    """Return the bytes of the mirrors of each rank of a group, in one level.
 
-    Each array that travels has one: of an allreduce, the slice; where owners update, the slice's gradient, the sum of the owned
-    part and the slice's parameters. None where the schedule does not tell: inputs and errors of layers or chosen elements travel.
+    Each array that travels has one: for an allreduce, the slice; if owners update, the slice's gradient, the sum of the owned
+    part and the slice's parameters. None if the schedule does not determine them: inputs and errors of layers, or chosen
+    elements, travel.
 
     Args:
-        item_bytes: of an element of gradients and parameters.
+        item_bytes: bytes of an element of gradients and parameters.
     """
     if group.ranks == 1:
         return (0,)

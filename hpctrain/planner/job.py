@@ -20,12 +20,18 @@ class PlannedJob:
     """A training whose grid, plan and averager may still be open.
 
     Attributes:
-        model: its name. graph_of: gives the model lowered for a number of samples, batch norms as the training has them.
-        specs: all parameters by full name. kernels: the set that computes. dtype: of activations and parameters.
-        image_shape: (H, W, C). batch: samples of a step over all ranks.
-        norms_needed, momentum: of the optimiser: for LARS and clipping; 0 where it has none.
-        state_arrays: numbers that the optimiser, and the average of the weights where there is one, keep for each element.
-        strategy: (name, options, group) -> the averaging strategy; raises ConfigError where they do not fit.
+        model: name of the model.
+        graph_of: returns the model lowered for a number of samples, with batch norms as in the training.
+        specs: all parameters by full name.
+        kernels: the kernel set that computes.
+        dtype: dtype of activations and parameters.
+        image_shape: (H, W, C).
+        batch: samples of a step over all ranks.
+        norms_needed: norms that the optimiser needs, for LARS and clipping.
+        strategy: (name, options, group) -> the averaging strategy; raises ConfigError if they do not fit.
+        momentum: momentum of the optimiser; 0 if it has none.
+        state_arrays: elements that the optimiser, and the average of the weights if there is one, keep for each parameter
+            element.
     """
 
     model: str
@@ -42,12 +48,12 @@ class PlannedJob:
 
     @cached_property
     def trained_specs(self) -> Mapping[str, ParameterSpec]:
-        """The parameters that are trained, by full name, in forward order."""
+        """The trained parameters by full name, in forward order."""
         trained = {name for node in self.graph_of(1).nodes if node.trains for name in node.parameters.values()}
         return {name: spec for name, spec in self.specs.items() if name in trained}
 
 
-Job = PlannedJob  # beside a candidate; the one of the public interface, which runs, is another
+Job = PlannedJob  # short for use in the planner; `hpctrain.api` has another `Job`, which runs
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from hpctrain.planner.operator_work import is_move
 
 @dataclass(frozen=True)
 class NetworkSegment:
-    """Neighbouring nodes of a graph. start, stop: their positions. source, output: the one tensor that goes in, and out."""
+    """Neighbouring nodes of a graph. start, stop: their positions. source, output: the one tensor that enters, and leaves."""
 
     start: int
     stop: int
@@ -47,12 +47,12 @@ class NetworkSegment:
     output: int
 
     def nodes(self, graph: Graph) -> tuple[Node, ...]:
-        """The nodes, of this graph or of the same model's for another number of samples."""
+        """Return the nodes in this graph, or in that of the same model for another number of samples."""
         return graph.nodes[self.start : self.stop]
 
 
 def segments(graph: Graph) -> tuple[NetworkSegment, ...]:
-    """The segments of a graph in forward order; together all of its nodes."""
+    """Return the segments of a graph in forward order; together they contain all of its nodes."""
     merged: list[NetworkSegment] = []
     for piece in _pieces(graph):
         weighted = any(isinstance(node.spec, Conv2dSpec | LinearSpec) for node in piece.nodes(graph))
@@ -69,7 +69,7 @@ def _is_weighted(node: Node) -> bool:
 
 
 def _pieces(graph: Graph) -> Iterator[NetworkSegment]:
-    """The shortest stretches between tensors that alone go on."""
+    """Yield the shortest stretches after which a single tensor is still needed."""
     last_reader: dict[int, int] = {}
     for position, node in enumerate(graph.nodes):
         for tensor in node.inputs:
@@ -87,12 +87,13 @@ UseOf = Callable[[str], Parallelism]
 
 @dataclass(frozen=True)
 class SegmentCost:
-    """A segment of one rank in one step.
+    """The cost of a segment for one rank in one step.
 
     Attributes:
-        seconds: of its operators, and of moves and merged statistics that nothing hides. memory_bytes: of activations that
-            backward needs. whole, split: parameters that all ranks hold, and parts of split ones. output: the layout of what
-            goes on.
+        seconds: time of its operators, and of moves and merged statistics that nothing hides.
+        memory_bytes: bytes of activations that backward needs.
+        whole, split: parameters that all ranks hold, and parts of split ones.
+        output: layout of its output.
     """
 
     seconds: float
@@ -107,7 +108,7 @@ class SegmentCosts:
 
     Args:
         plan: the grid, with tiles and the layers that are computed in parts; uses are given by segment.
-        micro_batches: passes that a rank splits a step into.
+        micro_batches: number of passes into which a rank splits a step.
     """
 
     def __init__(self, job: Job, machine: Machine, costs: ComputeCosts, plan: ParallelPlan, micro_batches: int = 1) -> None:
@@ -123,7 +124,7 @@ class SegmentCosts:
         self._output = self.graph.output
 
     def cost(self, segment: NetworkSegment, incoming: Layout | None, use_of: UseOf) -> SegmentCost:
-        """The costs of a segment. incoming: the layout of its source; None: the images, which are read as they are needed."""
+        """Return the cost of a segment. incoming: layout of its source; None: the images, which are read as needed."""
         nodes = segment.nodes(self.graph)
         uses = tuple(use_of(node.name) for node in nodes)
         source = None if incoming is None else layout_key(incoming)
@@ -139,7 +140,7 @@ class SegmentCosts:
         seconds, hides = 0.0, 0.0
         for position, step in reversed(list(enumerate(steps.steps))):
             if step.node is None:
-                continue  # copies between layouts lie elsewhere in the whole network
+                continue  # the whole network has copies between layouts elsewhere
             if is_move(step.operator):
                 seconds += self._move(step, steps, position, hides)
                 continue
@@ -153,7 +154,7 @@ class SegmentCosts:
         return SegmentCost(seconds * self._micro_batches, memory, whole, split, lowering.output)
 
     def _move(self, step: PlannedStep, steps: Steps, position: int, hides: float) -> float:
-        """Seconds of a move and its adjoint, packing and waits. `hides`: of the reader's work while the gradient travels."""
+        """Return the seconds of a move and its adjoint, packing and waits. hides: the reader's time meanwhile."""
         spec: Any = step.operator.spec
         item_bytes = step.operator.inputs[0].item_bytes
         summed = isinstance(spec, ReduceScatterSpec)
@@ -175,7 +176,7 @@ class SegmentCosts:
         return unhindered_seconds(exchange, self._machine.between.burst_seconds)  # layers that compute lie between exchanges
 
     def _merges(self, step: PlannedStep) -> float:
-        """Seconds of the waits for merged batch statistics, forward and backward."""
+        """Return the seconds of the waits for merged batch statistics, forward and backward."""
         spec = getattr(step.operator, "spec", None)
         if not isinstance(spec, BatchNormSpec) or not spec.synchronised:
             return 0.0
@@ -202,7 +203,12 @@ class SegmentCosts:
 
 
 class _Lowering:
-    """Lowers a segment for one rank. After `run`: shardings: of the nodes that have parameters. output: the last layout."""
+    """Lowers a segment for one rank.
+
+    Attributes:
+        shardings: after `run`, those of the nodes with trained parameters.
+        output: after `run`, the layout of the output.
+    """
 
     def __init__(self, graph: Graph, segment: NetworkSegment, context: SplitContext, rank: int, group: SplitGroup) -> None:
         self._graph, self._segment, self._context, self._rank, self._group = graph, segment, context, rank, group
@@ -213,7 +219,7 @@ class _Lowering:
         self.output: Layout
 
     def run(self, incoming: Layout | None, uses: Sequence[Parallelism]) -> Graph:
-        """The local graph."""
+        """Return the local graph."""
         nodes, dtype = self._segment.nodes(self._graph), self._graph.tensors[0].dtype
         if incoming is None:
             samples = layout.samples(self._graph.tensors[0].shape, self._context.counts)
@@ -270,22 +276,22 @@ class _Lowering:
 
 
 def layout_key(of_tensor: Layout) -> Hashable:
-    """A key of layouts of one tensor on one grid: the rules make no two of a kind with the same first and last box."""
+    """Return a key of layouts of one tensor on one grid: the rules make no two of a kind with the same first and last box."""
     return of_tensor.kind, of_tensor.boxes[0], of_tensor.boxes[-1]
 
 
 def parameter_memory_bytes(parts: AveragedParts, item_bytes: int, owners: int, state_arrays: int) -> float:
-    """Values, gradients, and the optimiser's state of the part that a rank updates."""
+    """Return the bytes of values, gradients, and the optimiser's state of the part that a rank updates."""
     return parts.elements * item_bytes * (2 + state_arrays / owners)
 
 
 def parameter_item_bytes(job: Job) -> int:
-    """Bytes of one element of a parameter."""
+    """Return the bytes of one element of a parameter."""
     return dtypes.item_bytes(dtypes.parameter_dtype(job.dtype))
 
 
 def _signature(nodes: Sequence[Node], segment: NetworkSegment, graph: Graph) -> Hashable:
-    """Equal for segments that cost the same."""
+    """Return a key that is equal for segments with the same cost."""
     specs = tuple(
         (_nameless(node), tuple(tensor - segment.source for tensor in node.inputs), bool(node.parameters)) for node in nodes
     )
@@ -304,4 +310,4 @@ def _kept_bytes(step: PlannedStep) -> int:
 
 
 def _never(code: int) -> None:
-    raise AssertionError(f"a group that is only planned with was ended with code {code}")
+    raise AssertionError(f"a group that is only used for planning was ended with code {code}")

@@ -21,23 +21,23 @@ from hpctrain.comm.base import Communicator, Handle
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.planner.machine import Link, LinkSegment
 
-#: of one message, in each direction; dense where transports take another protocol, which may move far more between two polls
+#: bytes of one message, in each direction; dense where transports change their protocol, which may move far more between polls
 SIZES = (512, 4 << 10, 16 << 10, 64 << 10, 128 << 10, 512 << 10, 2 << 20, 3 << 20, 4 << 20, 8 << 20)
 _LONG_BYTES = 512 << 10
 _REPEATS_SHORT, _REPEATS_LONG = 20, 3
 _POLLED_REPEATS = 2
 _MOST_PASSES = 8
-# A link that lets some bytes pass at once has saved them up after such a pause; smaller messages do not show it.
+# A link with a burst has saved it up after such a pause; smaller messages do not show it.
 _PAUSE_SECONDS = 0.03
 _POLLED_FROM = 16 << 10
 _MOST_GAP_SECONDS, _LEAST_GAP_SECONDS = 0.01, 0.5e-3
 _MOST_POLLS = 150
 _MOST_POLLED_SECONDS = 1.5
-# What a step sends was written some layers ago, and is in no core's cache any more: so much is written before it is sent.
+# A step sends what was written some layers ago and has left all caches: this many bytes are written before a message.
 _CACHE_BYTES = 128 << 20
-# A message that takes longer is measured less often, ...
+# A message that takes longer than this is measured less often, ...
 _SLOW_SECONDS, _REPEATS_SLOW = 0.1, 2
-# ... and one that takes even longer ends the growth of sizes.
+# ... and one that takes longer than this is the last size.
 _MOST_MESSAGE_SECONDS = 0.3
 _PURPOSE = "measurement of a link"
 
@@ -47,9 +47,11 @@ class MessagePoint:
     """A message of `n_bytes` to a partner and one of the same size from it, in one allgather of two ranks.
 
     Attributes:
-        seconds: after a pause. next_seconds: that another one takes which is posted at the same time.
-        polls: with `gap_seconds` of computation between them, until it is complete; 0 where that was not measured.
-        core_seconds: spent in posting and polls. summing_core_seconds: the same in a reduce-scatter.
+        seconds: time after a pause.
+        next_seconds: additional time of another message that is posted at the same time.
+        polls: polls until it is complete, with `gap_seconds` of computation between them; 0 if not measured.
+        core_seconds: time in posting and polls.
+        summing_core_seconds: the same for a reduce-scatter.
     """
 
     n_bytes: int
@@ -62,7 +64,7 @@ class MessagePoint:
 
 
 class _Raw(NamedTuple):
-    """Numbers of one size in one pass. one, two: seconds of one message, and of two that are posted together."""
+    """Measurements of one size in one pass. one, two: seconds of one message, and of two messages posted together."""
 
     n_bytes: int
     one: float
@@ -87,8 +89,9 @@ class LinkProbe:
     All ranks of `everybody` call `measure` at the same time; those without a partner (`pair` None) wait for the others.
 
     Args:
-        everybody: decides together. progress: its queues carry nothing else meanwhile.
-        at_once: all ranks with partners, where they are to begin together; None: each pair by itself.
+        everybody: the ranks that decide together.
+        progress: the progress engine; its queues must be idle.
+        at_once: all ranks with partners, if they are to begin together; None: each pair by itself.
     """
 
     def __init__(
@@ -106,10 +109,10 @@ class LinkProbe:
     def measure(
         self, sizes: Sequence[int] = SIZES, *, polls: bool = True, budget_seconds: float = math.inf
     ) -> list[MessagePoint]:
-        """A point for each size, medians over the ranks that have partners. Collective.
+        """Return a point for each size: medians over the ranks that have partners. Collective.
 
-        Several passes over all sizes, two at least, while the budget lasts on rank 0 of everybody: what disturbs one pass is over
-        in the next. Sizes end where a message takes too long; there are two at least.
+        Repeats passes over all sizes, at least two, within the time budget on rank 0 of everybody: a disturbance of one pass
+        is over in the next. Sizes end when a message takes too long; at least two sizes are measured.
         """
         begin = self._progress.now()
         if self._pair is not None:
@@ -125,7 +128,7 @@ class LinkProbe:
         return bool(self._everybody.broadcast_object(not passes or spent * (passes + 1) / passes < budget_seconds))
 
     def _pass(self, sizes: Sequence[int], polls: bool, end: float) -> list[_Raw]:
-        """Numbers of each size; fewer sizes where one takes too long or the time is over."""
+        """Measure each size; stop early if a size takes too long or the time is over."""
         numbers: list[_Raw] = []
         for n_bytes in sizes:
             of_all = self._everybody.allgather_object(None if self._pair is None else self._measure_size(n_bytes, polls))
@@ -167,7 +170,7 @@ class LinkProbe:
         self._progress.wait_handle(self._meeting.ibarrier(), _PURPOSE)
 
     def _seconds(self, posts: Sequence[Callable[[], Handle]], repeats: int, pause_seconds: float) -> float:
-        """Least time until both ranks have waited for operations that are posted together; the first ones warm up."""
+        """Return the least time until both ranks have waited for operations that are posted together. The first ones warm up."""
         assert self._queue is not None
         assert self._pair is not None
         times = []
@@ -177,12 +180,12 @@ class LinkProbe:
             begin = self._progress.now()
             self._progress.wait([self._queue.post(post, _PURPOSE) for post in posts])
             times.append(self._progress.now() - begin)
-        # A rank that was late finds what its partner sent: the time of both is that of the longer one.
+        # A late rank finds the message of its partner there, so the longer time counts.
         least: float = min(max(of_both) for of_both in zip(*self._pair.allgather_object(times[1:]), strict=True))
         return least
 
     def _polls(self, post: Callable[[], Handle], gap_seconds: float) -> int:
-        """Polls until an operation is complete, with computation between them."""
+        """Return the number of polls until an operation is complete, with computation between them."""
         assert self._queue is not None
         self._meet()
         _busy(gap_seconds / 3)
@@ -197,7 +200,7 @@ class LinkProbe:
         return polls
 
     def _core_seconds(self, post: Callable[[], Handle], gap_seconds: float, *, cold: bool) -> float:
-        """Time inside of posting and polls of an operation, with computation between them. cold: its data are in no cache."""
+        """Return the time inside posting and polls of an operation, between computation. cold: its data are in no cache."""
         assert self._queue is not None
         if cold:
             self._written += 1.0
@@ -217,7 +220,7 @@ class LinkProbe:
 
 
 def _busy(seconds: float) -> None:
-    """Keep the core busy for so long."""
+    """Keep the core busy for this time."""
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         pass
@@ -238,7 +241,7 @@ _BURST_SIZES = (512 << 10, 2 << 20)  # a smaller message may fit into buffers on
 
 
 def link(points: Sequence[MessagePoint], *, bursts: bool = True) -> Link:
-    """The link of which these are the points, by rising size; at least two. bursts: it may let bytes pass at once."""
+    """Fit a link to points of rising size, at least two. bursts: whether it may let bytes pass at once."""
     burst_bytes = burst(points) if bursts else 0
     return Link(
         segments=segments(points, burst_bytes),
@@ -250,9 +253,9 @@ def link(points: Sequence[MessagePoint], *, bursts: bool = True) -> Link:
 
 
 def burst(points: Sequence[MessagePoint]) -> int:
-    """Bytes that pass at once after a pause: those for which messages take no time at the rate of large ones; 0 where none do.
+    """Return the bytes that pass at once after a pause, relative to the rate of large messages; 0 if none do.
 
-    Other work makes them fewer, so the most count.
+    Other work reduces them, so the maximum counts.
     """
     beta = _large_beta(points)
     most = 0.0
@@ -265,10 +268,10 @@ def burst(points: Sequence[MessagePoint]) -> int:
 
 
 def segments(points: Sequence[MessagePoint], burst_bytes: int = 0) -> tuple[LinkSegment, ...]:
-    """Lines through neighbouring points, each from its smaller one on; the last goes on without end, the first begins at 0 bytes.
+    """Return lines through neighbouring points, each from its smaller point on.
 
-    On a link with a burst every byte has the rate of large messages, and alpha is what a message takes after a pause beside the
-    bytes that the burst does not cover.
+    The last line continues without end, the first begins at 0 bytes. On a link with a burst, every byte has the rate of large
+    messages, and alpha is the time of a message after a pause without the bytes that the burst does not cover.
     """
     times = _rising([point.seconds for point in points])
     rate = _large_beta(points)
@@ -300,7 +303,7 @@ def _beside(n_bytes: int, seconds: float, rate: float, burst_bytes: int) -> floa
 
 
 def _between_polls(point: MessagePoint) -> tuple[int | None, int]:
-    """(bytes that move between two polls, None: all; polls before the first byte moves)."""
+    """Return (bytes that move between two polls, None: all; polls before the first byte moves)."""
     if not point.polls:
         return None, 0
     explained = point.seconds / point.gap_seconds if point.gap_seconds else 0.0
@@ -310,7 +313,7 @@ def _between_polls(point: MessagePoint) -> tuple[int | None, int]:
 
 
 def _joined(made: Sequence[LinkSegment]) -> tuple[LinkSegment, ...]:
-    """Segments of which the next one differs."""
+    """Return the segments that differ from the one before."""
     kept: list[LinkSegment] = []
     for one in made:
         if not kept or _numbers(kept[-1]) != _numbers(one):
@@ -328,7 +331,7 @@ def _rising(times: Sequence[float]) -> list[float]:
 
 
 def _large_beta(points: Sequence[MessagePoint]) -> float:
-    """The rate of large messages: the median slope among them, after Theil and Sen, as some are disturbed."""
+    """Return the time per byte of large messages: the median slope among them, after Theil and Sen, as some are disturbed."""
     largest = points[-1].n_bytes
     large = [point for point in points if point.n_bytes >= _LARGE * largest]
     totals = [(point.n_bytes, point.seconds) for point in large]
@@ -344,7 +347,7 @@ def _large_beta(points: Sequence[MessagePoint]) -> float:
 
 
 def _byte_seconds(points: Sequence[MessagePoint]) -> float:
-    """Seconds of a core per byte sent or received, from large messages."""
+    """Return the seconds of a core per byte sent or received, from large messages."""
     first = points[0]
     return median(
         max(0.0, point.core_seconds - first.core_seconds) / (2 * point.n_bytes) for point in points[-3:] if point is not first

@@ -9,7 +9,7 @@ from enum import StrEnum
 
 
 class OperatorClass(StrEnum):
-    """Operators whose time follows from the same rate."""
+    """A class of operators whose time follows from the same rate."""
 
     CONVOLUTION = "convolution"
     PRODUCT = "product"  # linear layers
@@ -30,11 +30,11 @@ class OperatorRate:
 
 @dataclass(frozen=True)
 class LinkSegment:
-    """Messages of `from_bytes` and more: alpha_seconds + n beta_seconds_per_byte each, until the next segment begins.
+    """Cost of messages of at least `from_bytes`: alpha_seconds + n beta_seconds_per_byte, until the next segment begins.
 
     Attributes:
-        unattended_bytes: of such a message, that move between two polls; None: all of them. polls: that it needs before its
-            first byte moves, as in a handshake.
+        unattended_bytes: bytes of such a message that move between two polls; None: all.
+        polls: polls before the first byte moves, as in a handshake.
     """
 
     from_bytes: int
@@ -46,14 +46,14 @@ class LinkSegment:
 
 @dataclass(frozen=True)
 class Link:
-    """A level of the network: what a rank's messages cost there.
+    """A level of the network: the cost of a rank's messages there.
 
     Attributes:
         segments: by size of a message, the first from 0 bytes on (eager and rendezvous protocols differ).
-        operation_seconds: of a core, to post one operation and to see it complete.
-        byte_seconds: of a core, per byte that a rank sends or receives; 0 where a card moves them.
-        sum_seconds: of a core, per byte that a reduction adds up, beside that.
-        burst_bytes: that pass at once after a pause, before the link's rate holds; they come back at that rate.
+        operation_seconds: time of a core to post one operation and to see it complete.
+        byte_seconds: time of a core per byte that a rank sends or receives; 0 if a card moves them.
+        sum_seconds: additional time of a core per byte that a reduction adds up.
+        burst_bytes: bytes that pass at once after a pause, before the link's rate limits; they are regained at that rate.
     """
 
     segments: tuple[LinkSegment, ...]
@@ -63,17 +63,20 @@ class Link:
     burst_bytes: int = 0
 
     def segment(self, n_bytes: float) -> LinkSegment:
-        """The segment of messages of so many bytes."""
+        """Return the segment of messages of `n_bytes`."""
         return max((one for one in self.segments if one.from_bytes <= n_bytes), key=lambda one: one.from_bytes)
 
     def is_passed(self, segment: LinkSegment) -> bool:
-        """Whether shorter messages pass those of a segment: it follows one in which messages move in chunks, and they do not."""
+        """Return whether shorter messages overtake messages of `segment`.
+
+        They do if a segment of shorter messages moves in chunks, and this one does not.
+        """
         chunked = [one.from_bytes for one in self.segments if one.unattended_bytes is not None]
         return segment.unattended_bytes is None and segment.polls > 0 and min(chunked, default=math.inf) < segment.from_bytes
 
     @property
     def burst_seconds(self) -> float:
-        """Time on the wire that a pause saves, at most."""
+        """Time on the wire that a pause saves at most."""
         return self.burst_bytes * self.segments[-1].beta_seconds_per_byte
 
     def message_seconds(self, n_bytes: float) -> float:
@@ -87,13 +90,18 @@ class Machine:
     """Nodes of equal ranks.
 
     Attributes:
-        name, description: for people. nodes: that there are. ranks_per_node: ranks of a job on each.
-        cores_per_rank: below 1 where ranks share a core. memory_bytes: of a rank.
-        within: the link among ranks of a node. between: a rank's link to other nodes, when it has the node's card to itself.
+        name, description: for people.
+        nodes: number of nodes.
+        ranks_per_node: ranks of a job on each node.
+        cores_per_rank: below 1 if ranks share a core.
+        memory_bytes: memory of a rank.
+        within: the link among ranks of a node.
+        between: the link of a rank to other nodes, while it has the card of its node to itself.
         ranks_per_card: ranks of a node that share one network card and its rate.
-        rates: by class, of one rank. concurrency: by class, how many times longer an operator takes while all ranks of the node
-            compute than on a rank alone; rates hold it already.
-        sources: by dotted key ("between.segments"), "measured" with date and processor, or where the number is from; all keys
+        rates: by class, of one rank.
+        concurrency: by class, slowdown of an operator while all ranks of the node compute, compared with one rank alone;
+            `rates` include it.
+        sources: by dotted key ("between.segments"), "measured" with date and processor, or the origin of the number. All keys
             have one.
     """
 
@@ -111,11 +119,11 @@ class Machine:
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def nodes_of(self, ranks: int) -> int:
-        """Nodes that so many ranks take."""
+        """Return the number of nodes that `ranks` ranks occupy."""
         return -(-ranks // self.ranks_per_node)
 
     def scaled(self, *, bandwidth: float = 1.0, latency: float = 1.0, compute: float = 1.0) -> Machine:
-        """The same machine with links of so many times the bandwidth and latency, and compute of so many times the rate."""
+        """Return the machine with bandwidth and latency of its links, and rates of its operators, multiplied by these factors."""
         rates = {
             name: OperatorRate(rate.flops_per_second * compute, rate.bytes_per_second * compute, rate.call_seconds / compute)
             for name, rate in self.rates.items()

@@ -28,10 +28,10 @@ from hpctrain.storage.atomic_write import write_text
 
 
 class SegmentFields(Section):
-    """The cost of messages of a range of sizes."""
+    """Cost of messages of a range of sizes."""
 
     from_bytes: Integer = Field(ge=0, description="Least size of such messages, in bytes.")
-    alpha_seconds: Number = Field(ge=0, description="Time of a message beside its bytes, in seconds.")
+    alpha_seconds: Number = Field(ge=0, description="Time of a message without its bytes, in seconds.")
     beta_seconds_per_byte: Number = Field(ge=0, description="Time of a byte, in seconds.")
     unattended_bytes: Integer | None = Field(
         default=None, ge=0, description="Number of bytes of such a message that move between two polls; null for all of them."
@@ -40,7 +40,7 @@ class SegmentFields(Section):
 
 
 class LinkFields(Section):
-    """The messages of one rank."""
+    """Cost of the messages of one rank."""
 
     segments: tuple[SegmentFields, ...] = Field(
         min_length=1, description="List of ranges of sizes, the first from 0 bytes on, each with alpha and beta."
@@ -61,7 +61,7 @@ class LinkFields(Section):
         return segments
 
     def link(self) -> Link:
-        """The same as planners use it."""
+        """Return the `Link` with these values."""
         segments = tuple(LinkSegment(**dict(one)) for one in self.segments)
         return Link(segments, self.operation_seconds, self.byte_seconds, self.sum_seconds, self.burst_bytes)
 
@@ -71,15 +71,15 @@ class RateFields(Section):
 
     flops_per_second: Number = Field(gt=0, description="Number of floating-point operations in a second.")
     bytes_per_second: Number = Field(gt=0, description="Number of bytes read and written in a second.")
-    call_seconds: Number = Field(ge=0, description="Time of a call beside its work, in seconds.")
+    call_seconds: Number = Field(ge=0, description="Time of a call without its work, in seconds.")
 
     def rate(self) -> OperatorRate:
-        """The same as planners use it."""
+        """Return the `OperatorRate` with these values."""
         return OperatorRate(self.flops_per_second, self.bytes_per_second, self.call_seconds)
 
 
 class RatesFields(Section):
-    """The rates by class of operators."""
+    """Rates by class of operators."""
 
     convolution: RateFields = Field(description="Rate of convolutions.")
     product: RateFields = Field(description="Rate of linear layers.")
@@ -87,7 +87,7 @@ class RatesFields(Section):
 
 
 class ConcurrencyFields(Section):
-    """How many times longer an operator takes while all ranks of its node compute than on a rank alone."""
+    """Slowdown of operators while all ranks of a node compute, compared with one rank alone."""
 
     convolution: Number = Field(default=1.0, gt=0, description="Factor for convolutions.")
     product: Number = Field(default=1.0, gt=0, description="Factor for linear layers.")
@@ -98,14 +98,14 @@ class MachineFields(Section):
     """A machine file without its sources."""
 
     name: Text = Field(description="Name of the machine, for people.")
-    description: str = Field(default="", description="Further words about it.")
+    description: str = Field(default="", description="Description of the machine, for people.")
     nodes: Integer = Field(ge=1, description="Number of nodes that there are.")
     ranks_per_node: Integer = Field(ge=1, description="Number of ranks of a job on each node.")
-    cores_per_rank: Number = Field(gt=0, description="Number of cores of a rank; below 1 where ranks share a core.")
+    cores_per_rank: Number = Field(gt=0, description="Number of cores of a rank; below 1 if ranks share a core.")
     memory_bytes: Integer = Field(ge=1, description="Memory of a rank, in bytes.")
     ranks_per_card: Integer = Field(ge=1, description="Number of ranks of a node that share one network card.")
     within: LinkFields = Field(description="Messages among ranks of a node.")
-    between: LinkFields = Field(description="Messages of a rank to other nodes, when it has the card to itself.")
+    between: LinkFields = Field(description="Messages of a rank to other nodes, while it has the card to itself.")
     rates: RatesFields = Field(description="Rates of operators.")
     concurrency: ConcurrencyFields = Field(default_factory=ConcurrencyFields, description="Slowdown while all ranks compute.")
 
@@ -117,7 +117,7 @@ class MachineFields(Section):
         return self
 
     def machine(self, sources: dict[str, str]) -> Machine:
-        """The same as planners use it."""
+        """Return the `Machine` with these values."""
         slowed = self.concurrency.model_fields_set
         return Machine(
             name=self.name,
@@ -136,19 +136,19 @@ class MachineFields(Section):
 
 
 _FOLDER = "configs/machines/"
-_WORDS = ("name", "description")  # that need no source
+_WORDS = ("name", "description")  # need no source
 
 
 def names() -> list[str]:
-    """The machines that are installed with hpctrain."""
+    """Return the names of the machines that are installed with hpctrain."""
     return [Path(name).stem for name in examples.names() if name.startswith(_FOLDER)]
 
 
 def read(path: str | Path) -> Machine:
-    """The machine in a file, or an installed one.
+    """Read a machine from a file, or an installed one.
 
     Args:
-        path: of a file, or an installed machine's name, such as "xc40".
+        path: path of a file, or the name of an installed machine, such as "xc40".
 
     Raises:
         ConfigError: one sentence for each fault, with its file and line.
@@ -156,9 +156,7 @@ def read(path: str | Path) -> Machine:
     file = Path(path)
     if not file.exists():
         if str(path) not in names():
-            raise ConfigError(
-                f"There is no machine file {str(path)!r}; as for installed machines, {choices(file.stem, names())}."
-            )
+            raise ConfigError(f"There is no machine file {str(path)!r}; of installed machines, {choices(file.stem, names())}.")
         file = examples.path_of(f"{_FOLDER}{path}.yaml")
     try:
         return parse(read_text(file, TEXT_BYTES), str(path))
@@ -169,7 +167,10 @@ def read(path: str | Path) -> Machine:
 
 
 def parse(text: str, label: str = "machine") -> Machine:
-    """As `read`, from text; `label` stands for the file's path in messages.
+    """Parse the text of a machine file.
+
+    Args:
+        label: the file's path, for messages.
 
     Raises:
         ConfigError: one sentence for each fault.
@@ -183,7 +184,7 @@ def parse(text: str, label: str = "machine") -> Machine:
         fields = MachineFields.model_validate(values)
     except ValidationError as error:
         faults = list(_faults(error))
-    # A number without a source is told once the number itself is right.
+    # Missing sources are reported once all numbers are right.
     faults = faults or [(path, _no_source(path)) for path in reader.without_source]
     if faults:
         raise ConfigError("\n".join(str(source.error(reader.place(path), sentence)) for path, sentence in faults))
@@ -191,7 +192,7 @@ def parse(text: str, label: str = "machine") -> Machine:
 
 
 def write(path: str | Path, machine: Machine) -> None:
-    """Write a machine file that `read` gives back as it is.
+    """Write a machine file from which `read` returns the same machine.
 
     Raises:
         OSError: the file cannot be written.
@@ -200,7 +201,7 @@ def write(path: str | Path, machine: Machine) -> None:
 
 
 def text(machine: Machine) -> str:
-    """A machine as the text of its file."""
+    """Return the text of a machine's file."""
     values = {key: value for key, value in asdict(machine).items() if key != "sources"}
     for key in ("rates", "concurrency"):
         values[key] = {str(name): value for name, value in values[key].items()}
@@ -212,7 +213,7 @@ def text(machine: Machine) -> str:
 
 
 def source_of(machine: Machine, key: str) -> str:
-    """Where a number is from: its own source, or that of the nearest section around it; "not said" where there is none."""
+    """Return the source of a number, or that of the nearest section around it; "not said" if there is none."""
     while key:
         if key in machine.sources:
             return machine.sources[key]
@@ -221,10 +222,11 @@ def source_of(machine: Machine, key: str) -> str:
 
 
 class _Reader:
-    """Takes values and sources apart.
+    """Separates values and sources.
 
     Attributes:
-        sources: by dotted key of a number, where it is from. without_source: paths of numbers that do not say it.
+        sources: by dotted key of a number, its source.
+        without_source: paths of numbers without a source.
     """
 
     def __init__(self, places: Mapping[KeyPath, str]) -> None:
@@ -234,7 +236,7 @@ class _Reader:
         self._wrapped: set[KeyPath] = set()
 
     def section(self, schema: type[BaseModel], data: Any, path: KeyPath, source: str) -> Any:
-        """The values of a section by its schema, its own and all inner sources taken out; what is no mapping stays."""
+        """Return the values of a section by its schema, without its own and all inner sources; non-mappings are unchanged."""
         if not isinstance(data, Mapping):
             return data
         values = dict(data)
@@ -258,7 +260,7 @@ class _Reader:
         return data
 
     def place(self, path: KeyPath) -> KeyPath:
-        """The path in the file of a value at a path of the schema."""
+        """Return the path in the file of the value at a path of the schema."""
         for length in range(1, len(path) + 1):
             if path[:length] in self._wrapped:
                 return (*path[:length], "value", *path[length:])
@@ -276,7 +278,7 @@ def _section_in(schema: type[BaseModel], key: str) -> type[BaseModel] | None:
 
 
 def _schema_at(path: KeyPath) -> type[BaseModel] | None:
-    """The section of the schema at a path; items of lists are of their list's type."""
+    """Return the section of the schema at a path; items of lists have the type of their list."""
     kind: Any = MachineFields
     for key in path:
         if isinstance(key, int):
@@ -288,7 +290,7 @@ def _schema_at(path: KeyPath) -> type[BaseModel] | None:
 
 
 def _faults(error: ValidationError) -> Iterator[tuple[KeyPath, str]]:
-    """(path, sentence) of each fault; a key that is missing because it is misspelt beside is one fault."""
+    """Yield (path, sentence) of each fault; a missing key with a misspelt one next to it is one fault."""
     items = error.errors(include_url=False)
     paths = [tuple(item["loc"]) for item in items]
     meant = {_meant(path) for item, path in zip(items, paths, strict=True) if item["type"] == "extra_forbidden"}
@@ -323,13 +325,13 @@ def _meant(path: KeyPath) -> KeyPath | None:
 
 def _no_source(path: KeyPath) -> str:
     return (
-        f'{dotted(path)} does not say where it is from; write {{value: ..., source: ...}} with "measured" or the place, '
+        f'{dotted(path)} has no source; write {{value: ..., source: ...}} with "measured" or the origin, '
         f"or give its section a source."
     )
 
 
 def _with_sources(schema: type[BaseModel], values: Mapping[str, Any], machine: Machine, prefix: str) -> dict[str, Any]:
-    """Values with their sources: a section whose most usual source is the section's, all others beside their numbers."""
+    """Return values with their sources: the most frequent source for the section, all others next to their numbers."""
     leaves = {
         key: source_of(machine, prefix + key) for key in values if not _section_in(schema, key) and (prefix or key not in _WORDS)
     }
@@ -349,14 +351,14 @@ def _with_sources(schema: type[BaseModel], values: Mapping[str, Any], machine: M
 
 
 def _plain(value: Any) -> Any:
-    """Tuples as lists, all the way down: YAML knows no tuple."""
+    """Return the value with tuples as lists at all levels, because YAML has no tuples."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, tuple | list) else value
 
 
 class _Dumper(yaml.SafeDumper):
-    """A mapping that holds no mapping lies in one line."""
+    """Writes a mapping without inner mappings on one line."""
 
     def represent_mapping(self, tag: str, mapping: Any, flow_style: bool | None = None) -> yaml.MappingNode:
         node = super().represent_mapping(tag, mapping, flow_style)

@@ -32,9 +32,10 @@ _IRRELEVANT = frozenset({"layer", "seed", "first_sample", "origin", "unsplit_sha
 class OperatorKey:
     """An operator's work in one phase.
 
-    family: operation, channels, layouts and use of memory: operators of one family differ in their extents alone.
-    extents: (N, H, W) of the first input; H and W are 1 where it has no images. details: what else there is to tell them
-    apart, padding and the pieces of a move: little of the time depends on it.
+    Attributes:
+        family: operation, channels, layouts and use of memory; operators of one family differ only in their extents.
+        extents: (N, H, W) of the first input; H and W are 1 if it has no images.
+        details: other differences, padding and the pieces of a move, which have little effect on the time.
     """
 
     family: str
@@ -43,7 +44,7 @@ class OperatorKey:
 
 
 def operator_key(step: PlannedStep, action: Action, memory: StepMemory | None = None) -> OperatorKey:
-    """The key of a step's phase. memory: see `ComputeCosts.seconds`."""
+    """Return the key of a step's phase. memory: see `ComputeCosts.seconds`."""
     operator = step.operator
     spec = getattr(operator, "spec", None) if step.node is not None else None
     inputs = operator.inputs
@@ -65,7 +66,7 @@ def operator_key(step: PlannedStep, action: Action, memory: StepMemory | None = 
 
 
 def _use_of_memory(step: PlannedStep, memory: StepMemory | None) -> str:
-    """Letters: gradients that are asked for (w), added to (a), summed by the program (s); i: the output lies in the input."""
+    """Return letters: gradients that are written (w), added to (a), summed by the program (s); i: the output is in the input."""
     if memory is None:
         return "w" * len(step.inputs)
     summed = {number for number, _, _ in memory.sums}
@@ -82,7 +83,7 @@ def _tensor(x: TensorSpec) -> str:
 
 
 def _text(value: Any) -> str:
-    """A spec as text; of objects that are no data, the type alone."""
+    """Return a spec as text; only the type of values that are no data."""
     if is_dataclass(value) and not isinstance(value, type):
         kept = (field.name for field in fields(value) if field.name not in _IRRELEVANT)
         return f"{type(value).__name__}({','.join(f'{name}={_text(getattr(value, name))}' for name in kept)})"
@@ -94,7 +95,7 @@ def _text(value: Any) -> str:
 
 
 def _paddings(value: Any) -> Iterator[str]:
-    """All paddings in a spec."""
+    """Yield all paddings in a spec."""
     if is_dataclass(value) and not isinstance(value, type):
         for field in fields(value):
             if field.name == "padding":
@@ -106,17 +107,20 @@ def _paddings(value: Any) -> Iterator[str]:
 _log = get_logger(__name__)
 
 FORMAT = 1
-#: how far from a measured size a time still follows from the rate there
+#: largest ratio of sizes over which a time is derived from the rate at a measured size
 REACH = 2.0
 _DIMS = 3
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Where times hold.
+    """The setting in which times are valid.
 
-    processor: model and instruction sets. kernels: name of the set, with versions. threads: of a rank. concurrency: ranks that
-    compute at the same time on the node, this one included.
+    Attributes:
+        processor: model and instruction sets.
+        kernels: name of the kernel set, with versions.
+        threads: threads of a rank.
+        concurrency: number of ranks that compute at the same time on the node, this one included.
     """
 
     processor: str
@@ -138,7 +142,8 @@ class OperatorTimes:
     """Seconds of operators' phases in one setting.
 
     Args:
-        setting: where they hold. path: of the file that keeps them; None: they are kept in memory alone.
+        setting: the setting in which they are valid.
+        path: path of the file that keeps them; None: they are kept in memory alone.
     """
 
     def __init__(self, setting: Setting, path: Path | None = None) -> None:
@@ -153,21 +158,21 @@ class OperatorTimes:
         return len(self._exact)
 
     def put(self, key: OperatorKey, seconds: float) -> None:
-        """Keep a time; an older one of the same key is forgotten."""
+        """Store a time; it replaces an older one with the same key."""
         self._exact[key] = seconds
         self._families.setdefault(key.family, {})[key.extents] = seconds
 
     def take_less(self, others: OperatorTimes) -> None:
-        """Keep the less of both times of all that another measurement has timed: it was disturbed less."""
+        """Keep the lesser of both times of everything that another measurement has timed, because it was disturbed less."""
         for key, seconds in others._exact.items():
             self.put(key, min(seconds, self._exact.get(key, seconds)))
 
     def measured(self, key: OperatorKey) -> bool:
-        """An operator of these extents was measured, whatever its details."""
+        """Return whether an operator of these extents was measured, with any details."""
         return key.extents in self._families.get(key.family, {})
 
     def seconds(self, key: OperatorKey) -> float | None:
-        """The measured time; else one that follows from other extents in one of the dims, N before H before W; else None."""
+        """Return the measured time, or one derived from other extents in one dimension, N before H before W; None if unknown."""
         if key in self._exact:
             return self._exact[key]
         samples = self._families.get(key.family)
@@ -183,13 +188,13 @@ class OperatorTimes:
         return None
 
     def nearest(self, key: OperatorKey) -> tuple[int, float] | None:
-        """(N, seconds) of the measured operator of the same family whose N is nearest; None where there is none."""
+        """Return (N, seconds) of the measured operator of the same family with the nearest N; None if there is none."""
         samples = self._families.get(key.family, {})
         points = [(extents[0], seconds) for extents, seconds in samples.items()]
         return min(points, key=lambda point: abs(point[0] - key.extents[0]), default=None)
 
     def save(self) -> None:
-        """Write the file, with what others have written there in the meantime. One process at a time.
+        """Write the file, merged with what others have written there in the meantime. One process at a time.
 
         Raises:
             OSError: it cannot be written.
@@ -207,9 +212,9 @@ class OperatorTimes:
 
 
 def interpolated(points: Sequence[tuple[int, float]], size: int) -> float | None:
-    """Seconds at a size from (size, seconds), sorted: piecewise linear, and by the rate of the nearest point outside.
+    """Return the seconds at a size from sorted (size, seconds): piecewise linear, and by the rate of the nearest point outside.
 
-    None where there are no points, or none within a factor of `REACH`.
+    None if there are no points, or none within a factor of `REACH`.
     """
     if not points:
         return None
@@ -223,7 +228,7 @@ def interpolated(points: Sequence[tuple[int, float]], size: int) -> float | None
     if not (min(size, nearest) > 0 and max(size, nearest) <= REACH * min(size, nearest)):
         return None
     slope = seconds / nearest
-    if len(points) > 1:  # a call has a cost of its own: no more than the rate, and no less than nothing, is added for each
+    if len(points) > 1:  # a call has a fixed cost, so each unit adds at most the rate, and at least 0
         other, other_seconds = points[1] if place == 0 else points[-2]
         slope = min(slope, max(0.0, (seconds - other_seconds) / (nearest - other)))
     return seconds + slope * (size - nearest)
@@ -238,13 +243,13 @@ def _order(entry: tuple[OperatorKey, float]) -> tuple[str, tuple[int, int, int],
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The file's content; empty, with a note, where it is none of ours."""
+    """Return the file's content; empty, with a warning, if it is no such file."""
     try:
         content = json.loads(read_text(path))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        _log.warning("The operator times in %s cannot be read and are measured again (%s).", path, error)
+        _log.warning("The operator times in %s cannot be read, and are measured again (%s).", path, error)
         return {}
     if not isinstance(content, dict) or content.get("format") != FORMAT or not isinstance(content.get("times"), dict):
         _log.warning("The operator times in %s are not of format %d and are measured again.", path, FORMAT)
@@ -253,7 +258,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _times_in(content: Mapping[str, Any], setting: Setting) -> Iterator[tuple[OperatorKey, float]]:
-    """The times of one setting; entries that are damaged are left out."""
+    """Yield the times of one setting, without damaged entries."""
     for entry in content.get("times", {}).get(str(setting), []):
         try:
             family, extents, details, seconds = entry

@@ -24,7 +24,10 @@ from hpctrain.planner.machine import OperatorClass
 class MoveTraffic:
     """Bytes read and written on one rank.
 
-    packing: before the messages are posted. copying: while they travel. unpacking: when they have arrived.
+    Attributes:
+        packing: before the messages are posted.
+        copying: while they travel.
+        unpacking: after they have arrived.
     """
 
     packing: int
@@ -37,20 +40,21 @@ class MoveTraffic:
 
 
 def is_move(operator: Operator) -> bool:
-    """The operator exchanges messages with its split group."""
+    """Return whether the operator exchanges messages with its split group."""
     return isinstance(getattr(operator, "spec", None), RedistributeSpec | ReduceScatterSpec)
 
 
 def transfer_of(operator: Operator) -> Transfer:
-    """A move's share of its rank."""
+    """Return the share of a move on its rank."""
     assert isinstance(operator, RedistributeOperator | ReduceScatterOperator)
     return operator.share
 
 
 def move_traffic(operator: Operator, action: Action, *, accumulate: bool = False) -> MoveTraffic:
-    """The traffic of a move's phase: FORWARD, INPUT or RECOMPUTE; of all others, none.
+    """Return the traffic of a move's phase FORWARD, INPUT or RECOMPUTE; zero for all others.
 
-    accumulate: the input's gradient is added to.
+    Args:
+        accumulate: whether the input gradient is added to.
     """
     item_bytes, share = operator.inputs[0].item_bytes, transfer_of(operator)
     owned, wanted = operator.inputs[0].size, operator.output.size
@@ -71,13 +75,13 @@ def move_traffic(operator: Operator, action: Action, *, accumulate: bool = False
 
 
 def _forward(share: Transfer, wanted: int, *, keeps: bool) -> tuple[int, int, int]:
-    """Elements read and written. wanted: of the local target. keeps: received ones are copied once more."""
+    """Return elements read and written. wanted: size of the local target. keeps: received elements are copied once more."""
     zeroed = wanted if share.gaps else 0
     return 2 * share.send_size, 2 * _local_size(share) + zeroed, (2 + 2 * keeps) * share.receive_size
 
 
 def _adjoint(share: Transfer, owned: int, *, accumulate: bool) -> tuple[int, int, int]:
-    """Elements read and written. owned: of the local source, which received gradients are added to."""
+    """Return elements read and written. owned: size of the local source, to which received gradients are added."""
     zeroed = owned if share.spare and not accumulate else 0
     return 2 * share.receive_size, (2 + accumulate) * _local_size(share) + zeroed, 3 * share.send_size
 
@@ -91,7 +95,7 @@ _WARM_UP = 2
 
 @dataclass(frozen=True)
 class FactorProduct:
-    """x^T dy of x (samples, inputs) and dy (samples, outputs)."""
+    """The product x^T dy of x (samples, inputs) and dy (samples, outputs)."""
 
     samples: int
     inputs: int
@@ -102,13 +106,13 @@ class FactorProduct:
         return 2 * self.samples * self.inputs * self.outputs
 
     def bytes(self, item_bytes: int) -> int:
-        """Bytes read and written."""
+        """Return the bytes read and written."""
         read = self.samples * (self.inputs + self.outputs)
         return (read + self.inputs * self.outputs) * item_bytes
 
 
 def product_of(step: PlannedStep, samples: int) -> FactorProduct | None:
-    """The product that makes the weight's gradient of a linear layer over so many samples; None of other steps."""
+    """Return the product that computes the weight gradient of a linear layer over `samples` samples; None for other steps."""
     spec = step.operator.spec if step.node is not None else None
     inner = spec.inner if isinstance(spec, WithRelu) else spec
     if not isinstance(step.operator, SufficientFactors) or not isinstance(inner, LinearSpec):
@@ -117,7 +121,7 @@ def product_of(step: PlannedStep, samples: int) -> FactorProduct | None:
 
 
 def products_of(plan: ExecutionPlan, samples: int) -> list[FactorProduct]:
-    """The products of all linear layers of a plan."""
+    """Return the products of all linear layers of a plan."""
     products = (product_of(step, samples) for step in plan.steps)
     return [product for product in products if product is not None]
 
@@ -125,7 +129,7 @@ def products_of(plan: ExecutionPlan, samples: int) -> list[FactorProduct]:
 def time_product(
     product: FactorProduct, dtype: str, steps: int, clock: Callable[[], float], before: Callable[[], None] = lambda: None
 ) -> float:
-    """The median of the seconds of so many products; two come before. before: see `TimedProgram.measure`."""
+    """Return the median time of `steps` products in seconds, after two that warm up. before: see `TimedProgram.measure`."""
     random = np.random.default_rng(0)
     inputs, errors = (
         random.standard_normal((product.samples, width), np.float32).astype(dtype) for width in (product.inputs, product.outputs)
@@ -154,12 +158,12 @@ class OperatorWork:
 
     @property
     def is_nothing(self) -> bool:
-        """The call does nothing that takes time."""
+        """Whether the call does nothing that takes time."""
         return not self.flops and not self.bytes
 
 
 def class_of(spec: Spec | None) -> OperatorClass:
-    """The class of an operation; a copy between layouts (None) is bound by memory."""
+    """Return the class of an operation; a copy between layouts (None) is bound by memory."""
     inner = spec.inner if isinstance(spec, WithRelu) else spec
     if isinstance(inner, Conv2dSpec):
         return OperatorClass.CONVOLUTION
@@ -167,7 +171,7 @@ def class_of(spec: Spec | None) -> OperatorClass:
 
 
 def work_of(step: PlannedStep, action: Action, memory: StepMemory | None = None) -> OperatorWork:
-    """The work of a step's phase. memory: see `ComputeCosts.seconds`.
+    """Return the work of a step's phase. memory: see `ComputeCosts.seconds`.
 
     The gradients of parameters and of each input of a product take about the operations of its forward pass.
     """
@@ -187,7 +191,7 @@ def work_of(step: PlannedStep, action: Action, memory: StepMemory | None = None)
     if action is Action.PARAMETERS:
         return OperatorWork(kind, flops, _parameters_bytes(step, spec, memory))
     if step.joint_backward and step.has_parameters:
-        return OperatorWork(kind, 0, 0)  # done with the gradients of the parameters
+        return OperatorWork(kind, 0, 0)  # counted with the gradients of the parameters
     asked = sum(_asked(step, memory))
     return OperatorWork(kind, flops if asked else 0, _input_bytes(step, spec, memory) if asked else 0)
 
@@ -209,7 +213,10 @@ def _parameters_bytes(step: PlannedStep, spec: Spec | None, memory: StepMemory |
 
 
 def _input_bytes(step: PlannedStep, spec: Spec | None, memory: StepMemory | None) -> int:
-    """The output's gradient and what backward needs are read, gradients written, or read and written where they are added to."""
+    """Return the bytes of an input's phase.
+
+    It reads the output's gradient and what backward needs; it writes gradients, or reads and writes those that are added to.
+    """
     operator = step.operator
     n_bytes = operator.output.bytes + _parameter_bytes(step, spec)
     if class_of(spec) is OperatorClass.MEMORY:
@@ -223,14 +230,14 @@ def _input_bytes(step: PlannedStep, spec: Spec | None, memory: StepMemory | None
 
 
 def _asked(step: PlannedStep, memory: StepMemory | None) -> tuple[bool, ...]:
-    """By input: somebody asks for its gradient."""
+    """Return, by input, whether its gradient is requested."""
     if memory is None:
         return (True,) * len(step.inputs)
     return tuple(region is not None for region in memory.input_grads)
 
 
 def _parameter_bytes(step: PlannedStep, spec: Spec | None) -> int:
-    """Bytes of the parameters (float32 at least), from the spec: steps know their names alone."""
+    """Return the bytes of the parameters (float32 at least), from the spec: steps contain only their names."""
     inner = spec.inner if isinstance(spec, WithRelu) else spec
     size = 0
     if isinstance(inner, Conv2dSpec | LinearSpec):

@@ -30,7 +30,7 @@ from hpctrain.nn.initialise import first_value
 from hpctrain.nn.network import Shard, local_spec
 from hpctrain.nn.parameter import FlatGroup, FlatStatistics, ParameterSpec, StatisticSpec
 from hpctrain.nn.program import Program
-from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.optimizers import Sgd
 from hpctrain.parallel.groups import merge_moments
 from hpctrain.parallel.moves import SplitGroup
 from hpctrain.parallel.partition_graph import partition_graph
@@ -49,7 +49,7 @@ class _CompleteHandle:
 
 
 class FakeSplitGroup(SplitGroup):
-    """A split group of `size` ranks, of which only this one is there."""
+    """A split group of `size` ranks in which only this rank exists."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(SingleCommunicator("split"), ProgressEngine(rank=0, deadline_seconds=1.0, abort=lambda code: None))
@@ -60,7 +60,7 @@ class FakeSplitGroup(SplitGroup):
     def alltoall(
         self, send: np.ndarray, recv: np.ndarray, send_counts: Sequence[int], recv_counts: Sequence[int], purpose: str
     ) -> Ticket:
-        """Do nothing, and be done."""
+        """Return a complete ticket; nothing is sent."""
         return self._done
 
     def wait(self, ticket: Ticket) -> None:
@@ -68,18 +68,18 @@ class FakeSplitGroup(SplitGroup):
 
 
 class FakeStatisticsMerger:
-    """A `StatisticsMerger` of `ranks` ranks that all hold what this one holds."""
+    """A `StatisticsMerger` of `ranks` ranks that all have the values of this rank."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
 
     @property
     def alone(self) -> bool:
-        """One rank: there is nothing to merge."""
+        """Whether there is one rank, and so nothing to merge."""
         return self._ranks == 1
 
     def merge(self, count: int, mean: np.ndarray, m2: np.ndarray) -> int:
-        """Merge as many copies of the moments as there are ranks; give the total count."""
+        """Merge as many copies of the moments as there are ranks, and return the total count."""
         counts = np.full(self._ranks, float(count))
         means, m2s = (np.broadcast_to(values, (self._ranks, values.size)) for values in (mean.copy(), m2.copy()))
         total, mean[...], m2[...] = merge_moments(counts, means, m2s)
@@ -95,13 +95,13 @@ def _begin_nothing() -> Handle:
 
 
 def fake_mergers(split: int, data: int) -> dict[str, FakeStatisticsMerger]:
-    """The mergers of a rank of a split group of `split` ranks and a data group of `data`, as `BatchNormSpec.merge` names them."""
+    """Return the mergers of a rank of a split group of `split` ranks and a data group of `data`, by `BatchNormSpec.merge`."""
     return {"all": FakeStatisticsMerger(split * data), "split": FakeStatisticsMerger(split), "data": FakeStatisticsMerger(data)}
 
 
-_LEARNING_RATE = 0.0  # no step learns anything, so weights stay what they are and finite
+_LEARNING_RATE = 0.0  # weights do not change, and so stay finite
 _WARM_UP = 2
-# What stand-ins leave in message buffers are no numbers of a training: they may overflow.
+# Message buffers contain arbitrary numbers, as nothing is received: they may overflow.
 _without_warnings = np.errstate(over="ignore", invalid="ignore", divide="ignore")
 _FILL = {"running_mean": 0.0, "running_var": 1.0}
 
@@ -110,9 +110,12 @@ _FILL = {"running_mean": 0.0, "running_var": 1.0}
 class ProgramTimes:
     """An undisturbed step, from those that were timed, in seconds.
 
-    actions: of (action, position) of the plan; what begins early counts in the phase that it ends in. input: the copy of the
-    images. update: of all parameters, with the look at finite numbers. others: loss, sums and statistics. step: whole steps
-    without a clock between actions; 0 where none were run.
+    Attributes:
+        actions: of (action, position) of the plan; what begins early counts in the phase in which it ends.
+        input: copy of the images.
+        update: update of all parameters, with the check of finite values.
+        others: loss, sums and statistics.
+        step: whole steps without a clock between actions; 0 if none were run.
     """
 
     actions: Mapping[tuple[Action, int], float]
@@ -123,21 +126,25 @@ class ProgramTimes:
 
     @property
     def sum(self) -> float:
-        """All of a step, added up."""
+        """The sum of all times of a step."""
         return sum(self.actions.values()) + self.input + self.update + self.others
 
 
 class TimedProgram:
-    """A rank's graph with made-up parameters and images, and steps of it without communication.
+    """A rank's graph with synthetic parameters and images, and steps of it without communication.
 
     Args:
-        graph: of one rank, made with stand-ins for the others (see `stand_ins`). kernels: who computes.
-        specs: of the model's parameters, whole; those that the graph does not use are left out.
-        shards: the parts of parameters that the rank has; others are whole. mergers: by group, of batch statistics.
-        dtype: of activations. clock: gives seconds.
+        graph: graph of one rank, made with a `FakeSplitGroup`.
+        kernels: the kernel set that computes.
+        specs: specs of the model's parameters, whole; those that the graph does not use are ignored.
+        shards: the parts of parameters that the rank has; others are whole.
+        mergers: mergers of batch statistics, by group.
+        dtype: dtype of activations.
+        clock: returns seconds.
 
     Attributes:
-        plan: what runs. parameters: numbers that are updated.
+        plan: the execution plan.
+        parameters: number of updated elements.
     """
 
     def __init__(
@@ -182,7 +189,7 @@ class TimedProgram:
         self._images = random.standard_normal(shape, np.float32).astype(held)
         samples, classes = self.plan.tensors[self.plan.output].shape
         self._labels = random.integers(0, classes, samples)
-        # Operators that draw numbers by sample read the ids of the split group's samples, of which theirs may be any.
+        # Operators that draw numbers by sample read the ids of the whole split group, from any position.
         first = max((getattr(node.spec, "first_sample", 0) for node in graph.nodes), default=0)
         ids = np.arange(first + max(tensor.shape[0] for tensor in self.plan.tensors))
         self._context = StepContext(sample_ids=ids, global_count=max(1, samples))
@@ -190,15 +197,16 @@ class TimedProgram:
 
     @property
     def parameters(self) -> int:
-        """Numbers that are updated."""
+        """Number of updated elements."""
         return self._group.size
 
     @_without_warnings
     def measure(self, steps: int, before: Callable[[], None] = lambda: None, *, wholes: bool = False) -> ProgramTimes:
-        """The least disturbed of so many steps with a clock between actions; two steps come before, which are not counted.
+        """Return the least disturbed of `steps` steps with a clock between actions, after two that warm up.
 
-        before: is called before each step: a barrier, where several ranks measure at the same time.
-        wholes: run as many steps without that clock, in turn with the others.
+        Args:
+            before: called before each step: a barrier, if several ranks measure at the same time.
+            wholes: also run as many steps without that clock, in turn with the others.
         """
         laps, whole_seconds = [], []
         for number in range(-_WARM_UP, steps):
@@ -215,7 +223,7 @@ class TimedProgram:
         return self._times(typical(np.array(laps)).tolist(), whole)
 
     def _times(self, laps: list[float], step: float) -> ProgramTimes:
-        """Laps in the order of `_run`, by what they are."""
+        """Return the laps in the order of `_run`, by their meaning."""
         forward, backward = self.plan.forward, self.plan.backward
         loss_at = 1 + len(forward)
         phases = [(Action.FORWARD if action is Action.BEGIN else action, k) for action, k in forward]
@@ -230,7 +238,7 @@ class TimedProgram:
     def _run(self, *, stepwise: bool) -> list[float]:
         """Run one step as a training does, and return the seconds of its laps.
 
-        Laps: input, forward's actions, loss, look, backward's, sums, update.
+        Laps: input, forward's actions, loss, check of finite values, backward's actions, sums, update.
         """
         program, arithmetic, data = self._program, self._kernels.arithmetic, self._group.data
         self._marks = [self._clock()]
@@ -263,10 +271,11 @@ class TimedProgram:
 
 
 def typical(laps: np.ndarray) -> np.ndarray:
-    """Seconds of each lap (L,) of an undisturbed step, from those of several steps (steps, L); their sum is the least sum.
+    """Return the seconds of each lap (L,) of an undisturbed step, from several steps (steps, L); their sum is the least sum.
 
-    Others that use the machine only ever lengthen steps, by half and more for seconds at a time, so the least is what repeats.
-    Least laps alone would add up to too little: something disturbs most steps somewhere.
+    Other work on the machine only lengthens steps, by half and more for seconds at a time, so the least is reproducible. The
+    least
+    of each lap would add up to too little: most steps are disturbed somewhere.
     """
     medians: np.ndarray = np.median(laps, axis=0)
     total = float(medians.sum())
@@ -290,7 +299,7 @@ def _channels(node: Node) -> int:
 
 
 def clock_of(threads: int, *, on_host: bool = True) -> Callable[[], float]:
-    """CPU seconds where one thread of the host computes, which others on its core do not lengthen; else wall-clock seconds."""
+    """Return the CPU clock if one thread of the host computes, as others do not lengthen it; otherwise the wall clock."""
     return time.process_time if threads == 1 and on_host else time.perf_counter
 
 
@@ -304,10 +313,13 @@ _COPIES_OF_PARAMETERS = 4
 
 @dataclass(frozen=True)
 class RankProgram:
-    """A rank's program. graph: its own, not yet fused. shards: its parts of parameters.
+    """A rank's program.
 
-    split_ranks, data_ranks: of its two groups. exchanged_samples: whose inputs and errors it may make gradients of; 0 where none
-    are exchanged.
+    Attributes:
+        graph: its own graph, not yet fused.
+        shards: its parts of parameters.
+        split_ranks, data_ranks: sizes of its two groups.
+        exchanged_samples: samples whose inputs and errors it may multiply to gradients; 0 if none are exchanged.
     """
 
     graph: Graph
@@ -319,7 +331,7 @@ class RankProgram:
 
 @dataclass(frozen=True)
 class Coverage:
-    """An account of a measurement. programs: that were run. left: that the time or the memory did not allow."""
+    """The result of a measurement. programs: programs that were run. left: those for which time or memory did not suffice."""
 
     programs: int
     left: int
@@ -327,14 +339,14 @@ class Coverage:
 
 
 def setting_here(kernels: KernelSet, threads: int, concurrency: int) -> Setting:
-    """The setting of this process: the processor that it runs on, and the versions of all that computes."""
+    """Return the setting of this process: its processor, and the versions of everything that computes."""
     version = getattr(kernels, "version", "")
     versions = f"{kernels.name} {version}".strip() + f", NumPy {np.__version__}, hpctrain {__version__}"
     return Setting(_processor(), versions, threads, concurrency)
 
 
 def rank_programs(job: Job, candidate: Candidate) -> Iterator[RankProgram]:
-    """The programs of the ranks that may differ: first, middle and last of each kind of split group, largest first."""
+    """Yield the programs of ranks that may differ: first, middle and last of each kind of split group, largest first."""
     plan = candidate.plan
     positions = counts_over(job.batch, candidate.ranks, plan.rows)
     largest = [even(count, candidate.micro_batches)[0] for count in positions]
@@ -352,7 +364,7 @@ def rank_programs(job: Job, candidate: Candidate) -> Iterator[RankProgram]:
 
 
 def keys_of(plan: ExecutionPlan) -> dict[tuple[Action, int], OperatorKey]:
-    """The key of each action of a plan that takes time."""
+    """Return the key of each action of a plan that takes time."""
     return {
         (action, k): operator_key(plan.steps[k], action, plan.memory[k])
         for action, k in (*plan.forward, *plan.backward)
@@ -361,7 +373,7 @@ def keys_of(plan: ExecutionPlan) -> dict[tuple[Action, int], OperatorKey]:
 
 
 def record(times: OperatorTimes, plan: ExecutionPlan, parameters: int, step: ProgramTimes) -> None:
-    """Keep all times of a step; of operators with the same key their mean. parameters: numbers that were updated."""
+    """Store all times of a step; the mean for operators with the same key. parameters: number of updated elements."""
     by_key: dict[OperatorKey, list[float]] = {}
     for phase, key in keys_of(plan).items():
         by_key.setdefault(key, []).append(step.actions[phase])
@@ -382,14 +394,15 @@ def ensure_measured(
     before: Callable[[], None] = lambda: None,
     agree: Callable[[bool], bool] = lambda go_on: go_on,
 ) -> Coverage:
-    """Measure what the candidates compute and `times` does not know yet, those with the most unknown operators first.
+    """Measure what the candidates compute and `times` does not contain, programs with the most unknown operators first.
 
-    Where several ranks of a node measure at the same time, so that they find caches and memory as busy as in a step, all call
-    this with the same arguments, and both functions are collective among them.
+    If several ranks of a node measure at the same time, so that caches and memory are as busy as in a step, all call this
+    with the same arguments, and both functions are collective among them.
 
     Args:
-        memory_bytes: of this rank; programs that take more are left out.
-        before: is called before each step: a barrier. agree: makes one decision of all ranks': whether to go on.
+        memory_bytes: memory of this rank; programs that take more are left out.
+        before: called before each step: a barrier.
+        agree: makes one decision for all ranks: whether to continue.
     """
     begin, done, left = time.perf_counter(), 0, 0
     for program in _most_unknown_first(job, candidates, times):
@@ -443,7 +456,7 @@ def _parameter_bytes(job: Job) -> int:
 
 
 def processor_model(cpuinfo: str = "/proc/cpuinfo") -> str:
-    """The processor's name, as machine files give it as the source of what was measured."""
+    """Return the name of the processor, as machine files contain it in sources."""
     try:
         with open(cpuinfo, encoding="ascii", errors="replace") as file:
             models = (line.partition(":")[2].strip() for line in file if line.startswith("model name"))

@@ -32,9 +32,9 @@ _CATEGORIES = {
     Action.PARAMETERS: Category.PARAMETERS,
     Action.INPUT: Category.INPUT,
 }
-# Batch norm measures, merges and normalises: about as many passes over memory before the merge as behind it.
+# Batch norm measures, merges and normalises: about as many passes over memory before the merge as after it.
 _BEFORE_MERGE = 0.5
-# An addition reads two arrays and writes one; an update and the look at what it made read four and write two.
+# An addition reads two arrays and writes one; an update and the check of its result read four and write two.
 _SUM_OF_UPDATE = 0.5
 _COPY_OF_UPDATE = 1 / 3
 _MOMENT_BYTES = 8
@@ -42,11 +42,14 @@ _MOMENT_BYTES = 8
 
 @dataclass(frozen=True)
 class StepFacts:
-    """Facts of a rank's step beside its execution plans.
+    """What a rank's tasks depend on besides its execution plans.
 
-    groups: by parameter, the key of its averaging. sizes: by parameter, elements that the rank holds.
-    exchanging: by parameter of a layer that exchanges inputs and errors, the layer's weight.
-    merging: the numbers of ranks that merge batch statistics, by the groups' names. message_bytes: of the step's message.
+    Attributes:
+        groups: by parameter, the key of its averaging.
+        sizes: by parameter, elements that the rank holds.
+        exchanging: by parameter of a layer that exchanges inputs and errors, the layer's weight.
+        merging: numbers of ranks that merge batch statistics, by the groups' names.
+        message_bytes: bytes of the step's message.
     """
 
     groups: Mapping[str, str]
@@ -57,7 +60,7 @@ class StepFacts:
 
 
 def rank_tasks(plans: Sequence[ExecutionPlan], facts: StepFacts, costs: ComputeCosts) -> tuple[Task, ...]:
-    """All tasks of a step. plans: of the program of each micro-batch, in order."""
+    """Return all tasks of a step. plans: of the program of each micro-batch, in order."""
     several = len(plans) > 1
     elements = sum(facts.sizes.values())
     sums = Compute(HOOKS, Category.AVERAGING, _SUM_OF_UPDATE * costs.update_seconds(elements), polls=False)
@@ -72,7 +75,7 @@ def rank_tasks(plans: Sequence[ExecutionPlan], facts: StepFacts, costs: ComputeC
 
 
 def product_seconds(plan: ExecutionPlan, facts: StepFacts, costs: ComputeCosts, batch: int) -> dict[str, float]:
-    """By weight of a layer that exchanges inputs and errors: seconds of one element of its gradient over all samples."""
+    """Return, by weight of a layer that exchanges inputs and errors, the seconds per element of its gradient over all samples."""
     seconds = {}
     for step in plan.steps:
         names = [] if step.node is None else [name for name in step.node.parameters.values() if name in facts.exchanging]
@@ -87,8 +90,9 @@ class _PassTasks:
     """The tasks of one micro-batch.
 
     Args:
-        numbers: of exchanges, counted over the step. announces: gradients are final behind it.
-        adds: the gradients of micro-batches before are added to each.
+        numbers: numbers of exchanges, counted over the step.
+        announces: whether gradients are final after it.
+        adds: whether gradients of previous micro-batches are added.
     """
 
     def __init__(
@@ -96,12 +100,12 @@ class _PassTasks:
     ) -> None:
         self._plan, self._facts, self._costs = plan, facts, costs
         self._numbers, self._announces, self._adds = numbers, announces, adds
-        self._begun: dict[int, int] = {}  # by step, the number of its exchange under way
-        self._held_seconds = 0.0  # of work that traces count with the operator behind it
+        self._begun: dict[int, int] = {}  # by step, the number of its exchange in flight
+        self._held_seconds = 0.0  # of work that traces count with the next operator
         self._tasks: list[Task] = []
 
     def tasks(self) -> list[Task]:
-        """All, from the copy of the input on."""
+        """Return all tasks, from the copy of the input on."""
         input_bytes, operators = self._plan.tensors[0].bytes, len(self._plan.steps)
         rest = self._costs.step_seconds(0, operators)
         copy = self._costs.step_seconds(input_bytes, operators) - rest
@@ -175,13 +179,13 @@ class _PassTasks:
         self._compute(step, Action.INPUT, self._seconds(k, Action.INPUT))
 
     def _announced(self, kind: EventKind, names: Sequence[str]) -> list[Task]:
-        """Parameters of which this rank holds nothing are not announced."""
+        """Return the announcements; parameters of which this rank holds nothing are not announced."""
         return [Happens(self._facts.groups[name], LocalEventKey(kind, name)) for name in names if self._facts.sizes[name]]
 
     # -- moves within the split group ------------------------------------------------------------------------------------------
 
     def _begin_move(self, k: int, action: Action) -> None:
-        """Packing, and the post of the exchange."""
+        """Add packing, and the post of the exchange."""
         packing, _, _ = self._move_seconds(k, action)
         step = self._plan.steps[k]
         self._compute(step, action, packing, polls=False)
@@ -189,7 +193,7 @@ class _PassTasks:
         self._tasks.append(BeginExchange(number, self._exchange(step, action)))
 
     def _end_move(self, k: int, action: Action) -> None:
-        """Begun before, or now: local copies, the wait, and unpacking."""
+        """Add local copies, the wait, and unpacking of an exchange that begins now, unless it has begun before."""
         step = self._plan.steps[k]
         if k not in self._begun:
             self._begin_move(k, action)
@@ -209,7 +213,7 @@ class _PassTasks:
         item_bytes = step.operator.inputs[0].item_bytes
         sent, received = share.send_size * item_bytes, share.receive_size * item_bytes
         peers = len({piece.peer for piece in (*share.sends, *share.receives)})
-        # A sum's forward pass is the adjoint of a move from the owners to everybody.
+        # The forward pass of a sum is the adjoint of a move from the owners to all ranks.
         if (action is Action.FORWARD) != isinstance(spec, ReduceScatterSpec):
             return Exchange(step.name, sent, received, peers)
         return Exchange(f"gradient of {step.name}", received, sent, peers)
@@ -217,7 +221,7 @@ class _PassTasks:
     # -- pieces ----------------------------------------------------------------------------------------------------------------
 
     def _merge(self, step: PlannedStep, purpose: str, counts: int) -> Merge | None:
-        """Return the merge of a synchronised batch norm; None where no other rank takes part.
+        """Return the merge of a synchronised batch norm; None if no other rank takes part.
 
         counts: numbers that are merged in addition to two per channel.
         """
@@ -232,7 +236,7 @@ class _PassTasks:
         return gives and any(name in self._facts.exchanging for name in self._parameters(step))
 
     def _pack(self, k: int, kind: EventKind, elements: int) -> None:
-        """Inputs or errors are copied to where they are sent from."""
+        """Add the copy of inputs or errors to the buffer from which they are sent."""
         weight = self._facts.exchanging[self._parameters(self._plan.steps[k])[0]]
         seconds = _COPY_OF_UPDATE * self._costs.update_seconds(elements)
         self._tasks.append(Compute(HOOKS, Category.AVERAGING, seconds, polls=False))

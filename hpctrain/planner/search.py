@@ -31,14 +31,14 @@ UNCERTAIN_SHARE = 0.05
 
 
 def reason(better: Prediction, worse: Prediction, machine: Machine) -> str:
-    """The largest part of the time that `worse` takes longer, or that it does not fit into a rank's memory."""
+    """Return the main reason why `worse` takes longer than `better`, or that it does not fit into a rank's memory."""
     if worse.memory_bytes > machine.memory_bytes:
-        return f"does not fit: {gibibytes(worse.memory_bytes)} of {gibibytes(machine.memory_bytes)}"
+        return f"does not fit: needs {gibibytes(worse.memory_bytes)} of {gibibytes(machine.memory_bytes)}"
     longer = worse.step.seconds - better.step.seconds
     if longer < -_EQUAL_SHARE * better.step.seconds:
-        return f"{short_seconds(-longer)} shorter, which is less than predictions of split layers may be wrong by"
+        return f"{short_seconds(-longer)} shorter, which is within the error of predictions for split layers"
     if longer <= _EQUAL_SHARE * better.step.seconds:
-        return "takes as long, as far as predictions tell"
+        return "as fast, within the accuracy of predictions"
     waits = _rise(_exposed(better.step.table), _exposed(worse.step.table))
     work = _rise(_compute(better.step.table), _compute(worse.step.table))
     most_waits, most_work = (max(rises.items(), key=lambda item: item[1], default=("", 0.0)) for rises in (waits, work))
@@ -48,12 +48,12 @@ def reason(better: Prediction, worse: Prediction, machine: Machine) -> str:
 
 
 def short_seconds(value: float) -> str:
-    """Three significant digits, in seconds or milliseconds."""
+    """Return three significant digits, in seconds or milliseconds."""
     return f"{value:.3g} s" if abs(value) >= 0.1 else f"{1e3 * value:.3g} ms"
 
 
 def gibibytes(n_bytes: float) -> str:
-    """Three significant digits."""
+    """Return three significant digits, in GiB."""
     return f"{n_bytes / _GIBIBYTE:.3g} GiB"
 
 
@@ -67,20 +67,25 @@ def _compute(table: TimeTable) -> dict[str, float]:
 
 
 def _rise(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
-    """By name, how much more there is after; less counts as a negative rise."""
+    """Return, by name, the increase from before to after; a decrease is negative."""
     return {name: after.get(name, 0.0) - before.get(name, 0.0) for name in {**before, **after}}
 
 
 Predict = Callable[[Job, Candidate, Machine, ComputeCosts, SimulationOptions], Prediction]
 
-# Simulated beside the fastest where nothing fits, the leanest first.
+# Number of additional candidates that are simulated if nothing fits, those with the least memory first.
 _LEANEST = 4
 _NEXT_PLANS = 2
 
 
 @dataclass(frozen=True)
 class SearchChoice:
-    """A simulated candidate. why: it loses to the one before it, in a sentence; empty for the best. fits: a rank's memory."""
+    """A simulated candidate.
+
+    Attributes:
+        why: the reason why it loses to the one before it, in a sentence; empty for the best.
+        fits: whether it fits into a rank's memory.
+    """
 
     candidate: Candidate
     prediction: Prediction
@@ -92,7 +97,8 @@ class SearchChoice:
 class SearchResult:
     """The simulated candidates, the fastest that fits first, but pure batch before grids that are hardly faster.
 
-    estimated: candidates that had a lower bound computed.
+    Attributes:
+        estimated: number of candidates with a computed lower bound.
     """
 
     choices: tuple[SearchChoice, ...]
@@ -112,14 +118,16 @@ def search(
     *,
     predicted_by: Predict = predict,
 ) -> SearchResult:
-    """The candidates that were simulated, the best one first.
+    """Return the simulated candidates, the best one first.
 
     Args:
-        ranks: of the job, in nodes as the machine says. space: what may be chosen; None: everything. predicted_by: simulates.
+        ranks: ranks of the job, in nodes as the machine has them.
+        space: what may be chosen; None: everything.
+        predicted_by: simulates a candidate.
 
     Raises:
-        ConfigError: no grid gives each rank something to do, an averager that does not fit, or a job that fits into no rank's
-            memory in any way; the message gives the least memory that would do.
+        ConfigError: no grid has work for each rank, an averager does not fit, or the job fits into no rank's memory in any way;
+            the message contains the least memory that would suffice.
     """
     space = SearchSpace() if space is None else space
     bounds = _Bounds(job, machine, costs, ranks, space)
@@ -132,7 +140,9 @@ def search(
         for one in candidates:
             try:
                 results.append((one, predicted_by(job, one, machine, costs, space.options)))
-            except HpctrainError as error:  # of this candidate: an averager that fits no split layers, a block without kernels
+            except (
+                HpctrainError
+            ) as error:  # this candidate alone fails: an averager that fits no split layers, a block without kernels
                 refusals.append(error)
         return results
 
@@ -150,7 +160,7 @@ def search(
 
 
 class _Bounds:
-    """Lower bounds over all grids. count: estimates so far."""
+    """Lower bounds over all grids. count: number of estimates so far."""
 
     def __init__(self, job: Job, machine: Machine, costs: ComputeCosts, ranks: int, space: SearchSpace) -> None:
         self._job, self._machine, self._costs, self._space = job, machine, costs, space
@@ -159,11 +169,11 @@ class _Bounds:
         self.count = 0
 
     def estimates(self) -> list[Estimate]:
-        """The best of each grid and averager, those with the least bounds first.
+        """Return the best estimates of each grid and averager, those with the lowest bounds first.
 
-        Micro-batches come in where nothing fits without, and on the best grid, where they may pay. Larger split groups move more
-        and save less: behind two grids that are each slower than the one before, or one on which pure batch is best,
-        no larger one is looked at, where samples are enough for a choice.
+        Micro-batches are tried if nothing fits without them, and on the best grid. Larger split groups move more and save
+        less: after two grids that are each slower than the one before, or one on which pure batch is best, no larger one is
+        tried, if there are enough samples for a choice.
         """
         first, *more = self._space.micro_batch_choices
         estimates: list[Estimate] = []
@@ -197,7 +207,7 @@ class _Bounds:
         return estimates
 
     def pure_batch(self) -> list[Candidate]:
-        """By each averager, where the grid and the plan are not fixed otherwise."""
+        """Return pure batch with each averager, unless the grid or the plan is fixed otherwise."""
         rows, _ = self._shapes[0]
         if rows > 1:
             return []
@@ -207,7 +217,7 @@ class _Bounds:
         return [one.candidate for one in _distinct(sorted(of_averagers, key=lambda one: one.seconds))]
 
     def leanest(self) -> list[Candidate]:
-        """The candidates with the least memory."""
+        """Return the candidates with the least memory."""
         choice: AveragerChoice = self._space.averager_choices[0]
         lean = [
             self._grid(shape, micro_batches).leanest(choice)
@@ -222,7 +232,11 @@ class _Bounds:
 
 
 def _picks(estimates: list[Estimate], pure_batch: list[Candidate], most: int) -> list[Candidate]:
-    """At least half of them the best by their bounds, one of each grid before a second one; then pure batch by each averager."""
+    """Return the candidates to simulate first.
+
+    At least half of them are the best by their bounds, one of each grid before a second one; the others are pure batch with each
+    averager.
+    """
     first_of_grid: dict[tuple[int, int], int] = {}
     turns = []
     for one in estimates:
@@ -238,7 +252,7 @@ def _picks(estimates: list[Estimate], pure_batch: list[Candidate], most: int) ->
 
 
 def _beside_the_best(results: list[tuple[Candidate, Prediction]], machine: Machine, space: SearchSpace) -> list[Candidate]:
-    """The best simulated plan with all averagers, and its averager with the next best plans; without those simulated already."""
+    """Return the best simulated plan with all averagers, and its averager with the next best plans, without simulated ones."""
     ranked = _ranked(results, machine)
     best, *others = [choice.candidate for choice in ranked if choice.fits] or [ranked[0].candidate]
     wanted = [replace(best, averager=choice.name, options=dict(choice.options)) for choice in space.averager_choices]
@@ -255,7 +269,7 @@ def _take(candidates: Iterator[Candidate], count: int) -> list[Candidate]:
 
 
 def _is_past_the_best(of_grids: list[Estimate]) -> bool:
-    """of_grids: the best of each grid so far, by rising size of the split groups."""
+    """Return whether larger split groups are hopeless. of_grids: the best of each grid so far, by size of the split groups."""
     if len(of_grids) > 1 and _is_pure_batch(of_grids[-1].candidate):
         return True
     last = [one.seconds for one in of_grids[-3:]]
@@ -263,9 +277,9 @@ def _is_past_the_best(of_grids: list[Estimate]) -> bool:
 
 
 def _distinct(estimates: Iterable[Estimate]) -> list[Estimate]:
-    """The estimates without those that stand for what another one does.
+    """Return the estimates without duplicates.
 
-    Pure batch with split groups is what it is without them; options of averagers that change nothing have the same bound.
+    Pure batch with split groups equals pure batch without them; options of averagers that change nothing have the same bound.
     """
     estimates = list(estimates)
     with_one = any(one.candidate.plan.rows == 1 for one in estimates)
@@ -303,9 +317,10 @@ def _ranked(results: Iterable[tuple[Candidate, Prediction]], machine: Machine) -
 
 
 def _simplest(in_order: list[tuple[Candidate, Prediction]], machine: Machine) -> tuple[Candidate, Prediction]:
-    """The first one, or the first pure batch where the first splits layers for less than predictions can be wrong by.
+    """Return the first result, or the first pure batch if the first gains too little by splitting layers.
 
-    What all candidates have in common, and is wrong for all of them, does not matter; what split layers cost comes on top.
+    Predictions can be wrong by more than such a gain. An error that all candidates have in common does not matter; the cost of
+    split layers adds to it.
     """
     limit = in_order[0][1].step.seconds * (1 + UNCERTAIN_SHARE)
     for result in in_order:

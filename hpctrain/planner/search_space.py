@@ -54,10 +54,10 @@ class SearchSpace:
 
 
 def grid_shapes(space: SearchSpace, graph: Graph, ranks: int, batch: int) -> tuple[tuple[int, int], ...]:
-    """(Pr, Pc) of all grids on so many ranks on which each split group has a sample and some layer has a part for each rank.
+    """Return (Pr, Pc) of all grids on which each split group has a sample and some layer has a part for each rank.
 
     Raises:
-        ConfigError: there is no such grid; the message gives the nearest number of ranks that has one.
+        ConfigError: there is no such grid; the message contains the nearest number of ranks that has one.
     """
     if space.fixed_grid is not None:
         return (space.fixed_grid,)
@@ -79,7 +79,7 @@ def _shapes(ranks: int, batch: int, most_parts: int) -> tuple[tuple[int, int], .
 
 
 def _most_parts(graph: Graph) -> int:
-    """The most ranks that a layer can be split over: by the height of its images or by its output channels."""
+    """Return the most ranks over which a layer can be split: by the height of its images or by its output channels."""
     most = 1
     for node in graph.nodes:
         if isinstance(node.spec, LinearSpec):

@@ -19,7 +19,7 @@ Costs = tuple[float, ...]
 
 @dataclass(frozen=True)
 class Edge(Generic[Choice, State]):
-    """A way on from a state: the choice that is made, the costs that it adds and the state that it leads to."""
+    """A step from a state: the choice, the costs that it adds and the state to which it leads."""
 
     choice: Choice
     costs: Costs
@@ -28,7 +28,7 @@ class Edge(Generic[Choice, State]):
 
 @dataclass(frozen=True)
 class ShortestPath(Generic[Choice]):
-    """A path by its choices, one for each layer, and its costs."""
+    """A path: its choices, one for each layer, and its costs."""
 
     choices: tuple[Choice, ...]
     costs: Costs
@@ -41,10 +41,10 @@ class _Label(Generic[Choice]):
     before: _Label[Choice] | None
 
     def choices(self) -> tuple[Choice, ...]:
-        """From the first layer on."""
+        """Return the choices from the first layer on."""
         reversed_choices: list[Choice] = []
         label: _Label[Choice] | None = self
-        while label is not None and label.before is not None:  # the first one stands at the start, without a choice
+        while label is not None and label.before is not None:  # the first label is the start, without a choice
             reversed_choices.append(cast(Choice, label.choice))
             label = label.before
         return tuple(reversed(reversed_choices))
@@ -92,12 +92,12 @@ Item = TypeVar("Item")
 
 
 def unbeaten(items: Sequence[Item], costs_of: Callable[[Item], Costs]) -> list[Item]:
-    """The items that no other one beats: no larger in any cost. Of equals the first; in ascending order of costs."""
+    """Return the items that no other item beats in all costs, of equals the first; in ascending order of costs."""
     kept: list[Item] = []
     kept_costs: list[Costs] = []
     in_order = sorted(((costs_of(item), number) for number, item in enumerate(items)))
     for costs, number in in_order:
-        # Later ones are no smaller in the first cost. With two costs the last kept one is the least in the second.
+        # Later items are no smaller in the first cost. With two costs, the last kept item has the least second cost.
         rivals = kept_costs[-1:] if len(costs) == 2 else kept_costs
         if not any(all(rival <= cost for rival, cost in zip(other, costs, strict=True)) for other in rivals):
             kept.append(items[number])
@@ -114,18 +114,18 @@ def _thinned(labels: list[_Label[Choice]], most: int) -> list[_Label[Choice]]:
 
 @dataclass(frozen=True)
 class Remaining:
-    """least[k], most[k]: of layers k and beyond, each cost by itself, from any state."""
+    """Bounds of what the remaining layers add. least[k]: by layers k and beyond, each cost by itself, from any state."""
 
     least: tuple[Costs, ...]
     most: tuple[Costs, ...]
 
     def bound(self, layers_behind: int, costs: Costs) -> Costs:
-        """No path that begins with these costs of so many layers ends with less."""
+        """Return a lower bound on any completion of this partial path."""
         return tuple(map(sum, zip(costs, self.least[layers_behind], strict=True)))
 
 
 def remaining_costs(edges: Mapping[tuple[int, Hashable], Sequence[Edge]], layers: int, length: int) -> Remaining:
-    """The bounds for a number of layers, whose edges have costs of a given length."""
+    """Return the bounds for a number of layers, whose edges have `length` costs."""
     least = [[float("inf")] * length for _ in range(layers)]
     most = [[0.0] * length for _ in range(layers)]
     for (layer, _), of_state in edges.items():
@@ -136,7 +136,7 @@ def remaining_costs(edges: Mapping[tuple[int, Hashable], Sequence[Edge]], layers
 
 
 def _sums_ahead(by_layer: Sequence[Sequence[float]], length: int) -> tuple[Costs, ...]:
-    """For each layer, the sums over it and all layers behind it; at the end zeros."""
+    """Return, for each layer, the sums over it and all layers after it; zeros at the end."""
     ahead: list[Costs] = [(0.0,) * length]
     for costs in reversed(by_layer):
         ahead.append(tuple(map(sum, zip(costs, ahead[-1], strict=True))))

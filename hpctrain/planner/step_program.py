@@ -63,8 +63,13 @@ from hpctrain.planner.tasks import (
 class AlikeRanks:
     """Ranks that do the same work and average the same parameters.
 
-    first: the position of the first of them. ranks: how many. split_rank: r of the first.
-    samples: of a rank. micro_batches: by micro-batch of a step, its graph. groups: by parameter group, the key of its averaging.
+    Attributes:
+        first: position of the first of them.
+        ranks: how many there are.
+        split_rank: r of the first.
+        samples: samples of a rank.
+        micro_batches: the graph of each micro-batch of a step.
+        groups: by parameter group, the key of its averaging.
     """
 
     first: int
@@ -80,7 +85,7 @@ class AlikeRanks:
 
 
 def group_keys(strategies: Sequence[GroupStrategy]) -> list[str]:
-    """The key of each strategy: its group's name, with the first rank of the split group where several have such a group."""
+    """Return the key of each strategy: its group's name, with the first rank of the split group if several have such a group."""
     names = Counter(of_group.group for of_group in strategies)
     return [
         of_group.group if names[of_group.group] == 1 else f"{of_group.group}-row{of_group.split_ranks[0]}"
@@ -89,7 +94,7 @@ def group_keys(strategies: Sequence[GroupStrategy]) -> list[str]:
 
 
 def alike_ranks(job: Job, candidate: Candidate, strategies: Sequence[GroupStrategy]) -> list[AlikeRanks]:
-    """All ranks of a candidate in classes, by their first positions; there are a few, whatever the grid."""
+    """Return all ranks of a candidate in classes, ordered by their first positions; there are a few on any grid."""
     rows = candidate.plan.rows
     groups_of = _groups_of(strategies, rows)
     classes: dict[tuple[object, ...], AlikeRanks] = {}
@@ -106,7 +111,7 @@ def alike_ranks(job: Job, candidate: Candidate, strategies: Sequence[GroupStrate
 
 
 def _groups_of(strategies: Sequence[GroupStrategy], rows: int) -> list[dict[str, str]]:
-    """By split rank: parameter group -> key."""
+    """Return, by split rank, parameter group -> key."""
     groups: list[dict[str, str]] = [{} for _ in range(rows)]
     for key, of_group in zip(group_keys(strategies), strategies, strict=True):
         for row in of_group.split_ranks:
@@ -116,7 +121,7 @@ def _groups_of(strategies: Sequence[GroupStrategy], rows: int) -> list[dict[str,
 
 
 def _shares(batch: int, candidate: Candidate) -> Iterator[tuple[tuple[int, ...], int, int]]:
-    """(samples of a split group's ranks, the first such group, how many there are); of two sizes at most."""
+    """Yield (samples of a split group's ranks, the first such group, number of such groups); there are at most two sizes."""
     rows, cols = candidate.plan.rows, candidate.plan.cols
     of_groups = counts_over(batch, cols)
     for samples, many in Counter(of_groups).items():
@@ -124,7 +129,7 @@ def _shares(batch: int, candidate: Candidate) -> Iterator[tuple[tuple[int, ...],
 
 
 def _graphs(job: Job, candidate: Candidate, share: Sequence[int]) -> Iterator[list[LocalGraph]]:
-    """By micro-batch: the graphs of a split group's ranks; micro-batches of the same samples have the same."""
+    """Yield, by micro-batch, the graphs of a split group's ranks; micro-batches with the same samples have the same graphs."""
     known: dict[tuple[int, ...], list[LocalGraph]] = {}
     sizes = [even(count, candidate.micro_batches) for count in share]
     for number in range(candidate.micro_batches):
@@ -147,10 +152,16 @@ _BATCHES = 2
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes. activations: the arena of a step, gradients of activations included. messages: buffers of the split group.
+    """Memory of a rank in training, in bytes: the memory of its arrays, not of its process.
 
-    parameters: their values. gradients: of parameters, sums of micro-batches included. averaging: buffers in which sums arrive.
-    state: of the optimiser and of the weights' average, for what the rank owns. images: of the batch, and of the one behind it.
+    Attributes:
+        activations: the arena of a step, with gradients of activations.
+        messages: buffers of the split group.
+        parameters: values of parameters.
+        gradients: gradients of parameters, with sums over micro-batches.
+        averaging: buffers in which sums arrive.
+        state: state of the optimiser and of the weights' average, for what the rank owns.
+        images: the batch of the step, and the next one.
     """
 
     activations: int
@@ -173,11 +184,13 @@ def rank_memory(
     sizes: Mapping[str, int],
     schedules: Sequence[CollectiveSchedule | None],
 ) -> RankMemory:
-    """The memory of a rank.
+    """Return the memory of a rank.
 
     Args:
-        graphs: by micro-batch; they share one arena. samples: of the rank, of a step. sizes: of all parameters, as it holds them.
-        schedules: of its parameter groups.
+        graphs: by micro-batch; they share one arena.
+        samples: samples of the rank in a step.
+        sizes: elements of all parameters that the rank holds.
+        schedules: schedules of its parameter groups.
     """
     plans = [training_plan(local, job.kernels) for local in dict.fromkeys(graphs)]
     item, of_parameters = (item_bytes(dtype) for dtype in (job.dtype, parameter_dtype(job.dtype)))
@@ -201,13 +214,13 @@ def _has_owners(schedule: CollectiveSchedule) -> bool:
 
 
 def _owned(schedule: CollectiveSchedule, sizes: Mapping[str, int]) -> int:
-    """Elements that the first rank, which has most, updates."""
+    """Return the elements that the first rank, which owns most, updates."""
     replicated = sum(sizes[name] for piece in schedule.slices for name in piece.replicated)
     return replicated + sum(piece.owned_size(0, schedule.ranks) for piece in schedule.slices)
 
 
 def _arriving(schedule: CollectiveSchedule, batch: int, samples: int) -> int:
-    """Elements of the buffers for sums of the owned parts; of exchanging layers, for inputs and errors; and what owners keep."""
+    """Return the elements of buffers for sums of owned parts, for exchanged inputs and errors, and for what owners keep."""
     total = 0
     rounded_parameters = schedule.rounding is not None and schedule.rounding.parameters != "float32"
     for k, piece in enumerate(schedule.slices):
@@ -228,10 +241,11 @@ _SMALL_BYTES, _LARGE_BYTES = 1 << 10, 1 << 20  # of the buffers that `comm.link.
 
 
 def times_of(tasks: Sequence[Task], group: str, layout: GroupLayout) -> Times:
-    """Seconds of compute from a step's begin, as `averaging.step_clock` takes them: waits are left out.
+    """Return the seconds of computation since the begin of a step, as `averaging.step_clock` takes them, without waits.
 
     Args:
-        group: the key of the averaging. layout: its parameters; what is not announced is so when backward ends.
+        group: key of the averaging.
+        layout: its parameters; those that are not announced are ready when backward ends.
     """
     now = 0.0
     names = {segment.parameter for segment in layout.segments if segment.size}
@@ -256,7 +270,7 @@ def times_of(tasks: Sequence[Task], group: str, layout: GroupLayout) -> Times:
 
 
 def link_model(machine: Machine, placement: GroupPlacement, levels: Levels | None) -> LinkModel:
-    """The link as `comm.link` measures it: a reduce-scatter and an allgather of two sizes, and what an operation costs."""
+    """Return the link as `comm.link` measures it: a reduce-scatter and an allgather of two sizes, and an operation's cost."""
     if placement.ranks == 1:
         return LinkModel(0.0, 0.0)
     (small, small_seconds), (large, large_seconds) = (
@@ -269,19 +283,19 @@ def link_model(machine: Machine, placement: GroupPlacement, levels: Levels | Non
 
 
 def _half_pair(machine: Machine, placement: GroupPlacement, levels: Levels | None, whole_bytes: int) -> tuple[int, float]:
-    """(bytes of a rank's piece, half the time of a reduce-scatter and an allgather of about `whole_bytes`)."""
+    """Return (bytes of a rank's piece, half the time of a reduce-scatter and an allgather of about `whole_bytes`)."""
     piece = 4 * max(1, whole_bytes // 4 // placement.ranks)
     pair = (OperationKind.REDUCE_SCATTER, OperationKind.ALLGATHER)
     seconds = sum(unhindered_seconds(stages(machine, kind, piece * placement.ranks, placement, levels)) for kind in pair)
     return piece, seconds / 2
 
 
-_HEAD = 6  # numbers of the step's message in front of the batch statistics
+_HEAD = 6  # numbers of the step's message before the batch statistics
 _NUMBER_BYTES = 8
 
 
 def step_program(job: Job, candidate: Candidate, machine: Machine, costs: ComputeCosts) -> StepProgram:
-    """One step of a job, once schedules are what measured times make of them.
+    """Return one step of a job, with schedules settled by measured times.
 
     Raises:
         HpctrainError: an averager or a layer that a run would refuse.
@@ -291,7 +305,7 @@ def step_program(job: Job, candidate: Candidate, machine: Machine, costs: Comput
 
 @dataclass(frozen=True)
 class _Averaging:
-    """A parameter group's averaging. schedule: the settled one."""
+    """The averaging of a parameter group. schedule: the settled one."""
 
     key: str
     of_group: GroupStrategy
@@ -304,7 +318,7 @@ class _Averaging:
 
 
 class _Builder:
-    """Makes the program of one candidate."""
+    """Builds the program of one candidate."""
 
     def __init__(self, job: Job, candidate: Candidate, machine: Machine, costs: ComputeCosts) -> None:
         self._job, self._machine, self._costs = job, machine, costs
@@ -370,7 +384,7 @@ class _Builder:
         return rank_memory(self._job, alike.micro_batches, alike.samples, facts.sizes, schedules).total
 
     def _averaging(self, key: str, tasks: Sequence[tuple[Task, ...]]) -> _Averaging:
-        """The schedule of the first steps, put into the order that the group's ranks measure, where a run does so."""
+        """Return the schedule of the first steps, reordered by the times that the group's ranks measure, if a run does so."""
         of_group = self._strategies[key]
         placement = self._all if of_group.group == ALL else self._data
         strategy = of_group.strategy
@@ -381,7 +395,7 @@ class _Builder:
         return _Averaging(key, of_group, schedule, placement)
 
     def _times(self, key: str, strategy: Strategy, tasks: Sequence[tuple[Task, ...]]) -> Times:
-        """Those of a typical rank of the group, as a run takes them."""
+        """Return the times of a typical rank of the group, as a run takes them."""
         layout = strategy.group.layout
         names = tuple(segment.parameter for segment in layout.segments if segment.size)
         members = [number for number, alike in enumerate(self._classes) if key in alike.groups.values()]
@@ -406,7 +420,7 @@ class _Builder:
 
 
 def statistics_size(graph: Graph) -> int:
-    """Elements of the running statistics of a whole model: one per channel of each."""
+    """Return the number of elements of a model's running statistics: one per channel of each."""
     size = 0
     for node in graph.nodes:
         spec = node.spec
@@ -416,15 +430,15 @@ def statistics_size(graph: Graph) -> int:
 
 
 def exchanged_bytes(program: StepProgram) -> int:
-    """Bytes that all ranks hand over for others in a step: activations, batch statistics and the averaging of gradients.
+    """Return the bytes that all ranks send in a step: activations, batch statistics and the averaging of gradients.
 
-    As `hpctrain plan show` counts them, and as the communicators of a run do; norms and the step's message are left out.
+    `hpctrain plan show` and the communicators of a run count the same; norms and the step's message are left out.
     """
     return split_bytes(program) + sum(_averaging_bytes(group, program) for group in program.groups.values())
 
 
 def split_bytes(program: StepProgram) -> int:
-    """Bytes of activations and batch statistics."""
+    """Return the bytes of activations and batch statistics."""
     placements = {"all": program.all_ranks, "split": program.split, "data": program.data}
     total = 0
     for of_class in program.classes:
@@ -451,7 +465,7 @@ _USUAL = SimulationOptions()
 def predict(
     job: Job, candidate: Candidate, machine: Machine, costs: ComputeCosts, options: SimulationOptions = _USUAL
 ) -> Prediction:
-    """The simulated step of a candidate, the memory of the rank that needs most, and the bytes that all ranks exchange.
+    """Predict the step of a candidate by simulation, the memory of the rank that needs most, and the exchanged bytes.
 
     Raises:
         HpctrainError: what a run would refuse.

@@ -19,7 +19,7 @@ from hpctrain.trace.tracer import Category, Events
 
 @dataclass(frozen=True)
 class Compute:
-    """Work of the program that nothing interrupts, under its name and category in traces. A poll follows where `polls`."""
+    """Work of the program that nothing interrupts, with its name and category in traces. A poll follows if `polls`."""
 
     row: str
     category: Category
@@ -29,7 +29,7 @@ class Compute:
 
 @dataclass(frozen=True)
 class Happens:
-    """An event that operations of a group's schedule come after; a poll follows, unless it is a LAST_READ."""
+    """An event on which operations of a group's schedule depend; a poll follows, unless it is a LAST_READ."""
 
     group: str
     event: LocalEventKey
@@ -37,7 +37,7 @@ class Happens:
 
 @dataclass(frozen=True)
 class NeedsParameters:
-    """A layer reads parameters: a wait until they hold what the previous step made of them, and its late updates."""
+    """A layer reads parameters: the rank waits until the previous step has updated them, and performs their late updates."""
 
     group: str
     parameters: tuple[str, ...]
@@ -45,7 +45,7 @@ class NeedsParameters:
 
 @dataclass(frozen=True)
 class Exchange:
-    """An all-to-all of the split group. sent_bytes, received_bytes: of this rank. peers: ranks that it exchanges with."""
+    """An all-to-all of the split group. sent_bytes, received_bytes: of this rank. peers: number of its partners."""
 
     purpose: str
     sent_bytes: int
@@ -55,7 +55,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class BeginExchange:
-    """An exchange is posted. number: counted over the step, the same on all ranks of the split group."""
+    """The post of an exchange. number: counted over the step, the same on all ranks of the split group."""
 
     number: int
     exchange: Exchange
@@ -63,14 +63,14 @@ class BeginExchange:
 
 @dataclass(frozen=True)
 class EndExchange:
-    """A wait until the exchange of that number is complete."""
+    """The wait until the exchange with this number is complete."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Merge:
-    """Batch statistics that are merged at once: an allgather of `bytes` from each rank of a group, waited for.
+    """The merge of batch statistics: an allgather of `bytes` from each rank of a group, waited for at once.
 
     ranks: "all", "data" or "split", as `BatchNormSpec.merge` names them.
     """
@@ -82,12 +82,12 @@ class Merge:
 
 @dataclass(frozen=True)
 class EndBackward:
-    """All gradients are announced: averagers send or wait for what they hold back until here."""
+    """The end of backward, when all gradients are announced: averagers send or wait for what they held back."""
 
 
 @dataclass(frozen=True)
 class StepMessage:
-    """The step's small message: a wait for the one of the step before, then this one is posted to all ranks."""
+    """The small message of a step: the rank waits for that of the previous step, then posts this one to all ranks."""
 
     bytes: int
 
@@ -97,9 +97,13 @@ Task = Compute | Happens | NeedsParameters | BeginExchange | EndExchange | Merge
 
 @dataclass(frozen=True)
 class GroupPlacement:
-    """The places of a group's ranks. ranks: of the group; they lie on `nodes` nodes, at most `per_node` on each.
+    """The placement of a group's ranks on nodes.
 
-    alike: groups of this kind with ranks on the same node, this one included: they use its links at the same time.
+    Attributes:
+        ranks: ranks of the group.
+        nodes: nodes on which they lie.
+        per_node: most ranks of the group on one node.
+        alike: groups of this kind with ranks on the same node, this one included; they use its links at the same time.
     """
 
     ranks: int
@@ -110,11 +114,17 @@ class GroupPlacement:
 
 @dataclass(frozen=True)
 class RankClass:
-    """Ranks whose steps are alike. ranks: how many. split_rank: r of the first of them. samples: of a rank.
+    """Ranks whose steps are alike.
 
-    tasks: of one step. update_seconds: by group, seconds to update one element that is owned.
-    product_seconds: by weight of a layer that exchanges inputs and errors, seconds to make one element of its gradient that is
-    owned, before the update. memory_bytes: the most that a rank of the class holds.
+    Attributes:
+        ranks: how many there are.
+        split_rank: r of the first of them.
+        samples: samples of a rank.
+        tasks: tasks of one step.
+        update_seconds: by group, seconds to update one owned element.
+        product_seconds: by weight of a layer that exchanges inputs and errors, seconds to compute one owned element of its
+            gradient before the update.
+        memory_bytes: the most memory of a rank of the class.
     """
 
     name: str
@@ -131,9 +141,12 @@ class RankClass:
 class AveragedGroup:
     """A parameter group that classes of ranks average together.
 
-    schedule: None for blocking averaging: one allreduce of `elements` after backward, waited for.
-    members: names of the classes with ranks in one such group. order_in_levels: as `GroupSchedule.order`; None: in one level.
-    samples: of the step, by rank of the group. rounding: of its messages; None: they travel as they are.
+    Attributes:
+        schedule: None for blocking averaging: one allreduce of `elements` after backward, waited for.
+        members: names of the classes with ranks in one such group.
+        samples: samples of the step, by rank of the group.
+        levels: levels in which sums are made; None: one level.
+        rounding: rounding of its messages; None: they are whole.
     """
 
     name: str
@@ -149,9 +162,11 @@ class AveragedGroup:
 
 @dataclass(frozen=True)
 class StepProgram:
-    """One step of a job on all ranks. groups: by key; those of different split ranks have keys of their own ("model-row1").
+    """One step of a job on all ranks.
 
-    all_ranks, split, data: the placements of the groups that messages, exchanges and merged statistics travel in.
+    Attributes:
+        groups: by key; those of different split ranks have different keys ("model-row1").
+        all_ranks, split, data: placements of the groups of messages, exchanges and merged statistics.
     """
 
     classes: tuple[RankClass, ...]
@@ -163,10 +178,13 @@ class StepProgram:
 
 @dataclass(frozen=True)
 class SimulationOptions:
-    """progress: who moves messages while kernels run. steps: simulated ones; the last one counts, when all pipelines are full.
+    """Options of a simulation.
 
-    slow: by world rank, how many times longer its compute takes. jitter: deviation of an operator's time, as a share of it, drawn
-    from `seed`. Both unfold the classes of ranks.
+    Attributes:
+        progress: what moves messages while kernels run.
+        steps: number of simulated steps; the last one counts, when all pipelines are full.
+        slow: by world rank, the factor by which its computation takes longer.
+        jitter: relative deviation of operator times, drawn from `seed`. Slow ranks and jitter unfold the classes of ranks.
     """
 
     progress: ProgressMode = ProgressMode.TEST
@@ -178,9 +196,12 @@ class SimulationOptions:
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """The last simulated step. seconds: of the slowest class. table: means over ranks, as runs tabulate their traces.
+    """The last simulated step.
 
-    events: by class, in the format that runs record, times in ns since the simulation's begin.
+    Attributes:
+        seconds: time of the slowest class.
+        table: means over ranks, as runs tabulate their traces.
+        events: by class, in the format of traced runs, with times in ns since the begin of the simulation.
     """
 
     seconds: float
@@ -194,9 +215,12 @@ class SimulatedStep:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A candidate on a machine. memory_bytes: the most of any rank. exchanged_bytes: of a step, over all ranks.
+    """The prediction of a candidate on a machine.
 
-    measured_share: of the compute seconds, how much follows from measured times rather than from rates.
+    Attributes:
+        memory_bytes: the most of any rank.
+        exchanged_bytes: bytes of a step, over all ranks.
+        measured_share: share of the compute seconds that follows from measured times rather than from rates.
     """
 
     step: SimulatedStep

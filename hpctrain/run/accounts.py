@@ -10,7 +10,7 @@ appended to a file of the run directory by rank 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -31,7 +31,7 @@ from hpctrain.run.images import UnreadableReport
 from hpctrain.runs.directory import RunDirectory
 from hpctrain.runs.records import PatientRecords
 from hpctrain.trace.tracer import Category
-from hpctrain.train.accounts import DataWaits, MeasuredStep, OperatorSample, StepTimes
+from hpctrain.train.accounts import DataWaits, MeasuredStep, Observer, OperatorSample, StepTimes
 from hpctrain.train.metrics import Reporter
 from hpctrain.train.progress_bar import folded
 from hpctrain.train.replica import Replica
@@ -69,19 +69,21 @@ def accuracy(predicted_seconds: float, measured_seconds: float) -> float:
 
 
 def step_lines(measured: MeasuredStep, predicted: PredictedStep | None = None, reason: str = "") -> list[str]:
-    """The account, in as many lines as it takes. reason: why there is no prediction."""
-    if predicted is None:
-        why = [f"no prediction: {reason}"] if reason else []
-        waits = f"measured {measured.seconds:.3g} s a step, of which {measured.exposed_seconds:.3g} s waited for messages"
-        return folded([waits, f"posting and progress took {measured.messages_seconds:.2g} s", *why])
-    return folded(
-        [
-            f"predicted {predicted.seconds:.3g} s a step, measured {measured.seconds:.3g} "
-            f"({accuracy(predicted.seconds, measured.seconds):.0%})",
-            f"exposed {predicted.exposed_seconds:.3g} against {measured.exposed_seconds:.3g}",
-            f"posting and progress took {measured.messages_seconds:.2g} s",
-        ]
-    )
+    """Return the account in lines of 80 columns. reason: why there is no prediction."""
+    parts = [
+        f"step time {_milliseconds(measured.seconds)}",
+        f"communication not hidden {_milliseconds(measured.exposed_seconds)}",
+        f"posting and progress {_milliseconds(measured.messages_seconds)}",
+    ]
+    if predicted is not None:
+        parts[0] += f" (predicted {_milliseconds(predicted.seconds)})"
+        parts[1] += f" (predicted {_milliseconds(predicted.exposed_seconds)})"
+    return folded([*parts, f"no prediction: {reason}"] if reason else parts)
+
+
+def _milliseconds(seconds: float) -> str:
+    """Return three significant digits; whole milliseconds from 1000 on."""
+    return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else f"{seconds * 1e3:,.0f} ms"
 
 
 def step_facts(measured: MeasuredStep, step: int, predicted: PredictedStep | None = None) -> dict[str, object]:
@@ -227,19 +229,15 @@ class WaitsOfRanks:
         return folded(words)
 
 
-class DataAccount:
-    """Tells how long steps waited for data. Every method is collective over the ranks that train.
-
-    Attributes:
-        waits: of this rank, which the trainer adds up.
-    """
+class DataAccount(DataWaits):
+    """Tells how long steps waited for data. `after_epoch` and `finish` are collective over the ranks that train."""
 
     def __init__(self, session: Session, reporter: Reporter) -> None:
+        super().__init__()
         self._session, self._reporter = session, reporter
         self._every_step = np.zeros((session.groups.all_ranks.size, 4))
-        self.waits = DataWaits()
 
-    def tell(self, position: Position) -> None:
+    def after_epoch(self, position: Position) -> None:
         """Record the steps of the epoch that has ended at a position, those of this run."""
         self._record(position.epoch, position)
 
@@ -262,7 +260,7 @@ class DataAccount:
     def _gathered(self) -> np.ndarray:
         """The sums of all ranks since the last time, a line for each."""
         comm, progress = self._session.groups.all_ranks, self._session.progress
-        mine = self.waits.take()
+        mine = self.take()
         own = np.array([self._session.world.rank, mine.steps, mine.seconds, mine.waited_seconds])
         table = np.zeros((comm.size, len(own)))
         queue = progress.queue(comm)
@@ -278,7 +276,7 @@ _WORDS: Mapping[str, str] = {
 }
 
 
-class ReadReport:
+class ReadReport(Observer):
     """Tells what a run has read. Its methods are collective.
 
     Args:
@@ -289,7 +287,7 @@ class ReadReport:
         self._world, self._reporter, self._cache = session.world, reporter, parts.cache
         self._gaps = UnreadableReport(session, parts.files, reporter)
 
-    def tell(self, position: Position) -> None:
+    def after_epoch(self, position: Position) -> None:
         """Record what all ranks have read since the start, by where it came from, and the samples that could not be read."""
         self._gaps.tell(position)
         total = self._total()
@@ -320,8 +318,8 @@ def read_lines(total: Mapping[str, int]) -> list[str]:
     return folded([f"samples read: {parts[0]}", *parts[1:]], between=", ") if parts else []
 
 
-class RunHashes:
-    """Keeps records of hashes. Making it and `keep` are collective where the configuration asks for hashes.
+class RunHashes(Observer):
+    """Keeps records of hashes. Making it, `begin` and `read_state` are collective where the configuration asks for hashes.
 
     Args:
         replica: agreed. directory: of the run; where its disk refuses records, they wait (see `Bookkeeping`).
@@ -330,7 +328,8 @@ class RunHashes:
     def __init__(self, session: Session, replica: Replica, directory: RunDirectory) -> None:
         self._is_root, self._replica, self._trace = session.is_root, replica, session.progress.trace
         self._hashes: StateHashes | None = None
-        if not session.config.hashes.every_steps:
+        self._every = session.config.hashes.every_steps
+        if not self._every:
             return
         from hpctrain.runs.records import HashFile  # here: only runs that keep hashes need it
         from hpctrain.train.state_hashes import StateHashes
@@ -338,10 +337,17 @@ class RunHashes:
         self._hashes = StateHashes(replica)
         self._records = PatientRecords(directory.bookkeeping, "hashes", HashFile(directory.hashes_path).append)
 
-    def keep(self, position: Position) -> None:
-        """Record the hashes of the state at a position. Between steps, after `settle` of the replica; drains it."""
-        if self._hashes is None:
-            return
+    def begin(self, position: Position) -> None:
+        """Record the hashes of a new run, so that runs with other first weights are told from those that differ later."""
+        if self._every and not position.global_step:
+            self.read_state(position)
+
+    def reads_state(self, step: int) -> bool:
+        return bool(self._every) and step % self._every == 0
+
+    def read_state(self, position: Position) -> None:
+        """Record the hashes of the state at a position; drains the replica."""
+        assert self._hashes is not None
         from hpctrain.train.state_hashes import hash_of_all  # loaded earlier, by StateHashes
 
         begin_ns = self._trace.clock_ns() if self._trace is not None else 0
@@ -366,29 +372,32 @@ class RunAccount:
         mode: how messages progress. most_steps: a bound on the steps of the run; a run with too few has no account.
 
     Attributes:
-        sample: records operators of a few steps; None where nothing is predicted from them, or a trace has them already.
+        observers: of the training, which measure its steps, and record operators of a few of them if something is predicted from
+            these and no trace has them.
     """
 
     def __init__(self, session: Session, parts: TrainingSetup, mode: ProgressMode, most_steps: float = math.inf) -> None:
         self._session = session
         enough_steps = most_steps >= FEWEST_STEPS
         self._wanted = enough_steps and (session.world.size > 1 or session.config.machine is not None)
-        self.sample: OperatorSample | None = None
+        self._step_times = StepTimes(session.progress)
+        sample: OperatorSample | None = None
         on_host = parts.backend.kernels.arithmetic.on_host
         if self._wanted and session.resolved.choice is None and session.progress.trace is None and on_host:
-            self.sample = OperatorSample(parts.replica, session.threads.threads)
+            sample = OperatorSample(parts.replica, session.threads.threads)
+        self.observers: Sequence[Observer] = [self._step_times, *([] if sample is None else [sample])]
         self._prediction: StepPrediction | None = None
         if self._wanted and session.resolved.choice is None:
             # It loads the planner: only for runs that predict, and now, because files may have changed when the run ends.
             from hpctrain.run.step_prediction import StepPrediction
 
-            self._prediction = StepPrediction(session, parts, mode, self.sample)
+            self._prediction = StepPrediction(session, parts, mode, sample)
 
-    def finish(self, step_times: StepTimes, outcome: Outcome, reporter: Reporter) -> None:
+    def finish(self, outcome: Outcome, reporter: Reporter) -> None:
         """Say and record the account, where there are steps enough."""
         if not self._wanted:
             return
-        measured = steps_over_ranks(self._session.world, step_times.measured())
+        measured = steps_over_ranks(self._session.world, self._step_times.measured())
         if measured is None:
             return
         predicted, reason = self._predicted(in_haste=outcome.stopped and not outcome.steps_reached)

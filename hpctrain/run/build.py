@@ -43,8 +43,7 @@ from hpctrain.nn.layers import Layer
 from hpctrain.nn.network import Network
 from hpctrain.optim.ema import EmaRule
 from hpctrain.optim.optimizers import OPTIMIZERS
-from hpctrain.optim.schedules import SCHEDULES
-from hpctrain.optim.schedules.base import LearningRateSchedule
+from hpctrain.optim.schedules import SCHEDULES, LearningRateSchedule
 from hpctrain.parallel.rank_graph import make_network
 from hpctrain.run.data_cache import DataCache, give_levels
 from hpctrain.run.images import make_loader, open_alike
@@ -52,8 +51,8 @@ from hpctrain.run.messages import choose_transport
 from hpctrain.runs.directory import RunDirectory
 from hpctrain.storage import weights_file
 from hpctrain.storage.atomic_write import write_json
-from hpctrain.train.accounts import DataWaits, OperatorSample
-from hpctrain.train.metrics import Reporter, RunningSums
+from hpctrain.train.accounts import ImageSizeReport, Observer
+from hpctrain.train.metrics import Reporter
 from hpctrain.train.passes import check_memory
 from hpctrain.train.replica import Replica
 from hpctrain.train.saving import Saver
@@ -323,16 +322,13 @@ def build_trainer(
     go_back: Callable[[DivergedError, Position], Position] | None = None,
     stop_requested: Callable[[], bool] = lambda: False,
     limit: TimeLimit | None = None,
-    sample: OperatorSample | None = None,
-    epoch_ended: Sequence[Callable[[Position], None]] = (),
     saver: Saver | None = None,
-    evaluated: Callable[[Position, RunningSums], None] = lambda position, sums: None,
-    waits: DataWaits | None = None,
-    hashed: Callable[[Position], None] = lambda position: None,
+    observers: Sequence[Observer] = (),
 ) -> Trainer:
-    """The training loop over `parts`; arguments as `Trainer` takes them."""
+    """Return the training loop over `parts`; arguments as `Trainer` takes them."""
     config = session.config
     stop = config.early_stop
+    sizes = [] if parts.sizes is None else [ImageSizeReport(parts.sizes, reporter)]
     return Trainer(
         replica=parts.replica,
         loader=parts.loader,
@@ -345,19 +341,13 @@ def build_trainer(
             checkpoint_steps=config.checkpoint.every_steps,
             steps=steps,
             most_skips=config.on_nonfinite.most,
-            hash_steps=config.hashes.every_steps,
         ),
         reporter=reporter,
         save=save,
         go_back=go_back,
         stop_requested=stop_requested,
         limit=limit,
-        sample=sample,
-        epoch_ended=epoch_ended,
         saver=saver,
-        evaluated=evaluated,
-        sizes=parts.sizes,
         early_stop=None if stop.patience is None else EarlyStop(stop.metric, stop.patience, stop.min_delta),
-        waits=waits,
-        hashed=hashed,
+        observers=(*sizes, *observers),
     )

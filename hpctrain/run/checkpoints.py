@@ -39,6 +39,7 @@ from hpctrain.runs.records import Bookkeeping
 from hpctrain.storage import checkpoint
 from hpctrain.storage.checkpoint import remove_left
 from hpctrain.storage.shards import ShardFacts, publish, unfinished, write_shard
+from hpctrain.train.accounts import Observer
 from hpctrain.train.metrics import Reporter, RunningSums
 from hpctrain.train.progress_bar import loss_text
 from hpctrain.train.replica import Replica
@@ -279,8 +280,8 @@ def _nothing() -> None:
     return None
 
 
-class RunCheckpoints:
-    """Writes the checkpoints of a run into its directory, and keeps the best. All methods but `evaluated` are collective.
+class RunCheckpoints(Observer):
+    """Writes the checkpoints of a run into its directory, and keeps the best. All methods but `after_evaluation` are collective.
 
     Attributes:
         saver: writes them. best: on the rank that writes files; None on others. last: that was begun last.
@@ -311,12 +312,12 @@ class RunCheckpoints:
 
         raise_on_all_ranks(self._session.world, take)
 
-    def evaluated(self, position: Position, sums: RunningSums) -> None:
+    def after_evaluation(self, position: Position, sums: RunningSums) -> None:
         """Take note of an evaluation, by which checkpoints are kept."""
         if self.best is not None:
             self.best.evaluated(position, sums)
 
-    def finish(self) -> None:
+    def complete(self) -> None:
         """Wait for the last checkpoint, and delete old ones for the last time.
 
         Raises:

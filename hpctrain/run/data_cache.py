@@ -20,8 +20,8 @@ from hpctrain.config.schema import CacheConfig
 from hpctrain.config.values import AUTO_SIZE
 from hpctrain.core.errors import ConfigError, HpctrainError
 from hpctrain.core.sentences import rule
-from hpctrain.data.cache import ALONE, CountedImages, FillingPlan, NodeRank, ReadCounts, SampleMemory, bytes_for, held_in
-from hpctrain.data.image_file import ImageFile, ReadImages
+from hpctrain.data.cache import ALONE, FillingPlan, NodeRank, ReadCounts, SampleCache, bytes_for, held_in
+from hpctrain.data.image_file import ImageFile
 from hpctrain.data.loader import Loader
 from hpctrain.data.readers import BlockReader
 from hpctrain.job.session import StartedRank
@@ -86,7 +86,7 @@ _RECEIVED_BYTES = 64 << 20
 _TAG = 411
 
 
-def fill(rank: StartedRank, memory: SampleMemory, *, shared: bool, stop_requested: Callable[[], bool] = lambda: False) -> int:
+def fill(rank: StartedRank, memory: SampleCache, *, shared: bool, stop_requested: Callable[[], bool] = lambda: False) -> int:
     """Fill the memory of every node; give the number of samples that all of them hold then, but for unreadable ones. Collective.
 
     A sample that cannot be read, and for which others may stand in, is left to the ranks that need it. So are those that are
@@ -120,7 +120,7 @@ def _some_rank_ends(rank: StartedRank, ends: object) -> bool:
     return bool(count[0])
 
 
-def _plan(rank: StartedRank, memory: SampleMemory, *, shared: bool) -> FillingPlan:
+def _plan(rank: StartedRank, memory: SampleCache, *, shared: bool) -> FillingPlan:
     """Memories are numbered by node, and those of ranks that are alone with theirs behind them."""
     world = rank.world
     mark = rank.grid.node_of[world.rank] if shared else world.size + world.rank
@@ -130,7 +130,7 @@ def _plan(rank: StartedRank, memory: SampleMemory, *, shared: bool) -> FillingPl
     return FillingPlan(min(held for held, _ in of_ranks), max(1, at_once), tuple(marks.index(mark) for _, mark in of_ranks))
 
 
-def _round(rank: StartedRank, memory: SampleMemory, plan: FillingPlan, turn: int, errors: list[HpctrainError]) -> None:
+def _round(rank: StartedRank, memory: SampleCache, plan: FillingPlan, turn: int, errors: list[HpctrainError]) -> None:
     """Read a chunk, send it, and receive those of others; after an error nothing more is read, and nothing sent counts."""
     comm, me, size = rank.world, rank.world.rank, 1 + memory.image_bytes
     incoming: list[tuple[int, np.ndarray, Handle]] = []
@@ -154,7 +154,7 @@ def _round(rank: StartedRank, memory: SampleMemory, plan: FillingPlan, turn: int
     rank.progress.notes.alive()
 
 
-def _parts(message: np.ndarray, memory: SampleMemory) -> tuple[np.ndarray, np.ndarray]:
+def _parts(message: np.ndarray, memory: SampleCache) -> tuple[np.ndarray, np.ndarray]:
     """The images (n, H, W, C) of a message, and a byte for each that says whether it counts."""
     count = len(message) // (1 + memory.image_bytes)
     return message[count:].reshape(count, *memory.shape[1:]), message[:count]
@@ -224,12 +224,12 @@ def give_levels(
     budget, shortage = _budget(node, config, auto_share)
     files = [loader for loader in loaders if isinstance(loader.file.pixels, BlockReader)]
     kept: list[KeptSamples] = []
-    levels: list[ReadImages] = []
+    caches: list[SampleCache] = []
     local_files: list[LocalFile] = []
     for loader in files:
-        level, of_file, local = _levels(node, loader.file, config, budget, counts)
-        loader.read_through(level)
-        levels.append(level)
+        cache, of_file, local = _cache(node, loader.file, config, budget, counts)
+        loader.read_through(cache)
+        caches.append(cache)
         budget -= of_file.memory_bytes
         kept.append(of_file)
         local_files += [local] if local is not None and node.rank == 0 else []
@@ -240,24 +240,22 @@ def give_levels(
     if config.fill == "start" or (config.fill == "auto" and len(set(rank.grid.node_of)) > 1):
         notes += [
             note
-            for loader, level in zip(files, levels, strict=True)
-            for note in _filled(rank, loader.file, level, stop_requested)
+            for loader, cache in zip(files, caches, strict=True)
+            for note in _filled(rank, loader.file, cache, stop_requested)
         ]
     return DataCache(counts, (*((shortage,) if shortage else ()), *dict.fromkeys(notes)), tuple(local_files))
 
 
-def _filled(rank: StartedRank, file: ImageFile, level: ReadImages, stop_requested: Callable[[], bool]) -> Iterator[str]:
+def _filled(rank: StartedRank, file: ImageFile, cache: SampleCache, stop_requested: Callable[[], bool]) -> Iterator[str]:
     """Fill the memory of all nodes, and say so. Collective.
 
     Raises:
         DataError: as `fill`.
     """
-    memory = level if isinstance(level, SampleMemory) else None
-    if not all(rank.world.allgather_object(memory is not None)):  # on some node there is no room for a single sample
+    if not all(rank.world.allgather_object(cache.held)):  # on some node there is no room for a single sample
         return
-    assert memory is not None
     begun = time.perf_counter()
-    samples = fill(rank, memory, shared=memory.is_shared, stop_requested=stop_requested)
+    samples = fill(rank, cache, shared=cache.is_shared, stop_requested=stop_requested)
     seconds = time.perf_counter() - begun
     if samples:
         yield f"data {file.path}: memory was filled with {samples:,} samples in {seconds:.1f} s, each read once by the job"
@@ -277,32 +275,28 @@ def _budget(node: Communicator, config: CacheConfig, auto_share: float) -> tuple
     )
 
 
-def _levels(
+def _cache(
     node: Communicator, file: ImageFile, config: CacheConfig, budget: int, counts: ReadCounts
-) -> tuple[ReadImages, KeptSamples, LocalFile | None]:
-    """The images of a file through its levels, what of them is kept, and the local copy, if there is one. Collective."""
+) -> tuple[SampleCache, KeptSamples, LocalFile | None]:
+    """Return the cache over a file, what it keeps, and the local copy, if there is one. Collective."""
     assert isinstance(file.pixels, BlockReader)
     samples, image_bytes = len(file), int(np.prod(file.shape))
     held = held_in(budget, samples, image_bytes)
-    level: ReadImages = CountedImages(file.pixels, counts)
     local = _local(node, file, config, held)
     copy = None if local is None else local.copy
     if held or copy is not None:
         file.pixels.reads_by_calls()
     kept = KeptSamples(local_denied="" if local is None else local.denied)
     if local is not None and copy is not None:
-        from hpctrain.data.local_copy import LocalSamples
-
-        level = LocalSamples(level, copy, counts)
         kept = replace(kept, local_first=copy.first, local=copy.count, local_bytes=local.n_bytes, found=local.found)
     if not held:
-        return level, kept, local
+        return SampleCache(file.pixels, counts, copy=copy), kept, local
     memory_bytes, place = bytes_for(held, image_bytes), NodeRank(node.rank, node.size)
     memory = share(node, memory_bytes)
     if memory.denied:  # pages that are not touched take no memory
         held, place = held_in(budget // node.size, samples, image_bytes), ALONE
     kept = replace(kept, memory=held, memory_bytes=memory_bytes, denied=memory.denied)
-    return SampleMemory(level, memory, held, counts, place), kept, local
+    return SampleCache(file.pixels, counts, memory, held, place, copy=copy), kept, local
 
 
 def _local(node: Communicator, file: ImageFile, config: CacheConfig, held: int) -> LocalFile | None:

@@ -50,7 +50,7 @@ from hpctrain.run.resume import read_together
 from hpctrain.storage import checkpoint
 from hpctrain.storage.shards import ShardedTensors
 from hpctrain.train.metrics import Reporter
-from hpctrain.train.replica import BETWEEN, OwnLoop, Replica
+from hpctrain.train.replica import BETWEEN, LoopState, Replica
 from hpctrain.train.saving import Saver
 from hpctrain.train.weight_watch import CheckCadence
 
@@ -196,7 +196,7 @@ class Job(StartedRank):
     checkpoints: LoopCheckpoints
     watch: SignalWatch | None = None
     best: BestCandidate | None = None
-    loops: list[OwnLoop] = field(default_factory=list)
+    loops: list[LoopState] = field(default_factory=list)
 
     @property
     def rank(self) -> int:
@@ -331,8 +331,9 @@ class Job(StartedRank):
             frozen=frozen,
         )
 
-    def _loop(self, most_skips: int) -> OwnLoop:
-        return OwnLoop(self.progress.notes, stop_asked=_asked_of(self.watch), most_skips=most_skips, saver=self.checkpoints.saver)
+    def _loop(self, most_skips: int) -> LoopState:
+        notes, asked = self.progress.notes, _asked_of(self.watch)
+        return LoopState(notes, stop_asked=asked, most_skips=most_skips, saver=self.checkpoints.saver)
 
     def _plan(self, plan: Mapping[str, str] | str | None, tiles: tuple[int, int] | None) -> ParallelPlan:
         if isinstance(plan, str):

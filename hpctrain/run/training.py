@@ -28,7 +28,6 @@ from hpctrain.core.errors import (
     CollectiveMismatchError,
     CommunicationTimeoutError,
     ConfigError,
-    DivergedError,
     HpctrainError,
     RankLostError,
 )
@@ -61,7 +60,6 @@ from hpctrain.train.trainer import Outcome, Trainer
 
 if TYPE_CHECKING:
     from hpctrain.run.trace_report import TraceReport
-    from hpctrain.train.accounts import StepTimes
 
 
 @dataclass(frozen=True)
@@ -250,11 +248,21 @@ def _run_phases(
         checkpoints = RunCheckpoints(session, setup, directory, reporter)
         if start is not None and start.directory is not None:
             checkpoints.go_on(start, [change.key for change in start.changes])
-        go_back = rollback(session, setup, directory, reporter, checkpoints, start)
-        trainer = _trainer(session, setup, reporter, checkpoints, run_accounts, go_back, watch, limit, steps)
+        trainer = build_trainer(
+            session,
+            setup,
+            reporter,
+            checkpoints.save,
+            steps=steps,
+            go_back=rollback(session, setup, directory, reporter, checkpoints, start),
+            stop_requested=watch.asked,
+            limit=limit.limit,
+            saver=checkpoints.saver,
+            observers=(checkpoints, *run_accounts.records, *run_accounts.steps.observers),
+        )
         outcome = _train(session, setup, trainer, checkpoints, position, nothing_left=steps < 0)
         enter(session, RunPhase.REPORT)
-        run_accounts.finish(trainer.step_times, outcome, begun)
+        run_accounts.finish(outcome, begun)
         reason = _stop(session, watch, limit.reason, outcome, reporter)
     finally:
         session.progress.stop_thread()
@@ -282,20 +290,18 @@ class _Accounts:
     reporter: Reporter
     steps: RunAccount
     trace: TraceReport | None
-    reads: ReadReport
-    data: DataAccount
-    hashes: RunHashes
+    records: tuple[DataAccount, ReadReport, RunHashes]
 
-    def finish(self, step_times: StepTimes, outcome: Outcome, begun: int) -> None:
+    def finish(self, outcome: Outcome, begun: int) -> None:
         """Write the trace of a run that has one, and say and record all accounts. Collective. begun: the step at the start."""
         if self.trace is not None:
             for line in self.trace.finish(self.directory.path, _about(self.session, self.setup), self.reporter.width):
                 self.reporter.say(line)
-        self.steps.finish(step_times, outcome, self.reporter)
+        self.steps.finish(outcome, self.reporter)
         steps = begun, outcome.position.global_step
         accounts.finish_memory(self.session.world, self.setup.backend, self.reporter, steps)
-        for records in (self.data, self.reads, self.hashes):
-            records.finish(outcome.position)
+        for record in self.records:
+            record.finish(outcome.position)
 
 
 def _begin_accounts(
@@ -309,38 +315,9 @@ def _begin_accounts(
         from hpctrain.run.trace_report import TraceReport  # here: only traced runs need it
 
         trace = TraceReport(session.world, session.progress, session.progress.trace)
-    reads, data = ReadReport(session, setup, reporter), DataAccount(session, reporter)
     hashes = RunHashes(session, setup.replica, directory)
-    return _Accounts(session, setup, directory, reporter, steps, trace, reads, data, hashes)
-
-
-def _trainer(
-    session: Session,
-    setup: TrainingSetup,
-    reporter: Reporter,
-    checkpoints: RunCheckpoints,
-    run_accounts: _Accounts,
-    go_back: Callable[[DivergedError, Position], Position] | None,
-    watch: SignalWatch,
-    limit: MaxTime,
-    steps: int,
-) -> Trainer:
-    return build_trainer(
-        session,
-        setup,
-        reporter,
-        checkpoints.save,
-        saver=checkpoints.saver,
-        steps=steps,
-        epoch_ended=(run_accounts.reads.tell, run_accounts.data.tell),
-        evaluated=checkpoints.evaluated,
-        waits=run_accounts.data.waits,
-        go_back=go_back,
-        sample=run_accounts.steps.sample,
-        stop_requested=watch.asked,
-        limit=limit.limit,
-        hashed=run_accounts.hashes.keep,
-    )
+    records = DataAccount(session, reporter), ReadReport(session, setup, reporter), hashes
+    return _Accounts(session, setup, directory, reporter, steps, trace, records)
 
 
 def _train(
@@ -366,14 +343,14 @@ def _train(
     except CommunicationTimeoutError:
         raise
     except RankLostError:
-        checkpoints.saver.let_end()
+        checkpoints.saver.wait_own_part()
         raise
     except HpctrainError:  # of all ranks; the checkpoint on its way is what a user goes on from
         with session.progress.notes.meanwhile("a checkpoint"), contextlib.suppress(CheckpointError):
             checkpoints.saver.finish()
         raise
     session.progress.notes.phase(RunPhase.SAVE)
-    checkpoints.finish()
+    checkpoints.complete()
     return replace(outcome, evaluation=evaluation)
 
 

@@ -18,8 +18,7 @@
             best.json    which of them has the best evaluation, for people and commands (see `BestRecord`)
 
 One rank creates and writes it; the others receive its path. Nothing here communicates. A run that resumes takes its best
-evaluation
-from the metadata of its checkpoint; best.json is made from there again, and may be deleted.
+evaluation from the metadata of its checkpoint; best.json is made from there again, and may be deleted.
 """
 
 from __future__ import annotations

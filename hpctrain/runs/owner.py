@@ -1,18 +1,14 @@
 """The identity of a run and its owner: the proof that a directory is a run, and the rule that one job at a time writes to it.
 
 A run has a marker file, `run.json`, which also orders runs without clocks or time zones. Runs of earlier versions have none.
-They
-are recognised by their versions.json, and are marked when they go on. Files in a directory are written, cut or deleted only
-after
-this proof, as other programs may have a `config.yaml` or a `metrics.jsonl`, too.
+They are recognised by their versions.json, and are marked when they go on. Files in a directory are written, cut or deleted
+only after this proof, as other programs may have a `config.yaml` or a `metrics.jsonl`, too.
 
 The directory `owners` of a run has a record of each owner, `owner-00001.jsonl` and so on. The record with the highest number
-is
-that of the current owner. A record is created atomically, by a hard link, which every file system, including NFS and Lustre,
-creates at most once. So if several processes try to succeed a dead owner, exactly one creates the next record, and a process
-that dies leaves no lock. While the owner is alive, the last line of its record changes every BEAT_SECONDS. At the end that
-line
-says that the run was released.
+is that of the current owner. A record is created atomically, by a hard link, which every file system, including NFS and
+Lustre, creates at most once. So if several processes try to succeed a dead owner, exactly one creates the next record, and a
+process that dies leaves no lock. While the owner is alive, the last line of its record changes every BEAT_SECONDS. At the end
+that line says that the run was released.
 
 An owner counts as dead if its process has ended on the same machine, if its scheduler reports that its job is over, or if its
 record has not changed for MISSED_SECONDS. The waiting process measures that time; clocks of two machines are never compared.

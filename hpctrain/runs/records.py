@@ -1,10 +1,8 @@
 """Records of a run: files of JSON lines that grow with it, its hashes among them.
 
 Lines are appended whole, and cut back at a resume, so that no step comes twice. A run can do without these files: if their
-disk is
-full or gone, `Bookkeeping` warns once, the training goes on, and what can be written later is; what was lost is logged at the
-end.
-Checkpoints are no such files.
+disk is full or gone, `Bookkeeping` warns once, the training goes on, and what can be written later is; what was lost is logged
+at the end. Checkpoints are no such files.
 
 The file of a run's hashes has one line for each step that has them, in as few bytes as that takes:
 

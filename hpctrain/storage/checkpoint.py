@@ -7,12 +7,9 @@ caller's. There is no random state to keep: every draw is a function of seed, ep
 `convert` writes a checkpoint in the other layout, a file or shards: the same tensors and metadata to the last bit.
 
 Leftovers of interrupted writes and deletions are read by no program, and the next write removes them (`remove_left`). Each
-file
-names the process that has begun it, and stays while that process is alive. Whether a process on another machine is alive
-cannot be
-seen. Its files are removed once they have not been written to for ABANDONED_SECONDS, or as soon as the directory has another
-owner
-(`runs.owner`), since the process is then dead.
+file names the process that has begun it, and stays while that process is alive. Whether a process on another machine is alive
+cannot be seen. Its files are removed once they have not been written to for ABANDONED_SECONDS, or as soon as the directory has
+another owner (`runs.owner`), since the process is then dead.
 """
 
 from __future__ import annotations

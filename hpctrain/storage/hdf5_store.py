@@ -2,9 +2,8 @@
 
 Layout: one contiguous little-endian dataset per tensor at its name ("parameters/fc.weight" is in the group "parameters"), with
 the attribute `sha256` over dtype, shape and elements; the dataset `meta`, JSON as UTF-8 text, has one, too; and on the root
-the
-attributes `format`, `format_version`, `hpctrain`, `numpy` (versions of the writer) and `sha256`, over the list of all names
-and checksums. The root's checksum is written last: a file without it was never finished.
+the attributes `format`, `format_version`, `hpctrain`, `numpy` (versions of the writer) and `sha256`, over the list of all
+names and checksums. The root's checksum is written last: a file without it was never finished.
 
 HDF5 itself writes no byte to the disk: its structures stay in memory, and arrays are written next to it (`StoreFile`). So its
 library, whose lock everything that reads HDF5 shares, never waits for a disk, and never learns that one is full.

@@ -15,8 +15,8 @@ import numpy as np
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.operators import KernelSet, StepContext
 from hpctrain.backend.specs import TensorSpec
-from hpctrain.models.state_dict import exported_shape
-from hpctrain.nn.layers import Flatten, Layer, Linear, Sequential, join
+from hpctrain.models.state_dict import declared_state
+from hpctrain.nn.layers import Flatten, Layer, Linear, Sequential
 from hpctrain.nn.network import Network
 
 
@@ -27,11 +27,7 @@ def parameter_count(model: Layer) -> int:
 
 def exported_shapes(model: Layer) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every parameter and running statistic in torchvision's layout, in the order of a state dictionary."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for prefix, layer in model.walk():
-        shapes |= {join(prefix, role): exported_shape(spec) for role, spec in layer.parameters().items()}
-        shapes |= {join(prefix, role): spec.shape for role, spec in layer.statistics().items()}
-    return shapes
+    return {name: entry.shape for name, entry in declared_state(model).items()}
 
 
 _CLASSES = 3

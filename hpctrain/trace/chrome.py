@@ -27,7 +27,7 @@ class ChromeTrace:
         base_ns: the instant, by rank 0's clock, that becomes 0.
 
     Attributes:
-        error: the first that the system refused, after which nothing is written; the file is removed at the end then.
+        error: the first error of the system, after which nothing is written; the file is removed at the end then.
     """
 
     def __init__(self, path: Path, base_ns: int) -> None:
@@ -55,7 +55,7 @@ class ChromeTrace:
 
     @contextlib.contextmanager
     def _kept_errors(self) -> Iterator[None]:
-        """Keep what the system refuses inside the block, and write no more from then on."""
+        """Keep errors of the system inside the block, and write nothing after one."""
         try:
             yield
         except OSError as error:
@@ -107,7 +107,7 @@ class ChromeTrace:
         self._line(json.dumps(event))
 
     def _line(self, text: str) -> None:
-        if self._file is None:  # refused before
+        if self._file is None:  # after an error
             return
         self._file.write("\n" + text if self._first else ",\n" + text)
         self._first = False
@@ -126,10 +126,12 @@ _SECONDS = 1e-6
 class StepLanes:
     """One step of one rank.
 
-    Args:
-        begin_seconds, seconds: when it began after the first rank's did, and its length. lanes: by kind (the values of `PROGRAM`,
-            and `MESSAGES`), intervals in seconds from the first rank's begin, apart, in order. tracks: the same of messages, by
-            the name of their queue.
+    Attributes:
+        begin_seconds: begin, relative to the first rank's.
+        seconds: its length.
+        lanes: by kind (the values of `PROGRAM`, and `MESSAGES`), disjoint sorted intervals in seconds since the first rank's
+            begin.
+        tracks: the same of messages, by the name of their queue.
     """
 
     rank: int
@@ -140,7 +142,7 @@ class StepLanes:
 
 
 def last_steps(trace: Mapping[str, Any]) -> tuple[StepLanes, ...]:
-    """The last step of every rank in the content of a trace file, by rank; none where no step was recorded."""
+    """Return the last step of every rank in the content of a trace file, by rank; none if no step was recorded."""
     by_rank: dict[int, list[Event]] = {}
     for event in trace.get("traceEvents", ()):
         if event.get("ph") in ("X", "b", "e") or event.get("name") == "thread_name":
@@ -170,7 +172,7 @@ def _of_rank(rank: int, events: Sequence[Event], step: Interval, zero: float) ->
 
 
 def _messages(events: Sequence[Event]) -> dict[str, list[Interval]]:
-    """By track, each operation from its posting to its end."""
+    """Return, by track, each operation from its posting to its end."""
     names = {event["tid"]: event["args"]["name"] for event in events if event.get("name") == "thread_name"}
     posted = {event["id"]: event["ts"] for event in events if event["ph"] == "b" and event.get("cat") == "communication"}
     tracks: dict[str, list[Interval]] = {}
@@ -187,7 +189,7 @@ def _within(intervals: Iterable[Interval], step: Interval, zero: float) -> list[
 
 
 def joined(intervals: Iterable[Interval]) -> Iterator[Interval]:
-    """Intervals that are in order; those that overlap or touch as one."""
+    """Yield sorted intervals; those that overlap or touch as one."""
     current: Interval | None = None
     for first, last in intervals:
         if current is not None and first <= current[1] + 1e-9:

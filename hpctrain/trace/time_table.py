@@ -25,7 +25,7 @@ Intervals: TypeAlias = tuple[np.ndarray, np.ndarray]
 
 
 def union(start: np.ndarray, stop: np.ndarray) -> Intervals:
-    """The same instants as sorted, disjoint intervals."""
+    """Return the same instants as sorted, disjoint intervals."""
     order = np.argsort(start, kind="stable")
     start, stop = start[order], stop[order]
     if not len(start):
@@ -37,17 +37,17 @@ def union(start: np.ndarray, stop: np.ndarray) -> Intervals:
 
 
 def total_length(intervals: Intervals) -> int:
-    """Total length."""
+    """Return the total length."""
     return int((intervals[1] - intervals[0]).sum())
 
 
 def common_length(a: Intervals, b: Intervals) -> int:
-    """Length of what two disjoint sets have in common."""
+    """Return the length of the intersection of two disjoint sets."""
     return int((_covered(b, a[1]) - _covered(b, a[0])).sum()) if len(a[0]) and len(b[0]) else 0
 
 
 def clip(a: Intervals, window: Intervals) -> Intervals:
-    """The part of the disjoint set `a` that lies inside the disjoint set `window`."""
+    """Return the part of the disjoint set `a` inside the disjoint set `window`."""
     starts, stops = [], []
     first = np.searchsorted(window[1], a[0], side="right")
     beyond = np.searchsorted(window[0], a[1], side="left")
@@ -59,9 +59,9 @@ def clip(a: Intervals, window: Intervals) -> Intervals:
 
 
 def own_time(start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Segments (start, stop, index) of nested intervals, sorted: each instant belongs to the innermost one that covers it.
+    """Return sorted segments (start, stop, index) of nested intervals: each instant belongs to the innermost one that covers it.
 
-    Intervals nest as calls do: an inner one ends no later than the one that it started in (clipped where clocks round).
+    Intervals nest as calls do: an inner one ends no later than the one in which it started (clipped if clocks round).
     """
     order = np.lexsort((-stop, start))
     segments: list[tuple[int, int, int]] = []
@@ -88,7 +88,7 @@ def own_time(start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 
 def _covered(intervals: Intervals, at: np.ndarray) -> np.ndarray:
-    """Length of the part of a disjoint set that lies before each of the instants `at`."""
+    """Return the length of the part of a disjoint set before each of the instants `at`."""
     start, stop = intervals
     before = np.concatenate([[0], np.cumsum(stop - start)])
     k = np.searchsorted(start, at, side="right")
@@ -108,9 +108,12 @@ _TYPES: dict[str, type | tuple[type, ...]] = {"float": (int, float), "int": (int
 
 @dataclass(frozen=True)
 class Late:
-    """The lateness of ranks in a row's collectives. rank: the one that most often posted last; share: of the collectives.
+    """The lateness of ranks in a row's collectives.
 
-    behind_first_seconds: its mean delay behind the first rank, over those where it was the last.
+    Attributes:
+        rank: the rank that most often posted last.
+        share: share of the collectives in which it did.
+        behind_first_seconds: its mean delay after the first rank, over these.
     """
 
     rank: int
@@ -120,11 +123,13 @@ class Late:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table, in seconds per step. kind: "layer", "communication" (of no single layer) or "work".
+    """One line of the table, in seconds per step.
 
-    compute_seconds is the sum of the phases for a layer (forward, its parameters' and its input's gradient). messages_seconds:
-    the program's own time for posting and testing. delay_seconds: at most so much passed between an operation's turn and its
-    posting, in sum.
+    Attributes:
+        kind: "layer", "communication" (of no single layer) or "work".
+        compute_seconds: for a layer, the sum of the phases (forward, gradients of its parameters and of its input).
+        messages_seconds: the program's own time for posting and testing.
+        delay_seconds: upper limit of the time between an operation's turn and its posting, in sum.
     """
 
     name: str
@@ -144,7 +149,13 @@ class Row:
 
 @dataclass(frozen=True)
 class TimeTable:
-    """All rows, and their total. step_seconds: mean; median_step_seconds: of the same steps. events: recorded per step."""
+    """All rows, and their total.
+
+    Attributes:
+        step_seconds: mean.
+        median_step_seconds: median of the same steps.
+        events: recorded events per step.
+    """
 
     rows: tuple[Row, ...]
     total: Row
@@ -160,10 +171,10 @@ _Stored = TypeVar("_Stored", Late, Row, TimeTable)
 
 
 def from_json(content: Mapping[str, Any]) -> TimeTable:
-    """A table that was written as `dataclasses.asdict` gives it.
+    """Return the table from the content that `dataclasses.asdict` made of it.
 
     Raises:
-        TypeError, KeyError: it was written as something else.
+        TypeError, KeyError: the content is something else.
     """
     rows = tuple(_row_from_json(row) for row in content["rows"])
     return _checked(TimeTable(**{**content, "rows": rows, "total": _row_from_json(content["total"])}))
@@ -188,7 +199,7 @@ def _checked(value: _Stored) -> _Stored:
 
 
 class RowNames:
-    """The row of an event: its layer's, if a name in it is one of a layer or of a layer's parameter, else its own."""
+    """Names of rows: that of a layer if an event's name contains one layer or parameter of a layer, otherwise the event's own."""
 
     def __init__(self, layers: Iterable[str]) -> None:
         self.layers = tuple(dict.fromkeys(layers))
@@ -196,7 +207,7 @@ class RowNames:
         self._cache: dict[str, str] = {}
 
     def of(self, what: str) -> str:
-        """The row of an operation that is posted or waited for."""
+        """Return the row of an operation that is posted or waited for."""
         if what not in self._cache:
             found = {layer for word in _WORD.findall(what) if (layer := self._layer(word)) is not None}
             self._cache[what] = found.pop() if len(found) == 1 else what
@@ -210,13 +221,13 @@ class RowNames:
 
 
 def layer_names(events: Events) -> tuple[str, ...]:
-    """Names of all operators, in forward order."""
+    """Return the names of all operators, in forward order."""
     forward = events.of(Category.FORWARD)
     return tuple(dict.fromkeys(events.names[index] for index in forward.name.tolist()))
 
 
 def counted_steps(events: Events, skip: int = 1) -> Intervals:
-    """The recorded steps, sorted, without the first `skip` (they make plans and buffers) where that leaves any."""
+    """Return the recorded steps, sorted, without the first `skip` (they make plans and buffers) if that leaves any."""
     steps = events.of(Category.STEP)
     order = np.argsort(steps.start_ns)
     if len(order) > skip:
@@ -225,7 +236,7 @@ def counted_steps(events: Events, skip: int = 1) -> Intervals:
 
 
 def tabulate(events: Events, skip: int = 1) -> TimeTable | None:
-    """The table of one rank, `late` not yet known; None where no whole step was recorded."""
+    """Return the table of one rank, without `late`; None if no whole step was recorded."""
     window = counted_steps(events, skip)
     steps = len(window[0])
     if steps == 0:
@@ -271,7 +282,7 @@ def _starts_in(start_ns: np.ndarray, window: Intervals) -> np.ndarray:
 
 
 def _program_time(inside: Events, names: RowNames, rows: dict[str, dict[str, float]]) -> tuple[Intervals, int]:
-    """Give every instant of the program to its row; the waits as intervals, and what is left over, in ns."""
+    """Assign every instant of the program to its row; return the waits as intervals, and what is left over, in ns."""
     program = inside.select(~np.isin(inside.category, BESIDE))
     start, stop, owner = own_time(program.start_ns, program.stop_ns)
     lengths = np.bincount(owner, weights=stop - start, minlength=len(program))
@@ -298,7 +309,7 @@ def _program_time(inside: Events, names: RowNames, rows: dict[str, dict[str, flo
 def _communication(
     events: Events, names: RowNames, rows: dict[str, dict[str, float]], window: Intervals, waits: Intervals
 ) -> int:
-    """Add each row's communication and hidden time, in ns; give the length of all communication together."""
+    """Add each row's communication and hidden time, in ns; return the length of all communication together."""
     operations = events.of(Category.COMMUNICATION)
     begun = _starts_in(operations.start_ns, window)
     members: dict[str, list[int]] = {}
@@ -323,7 +334,7 @@ def _delays(inside: Events, names: RowNames, rows: dict[str, dict[str, float]]) 
 
 
 def _flying(events: Events, window: Intervals) -> Intervals:
-    """When anything was in flight."""
+    """Return the intervals with anything in flight."""
     operations = events.of(Category.COMMUNICATION)
     return clip(union(operations.start_ns, operations.stop_ns), window)
 
@@ -337,7 +348,7 @@ def _add(rows: dict[str, dict[str, float]], name: str, kind: str, column: str, v
 
 
 def _ordered(rows: Iterable[Row]) -> list[Row]:
-    """Layers in forward order, then communication, then other work."""
+    """Return layers in forward order, then communication, then other work."""
     return sorted(rows, key=lambda row: _KINDS.index(row.kind))
 
 
@@ -374,10 +385,10 @@ _COLUMNS = (
 
 
 def merge(tables: Sequence[TimeTable], late: Mapping[str, Late], ranks: Sequence[int] | None = None) -> TimeTable:
-    """The mean over ranks, row by row, with who came late; a rank without a row counts as zero.
+    """Return the mean over ranks, row by row, with late ranks; a rank without a row counts as zero.
 
     Args:
-        ranks: that each table stands for; None: one.
+        ranks: number of ranks for which each table stands; None: one.
     """
     weights = [1] * len(tables) if ranks is None else ranks
     rows: dict[str, list[tuple[Row, int]]] = {}
@@ -418,7 +429,7 @@ class Postings:
 
 
 def latest(postings: Sequence[Postings], names: RowNames, window: Intervals) -> dict[str, Late]:
-    """For each row, which rank came late to its collectives.
+    """Return, for each row, which rank came late to its collectives.
 
     Operations of one group, queue and sequence number are one collective. Those count that more than one rank posted, the first
     of them inside `window` (on rank 0's clock).

@@ -13,7 +13,7 @@ _HEAD = ("layer", "share", "compute", "comm.", "hidden", "exposed", "late rank")
 _SHORTEST_NAME = 12
 _GAP = 2
 _SUM = re.compile(r"and \d+ more  ")
-#: columns and lines of a screen; the lines of what a run says beside its table are taken off
+#: columns and lines of a screen, without the lines that a run prints around its table
 COLUMNS, LINES = 80, 37
 
 
@@ -24,11 +24,12 @@ def lines(
     width: int | None = COLUMNS,
     most: int | None = LINES,
 ) -> list[str]:
-    """The table, line by line, the rows that took most of the step first; what has no room is one row.
+    """Return the table line by line, the rows that took most of the step first; rows without room are summed in one.
 
     Args:
-        clock_error_seconds: who came late by less than that is not known, and not shown.
-        width: columns, for which long names are folded; None: as wide as it gets. most: lines of it all; None: all that it takes.
+        clock_error_seconds: delays of late ranks below this are not known, and not shown.
+        width: columns, to which long names are folded; None: no limit.
+        most: number of lines in all; None: no limit.
     """
     step = table.step_seconds
     shown = [row for row in table.rows if row.compute_seconds or row.communication_seconds or _taken(row)]
@@ -51,7 +52,7 @@ def lines(
 
 
 def is_sum(line: str) -> bool:
-    """Whether a line is of the rows that had no room."""
+    """Return whether a line is that of the rows without room."""
     return _SUM.match(line) is not None
 
 
@@ -69,18 +70,18 @@ def _summary(table: TimeTable, ranks: int) -> str:
 
 
 def _sum(rows: Sequence[Row]) -> Row:
-    """The rows that have no room as one, without their communication: what runs at the same time cannot be added."""
+    """Return the rows without room as one, without their communication: what runs at the same time cannot be added."""
     compute = sum(row.compute_seconds for row in rows)
     return Row(f"and {len(rows)} more", "work", compute_seconds=compute, exposed_seconds=sum(map(_taken, rows)))
 
 
 def _share(row: Row) -> float:
-    """The time that a row took from the program."""
+    """Return the time that a row took from the program."""
     return row.compute_seconds + _taken(row)
 
 
 def _taken(row: Row) -> float:
-    """The time that messages took from the program: waits, and its own work for them."""
+    """Return the time that messages took from the program: waits, and its own work for them."""
     return row.exposed_seconds + row.messages_seconds
 
 
@@ -103,13 +104,13 @@ def _late(late: Late | None, clock_error_seconds: float) -> str:
 
 
 def _ms(seconds: float) -> str:
-    """Milliseconds with three digits behind the point; with one from 100 on."""
+    """Return milliseconds with three decimals; one decimal from 100 on."""
     milliseconds = seconds * 1e3
     return f"{milliseconds:.3f}" if milliseconds < 99.9995 else f"{milliseconds:.1f}"
 
 
 def _aligned(cells: Sequence[Sequence[str]], width: int | None) -> list[str]:
-    """Columns of equal width: the first and the last to the left, numbers to the right; the first folds to fit the width."""
+    """Return columns of equal width: the first and the last to the left, numbers to the right; the first is folded to fit."""
     widths = [max(len(line[column]) for line in cells) for column in range(len(_HEAD))]
     if width is not None:
         widths[0] = min(widths[0], max(_SHORTEST_NAME, width - sum(widths[1:]) - _GAP * (len(_HEAD) - 1)))
@@ -123,7 +124,7 @@ def _aligned(cells: Sequence[Sequence[str]], width: int | None) -> list[str]:
 
 
 def _folded(text: str, width: int | None) -> list[str]:
-    """Lines of a text, the second and later ones two shorter, as they are indented."""
+    """Return the lines of a text; the second and later ones are two columns shorter, as they are indented."""
     if width is None or len(text) <= width:
         return [text]
     first, *rest = textwrap.wrap(text, width, break_on_hyphens=False)

@@ -15,32 +15,32 @@ from threading import get_ident
 
 import numpy as np
 
-#: events of a job that one file can hold and a viewer still opens, and what one rank records at least and at most
+#: events of a job's file that viewers can open, and the least and most events of one rank
 _JOB_EVENTS = 1 << 21
 _FEWEST_EVENTS = 1 << 14
 _MOST_EVENTS = 1 << 18
 
 
-#: name of what averager and progress engine do between operators, and inside of them for messages
+#: name of the work of averager and progress engine between operators, and for messages inside of them
 HOOKS = "posting and progress"
 
 
 class Category(IntEnum):
-    """The kind of an event. Those of BESIDE run beside the program; all others are the program's own time and nest."""
+    """The kind of an event. Those of BESIDE run in parallel with the program; all others are the program's own time and nest."""
 
     FORWARD = 0  # an operator's three phases; name: the layer
     PARAMETERS = 1
     INPUT = 2
     COMMUNICATION = 3  # from the start of posting until completion was seen; name: what for, track: queue, number: sequence
-    WAIT = 4  # nothing to do but wait; name, track and number of what is waited for
+    WAIT = 4  # the program can only wait; name, track and number of the awaited operation
     UPDATE = 5  # optimiser
     AVERAGING = 6  # averager's own work between operators, posting, progress calls
     LOADING = 7  # until the next batch was there
     WORK = 8  # other named work of the step
     STEP = 9  # a whole step, loading included; number: its position in the epoch
     MESSAGES = 10  # the engine's time for posting and progress, outside of waits; an update inside is an event of its own
-    THREAD = 11  # beside the program: work of a second thread on messages, updates included
-    DELAY = 12  # beside the program: from when an operation's turn may have come until its posting began; track and number
+    THREAD = 11  # in parallel with the program: work of a second thread on messages, updates included
+    DELAY = 12  # in parallel with the program: from an operation's possible turn until its posting began; track and number
 
 
 #: track of a second thread's events
@@ -57,8 +57,11 @@ class Events:
     """Events of one process, in the order in which they were recorded.
 
     Attributes:
-        names, tracks: strings that `name` and `track` are indices of. category, name, track: int32 (n,).
-        number: int64 (n,). start_ns, stop_ns: int64 (n,), by the process's clock. dropped: events that found no room.
+        names, tracks: strings; `name` and `track` are indices into them.
+        category, name, track: int32 (n,).
+        number: int64 (n,).
+        start_ns, stop_ns: int64 (n,), by the clock of the process.
+        dropped: number of events for which there was no room.
     """
 
     names: tuple[str, ...]
@@ -75,7 +78,7 @@ class Events:
         return len(self.start_ns)
 
     def select(self, chosen: np.ndarray) -> Events:
-        """Those of a boolean mask or of indices."""
+        """Return the events of a boolean mask or of indices."""
         return replace(
             self,
             category=self.category[chosen],
@@ -87,17 +90,18 @@ class Events:
         )
 
     def of(self, *categories: Category) -> Events:
-        """Those of these categories."""
+        """Return the events of these categories."""
         return self.select(np.isin(self.category, [int(each) for each in categories]))
 
 
 class Tracer:
-    """Records events of one thread, and of a second one apart, whose own time is of kind THREAD.
+    """Records events of one thread, and separately of a second one, whose own time is of kind THREAD.
 
-    When its room is used up it counts what it drops.
+    If its room is used up, it counts the dropped events.
 
     Args:
-        capacity: events. clock_ns: nanoseconds since any start.
+        capacity: number of events.
+        clock_ns: returns nanoseconds since any start.
     """
 
     def __init__(self, capacity: int, *, clock_ns: Callable[[], int] = time.perf_counter_ns) -> None:
@@ -106,7 +110,7 @@ class Tracer:
         self.capacity = capacity
         self.dropped = 0
         self._count = 0
-        # Plain arrays, as an element of them is written several times faster than one of NumPy's.
+        # Plain arrays: writing an element is several times faster than with NumPy's.
         self._category = array("i", bytes(4 * capacity))
         self._name = array("i", bytes(4 * capacity))
         self._track = array("i", bytes(4 * capacity))
@@ -116,7 +120,7 @@ class Tracer:
         self._names: dict[str, int] = {}
         self._tracks: dict[str, int] = {"": 0}
         self._second: int | None = None
-        self._beside: Tracer | None = None  # of the second thread: written by that one alone
+        self._beside: Tracer | None = None  # of the second thread, which alone writes it
 
     def __len__(self) -> int:
         return self._count
@@ -146,19 +150,19 @@ class Tracer:
         self._count = position + 1
 
     def clear(self) -> None:
-        """Forget all events; names keep their numbers."""
+        """Discard all events; names keep their numbers."""
         self._count = self.dropped = 0
         if self._beside is not None:
             self._beside.clear()
 
     def second_thread(self, identifier: int | None) -> None:
-        """Calls of the thread with this identifier are recorded apart from now on; None: there is no second one."""
+        """Record calls of the thread with this identifier separately from now on; None: there is no second thread."""
         if identifier is not None and self._beside is None:
             self._beside = Tracer(self.capacity, clock_ns=self.clock_ns)
         self._second = identifier
 
     def events(self) -> Events:
-        """A copy of what was recorded so far; what a second thread recorded comes last."""
+        """Return a copy of the recorded events; those of a second thread come last."""
         own = self._own_events()
         return own if self._beside is None else joined(own, self._beside.events())
 
@@ -180,7 +184,7 @@ class Tracer:
 
 
 def joined(first: Events, second: Events) -> Events:
-    """The events of both, in this order."""
+    """Return the events of both, in this order."""
     names, tracks = (
         tuple(dict.fromkeys((*one, *other))) for one, other in ((first.names, second.names), (first.tracks, second.tracks))
     )
@@ -194,12 +198,12 @@ def joined(first: Events, second: Events) -> Events:
 
 
 def capacity_for(ranks: int) -> int:
-    """Events that each rank of a job records, so that the job's file stays readable."""
+    """Return the number of events that each rank of a job records, so that viewers can open the job's file."""
     return max(_FEWEST_EVENTS, min(_MOST_EVENTS, _JOB_EVENTS // ranks))
 
 
 def cost_per_event_seconds(events: int = 20_000) -> float:
-    """CPU time of reading the clock twice and recording one event, measured here and now; the least of three."""
+    """Return the CPU time of two clock readings and the record of one event, measured now; the least of three."""
     tracer = Tracer(events)
     clock_ns = tracer.clock_ns
     best = float("inf")

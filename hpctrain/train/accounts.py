@@ -1,36 +1,76 @@
-"""Accounts of a run's steps: how long they take, wait for data and for messages, and what operators take.
+"""Observers of a training, and the accounts that they keep: how long steps take, wait for data and for messages.
 
-Two clock readings a step, always on; operators are recorded for a few early steps alone, as a trace records them, on a clock
-of
-this rank's own.
+The trainer calls a list of observers at each place where something may be measured, recorded or reported. Operators are recorded
+for a few early steps alone, as a trace records them, on a clock of this rank's own.
 """
 
 from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Generator
-from contextlib import closing
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.data.loader import Batch
-from hpctrain.trace.tracer import Events, Tracer
+from hpctrain.data.pipeline import ImageSizes
+from hpctrain.trace.tracer import Category, Events, Tracer
+from hpctrain.train.metrics import Reporter, RunningSums
 from hpctrain.train.replica import Replica
+from hpctrain.train.snapshot import Position
+
+
+class Observer:
+    """The base of what follows a training without changing it: accounts, records, reports.
+
+    The trainer calls each method of all observers, in their order, at the same place of the training on every rank. A method may
+    communicate unless it is marked as local. By default none does anything.
+    """
+
+    def begin(self, position: Position) -> None:
+        """Training begins at a position. The replica is settled, and known to be finite and alike on all ranks."""
+
+    def before_epoch(self, position: Position) -> None:
+        """An epoch begins, or goes on, at a position. Local."""
+
+    def before_batch(self) -> None:
+        """The trainer asks its loader for the next batch. Local."""
+
+    def before_step(self, batch: Batch, *, whole: bool) -> None:
+        """A batch has come, and its step begins. Local. whole: it has the configured size, and images of the network's."""
+
+    def after_step(self, position: Position, *, usual: bool) -> None:
+        """A step has ended at a position. Local. usual: it had a whole batch and nothing else to do, such as a checkpoint."""
+
+    def reads_state(self, step: int) -> bool:
+        """Return whether `read_state` is to be called after `step` steps. The same on every rank. Local."""
+        return False
+
+    def read_state(self, position: Position) -> None:
+        """Read the state of the replica, whose sums are settled; called between steps where `reads_state` is true."""
+
+    def after_epoch(self, position: Position) -> None:
+        """An epoch has ended, and is not evaluated yet; the position is behind it."""
+
+    def after_evaluation(self, position: Position, sums: RunningSums) -> None:
+        """An evaluation at a position has given these sums over all ranks."""
+
+    def finish(self, position: Position) -> None:
+        """Training has ended at a position, and the last checkpoint is written. Not called after an error."""
 
 
 @dataclass(frozen=True)
 class DataWait:
-    """Sums over steps of one rank. seconds: from asking for a batch to asking for the next; waited_seconds: until it came."""
+    """Sums over steps of one rank. seconds: from asking for a batch to the step's end; waited_seconds: until the batch came."""
 
     steps: int = 0
     seconds: float = 0.0
     waited_seconds: float = 0.0
 
 
-class DataWaits:
-    """Adds up how long the steps of this rank took, and how long they waited for data.
+class DataWaits(Observer):
+    """Adds up how long the steps of this rank take, and how long they wait for data: three clock readings a step.
 
     Args:
         clock: in seconds.
@@ -38,29 +78,58 @@ class DataWaits:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._steps = 0
-        self._seconds = self._waited_seconds = 0.0
+        self._begin = self._came = 0.0
+        self._sums = DataWait()
 
-    def watched(self, batches: Generator[Batch, None, None]) -> Generator[Batch, None, None]:
-        """The same batches. A step ends where the next batch is asked for, or where the generator is closed."""
-        with closing(batches):
-            while True:
-                begin = self._clock()
-                batch = next(batches, None)
-                if batch is None:
-                    return
-                self._waited_seconds += self._clock() - begin
-                try:
-                    yield batch
-                finally:
-                    self._seconds += self._clock() - begin
-                    self._steps += 1
+    def before_batch(self) -> None:
+        self._begin = self._clock()
+
+    def before_step(self, batch: Batch, *, whole: bool) -> None:
+        self._came = self._clock()
+
+    def after_step(self, position: Position, *, usual: bool) -> None:
+        sums, seconds, waited = self._sums, self._clock() - self._begin, self._came - self._begin
+        self._sums = DataWait(sums.steps + 1, sums.seconds + seconds, sums.waited_seconds + waited)
 
     def take(self) -> DataWait:
-        """The sums since they were taken last."""
-        sums = DataWait(self._steps, self._seconds, self._waited_seconds)
-        self._steps, self._seconds, self._waited_seconds = 0, 0.0, 0.0
+        """Return the sums since the last call."""
+        sums, self._sums = self._sums, DataWait()
         return sums
+
+
+class StepTrace(Observer):
+    """Records the loading of each batch, and each step from asking for its batch to its end."""
+
+    def __init__(self, trace: Tracer) -> None:
+        self._trace = trace
+        self._begin_ns = self._step = 0
+
+    def before_batch(self) -> None:
+        self._begin_ns = self._trace.clock_ns()
+
+    def before_step(self, batch: Batch, *, whole: bool) -> None:
+        self._step = batch.step
+        self._trace.add(Category.LOADING, "data loading", self._begin_ns, self._trace.clock_ns())
+
+    def after_step(self, position: Position, *, usual: bool) -> None:
+        self._trace.add(Category.STEP, "step", self._begin_ns, self._trace.clock_ns(), "", self._step)
+
+
+class ImageSizeReport(Observer):
+    """Reports from which epoch on images have which size: where it changes, and in the first epoch of a run."""
+
+    def __init__(self, sizes: ImageSizes, reporter: Reporter) -> None:
+        self._sizes, self._reporter = sizes, reporter
+        self._reported = False
+
+    def before_epoch(self, position: Position) -> None:
+        size, epoch = self._sizes.at(position.epoch), position.epoch + 1
+        begins = self._sizes.changes_at(position.epoch) and not position.samples
+        if begins:
+            self._reporter.record("image_size", {"epoch": epoch, "step": position.global_step, "size": size})
+        if begins or not self._reported:
+            self._reporter.say(f"images of {size} px from epoch {epoch}")
+            self._reported = True
 
 
 # Orders are measured again in the first steps of a run, and programs are made in the very first.
@@ -81,8 +150,8 @@ class MeasuredStep:
     messages_seconds: float = 0.0
 
 
-class StepTimes:
-    """Times of whole steps with the full batch, the latest ones. A step ends where the next one asks for its batch.
+class StepTimes(Observer):
+    """Times of usual steps, the latest ones. A step ends where the next one asks for its batch.
 
     Args:
         progress: whose waits count, and what its messages took. clock: in seconds.
@@ -94,24 +163,17 @@ class StepTimes:
         self._seconds, self._waited, self._messages = array("d"), array("d"), array("d")
         self._steps = 0
         self._begin_seconds = self._begin_waited = self._begin_messages = 0.0
-        self._counts = False
 
-    def begin(self) -> None:
-        """A stretch of steps begins: an epoch, or what follows a pause."""
+    def before_epoch(self, position: Position) -> None:
         self._begin(self._clock())
 
     def _begin(self, now: float) -> None:
         self._begin_seconds, self._begin_waited = now, self._progress.waited_seconds
-        self._begin_messages, self._counts = self._progress.account.seconds, True
+        self._begin_messages = self._progress.account.seconds
 
-    def leave_out(self) -> None:
-        """The step that runs does more than a step does: it is not counted."""
-        self._counts = False
-
-    def end_step(self) -> None:
-        """A step ends, and the next one begins."""
+    def after_step(self, position: Position, *, usual: bool) -> None:
         now, waited, messages = self._clock(), self._progress.waited_seconds, self._progress.account.seconds
-        if self._counts:
+        if usual:
             self._add(now - self._begin_seconds, waited - self._begin_waited, messages - self._begin_messages)
         self._begin(now)
 
@@ -139,7 +201,7 @@ _STEPS = 5
 _ROOM = 1 << 15  # events; a step of 2,000 operators has less than a fifth of it
 
 
-class OperatorSample:
+class OperatorSample(Observer):
     """Records the operators of some steps of a replica, and nothing of any other.
 
     Args:
@@ -156,8 +218,7 @@ class OperatorSample:
         self._seen = self._taken = 0
         self.complete = False
 
-    def begin_step(self, *, whole: bool) -> None:
-        """A step begins. whole: it has the full batch."""
+    def before_step(self, batch: Batch, *, whole: bool) -> None:
         self._seen += 1
         if self.complete or self._seen <= _FIRST:
             return

@@ -1,12 +1,9 @@
 """Evaluation and prediction: every sample once, with running statistics, on all ranks; sums over ranks, never means.
 
 The scores of an image are those of one pass, or the mean over the image and its mirror image. A confusion matrix counts which
-class
-an evaluation took for which, in integers that are exact on any number of ranks; a matrix of 20,000 classes has 400 million
-cells,
-few of which are not zero: only those are kept, and ranks add theirs in blocks. `WeightAverage` puts the average of the
-weights,
-and that of running statistics, in place of them for an evaluation.
+class an evaluation took for which, in integers that are exact on any number of ranks; a matrix of 20,000 classes has 400
+million cells, few of which are not zero: only those are kept, and ranks add theirs in blocks. `WeightAverage` puts the average
+of the weights, and that of running statistics, in place of them for an evaluation.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Whether all that a rank trains is finite: cheap to ask in every step; where it is not, the first layer and the ranks.
 
-A loss alone does not tell: some kernels pass NaN on as a number (oneDNN's ReLU and max pooling), so that a network of NaN weights
-has the loss of one that knows nothing. Parameters tell: what is not finite in a gradient is not finite in the parameter that it
-updates, whatever the optimiser.
+A loss alone does not tell: some kernels pass NaN on as a number (oneDNN's ReLU and max pooling), so that a network of NaN
+weights has the loss of one that knows nothing. Parameters tell: what is not finite in a gradient is not finite in the
+parameter that it updates, whatever the optimiser.
 """
 
 from __future__ import annotations

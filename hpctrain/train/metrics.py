@@ -21,8 +21,8 @@ from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.sums import tree_sums_over
 from hpctrain.core.intervals import ShardsOfRank
 
-#: what a rank has to tell travels in the same number as whether it was asked to stop: sums below 2^53 are exact
-_NEWS = 1 << 24
+#: factor of the status of a checkpoint, which travels in the same number as stop requests: sums below 2^53 are exact
+_STATUS = 1 << 24
 _HEAD = 6  # loss, top1, top5, count, non-finite ranks, ranks asked to stop; batch statistics follow
 
 
@@ -32,7 +32,7 @@ class StepTotals:
 
     non_finite: ranks on which the loss, a batch statistic or a parameter is not finite. stop: ranks that were asked to stop.
     statistics: float64, flat, count-weighted sums of the batch statistics.
-    news: sum of what ranks have to tell of a checkpoint that is being written (see `Saver.news`).
+    status: sum of the ranks' flags about a checkpoint that is being written (see `Saver.status_flag`).
     checks: float64, sums of the ranks' numbers for checks of replicas (see `AgreedChecksums`); empty without checks.
     """
 
@@ -43,7 +43,7 @@ class StepTotals:
     non_finite: int
     stop: int
     statistics: np.ndarray
-    news: int = 0
+    status: int = 0
     checks: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
 
@@ -120,7 +120,7 @@ class StepReduction:
         """Everyone's picklable value, in the order of the communicator. Collective; waits, so not in an ordinary step."""
         return self._comm.allgather_object(value)
 
-    def post(self, *, stop: bool, news: int = 0, checks: np.ndarray | None = None) -> None:
+    def post(self, *, stop: bool, status: int = 0, checks: np.ndarray | None = None) -> None:
         """Send this step's message; the previous one must have been read. Collective; does not wait."""
         assert self._ticket is None, "the previous message has not been read"
         rows, sums = self._current, self._sums
@@ -129,7 +129,7 @@ class StepReduction:
         for step in self._additions:
             rows[step.left] += rows[step.right]
         last = rows[self._left[-1]]
-        last[4:6] = float(non_finite), float(stop + _NEWS * news)
+        last[4:6] = float(non_finite), float(stop + _STATUS * status)
         if checks is not None:
             last[self._statistics.stop :] = checks
         terms = last if len(self._left) == 1 else tuple(rows[place] for place in self._left)
@@ -147,9 +147,9 @@ class StepReduction:
         self._ticket = None
         values = self._buffers[1 - self._turn][self._left[-1]]
         loss, top1, top5, count, non_finite, flags = (float(v) for v in values[:_HEAD])
-        news, stop = divmod(round(flags), _NEWS)
+        status, stop = divmod(round(flags), _STATUS)
         statistics, checks = values[self._statistics], values[self._statistics.stop :]
-        return StepTotals(loss, round(top1), round(top5), round(count), round(non_finite), stop, statistics, news, checks)
+        return StepTotals(loss, round(top1), round(top5), round(count), round(non_finite), stop, statistics, status, checks)
 
 
 @dataclass

@@ -1,8 +1,7 @@
 """The passes that a rank splits its samples of a step into: micro-batches, shards of exact trainings, and the memory of one pass.
 
 A training with `exact` has the same bits on any number of ranks: the samples of a step are shared out over shards, whose sums
-have
-one order. `check_exact` refuses what cannot be so; `check_memory` names the batch that fits where a pass needs too much
+have one order. `check_exact` refuses what cannot be so; `check_memory` names the batch that fits where a pass needs too much
 memory.
 """
 

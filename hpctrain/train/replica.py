@@ -1,9 +1,8 @@
 """A rank's trainable copy of a model: network, averagers and step, put together here for runs, tests and benchmarks alike.
 
-`make_optimizers`, `make_strategies` and `make_averagers` make one of each for every group of parameters. `OwnLoop` does for a
-loop
-that is the program's own what the trainer does around its steps: they are noted for the flight record, counted where they are
-skipped, and asked to end.
+`make_optimizers`, `make_strategies` and `make_averagers` make one of each for every group of parameters. `LoopState` is the
+state of the loop around steps, that of the trainer or of a program: skipped steps, stop requests, and the status of a
+checkpoint that is being written.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from hpctrain.comm.transports import Transport
 from hpctrain.core.errors import BackendError, DivergedError
 from hpctrain.core.log import get_logger
 from hpctrain.data.loader import Batch, BatchSource, Place
-from hpctrain.flight.recorder import FlightNotes
+from hpctrain.flight.recorder import FlightNotes, RunPhase
 from hpctrain.nn.network import ALL, MODEL, Network
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.ema import EmaRule, with_ema
-from hpctrain.optim.guarded import GuardedOptimizer, guarded
+from hpctrain.optim.guarded import GuardedOptimizer
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.rank_graph import GridDistribution
 from hpctrain.storage.checkpoint import CheckpointContent
@@ -45,18 +44,17 @@ from hpctrain.train.snapshot import Position, Shards
 from hpctrain.train.step import StepGuard, TrainingStep, timed_optimizer
 from hpctrain.train.weight_watch import CheckCadence, WeightWatch, message_size
 
-_log = get_logger(__name__)
 #: the phase of a program that is in no call of hpctrain
 BETWEEN = "the program, between steps"
 
 
-class OwnLoop:
-    """Does for `Replica.step` what the trainer does around its steps. Only `end` may communicate.
+class LoopState:
+    """The state of the loop around a replica's steps, that of the trainer or of a program. Only `end` may communicate.
 
     Args:
-        notes: for the flight record. stop_asked: this rank was asked to stop.
-        most_skips: steps, one after another, that may change nothing as they are not finite; one more ends the training.
-        saver: of checkpoints that are written while steps go on; None: there are none.
+        notes: for the flight record. stop_asked: whether this rank was asked to stop.
+        most_skips: maximum number of consecutive steps that may change nothing because they are not finite.
+        saver: of checkpoints that are written while steps go on; None if there are none.
 
     Attributes:
         skipped: steps that changed nothing. skipped_in_a_row: of the latest ones. cause: of the latest of them.
@@ -76,43 +74,45 @@ class OwnLoop:
         self.skipped = self.skipped_in_a_row = 0
         self.cause: Cause | None = None
         self.stop_requested = False
-        self._news = 0
+        self._status = 0
 
     def begin(self, epoch: int, global_step: int) -> None:
-        """A step begins. epoch, global_step: those done before."""
+        """Note that a step begins. epoch, global_step: epochs and steps done before it."""
         self._notes.step(epoch + 1, global_step + 1)
 
-    def news(self) -> int:
-        """This rank's news of a checkpoint that is being written (see `Saver.news`)."""
-        return 0 if self._saver is None else self._saver.news()
+    def status_flag(self) -> int:
+        """Return this rank's share of a step's message about a checkpoint that is being written (see `Saver.status_flag`)."""
+        return 0 if self._saver is None else self._saver.status_flag()
 
-    def heard(self, totals: StepTotals) -> None:
-        """The sums of a step have come."""
+    def take(self, totals: StepTotals) -> None:
+        """Take over what the sums of a step tell: whether some rank was asked to stop, and the status of a checkpoint."""
         self.stop_requested = self.stop_requested or totals.stop > 0
-        self._news = max(self._news, totals.news)
+        self._status = max(self._status, totals.status)
 
-    def end(self, cause: Cause | None, lr: float, drain: Callable[[], None]) -> None:
-        """A step is over. Collective where there are news.
+    def end(self, cause: Cause | None, lr: float, drain: Callable[[], None]) -> bool:
+        """End a step; return whether ranks exchanged the states of a checkpoint. Collective if they do.
 
         Args:
-            cause: why it has changed nothing; None where it has. drain: completes what is under way, before ranks exchange news.
+            cause: why the step has changed nothing; None if it has. lr: its learning rate. drain: is called before an exchange.
 
         Raises:
-            DivergedError: one step more than may be skipped, one after another.
+            DivergedError: more than `most_skips` consecutive steps were skipped.
         """
         self._count(cause, lr)
-        if self._saver is not None and self._news >= self._saver.size:
+        exchanges = self._saver is not None and self._status >= self._saver.size
+        if self._saver is not None and exchanges:
+            self._notes.phase(RunPhase.STATUS)
             drain()
-            self._saver.hear()
-        self._news = 0
-        self._notes.phase(BETWEEN)
+            self._saver.exchange_status()
+        self._status = 0
+        return exchanges
 
     def restore(self, position: Position) -> None:
-        """Training goes on from a position."""
+        """Count on from a position."""
         self.skipped, self.skipped_in_a_row, self.cause = position.skipped, position.skipped_in_a_row, None
 
     def position(self, global_step: int) -> Position:
-        """Where training stands, as a checkpoint keeps it. global_step: steps done."""
+        """Return where training stands, as a checkpoint keeps it. global_step: steps done."""
         return Position(global_step=global_step, skipped=self.skipped, skipped_in_a_row=self.skipped_in_a_row)
 
     def _count(self, cause: Cause | None, lr: float) -> None:
@@ -122,18 +122,13 @@ class OwnLoop:
         self.cause = cause
         self.skipped += 1
         self.skipped_in_a_row += 1
-        _log.info("step %d skipped: %s", cause.step, cause)
         if self.skipped_in_a_row > self._most_skips:
-            raise too_many_skips(self.skipped_in_a_row, cause, lr)
-
-
-def too_many_skips(skipped_in_a_row: int, cause: Cause, lr: float) -> DivergedError:
-    """The error of a training that skips one step more than it may, one after another. lr: of the last of them."""
-    return DivergedError(
-        f"{skipped_in_a_row} steps, one after another, are not finite and were skipped, the last one step {cause.step}, as "
-        f"{cause}; lower optimizer.lr ({lr:g} there), look for broken samples, or raise on_nonfinite.most.",
-        ranks=cause.blamed,
-    )
+            raise DivergedError(
+                f"{self.skipped_in_a_row} steps, one after another, are not finite and were skipped, the last one step "
+                f"{cause.step}, as {cause}; lower optimizer.lr ({lr:g} there), look for broken samples, or raise "
+                "on_nonfinite.most.",
+                ranks=cause.blamed,
+            )
 
 
 @dataclass(frozen=True)
@@ -162,7 +157,7 @@ def make_optimizers(
     if make is None:
         return optimizers
     for name in network.groups:
-        guard = optimizers.guards[name] = guarded(with_ema(usable(make(), network), ema))
+        guard = optimizers.guards[name] = GuardedOptimizer(with_ema(usable(make(), network), ema))
         optimizers.unbound[name] = timed_optimizer(guard, progress)
     return optimizers
 
@@ -308,6 +303,7 @@ def _pieces(averager: GradientAverager) -> list[tuple[str, ...]]:
 
 
 _NO_CHECKS = CheckCadence()
+_log = get_logger(__name__)
 # After an overflow every rank raises one error; NumPy's warnings would only precede it.
 _without_warnings = np.errstate(over="ignore", invalid="ignore", divide="ignore")
 
@@ -332,7 +328,7 @@ class Replica:
             steps and loading writes to parameters or to the optimiser's state calls `parameters_written`.
         skips: steps that are not finite on any rank change nothing, and are told by `update`, instead of ending the training.
         ema: of an average of the weights, which owners keep and evaluations are made with, too; None: there is none.
-        loop: what `step` does beside its three parts; by default one that is asked for nothing.
+        loop: the state of the loop that calls `step`; by default one without stop requests and checkpoints.
 
     Attributes:
         strategies, averagers: by parameter group. shards: split parameters as whole ones and back.
@@ -361,12 +357,12 @@ class Replica:
         checks: CheckCadence = _NO_CHECKS,
         skips: bool = False,
         ema: EmaRule | None = None,
-        loop: OwnLoop | None = None,
+        loop: LoopState | None = None,
     ) -> None:
         if not network.kernels.arithmetic.on_host:
             groups = groups.local_where_alone()  # where nobody else is there nothing is staged
         self.network, self.groups, self.progress = network, groups, progress
-        self.loop = OwnLoop(progress.notes) if loop is None else loop
+        self.loop = LoopState(progress.notes) if loop is None else loop
         self.distribution = network.distribution if isinstance(network.distribution, GridDistribution) else None
         self.tiles = None if self.distribution is None else self.distribution.tiles_by_counts(network.graph)
         self._optimizers = make_optimizers(optimizer if strategy is not None else None, network, progress, ema)
@@ -441,8 +437,11 @@ class Replica:
         self.loop.begin(batch.epoch, self.global_step)
         cause = self.update(batch, lr)
         totals = self.settle()
-        self.post(stop=self.loop.stop_asked(), news=self.loop.news())
+        self.post(stop=self.loop.stop_asked(), status=self.loop.status_flag())
+        if cause is not None:
+            _log.info("step %d skipped: %s", cause.step, cause)
         self.loop.end(cause, lr, self.drain)
+        self.progress.notes.phase(BETWEEN)
         return totals
 
     @_without_warnings
@@ -480,19 +479,19 @@ class Replica:
             self.drain()
             self._raise_diverged()
             self._raise_corrupted()  # all values are finite, so checksums differ
-        self.loop.heard(totals)
+        self.loop.take(totals)
         blend = self.network.statistics.blend if self.average is None else self.average.blend
         write = partial(blend, totals.statistics, totals.count)
         write() if self.watch is None else self.watch.statistics.write(write)
         return totals
 
-    def post(self, *, stop: bool = False, news: int = 0) -> None:
+    def post(self, *, stop: bool = False, status: int = 0) -> None:
         """The last part of a step: send its sums. Collective; does not wait.
 
         Args:
-            stop: this rank was asked to stop; all ranks read how many were. news: all ranks read the sum.
+            stop: whether this rank was asked to stop; all ranks read how many were. status: all ranks read the sum.
         """
-        self._reduction.post(stop=stop, news=news, checks=None if self.watch is None else self.watch.message())
+        self._reduction.post(stop=stop, status=status, checks=None if self.watch is None else self.watch.message())
         self.global_step += 1
         self.lr = self._current_lr
 

@@ -122,7 +122,7 @@ class _State:
 
 
 class Saver:
-    """Writes the checkpoints of a run, one at a time. All methods but `news` and `let_end` are collective.
+    """Writes the checkpoints of a run, one at a time. All methods but `status_flag` and `wait_own_part` are collective.
 
     Args:
         world: of all ranks. notes: the heartbeat's. reporter: of rank 0.
@@ -197,7 +197,7 @@ class Saver:
                 removed = str(error)
         self._tell(writing.step, f"{removed} The run goes on without the checkpoint of step {writing.step}.")
 
-    def news(self) -> int:
+    def status_flag(self) -> int:
         """Return this rank's share of the step's message.
 
         It is 1 if its part is written, the number of ranks if all ranks must exchange their states now, and 0 otherwise. Ranks
@@ -217,12 +217,12 @@ class Saver:
             return 0
         return 1 if failure is None else self._world.size
 
-    def hear(self) -> None:
+    def exchange_status(self) -> None:
         """Exchange the states of all ranks: tell of failures, go on where all are done."""
         if self._writing is not None:
             self._look()
 
-    def let_end(self) -> None:
+    def wait_own_part(self) -> None:
         """Wait for this rank's part of what is being written, for the deadline at most. Not collective.
 
         Raises:

@@ -1,9 +1,8 @@
 """The state of a replica as plain arrays and back: what a checkpoint holds, independent of how many ranks wrote it.
 
 `Shards` makes whole arrays of split parameters, and parts of whole arrays: a checkpoint knows no grid. `take` gathers whole
-tensors
-for one rank to write; `take_parts` copies the parts that each rank writes: everything once, whatever is split and whatever all
-ranks hold.
+tensors for one rank to write; `take_parts` copies the parts that each rank writes: everything once, whatever is split and
+whatever all ranks hold.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
 """Hashes of all tensors that a replica goes on from, the same on any number of ranks, grid and strategy that hold the same bits.
 
 Nothing is gathered. Each rank sums one number for each element that it holds, each element on one rank; the sums of all ranks
-are
-added in one allreduce of a few integers. No cut of an array changes its hash.
+are added in one allreduce of a few integers. No cut of an array changes its hash.
 
 The number of an element is a mix of its bits and of its position in the whole array: x := position * 2^32 + bits, then twice a
 product with an odd constant modulo 2^64, each followed by x := x xor x >> 32. That maps different x to different numbers, so
-one
-element that changed always shows. Where several changed, the hash stays what it was with a probability of 2^-64, as far as the
-mix behaves like random numbers; two arrays of one hash can be made on purpose. Bellare and Micciancio, "A new paradigm for
+one element that changed always shows. Where several changed, the hash stays what it was with a probability of 2^-64, as far as
+the mix behaves like random numbers; two arrays of one hash can be made on purpose. Bellare and Micciancio, "A new paradigm for
 collision-free hashing", EUROCRYPT 1997 (AdHash); the mix is of the kind of MurmurHash3's.
 """
 

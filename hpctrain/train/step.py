@@ -1,17 +1,14 @@
 """One training step: forward, loss and backward of each micro-batch; gradients are announced as they become final.
 
-Where a step is traced, operators, everything between them and updates are recorded (`TracingHooks`, `TimedOptimizer`,
-`traced_steps`). `StepGuard` undoes steps with non-finite values, and all ranks agree on each step before any of them goes on:
-a
-step updates as usual, slice by slice; after its last update every rank checks the values that it has updated, and ranks sum
-one
-number. If any rank has found a non-finite value, each restores its copy from before the step.
+Where a step is traced, operators, everything between them and updates are recorded (`TracingHooks`, `TimedOptimizer`).
+`StepGuard` undoes steps with non-finite values, and all ranks agree on each step before any of them goes on: a step updates as
+usual, slice by slice; after its last update every rank checks the values that it has updated, and ranks sum one number. If any
+rank has found a non-finite value, each restores its copy from before the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -150,27 +147,6 @@ class _TimedLayerwiseOptimizer(TimedOptimizer):
 def timed_optimizer(inner: Optimizer, progress: ProgressEngine) -> Optimizer:
     """`inner`, with its updates told apart from the time that messages take."""
     return _TimedLayerwiseOptimizer(inner, progress) if inner.layer_norms else TimedOptimizer(inner, progress)
-
-
-def traced_steps(batches: Generator[Batch, None, None], trace: Tracer | None) -> Generator[Batch, None, None]:
-    """The same batches; the time until each was there is recorded, and the step that its user makes of it.
-
-    A step begins where its batch is asked for, and ends where the next one is, or where the generator is closed.
-    """
-    with closing(batches):
-        if trace is None:
-            yield from batches
-            return
-        while True:
-            begin = trace.clock_ns()
-            batch = next(batches, None)
-            if batch is None:
-                return
-            trace.add(Category.LOADING, "data loading", begin, trace.clock_ns())
-            try:
-                yield batch
-            finally:
-                trace.add(Category.STEP, "step", begin, trace.clock_ns(), "", batch.step)
 
 
 class Sum(Protocol):
@@ -370,7 +346,7 @@ class TrainingStep:
         hooks = self._hooks if self._tracing is None else self._tracing
         self._lap(Category.AVERAGING, HOOKS)
         counts = [part.counts for _, part in parts]
-        programs = self._network.side_by_side(counts, image_shape=batch.image_shape, homes=self._hooks.home)
+        programs = self._network.side_by_side(counts, image_shape=batch.image_shape, gradient_buffers=self._hooks.home)
         for program, (_, part) in zip(programs, parts, strict=True):
             # A rank that reads tiles of images has those of all samples of its split group.
             program.set_input(batch.x[part.own if len(batch.x) == len(batch.y) else part.shared])

@@ -1,8 +1,7 @@
 """Rules that end a training before its last epoch: evaluations that do not get better, and the time limit of the run.
 
 `EarlyStop` is a pure function of the evaluations so far. `TimeLimit` asks for the end early enough to have a checkpoint
-written
-before the limit.
+written before the limit.
 """
 
 from __future__ import annotations

@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
 from hpctrain.core.errors import DivergedError
 from hpctrain.data.loader import Batch, BatchSource
-from hpctrain.data.pipeline import ImageSizes
 from hpctrain.flight.recorder import RunPhase
-from hpctrain.optim.schedules.base import LearningRateSchedule
+from hpctrain.optim.schedules import LearningRateSchedule
 from hpctrain.trace.tracer import Category
-from hpctrain.train.accounts import DataWaits, OperatorSample, StepTimes
+from hpctrain.train.accounts import Observer, StepTrace
 from hpctrain.train.finiteness import Cause
 from hpctrain.train.metrics import Rate, Reporter, RunningSums
 from hpctrain.train.progress_bar import folded, loss_text
-from hpctrain.train.replica import Replica, too_many_skips
+from hpctrain.train.replica import LoopState, Replica
 from hpctrain.train.saving import Saver
 from hpctrain.train.snapshot import Position
-from hpctrain.train.step import traced_steps
 from hpctrain.train.stopping import EarlyStop, TimeLimit
 
 
 @dataclass(frozen=True)
 class Cadence:
-    """How often what happens; 0 means never.
+    """When a training evaluates, writes checkpoints and ends; 0 means never.
 
-    epochs: to train in all. steps: to stop after so many steps of this run, for tests and trials.
-    most_skips: steps, one after another, that may change nothing as they are not finite; one more ends the run.
-    hash_steps: from one record of hashes to the next.
+    Args:
+        epochs: to train in all. steps: of this run, after which it stops, for tests and trials.
+        most_skips: maximum number of consecutive steps that may change nothing because they are not finite.
     """
 
     epochs: int
@@ -38,7 +36,6 @@ class Cadence:
     checkpoint_steps: int = 0
     steps: int = 0
     most_skips: int = 10
-    hash_steps: int = 0
 
 
 @dataclass
@@ -61,22 +58,13 @@ class Trainer:
 
     Args:
         replica: what is trained; its averagers have agreed. loader: its share of the training set. test_loader: of the test set.
-        schedule: learning rate by steps of the configured batch. save: writes a checkpoint at a position (drained before).
-        go_back: gives the state that training goes on from after an error, in place of the position where it came, or raises;
-            None: it ends.
-        stop_requested: this rank was asked to stop. limit: of its time; None: it has none.
-        sample: records operators of a few steps; None: none are recorded.
-        epoch_ended: all called with the position behind every epoch, on every rank, before its evaluation; may communicate.
-        saver: what `save` begins goes on in it; None: nothing does.
-        evaluated: called with the position and the sums of every evaluation, on every rank.
-        early_stop: ends the training before its last epoch by its evaluations; None: nothing does.
-        sizes: of the loader's images by epoch, to be told; None: they have one size.
-        waits: adds up how long steps wait for data; None: nobody asks.
-        hashed: called with the position at the begin of a training and behind steps whose state is to be hashed, settled, on
-            every rank; may communicate, and drains.
-
-    Attributes:
-        step_times: of this rank's steps so far.
+        schedule: learning rate by steps of the configured batch. save: writes a checkpoint at a position, after a drain.
+        go_back: returns the state from which training goes on after an error, or raises; None if the error ends it. It receives
+            the position at which the error was raised.
+        stop_requested: whether this rank was asked to stop. limit: of its time; None if it has none.
+        saver: which `save` hands checkpoints to that are written in the background; None if there are none.
+        early_stop: ends the training before its last epoch by its evaluations; None if nothing does.
+        observers: are called in this order, the same ones on every rank.
     """
 
     def __init__(
@@ -92,30 +80,19 @@ class Trainer:
         go_back: Callable[[DivergedError, Position], Position] | None = None,
         stop_requested: Callable[[], bool] = lambda: False,
         limit: TimeLimit | None = None,
-        sample: OperatorSample | None = None,
-        epoch_ended: Sequence[Callable[[Position], None]] = (),
         saver: Saver | None = None,
-        evaluated: Callable[[Position, RunningSums], None] = lambda position, sums: None,
         early_stop: EarlyStop | None = None,
-        sizes: ImageSizes | None = None,
-        waits: DataWaits | None = None,
-        hashed: Callable[[Position], None] = lambda position: None,
+        observers: Sequence[Observer] = (),
     ) -> None:
         self._replica, self._loader, self._test_loader = replica, loader, test_loader
         self._schedule, self._cadence = schedule, cadence
         self._reporter, self._save, self._stop_requested = reporter, save, stop_requested
         self._limit = TimeLimit() if limit is None else limit
-        self._go_back, self._early_stop = go_back, early_stop
-        self._waits = DataWaits() if waits is None else waits
-        self._notes = replica.progress.notes
-        self._trace = replica.progress.trace
-        self._sample, self._saver, self._epoch_ended, self._evaluated = sample, saver, epoch_ended, evaluated
-        self._hashed = hashed
-        self._sizes = sizes
-        self._news = 0
+        self._go_back, self._saver, self._early_stop = go_back, saver, early_stop
+        self._notes, self._trace = replica.progress.notes, replica.progress.trace
+        self._observers = [*observers, *([] if self._trace is None else [StepTrace(self._trace)])]
+        self._state = LoopState(self._notes, most_skips=cadence.most_skips, saver=saver)
         self._rate = Rate()
-        self.step_times = StepTimes(replica.progress)
-        self._stop = False
         self._saved_step = -1
         self._steps_run = 0
 
@@ -132,8 +109,9 @@ class Trainer:
         self._reporter.start(self._cadence.epochs, samples, done, self._last_sample(position))
         self._start_at(position)
         self._check(schedules=True)
-        if not position.global_step:
-            self._hash(position)  # so that runs that begin with other weights are told from those that part later
+        self._notes.phase(RunPhase.ACCOUNT)
+        for observer in self._observers:
+            observer.begin(position)
         while True:
             try:
                 return self._run_from(position)
@@ -151,11 +129,9 @@ class Trainer:
         self._replica.require_finite()
         self._replica.require_alike(schedules=schedules)
 
-    def _hash(self, position: Position) -> None:
-        self._notes.phase(RunPhase.HASH)
-        self._hashed(position)
-
     def _start_at(self, position: Position) -> None:
+        self._replica.loop = self._state
+        self._state.restore(position)
         self._saved_step = position.global_step
         self._replica.global_step, self._replica.lr = position.global_step, self._rate_before(position)
         self._replica.kept_step = position.global_step or None
@@ -188,7 +164,8 @@ class Trainer:
         samples = self._test_loader.sampler.samples * (1 if self._replica.average is None else 2)
         with self._limit.evaluating(), self._reporter.evaluation(samples) as advance:
             sums = self._replica.evaluate(self._test_loader, advance=advance)
-        self._evaluated(position, sums)
+        for observer in self._observers:
+            observer.after_evaluation(position, sums)
         if self._early_stop is not None:
             state = self._early_stop.after(position.stagnation, position.epoch, sums.means())
             # All ranks have these sums, and rank 0's word counts should their last bits differ.
@@ -198,67 +175,69 @@ class Trainer:
         return sums
 
     def _run_epoch(self, position: Position) -> bool:
-        """The rest of an epoch; True where it ended early, on request."""
+        """Train the rest of an epoch; return whether it ended early, on request."""
         self._rate.restart()
-        self.step_times.begin()
-        self._tell_size(position)
-        self._notes.phase("data loading")
-        batches = self._waits.watched(traced_steps(self._loader.epoch(position.epoch, position.samples), self._trace))
+        for observer in self._observers:
+            observer.before_epoch(position)
+        batches = self._loader.epoch(position.epoch, position.samples)
         try:
-            for batch in batches:
-                self._notes.step(position.epoch + 1, position.global_step + 1)
-                self._run_step(batch, position)
-                self.step_times.end_step()
-                if self._stop:
-                    break
-                self._notes.phase("data loading")
+            while not self._state.stop_requested and (batch := self._next_batch(batches)) is not None:
+                self._state.begin(position.epoch, position.global_step)
+                usual = self._run_step(batch, position)
+                for observer in self._observers:
+                    observer.after_step(position, usual=usual)
         finally:
             batches.close()
         self._settle(position)
-        return self._stop
+        return self._state.stop_requested
 
-    def _tell_size(self, position: Position) -> None:
-        """Say and record from when on images have which size, where it changes; say it in the first epoch of a run, too."""
-        if self._sizes is None:
-            return
-        size, epoch = self._sizes.at(position.epoch), position.epoch + 1
-        begins = self._sizes.changes_at(position.epoch) and not position.samples
-        if begins:
-            self._reporter.record("image_size", {"epoch": epoch, "step": position.global_step, "size": size})
-        if begins or not self._steps_run:
-            self._reporter.say(f"images of {size} px from epoch {epoch}")
+    def _next_batch(self, batches: Generator[Batch, None, None]) -> Batch | None:
+        """Return the next batch; None behind the epoch's last."""
+        self._notes.phase("data loading")
+        for observer in self._observers:
+            observer.before_batch()
+        return next(batches, None)
 
-    def _run_step(self, batch: Batch, position: Position) -> None:
-        network = self._replica.network
+    def _run_step(self, batch: Batch, position: Position) -> bool:
+        """Do one step, move the position on, and do what is due behind it; return whether it was a usual step."""
+        replica = self._replica
         # Neither an epoch's last one, nor of smaller images than those that the network was made for.
-        whole = batch.global_count == self._loader.sampler.batch and batch.image_shape in (None, network.image_shape)
-        if not whole:
-            self.step_times.leave_out()
-        if self._sample is not None:
-            self._sample.begin_step(whole=whole)
-        skipped = self._replica.update(batch, self._rate_at(position))
+        whole = batch.global_count == self._loader.sampler.batch and batch.image_shape in (None, replica.network.image_shape)
+        for observer in self._observers:
+            observer.before_step(batch, whole=whole)
+        cause = replica.update(batch, self._rate_at(position))
         begin_ns = self._trace.clock_ns() if self._trace is not None else 0
         self._settle(position)  # the previous step's totals; they travelled under this one
         self._steps_run += 1
-        news = 0 if self._saver is None else self._saver.news()
         stop = self._enough or self._stop_requested() or self._time_is_over(position, batch)
-        self._replica.post(stop=stop, news=news)
+        replica.post(stop=stop, status=self._state.status_flag())
         position.global_step += 1
         position.samples += batch.global_count
-        self._count_skips(skipped, position)
-        self._hear()
-        if _due(position.global_step, self._cadence.hash_steps, last=False):
-            # Before a checkpoint of the same step, from which a run may go on without doing the step again.
+        if cause is not None:
+            self._report_skip(cause, batch.epoch + 1)
+        exchanged = self._state.end(cause, replica.lr, replica.drain)
+        position.skipped, position.skipped_in_a_row = self._state.skipped, self._state.skipped_in_a_row
+        if exchanged and self._saver is not None and self._saver.last_seconds:
+            self._limit.wrote(self._saver.last_seconds)
+        # Before a checkpoint of the same step, from which a run may go on without doing the step again.
+        readers = [observer for observer in self._observers if observer.reads_state(position.global_step)]
+        if readers:
+            self._notes.phase(RunPhase.READ_STATE)
             self._settle(position)
-            self._hash(position)
-            self.step_times.leave_out()
-        every = self._cadence.checkpoint_steps
-        if self._enough or (every and position.global_step % every == 0):
-            self._settle(position)
-            if not self._stop:
-                self._save_once(position)
+        for observer in readers:
+            observer.read_state(position)
+        saved = self._save_in_epoch(position)
         if self._trace is not None:
             self._trace.add(Category.WORK, "bookkeeping", begin_ns, self._trace.clock_ns())
+        return whole and not (exchanged or readers or saved)
+
+    def _save_in_epoch(self, position: Position) -> bool:
+        """Write a checkpoint behind a step that has one; return whether it did."""
+        every = self._cadence.checkpoint_steps
+        if not (self._enough or (every and position.global_step % every == 0)):
+            return False
+        self._settle(position)
+        return not self._state.stop_requested and self._save_once(position)
 
     def _time_is_over(self, position: Position, batch: Batch) -> bool:
         """Whether this rank's limit asks for the end. position: before the step of `batch`, which ends."""
@@ -279,21 +258,9 @@ class Trainer:
         whole = position.epoch == self._cadence.epochs - 1 and position.samples == self._loader.sampler.samples
         return whole and self._test_loader is None and not self._enough
 
-    def _count_skips(self, cause: Cause | None, position: Position) -> None:
-        """Count and report the step behind which a position stands, if it has changed nothing.
-
-        Raises:
-            DivergedError: one step more than may be skipped, one after another.
-        """
-        if cause is None:
-            position.skipped_in_a_row = 0
-            return
-        position.skipped += 1
-        position.skipped_in_a_row += 1
-        self._reporter.record("skip", {"epoch": position.epoch + 1, "step": cause.step, **cause.facts()})
+    def _report_skip(self, cause: Cause, epoch: int) -> None:
+        self._reporter.record("skip", {"epoch": epoch, "step": cause.step, **cause.facts()})
         self._reporter.say(f"step {cause.step} skipped: {cause}")
-        if position.skipped_in_a_row > self._cadence.most_skips:
-            raise too_many_skips(position.skipped_in_a_row, cause, self._replica.lr)
 
     def _last_sample(self, position: Position) -> int:
         """Where this run will end if nobody stops it: samples, counted over all epochs."""
@@ -329,19 +296,6 @@ class Trainer:
         position.sums.add(totals)
         self._rate.add(totals.count)
         self._reporter.step(position.epoch + 1, position.global_step, position.sums, self._replica.lr, self._rate.per_second())
-        self._stop = self._stop or totals.stop > 0
-        self._news = max(self._news, totals.news)
-
-    def _hear(self) -> None:
-        """Ranks exchange how the writing of a checkpoint goes on, where there is something to tell."""
-        if self._saver is not None and self._news >= self._saver.size:
-            self._notes.phase(RunPhase.STATUS)
-            self._replica.drain()
-            self._saver.hear()
-            self.step_times.leave_out()
-            if self._saver.last_seconds:
-                self._limit.wrote(self._saver.last_seconds)
-        self._news = 0
 
     def _end_epoch(self, position: Position) -> RunningSums | None:
         values = position.sums.means() | {"images_per_second": self._rate.per_second()}
@@ -351,8 +305,8 @@ class Trainer:
         words = [f"epoch {epoch}/{self._cadence.epochs}: train loss {loss_text(values['loss'])}, top1 {values['top1']:.2%}"]
         position.epoch, position.samples, position.sums = position.epoch + 1, 0, RunningSums()
         self._notes.phase(RunPhase.ACCOUNT)
-        for tell in self._epoch_ended:
-            tell(position)
+        for observer in self._observers:
+            observer.after_epoch(position)
         evaluation = None
         if _due(position.epoch, self._cadence.evaluate_epochs, self._is_over(position)):
             evaluation = self.evaluate(position)
@@ -374,18 +328,20 @@ class Trainer:
         stops = self._early_stop is not None and self._early_stop.ends(position.stagnation)
         return position.epoch >= self._cadence.epochs or stops
 
-    def _save_once(self, position: Position) -> None:
-        if self._saved_step != position.global_step:
-            begin_ns = self._trace.clock_ns() if self._trace is not None else 0
-            self._check()
-            self._notes.phase(RunPhase.SAVE)
-            with self._limit.saving(whole=self._saver is None or not self._saver.asynchronous):
-                self._save(position)
-            self._saved_step = self._replica.kept_step = position.global_step
-            self._rate.restart()
-            self.step_times.leave_out()
-            if self._trace is not None:
-                self._trace.add(Category.WORK, "checkpoint", begin_ns, self._trace.clock_ns())
+    def _save_once(self, position: Position) -> bool:
+        """Write a checkpoint at a position, unless there is one already; return whether it did."""
+        if self._saved_step == position.global_step:
+            return False
+        begin_ns = self._trace.clock_ns() if self._trace is not None else 0
+        self._check()
+        self._notes.phase(RunPhase.SAVE)
+        with self._limit.saving(whole=self._saver is None or not self._saver.asynchronous):
+            self._save(position)
+        self._saved_step = self._replica.kept_step = position.global_step
+        self._rate.restart()
+        if self._trace is not None:
+            self._trace.add(Category.WORK, "checkpoint", begin_ns, self._trace.clock_ns())
+        return True
 
 
 def _due(number: int, every: int, last: bool) -> bool:

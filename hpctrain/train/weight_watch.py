@@ -1,20 +1,16 @@
 """Watches what ranks must hold alike, as memory and links may flip bits unnoticed.
 
 If every rank holds something, ranks compare it. In every step they compare sums of the parameters that the step has read,
-taken
-before its update overwrites them. Every few steps they compare checksums of one part of everything in turn, and before
+taken before its update overwrites them. Every few steps they compare checksums of one part of everything in turn, and before
 checkpoints those of everything. What only updates write, such as an owner's optimiser state (`optim/guarded.py`), running
 statistics and frozen parameters, a rank compares by itself with the sums that it took after its last write.
 
 `AgreedChecksums` compares the checksums within several groups of ranks by a few numbers in one sum over all ranks. n numbers h
-are
-equal exactly if n times the sum of h^2 equals the square of the sum of h (Cauchy-Schwarz). A 32-bit checksum is sent as two
-halves
-of 16 bits and their squares. Their float64 sums over fewer than 2^21 ranks are exact in any order.
+are equal exactly if n times the sum of h^2 equals the square of the sum of h (Cauchy-Schwarz). A 32-bit checksum is sent as
+two halves of 16 bits and their squares. Their float64 sums over fewer than 2^21 ranks are exact in any order.
 
 `PartChecksums` and `PartGuard` take the checksums, `difference` makes one sentence of those of all ranks: who holds other bits
-than
-the others, and of what.
+than the others, and of what.
 """
 
 from __future__ import annotations

@@ -38,9 +38,7 @@ from hpctrain.comm.progress import ProgressEngine
 from hpctrain.core.errors import OptionError
 from hpctrain.nn.parameter import FlatGroup, ParameterSpec
 from hpctrain.optim.ema import EMA, EmaRule
-from hpctrain.optim.optimizers.adamw import Adamw
-from hpctrain.optim.optimizers.lars import Lars
-from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.optimizers import Adamw, Lars, Sgd
 from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.train.snapshot import Position
 from hpctrain_testing.virtual.communicator import ThreadCommunicator

@@ -24,7 +24,7 @@ from hpctrain.comm.groups import GridAxis, ProcessGrid, TwoLevel
 from hpctrain.comm.link import LinkModel
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.core.errors import DivergedError
-from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.optimizers import Sgd
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine

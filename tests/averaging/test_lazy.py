@@ -17,7 +17,7 @@ from hpctrain.averaging.strategies.lazy import Lazy, LazyAverager
 from hpctrain.comm.base import Communicator, SingleCommunicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.optim.base import Optimizer
-from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.optimizers import Sgd
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine

@@ -48,7 +48,7 @@ from hpctrain.models.families import vgg
 from hpctrain.nn.network import declared
 from hpctrain.nn.parameter import GroupLayout, ParameterSpec
 from hpctrain.optim.base import NormsNeeded
-from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.optimizers import Sgd
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support.averaging import STRATEGIES, averaged, make, make_group, planned
 

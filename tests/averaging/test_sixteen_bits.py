@@ -32,7 +32,7 @@ from hpctrain.comm.sums import Wire
 from hpctrain.core.errors import OptionError
 from hpctrain.nn.parameter import FlatGroup, ParameterSpec
 from hpctrain.optim.base import Norms
-from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.optimizers import Sgd
 from hpctrain.planner.group_schedules import exchanged_bytes
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.counters import Counters, CountingCommunicator

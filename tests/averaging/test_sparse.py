@@ -27,8 +27,7 @@ from hpctrain.averaging.strategies.sparse import (
 from hpctrain.averaging.top_k import Selection, TopK
 from hpctrain.comm.link import LinkModel
 from hpctrain.optim.base import Optimizer
-from hpctrain.optim.optimizers.lars import Lars
-from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.optimizers import Lars, Sgd
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine, wait

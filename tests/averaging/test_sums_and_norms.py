@@ -28,8 +28,7 @@ from hpctrain.comm.progress import ProgressEngine
 from hpctrain.core.intervals import ShardsOfRank, even
 from hpctrain.nn.parameter import FlatGroup, GroupLayout, Parameter, ParameterSpec
 from hpctrain.optim.base import Norms, Optimizer
-from hpctrain.optim.optimizers.lars import Lars
-from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.optimizers import Lars, Sgd
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine

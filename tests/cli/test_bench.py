@@ -61,12 +61,13 @@ def test_a_run_of_several_ranks_ends_with_an_account_of_its_steps(job: Start, fo
     assert seconds > exposed > 0
     predicted = record["predicted_step_seconds"]
     assert isinstance(predicted, float)
-    assert f"predicted {predicted:.3g} s a step, measured {seconds:.3g} (" in outcome.stdout
+    whole = outcome.stdout.replace("\n  ", " ")
+    assert f"step time {seconds * 1e3:.3g} ms (predicted {predicted * 1e3:.3g} ms); communication not hidden" in whole
     messages = record["measured_messages_seconds"]
     assert isinstance(messages, float)
     assert 0 < messages < seconds
-    whole = outcome.stdout.replace(";\n  ", "; ")
-    assert f" against {exposed:.3g}; posting and progress took {messages:.2g} s\n" in whole
+    assert f"communication not hidden {exposed * 1e3:.3g} ms (predicted " in whole
+    assert f" ms); posting and progress {messages * 1e3:.3g} ms\n" in whole
 
 
 @pytest.mark.parametrize(("ranks", "epochs"), [(0, 5), (2, 3)])

@@ -172,7 +172,7 @@ def test_the_table_fits_and_gives_the_command_line() -> None:
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert lines[0].startswith("Simulated: small on 4 ranks, batch 8; images 28 x 28 x 1")
-    assert sum(line.startswith("   Against ") for line in lines) == 2
+    assert sum(line.startswith("   Compared with ") for line in lines) == 2
     assert max(map(len, lines[:-1])) <= 100
     command = shlex.split(lines[-1])
     assert command[:8] == ["mpiexec", "-n", "4", "python", "-m", "mpi4py", "-m", "hpctrain"]

@@ -11,7 +11,7 @@ import pytest
 
 from hpctrain.data.loader import Batch
 from hpctrain.data.sampler import Sampler
-from hpctrain.optim.schedules.cosine import Cosine
+from hpctrain.optim.schedules import Cosine
 from hpctrain.runs.directory import RunDirectory
 from hpctrain.storage import checkpoint
 from hpctrain.train.step import TrainingStep

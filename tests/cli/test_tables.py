@@ -242,7 +242,7 @@ def test_all_lines_fit_but_the_command(capsys: pytest.CaptureFixture, monkeypatc
     assert lines[-1] == f"  {command}"
     assert max(map(len, lines[:-1])) <= 80
     assert lines[0].startswith("Simulated: small on 4 ranks")
-    assert any(line.startswith("   Against 1: 1 s longer") for line in lines)
+    assert any(line.startswith("   Compared with 1: 1 s longer") for line in lines)
     assert not any(line.startswith("Batch norm") for line in lines)  # its statistics are synchronised
     assert any("A rank needs up to 2,000,000 MB" in line for line in lines)
 

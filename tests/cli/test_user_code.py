@@ -38,7 +38,7 @@ from hpctrain.nn.layers import Linear
 from hpctrain.nn.layers import ReLU
 from hpctrain.nn.layers import Sequential
 from hpctrain.optim.base import Optimizer
-from hpctrain.optim.schedules.base import LearningRateSchedule
+from hpctrain.optim.schedules import LearningRateSchedule
 from hpctrain.train.metrics import Reporter
 
 

@@ -11,7 +11,6 @@ from PIL import Image
 from hpctrain.data import image_file as data_format
 from hpctrain.data.convert.common import PictureForm, pack
 from hpctrain.data.image_file import ImageFile
-from tests.support.write_fixtures import write_data_version_1
 
 
 @pytest.fixture
@@ -61,19 +60,6 @@ def picture_contents(count, seed=5):
         image.convert(kind).save(file, "PNG" if kind == "P" else "JPEG")
         contents.append(file.getvalue())
     return contents
-
-
-@pytest.fixture
-def as_version_1():
-    """as_version_1(path): another file with the contents as version 1 had them."""
-
-    def write(path):
-        contents = ImageFile.open(path)
-        path = path.with_name("version 1.h5")
-        write_data_version_1(contents, path)
-        return path
-
-    return write
 
 
 @pytest.fixture(scope="session")

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from hpctrain.comm.base import SingleCommunicator
 from hpctrain.comm.shared_memory import SharedMemory
 from hpctrain.data import local_copy
-from hpctrain.data.cache import CountedImages, FillingPlan, NodeRank, ReadCounts, SampleMemory, bytes_for, held_in
+from hpctrain.data.cache import FillingPlan, NodeRank, ReadCounts, SampleCache, bytes_for, held_in
 from hpctrain.data.image_file import ImageFile
-from hpctrain.data.local_copy import LocalCopy, LocalFile, LocalRequest, LocalSamples, fixed_size, open_local, table_bytes
+from hpctrain.data.local_copy import LocalCopy, LocalFile, LocalRequest, open_local, table_bytes
 from hpctrain.data.readers import UnreadableError
 from hpctrain_testing.virtual.run import run_virtual
 from tests.support.sampling import amount
@@ -69,12 +69,12 @@ class Node:
         self.sources = [Source(self.bad if rank == 0 else ()) for rank in range(self.ranks)]
         self.counts = [ReadCounts() for _ in range(self.ranks)]
         self.levels = [
-            SampleMemory(CountedImages(source, counts), memory, self.held, counts, NodeRank(rank, self.ranks))
+            SampleCache(source, counts, memory, self.held, NodeRank(rank, self.ranks))
             for rank, (source, counts) in enumerate(zip(self.sources, self.counts, strict=True))
         ]
 
 
-def taken(level: SampleMemory, samples: list[int]) -> np.ndarray:
+def taken(level: SampleCache, samples: list[int]) -> np.ndarray:
     out = np.full((len(samples), *SHAPE), 99, np.uint8)
     assert level.take(np.array(samples, np.int64), out) is out
     return out
@@ -122,7 +122,7 @@ def test_ranks_that_need_the_same_samples_at_once_share_the_reading() -> None:
     node = Node(2, N)
     start = threading.Barrier(2)
 
-    def read(level: SampleMemory) -> None:
+    def read(level: SampleCache) -> None:
         start.wait()
         level.bring(np.arange(N))
 
@@ -148,8 +148,8 @@ def test_a_sample_that_others_stand_in_for_is_not_kept_and_stays_replaced_on_its
 
 def test_an_error_leaves_nothing_that_looks_as_if_it_were_there() -> None:
     memory = SharedMemory(np.zeros(bytes_for(N, SIZE), np.uint8))
-    broken = SampleMemory(Source((7,), stops=True), memory, N, ReadCounts())
-    intact = SampleMemory(Source(), memory, N, ReadCounts())
+    broken = SampleCache(Source((7,), stops=True), ReadCounts(), memory, N)
+    intact = SampleCache(Source(), ReadCounts(), memory, N)
     for read in (lambda: taken(broken, [6, 7, 8]), lambda: broken[7], lambda: broken.bring(np.array([6, 7]))):
         with pytest.raises(UnreadableError, match="Sample 7"):
             read()
@@ -167,7 +167,7 @@ def test_a_rank_waits_for_another_that_reads_and_then_reads_by_itself() -> None:
             memory.array[bytes_for(0, SIZE) + 64 + 2 * SIZE :][:SIZE] = PIXELS[2].reshape(-1)
             memory.array[2] = 2  # it is there
 
-    level = SampleMemory(source, memory, N, ReadCounts(), patience_seconds=0.05, sleep=sleep)
+    level = SampleCache(source, ReadCounts(), memory, N, patience_seconds=0.05, sleep=sleep)
     assert np.array_equal(taken(level, [1, 2, 5]), PIXELS[[1, 2, 5]])
     assert source.taken == [1, 5]
     assert sum(pauses) == pytest.approx(0.05)
@@ -210,7 +210,7 @@ class Copies:
         table = SharedMemory(np.zeros(table_bytes(count), np.uint8))
         self.path = path
         path.touch()
-        self.ranks = [LocalCopy(os.open(path, os.O_RDWR), fixed_size(SIZE), table, first, count) for _ in range(2)]
+        self.ranks = [LocalCopy(os.open(path, os.O_RDWR), SIZE, table, first, count) for _ in range(2)]
 
 
 def read(copy: LocalCopy, sample: int) -> bytes | None:
@@ -227,24 +227,6 @@ def test_each_rank_reads_what_any_has_written(tmp_path: Path) -> None:
     for sample in (7, 3, 2, 8):
         first.write(sample, pixels_of(sample))
     assert [read(second, sample) for sample in (2, 3, 4, 7, 8)] == [None, PIXELS[3].tobytes(), None, PIXELS[7].tobytes(), None]
-
-
-def test_samples_of_any_size(tmp_path: Path) -> None:
-    """The bytes of pictures as they are stored, one behind the other."""
-    path = tmp_path / "copy"
-    path.touch()
-    lengths = [5, 0, 700, 1]
-    ends = np.cumsum(lengths).tolist()
-    stored = [os.urandom(length) for length in lengths]
-    table = SharedMemory(np.zeros(table_bytes(4), np.uint8))
-    copy = LocalCopy(os.open(path, os.O_RDWR), lambda number: (ends[number] - lengths[number], lengths[number]), table, 0, 4)
-    for sample in (2, 0, 3, 1):
-        copy.write(sample, memoryview(stored[sample]))
-    for sample, expected in enumerate(stored):
-        out = bytearray(lengths[sample])
-        assert copy.read(sample, memoryview(out))
-        assert out == expected
-    assert path.stat().st_size == 706
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "removed disk"])
@@ -301,7 +283,7 @@ def levels() -> Iterator[tuple[int, int]]:
 def test_images_through_it_are_those_of_the_source(tmp_path: Path, data: st.DataObject, place: tuple[int, int]) -> None:
     (tmp_path / "copy").unlink(missing_ok=True)
     copies, counts = Copies(tmp_path / "copy", *place), ReadCounts()
-    ranks = [LocalSamples(CountedImages(Source(), counts), copy, counts) for copy in copies.ranks]
+    ranks = [SampleCache(Source(), counts, copy=copy) for copy in copies.ranks]
     given_samples = 0
     for _ in range(data.draw(st.integers(1, 5))):
         level = ranks[data.draw(st.integers(0, 1))]
@@ -322,7 +304,7 @@ def test_images_through_it_are_those_of_the_source(tmp_path: Path, data: st.Data
 def test_a_sample_that_others_stand_in_for_is_not_kept(tmp_path: Path) -> None:
     copies = Copies(tmp_path / "copy")
     broken, intact = (
-        LocalSamples(source, copy, ReadCounts()) for source, copy in zip((Source((4,)), Source()), copies.ranks, strict=True)
+        SampleCache(source, ReadCounts(), copy=copy) for source, copy in zip((Source((4,)), Source()), copies.ranks, strict=True)
     )
     samples, out = np.array([3, 4]), np.empty((2, *SHAPE), np.uint8)
     for _ in range(2):

@@ -52,7 +52,7 @@ from hpctrain.config.load import parse
 from hpctrain.data import image_file as data_format
 from hpctrain.data.fetch import CLASS_NAMES
 from hpctrain.nn.parameter import FlatGroup
-from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.optimizers import Sgd
 from hpctrain.planner import machine_file
 from hpctrain.site import profile
 from tests.support import how_tos

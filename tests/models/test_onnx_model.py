@@ -16,10 +16,11 @@ from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.operators import StepContext
 from hpctrain.backend.specs import Shape
 from hpctrain.core.errors import BackendError, CheckpointError
-from hpctrain.models import catalogue, onnx_model, state_dict
+from hpctrain.models import catalogue, onnx_model
 from hpctrain.nn.custom import ArrayLayer
 from hpctrain.nn.layers import AveragePool, Conv2d, Flatten, Layer, Linear, MaxPool, Sequential
 from hpctrain.nn.network import Network
+from tests.support import network_state
 from tests.support.nets import plain, residual
 
 _SMALLEST = {"alexnet": 83, "vgg": 45, "resnet_small": 19, "small": 29, "resnet": 33, "resnet9": 19}
@@ -50,7 +51,7 @@ def their_logits(proto: Any, x: np.ndarray) -> np.ndarray:
 
 
 def exported(network: Network, metadata: dict[str, str] | None = None) -> Any:
-    return onnx_model.onnx_model(network.model, network.image_shape, state_dict.export(network), metadata or {})
+    return onnx_model.onnx_model(network.model, network.image_shape, network_state.export(network), metadata or {})
 
 
 @pytest.mark.slow

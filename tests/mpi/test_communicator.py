@@ -24,7 +24,7 @@ from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.sums import Wire, sums_over
 from hpctrain.comm.transports import Transport, reaching
 from hpctrain.core.errors import DataError, ShapeError
-from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.optimizers import Sgd
 from hpctrain.parallel.groups import RankStatistics
 from hpctrain_testing.emulator.device import EmulatedDevice
 from hpctrain_testing.virtual.communicator import ThreadCommunicator

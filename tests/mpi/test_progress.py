@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Generator
 from functools import partial
 from pathlib import Path
 
@@ -26,12 +25,11 @@ from hpctrain.comm.base import Communicator
 from hpctrain.comm.link import measure_offset
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.progress_mode import ProgressMode
-from hpctrain.data.loader import Batch
-from hpctrain.optim.optimizers.lars import Lars
-from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.optimizers import Lars, Sgd
 from hpctrain.run.trace_report import TABLE_FILE, TRACE_FILE, TraceReport
 from hpctrain.trace.tracer import Tracer
-from hpctrain.train.step import traced_steps
+from hpctrain.train.accounts import StepTrace
+from hpctrain.train.snapshot import Position
 from tests.support import nets
 from tests.support.training import Task, batches, replica_of, train
 
@@ -135,15 +133,15 @@ def _run(world: Communicator, tracer: Tracer, directory: Path) -> list[str]:
     replica = replica_of(task, world, progress, Blocking)
     report = TraceReport(world, progress, tracer)
 
-    def loaded() -> Generator[Batch, None, None]:
-        for batch in batches(task, world.rank, world.size):
-            if world.rank == world.size - 1:
-                time.sleep(LATE_SECONDS)
-            yield batch
-
-    for batch in traced_steps(loaded(), tracer):
+    steps = StepTrace(tracer)
+    for batch in batches(task, world.rank, world.size):
+        steps.before_batch()
+        if world.rank == world.size - 1:
+            time.sleep(LATE_SECONDS)
+        steps.before_step(batch, whole=True)
         replica.step(batch, task.lr)
         replica.settle()
+        steps.after_step(Position(), usual=True)
     return report.finish(directory, {"kernels": "numpy"})
 
 

@@ -23,8 +23,7 @@ from hpctrain.core.errors import CollectiveMismatchError
 from hpctrain.models import catalogue
 from hpctrain.nn.layers import Layer
 from hpctrain.optim.base import Optimizer
-from hpctrain.optim.optimizers.lars import Lars
-from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.optimizers import Lars, Sgd
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.train.replica import Replica, StrategyFactory

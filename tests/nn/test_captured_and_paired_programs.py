@@ -301,6 +301,6 @@ def test_gradients_are_written_to_their_homes() -> None:
     kept, _ = _run(network, network.side_by_side([(2,), (3,)]))
     for parameter in network.parameters.values():
         parameter.grad[...] = 0
-    _run(network, network.side_by_side([(2,), (3,)], homes=home))
+    _run(network, network.side_by_side([(2,), (3,)], gradient_buffers=home))
     assert {(place, name): value.tobytes() for (name, place), value in homes.items()} == kept.gradients
     assert not any(parameter.grad.any() for parameter in network.parameters.values())

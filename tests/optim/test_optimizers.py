@@ -14,13 +14,10 @@ from hypothesis import strategies as st
 from hpctrain.backend import host_arithmetic
 from hpctrain.core.errors import ConfigError
 from hpctrain.nn.parameter import FlatGroup, ParameterSpec, Segment
-from hpctrain.optim.base import Norms, NormsNeeded, Optimizer, clip_scale
+from hpctrain.optim.base import Norms, NormsNeeded, Optimizer
 from hpctrain.optim.ema import EmaRule, with_ema
-from hpctrain.optim.guarded import guarded
-from hpctrain.optim.optimizers.adamw import Adamw
-from hpctrain.optim.optimizers.lamb import Lamb
-from hpctrain.optim.optimizers.lars import Lars
-from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.guarded import GuardedOptimizer
+from hpctrain.optim.optimizers import Adamw, Lamb, Lars, Sgd, clip_scale
 from tests.support.sampling import amount
 
 SHAPES = {"conv.weight": (7, 3, 3, 5), "norm.weight": (7,), "norm.bias": (7,), "fc.weight": (9, 25), "fc.bias": (25,)}
@@ -289,7 +286,7 @@ def test_a_watched_lamb_finds_nothing_but_a_bit_that_changes_between_updates() -
     group, other = make_group("float32"), make_group("float32")
     grads = gradients(group, 4)
     expected = run(Lamb(), other, grads[:3], RATES[:3])
-    optimizer = guarded(Lamb())
+    optimizer = GuardedOptimizer(Lamb())
     optimizer.bind(group, group.segments)
     optimizer.watch(parameters=True)
     go_on(optimizer, group, grads[:3], RATES[:3])

@@ -10,12 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.core.errors import ConfigError
-from hpctrain.optim.schedules import SCHEDULES
-from hpctrain.optim.schedules.base import LearningRateSchedule
-from hpctrain.optim.schedules.constant import Constant
-from hpctrain.optim.schedules.cosine import Cosine
-from hpctrain.optim.schedules.polynomial import Polynomial
-from hpctrain.optim.schedules.step import Step
+from hpctrain.optim.schedules import SCHEDULES, Constant, Cosine, LearningRateSchedule, Polynomial, Step
 
 COMMON = {"base_lr": 0.4, "epochs": 9, "steps_per_epoch": 7}
 

@@ -16,11 +16,8 @@ from hpctrain.core.errors import ConfigError
 from hpctrain.nn.parameter import FlatGroup, ParameterSpec, Segment
 from hpctrain.optim.base import NormsNeeded, Optimizer, Packing, UpdateCounts
 from hpctrain.optim.ema import EMA, EmaRule, with_ema
-from hpctrain.optim.guarded import GuardedOptimizer, guarded
-from hpctrain.optim.optimizers.adamw import Adamw
-from hpctrain.optim.optimizers.lamb import Lamb
-from hpctrain.optim.optimizers.lars import Lars
-from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.guarded import GuardedOptimizer
+from hpctrain.optim.optimizers import Adamw, Lamb, Lars, Sgd
 from tests.optim.test_optimizers import gradients, make_group, norms_of
 
 
@@ -102,7 +99,7 @@ def _group(dtype: str) -> FlatGroup:
 
 
 def _bound(group: FlatGroup, owned: Sequence[Segment], *, parameters: bool = True, momentum: float = 0.9) -> GuardedOptimizer:
-    optimizer = guarded(Sgd(momentum=momentum))
+    optimizer = GuardedOptimizer(Sgd(momentum=momentum))
     optimizer.bind(group, owned)
     optimizer.watch(parameters=parameters)
     return optimizer
@@ -198,7 +195,7 @@ def test_without_state_and_parameters_there_is_nothing_to_watch() -> None:
 
 def test_an_optimiser_that_is_not_watched_compares_nothing() -> None:
     group = _group("float32")
-    optimizer = guarded(Sgd(momentum=0.9))
+    optimizer = GuardedOptimizer(Sgd(momentum=0.9))
     optimizer.bind(group, _owned(group))
     _watched_step(optimizer, group, _pieces(group), 0)
     group.data[...] = 0.0
@@ -209,7 +206,7 @@ def test_an_optimiser_that_is_not_watched_compares_nothing() -> None:
 
 @pytest.mark.parametrize("inner", [Sgd(momentum=0.5, clip_norm=0.3), Lars(), Sgd()])
 def test_a_guarded_optimiser_has_the_attributes_of_its_optimiser(inner: Optimizer) -> None:
-    optimizer = guarded(inner)
+    optimizer = GuardedOptimizer(inner)
     said = (optimizer.norms_needed, optimizer.layer_norms, optimizer.clip_norm, optimizer.momentum)
     assert said == (inner.norms_needed, inner.layer_norms, inner.clip_norm, inner.momentum)
     assert optimizer.needs_norms == (inner.norms_needed is not NormsNeeded.NONE)

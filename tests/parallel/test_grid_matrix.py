@@ -12,8 +12,7 @@ from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.onednn.kernel_set import OnednnKernelSet, available
 from hpctrain.backend.operators import KernelSet
-from hpctrain.optim.optimizers.lars import Lars
-from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.optimizers import Lars, Sgd
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine

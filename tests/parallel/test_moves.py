@@ -22,7 +22,7 @@ from hpctrain.data.loader import cut
 from hpctrain.data.sampler import counts as shares
 from hpctrain.models import catalogue
 from hpctrain.nn.layers import AdaptiveAveragePool, Conv2d, Flatten, Layer, Linear, MaxPool, ReLU, Sequential
-from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.optimizers import Sgd
 from hpctrain.parallel import layout
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.layout import Layout

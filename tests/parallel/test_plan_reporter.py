@@ -19,7 +19,7 @@ from hpctrain.core.errors import ConfigError
 from hpctrain.data.sampler import counts
 from hpctrain.models import catalogue
 from hpctrain.nn.network import Network, declared
-from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.optimizers import Sgd
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.layout import LayoutKind
 from hpctrain.parallel.moves import SplitGroup

@@ -29,7 +29,7 @@ from hpctrain.nn.layers import (
 )
 from hpctrain.nn.network import declared
 from hpctrain.nn.program import Program
-from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.optimizers import Sgd
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.plan_report import PlanReport, report_plan
 from hpctrain_testing.virtual.communicator import ThreadCommunicator

@@ -33,7 +33,7 @@ from hpctrain.core.intervals import even_intervals, relative, shape_of, whole
 from hpctrain.models import catalogue
 from hpctrain.nn.compile.compiler import compile_graph
 from hpctrain.nn.layers import Conv2d, Flatten, Layer, Linear, ReLU, Residual, Sequential
-from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.optimizers import Sgd
 from hpctrain.parallel import layout
 from hpctrain.parallel.layout import Layout, LayoutKind, local_window, receptive_field, window_receptive_field
 from hpctrain.parallel.moves import (

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("torch", reason="PyTorch is not installed (make parity installs it)")
 
 from hpctrain.core.errors import ConfigError
-from hpctrain.models.state_dict import export
+from tests.support.network_state import export
 
 pytestmark = [pytest.mark.torch, pytest.mark.job]  # imports of torch ask the system for its processor
 

@@ -18,10 +18,11 @@ import torch
 from hpctrain.backend.counter_random import keep_mask, key
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.operators import StepContext
-from hpctrain.models import catalogue, state_dict
+from hpctrain.models import catalogue
 from hpctrain.nn.network import Network, layer_of
-from hpctrain.optim.optimizers.lamb import Lamb
+from hpctrain.optim.optimizers import Lamb
 from tests.optim.test_optimizers import gradients, make_group, run
+from tests.support import network_state
 from tests.support.torch_parity import MODELS, compare, gradient_median, make_batch, torch_module
 
 pytestmark = pytest.mark.torch
@@ -69,7 +70,7 @@ def assert_a_step_is_torchs(network: Network, module: Any, ids: np.ndarray, pixe
 def test_a_step_of_stochastic_depth_is_torchs_with_the_same_masks(name: str, pixels: int, width: float) -> None:
     options = {"classes": CLASSES, "width": width, "stochastic_depth": LAST, "seed": SEED}
     network = Network(catalogue.build(name, options), (pixels, pixels, 3), NumpyKernelSet(), dtype="float64", seed=1)
-    module = torch_module(name, width, state_dict.export(network), "float64")
+    module = torch_module(name, width, network_state.export(network), "float64")
     blocks = [child for child, part in module.named_modules() if hasattr(part, "bn2")]
     dropped = 0
     for block, rate in zip(blocks, np.linspace(0.0, LAST, len(blocks)).tolist(), strict=True):  # timm's rule
@@ -91,7 +92,7 @@ def test_names_and_evaluation_are_those_without_stochastic_depth() -> None:
         program = network.program(2, training=False)
         program.set_input(np.random.default_rng(0).standard_normal((2, 9, 9, 3)))
         logits.append(program.forward(StepContext(training=False)).copy())
-        names.append(list(state_dict.export(network)))
+        names.append(list(network_state.export(network)))
     np.testing.assert_array_equal(*logits)
     assert names[0] == names[1]
 
@@ -103,7 +104,7 @@ def test_frozen_layers_train_as_in_torch() -> None:
     network = Network(model, (17, 17, 3), NumpyKernelSet(), dtype="float64", seed=6, frozen=frozen)
     for name, view in network.statistics.views.items():
         view[...] = 0.5 + np.random.default_rng(len(name)).random(view.shape)
-    module = torch_module("resnet20", 1.0, state_dict.export(network), "float64")
+    module = torch_module("resnet20", 1.0, network_state.export(network), "float64")
     module.train()
     for name, child in module.named_modules():
         if name in network.frozen:

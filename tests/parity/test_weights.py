@@ -18,11 +18,12 @@ from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.operators import StepContext
 from hpctrain.cli.main import cli
 from hpctrain.core.errors import CheckpointError
-from hpctrain.models import catalogue, state_dict
+from hpctrain.models import catalogue
 from hpctrain.models.state_dict import declared_state, with_counters
 from hpctrain.nn.network import Network
 from hpctrain.storage import weights_file
 from hpctrain.storage.weights_file import WeightsFile
+from tests.support import network_state
 
 pytestmark = pytest.mark.torch
 
@@ -72,7 +73,7 @@ def test_imported_weights_give_torchvisions_logits(theirs: Any, name: str, pixel
     assert result.exit_code == 0, result.output
     model = catalogue.build(name, {"classes": CLASSES, "width": width})
     network = Network(model, (pixels, pixels, 3), NumpyKernelSet())
-    state_dict.restore(network, weights_file.read(tmp_path / "ours.safetensors").tensors)
+    network_state.restore(network, weights_file.read(tmp_path / "ours.safetensors").tensors)
     x = np.random.default_rng(0).standard_normal((2, pixels, pixels, 3), np.float32)
     program = network.program(2, training=False)
     program.set_input(x)
@@ -87,7 +88,7 @@ def test_files_of_pytorch_are_written_and_loaded_strictly(tmp_path: Path) -> Non
     from hpctrain.bench import torch_models
 
     network = Network(catalogue.build("resnet20", {"classes": CLASSES}), (9, 9, 3), NumpyKernelSet(), seed=4)
-    state = with_counters(state_dict.export(network), 12)
+    state = with_counters(network_state.export(network), 12)
     weights_file.write(tmp_path / "w.pt", WeightsFile(state))
     loaded = torch.load(tmp_path / "w.pt", weights_only=True)
     module, _, _ = torch_models.build("resnet20", classes=CLASSES)

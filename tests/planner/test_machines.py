@@ -85,7 +85,7 @@ def test_an_installed_machine_is_found_by_its_name_and_every_number_has_a_source
 
 def test_installed_machines_are_named() -> None:
     assert machine_file.names() == NAMES
-    with pytest.raises(ConfigError, match=r"There is no machine file 'xc41'; as for installed machines, the nearest is \"xc40\""):
+    with pytest.raises(ConfigError, match=r"There is no machine file 'xc41'; of installed machines, the nearest is \"xc40\""):
         machine_file.read("xc41")
 
 
@@ -150,8 +150,8 @@ def test_a_machine_is_written_to_a_file(tmp_path: Path) -> None:
         ),
         (NODES, "nodes: {value: many, source: mine}", "m.yaml:4: nodes is many, but must be an integer."),
         (NODES, "nodes: {value: 1.5, source: mine}", "m.yaml:4: nodes is 1.5, but must be an integer."),
-        (NODES, "nodes: 3", "m.yaml:4: nodes does not say where it is from; write {value: ..., source: ...}"),
-        (NODES, "nodes: {value: 3, source: ''}", "m.yaml:4: nodes does not say where it is from"),
+        (NODES, "nodes: 3", "m.yaml:4: nodes has no source; write {value: ..., source: ...}"),
+        (NODES, "nodes: {value: 3, source: ''}", "m.yaml:4: nodes has no source"),
         (NODES, "node: {value: 3, source: mine}", 'Unknown key "node"; the nearest is "nodes"'),
         (
             "alpha_seconds: 0.6e-6",

@@ -14,7 +14,7 @@ from hpctrain.averaging.averagers import make_strategy
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.core.errors import ConfigError
 from hpctrain.nn.layers import AdaptiveAveragePool, Conv2d, Flatten, Linear, Sequential
-from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.optimizers import Sgd
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.planner.averaging_costs import AveragerChoice
 from hpctrain.planner.compute_costs import ComputeCosts, RateCosts
@@ -129,7 +129,7 @@ def test_what_does_not_fit_comes_last_and_says_so() -> None:
     fits = [choice.fits for choice in result.choices]
     assert fits == sorted(fits, reverse=True)
     assert result.best.candidate.plan.rows == 1
-    assert result.choices[-1].why == "does not fit: 1.02e+03 GiB of 16 GiB"
+    assert result.choices[-1].why == "does not fit: needs 1.02e+03 GiB of 16 GiB"
 
 
 def test_lean_candidates_are_simulated_where_no_fast_one_fits() -> None:
@@ -230,9 +230,12 @@ BEST = prediction(CONV, FC)
         (prediction(replace(CONV, compute_seconds=0.9), FC), "0.6 s longer: 0.6 s more computed, most of it in conv1"),
         (prediction(CONV, FC, left_over=0.2), "0.2 s longer: 0.2 s more computed, most of it in the rest of the step"),
         (prediction(CONV, FC, Row("sums", "communication", exposed_seconds=0.5)), "0.5 s more exposed, most of it in sums"),
-        (prediction(CONV, replace(FC, exposed_seconds=0.0101)), "takes as long, as far as predictions tell"),
-        (prediction(CONV, replace(FC, compute_seconds=0.19)), "10 ms shorter, which is less than predictions of split layers"),
-        (prediction(CONV, FC, memory_bytes=9 << 30), "does not fit: 9 GiB of 8 GiB"),
+        (prediction(CONV, replace(FC, exposed_seconds=0.0101)), "as fast, within the accuracy of predictions"),
+        (
+            prediction(CONV, replace(FC, compute_seconds=0.19)),
+            "10 ms shorter, which is within the error of predictions for split layers",
+        ),
+        (prediction(CONV, FC, memory_bytes=9 << 30), "does not fit: needs 9 GiB of 8 GiB"),
     ],
     ids=["exposed", "computed", "left over", "communication", "equal", "shorter", "memory"],
 )

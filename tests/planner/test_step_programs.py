@@ -22,9 +22,7 @@ from hpctrain.nn.layers import Layer
 from hpctrain.nn.network import declared
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.ema import EmaRule
-from hpctrain.optim.optimizers.adamw import Adamw
-from hpctrain.optim.optimizers.lamb import Lamb
-from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.optimizers import Adamw, Lamb, Sgd
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.plan_report import report_plan
 from hpctrain.planner.compute_costs import RateCosts

@@ -54,10 +54,11 @@ def _heard(machine: str | None, choice: Any = None, steps: Any = MEASURED) -> He
     kernels = SimpleNamespace(arithmetic=SimpleNamespace(on_host=True))
     parts: Any = SimpleNamespace(backend=SimpleNamespace(kernels=kernels), replica=None)
     account = RunAccount(session, parts, ProgressMode.TEST)
-    assert (account.sample is not None) == (machine is not None and choice is None)
+    assert len(account.observers) == (2 if machine is not None and choice is None else 1)
+    account._step_times = SimpleNamespace(measured=lambda: steps)
     outcome: Any = SimpleNamespace(stopped=False, steps_reached=False, position=SimpleNamespace(global_step=26))
     heard = Heard()
-    account.finish(SimpleNamespace(measured=lambda: steps), outcome, heard)
+    account.finish(outcome, heard)
     return heard
 
 
@@ -68,17 +69,16 @@ def test_a_run_without_a_machine_or_of_few_steps_has_no_account() -> None:
 
 def test_a_run_that_chose_is_compared_with_the_prediction_that_it_chose_by() -> None:
     heard = _heard("xc40", SimpleNamespace(prediction=PREDICTED))
-    compared = "predicted 0.4 s a step, measured 0.5 (80%); exposed 0.2 against 0.25;"
-    assert heard.lines == [compared, "  posting and progress took 0 s"]
+    compared = "communication not hidden 250 ms (predicted 200 ms); posting and progress 0 ms"
+    assert heard.lines == ["step time 500 ms (predicted 400 ms);", f"  {compared}"]
     ((kind, values),) = heard.records
     assert kind == "steps"
     assert (values["step"], values["predicted_step_seconds"], values["accuracy"]) == (26, 0.4, pytest.approx(0.8))
 
 
 def test_a_machine_that_is_gone_is_no_failure_of_the_run() -> None:
-    measured, messages, reason = _heard("nowhere.yaml").lines
-    assert measured == "measured 0.5 s a step, of which 0.25 s waited for messages;"
-    assert messages == "  posting and progress took 0 s;"
+    measured, reason = _heard("nowhere.yaml").lines[:2]
+    assert measured == "step time 500 ms; communication not hidden 250 ms; posting and progress 0 ms;"
     assert reason.startswith("  no prediction: There is no machine file")
 
 
@@ -102,11 +102,14 @@ def test_accuracy_is_what_the_error_leaves_of_the_measured_time(predicted: float
 
 
 def test_lines_of_80_columns_and_facts_hold_the_prediction_and_the_run() -> None:
-    compared = "predicted 0.452 s a step, measured 0.461 (98%); exposed 0.0411 against 0.0471;"
-    assert accounts.step_lines(STEP, PREDICTED_STEP) == [compared, "  posting and progress took 0.0017 s"]
-    measured = "measured 0.461 s a step, of which 0.0471 s waited for messages;"
-    for reason, end in (("", ""), ("there is no machine", "; no prediction: there is no machine")):
-        assert accounts.step_lines(STEP, None, reason) == [measured, f"  posting and progress took 0.0017 s{end}"]
+    predicted_waits = "  communication not hidden 47.1 ms (predicted 41.1 ms);"
+    compared = ["step time 461 ms (predicted 452 ms);", predicted_waits, "  posting and progress 1.72 ms"]
+    assert accounts.step_lines(STEP, PREDICTED_STEP) == compared
+    measured = "step time 461 ms; communication not hidden 47.1 ms; posting and progress 1.72 ms"
+    for reason, end in (("", []), ("there is no machine", ["  no prediction: there is no machine"])):
+        assert accounts.step_lines(STEP, None, reason) == [measured + ";" * bool(end), *end]
+    long = accounts.step_lines(MeasuredStep(1.2345, 0.0, 40, 0.0))
+    assert long == ["step time 1,234 ms; communication not hidden 0 ms; posting and progress 0 ms"]
     facts = {"step": 46, "steps": 40, "measured_step_seconds": 0.4614, "measured_exposed_seconds": 0.04712}
     facts |= {"measured_messages_seconds": 0.00172}
     assert accounts.step_facts(STEP, 46) == facts
@@ -123,9 +126,9 @@ def _waited(*of_ranks: list[DataWait]) -> list[Heard]:
         heard = Heard()
         account = DataAccount(session, heard)
         *epochs, rest = of_ranks[comm.rank]
-        account.waits = SimpleNamespace(take=partial(next, iter([*epochs, rest])))
+        account.take = partial(next, iter([*epochs, rest]))  # type: ignore[method-assign]
         for number in range(1, len(epochs) + 1):
-            account.tell(Position(epoch=number, global_step=10 * number))
+            account.after_epoch(Position(epoch=number, global_step=10 * number))
         account.finish(Position(epoch=len(epochs), global_step=10 * len(epochs) + rest.steps))
         return heard
 

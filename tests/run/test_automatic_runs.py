@@ -19,8 +19,7 @@ from hpctrain.config.schema import Config
 from hpctrain.core.errors import CheckpointError, ConfigError
 from hpctrain.data import image_file as data_format
 from hpctrain.job.automatic_choice import CHOICE_META, AutomaticChoice, PredictedStep, Resolved, machine_digest, model_digest
-from hpctrain.optim.optimizers.lars import Lars
-from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.optimizers import Lars, Sgd
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.planner import calibration, machine_file, measurement
 from hpctrain.planner import measurement as machine_here

@@ -28,7 +28,7 @@ from hpctrain.config.schema import CacheConfig
 from hpctrain.core.errors import ConfigError, HpctrainError
 from hpctrain.data import image_file as data_format
 from hpctrain.data import pipeline as batch_threads
-from hpctrain.data.cache import CountedImages, ReadCounts, SampleMemory, bytes_for, summed
+from hpctrain.data.cache import ReadCounts, SampleCache, bytes_for, summed
 from hpctrain.data.image_file import ImageFile
 from hpctrain.data.loader import Loader
 from hpctrain.data.pipeline import Pipeline
@@ -341,14 +341,14 @@ class _Job:
         self.arrays: dict[int, np.ndarray] = {}
         self._held, self._bad, self._stops = held, bad, stops
 
-    def rank(self, comm: Any) -> tuple[Any, _Source, SampleMemory, int]:
+    def rank(self, comm: Any) -> tuple[Any, _Source, SampleCache, int]:
         """One rank, its source, its memory, and the number of its node. Collective."""
         node = comm.split_shared_memory("node")
         node_of = node_numbers(comm, node)
         number = node_of[comm.rank]
         array = self.arrays.setdefault(number, np.zeros(bytes_for(self._held(number), SMALL_IMAGE_BYTES), np.uint8))
         counts, source = ReadCounts(), _Source(self._bad, stops=self._stops)
-        memory = SampleMemory(CountedImages(source, counts), SharedMemory(array), self._held(number), counts)
+        memory = SampleCache(source, counts, SharedMemory(array), self._held(number))
         rank = SimpleNamespace(world=comm, grid=SimpleNamespace(node_of=node_of), progress=virtual_engine(comm))
         return rank, source, memory, number
 

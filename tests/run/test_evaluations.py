@@ -17,10 +17,10 @@ from hpctrain.comm.progress import ProgressEngine
 from hpctrain.core.errors import CheckpointError, ConfigError, DataError
 from hpctrain.data.image_file import ImageFile
 from hpctrain.job.session import Session
-from hpctrain.models import catalogue, state_dict
+from hpctrain.models import catalogue
 from hpctrain.nn.network import Network
 from hpctrain.optim.ema import EMA
-from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.optimizers import Sgd
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.run.build import put_weights
 from hpctrain.run.evaluation import Evaluation, Judgement, judge, run_evaluation
@@ -45,7 +45,7 @@ from hpctrain.train.evaluation import ConfusionCounts, log_softmax
 from hpctrain.train.replica import Replica
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
-from tests.support import nets, run_in_process
+from tests.support import nets, network_state, run_in_process
 from tests.support.runs import CLASSES, GRIDS, TrainedRun, train, train_virtual, work_virtual
 from tests.support.training import Task, assemble, replica_of
 
@@ -335,7 +335,7 @@ def weights_of_run(folder: Path, averaged: Sequence[str] = (), **others: Any) ->
 
 def test_a_checkpoint_has_its_model_and_what_a_reader_must_know(tmp_path: Path) -> None:
     content = of_checkpoint(weights_of_run(tmp_path))
-    wanted = state_dict.export(network())
+    wanted = network_state.export(network())
     assert content.state.keys() - wanted.keys() == {"stage1.bn.num_batches_tracked"}
     assert all(content.state[name].tobytes() == array.tobytes() for name, array in wanted.items())
     assert content.state["stage1.bn.num_batches_tracked"] == 6  # of two micro-batches each
@@ -427,7 +427,7 @@ def network_by_seed(seed: int) -> Network:
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     """A file of weights that are not those of the task's seed, in float64."""
-    weights_file.write(tmp_path / "w.safetensors", WeightsFile(state_dict.export(network_by_seed(11))))
+    weights_file.write(tmp_path / "w.safetensors", WeightsFile(network_state.export(network_by_seed(11))))
     return tmp_path / "w.safetensors"
 
 
@@ -505,7 +505,7 @@ def folder(tmp_path: Path) -> Path:
     network = Network(model, (7, 6, 1), NumpyKernelSet(), seed=99)
     for view in network.statistics.views.values():
         view[...] = 0.7
-    weights_file.write(tmp_path / "w.safetensors", WeightsFile(state_dict.export(network)))
+    weights_file.write(tmp_path / "w.safetensors", WeightsFile(network_state.export(network)))
     return tmp_path
 
 

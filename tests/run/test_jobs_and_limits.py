@@ -35,7 +35,6 @@ from hpctrain.job.session import Session
 from hpctrain.launch.launcher import Launcher
 from hpctrain.launch.process_end import FINISHED, STOPPED, End
 from hpctrain.launch.threads import ThreadPlan
-from hpctrain.models import state_dict
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.planner import planned_run
 from hpctrain.run import reproducibility, trace_report
@@ -51,7 +50,7 @@ from hpctrain.train.snapshot import Position
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
-from tests.support import faults, nets, run_in_process
+from tests.support import faults, nets, network_state, run_in_process
 from tests.support.faults import Fault, run_fault
 from tests.support.jobs import Outcome
 from tests.support.recorded import Heard
@@ -163,7 +162,7 @@ def test_a_wrong_weight_is_seen_before_a_checkpoint(tmp_path: Path, capsys: pyte
 def test_a_replica_starts_from_weights_and_trains_what_is_not_frozen(tmp_path: Path) -> None:
     with hpctrain.start(batch=8) as job:
         first = job.replica(nets.residual(), (9, 7, 3), seed=5)
-        weights_file.write(tmp_path / "w.safetensors", WeightsFile(state_dict.export(first.network)))
+        weights_file.write(tmp_path / "w.safetensors", WeightsFile(network_state.export(first.network)))
         replica = job.replica(nets.residual(classes=4), (9, 7, 3), frozen=["*conv*", "*bn*", "layer2.downsample.*"])
         with pytest.raises(hpctrain.HpctrainError, match=r'leave such layers out, as in ignore=\["fc\.\*"\]'):
             job.load_weights(replica, tmp_path / "w.safetensors")

@@ -63,11 +63,11 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def train(file: Path, recorders: Sequence[FlightRecorder], resume: str | None = None) -> None:
+def train(file: Path, recorders: Sequence[FlightRecorder], resume: str | None = None, *overrides: str) -> None:
     """Train on virtual ranks, each with its flight record."""
 
     def program(comm: ThreadCommunicator) -> None:
-        config = filled(load(file, OVERRIDES)[0])
+        config = filled(load(file, (*OVERRIDES, *overrides))[0])
         grid = ProcessGrid(comm, config.grid.rows, columns(config, comm.size))
         recorders[comm.rank].join(comm.rank, comm.size, 1, 60.0)
         engine = virtual_engine(comm, flight=recorders[comm.rank])
@@ -133,10 +133,16 @@ def _save(trainer: Trainer, position: Position) -> None:
     trainer._save(position)
 
 
-def _hear(trainer: Trainer, position: Position) -> None:
+def _exchange(trainer: Trainer, position: Position) -> None:
     assert trainer._saver is not None
-    trainer._news = trainer._saver.size
-    trainer._hear()
+    trainer._state._status = trainer._saver.size
+    trainer._state.end(None, 0.1, trainer._replica.drain)
+
+
+def _read(trainer: Trainer, position: Position) -> None:
+    trainer._notes.phase(RunPhase.READ_STATE)
+    for observer in trainer._observers:
+        observer.read_state(position)
 
 
 def _diverge(trainer: Trainer, position: Position) -> None:
@@ -146,9 +152,9 @@ def _diverge(trainer: Trainer, position: Position) -> None:
 #: phase of the loop -> what enters it
 LOOP: dict[RunPhase, Callable[[Trainer, Position], object]] = {
     RunPhase.CHECK: lambda trainer, _: trainer._check(),
-    RunPhase.HASH: Trainer._hash,
+    RunPhase.READ_STATE: _read,
     RunPhase.SAVE: _save,
-    RunPhase.STATUS: _hear,
+    RunPhase.STATUS: _exchange,
     RunPhase.EVALUATE: Trainer.evaluate,
     RunPhase.ACCOUNT: Trainer._end_epoch,
     RunPhase.GO_BACK: _diverge,
@@ -161,13 +167,14 @@ def test_a_phase_of_the_loop_that_one_rank_enters_out_of_order_is_named(
 ) -> None:
     run_step = Trainer._run_step
 
-    def early(trainer: Trainer, batch: Batch, position: Position) -> None:
+    def early(trainer: Trainer, batch: Batch, position: Position) -> bool:
         if trainer._replica.groups.all_ranks.rank == ODD and position.global_step == 2:
             LOOP[phase](trainer, position)
-        run_step(trainer, batch, position)
+        return run_step(trainer, batch, position)
 
     monkeypatch.setattr(Trainer, "_run_step", early)
-    assert_named(phase, file, tmp_path)
+    # A checkpoint whose states are exchanged is one that is being written.
+    assert_named(phase, file, tmp_path, *(["checkpoint.every_steps=2"] if phase is RunPhase.STATUS else []))
 
 
 def test_a_step_that_one_rank_does_in_place_of_an_evaluation_is_named(
@@ -176,13 +183,13 @@ def test_a_step_that_one_rank_does_in_place_of_an_evaluation_is_named(
     run_step, end_epoch = Trainer._run_step, Trainer._end_epoch
     batches: dict[int, Batch] = {}
 
-    def kept(trainer: Trainer, batch: Batch, position: Position) -> None:
+    def kept(trainer: Trainer, batch: Batch, position: Position) -> bool:
         batches[trainer._replica.groups.all_ranks.rank] = batch
-        run_step(trainer, batch, position)
+        return run_step(trainer, batch, position)
 
     def late(trainer: Trainer, position: Position) -> object:
         if trainer._replica.groups.all_ranks.rank == ODD:
-            trainer._notes.step(position.epoch + 1, position.global_step + 1)
+            trainer._state.begin(position.epoch, position.global_step)
             run_step(trainer, batches[ODD], position)
         return end_epoch(trainer, position)
 
@@ -191,10 +198,10 @@ def test_a_step_that_one_rank_does_in_place_of_an_evaluation_is_named(
     assert_named(RunPhase.STEP, file, tmp_path)
 
 
-def assert_named(phase: RunPhase, file: Path, tmp_path: Path) -> None:
+def assert_named(phase: RunPhase, file: Path, tmp_path: Path, *overrides: str) -> None:
     """Train, and see the run end with an error before a deadline, and the records name the phase of the odd rank."""
     recorders = [FlightRecorder() for _ in range(RANKS)]
     with pytest.raises(CommunicationTimeoutError):
-        train(file, recorders)
+        train(file, recorders, None, *overrides)
     text = " ".join(autopsy(records(recorders, tmp_path / "flight")).sentences)
-    assert re.search(rf"[rR]ank {ODD} (entered )?{phase}", text), text
+    assert re.search(rf"[rR]ank {ODD} (entered |was in )?{phase}", text), text

@@ -356,7 +356,7 @@ def test_a_run_that_goes_back_has_each_step_once(file: Path, undisturbed: RunDir
 
 def test_the_parameter_is_told_that_alone_has_another_bit(file: Path, undisturbed: RunDirectory, monkeypatch) -> None:
     """One bit of one bias, of the last layer, which no gradient of others shows before the next step."""
-    keep = RunHashes.keep
+    keep = RunHashes.read_state
 
     def flipped(self: RunHashes, position: Any) -> None:
         if position.global_step == 8:
@@ -366,7 +366,7 @@ def test_the_parameter_is_told_that_alone_has_another_bit(file: Path, undisturbe
             last.data.view(np.uint32)[-1] ^= np.uint32(1)
         keep(self, position)
 
-    monkeypatch.setattr(RunHashes, "keep", flipped)
+    monkeypatch.setattr(RunHashes, "read_state", flipped)
     second = trained(file, "checks.every_steps=0")
     bits = parting(undisturbed, second)
     assert (bits.step, bits.same_step, bits.by) == (8, 6, "hashes")

@@ -23,13 +23,13 @@ from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.cli.main import cli
 from hpctrain.core.errors import CheckpointError, DivergedError
 from hpctrain.data import image_file as data_format
-from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.optimizers import Sgd
 from hpctrain.run.python_job import LoopCheckpoints
 from hpctrain.runs.directory import RunDirectory, latest, runs
 from hpctrain.runs.owner import MARKER, is_run, marker_of
 from hpctrain.storage import checkpoint
 from hpctrain.storage.checkpoint import CheckpointContent, checkpoint_path, read
-from hpctrain.train.replica import OwnLoop, Replica
+from hpctrain.train.replica import LoopState, Replica
 from hpctrain.train.saving import BackgroundWriter
 from hpctrain.train.step import TrainingStep
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
@@ -555,7 +555,7 @@ def _made(comm: ThreadCommunicator) -> tuple[Replica, LoopCheckpoints]:
     progress = virtual_engine(comm)
     replica = replica_of(TASK, comm, progress, Sharded)
     checkpoints = LoopCheckpoints(comm, progress.notes, 60.0)
-    replica.loop = OwnLoop(progress.notes, saver=checkpoints.saver)
+    replica.loop = LoopState(progress.notes, saver=checkpoints.saver)
     return replica, checkpoints
 
 

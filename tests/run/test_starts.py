@@ -41,7 +41,7 @@ from hpctrain.job.same_start import (
 )
 from hpctrain.job.session import Session
 from hpctrain.launch.signals import SignalWatch
-from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.optimizers import Sgd
 from hpctrain.run import prediction, resume
 from hpctrain.run.automatic_search import StartedJob
 from hpctrain.run.build import resolve
@@ -60,7 +60,6 @@ from tests.support import nets
 from tests.support.jobs import Outcome
 from tests.support.run_in_process import prepare, train
 from tests.support.runs import _session
-from tests.support.write_fixtures import write_data_version_1
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
@@ -337,11 +336,10 @@ class _View:
 # -- formats ---------------------------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def formats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Write the same samples in each format: version 1, pixels, pixels without checksums of samples, and picture files."""
+    """Write the same samples in each format: pixels, pixels without checksums of samples, and picture files."""
     inputs = tmp_path_factory.mktemp("formats")
     form = PictureForm(SHAPE[:2], "crop", SHAPE[2], True)
     pixels = write(inputs / "pixels.h5")
-    write_data_version_1(ImageFile.open(pixels), inputs / "version 1.h5")
     write(inputs / "early.h5")
     with h5py.File(inputs / "early.h5", "r+") as file:
         del file["sums"]
@@ -370,7 +368,7 @@ def test_the_same_samples_are_the_same_data_in_any_format(inputs: Path, formats:
         assert opened_by(inputs, [formats[name] for name in names]) == [""] * len(names), names
 
 
-@pytest.mark.parametrize("stem", ["version 1", "pixels", "early", "pictures"])
+@pytest.mark.parametrize("stem", ["pixels", "early", "pictures"])
 @pytest.mark.parametrize("fact", ["samples", "order of classes", "labels", "mean", "a stored image"])
 def test_other_samples_are_other_data_in_any_format(inputs: Path, formats: dict[str, Path], fact: str, stem: str) -> None:
     other = inputs / f"other-{list(OTHERS).index(fact)}.h5"

@@ -11,7 +11,7 @@ from functools import partial
 
 import hpctrain
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
-from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.optimizers import Sgd
 from tests.support import nets
 from tests.support.training import Task, made_up
 

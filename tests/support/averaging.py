@@ -27,8 +27,7 @@ from hpctrain.comm.base import Array, Communicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.nn.parameter import FlatGroup, GroupLayout, Parameter, ParameterSpec, Segment
 from hpctrain.optim.base import NormsNeeded, Optimizer
-from hpctrain.optim.optimizers.lars import Lars
-from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.optimizers import Lars, Sgd
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from hpctrain.averaging.strategies.sparse import Sparse
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.core.errors import CorruptedStateError
 from hpctrain.optim.ema import EMA, EmaRule
-from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.optimizers import Sgd
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.train.replica import Replica
 from hpctrain.train.snapshot import Position

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from hpctrain.comm.shared_memory import SharedMemory
-from hpctrain.data.cache import CountedImages, ReadCounts, SampleMemory, bytes_for, held_in
+from hpctrain.data.cache import ReadCounts, SampleCache, bytes_for, held_in
 from hpctrain.data.image_file import ImageArray, ImageFile
+from hpctrain.data.readers import ReadImages
 
 #: by kind, the numbers of a character device; None: a pipe
 NODES = {"null": (1, 3), "zero": (1, 5), "full": (1, 7), "pipe": None}
@@ -39,12 +40,25 @@ def make_node(path: Path, kind: str) -> Path:
     return path
 
 
-def in_memory(file: ImageFile, limit_bytes: int = 1 << 20) -> SampleMemory:
+def in_memory(file: ImageFile, limit_bytes: int = 1 << 20) -> SampleCache:
     """Return the images of a file, with as many of them in memory as fit into `limit_bytes`."""
     image_bytes = int(np.prod(file.shape))
     held = held_in(limit_bytes, len(file), image_bytes)
     memory, counts = SharedMemory(np.zeros(bytes_for(held, image_bytes), np.uint8)), ReadCounts()
-    return SampleMemory(CountedImages(file.pixels, counts), memory, held, counts)
+    source = _ArrayImages(file.pixels) if isinstance(file.pixels, np.ndarray) else file.pixels
+    return SampleCache(source, counts, memory, held)
+
+
+class _ArrayImages(ReadImages):
+    """An array as what is read sample by sample."""
+
+    def __init__(self, images: np.ndarray) -> None:
+        self.shape = images.shape
+        self._images = images
+
+    def take(self, samples: np.ndarray, out: np.ndarray) -> np.ndarray:
+        out[...] = self._images[samples]
+        return out
 
 
 def cached(file: ImageFile, *, cache: bool) -> ImageArray | None:

@@ -21,7 +21,7 @@ from hpctrain.backend.operators import KernelSet
 from hpctrain.comm.base import Communicator, SingleCommunicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.models import catalogue
-from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.optimizers import Sgd
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support.training import Result, Task, train

@@ -174,7 +174,7 @@ class PartOfRun:
             stop_requested=asks if ends and self._ends_by("request") else lambda: False,
             limit=TimeLimit(1e3, clock=lambda: 1e6 * asks()) if ends and self._ends_by("max_time") else None,
             saver=checkpoints.saver,
-            hashed=hashes.keep,
+            observers=(hashes,),
         )
         outcome = trainer.run(position)
         parts.replica.drain()

@@ -17,8 +17,9 @@ from torch import nn
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.operators import KernelSet, StepContext
 from hpctrain.bench import torch_models
-from hpctrain.models import catalogue, state_dict
+from hpctrain.models import catalogue
 from hpctrain.nn.network import Network
+from tests.support import network_state
 
 MODELS = ("vgg16", "resnet18", "resnet50", "resnet20", "resnet9")
 
@@ -79,7 +80,7 @@ def our_step(network: Network, batch: Batch) -> StepResult:
 
 
 def torch_step(name: str, width: float, state: Mapping[str, np.ndarray], batch: Batch, dtype: str) -> StepResult:
-    """The same in PyTorch, from weights `state` (as `interchange.export` gives them), in `dtype`.
+    """The same in PyTorch, from weights `state` (as `network_state.export` gives them), in `dtype`.
 
     Raises:
         RuntimeError: torch's names or shapes differ from ours.
@@ -144,7 +145,7 @@ def compare(
     options = {"classes": classes, "width": width}
     batch = make_batch(samples, pixels, classes, seed)
     network = make_network(name, pixels, options, "float64", seed)
-    state = state_dict.export(network)
+    state = network_state.export(network)
     reference = torch_step(name, width, state, batch, "float64")
     double = distances(our_step(network, batch), reference)
     del network  # four copies of a large model are enough

@@ -18,11 +18,9 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-import h5py
 import numpy as np
 
 from hpctrain.data import image_file as data_format
-from hpctrain.data.image_file import ImageFile
 
 SAMPLES, SHAPE, CLASSES = 29, (6, 5, 1), ("a", "b", "c")
 STEPS = 3  # of the end, whatever its case's own number
@@ -108,26 +106,11 @@ def arithmetic() -> str:
     return state.hexdigest()
 
 
-def write_data_version_1(contents: ImageFile, path: Path) -> None:
-    """Another file with the contents as version 1 had them: HDF5's oldest format, texts of any length."""
-    with h5py.File(path, "w", libver="earliest", alignment_threshold=4096, alignment_interval=4096) as file:
-        file.create_dataset("images", contents.images.shape, np.uint8)[...] = contents.images
-        file["images"].attrs["sha256"] = contents.manifest["images"]
-        for name in ("labels", "mean", "std"):
-            file.create_dataset(name, data=getattr(contents, name)).attrs["sha256"] = contents.manifest[name]
-        names = file.create_dataset("class_names", data=contents.class_names, dtype=h5py.string_dtype())
-        names.attrs["sha256"] = contents.manifest["class_names"]
-        file.attrs["format"] = data_format.FORMAT
-        file.attrs["version"] = 1
-
-
 def _write_data(folder: Path) -> None:
     random = np.random.default_rng(3)
     images = random.integers(0, 256, (SAMPLES, *SHAPE), dtype=np.uint8)
     labels = random.integers(0, len(CLASSES), SAMPLES)
-    path = folder / "train.h5"
-    data_format.write(path, SAMPLES, SHAPE, list(CLASSES), [(images, labels)])
-    write_data_version_1(ImageFile.open(path), folder / "train-version-1.h5")
+    data_format.write(folder / "train.h5", SAMPLES, SHAPE, list(CLASSES), [(images, labels)])
 
 
 def _train(folder: Path, case: Case, steps: int, *more: str) -> None:

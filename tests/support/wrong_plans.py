@@ -18,8 +18,7 @@ from hpctrain.comm.base import SingleCommunicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.models import catalogue
 from hpctrain.nn.compile import compiler
-from hpctrain.nn.compile.memory import Sharing, Timeline, Use
-from hpctrain.nn.compile.packing import Block
+from hpctrain.nn.compile.memory import Block, Sharing, Timeline, Use
 from hpctrain.nn.compile.plan import Action, Actions, ExecutionPlan, Key, Region
 from hpctrain.nn.compile.steps import Steps, make_steps
 from hpctrain.nn.layers import Conv2d, Flatten, Layer, Linear, ReLU, Residual, Sequential

@@ -116,7 +116,7 @@ def test_hashes_that_leave_elements_out_are_a_failure(monkeypatch: pytest.Monkey
 def test_a_run_without_the_hashes_that_it_was_asked_for_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     row = parsed(["net=narrow", "hashes=every-step", "end=kill", "checkpoint=single", "steps=6"])
     assert run(row) <= combinations.TOLERANCE
-    monkeypatch.setattr(RunHashes, "keep", lambda self, position: None)
+    monkeypatch.setattr(RunHashes, "read_state", lambda self, position: None)
     with pytest.raises(AssertionError, match="are not the steps with hashes"):
         run(row)
 

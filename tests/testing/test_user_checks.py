@@ -11,13 +11,14 @@ import pytest
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.operators import KernelSet, Operator, StepContext
 from hpctrain.backend.specs import Spec, TensorSpec
-from hpctrain.models import catalogue, state_dict
+from hpctrain.models import catalogue
 from hpctrain.nn import initialise
 from hpctrain.nn.custom import ArrayLayer, ArraySpec
 from hpctrain.nn.network import Network
 from hpctrain.nn.parameter import ParameterSpec
 from hpctrain.testing.layers import check_gradients, exported_shapes, parameter_count
 from hpctrain.testing.operators import assert_close, check_gradient, empty, numerical_gradient, poison, put, take
+from tests.support import network_state
 from tests.support.emulated import CudaKernelsFactory
 
 
@@ -142,5 +143,7 @@ def test_declarations_are_those_of_the_network(name: str, pixels: int, options: 
     channels = catalogue.image_shape(name)[2]
     network = Network(model, (pixels, pixels, channels), NumpyKernelSet())
     assert parameter_count(model) == sum(parameter.data.size for parameter in network.parameters.values())
-    exported = {key: array.shape for key, array in state_dict.export(network).items() if not key.endswith("num_batches_tracked")}
+    exported = {
+        key: array.shape for key, array in network_state.export(network).items() if not key.endswith("num_batches_tracked")
+    }
     assert exported_shapes(model) == exported

@@ -23,7 +23,7 @@ from hpctrain.core.errors import CheckpointError
 from hpctrain.core.intervals import whole
 from hpctrain.data.sampler import Reordering
 from hpctrain.nn.layers import Layer
-from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.optimizers import Sgd
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.storage import checkpoint
 from hpctrain.storage import shards as write_shares

@@ -22,8 +22,7 @@ from hpctrain.backend.cuda.runtime import CudaRuntime
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.core.intervals import even_intervals, relative, replace_dim, whole
 from hpctrain.optim.ema import EmaRule
-from hpctrain.optim.optimizers.adamw import Adamw
-from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.optimizers import Adamw, Sgd
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.train import state_hashes as element_hash

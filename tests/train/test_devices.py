@@ -35,10 +35,7 @@ from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.sampler import Sampler
 from hpctrain.nn.layers import Layer
 from hpctrain.optim.base import Optimizer
-from hpctrain.optim.optimizers.adamw import Adamw
-from hpctrain.optim.optimizers.lamb import Lamb
-from hpctrain.optim.optimizers.lars import Lars
-from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.optimizers import Adamw, Lamb, Lars, Sgd
 from hpctrain.train.replica import Replica, StrategyFactory
 from hpctrain_testing.emulator.device import EmulatedDevice
 from hpctrain_testing.emulator.memory import EmulatedDeviceError

@@ -18,10 +18,9 @@ from hpctrain.comm.progress import ProgressEngine
 from hpctrain.core.errors import CheckpointError
 from hpctrain.data.loader import ArrayLoader
 from hpctrain.data.sampler import Sampler
-from hpctrain.models import state_dict
 from hpctrain.nn.network import Network, layer_of
 from hpctrain.optim.ema import EmaRule
-from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.optimizers import Sgd
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.train import evaluation
@@ -41,7 +40,7 @@ from hpctrain.train.replica import Replica, StrategyFactory
 from hpctrain.train.snapshot import Position
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
-from tests.support import nets
+from tests.support import nets, network_state
 from tests.support.training import Task, batches, made_up, replica_of
 
 TASK = Task(nets.residual, NumpyKernelSet(), partial(Sgd), smoothing=0.0)
@@ -262,7 +261,7 @@ def test_the_mean_over_mirror_images_is_that_of_torch() -> None:
     size, classes, samples = 17, 10, 7
     batch = torch_parity.make_batch(samples, size, classes, seed=1)
     network = torch_parity.make_network("resnet20", size, {"classes": classes}, "float64", seed=1)
-    module = torch_parity.torch_module("resnet20", 1.0, state_dict.export(network), "float64").eval()
+    module = torch_parity.torch_module("resnet20", 1.0, network_state.export(network), "float64").eval()
     x = torch.from_numpy(np.ascontiguousarray(batch.x.transpose(0, 3, 1, 2)).astype(np.float64))
     with torch.no_grad():
         mean = (torch.softmax(module(x), 1) + torch.softmax(module(torch.flip(x, [3])), 1)) / 2

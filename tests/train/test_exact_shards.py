@@ -22,10 +22,7 @@ from hpctrain.backend.onednn.kernel_set import OnednnKernelSet
 from hpctrain.core.errors import ConfigError
 from hpctrain.data.loader import ArrayLoader
 from hpctrain.data.sampler import Sampler
-from hpctrain.optim.optimizers.adamw import Adamw
-from hpctrain.optim.optimizers.lamb import Lamb
-from hpctrain.optim.optimizers.lars import Lars
-from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.optimizers import Adamw, Lamb, Lars, Sgd
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.train.snapshot import Position

@@ -22,9 +22,8 @@ from hpctrain.backend.operators import KernelSet, LossHandle, LossSums
 from hpctrain.core.errors import DivergedError
 from hpctrain.data.loader import ArrayLoader, Batch
 from hpctrain.nn.parameter import Parameter
-from hpctrain.optim.optimizers.lars import Lars
-from hpctrain.optim.optimizers.sgd import Sgd
-from hpctrain.optim.schedules.constant import Constant
+from hpctrain.optim.optimizers import Lars, Sgd
+from hpctrain.optim.schedules import Constant
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.train.metrics import Reporter

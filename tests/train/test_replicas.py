@@ -28,22 +28,20 @@ from hpctrain.core.errors import BackendError, CorruptedStateError, DivergedErro
 from hpctrain.data.loader import ArrayLoader
 from hpctrain.data.sampler import Sampler
 from hpctrain.flight.recorder import FlightNotes, FlightRecorder
-from hpctrain.models import state_dict
 from hpctrain.nn.layers import Conv2d, Flatten, Layer, Linear, PadChannels, Residual, Sequential
 from hpctrain.nn.network import Network
 from hpctrain.optim.base import Optimizer
-from hpctrain.optim.optimizers.lars import Lars
-from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.optimizers import Lars, Sgd
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.rank_graph import make_network
 from hpctrain.train.metrics import RunningSums
-from hpctrain.train.replica import BETWEEN, OwnLoop, Replica, StrategyFactory, slices_of
+from hpctrain.train.replica import BETWEEN, LoopState, Replica, StrategyFactory, slices_of
 from hpctrain.train.snapshot import Position
 from hpctrain.train.weight_watch import CheckCadence
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
-from tests.support import nets
+from tests.support import nets, network_state
 from tests.support.emulated import EmulatedDeviceFactory
 from tests.support.late_kernels import LateKernelSet
 from tests.support.training import Task, batches, distance, made_up, replica_of, train
@@ -173,7 +171,7 @@ QUIET = FlightNotes(None)
 RANKS = (1, 2, 3)
 
 
-def _replica(comm: ThreadCommunicator, task: Task, loop: OwnLoop) -> Replica:
+def _replica(comm: ThreadCommunicator, task: Task, loop: LoopState) -> Replica:
     replica = replica_of(task, comm, virtual_engine(comm), Sharded)
     replica.loop = loop
     return replica
@@ -184,7 +182,7 @@ def _replica(comm: ThreadCommunicator, task: Task, loop: OwnLoop) -> Replica:
 def test_a_request_to_one_rank_is_known_on_all_after_the_same_step(ranks: int, asked_at: int) -> None:
     def program(comm: ThreadCommunicator) -> int:
         asked = []
-        replica = _replica(comm, LOOPED, OwnLoop(QUIET, stop_asked=lambda: bool(asked)))
+        replica = _replica(comm, LOOPED, LoopState(QUIET, stop_asked=lambda: bool(asked)))
         for number, batch in enumerate(batches(LOOPED, comm.rank, comm.size)):
             if number == asked_at and comm.rank == comm.size - 1:
                 asked.append("TERM")
@@ -199,7 +197,7 @@ def test_a_request_to_one_rank_is_known_on_all_after_the_same_step(ranks: int, a
 @pytest.mark.parametrize("ranks", RANKS)
 def test_settling_hears_of_a_request_of_the_last_step(ranks: int) -> None:
     def program(comm: ThreadCommunicator) -> tuple[bool, bool]:
-        replica = _replica(comm, LOOPED, OwnLoop(QUIET, stop_asked=lambda: comm.rank == 0))
+        replica = _replica(comm, LOOPED, LoopState(QUIET, stop_asked=lambda: comm.rank == 0))
         replica.step(next(batches(LOOPED, comm.rank, comm.size)), LOOPED.lr)
         before = replica.loop.stop_requested
         replica.settle()
@@ -208,7 +206,7 @@ def test_settling_hears_of_a_request_of_the_last_step(ranks: int) -> None:
     assert run_virtual(ranks, program) == [(False, True)] * ranks
 
 
-def _poisoned(comm: ThreadCommunicator, bad_steps: set[int], loop: OwnLoop) -> Replica:
+def _poisoned(comm: ThreadCommunicator, bad_steps: set[int], loop: LoopState) -> Replica:
     """A training in which one rank's samples are not numbers in some steps, which are skipped."""
     replica = _replica(comm, replace(LOOPED, skips=True), loop)
     for number, batch in enumerate(batches(LOOPED, comm.rank, comm.size)):
@@ -221,7 +219,7 @@ def _poisoned(comm: ThreadCommunicator, bad_steps: set[int], loop: OwnLoop) -> R
 @pytest.mark.parametrize("ranks", RANKS)
 def test_skipped_steps_are_counted_alike(ranks: int) -> None:
     def program(comm: ThreadCommunicator) -> tuple[int, int, int, int]:
-        loop = _poisoned(comm, {1, 2, 4, 6}, OwnLoop(QUIET, most_skips=2)).loop
+        loop = _poisoned(comm, {1, 2, 4, 6}, LoopState(QUIET, most_skips=2)).loop
         assert loop.cause is not None
         return loop.skipped, loop.skipped_in_a_row, loop.cause.step, loop.position(7).skipped
 
@@ -232,7 +230,7 @@ def test_skipped_steps_are_counted_alike(ranks: int) -> None:
 def test_one_skip_too_many_ends_the_training_on_all_ranks(ranks: int) -> None:
     def program(comm: ThreadCommunicator) -> str:
         with pytest.raises(DivergedError) as caught:
-            _poisoned(comm, {1, 2, 3}, OwnLoop(QUIET, most_skips=2))
+            _poisoned(comm, {1, 2, 3}, LoopState(QUIET, most_skips=2))
         return str(caught.value)
 
     (sentence,) = set(run_virtual(ranks, program))
@@ -240,17 +238,25 @@ def test_one_skip_too_many_ends_the_training_on_all_ranks(ranks: int) -> None:
 
 
 def test_counts_go_on_from_a_position() -> None:
-    loop = OwnLoop(QUIET)
+    loop = LoopState(QUIET)
     loop.restore(Position(skipped=5, skipped_in_a_row=2))
     assert loop.position(9) == Position(global_step=9, skipped=5, skipped_in_a_row=2)
 
 
 def test_the_flight_record_knows_the_step_and_what_lies_between() -> None:
-    flight = FlightRecorder()
-    loop = OwnLoop(FlightNotes(flight))
-    loop.begin(1, 41)
-    assert flight.doing == "a training step, step 42"
-    loop.end(None, 0.1, lambda: pytest.fail("there are no news"))
+    flight, doing = FlightRecorder(), list[str]()
+
+    def program(comm: ThreadCommunicator) -> None:
+        progress = virtual_engine(comm)
+        progress.notes = FlightNotes(flight)
+        replica = replica_of(LOOPED, comm, progress, Sharded)
+        update = replica.update
+        replica.update = lambda *given: (doing.append(flight.doing), update(*given))[1]  # type: ignore[method-assign]
+        replica.global_step = 41
+        replica.step(next(batches(LOOPED, comm.rank, comm.size)), LOOPED.lr)
+
+    run_virtual(1, program)
+    assert doing == ["a training step, step 42"]
     assert flight.doing == f"{BETWEEN}, step 42"
 
 
@@ -328,7 +334,7 @@ def _everything(replica: Replica, losses: list[float], task: Task) -> dict[str, 
         "losses": np.array(losses),
         "evaluation": np.array([sums.loss, sums.top1, sums.top5, sums.count]),
         **content.tensors,
-        **{f"export/{name}": array for name, array in state_dict.export(replica.network).items()},
+        **{f"export/{name}": array for name, array in network_state.export(replica.network).items()},
     }
 
 
@@ -394,8 +400,8 @@ def test_a_training_goes_on_from_its_checkpoint_on_either_side(strategy: str) ->
 
 def test_weights_of_other_frameworks_come_and_go() -> None:
     source, target = (Network(nets.residual(), (9, 7, 3), LateKernelSet(), dtype="float64", seed=seed) for seed in (1, 2))
-    state_dict.restore(target, state_dict.export(source))
-    _assert_equal(state_dict.export(source), state_dict.export(target))
+    network_state.restore(target, network_state.export(source))
+    _assert_equal(network_state.export(source), network_state.export(target))
     _shadows_are_fresh(target)
 
 

@@ -45,9 +45,9 @@ def saver_of(comm: Communicator, told: Told, *, asynchronous: bool = True, deadl
 
 def step(comm: ThreadCommunicator, saver: Saver) -> bool:
     """Hear the news as a training step does; whether ranks exchanged their states."""
-    total = sum(comm.allgather_object(saver.news()))
+    total = sum(comm.allgather_object(saver.status_flag()))
     if total >= saver.size:
-        saver.hear()
+        saver.exchange_status()
     return total >= saver.size
 
 
@@ -83,7 +83,7 @@ def test_a_checkpoint_is_published_once_every_rank_has_written_its_part(asynchro
             steps_until(comm, saver, lambda: bool(published))
         saver.finish()
         assert told.lines == []
-        return saver.news()
+        return saver.status_flag()
 
     assert on_each(work) == [0] * RANKS
     assert published == [[0, 1, 2]]
@@ -98,9 +98,9 @@ def test_copies_of_tensors_are_let_go_as_soon_as_they_are_written() -> None:
     saver.begin(Writing(5, Path("c"), partial(np.sum, copies)))
     del copies
     end = time.monotonic() + 30
-    while saver.news() == 0 and time.monotonic() < end:
+    while saver.status_flag() == 0 and time.monotonic() < end:
         time.sleep(0.002)
-    saver.hear()
+    saver.exchange_status()
     assert alive() is None
     saver.finish()
 
@@ -248,7 +248,7 @@ def test_a_rank_waits_for_its_own_part_alone_where_others_are_lost() -> None:
         saver = saver_of(comm, told)
         saver.begin(Writing(5, Path("c"), lambda: (time.sleep(0.05), written.append(comm.rank))))
         if comm.rank == 1:
-            saver.let_end()
+            saver.wait_own_part()
             assert 1 in written
 
     on_each(work)
@@ -262,7 +262,7 @@ def test_a_part_that_does_not_end_ends_the_run() -> None:
         saver.begin(Writing(5, Path("c"), lambda: go.wait(30)))
         try:
             with pytest.raises(CheckpointError, match=f"still being written on rank {comm.rank} after the deadline of 0.05 s"):
-                saver.let_end()
+                saver.wait_own_part()
         finally:
             go.set()
 

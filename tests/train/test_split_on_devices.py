@@ -25,9 +25,7 @@ from hpctrain.data.loader import Batch
 from hpctrain.nn.layers import Layer
 from hpctrain.nn.program import Program
 from hpctrain.optim.base import Optimizer
-from hpctrain.optim.optimizers.adamw import Adamw
-from hpctrain.optim.optimizers.lars import Lars
-from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.optimizers import Adamw, Lars, Sgd
 from hpctrain.parallel.moves import RedistributeOperator, moved, moved_back
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.partition_graph import PartitionedGraph

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,16 +22,15 @@ from hpctrain.core.errors import BackendError
 from hpctrain.data.loader import Batch, Share
 from hpctrain.nn.layers import Flatten, Linear, ReLU, Sequential
 from hpctrain.nn.network import Network
-from hpctrain.optim.optimizers.lars import Lars
-from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.optimizers import Lars, Sgd
 from hpctrain.trace import time_table
 from hpctrain.trace.tracer import BESIDE, Category, Events, Tracer
-from hpctrain.train.accounts import DataWait, DataWaits, MeasuredStep, OperatorSample, StepTimes
+from hpctrain.train.accounts import DataWait, DataWaits, MeasuredStep, OperatorSample, StepTimes, StepTrace
 from hpctrain.train.metrics import StepReduction, StepTotals
 from hpctrain.train.passes import check_memory, micro_batches_of, planned
 from hpctrain.train.replica import Replica
 from hpctrain.train.snapshot import Position
-from hpctrain.train.step import GradientSum, TimedOptimizer, timed_optimizer, traced_steps
+from hpctrain.train.step import GradientSum, TimedOptimizer, timed_optimizer
 from hpctrain.train.stopping import EarlyStop, Stagnation, TimeLimit
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
@@ -147,55 +146,45 @@ def test_micro_batches_part_a_share(counts: list[int], number: int) -> None:
         assert max(sizes) - min(sizes) <= 1
 
 
-class _Time:
-    def __init__(self) -> None:
-        self.now = 100.0
-        self.closed = False
+BATCH = Batch(np.zeros((1, 1, 1, 1)), np.zeros(1), np.zeros(1), (1,), 1, 0, 0, Share((1,)))
 
-    def clock(self) -> float:
+
+class _Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
         return self.now
 
-    def batches(self, waits: list[int]) -> Generator[Any, None, None]:
-        try:
-            for number, seconds in enumerate(waits):
-                self.now += seconds
-                yield number
-        finally:
-            self.closed = True
+
+def _wait_and_step(waits: DataWaits, clock: _Clock, wait: float, work: float) -> None:
+    waits.before_batch()
+    clock.now += wait
+    waits.before_step(BATCH, whole=True)
+    clock.now += work
+    waits.after_step(Position(), usual=True)
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=12), st.integers(0, 12))
-def test_waits_and_steps_add_up_also_where_an_epoch_ends_early(steps: list[tuple[int, int]], end: int) -> None:
-    time = _Time()
-    waits = DataWaits(time.clock)
-    batches = waits.watched(time.batches([wait for wait, _ in steps]))
-    done = steps[: end + 1]
-    for number in batches:
-        time.now += steps[number][1]
-        if number == end:
-            break
-    batches.close()
-    time.now += 1000.0  # an evaluation
-    assert waits.take() == DataWait(len(done), sum(wait + work for wait, work in done), sum(wait for wait, _ in done))
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=12))
+def test_waits_and_steps_add_up_and_what_lies_between_epochs_does_not(steps: list[tuple[int, int]]) -> None:
+    clock = _Clock()
+    waits = DataWaits(clock)
+    for wait, work in steps:
+        _wait_and_step(waits, clock, wait, work)
+    waits.before_batch()  # there is none
+    clock.now += 1000.0  # an evaluation
+    assert waits.take() == DataWait(len(steps), sum(wait + work for wait, work in steps), sum(wait for wait, _ in steps))
     assert waits.take() == DataWait()
 
 
 def test_sums_go_on_over_epochs_until_they_are_taken() -> None:
-    time = _Time()
-    waits = DataWaits(time.clock)
+    clock = _Clock()
+    waits = DataWaits(clock)
     for _ in range(3):
-        for _ in waits.watched(time.batches([2, 1])):
-            time.now += 4.0
+        for wait in (2, 1):
+            _wait_and_step(waits, clock, wait, 4.0)
+        clock.now += 100.0
     assert waits.take() == DataWait(6, 33.0, 9.0)
-
-
-def test_an_error_in_a_step_closes_the_batches() -> None:
-    time = _Time()
-    batches = DataWaits(time.clock).watched(time.batches([1, 1]))
-    next(batches)
-    with pytest.raises(ValueError, match="wrong"):
-        batches.throw(ValueError("wrong"))
-    assert time.closed
 
 
 class _TimeWithWaits:
@@ -221,10 +210,10 @@ class _TimeWithWaits:
 def _after(steps: Sequence[tuple[float, float]]) -> MeasuredStep | None:
     time = _TimeWithWaits()
     times = StepTimes(time.engine, time.clock)
-    times.begin()
+    times.before_epoch(Position())
     for seconds, waited in steps:
         time.passes(seconds, waited)
-        times.end_step()
+        times.after_step(Position(), usual=True)
     return times.measured()
 
 
@@ -249,13 +238,12 @@ def test_what_happens_between_stretches_and_in_a_step_with_more_to_do_is_no_step
     times = StepTimes(time.engine, time.clock)
     for _ in range(3):
         time.passes(50.0, 50.0)  # an evaluation
-        times.begin()
+        times.before_epoch(Position())
         for number in range(6):
             time.passes(2.0, 0.5)
             if number == 4:  # a checkpoint
-                times.leave_out()
                 time.passes(30.0, 30.0)
-            times.end_step()
+            times.after_step(Position(), usual=number != 4)
     assert times.measured() == MeasuredStep(2.0, 0.5, 9)
 
 
@@ -267,22 +255,14 @@ def test_the_latest_steps_count(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_time_of_posting_and_progress_is_told_beside_the_waits() -> None:
     time = _TimeWithWaits()
     times = StepTimes(time.engine, time.clock)
-    times.begin()
+    times.before_epoch(Position())
     for number in range(9):
         time.passes(2.0, 0.5, 0.25 if number > 6 else 0.125)
-        times.end_step()
+        times.after_step(Position(), usual=True)
     measured = times.measured()
     assert measured is not None
     assert (measured.seconds, measured.exposed_seconds) == (2.0, 0.5)
     assert measured.messages_seconds == pytest.approx(0.25)
-
-
-class _Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def _run(limit: TimeLimit, clock: _Clock, step: float, checkpoint: float, every: int = 0, steps: int = 100_000) -> float:
@@ -489,7 +469,7 @@ def _trained(comm: ThreadCommunicator, sample_of: Callable[[Replica], OperatorSa
     sample = sample_of(replica)
     for batch in batches(TASK, replica.groups.position, comm.size):
         if sample is not None:
-            sample.begin_step(whole=batch.global_count == TASK.batch)
+            sample.before_step(batch, whole=batch.global_count == TASK.batch)
         replica.step(batch, TASK.lr)
     replica.settle()
     replica.drain()
@@ -577,33 +557,14 @@ def test_an_optimiser_that_is_timed_needs_what_it_needed() -> None:
         )
 
 
-def _batches(count: int, closed: list[bool]) -> Generator[Batch, None, None]:
-    try:
-        for step in range(count):
-            yield Batch(np.zeros((1, 1, 1, 1)), np.zeros(1), np.zeros(1), (1,), 1, 0, step, Share((1,)))
-    finally:
-        closed.append(True)
-
-
-@pytest.mark.parametrize("traced", [False, True])
-def test_steps_pass_all_batches_and_close_the_loader(traced: bool) -> None:
-    closed: list[bool] = []
+def test_steps_are_recorded_with_the_loading_of_their_batches() -> None:
     tracer = Tracer(50)
-    found = [batch.step for batch in traced_steps(_batches(4, closed), tracer if traced else None)]
-    assert found == [0, 1, 2, 3]
-    assert closed == [True]
-    steps = tracer.events().of(Category.STEP)
-    assert steps.number.tolist() == ([0, 1, 2, 3] if traced else [])
-    loading = tracer.events().of(Category.LOADING)
-    assert loading.start_ns.tolist() == steps.start_ns.tolist()
-
-
-def test_a_step_that_is_left_early_is_recorded() -> None:
-    closed: list[bool] = []
-    tracer = Tracer(50)
-    steps = traced_steps(_batches(9, closed), tracer)
-    next(steps)
-    next(steps)
-    steps.close()
-    assert closed == [True]
-    assert tracer.events().of(Category.STEP).number.tolist() == [0, 1]
+    steps = StepTrace(tracer)
+    for number in range(4):
+        steps.before_batch()
+        steps.before_step(replace(BATCH, step=number), whole=True)
+        steps.after_step(Position(), usual=True)
+    steps.before_batch()  # the epoch is over
+    events = tracer.events()
+    assert events.of(Category.STEP).number.tolist() == [0, 1, 2, 3]
+    assert events.of(Category.LOADING).start_ns.tolist() == events.of(Category.STEP).start_ns.tolist()

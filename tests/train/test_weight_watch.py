@@ -23,9 +23,8 @@ from hpctrain.backend.cuda.runtime import CudaRuntime
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.core.errors import CorruptedStateError, DivergedError
 from hpctrain.nn.network import MODEL
-from hpctrain.optim.optimizers.lars import Lars
-from hpctrain.optim.optimizers.sgd import Sgd
-from hpctrain.optim.schedules.constant import Constant
+from hpctrain.optim.optimizers import Lars, Sgd
+from hpctrain.optim.schedules import Constant
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.train.metrics import Reporter
 from hpctrain.train.replica import Replica

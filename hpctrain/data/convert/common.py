@@ -1,8 +1,7 @@
 """Shared parts of the converters: class names, chunks, images decoded in parallel but in order, and the final summary.
 
 `PictureForm` and `pack` put pictures into a data file, as pixels or as the files that they are, a chunk at a time and from
-where
-a beginning ends.
+where a beginning ends.
 """
 
 from __future__ import annotations

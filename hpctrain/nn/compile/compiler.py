@@ -1,39 +1,38 @@
-"""From a graph to an execution plan, pass by pass. Each pass is a pure function of what the ones before it made.
+"""From a graph to an execution plan, pass by pass. Each pass is a pure function of what the passes before it made.
 
 graph -> steps -> recomputation -> order -> liveness -> sharing -> packing -> binding. So the time of each action is known before
-anybody decides what may be overwritten, and no pass changes what another one has decided.
+any pass decides what may be overwritten, and no pass changes what another one has decided.
 """
 
 from __future__ import annotations
 
 from hpctrain.backend.graph import Graph
 from hpctrain.backend.operators import ALIGNMENT_BYTES, KernelSet
-from hpctrain.nn.compile.memory import Places, Timeline, find_uses, lifetimes, share
-from hpctrain.nn.compile.packing import pack
+from hpctrain.nn.compile.memory import Places, Timeline, find_uses, lifetimes, pack, share
 from hpctrain.nn.compile.plan import Buffer, ExecutionPlan, Region
 from hpctrain.nn.compile.steps import Steps, backward_actions, forward_actions, make_steps, recomputed_tensors
-from hpctrain.nn.compile.validate import asked_for as validation_asked_for
-from hpctrain.nn.compile.validate import validate
+from hpctrain.nn.compile.validate import validate, validation_is_on
 
 
 def compile_graph(graph: Graph, kernels: KernelSet, *, training: bool, input_gradient: bool = False) -> ExecutionPlan:
-    """The plan of one program. Allocates nothing.
+    """Return the plan of one program. Allocates nothing.
 
     Args:
-        graph: the model at one batch size, not yet fused. kernels: who computes. input_gradient: also the gradient of the images.
+        graph: the model at one batch size, not yet fused. kernels: the set that computes. input_gradient: whether backward also
+            computes the gradient of the images.
 
     Raises:
         BackendError: the kernel set refuses a layer; the message names it.
     """
     steps = make_steps(kernels.fuse(graph, training=training), kernels, training=training, input_gradient=input_gradient)
     plan = plan_steps(steps, kernels.alignment_bytes)
-    if validation_asked_for():
+    if validation_is_on():
         validate(plan)
     return plan
 
 
 def plan_steps(steps: Steps, alignment_bytes: int = ALIGNMENT_BYTES) -> ExecutionPlan:
-    """All passes behind the first one. alignment_bytes: of every buffer in the arena."""
+    """Run all passes after the first one. alignment_bytes: of every buffer in the arena."""
     forward, backward = forward_actions(steps), backward_actions(steps, recomputed_tensors(steps))
     line = Timeline(steps, forward, backward)
     uses = find_uses(steps, line)

@@ -1,26 +1,30 @@
-"""Passes over memory: when each value is in use, which values share storage, and the place of every buffer.
+"""Last four passes: when each value is in use, which values share storage, and the place of every buffer in the arena.
 
-Liveness (fourth pass) follows from the order of actions. Time counts actions: those of forward, then the loss, then those of
-backward. So what one action makes for the next one only (a copy in another layout on its way to a halo, say) lives no longer
-than these two.
-
-Sharing (fifth pass) puts values into the same storage, one after the other, decided from live ranges alone. An operator that
-works in place may write its output over its first input when it is the last one that ever reads it; and the gradient of that
-input over the gradient of the output when nothing reads that later.
-
-Binding (last pass, after `packing`) gives every buffer of every step its place, from the offsets of the storages.
+4. Liveness: when each value is in use, from the order of actions. Time counts actions: those of forward, then the loss, then
+   those of backward. So what one action makes for the next one only (a copy in another layout on its way to a halo, say) lives no
+   longer than these two.
+5. Sharing: which values lie in the same storage, one after another, decided from live ranges alone. An operator that works in
+   place may write its output over its first input if it is the last one that ever reads it, and the gradient of that input over
+   the gradient of the output if nothing reads that later.
+6. Packing: blocks with lifetimes packed into one arena. Pure arithmetic, no arrays.
+7. Binding: the place of every buffer of every step, from the offsets of the storages that were packed.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
+import numpy as np
+
+from hpctrain.backend.operators import ALIGNMENT_BYTES, aligned
 from hpctrain.backend.specs import TensorSpec
-from hpctrain.nn.compile.packing import Block
-from hpctrain.nn.compile.plan import Action, Actions, Key, Region, StepMemory
+from hpctrain.nn.compile.plan import Action, Actions, Block, Key, Region, StepMemory
 from hpctrain.nn.compile.steps import Steps
+
+# -- liveness ------------------------------------------------------------------------------------------------------------------
 
 _COMPUTES = (Action.PARAMETERS, Action.INPUT)
 _REMAKES = (Action.RECOMPUTE, Action.COPY)
@@ -31,11 +35,11 @@ LOSS: Reader = (-1, -1)
 
 
 class Timeline:
-    """At which times the steps of a program act.
+    """The times at which the steps of a program act.
 
     Attributes:
         loss, end: the times between both passes, and after all.
-        first_writers: who writes a tensor's gradient first; all others add to it.
+        first_writers: by tensor, the reader that writes its gradient first; all others add to it.
     """
 
     def __init__(self, steps: Steps, forward: Actions, backward: Actions) -> None:
@@ -53,17 +57,17 @@ class Timeline:
                 self.first_writers.setdefault(tensor, (k, i))
 
     def forward(self, k: int) -> Sequence[int]:
-        """From when step k reads its inputs until it has written its output, which is the last of these."""
+        """Return the times at which step k reads its inputs; at the last of them it has written its output."""
         return self._forward[k]
 
     def backward(self, k: int, actions: Sequence[Action]) -> list[int]:
-        """When step k does one of these in backward."""
+        """Return the times at which step k does one of these actions in backward."""
         return [time for action, time in self._backward[k] if action in actions]
 
 
 @dataclass(frozen=True)
 class Use:
-    """How large a value is, and when it is written and read. What adds to it reads it: what was there must still be there."""
+    """The size of a value, and the times at which it is written and read. Adding to a value reads it: it must still be there."""
 
     size_bytes: int
     writes: tuple[int, ...]
@@ -71,7 +75,7 @@ class Use:
 
     @property
     def last(self) -> int:
-        """When it is used for the last time."""
+        """The time at which it is used for the last time."""
         return max(self.writes + self.reads)
 
     @property
@@ -101,12 +105,12 @@ class _Collector:
         return {key: self._use(key) for key in self._sizes if self._writes[key] or self._reads[key]}
 
     def _use(self, key: Key) -> Use:
-        # The gradient of what nobody reads has no writer, but a place.
+        # The gradient of a tensor that nothing reads has no writer, but its producer is still bound to a place for it.
         return Use(self._sizes[key], tuple(self._writes[key] or [min(self._reads[key])]), tuple(self._reads[key]))
 
 
 def find_uses(steps: Steps, line: Timeline) -> Mapping[Key, Use]:
-    """All values of a program. A view's output is its input's value under another name."""
+    """Return the uses of all values of a program. A view's output is its input's value under another name."""
     collector = _Collector()
     _add_activations(steps, line, collector)
     if steps.training:
@@ -119,16 +123,19 @@ def _add_activations(steps: Steps, line: Timeline, collector: _Collector) -> Non
     def use(tensor: int, *, writes: Sequence[int] = (), reads: Sequence[int] = ()) -> None:
         collector.add(("activation", steps.value(tensor)), steps.tensors[tensor].bytes, writes=writes, reads=reads)
 
-    use(0, writes=[0])
+    use(0, writes=[0])  # the caller fills the input before the first action
     use(steps.output, reads=[line.loss])
     for k, step in enumerate(steps.steps):
         operator, computes, remakes = step.operator, line.backward(k, _COMPUTES), line.backward(k, _REMAKES)
+        # Backward reads the output if the operator says so, and some operators in their first half only.
         reads_output = () if not operator.needs_output else computes[:1] if step.reads_output_once else computes
+        # A view writes nothing; all others write when they end forward, and again when they are recomputed.
         writes = () if step.is_view else (line.forward(k)[-1], *remakes)
         use(step.output, writes=writes, reads=reads_output)
         for i, tensor in enumerate(step.inputs):
+            # A step that begins early reads from its begin to its end, as its message is sent from there meanwhile.
             use(tensor, reads=[*line.forward(k), *(computes if operator.needs_inputs[i] else ())])
-        use(step.inputs[0], reads=remakes)
+        use(step.inputs[0], reads=remakes)  # what is recomputed has one input
 
 
 def _add_gradients(steps: Steps, line: Timeline, collector: _Collector) -> None:
@@ -136,25 +143,27 @@ def _add_gradients(steps: Steps, line: Timeline, collector: _Collector) -> None:
         if steps.needs_grad[tensor]:
             collector.add(("gradient", steps.grad_value(tensor)), steps.tensors[tensor].bytes, writes=writes, reads=reads)
 
-    # The loss writes it in any case, also where no parameter does.
+    # The loss writes the logits' gradient in any case, also if no parameter needs it.
     collector.add(("gradient", steps.grad_value(steps.output)), steps.tensors[steps.output].bytes, writes=[line.loss])
     use(0, reads=[line.end])  # the caller reads it after backward
     for k, step in enumerate(steps.steps):
         times = input_grad_times(steps, line, k)
         for i, tensor in enumerate(step.inputs):
             first = line.first_writers.get(tensor) == (k, i)
+            # All but the first writer add, so the sum so far must survive until then: each of their writes is a read.
             use(tensor, writes=times[:1] if first else (), reads=times)
+        # A step that begins early in backward reads the output's gradient from there on: it is being sent.
         use(step.output, reads=line.backward(k, (Action.BEGIN, *_COMPUTES)))
 
 
 def _add_buffers_of_steps(steps: Steps, line: Timeline, collector: _Collector) -> None:
-    """Memory of a single step: saved from forward to backward, scratch while it runs, gradients to be added to others."""
+    """Add the memory of single steps: saved from forward to backward, scratch while it runs, gradients to be added to others."""
     for k, step in enumerate(steps.steps):
         operator = step.operator
         runs = [line.forward(k)[-1], *line.backward(k, (*_COMPUTES, *_REMAKES))]
         if operator.saved_bytes:
             collector.add(("saved", k), operator.saved_bytes, writes=runs[:1], reads=runs)
-        if operator.scratch_bytes:  # each use begins with nothing
+        if operator.scratch_bytes:  # each use starts with undefined content, so it is a write and lives for one action
             collector.add(("scratch", k), operator.scratch_bytes, writes=runs)
         added = partial_gradients(steps, line, k)
         if added:
@@ -164,26 +173,32 @@ def _add_buffers_of_steps(steps: Steps, line: Timeline, collector: _Collector) -
 
 
 def input_grad_times(steps: Steps, line: Timeline, k: int) -> list[int]:
-    """When the gradients of step k's inputs are written, by the operator or by the program that adds them."""
+    """Return the times at which the gradients of step k's inputs are written, by the operator or by the program that adds them.
+
+    An operator with a joint backward writes them in its first half already, and the program adds them in the second.
+    """
     times = line.backward(k, (Action.INPUT,))
     return line.backward(k, _COMPUTES) if times and steps.steps[k].joint_backward else times
 
 
 def adds(steps: Steps, line: Timeline, k: int) -> tuple[bool, ...]:
-    """By input of step k: its gradient is added to what other steps wrote."""
+    """Return, by input of step k, whether its gradient is added to what other steps wrote."""
     acts = bool(line.backward(k, (Action.INPUT,)))
     inputs = steps.steps[k].inputs
     return tuple(acts and steps.needs_grad[tensor] and line.first_writers[tensor] != (k, i) for i, tensor in enumerate(inputs))
 
 
 def partial_gradients(steps: Steps, line: Timeline, k: int) -> tuple[int, ...]:
-    """Inputs of step k whose gradient the program adds, because the operator cannot."""
+    """Return the inputs of step k whose gradient the program adds, because the operator cannot."""
     return () if steps.steps[k].accumulates else tuple(i for i, add in enumerate(adds(steps, line, k)) if add)
+
+
+# -- sharing -------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """The tensor that owns the storage of each: itself, the tensor that it is a view of, or one that it overwrites.
+    """The tensor that owns the storage of each tensor: itself, the tensor that it is a view of, or one that it overwrites.
 
     activations, gradients: by tensor.
     """
@@ -192,14 +207,14 @@ class Sharing:
     gradients: tuple[int, ...]
 
     def owner(self, key: Key) -> Key:
-        """The key of the storage in which a value lies."""
+        """Return the key of the storage in which a value lies."""
         kind, number = key
         owners = {"activation": self.activations, "gradient": self.gradients}.get(kind)
         return key if owners is None else (kind, owners[number])
 
 
 def share(steps: Steps, line: Timeline, uses: Mapping[Key, Use]) -> Sharing:
-    """The storage of all tensors."""
+    """Return the storage of all tensors."""
     return Sharing(_share_activations(steps, line, uses), _share_gradients(steps, line, uses))
 
 
@@ -233,7 +248,7 @@ def _share_gradients(steps: Steps, line: Timeline, uses: Mapping[Key, Use]) -> t
         # With other readers the gradient is a sum, which must not be added to what the output's gradient was.
         if readers[source] > 1 or source == steps.output or steps.tensors[source] != steps.tensors[step.output]:
             continue
-        # Where the input's gradient comes first, the output's is read again, for the parameters.
+        # If the input's gradient comes first, the output's is read again, for the parameters.
         if uses["gradient", steps.grad_value(step.output)].last > written[-1]:
             continue
         owner = storage[step.output]
@@ -242,7 +257,7 @@ def _share_gradients(steps: Steps, line: Timeline, uses: Mapping[Key, Use]) -> t
 
 
 def lifetimes(uses: Mapping[Key, Use], sharing: Sharing) -> Mapping[Key, Block]:
-    """One block for each storage: as large as the largest value in it, live while any of them is."""
+    """Return one block for each storage: as large as the largest value in it, live while any of them is."""
     members: dict[Key, list[Use]] = {}
     for key, use in uses.items():
         members.setdefault(sharing.owner(key), []).append(use)
@@ -259,9 +274,103 @@ def _block(values: list[Use]) -> Block:
     return Block(max(use.size_bytes for use in values), *merged[0], tuple(merged[1:]))
 
 
+# -- packing -------------------------------------------------------------------------------------------------------------------
+
+
+def pack(blocks: Sequence[Block], alignment_bytes: int = ALIGNMENT_BYTES) -> tuple[list[int], int]:
+    """Return byte offsets of the blocks, and the size of the arena; blocks that are live at one time never overlap.
+
+    Greedy, each block in the smallest gap that holds it (Pisarchyk and Lee 2020, "greedy by size for offset calculation"). Three
+    orders are tried: by size, by size times life, and by life; the smallest arena wins. Offsets are multiples of
+    `alignment_bytes`. Deterministic, so the same on every rank.
+    """
+    orders: tuple[Callable[[Block], tuple[int, ...]], ...] = (
+        lambda block: (-block.size_bytes,),
+        lambda block: (-block.size_bytes * block.slots,),
+        lambda block: (-block.slots, -block.size_bytes),
+    )
+    bound = lower_bound(blocks, alignment_bytes)
+    sizes = [aligned(block.size_bytes, alignment_bytes) for block in blocks]
+    meets = meetings(blocks)
+    best: tuple[list[int], int] | None = None
+    for order in orders:
+        packed = _pack(sorted(range(len(blocks)), key=lambda i: (*order(blocks[i]), i)), sizes, meets)
+        if best is None or packed[1] < best[1]:
+            best = packed
+        if best[1] == bound:  # no other order can do better
+            break
+    assert best is not None
+    return best
+
+
+def meetings(blocks: Sequence[Block]) -> np.ndarray:
+    """Return whether two blocks are live at one time: bool (blocks, blocks)."""
+    if not blocks:
+        return np.zeros((0, 0), bool)
+    spans = np.array([span for block in blocks for span in block.spans])
+    first, last = spans[:, 0], spans[:, 1]
+    both = (first[:, None] <= last) & (first <= last[:, None])
+    counts = [len(block.spans) for block in blocks]
+    of_blocks = np.cumsum([0, *counts[:-1]])
+    meets: np.ndarray = both[np.ix_(of_blocks, of_blocks)]
+    for k in np.flatnonzero(np.array(counts) > 1):  # few blocks live in several intervals
+        row = np.logical_or.reduceat(both[of_blocks[k] : of_blocks[k] + counts[k]].any(axis=0), of_blocks)
+        meets[k] |= row
+        meets[:, k] |= row
+    return meets
+
+
+def _pack(order: Sequence[int], sizes: Sequence[int], meets: np.ndarray) -> tuple[list[int], int]:
+    """Return the offsets and the arena's size. order: of the blocks. sizes: aligned."""
+    offsets, ends = np.zeros((2, len(sizes)), np.int64)
+    placed = np.zeros(len(sizes), np.intp)  # the blocks placed so far, sorted by offset, then by time of placing
+    arena = 0
+    for count, index in enumerate(order):
+        among = placed[:count]
+        neighbours = among[meets[index][among]]
+        offset = _best_gap(offsets[neighbours], ends[neighbours], sizes[index])
+        place = int(np.searchsorted(offsets[among], offset, "right"))
+        placed[place + 1 : count + 1] = placed[place:count].copy()
+        placed[place] = index
+        offsets[index], ends[index] = offset, offset + sizes[index]
+        arena = max(arena, offset + sizes[index])
+    return offsets.tolist(), arena
+
+
+def _best_gap(offsets: np.ndarray, ends: np.ndarray, size: int) -> int:
+    """Return the offset of the smallest gap that holds `size`, the first of equals; after all blocks if no gap does.
+
+    Args:
+        offsets, ends: int64 (n,), of blocks by offset; they may overlap.
+    """
+    if not len(ends):
+        return 0
+    behind = np.maximum.accumulate(ends)
+    rooms = offsets.copy()
+    rooms[1:] -= behind[:-1]
+    fitting = np.flatnonzero(rooms >= size)
+    if not len(fitting):
+        return int(behind[-1])
+    best = int(fitting[np.argmin(rooms[fitting])])
+    return int(behind[best - 1]) if best else 0
+
+
+def lower_bound(blocks: Sequence[Block], alignment_bytes: int = ALIGNMENT_BYTES) -> int:
+    """Return the bytes that no packing can go below: the most that is live in one time slot."""
+    changes: defaultdict[int, int] = defaultdict(int)
+    for block in blocks:
+        for first, last in block.spans:
+            changes[first] += aligned(block.size_bytes, alignment_bytes)
+            changes[last + 1] -= aligned(block.size_bytes, alignment_bytes)
+    return max(accumulate(changes[time] for time in sorted(changes)), default=0)
+
+
+# -- binding -------------------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Places:
-    """Where tensors and their gradients lie, and what steps have to themselves."""
+    """The places of tensors, of their gradients, and of what steps have to themselves."""
 
     steps: Steps
     line: Timeline
@@ -269,35 +378,34 @@ class Places:
     offsets: Mapping[Key, int]
 
     def activation(self, tensor: int) -> Region:
-        """The buffer of a tensor."""
+        """Return the buffer of a tensor."""
         return Region(self.offsets["activation", self.sharing.activations[tensor]], self._spec(tensor).bytes)
 
     def gradient(self, tensor: int) -> Region | None:
-        """The buffer of a tensor's gradient; None where nobody asks for it."""
+        """Return the buffer of a tensor's gradient; None if backward does not compute it."""
         if not self.steps.needs_grad[tensor]:
             return None
         return Region(self.offsets["gradient", self.sharing.gradients[tensor]], self._spec(tensor).bytes)
 
     def logits_grad(self) -> Region | None:
-        """The loss writes it in training, whether or not a step asks for it."""
+        """Return the buffer that the loss writes in training, whether or not a step reads it; None in evaluation."""
         output = self.steps.output
         if not self.steps.training:
             return None
         return Region(self.offsets["gradient", self.sharing.gradients[output]], self._spec(output).bytes)
 
     def step(self, k: int) -> StepMemory:
-        """All buffers of step k."""
+        """Return all buffers of step k."""
         step = self.steps.steps[k]
         operator, targets = step.operator, [self.gradient(tensor) for tensor in step.inputs]
         apart = partial_gradients(self.steps, self.line, k)
         partials = self._partials(k, apart)
-        accumulate = adds(self.steps, self.line, k)
         return StepMemory(
             inputs=tuple(self.activation(tensor) for tensor in step.inputs),
             output=self.activation(step.output),
             input_grads=tuple(partials.get(i, target) for i, target in enumerate(targets)),
             output_grad=self.gradient(step.output),
-            accumulate=tuple(add and i not in apart for i, add in enumerate(accumulate)),
+            accumulate=tuple(add and i not in apart for i, add in enumerate(adds(self.steps, self.line, k))),
             sums=tuple((i, target, partials[i]) for i, target in enumerate(targets) if target is not None and i in apart),
             saved=self._alone("saved", k, operator.saved_bytes),
             scratch=self._alone("scratch", k, operator.scratch_bytes),
@@ -305,7 +413,7 @@ class Places:
         )
 
     def _partials(self, k: int, apart: tuple[int, ...]) -> dict[int, Region]:
-        """By input: its part of the step's partial gradients, which lie one behind the other."""
+        """Return, by input, its part of the step's partial gradients, which lie one after another."""
         partials, offset = {}, self.offsets.get(("partial", k), 0)
         for i in apart:
             partials[i] = Region(offset, self._spec(self.steps.steps[k].inputs[i]).bytes)

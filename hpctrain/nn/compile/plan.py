@@ -17,7 +17,6 @@ from hpctrain.backend.operators import (
     RecomputedOutput,
 )
 from hpctrain.backend.specs import TensorSpec
-from hpctrain.nn.compile.packing import Block
 
 
 class Action(Enum):
@@ -26,9 +25,9 @@ class Action(Enum):
     FORWARD = auto()
     RECOMPUTE = auto()  # make the output again, which was not kept
     COPY = auto()  # the same, of a copy in another layout
-    PARAMETERS = auto()
-    INPUT = auto()
-    BEGIN = auto()  # what goes in is complete (in backward, the output's gradient): what travels may start
+    PARAMETERS = auto()  # gradients of the parameters
+    INPUT = auto()  # gradients of the inputs
+    BEGIN = auto()  # the input (in backward, the output's gradient) is complete: start sending it
     FREE = auto()  # parameters are no longer read
 
 
@@ -51,46 +50,47 @@ class PlannedStep:
 
     @property
     def has_parameters(self) -> bool:
+        """Whether the step has parameters that are trained."""
         return self.node is not None and self.node.trains
 
     @property
     def in_place(self) -> bool:
-        """The output may overwrite the first input, if nobody reads that later."""
+        """Whether the output may overwrite the first input, if nothing reads that later."""
         return isinstance(self.operator, InPlace) and not self.is_view
 
     @property
     def is_view(self) -> bool:
-        """The output is the first input under another shape."""
+        """Whether the output is the first input in another shape."""
         return isinstance(self.operator, InputView)
 
     @property
     def accumulates(self) -> bool:
-        """The operator can add to its inputs' gradients."""
+        """Whether the operator can add to its inputs' gradients."""
         return isinstance(self.operator, Accumulating)
 
     @property
     def reads_output_once(self) -> bool:
-        """Only the first half of backward reads the output."""
+        """Whether only the first half of backward reads the output."""
         return isinstance(self.operator, OutputReadOnce)
 
     @property
     def joint_backward(self) -> bool:
-        """The first half of backward writes the inputs' gradients too."""
+        """Whether the first half of backward writes the inputs' gradients too."""
         return isinstance(self.operator, JointBackward)
 
     @property
     def begins_early(self) -> bool:
-        """It has two actions in forward: it begins at its place, and ends before its first reader."""
+        """Whether it has two actions in forward: BEGIN at its place, and FORWARD just before its first reader."""
         return isinstance(self.operator, DeferredStart) and self.operator.begins_early
 
     @property
     def recomputes_output(self) -> bool:
-        """The output is made again in backward rather than kept."""
+        """Whether the output is made again in backward rather than kept."""
         return isinstance(self.operator, RecomputedOutput) and self.operator.recomputes_output
 
     @property
     def input_first(self) -> bool:
-        """In backward the input's gradient comes before the parameters'."""
+        """Whether backward computes the input's gradient before the parameters'."""
         return self.node is not None and self.node.input_first
 
 
@@ -106,7 +106,7 @@ class Region:
         return self.offset + self.size_bytes
 
     def overlaps(self, other: Region) -> bool:
-        """They share a byte."""
+        """Return whether they share a byte."""
         return self.offset < other.end and other.offset < self.end and bool(self.size_bytes and other.size_bytes)
 
 
@@ -114,9 +114,9 @@ class Region:
 class StepMemory:
     """Where the buffers of one step lie.
 
-    inputs, output, output_grad, saved, scratch: as in `Buffers`; None where there is none.
-    input_grads: where `backward_input` writes, None where nobody asks. accumulate[i]: it adds to what is there.
-    sums: (input, target, partial): the program adds the partial to the target after `backward_input`, where the operator cannot
+    inputs, output, output_grad, saved, scratch: as in `Buffers`; None if there is none.
+    input_grads: where `backward_input` writes, None if nothing reads that gradient. accumulate[i]: it adds to what is there.
+    sums: (input, target, partial): the program adds the partial to the target after `backward_input`, because the operator cannot
         add by itself; `input_grads` then names the partial.
     copies_gradient: a view whose input has other readers too: its gradient cannot share memory and is copied.
     """
@@ -133,8 +133,35 @@ class StepMemory:
 
 
 @dataclass(frozen=True)
+class Block:
+    """`size_bytes` that are live in all time slots from `first` to `last`, both included, and in each interval of `again`.
+
+    The intervals are disjoint.
+    """
+
+    size_bytes: int
+    first: int
+    last: int
+    again: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """The intervals of time slots in which it is live."""
+        return ((self.first, self.last), *self.again)
+
+    @property
+    def slots(self) -> int:
+        """The number of time slots in which it is live."""
+        return sum(last - first + 1 for first, last in self.spans)
+
+    def meets(self, other: Block) -> bool:
+        """Return whether both are live in some time slot."""
+        return any(a[0] <= b[1] and b[0] <= a[1] for a in self.spans for b in other.spans)
+
+
+@dataclass(frozen=True)
 class Buffer:
-    """A stretch of the arena, who owns it (for reports and tests), and when it is in use."""
+    """A stretch of the arena, its owner (for reports and tests), and when it is in use."""
 
     owner: Key
     region: Region

@@ -17,6 +17,8 @@ from hpctrain.backend.specs import TensorSpec
 from hpctrain.core.errors import BackendError
 from hpctrain.nn.compile.plan import Action, Actions, PlannedStep
 
+# -- steps ---------------------------------------------------------------------------------------------------------------------
+
 
 @runtime_checkable
 class SelfMade(Protocol):
@@ -27,7 +29,7 @@ class SelfMade(Protocol):
 
 @dataclass(frozen=True)
 class Steps:
-    """The steps of a program in forward order. Tensors are numbered as in the graph, with those that copies add behind them."""
+    """The steps of a program in forward order. Tensors are numbered as in the graph; those of copies follow after them."""
 
     steps: tuple[PlannedStep, ...]
     tensors: tuple[TensorSpec, ...]
@@ -36,11 +38,11 @@ class Steps:
     needs_grad: tuple[bool, ...]
 
     def producer(self, tensor: int) -> int | None:
-        """Position of the step that writes `tensor`; None for the input."""
+        """Return the position of the step that writes `tensor`; None for the input."""
         return self._producers.get(tensor)
 
     def readers(self, tensor: int) -> list[int]:
-        """Positions of the steps that read `tensor`."""
+        """Return the positions of the steps that read `tensor`."""
         return self._readers.get(tensor, [])
 
     @cached_property
@@ -56,28 +58,35 @@ class Steps:
         return readers
 
     def value(self, tensor: int) -> int:
-        """The tensor whose memory `tensor` names: another one where views lead to it, else itself."""
+        """Return the tensor whose memory `tensor` names: that at the start of a chain of views, else itself."""
         k = self.producer(tensor)
         return tensor if k is None or not self.steps[k].is_view else self.value(self.steps[k].inputs[0])
 
     def grad_value(self, tensor: int) -> int:
-        """The tensor whose gradient's memory is also that of `tensor`'s: another one where a view is its only reader."""
+        """Return the tensor whose gradient lies in the same memory as that of `tensor`.
+
+        It is another one where a view is the only reader of `tensor`: then both gradients are the same numbers.
+        """
         readers = self.readers(tensor)
         return self.grad_value(self.steps[readers[0]].output) if readers and self.shares_gradient(readers[0]) else tensor
 
     def shares_gradient(self, k: int) -> bool:
-        """Step k is a view, and its input's gradient is that of its output. With other readers both would be added: not then."""
+        """Return whether step k is a view whose input's gradient is that of its output.
+
+        Not if the input has other readers: its gradient is then a sum, which would be added into the output's gradient while that
+        is still read. The loss is such a reader, too.
+        """
         step = self.steps[k]
         source = step.inputs[0]
         return step.is_view and self.needs_grad[source] and self.readers(source) == [k] and source != self.output
 
     def passes_back(self, k: int) -> bool:
-        """Step k has a gradient of an input to compute: not where nobody asks, and not where it is the output's own."""
+        """Return whether step k computes a gradient of an input: some input needs one, and it is not the output's own."""
         return any(self.needs_grad[tensor] for tensor in self.steps[k].inputs) and not self.shares_gradient(k)
 
 
 def make_steps(graph: Graph, kernels: KernelSet, *, training: bool, input_gradient: bool) -> Steps:
-    """An operator for each node, and before it a copy of each input that it wants in another layout.
+    """Make an operator for each node, and before it a copy of each input that it wants in another layout.
 
     Raises:
         BackendError: the kernel set refuses a node; the message is prefixed with the layer's name.
@@ -137,7 +146,10 @@ def _self_made(spec: SelfMade, inputs: tuple[TensorSpec, ...], kernels: KernelSe
 
 
 def _find_gradients(graph: Graph, training: bool, input_gradient: bool) -> list[bool]:
-    """By tensor of the graph: backward computes its gradient."""
+    """Return, by tensor of the graph, whether backward computes its gradient.
+
+    A tensor has one if anything before it is trained. So nothing is computed back through layers in front of which all is frozen.
+    """
     needs_grad = [False] * len(graph.tensors)
     if training:
         needs_grad[0] = input_gradient
@@ -146,10 +158,13 @@ def _find_gradients(graph: Graph, training: bool, input_gradient: bool) -> list[
     return needs_grad
 
 
-def recomputed_tensors(steps: Steps) -> frozenset[int]:
-    """The outputs that their operators can make again, and the copies in other layouts on both sides of these.
+# -- recomputation -------------------------------------------------------------------------------------------------------------
 
-    A copy behind such an output would otherwise be kept in its place, and nothing would be saved. The copy before it is read by
+
+def recomputed_tensors(steps: Steps) -> frozenset[int]:
+    """Return the outputs that their operators can make again, and the copies in other layouts on both sides of them.
+
+    A copy after such an output would otherwise be kept in its place, and nothing would be saved. The copy before it is read by
     the recomputation, and is as cheap to make again as to keep.
     """
     if not steps.training:
@@ -168,16 +183,19 @@ def recomputed_tensors(steps: Steps) -> frozenset[int]:
 
 
 def recompute_path(steps: Steps, recomputed: frozenset[int], tensor: int) -> tuple[int, ...]:
-    """Positions of the steps that make `tensor` again from a tensor that is kept, in order; none where it is kept itself."""
+    """Return the steps that make `tensor` again from a tensor that is kept, in order; none if it is kept itself."""
     if tensor not in recomputed:
         return ()
     position = steps.producer(tensor)
-    assert position is not None, "nobody computes the input"
+    assert position is not None, "the input is kept, as nothing computes it"
     return (*recompute_path(steps, recomputed, steps.steps[position].inputs[0]), position)
 
 
+# -- order ---------------------------------------------------------------------------------------------------------------------
+
+
 def forward_actions(steps: Steps) -> Actions:
-    """Steps in order, but those that begin early end just before their first reader: until then their messages travel."""
+    """Return the steps in order; those that begin early end just before their first reader, so that messages travel meanwhile."""
     actions: list[tuple[Action, int]] = []
     begun: set[int] = set()
     for k, step in enumerate(steps.steps):
@@ -193,9 +211,9 @@ def forward_actions(steps: Steps) -> Actions:
 
 
 def backward_actions(steps: Steps, recomputed: frozenset[int]) -> Actions:
-    """Last step first, parameters before the input; nothing in evaluation.
+    """Return the actions of backward: last step first, parameters before the input; none in evaluation.
 
-    Parameters come first because their averaging can then start, under the rest of the pass. Where `input_first` is set, the
+    Parameters come first because their averaging can then start, under the rest of the pass. If `input_first` is set, the
     input's gradient has to travel to other ranks itself: it comes first, and travels while the parameters' is computed.
     """
     if not steps.training:
@@ -219,7 +237,7 @@ def backward_actions(steps: Steps, recomputed: frozenset[int]) -> Actions:
 
 
 def _recompute(steps: Steps, recomputed: frozenset[int], k: int, present: set[int]) -> list[tuple[Action, int]]:
-    """Makes again what step k reads in backward and nobody has made again yet; `present` grows by that."""
+    """Return the actions that make again what step k reads in backward and what is not there yet, and add it to `present`."""
     step = steps.steps[k]
     actions = []
     for tensor, needed in zip(step.inputs, step.operator.needs_inputs, strict=True):
@@ -236,7 +254,7 @@ def _send_ahead(steps: Steps, k: int, early: set[int]) -> list[tuple[Action, int
     """Return the actions that bring the gradient of step k's input to the step that sends it.
 
     They are copies between layouts, each the only action between two steps, and then the start of the sender. The copies are
-    added to `early`.
+    added to `early`. A copy whose output other steps read before step k does not qualify: their terms are still missing.
     """
     actions: list[tuple[Action, int]] = []
     reader = k
@@ -250,6 +268,7 @@ def _send_ahead(steps: Steps, k: int, early: set[int]) -> list[tuple[Action, int
 
 
 def _acts(steps: Steps, action: Action, k: int) -> bool:
+    """Return whether step k has anything to do in this action."""
     if action in (Action.PARAMETERS, Action.FREE):
         return steps.steps[k].has_parameters
     return action not in (Action.INPUT, Action.BEGIN) or steps.passes_back(k)

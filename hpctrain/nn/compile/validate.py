@@ -1,12 +1,11 @@
 """A check of finished plans: the actions of both passes, run symbolically on the memory that the plan gives to each step.
 
 Every stretch of the arena holds the name of the value that was written there last, and each read asks for a value by name: if
-another one is there, or only a part of it, the plan is wrong. What is read and written follows from the operators'
-declarations
-and the graph alone, not from what the passes of the compiler found out, so this does not repeat their mistakes.
+another one is there, or only a part of it, the plan is wrong. What is read and written follows from the operators' declarations
+and the graph alone, not from what the compiler's passes decided, so this does not repeat their mistakes.
 
-`SymbolicMemory` is an arena that holds names instead of bytes; `PlanFacts` is what is known of a plan before it runs: who
-contributes to which gradient, and what to call things.
+`SymbolicMemory` is an arena that holds names instead of bytes. `PlanFacts` is what is known of a plan before it runs: who
+contributes to which gradient, and what to call things. `validate` runs the plan.
 """
 
 from __future__ import annotations
@@ -27,22 +26,22 @@ Value = tuple[Hashable, ...]
 
 
 class InvalidPlanError(AssertionError):
-    """A plan that would compute wrong numbers: a defect of hpctrain or of an operator's declarations, nothing that a user did."""
+    """A plan that would compute wrong numbers: a defect of hpctrain or of an operator's declarations, not a user's mistake."""
 
 
 def activation(tensor: int) -> Value:
-    """A tensor, as its producer wrote it."""
+    """Return the name of a tensor, as its producer wrote it."""
     return ("activation", tensor)
 
 
 def gradient(tensor: int, contributions: Contributions) -> Value:
-    """A tensor's gradient, when so many readers of the tensor have added to it."""
+    """Return the name of a tensor's gradient after these readers of the tensor have added to it."""
     return ("gradient", tensor, contributions)
 
 
 @dataclass
 class _Stretch:
-    """Bytes that one write has filled. values: the names of what they hold, several where there are views."""
+    """Bytes that one write has filled. values: the names of what they hold, several if there are views."""
 
     region: Region
     values: set[Value]
@@ -58,7 +57,7 @@ class SymbolicMemory:
         self._overwritten: dict[Value, str] = {}
 
     def write(self, region: Region, value: Value, writer: str) -> None:
-        """`region` holds `value` from now on, and whatever overlaps it is lost."""
+        """Write `value` to `region`; whatever overlaps it is lost."""
         if not region.size_bytes:
             return
         for start in self._overlapped(region):
@@ -70,7 +69,7 @@ class SymbolicMemory:
         self._overwritten.pop(value, None)
 
     def add_name(self, region: Region, value: Value) -> None:
-        """Let the content of `region` be `value`, too."""
+        """Give the content of `region` the name `value`, too."""
         if region.size_bytes:
             self._stretches[region.offset].values.add(value)
 
@@ -92,7 +91,7 @@ class SymbolicMemory:
         raise InvalidPlanError(f"{place}, but {self._writer_at(region)}.")
 
     def contributions(self, region: Region, tensor: int) -> Contributions | None:
-        """The steps that have added to the gradient of `tensor` in `region`; None where that is not what it holds."""
+        """Return the steps that have added to the gradient of `tensor` in `region`; None if it holds something else."""
         stretch = self._stretches.get(region.offset)
         for value in stretch.values if stretch is not None and stretch.region == region else ():
             if value[:2] == ("gradient", tensor) and isinstance(value[2], frozenset):
@@ -101,10 +100,10 @@ class SymbolicMemory:
 
     def _writer_at(self, region: Region) -> str:
         writers = [self._stretches[start].writer for start in self._overlapped(region)]
-        return f"it is not complete there: {', then '.join(writers)} wrote last" if writers else "nobody has written it there"
+        return f"it is not complete there: {', then '.join(writers)} wrote last" if writers else "nothing has written it there"
 
     def _overlapped(self, region: Region) -> list[int]:
-        """Where the stretches start that share a byte with `region`."""
+        """Return the starts of the stretches that share a byte with `region`."""
         first = bisect_right(self._starts, region.offset) - 1
         if first < 0 or self._stretches[self._starts[first]].region.end <= region.offset:
             first += 1
@@ -128,13 +127,14 @@ class PlanFacts:
 
     Attributes:
         plan: the plan. users: by parameter, the positions of the steps that have it.
+        silent_views: by tensor, the view that reads it and has no action in backward.
     """
 
     def __init__(self, plan: ExecutionPlan) -> None:
         self.plan = plan
         self._names = {0: "the images"} | {step.output: f"the output of {step.name}" for step in plan.steps}
         acting = {k for action, k in plan.backward if action is Action.INPUT}
-        # Views without an action in backward: their input's gradient must be that of their output, in the same memory.
+        # Such a view's input must have the gradient of its output, in the same memory, as no action copies it there.
         self.silent_views = {
             step.inputs[0]: k
             for k, step in enumerate(plan.steps)
@@ -147,36 +147,36 @@ class PlanFacts:
                 self.users.setdefault(name, []).append(k)
 
     def views_of(self, tensor: int) -> list[int]:
-        """The tensors that are `tensor` under another shape: they come back with it."""
+        """Return the tensors that are `tensor` in another shape: recomputing it recomputes them, too."""
         direct = [step.output for step in self.plan.steps if step.is_view and step.inputs[0] == tensor]
         return direct + [view for other in direct for view in self.views_of(other)]
 
     def grad_owner(self, tensor: int) -> int:
-        """The tensor whose gradient is that of `tensor` too: the one behind silent views."""
+        """Return the tensor whose gradient is that of `tensor` too: the one at the end of a chain of silent views."""
         while tensor in self.silent_views and self._contributions[tensor] == {(self.silent_views[tensor], 0)}:
             tensor = self.plan.steps[self.silent_views[tensor]].output
         return tensor
 
     def complete_gradient(self, tensor: int) -> Value:
-        """The gradient to which all have added."""
+        """Return the name of the gradient to which all readers have added."""
         owner = self.grad_owner(tensor)
         return gradient(owner, self._contributions.get(owner, frozenset()))
 
     def passes_back(self, k: int) -> bool:
-        """Step k must have an action for its inputs' gradients."""
+        """Return whether step k must have an action for its inputs' gradients."""
         inputs = self.plan.steps[k].inputs
         return any(self.plan.needs_grad[tensor] for tensor in inputs) and self.silent_views.get(inputs[0]) != k
 
     def name(self, tensor: int) -> str:
-        """A tensor in an error's sentence."""
+        """Return a tensor's name in an error's sentence."""
         return f"{self._names[tensor]} (tensor {tensor})"
 
     def actor(self, action: Action, k: int) -> str:
-        """Step and action in an error's sentence."""
+        """Return the name of step and action in an error's sentence."""
         return f"{self.plan.steps[k].name} ({_PHASES[action]})"
 
     def error(self, action: Action, k: int, fault: str) -> InvalidPlanError:
-        """`fault` follows the step and the action in the sentence."""
+        """Return an error whose sentence is the step, the action and then `fault`."""
         return InvalidPlanError(f"{self.actor(action, k)} {fault}; the step makes {self.name(self.plan.steps[k].output)}.")
 
     def check_region(self, region: Region, tensor: int, role: str) -> None:
@@ -213,17 +213,17 @@ class PlanFacts:
 
 
 def parameter_names(step: PlannedStep) -> frozenset[str]:
-    """Full names of a step's parameters."""
+    """Return the full names of a step's parameters."""
     return frozenset(step.node.parameters.values()) if step.node is not None else frozenset()
 
 
 def announces(step: PlannedStep) -> bool:
-    """The step has parameters, and no earlier one has them too: it hands out their gradients."""
+    """Return whether the step announces its parameters' gradients: it has some, and no earlier step has the same ones."""
     return step.has_parameters and step.node is not None and not step.node.shared
 
 
 def _contributions(plan: ExecutionPlan) -> dict[int, Contributions]:
-    """By tensor: all that add to its gradient."""
+    """Return, by tensor, all readers that add to its gradient."""
     collected: dict[int, set[tuple[int, int]]] = {plan.output: {LOSS}}
     for k, step in enumerate(plan.steps):
         for i, tensor in enumerate(step.inputs):
@@ -236,8 +236,8 @@ ENVIRONMENT_VARIABLE = "HPCTRAIN_VALIDATE_PLANS"
 _Regions = Iterable[Region | None]
 
 
-def asked_for() -> bool:
-    """True where the environment asks for a check of every plan that is made: HPCTRAIN_VALIDATE_PLANS=1."""
+def validation_is_on() -> bool:
+    """Return whether every plan is checked when it is made: HPCTRAIN_VALIDATE_PLANS=1 in the environment."""
     return os.environ.get(ENVIRONMENT_VARIABLE) == "1"
 
 
@@ -258,7 +258,7 @@ def validate(plan: ExecutionPlan) -> None:
 
 
 def _run_loss(facts: PlanFacts, memory: SymbolicMemory) -> None:
-    """Reads the logits, and writes their gradient in training."""
+    """Read the logits, and write their gradient in training."""
     plan = facts.plan
     facts.check_region(plan.logits, plan.output, "logits")
     memory.read(plan.logits, activation(plan.output), "The loss", facts.name(plan.output))
@@ -271,7 +271,7 @@ def _run_loss(facts: PlanFacts, memory: SymbolicMemory) -> None:
 
 
 class _Pass:
-    """The base of forward and backward. done: how often each action of this pass has happened so far."""
+    """The base of both passes. done: how often each action of this pass has happened so far."""
 
     def __init__(self, facts: PlanFacts, memory: SymbolicMemory) -> None:
         self.facts, self.plan, self.memory = facts, facts.plan, memory
@@ -280,7 +280,7 @@ class _Pass:
     def run_actions(
         self, actions: Sequence[tuple[Action, int]], methods: Mapping[Action, Callable[[Action, int], None]], name: str
     ) -> None:
-        """Each by its method."""
+        """Run each action by its method, and count it."""
         for action, k in actions:
             if action not in methods:
                 raise self.facts.error(action, k, f"has no place in {name}")
@@ -288,7 +288,7 @@ class _Pass:
             self.done[action, k] += 1
 
     def read_inputs(self, action: Action, k: int, needed: Sequence[bool]) -> list[Region]:
-        """Those of the inputs that are needed; gives where they lie."""
+        """Read the inputs that are needed; return where they lie."""
         step, regions = self.plan.steps[k], self.plan.memory[k].inputs
         wanted = [i for i, needs in enumerate(needed) if needs]
         for i in wanted:
@@ -297,7 +297,7 @@ class _Pass:
         return [regions[i] for i in wanted]
 
     def scribble(self, k: int) -> None:
-        """Scratch may hold anything after an operator has run."""
+        """Overwrite the scratch memory of step k, which may hold anything after the operator has run."""
         region = self.plan.memory[k].scratch
         if region is not None:
             self.memory.write(region, ("scratch", k), f"the scratch of {self.plan.steps[k].name}")
@@ -306,7 +306,7 @@ class _Pass:
         """Raise if what the step writes overlaps the rest of what it works on.
 
         Raises:
-            InvalidPlanError: what the step writes overlaps the rest of what it works on.
+            InvalidPlanError: two of `written` overlap, or one of them and one of `others`.
         """
         busy = [region for region in others if region is not None]
         for region in written:
@@ -321,7 +321,7 @@ class _Pass:
         """Raise if the step overwrites what it reads without being allowed to.
 
         Raises:
-            InvalidPlanError: the step writes over what it reads, and either it cannot, or only a part of it.
+            InvalidPlanError: the step writes over what it reads, and it cannot work in place, or it overwrites only a part.
         """
         in_place = allowed and self.plan.steps[k].in_place and written == read
         if written.overlaps(read) and not in_place:
@@ -331,7 +331,7 @@ class _Pass:
 
 
 class _Forward(_Pass):
-    """The images are there; every step runs once."""
+    """The forward pass: the images are there, and every step runs once."""
 
     def run(self) -> None:
         self.facts.check_region(self.plan.x, 0, "the images")
@@ -342,13 +342,13 @@ class _Forward(_Pass):
                 raise self.facts.error(Action.FORWARD, k, f"happens {self.done[Action.FORWARD, k]} times instead of once")
 
     def _begin(self, action: Action, k: int) -> None:
-        """The step's message is read from now on, until the step ends."""
+        """Read the inputs, which the step sends from now on until it ends; `_compute` reads them again there."""
         if not self.plan.steps[k].begins_early:
             raise self.facts.error(action, k, "is none: its operator cannot begin early")
         self.read_inputs(action, k, [True] * len(self.plan.steps[k].inputs))
 
     def _compute(self, action: Action, k: int) -> None:
-        """Reads all inputs, writes the output; scratch and what is saved are the step's own meanwhile."""
+        """Read all inputs, write the output; scratch and saved memory are the step's own meanwhile."""
         step, memory = self.plan.steps[k], self.plan.memory[k]
         self.facts.check_places(k)
         if step.begins_early and not self.done[Action.BEGIN, k]:
@@ -369,7 +369,7 @@ class _Forward(_Pass):
 
 
 class _Backward(_Pass):
-    """All gradients, each from all that add to it."""
+    """The backward pass: all gradients, each the sum of all terms."""
 
     def run(self) -> None:
         for k in self.facts.silent_views.values():
@@ -392,7 +392,7 @@ class _Backward(_Pass):
             self.memory.read(self.plan.x_grad, gradient_of_images, "The caller after backward", "the gradient of the images")
 
     def _recompute(self, action: Action, k: int) -> None:
-        """Reads the first input and what was saved, writes the output again."""
+        """Read the inputs and what was saved, write the output again."""
         step, memory = self.plan.steps[k], self.plan.memory[k]
         if step.node is not None if action is Action.COPY else not step.recomputes_output:
             raise self.facts.error(action, k, "is asked for, and its operator has none")
@@ -416,9 +416,9 @@ class _Backward(_Pass):
         self._compute(action, k, writes=step.joint_backward)
 
     def _check_turn(self, action: Action, k: int) -> None:
-        """Check which of the steps with the same parameters writes their gradient, and which announces it.
+        """Check the order of the steps that have the same parameters.
 
-        The last one in forward writes it, the others add to it, and the last one to add announces it.
+        The last one in forward writes their gradient, the others add to it, and the last one to add announces it.
         """
         for users in (self.facts.users[name] for name in parameter_names(self.plan.steps[k])):
             others = [j for j in users if j != k and not self.done[Action.PARAMETERS, j]]
@@ -429,7 +429,7 @@ class _Backward(_Pass):
 
     def _input(self, action: Action, k: int) -> None:
         step, computed = self.plan.steps[k], self.done[Action.PARAMETERS, k] > 0
-        # An operator may build one half on the other (batch norm does), unless its node says that the input comes first.
+        # An operator may build the input's half on the parameters' half (batch norm does), unless its node says input first.
         if step.has_parameters and not step.input_first and not computed:
             raise self.facts.error(action, k, "comes before those of its parameters")
         if not (step.joint_backward and computed):
@@ -442,7 +442,7 @@ class _Backward(_Pass):
             self._add(action, k, i, target)
 
     def _compute(self, action: Action, k: int, *, writes: bool) -> None:
-        """One half of a step's backward. The first one may change the output's gradient (by the mask of a ReLU, say)."""
+        """Run one half of a step's backward. The first half may change the output's gradient (by the mask of a ReLU, say)."""
         step, memory, actor = self.plan.steps[k], self.plan.memory[k], self.facts.actor(action, k)
         read = self.read_inputs(action, k, step.operator.needs_inputs) + self._read_saved(action, k)
         if step.operator.needs_output and not (self._begun(k) and step.reads_output_once):
@@ -458,7 +458,7 @@ class _Backward(_Pass):
         if first is not None:
             self.check_in_place(action, k, first, dy, allowed=not memory.accumulate[0])
         self.check_apart(action, k, others, [dy])
-        # A tensor that is read twice has one gradient, to which both add.
+        # A tensor that is read twice has one gradient, to which both reads add: count its place once.
         places = {*zip(step.inputs, memory.input_grads, strict=True), *((step.inputs[i], target) for i, target, _ in memory.sums)}
         self.check_apart(action, k, [region for _, region in sorted(places, key=str)], [*read, memory.scratch])
         for i, target in enumerate(memory.input_grads):
@@ -483,7 +483,7 @@ class _Backward(_Pass):
             raise self.facts.error(action, k, "is to be added to others, which its operator cannot")
 
     def _add(self, action: Action, k: int, i: int, target: Region) -> None:
-        """Something must be there to be added to, and this not yet."""
+        """Add a term to a gradient: something must be there to be added to, and not this term already."""
         tensor = self.plan.steps[k].inputs[i]
         owner = self.facts.grad_owner(tensor)
         contributions = self.memory.contributions(target, owner)
@@ -492,7 +492,7 @@ class _Backward(_Pass):
         self.memory.write(target, gradient(owner, (contributions or frozenset()) | {(k, i)}), self.facts.actor(action, k))
 
     def _free(self, action: Action, k: int) -> None:
-        """Nobody reads these parameters afterwards."""
+        """Check that nothing reads the parameters of step k afterwards."""
         for j in {j for name in parameter_names(self.plan.steps[k]) for j in self.facts.users[name]}:
             if not self.done[Action.PARAMETERS, j] or (self.facts.passes_back(j) and not self.done[Action.INPUT, j]):
                 raise self.facts.error(action, k, f"comes before {self.plan.steps[j].name} has read them for the last time")
@@ -508,7 +508,7 @@ class _Backward(_Pass):
         return [region]
 
     def _read_output_grad(self, action: Action, k: int) -> Region:
-        """The whole gradient, or what the step's other half left of it."""
+        """Read the whole gradient, or what the step's other half left of it; return where it lies."""
         tensor, region = self.plan.steps[k].output, self.plan.memory[k].output_grad
         if region is None:
             raise self.facts.error(action, k, f"needs the gradient of {self.facts.name(tensor)}, which has no place")
@@ -531,10 +531,10 @@ class _Backward(_Pass):
 
 
 def _in_use(k: int) -> Value:
-    """The gradient of step k's output, once the step has begun to use it."""
+    """Return the name of the gradient of step k's output, once the step has begun to use it."""
     return ("gradient in use", k)
 
 
 def _partial(k: int, i: int) -> Value:
-    """The term that step k adds to the gradient of its i-th input."""
+    """Return the name of the term that step k adds to the gradient of its i-th input."""
     return ("partial", k, i)

@@ -37,11 +37,15 @@ class OperationTask:
     """One operation of a group's schedule on one class of ranks.
 
     Attributes:
-        text: as traces name it. stream: it is posted on. stages: it consists of. slice: position; -1: of all.
-        events, operations, gathers_before: it comes after, as `Dependencies` has them. gathers: the slice whose parameters it
-            brings; None: none.
-        prepare_seconds: of other work just before it is posted (sums put into place, products, squares).
-        update_seconds: of the update of what is owned, after that. parameter: the first that it updates.
+        text: its name in traces.
+        stream: stream on which it is posted.
+        stages: stages of which it consists.
+        events, operations, gathers_before: its dependencies, as `Dependencies` has them.
+        slice: position of its slice; -1: all slices.
+        gathers: the slice whose parameters it gathers; None: none.
+        prepare_seconds: other work just before it is posted (sums put into place, products, squares).
+        update_seconds: the update of what is owned, after that.
+        parameter: the first parameter that it updates.
     """
 
     text: str
@@ -62,10 +66,12 @@ class GroupTasks:
     """All operations of a step of one group, in posting order.
 
     Attributes:
-        allreduce: sums come whole, and each slice is updated late, where its parameters are next needed.
-        touching: by parameter, its slices. late_updates: by slice, seconds of the whole update. names: by slice, its first
-            parameter. window: most operations in flight on a stream.
-        whole: the one allreduce of a group without a schedule, after backward; None where there is a schedule.
+        allreduce: whether sums arrive whole, and each slice is updated late, where its parameters are next needed.
+        touching: by parameter, its slices.
+        late_updates: by slice, seconds of the whole update.
+        names: by slice, its first parameter.
+        window: most operations in flight on a stream.
+        whole: the one allreduce of a group without a schedule, after backward; None if there is a schedule.
     """
 
     name: str
@@ -81,10 +87,11 @@ class GroupTasks:
 def group_tasks(
     group: AveragedGroup, machine: Machine, element_seconds: float, product_seconds: Mapping[str, float] | None = None
 ) -> GroupTasks:
-    """A group's operations on a rank that owns as much as any.
+    """Return a group's operations on a rank that owns as much as any.
 
     Args:
-        element_seconds: of the update of one element. product_seconds: as `RankClass` has them; None: none.
+        element_seconds: seconds to update one element.
+        product_seconds: as in `RankClass`; None: none.
     """
     if group.schedule is None:
         return GroupTasks(group.name, (), False, {}, (), (), None, _all_gradients(group, machine, element_seconds))
@@ -117,7 +124,7 @@ def _all_gradients(group: AveragedGroup, machine: Machine, element_seconds: floa
 
 
 class _Pricing:
-    """Bytes and seconds of a group's operations."""
+    """Prices the operations of a group in bytes and seconds."""
 
     def __init__(
         self,
@@ -137,7 +144,7 @@ class _Pricing:
         self._stages: dict[tuple[OperationKind, int, Compression | None, Stream], tuple[Stage, ...]] = {}
 
     def task(self, operation: Operation, needs: Dependencies) -> OperationTask:
-        """One operation."""
+        """Return one operation."""
         k, gather = operation.slice, operation.kind is OperationKind.ALLGATHER
         prepare = update = 0.0
         if operation.kind is OperationKind.NORMS:
@@ -162,7 +169,7 @@ class _Pricing:
         )
 
     def _stages_of(self, operation: Operation) -> tuple[Stage, ...]:
-        """Equal ones are made once: a schedule may have thousands of slices of one size."""
+        """Return the stages; equal ones are made once, as a schedule may have thousands of slices of one size."""
         compression = None if operation.kind is OperationKind.NORMS else self._schedule.slices[operation.slice].compression
         kind, n_bytes, stream = operation.kind, self._bytes(operation), operation.stream
         key = kind, n_bytes, compression, stream
@@ -172,7 +179,7 @@ class _Pricing:
         return self._stages[key]
 
     def _bytes(self, operation: Operation) -> int:
-        """The whole buffer, as collective_costs.py counts."""
+        """Return the bytes of the whole buffer, as `collective_costs.stages` counts."""
         slices, item_bytes = self._schedule.slices, self._group.item_bytes
         if operation.kind is OperationKind.NORMS:
             return _SQUARES_BYTES * len({name for piece in self._norms[operation.slice] for name in piece.parameters})
@@ -185,11 +192,11 @@ class _Pricing:
         return piece.size * item_bytes
 
     def _updated(self, piece: Slice) -> int:
-        """Elements that the first rank, which owns most, updates of a slice: its own, and what every rank updates."""
+        """Return the elements of a slice that the first rank, which owns most, updates: its own, and replicated ones."""
         return piece.owned_size(0, self._ranks) + len(piece.replicated) * piece.unit
 
     def _finish_seconds(self, piece: Slice) -> float:
-        """The product of exchanged factors, the sum of what nodes chose, or the copy of what was summed."""
+        """Return the time of the product of exchanged factors, of the sum of chosen elements, or of the copy of a sum."""
         owned = piece.owned_size(0, self._ranks)
         if piece.compression is not None:
             return self._costs.scatter_seconds(owned, piece.compression)
@@ -198,18 +205,20 @@ class _Pricing:
         return self._costs.memory_seconds(2 * owned * self._group.item_bytes) if self._ranks > 1 else 0.0
 
     def _square_seconds(self, piece: Slice) -> float:
-        """Squares of what is owned, of parameters and gradients."""
+        """Return the time of squares of owned parameters and gradients."""
         return self._costs.memory_seconds(2 * self._updated(piece) * self._group.item_bytes)
 
 
 @dataclass(frozen=True)
 class SimulatedGroup:
-    """A communicator as one process sees it.
+    """A communicator from the view of one process.
 
     Attributes:
-        key: which one it is. members: processes in it. placement: of its ranks.
-        node_share: of the ranks of a node that send in it, and in groups alike, those that the process stands for.
-        lane: groups of the same ranks have the same one: what they send goes one after another.
+        key: its identity.
+        members: number of its processes.
+        placement: placement of its ranks.
+        node_share: share of the process in the ranks of a node that send in this group and in groups alike.
+        lane: groups of the same ranks have the same lane: their messages move one after another.
     """
 
     key: Hashable
@@ -223,9 +232,13 @@ class Posted:
     """An operation of one rank: queued, in flight, or done.
 
     Attributes:
-        text, track, number: as traces name it. position: among all that the rank has posted.
-        needs: things that must happen before it starts. done: seen to be complete.
-        begun_seconds: when it was posted. dependents: operations that come after it. complete: called once it is done.
+        text, track, number: its names in traces.
+        position: its position among all that the rank has posted.
+        needs: number of dependencies that are not complete.
+        done: whether the rank has seen it complete.
+        begun_seconds: when it was posted.
+        dependents: operations that depend on it.
+        complete: called once it is done.
     """
 
     __slots__ = ("begun_seconds", "complete", "dependents", "done", "needs", "number", "position", "text", "track")
@@ -239,7 +252,7 @@ class Posted:
         self.complete: Callable[[], None] | None = None
 
     def is_done(self) -> bool:
-        """As `done`, asked for again after others have acted."""
+        """Return `done`: a call, so that type checkers do not assume that it has not changed."""
         return self.done
 
     def __str__(self) -> str:
@@ -250,11 +263,11 @@ class Member(Protocol):
     """A rank in a meeting."""
 
     def transfer(self, stage: Stage, group: SimulatedGroup, ended: Callable[[], None]) -> StageTransfer:
-        """Its share of a stage, not begun."""
+        """Return its share of a stage, not begun."""
         ...
 
     def stage_ended(self, share: MeetingShare) -> None:
-        """A stage is over; the rank calls `share.seen` once its program has noticed."""
+        """Take note of the end of a stage; the rank calls `share.next_stage` once its program has noticed."""
         ...
 
 
@@ -262,8 +275,9 @@ class MeetingShare:
     """One rank's share of a meeting.
 
     Attributes:
-        posted: the operation. stage: that is under way, or was last; None: none, or one that the others have alone.
-        transfer: of that stage.
+        posted: the operation.
+        stage: the current or last stage; None: none, or one in which only others take part.
+        transfer: the transfer of that stage.
     """
 
     __slots__ = ("_group", "_meeting", "_stages", "member", "posted", "stage", "transfer")
@@ -275,7 +289,7 @@ class MeetingShare:
         self.transfer: StageTransfer | None = None
 
     def begin(self, position: int) -> None:
-        """This rank's transfer of a stage begins; one that it has no share of is over at once."""
+        """Begin this rank's transfer of a stage; a stage without its share ends at once."""
         if position >= len(self._stages):
             self.stage = None
             self._meeting.ended()
@@ -286,7 +300,7 @@ class MeetingShare:
 
     @property
     def cpu_seconds(self) -> float:
-        """Seconds of the rank's core for the stage that are still to be paid."""
+        """Unpaid seconds of the rank's core for the stage."""
         return 0.0 if self.stage is None or self.transfer is None else self.transfer.cpu_left
 
     @property
@@ -300,15 +314,16 @@ class MeetingShare:
         return self._meeting.is_last
 
     def next_stage(self) -> None:
-        """The program has noticed the end of a stage, and posts the next one."""
+        """Post the next stage, after the program has noticed the end of one."""
         self._meeting.arrive()
 
 
 class Meeting:
-    """A collective: a stage moves once all members have posted it, and is over once it is over on all of them.
+    """A collective: a stage moves once all members have posted it, and ends once it has ended on all of them.
 
     Args:
-        members: that take part. forget: called once all have arrived, so that nobody looks for it again.
+        members: number of members.
+        forget: called once all have arrived.
     """
 
     def __init__(self, loop: EventLoop, members: int, forget: Callable[[], None]) -> None:
@@ -320,7 +335,7 @@ class Meeting:
         self._stages = 0
 
     def join(self, member: Member, posted: Posted, stages: Sequence[Stage], group: SimulatedGroup) -> None:
-        """A member posts its operation."""
+        """Post the operation of a member."""
         self._shares.append(MeetingShare(self, member, posted, stages, group))
         self._stages = max(self._stages, len(stages))
         if len(self._shares) == self._members:
@@ -329,18 +344,18 @@ class Meeting:
 
     @property
     def is_last(self) -> bool:
-        """Whether the stage that is under way, or was last, is the collective's last."""
+        """Whether the current or last stage is the collective's last."""
         return self._stage >= self._stages - 1
 
     def ended(self) -> None:
-        """A member's share of the stage is over."""
+        """End a member's share of the stage."""
         self._moving -= 1
         if not self._moving:
             for share in self._shares:
                 share.member.stage_ended(share)
 
     def arrive(self) -> None:
-        """A member has posted the next stage."""
+        """Note that a member has posted the next stage."""
         self._waiting -= 1
         if self._waiting:
             return
@@ -348,7 +363,7 @@ class Meeting:
         self._stage += 1
         if self._members == 1 and not self._stages:
             self._begin()
-        else:  # once all that poll at this instant have done so: no member's order matters
+        else:  # after all polls of this instant, so that the order of members does not matter
             self._loop.soon(self._begin)
 
     def _begin(self) -> None:
@@ -357,14 +372,14 @@ class Meeting:
 
 
 class Meetings:
-    """All meetings that somebody has come to and not everybody yet, by the operation's key."""
+    """All meetings at which some members have arrived, and not all, by the operation's key."""
 
     def __init__(self, loop: EventLoop) -> None:
         self._loop = loop
         self._open: dict[Hashable, Meeting] = {}
 
     def of(self, key: Hashable, members: int) -> Meeting:
-        """The meeting of an operation: the communicator that it is posted on, and its position there."""
+        """Return the meeting of an operation: its communicator, and its position there."""
         meeting = self._open.get(key)
         if meeting is None:
             meeting = self._open[key] = Meeting(self._loop, members, lambda: self._forget(key))
@@ -378,7 +393,8 @@ class OperationQueue:
     """One stream of a group on one rank.
 
     Args:
-        name: as traces call it. window: most operations in flight; None: no limit.
+        name: its name in traces.
+        window: most operations in flight; None: no limit.
     """
 
     def __init__(self, name: str, window: int | None) -> None:
@@ -387,7 +403,7 @@ class OperationQueue:
         self._in_flight = self._count = 0
 
     def add(self, task: OperationTask, needs: int) -> Posted:
-        """Queue an operation that starts after so many things beside its turn."""
+        """Queue an operation with this many dependencies."""
         posted = Posted(task.text, self.name, self._count, needs)
         posted.complete = self._complete
         self._count += 1
@@ -396,13 +412,13 @@ class OperationQueue:
 
     @property
     def startable(self) -> bool:
-        """Whether the first that waits may start."""
+        """Whether the first waiting operation may start."""
         if not self._waiting or self._waiting[0][1].needs:
             return False
         return self._window is None or self._in_flight < self._window
 
     def take(self) -> tuple[OperationTask, Posted]:
-        """The first that waits starts."""
+        """Start the first waiting operation."""
         self._in_flight += 1
         return self._waiting.popleft()
 
@@ -414,8 +430,9 @@ class StepOperations:
     """The operations of one step of a group on one rank.
 
     Attributes:
-        operations: in the schedule's order. gathered: by slice, its allgather. pending: by slice, sums that are not yet used for
-            an update.
+        operations: in the schedule's order.
+        gathered: by slice, its allgather.
+        pending: by slice, sums that are not yet used for an update.
     """
 
     def __init__(self) -> None:
@@ -426,10 +443,12 @@ class StepOperations:
 
 
 class GroupQueues:
-    """The queues of one parameter group on one rank, filled at each step's begin.
+    """The queues of one parameter group on one rank, filled at the begin of each step.
 
     Attributes:
-        tasks: of the group. queues: by stream. current, previous: steps.
+        tasks: tasks of the group.
+        queues: by stream.
+        current, previous: operations of two steps.
     """
 
     def __init__(self, tasks: GroupTasks) -> None:
@@ -464,18 +483,18 @@ class GroupQueues:
                 step.pending[task.slice] = posted
 
     def happens(self, event: LocalEventKey) -> None:
-        """An event of this step; a second time it is none."""
+        """Note an event of this step; repeated events have no effect."""
         if event not in self.current.happened:
             self.current.happened.add(event)
             for position in self._after.get(event, ()):
                 self.current.operations[position].needs -= 1
 
     def all_happen(self) -> None:
-        """Whatever has not happened at the end of backward happens now."""
+        """Note all events that have not happened until the end of backward."""
         for event in self._after:
             self.happens(event)
 
     def gathers_of(self, parameter: str) -> list[Posted]:
-        """Operations of the step before that bring a parameter."""
+        """Return the operations of the previous step that gather a parameter."""
         gathered = self.previous.gathered
         return [gathered[k] for k in self.tasks.touching.get(parameter, ()) if k in gathered]

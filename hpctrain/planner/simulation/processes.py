@@ -22,7 +22,7 @@ _NANOSECONDS = 1e9
 
 
 class EventRecorder:
-    """Records events from `begin` on. Times are given in seconds since the simulation's begin, and kept in ns."""
+    """Records events from `begin` on. Times are in seconds since the begin of the simulation, and stored in ns."""
 
     def __init__(self) -> None:
         self.recording = False
@@ -33,11 +33,11 @@ class EventRecorder:
         self._tracks: dict[str, int] = {"": 0}
 
     def begin(self) -> None:
-        """Record from now on; what has begun before and is still under way, too."""
+        """Record from now on, including what has begun before and is still in progress."""
         self.recording = True
 
     def end(self, seconds: float) -> None:
-        """Record nothing that begins later."""
+        """Record nothing that begins after `seconds`."""
         self._end = seconds
 
     def add(self, category: Category, name: str, start: float, stop: float, track: str = "", number: int = 0) -> None:
@@ -53,7 +53,7 @@ class EventRecorder:
         self._seconds[1].append(stop)
 
     def events(self) -> Events:
-        """A copy of what was recorded so far, by their begin; of those of the same instants, the one around the others first."""
+        """Return a copy of the recorded events by their begin; of those with the same instants, the outer one first."""
         numbers = np.array(self._numbers, np.int64)
         start, stop = np.rint(np.array(self._seconds) * _NANOSECONDS).astype(np.int64)
         depth = np.select([numbers[0] == Category.STEP, numbers[0] == Category.WAIT], [0, 1], 2)
@@ -71,19 +71,22 @@ class EventRecorder:
         )
 
 
-#: a stretch of the program; it yields while it computes or waits, and goes on once it is resumed
+#: a part of the program; it yields while it computes or waits, and continues when it is resumed
 Stretch: TypeAlias = Generator[None, None, None]
 
 
 class SimulatedProcess:
-    """The ranks of one place: their cores' work, their polls, and their shares of operations.
-
-    Attributes:
-        place: whom it stands for. world: where. recorder: of its events. queues: it posts from, in the order of polls.
-        awaited: the operation that it waits for.
+    """The ranks of one place: the work of their cores, their polls, and their shares of operations.
 
     Args:
-        slow: how many times longer its core takes, for whatever it does.
+        slow: factor by which everything takes longer on its core.
+
+    Attributes:
+        place: the ranks for which it stands.
+        world: its surroundings.
+        recorder: recorder of its events.
+        queues: queues from which it posts, in the order of polls.
+        awaited: the operation for which it waits.
     """
 
     def __init__(self, place: SimulatedPlace, world: SimulatedWorld, progress: ProgressMode, slow: float = 1.0) -> None:
@@ -112,11 +115,11 @@ class SimulatedProcess:
         self._loop.soon(self.resume)
 
     def resume(self) -> None:
-        """Go on after what the program waited for."""
+        """Continue after what the program waited for."""
         next(self._program, None)
 
     def work(self, seconds: float) -> Stretch:
-        """Compute so many seconds of a core that is not slow."""
+        """Compute for `seconds` of a core that is not slow."""
         if seconds <= 0:
             return
         seconds *= self._slow
@@ -140,7 +143,7 @@ class SimulatedProcess:
             yield
             yield from self.poll()
         self.awaited = None
-        if begin + self._cores.slice_seconds > self._loop.now:  # the core that it has offered to others comes back then
+        if begin + self._cores.slice_seconds > self._loop.now:  # it gets back the core that it has yielded
             self._loop.at(begin + self._cores.slice_seconds, self.resume)
             yield
         self._end_wait()
@@ -157,7 +160,7 @@ class SimulatedProcess:
         )
 
     def poll(self) -> Stretch:
-        """Look at what is in flight, notice what is complete, and start what may start."""
+        """Poll what is in flight, complete what has ended, and start what may start."""
         self._attention.look(_tests(self._flying))
         debt = self._attention.pay()
         if debt > 0:
@@ -175,7 +178,7 @@ class SimulatedProcess:
                 return
 
     def post(self, group: SimulatedGroup, posted: Posted, stages: Sequence[Stage]) -> None:
-        """Post an operation on a group's communicator, where all processes post the same ones in the same order."""
+        """Post an operation on a group's communicator, on which all processes post the same ones in the same order."""
         posted.begun_seconds = self._loop.now
         posted.position, self._count = self._count, self._count + 1
         self._flying[posted] = None
@@ -185,7 +188,7 @@ class SimulatedProcess:
         meeting.join(self, posted, stages, group)
 
     def finish(self) -> None:
-        """The simulation ends: record what is still in flight."""
+        """Record what is still in flight at the end of the simulation."""
         for posted in self._flying:
             _record_operation(self.recorder, posted, self._loop.now)
 
@@ -200,20 +203,20 @@ class SimulatedProcess:
         self.post(self.group_of[queue], posted, task.stages)
 
     def update(self, seconds: float, parameter: str) -> Stretch:
-        """The optimiser's update."""
+        """Run the update of the optimiser."""
         begin = self._loop.now
         yield from self.work(seconds)
         if seconds > 0:
             self.recorder.add(Category.UPDATE, parameter, begin, self._loop.now)
 
     def _see(self, share: MeetingShare) -> Stretch:
-        """Notice that a stage is over, and pay what it took of the core."""
+        """Take note of the end of a stage, and pay its time of the core."""
         if share.cpu_seconds > 0:
             yield from self._pay(share.cpu_seconds, share.begun_seconds)
         _complete(share, self._flying, self.recorder, self._loop.now)
 
     def _pay(self, seconds: float, since: float) -> Stretch:
-        """The core's time for messages. While the rank waits it is paid as they come, else at the poll that notices them."""
+        """Pay the core's time for messages: as they come while the rank waits, otherwise at the poll that notices them."""
         begin = self._loop.now
         if not self._attention.attends:
             yield from self.work(seconds)
@@ -226,7 +229,7 @@ class SimulatedProcess:
         yield from self.work(seconds - covered)
 
     def _record_progress(self, begin: float) -> None:
-        """Time of the program between operators; in a wait it is the wait's."""
+        """Record time of the program between operators; in a wait it belongs to the wait."""
         if self._loop.now > begin and not self._attention.attends:
             self.recorder.add(Category.AVERAGING, HOOKS, begin, self._loop.now)
 
@@ -242,7 +245,7 @@ class SimulatedProcess:
         self._attention.end_wait(_tests(self._flying))
 
     def _look_from_thread(self) -> None:
-        """The progress thread lets messages move, and a second stage begin; it completes nothing, unless it posts, too."""
+        """Poll from the progress thread: messages move, and a second stage begins; nothing completes, unless the thread posts."""
         self._thread_due = False
         self._attention.look(_tests(self._flying))
         if self._attention.attends:
@@ -255,7 +258,7 @@ class SimulatedProcess:
                 self._attention.owes(share.cpu_seconds)
                 _complete(share, self._flying, self.recorder, self._loop.now)
             queue = next((queue for queue in self.queues if queue.startable), None) if posts else None
-            if queue is not None:  # the program pays at its next poll for what that takes of the core
+            if queue is not None:  # the program pays for this time of the core at its next poll
                 task, posted = queue.take()
                 self._attention.owes(task.prepare_seconds + task.update_seconds)
                 self.post(self.group_of[queue], posted, task.stages)
@@ -291,7 +294,7 @@ class SimulatedProcess:
 
 
 def _complete(share: MeetingShare, flying: dict[Posted, None], recorder: EventRecorder, now: float) -> None:
-    """A stage is complete: the next one is posted; after the last one, what comes after the operation may start."""
+    """Complete a stage: post the next one; after the last one, operations that depend on this one may start."""
     if not share.is_last:
         share.next_stage()
         return
@@ -307,12 +310,12 @@ def _complete(share: MeetingShare, flying: dict[Posted, None], recorder: EventRe
 
 
 def _position(share: MeetingShare) -> int:
-    """Operations are tested in the order in which they were posted."""
+    """Return the position in which operations are tested: the order in which they were posted."""
     return share.posted.position
 
 
 def _tests(flying: Sized) -> int:
-    """The tests of a poll: one for each operation in flight."""
+    """Return the tests of a poll: one for each operation in flight."""
     return max(1, len(flying))
 
 

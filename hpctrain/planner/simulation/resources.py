@@ -21,7 +21,7 @@ class EventLoop:
     """A heap of actions.
 
     Attributes:
-        now: seconds since the simulation's begin.
+        now: seconds since the begin of the simulation.
     """
 
     def __init__(self) -> None:
@@ -31,20 +31,20 @@ class EventLoop:
         self._running = True
 
     def at(self, seconds: float, action: Act) -> None:
-        """Act at an instant, now or later."""
+        """Schedule an action for an instant, now or later."""
         self._count += 1
         heapq.heappush(self._actions, (seconds, self._count, action))
 
     def soon(self, action: Act) -> None:
-        """Act now, after what is under way."""
+        """Schedule an action for now, after the current one."""
         self.at(self.now, action)
 
     def stop(self) -> None:
-        """Let `run` end after the action that is under way."""
+        """Let `run` end after the current action."""
         self._running = False
 
     def run(self) -> bool:
-        """Act until `stop` is called: True; or until nothing is left to do: False."""
+        """Run actions until `stop` is called and return True, or until none is left and return False."""
         actions, pop = self._actions, heapq.heappop
         while self._running:
             if not actions:
@@ -55,7 +55,7 @@ class EventLoop:
 
 
 _ROUNDING_SECONDS = 1e-13
-# Times as fast while saved time is spent: what a message takes then beside the card is in its latency.
+# Speed-up while saved time is spent: the other time of a message is in its latency.
 _SPENDING = 64.0
 
 
@@ -70,17 +70,17 @@ class SharedJob:
 
 
 class SharedResource:
-    """Something that jobs share.
+    """A resource that jobs share.
 
     Args:
-        capacity: the weight of jobs that progress by one second per second; more of them progress more slowly.
-        most_saved_seconds: that an idle resource saves up, and has at the beginning.
+        capacity: weight of jobs that progress by one second per second; with more, all progress more slowly.
+        most_saved_seconds: time that an idle resource saves up at most, and has at the beginning.
     """
 
     def __init__(self, loop: EventLoop, capacity: float, most_saved_seconds: float = 0.0) -> None:
         self._loop, self._capacity = loop, capacity
         self._most_saved = self._saved = most_saved_seconds
-        self._due_is_spent = False  # the event that is due is the end of the saved time, not a job's
+        self._due_is_spent = False  # whether the next event is the end of the saved time, not of a job
         self._ends: list[tuple[float, int, SharedJob]] = []
         self._jobs = self._count = self._due = 0
         self._due_seconds = -1.0
@@ -90,7 +90,7 @@ class SharedResource:
 
     @property
     def position(self) -> float:
-        """Seconds that a job which was always here has progressed until now."""
+        """Seconds by which a job that was always here has progressed until now."""
         now = self._loop.now
         if now > self._at_seconds:
             self._position += (now - self._at_seconds) * self._rate
@@ -101,7 +101,7 @@ class SharedResource:
         return self._position
 
     def start(self, seconds: float, weight: float, action: Act | None) -> SharedJob:
-        """A job of so many seconds, if it had the resource to itself; `action` follows its end."""
+        """Start a job that takes `seconds` if it has the resource to itself; `action` follows its end."""
         job = SharedJob(self.position + seconds, weight, action)
         self._jobs += 1
         self._weight += weight
@@ -111,17 +111,17 @@ class SharedResource:
         return job
 
     def load(self, weight: float) -> None:
-        """Add a weight that stays, and is no job; a negative one takes it away."""
+        """Add a permanent weight that is no job; a negative weight removes it."""
         self.position  # noqa: B018  # up to here at the old rate
         self._load += weight
         self._changed()
 
     def remaining(self, job: SharedJob) -> float:
-        """Seconds that a job still takes."""
+        """Return the seconds that a job still takes."""
         return max(0.0, job.end - self.position)
 
     def stop(self, job: SharedJob) -> float:
-        """End a job before its time, without its action; give the seconds that it would still have taken."""
+        """End a job early, without its action, and return the seconds that it would still have taken."""
         left = self.remaining(job)
         job.active = False
         self._jobs -= 1
@@ -130,9 +130,9 @@ class SharedResource:
         return left
 
     def _changed(self) -> None:
-        """Plan the next end, with the rate that the jobs leave."""
+        """Schedule the next end at the rate of the current jobs."""
         if not self._jobs:
-            self._weight = 0.0  # no rounding errors add up
+            self._weight = 0.0  # so that rounding errors do not accumulate
         weight = self._weight + self._load
         self._rate = 1.0 if weight <= self._capacity else self._capacity / weight
         ends = self._ends
@@ -179,20 +179,21 @@ class SharedResource:
                 job.action()
 
 
-#: of a core, taken by a rank that waits: it offers its core to others after each poll, and soon sleeps between polls
+#: share of a core that a waiting rank uses: it yields its core after each poll, and soon sleeps between polls
 _POLLING_SHARE = 0.05
-# Linux lets a rank that computes go on until a tick of its clock, of which there are 250 a second: half of the time between them.
+# Linux lets a computing rank continue until a tick of its clock, 250 per second: half of the time between ticks.
 _SLICE_SECONDS = 2e-3
 
 
 class Cores:
-    """All cores of a node, on which the operating system runs whatever wants to run, fairly.
+    """All cores of a node, on which the operating system runs everything fairly.
 
     Args:
-        count: cores. ranks: of the node; where each has a core of its own, nothing is shared.
+        count: number of cores.
+        ranks: ranks of the node; if each has its own core, nothing is shared.
 
     Attributes:
-        slice_seconds: until a rank that has offered its core to another one gets it back, a mean; 0 where nothing is shared.
+        slice_seconds: mean time until a rank that has yielded its core gets it back; 0 if nothing is shared.
     """
 
     def __init__(self, loop: EventLoop, count: float, ranks: int) -> None:
@@ -201,23 +202,23 @@ class Cores:
         self.slice_seconds = 0.0 if self._shared is None else _SLICE_SECONDS
 
     def run(self, seconds: float, ranks: float, action: Act) -> None:
-        """Compute so many seconds of a core on each of `ranks` ranks, then act."""
+        """Compute `seconds` of a core on each of `ranks` ranks, then act."""
         if self._shared is None:
             self._loop.at(self._loop.now + seconds, action)
         else:
             self._shared.start(seconds, ranks, action)
 
     def charge(self, seconds: float, ranks: float) -> None:
-        """Work that ranks did while they waited: others on these cores have so much less."""
+        """Charge work that ranks did while they waited: others on these cores have less time."""
         if self._shared is not None and seconds > 0:
             self._shared.start(seconds, ranks, None)
 
     def begin_wait(self, ranks: float) -> None:
-        """So many ranks begin to poll."""
+        """Begin to poll on `ranks` ranks."""
         if self._shared is not None:
             self._shared.load(_POLLING_SHARE * ranks)
 
     def end_wait(self, ranks: float) -> None:
-        """They have stopped."""
+        """End polling on `ranks` ranks."""
         if self._shared is not None:
             self._shared.load(-_POLLING_SHARE * ranks)

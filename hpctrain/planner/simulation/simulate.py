@@ -43,11 +43,12 @@ class StepTasks:
     """Runs the steps of one process.
 
     Args:
-        groups: by key, those that the process averages. counted: called at the end of the last step that counts; one more
-            follows, so that others do not miss this rank.
+        groups: by key, those that the process averages.
+        counted: called at the end of the last step that counts; one more follows, so that others do not wait for this rank in
+            vain.
 
     Attributes:
-        step_seconds: of the step that counts.
+        step_seconds: time of the step that counts.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class StepTasks:
         self.step_seconds = 0.0
 
     def program(self) -> Stretch:
-        """All steps, one after another."""
+        """Run all steps, one after another."""
         process, recorder, last = self._process, self._process.recorder, self._options.steps - 1
         for number in range(self._options.steps + 1):
             begin = self._loop.now
@@ -120,7 +121,7 @@ class StepTasks:
 
     def _happens(self, task: Happens) -> Stretch:
         self._queues[task.group].happens(task.event)
-        # Averagers take note of a last use without a poll; an operator's end follows soon.
+        # Averagers note a last use without a poll; the end of an operator follows soon.
         if task.event.kind is not EventKind.LAST_READ and self._process.busy:
             yield from self._process.poll()
 
@@ -133,7 +134,7 @@ class StepTasks:
                 yield from self._update_late(queues, k)
 
     def _update_late(self, queues: GroupQueues, k: int) -> Stretch:
-        """Wait for a slice's sum of the step before and update all of it, unless that has been done."""
+        """Wait for the sum of a slice in the previous step and update all of it, unless that has been done."""
         posted = queues.previous.pending.pop(k, None)
         if posted is not None:
             yield from self._process.wait(posted)
@@ -195,7 +196,7 @@ class StepTasks:
 
 
 def simulate(program: StepProgram, machine: Machine, options: SimulationOptions | None = None) -> SimulatedStep:
-    """Simulate steps of a program until they are alike, and tell the last one.
+    """Simulate steps of a program until they are alike, and return the last one.
 
     Ranks in like surroundings are one process, so that the number of ranks costs nothing. Lazy averaging is simulated as it
     begins: all layers are averaged in every step.
@@ -250,7 +251,7 @@ class _Simulation:
         ]
 
     def run(self) -> SimulatedStep:
-        """The last step, once all processes have ended it."""
+        """Return the last step, after all processes have ended it."""
         for process, steps in zip(self._processes, self._steps, strict=True):
             process.start(steps.program())
         if not self._world.loop.run():
@@ -265,7 +266,7 @@ class _Simulation:
         return {key: self._tasks_of(key, place.rank_class) for key, group in groups if place.rank_class.name in group.members}
 
     def _tasks_of(self, key: str, ranks: RankClass) -> GroupTasks:
-        """Processes of one class share them."""
+        """Return a group's tasks, which processes of one class share."""
         if (key, ranks.name) not in self._group_tasks:
             group, element_seconds = self._program.groups[key], ranks.update_seconds.get(key, 0.0)
             self._group_tasks[key, ranks.name] = group_tasks(group, self._machine, element_seconds, ranks.product_seconds)
@@ -281,7 +282,7 @@ class _Simulation:
         return merge([table for table in tables if table is not None], {}, [place.ranks for place in self._places])
 
     def _by_name(self, events: Sequence[Events]) -> dict[str, Events]:
-        """Events by class, of its first process; of single ranks by rank."""
+        """Return the events by class, from its first process; by rank for single ranks."""
         result: dict[str, Events] = {}
         for place, recorded in zip(self._places, events, strict=True):
             single = bool(self._options.slow) or self._options.jitter > 0

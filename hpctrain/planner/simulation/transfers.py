@@ -20,9 +20,9 @@ from typing import Protocol
 from hpctrain.planner.collective_costs import Stage
 from hpctrain.planner.simulation.resources import Act, EventLoop, SharedJob, SharedResource
 
-# A test of a further operation at the same poll lets so much of an unattended share move beside that of the first: with MPICH
-# over TCP 2, 3, 4 and 6 messages took 1 / 1.28, 1 / 1.50, 1 / 1.80 and 1 / 2.24 of the polls that they take one after another,
-# and fewer and fewer of them are in flight meanwhile.
+# Relative to the first test of a poll, a further test lets this share of the unattended bytes move: with MPICH over TCP 2, 3, 4
+# and 6 messages took 1 / 1.28, 1 / 1.50, 1 / 1.80 and 1 / 2.24 of the polls that they take one after another, while fewer and
+# fewer of them are in flight.
 _FURTHER_TEST = 0.78
 _ROUNDING_SECONDS = 1e-12
 
@@ -30,7 +30,9 @@ _ROUNDING_SECONDS = 1e-12
 class Sender(Protocol):
     """A message in a lane.
 
-    weight: how many times it counts on the resource. yields: others pass it, once `committed_seconds` more of it have moved.
+    Attributes:
+        weight: how many times it counts on the resource.
+        yields: whether others overtake it, once `committed_seconds` more of it have moved.
     """
 
     weight: float
@@ -38,15 +40,15 @@ class Sender(Protocol):
     committed_seconds: float
 
     def interrupt(self) -> None:
-        """Another one passes: `Lane.withdraw` what was granted; `send` follows later."""
+        """Let another message overtake: `Lane.withdraw` what was granted; `send` follows later."""
         ...
 
     def send(self) -> None:
-        """Its turn has come: `Lane.grant` says how much may move."""
+        """Begin the turn: `Lane.grant` determines how much may move."""
         ...
 
     def moved(self, seconds: float) -> bool:
-        """All that was granted last has moved; whether that is all there is."""
+        """Return whether the message is complete, now that all that was granted last has moved."""
         ...
 
 
@@ -66,12 +68,12 @@ class Lane:
         self._tests = 1.0
 
     def enter(self, sender: Sender) -> None:
-        """Queue a message behind those that it does not pass; its turn may come at once."""
+        """Queue a message after those that it does not overtake; its turn may come at once."""
         place = len(self._queue)
         while place and self._queue[place - 1].yields and not sender.yields:
             place -= 1
         passed = self._queue[0] if self._queue and not place else None
-        if passed is not None and self._job is not None:  # what is on its way goes first
+        if passed is not None and self._job is not None:  # what is in flight goes first
             passed.interrupt()
             self._committed = passed.committed_seconds
             self._queue.insert(1, sender)
@@ -82,24 +84,24 @@ class Lane:
             sender.send()
 
     def leave(self) -> None:
-        """The first message has moved; the next one's turn has come."""
+        """Remove the first message, which has moved, and begin the turn of the next one."""
         self._queue.popleft()
         self._committed = 0.0
         if self._queue:
             self._queue[0].send()
 
     def sends(self, sender: Sender) -> bool:
-        """Whether it is this message's turn."""
+        """Return whether it is the turn of this message."""
         return bool(self._queue) and self._queue[0] is sender
 
     def grant(self, seconds: float) -> None:
-        """Let the first message move so much."""
+        """Let the first message move for this time."""
         limited = self._queue[0].yields and self._committed > _ROUNDING_SECONDS
         self._granted = min(seconds, self._committed) if limited else seconds
         self._job = self._resource.start(self._granted, self._queue[0].weight, self._end)
 
     def withdraw(self) -> float:
-        """Take back what was granted and has not moved yet; give what has moved of it."""
+        """Take back what was granted and has not moved yet, and return what has moved of it."""
         job, self._job = self._job, None
         if job is None:
             return 0.0
@@ -109,14 +111,14 @@ class Lane:
         return moved
 
     def look(self, tests: int = 1) -> None:
-        """The rank's program looks after its messages. tests: of operations; further ones let a little more move."""
+        """Note a poll of the rank's program. tests: number of tested operations; further ones let a little more move."""
         self._tests = 1 + _FURTHER_TEST * (tests - 1)
         self._looked_seconds = self._moved_seconds
         if self._job is not None:
             self._looked_seconds += self._granted - self._resource.remaining(self._job)
 
     def allowed(self, unattended_seconds: float) -> float:
-        """Seconds that may still move before the next look, where so many may after one test."""
+        """Return the seconds that may still move before the next poll, if `unattended_seconds` may move after one test."""
         return self._looked_seconds + self._tests * unattended_seconds - self._moved_seconds
 
     def _end(self) -> None:
@@ -132,7 +134,7 @@ class Lane:
         sender.send()
 
     def _let_pass(self) -> None:
-        """The first message goes behind those that pass it."""
+        """Move the first message behind those that overtake it."""
         self._committed = 0.0
         passed = self._queue.popleft()
         place = next((k for k, other in enumerate(self._queue) if other.yields), len(self._queue))
@@ -140,21 +142,21 @@ class Lane:
         self._queue[0].send()
 
 
-# Of a long message, in buffers on its way when a shorter one passes it: 2 MiB with MPICH over TCP.
+# Bytes of a long message in buffers, in flight, when a shorter one overtakes it: 2 MiB with MPICH over TCP.
 _COMMITTED_BYTES = 2 << 20
 
 
 class Poller(Protocol):
-    """The rank that looks at its transfers. attends: all the time, as it waits."""
+    """The rank that polls its transfers. attends: whether it waits, and so polls all the time."""
 
     attends: bool
 
     def owes(self, seconds: float) -> None:
-        """The core's time for what moved while the rank did not wait."""
+        """Add time of the core for what moved while the rank did not wait."""
         ...
 
     def blocked(self, transfer: StageTransfer) -> None:
-        """The transfer goes on at the next look."""
+        """Let the transfer continue at the next poll."""
         ...
 
 
@@ -162,12 +164,14 @@ class StageTransfer:
     """A stage of an operation on one rank.
 
     Args:
-        lane: where its messages take their turn. weight: how many times they count on the lane's resource: ranks that send
-            through a card at the same time. ended: called at its end.
+        lane: the lane of its messages.
+        weight: how many times they count on the lane's resource: ranks that send through a card at the same time.
+        ended: called at its end.
 
     Attributes:
-        begun_seconds: the instant of its begin. restricted: looks matter to it.
-        yields: others pass it in its lane, once `committed_seconds` more of it have moved.
+        begun_seconds: the instant of its begin.
+        restricted: whether polls matter to it.
+        yields: whether others overtake it in its lane, once `committed_seconds` more of it have moved.
         cpu_left: seconds of the core that its messages still take.
     """
 
@@ -181,7 +185,7 @@ class StageTransfer:
         self._round_wire = self._wire_left / self._rounds_left
         unattended_bytes = stage.unattended_bytes
         self._unattended_seconds = math.inf if unattended_bytes is None else unattended_bytes * stage.beta_seconds_per_byte
-        self._going = 1  # rounds that are under way
+        self._going = 1  # rounds in progress
         self._round_left = 0.0  # of their bytes
         self._polls = stage.polls
         self._polls_left = 0  # before the first byte of the round
@@ -192,14 +196,14 @@ class StageTransfer:
         self.restricted = self._rounds_left > 1 or self._polls > 0 or unattended_bytes is not None
 
     def begin(self) -> None:
-        """The first round, or all of them; all ranks of the group have posted the operation."""
+        """Begin the first round, or all of them; all ranks of the group have posted the operation."""
         self.begun_seconds = self._loop.now
         self._begin_rounds()
 
-    # -- looks -------------------------------------------------------------------------------------------------------------------
+    # -- polls -------------------------------------------------------------------------------------------------------------------
 
     def look(self, tests: int = 1) -> None:
-        """The program looks, by so many tests: what was held up goes on."""
+        """Continue what was blocked, at a poll with this many tests."""
         if not self._blocked:
             return
         self._blocked = False
@@ -215,7 +219,7 @@ class StageTransfer:
             self.send()
 
     def attend(self) -> None:
-        """The rank begins to wait: nothing is held up."""
+        """Begin a wait of the rank: nothing is blocked."""
         self._polls_left = min(1, self._polls_left)  # a wait tests again at once
         if self._blocked:
             self.look()
@@ -224,7 +228,7 @@ class StageTransfer:
             self.send()
 
     def leave(self) -> None:
-        """The rank ends its wait: what is under way goes on as far as it may."""
+        """End a wait of the rank: what is in flight continues as far as it may."""
         if self._round_left <= _ROUNDING_SECONDS:  # in its latency
             return
         sends = self._lane.sends(self)
@@ -240,7 +244,7 @@ class StageTransfer:
     # -- rounds ------------------------------------------------------------------------------------------------------------------
 
     def _begin_rounds(self) -> None:
-        """The next round; while somebody attends, all that are left."""
+        """Begin the next round; all remaining rounds while the rank waits."""
         attends = self._looker.attends
         self._going = self._rounds_left if attends else 1
         self._polls_left = 0 if attends else self._polls
@@ -265,7 +269,7 @@ class StageTransfer:
             self._end_rounds()
 
     def interrupt(self) -> None:
-        """Another message passes this one, which goes on when that has moved."""
+        """Let another message overtake this one, which continues when that has moved."""
         self._progress(self._lane.withdraw(), attended=self._looker.attends)
 
     def send(self) -> None:
@@ -284,7 +288,7 @@ class StageTransfer:
             self._block()
 
     def moved(self, seconds: float) -> bool:
-        """All that was granted has moved; whether the round has. A look in the meantime may allow more."""
+        """Return whether the round is complete, now that all that was granted has moved; a poll may have allowed more."""
         self._progress(seconds, attended=self._looker.attends)
         return self._round_left <= _ROUNDING_SECONDS
 
@@ -311,13 +315,14 @@ class StageTransfer:
 
 
 class Attention:
-    """Polls let transfers go on that were held up.
+    """The polls of a rank, which let blocked transfers continue.
 
     Args:
-        held_up: called where a transfer needs a poll to go on.
+        held_up: called if a transfer needs a poll to continue.
 
     Attributes:
-        attends: the rank waits, and so polls all the time. debt_seconds: of the core, for what has moved and is not paid.
+        attends: whether the rank waits, and so polls all the time.
+        debt_seconds: time of the core for what has moved and is not paid.
     """
 
     def __init__(self, held_up: Callable[[], None]) -> None:
@@ -334,17 +339,17 @@ class Attention:
         return bool(self._restricted)
 
     def add(self, transfer: StageTransfer, lane: Lane) -> None:
-        """A transfer is in flight from now on."""
+        """Add a transfer that is in flight from now on."""
         self._lanes[lane] = None
         if transfer.restricted:
             self._restricted[transfer] = None
 
     def remove(self, transfer: StageTransfer) -> None:
-        """It is complete."""
+        """Remove a complete transfer."""
         self._restricted.pop(transfer, None)
 
     def look(self, tests: int = 1) -> None:
-        """A poll. tests: operations in flight, each of which is tested."""
+        """Poll. tests: operations in flight, each of which is tested."""
         if self._restricted and not self.attends:
             self._mark(tests)
             blocked, self._blocked = self._blocked, []
@@ -359,7 +364,7 @@ class Attention:
             transfer.attend()
 
     def end_wait(self, tests: int = 1) -> None:
-        """Poll no more; the last poll had so many tests."""
+        """Stop polling; the last poll had this many tests."""
         self.attends = False
         self._mark(tests)
         for transfer in tuple(self._restricted):
@@ -375,7 +380,7 @@ class Attention:
         self.debt_seconds += seconds
 
     def pay(self) -> float:
-        """All that is owed; nothing is any more."""
+        """Return all debt, and reset it."""
         debt, self.debt_seconds = self.debt_seconds, 0.0
         return debt
 

@@ -23,12 +23,14 @@ MOST_PLACES = 64
 
 @dataclass(frozen=True)
 class SimulatedPlace:
-    """Ranks of a class that one process stands for.
+    """Ranks of a class for which one process stands.
 
     Attributes:
-        ranks: how many, of the job. first_rank: the first of them, by world rank.
-        node: its node, or the kind of it. node_ranks: how many of the ranks lie on one such node.
-        split_group, data_group: which ones; processes with equal numbers meet in exchanges and averages.
+        ranks: how many of the job's ranks it stands for.
+        first_rank: the first of them, by world rank.
+        node: its node, or the kind of its node.
+        node_ranks: how many of these ranks are on one such node.
+        split_group, data_group: its groups; processes with equal numbers meet in exchanges and averages.
     """
 
     rank_class: RankClass
@@ -41,11 +43,12 @@ class SimulatedPlace:
 
 
 def places(program: StepProgram, ranks_per_node: int, *, single: bool = False) -> tuple[SimulatedPlace, ...]:
-    """The processes of a program. single: one for each rank.
+    """Return the processes of a program. single: one for each rank.
 
-    World rank c * Pr + r is (r, c) of the grid, and nodes hold ranks that follow each other. Ranks are one process where their
-    class, the classes on their node, in their split group and in their data group are the same. Where split groups do not fit
-    into nodes and have unequal samples, nodes differ in many ways: beyond `MOST_PLACES` they count as alike.
+    World rank c * Pr + r is (r, c) of the grid, and nodes contain consecutive ranks. Ranks are one process if their class,
+    and the classes on their node, in their split group and in their data group, are the same. If split groups do not fit into
+    nodes and have
+    unequal samples, nodes differ in many ways: beyond `MOST_PLACES` they count as alike.
 
     Raises:
         ConfigError: too many ranks to be simulated one by one.
@@ -72,7 +75,7 @@ def places(program: StepProgram, ranks_per_node: int, *, single: bool = False) -
 def _folded(
     program: StepProgram, classes: Sequence[int], ranks_per_node: int, nodes: Sequence[Hashable]
 ) -> tuple[SimulatedPlace, ...]:
-    """nodes: the kind of each."""
+    """Return the processes of ranks alike. nodes: the kind of each node."""
     size, height = program.all_ranks.ranks, program.split.ranks
     splits = [_kind(classes[begin : begin + height]) for begin in range(0, size, height)]
     datas = [_kind(classes[r::height]) for r in range(height)]
@@ -94,15 +97,15 @@ def _folded(
 
 
 def _kind(classes: Sequence[int]) -> Hashable:
-    """Nodes and groups with as many ranks of each class are of one kind."""
+    """Return a key that is equal for nodes and groups with as many ranks of each class."""
     return tuple(sorted(Counter(classes).items()))
 
 
 def class_of_ranks(program: StepProgram) -> list[int]:
-    """The class of each world rank, as its position in `program.classes`.
+    """Return the class of each world rank, as its position in `program.classes`.
 
     A class begins at its split rank. Several classes that begin at the same one differ in their samples: the first data ranks
-    have the first class. Further split ranks of a class follow where no other class begins.
+    have the first class. Further split ranks of a class follow if no other class begins there.
     """
     size, height = program.all_ranks.ranks, program.split.ranks
     width = size // height
@@ -129,7 +132,7 @@ def class_of_ranks(program: StepProgram) -> list[int]:
 
 
 def _shares(program: StepProgram, width: int) -> list[int]:
-    """Ranks of each class at one split rank: classes that begin together share the data ranks out."""
+    """Return the number of ranks of each class at one split rank: classes that begin together divide the data ranks."""
     totals = Counter({one.split_rank: 0 for one in program.classes})
     for one in program.classes:
         totals[one.split_rank] += one.ranks
@@ -140,7 +143,9 @@ class SimulatedWorld:
     """All that the processes of a simulation share.
 
     Attributes:
-        loop: time. meetings: collectives that ranks have come to. machine, program: that are simulated.
+        loop: the time.
+        meetings: collectives at which ranks have arrived.
+        machine, program: what is simulated.
     """
 
     def __init__(self, program: StepProgram, machine: Machine, places: Sequence[SimulatedPlace]) -> None:
@@ -154,20 +159,20 @@ class SimulatedWorld:
         self._members = Counter(key for place in places for key in self._keys(place))
 
     def cores(self, place: SimulatedPlace) -> Cores:
-        """Those of a process's node."""
+        """Return the cores of a process's node."""
         return self._cores[place.node]
 
     def card(self, place: SimulatedPlace) -> SharedResource:
-        """A network card of a process's node; all of the node's cards are used alike."""
+        """Return a network card of a process's node; all cards of the node are used alike."""
         return self._cards[place.node]
 
     def group(self, place: SimulatedPlace, ranks: str) -> SimulatedGroup:
-        """The ranks that a process exchanges with: "all", "data" or "split"."""
+        """Return the ranks with which a process exchanges: "all", "data" or "split"."""
         placements = {"all": self.program.all_ranks, "data": self.program.data, "split": self.program.split}
         return self._group(place, _key(place, ranks), placements[ranks])
 
     def averaged_group(self, place: SimulatedPlace, name: str) -> SimulatedGroup:
-        """The ranks that a process averages a parameter group with."""
+        """Return the ranks with which a process averages a parameter group."""
         return self._group(place, self._averaged_key(place, name), self.program.groups[name].placement)
 
     def _group(self, place: SimulatedPlace, key: Hashable, placement: GroupPlacement) -> SimulatedGroup:
@@ -184,7 +189,7 @@ class SimulatedWorld:
         ]
 
     def _averaged_key(self, place: SimulatedPlace, name: str) -> Hashable:
-        """Groups of fewer than all ranks are data groups."""
+        """Return a group's key; groups of fewer than all ranks are data groups."""
         everybody = self.program.groups[name].placement.ranks == self.program.all_ranks.ranks
         return (name, "all") if everybody else (name, "data", place.data_group)
 

@@ -14,7 +14,7 @@ from hpctrain.backend.cuda.kernel_set import CudaKernelSet
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.operators import KernelSet, StepContext
 from hpctrain.backend.specs import BatchNormSpec
-from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.optimizers import Sgd
 from hpctrain.testing.operators import Gradients, OperatorBench, default_parameters
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine

@@ -37,7 +37,7 @@ from hpctrain.nn.layers import (
     Sequential,
 )
 from hpctrain.nn.network import Network
-from hpctrain.optim.optimizers.sgd import Sgd
+from hpctrain.optim.optimizers import Sgd
 from hpctrain.testing.operators import put, take
 from tests.support import nets
 from tests.support.emulated import CudaKernelsFactory

@@ -297,7 +297,7 @@ def test_claims_are_refused_before_anything_is_read(tmp_path, monkeypatch):
 
 def test_a_file_of_another_program_or_a_part_of_one_that_is_missing_is_told(tmp_path):
     for libver in ("earliest", "latest"):
-        with pytest.raises(DataError, match=r"is an HDF5 file, but not a data file of hpctrain; make one with .* convert hdf5"):
+        with pytest.raises(DataError, match=r"is an HDF5 file, but not a data file of hpctrain.*; make one with .* convert hdf5"):
             ImageFile.open(written(tmp_path / "a.h5", libver=libver))
     layout = h5py.VirtualLayout(IMAGES.shape, np.uint8)
     layout[:] = h5py.VirtualSource("elsewhere.h5", "x", IMAGES.shape)
@@ -314,7 +314,7 @@ def test_a_data_file_that_was_rewritten_in_the_old_format_says_so_and_can_be_con
         for name in source:
             source.copy(name, old)
         old.attrs.update(source.attrs)
-    with pytest.raises(DataError, match="has version 2 of the data format, but was rewritten in HDF5's old format"):
+    with pytest.raises(DataError, match="not a data file of hpctrain, as its structures have no checksums"):
         ImageFile.open(tmp_path / "old.h5")
     file = converted(tmp_path / "old.h5", new.class_names, names=("images", "labels"))
     assert np.array_equal(file.images, images)

@@ -15,7 +15,7 @@ from hpctrain.backend.operators import ALIGNMENT_BYTES, KernelSet, Operator, Ste
 from hpctrain.backend.specs import Spec, TensorSpec
 from hpctrain.models import catalogue
 from hpctrain.nn.compile.compiler import compile_graph
-from hpctrain.nn.compile.packing import Block, lower_bound, meetings, pack
+from hpctrain.nn.compile.memory import Block, lower_bound, meetings, pack
 from hpctrain.nn.compile.plan import ExecutionPlan
 from hpctrain.nn.layers import Layer
 from hpctrain.nn.network import Network

@@ -1,0 +1,417 @@
+"""The optimisers: SGD and LARS descend by momentum, AdamW and LAMB by two moments of the gradient.
+
+`OPTIMIZERS` finds them by name ("sgd" is `Sgd`). Every element's result depends on that element alone (and on norms that are
+complete), so any partition of the buffers gives the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Literal, get_args
+
+from hpctrain.backend.arithmetic import Array, Corrections, Descent, MomentDescent, MomentRule, UpdateRun
+from hpctrain.core.errors import OptionError
+from hpctrain.core.registry import Registry
+from hpctrain.nn.parameter import FlatGroup, Segment
+from hpctrain.optim.base import Norms, Optimizer, Packing, UpdateCounts
+
+#: added to |g|, so that a gradient of zeros is not divided by
+CLIP_EPSILON = 1e-6
+
+DecayExclude = Literal["norm_and_bias", "none"]
+
+
+def merged(runs: Iterable[UpdateRun]) -> list[UpdateRun]:
+    """Return the same elements in fewer runs.
+
+    Neighbours that touch and are updated alike become one run; empty runs are dropped.
+    """
+    joined: list[UpdateRun] = []
+    for run in runs:
+        if run.start == run.stop:
+            continue
+        last = joined[-1] if joined else None
+        if last is not None and (last.stop, last.gradient_scale, last.decay) == (run.start, run.gradient_scale, run.decay):
+            joined[-1] = UpdateRun(last.start, run.stop, run.gradient_scale, run.decay)
+        else:
+            joined.append(run)
+    return joined
+
+
+# -- weight decay and clipping -------------------------------------------------------------------------------------------------
+
+
+class _DecayingOptimizer(Optimizer):
+    """Weight decay, which all optimisers have; the subclasses declare both options."""
+
+    any_arrays = True
+
+    weight_decay: float
+    decay_exclude: DecayExclude
+
+    def check_decay(self) -> None:
+        """Raise unless both options are legal.
+
+        Raises:
+            OptionError: one of them is not.
+        """
+        if not (self.weight_decay >= 0.0 and math.isfinite(self.weight_decay)):
+            sentence = f"weight_decay {self.weight_decay} must be a finite number of at least 0; the usual value is 1e-4."
+            raise OptionError(sentence, "weight_decay")
+        if self.decay_exclude not in get_args(DecayExclude):
+            sentence = f"decay_exclude {self.decay_exclude!r} is unknown; it is one of {', '.join(get_args(DecayExclude))}."
+            raise OptionError(sentence, "decay_exclude")
+
+    def decay(self, segment: Segment) -> float:
+        """Return the segment's weight decay; 0 if `decay_exclude` leaves it out."""
+        return 0.0 if self.decay_excludes(segment) else float(self.weight_decay)
+
+    def decay_excludes(self, segment: Segment) -> bool:
+        """Return whether `decay_exclude` leaves this segment out: parameters of batch norms, and biases."""
+        return self.decay_exclude == "norm_and_bias" and not segment.decay
+
+
+def check_clip_norm(clip_norm: float | None) -> None:
+    """Raise unless `clip_norm` is positive or None.
+
+    Raises:
+        OptionError: it is neither.
+    """
+    if clip_norm is not None and not clip_norm > 0.0:
+        sentence = f"clip_norm {clip_norm} must be positive; leave it out (null) to switch clipping off."
+        raise OptionError(sentence, "clip_norm")
+
+
+def clip_scale(clip_norm: float | None, norms: Norms | None) -> float:
+    """Return min(1, clip_norm / (|g| + 1e-6)), |g| over all parameters of `norms`; 1 if clipping is off.
+
+    A gradient that is not finite stays so: |g| = nan gives 1 and |g| = inf gives 0, and 0 * inf is nan.
+    """
+    if clip_norm is None:
+        return 1.0
+    assert norms is not None, "clipping needs norms"
+    return min(1.0, clip_norm / (norms.global_gradient() + CLIP_EPSILON))
+
+
+# -- momentum ------------------------------------------------------------------------------------------------------------------
+
+
+class MomentumDescent:
+    """m := momentum * m + g'; w := w - lr * m, or w - lr * (g' + momentum * m) with `nesterov`.
+
+    These are torch.optim.SGD's semantics with dampening 0: the state is zeroed, so the first m is g'. Sutskever et al., ICML
+    2013, for the Nesterov form. The gradient is only read. Owns the state of the owned segments, packed: one array with as many
+    elements as they have, or none if momentum is 0.
+
+    Args:
+        group: whose data is updated from its gradient. owned: segments that do not overlap, in any order.
+    """
+
+    def __init__(self, group: FlatGroup, owned: Sequence[Segment], momentum: float, nesterov: bool) -> None:
+        self._factor, self._packing = float(momentum), Packing(owned)
+        self._momentum: Array = group.arithmetic.zeros(self._packing.size if self._factor else 0, group.dtype)
+        self._descent = group.arithmetic.descent(
+            group.data, group.grad, self._momentum, factor=self._factor, nesterov=nesterov, shadow=group.shadow
+        )
+
+    def state(self, segment: Segment) -> dict[str, Array]:
+        """Return {"momentum": view} of an owned segment or of a part of one; {} if momentum is 0."""
+        if not self._factor:
+            return {}
+        return {"momentum": self._momentum[self._packing.place(segment)]}
+
+    def update(self, runs: Iterable[UpdateRun], lr: float) -> None:
+        """Update the data of `runs`, each inside owned segments."""
+        self._descent.update(map(self._packing.placed, runs), lr)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MomentumOptimizer(_DecayingOptimizer):
+    """Momentum descent with weight decay and clipping: what SGD and LARS share.
+
+    Args:
+        momentum: Share of the previous update's direction that is kept, in [0, 1); 0 keeps nothing.
+        nesterov: Nesterov's momentum: the update looks one step ahead, w := w - lr * (g' + momentum * m).
+        weight_decay: Factor on the weights that is added to their gradient (L2 regularisation).
+        decay_exclude: Parameters without weight decay: "norm_and_bias" leaves out biases and the parameters of batch norms,
+            "none" leaves out nothing.
+        clip_norm: Largest norm of the gradient of all parameters together, above which it is scaled down to it; null switches
+            clipping off.
+
+    Raises:
+        OptionError: a value outside its range.
+    """
+
+    momentum: float = 0.9
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    decay_exclude: DecayExclude = "norm_and_bias"
+    clip_norm: float | None = None
+    _bound: MomentumDescent | None = field(init=False, repr=False, default=None)
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.momentum < 1.0:
+            raise OptionError(f"momentum {self.momentum} is outside [0, 1); the usual value is 0.9.", "momentum")
+        if self.nesterov and self.momentum == 0.0:
+            raise OptionError("nesterov needs a momentum above 0; the usual value is 0.9.", "nesterov")
+        self.check_decay()
+        check_clip_norm(self.clip_norm)
+
+    def bind(self, group: FlatGroup, owned: Sequence[Segment]) -> None:
+        # Options are frozen; the state is no option.
+        object.__setattr__(self, "_bound", MomentumDescent(group, owned, self.momentum, self.nesterov))
+
+    def state(self, segment: Segment) -> dict[str, Array]:
+        return self.descent.state(segment)
+
+    @property
+    def descent(self) -> MomentumDescent:
+        """The state and the update of the bound segments."""
+        assert self._bound is not None, "the optimiser is not bound"
+        return self._bound
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Sgd(MomentumOptimizer):
+    """Stochastic gradient descent with momentum.
+
+    g' = clip(g) + weight_decay * w; m := momentum * m + g'; w := w - lr * m (torch.optim.SGD, dampening 0).
+
+    Args:
+        momentum: Share of the previous update's direction that is kept, in [0, 1); 0 is plain gradient descent.
+    """
+
+    def update(self, segments: Sequence[Segment], lr: float, norms: Norms | None) -> None:
+        scale = clip_scale(self.clip_norm, norms)
+        runs = (UpdateRun(segment.start, segment.stop, scale, self.decay(segment)) for segment in segments)
+        self.descent.update(merged(runs), lr)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Lars(MomentumOptimizer):
+    """Layer-wise adaptive rate scaling: SGD whose step of each parameter is scaled by a ratio of norms, for large batches.
+
+    lambda = trust_coefficient * |w| / (|g| + weight_decay * |w| + epsilon), the norms over the whole parameter;
+    g' = lambda * (g + weight_decay * w); m := momentum * m + g'; w := w - lr * m (You, Gitman and Ginsburg, arXiv 1708.03888,
+    equation 6).
+
+    lambda is 1 if |w| or |g| is 0. A parameter that `decay_exclude` leaves out (norms and biases) has neither decay nor
+    ratio: it is updated as by plain SGD. Clipping comes first: g and |g| above are those of the clipped gradient. The
+    learning rate is outside the momentum as in `Sgd`, so a change of rate acts on the whole sum at once (the paper's
+    algorithm 1 has it inside; the two are equal while the rate is constant).
+
+    Args:
+        momentum: Share of the previous update's direction that is kept, in [0, 1).
+        decay_exclude: Parameters without weight decay and ratio: "norm_and_bias" leaves out biases and the parameters of batch
+            norms, "none" leaves out nothing.
+        clip_norm: Largest norm of the gradient of all parameters together, above which it is scaled down to it, before the
+            ratios are taken; null switches clipping off.
+        trust_coefficient: Factor on all ratios (the paper's eta), above 0.
+        epsilon: Number added to the ratios' denominators, so that they stay finite.
+
+    Raises:
+        OptionError: a value outside its range.
+    """
+
+    layer_norms = True
+
+    trust_coefficient: float = 0.001
+    epsilon: float = 1e-9
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.trust_coefficient > 0.0:
+            sentence = f"trust_coefficient {self.trust_coefficient} must be positive; the usual value is 0.001."
+            raise OptionError(sentence, "trust_coefficient")
+        if not self.epsilon >= 0.0:
+            raise OptionError(f"epsilon {self.epsilon} must be at least 0; the usual value is 1e-9.", "epsilon")
+
+    def update(self, segments: Sequence[Segment], lr: float, norms: Norms | None) -> None:
+        assert norms is not None, "LARS needs norms"
+        clip = clip_scale(self.clip_norm, norms)
+        runs: list[UpdateRun] = []
+        for segment in segments:
+            ratio = self.trust_ratio(segment, norms, clip)
+            runs.append(UpdateRun(segment.start, segment.stop, ratio * clip, ratio * self.decay(segment)))
+        self.descent.update(merged(runs), lr)
+
+    def trust_ratio(self, segment: Segment, norms: Norms, clip: float = 1.0) -> float:
+        """Return lambda of the parameter that `segment` belongs to, whose gradient `clip` has scaled."""
+        if self.decay_excludes(segment):
+            return 1.0
+        data, gradient = (math.sqrt(square) for square in norms.squares[norms.index[segment.parameter]])
+        gradient *= clip
+        if data == 0.0 or gradient == 0.0:
+            return 1.0
+        return float(self.trust_coefficient * data / (gradient + self.weight_decay * data + self.epsilon))
+
+
+# -- two moments ---------------------------------------------------------------------------------------------------------------
+
+
+class BoundMoments:
+    """The moments of owned segments, zeroed and packed, and the number of their updates; see `Arithmetic.moment_descent`."""
+
+    def __init__(self, group: FlatGroup, owned: Sequence[Segment], rule: MomentRule) -> None:
+        self._rule, self._packing = rule, Packing(owned)
+        self.counts = UpdateCounts(group, owned)
+        self._first, self._second = (group.arithmetic.zeros(self._packing.size, group.dtype) for _ in range(2))
+        self.descent: MomentDescent = group.arithmetic.moment_descent(
+            group.data, group.grad, self._first, self._second, rule, shadow=group.shadow
+        )
+
+    def state(self, segment: Segment) -> dict[str, Array]:
+        """Return {"first_moment": view, "second_moment": view} of an owned segment, or of one without elements."""
+        place = self._packing.place(segment)
+        return {"first_moment": self._first[place], "second_moment": self._second[place]}
+
+    def counted(self, runs: Sequence[tuple[Segment, UpdateRun]]) -> Iterator[tuple[list[UpdateRun], Corrections]]:
+        """Count an update of each segment, and yield the runs with their bias corrections, by number of updates."""
+        numbered = [(self.counts.count(segment), run) for segment, run in runs if segment.size]
+        for number, of_number in groupby(sorted(numbered, key=lambda entry: entry[0]), key=lambda entry: entry[0]):
+            # The moments start at 0 and are too small by this much after the update of that number, counted from 1.
+            first, second = 1.0 - self._rule.beta1**number, 1.0 - self._rule.beta2**number
+            corrections = Corrections(1.0 / first, 1.0 / math.sqrt(second))
+            yield [self._packing.placed(run) for run in merged(run for _, run in of_number)], corrections
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MomentOptimizer(_DecayingOptimizer):
+    """Descent by two moments with weight decay: what AdamW and LAMB share.
+
+    Args:
+        beta1: Share of the mean of gradients that is kept in an update, in [0, 1).
+        beta2: Share of the mean of squared gradients that is kept in an update, in [0, 1).
+        epsilon: Number added to the root of the mean of squares, above 0.
+        weight_decay: Factor on the weights that is added to the direction of the update, and not to the gradient.
+        decay_exclude: Parameters without weight decay: "norm_and_bias" leaves out biases and the parameters of batch norms,
+            "none" leaves out nothing.
+
+    Raises:
+        OptionError: a value outside its range.
+    """
+
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-8
+    weight_decay: float = 0.01
+    decay_exclude: DecayExclude = "norm_and_bias"
+    _bound: BoundMoments | None = field(init=False, repr=False, default=None)
+
+    def __post_init__(self) -> None:
+        for name, usual in (("beta1", 0.9), ("beta2", 0.999)):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise OptionError(f"{name} {getattr(self, name)} is outside [0, 1); the usual value is {usual}.", name)
+        if not (self.epsilon > 0.0 and math.isfinite(self.epsilon)):
+            raise OptionError(f"epsilon {self.epsilon} must be a positive number; the usual value is 1e-8.", "epsilon")
+        self.check_decay()
+        object.__setattr__(self, "momentum", self.beta1)  # what strategies ask of every optimiser; no option here
+
+    def bind(self, group: FlatGroup, owned: Sequence[Segment]) -> None:
+        # Options are frozen; the state is no option.
+        rule = MomentRule(self.beta1, self.beta2, self.epsilon)
+        object.__setattr__(self, "_bound", BoundMoments(group, owned, rule))
+
+    def state(self, segment: Segment) -> dict[str, Array]:
+        return self.bound.state(segment)
+
+    def begin_step(self, left_out: Collection[str] = ()) -> None:
+        self.bound.counts.begin_step(left_out)
+
+    def counters(self) -> dict[str, int]:
+        return self.bound.counts.counters()
+
+    def load_counters(self, counters: Mapping[str, int]) -> None:
+        self.bound.counts.load_counters(counters)
+
+    @property
+    def bound(self) -> BoundMoments:
+        """The state of the bound segments."""
+        assert self._bound is not None, "the optimiser is not bound"
+        return self._bound
+
+    def run(self, segment: Segment, gradient_scale: float = 1.0) -> tuple[Segment, UpdateRun]:
+        """Return a segment with the run that updates it."""
+        return segment, UpdateRun(segment.start, segment.stop, gradient_scale, self.decay(segment))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Adamw(MomentOptimizer):
+    """Adam with decoupled weight decay: each element's step follows from means of its gradient and of that one's square.
+
+    m := beta1 * m + (1 - beta1) * g; v := beta2 * v + (1 - beta2) * g^2;
+    w := w - lr * (m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + epsilon) + weight_decay * w), in the t-th update of a
+    parameter (torch.optim.AdamW; Loshchilov and Hutter, ICLR 2019, algorithm 2).
+
+    Args:
+        clip_norm: Largest norm of the gradient of all parameters together, above which it is scaled down to it; null switches
+            clipping off.
+    """
+
+    clip_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_clip_norm(self.clip_norm)
+
+    def update(self, segments: Sequence[Segment], lr: float, norms: Norms | None) -> None:
+        scale = clip_scale(self.clip_norm, norms)
+        for runs, corrections in self.bound.counted([self.run(segment, scale) for segment in segments]):
+            self.bound.descent.update(runs, corrections, lr)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Lamb(MomentOptimizer):
+    """Layer-wise adaptive moments: AdamW whose step of each parameter is scaled by a ratio of norms, for large batches.
+
+    u = m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + epsilon) + weight_decay * w, with the moments of AdamW;
+    w := w - lr * |w| / |u| * u, the norms over the whole parameter (You et al., ICLR 2020, arXiv 1904.00962, algorithm 2; the
+    paper's phi is the identity).
+
+    The ratio is 1 if |w| or |u| is 0. A parameter that `decay_exclude` leaves out (norms and biases) has neither decay nor
+    ratio: it is updated as by AdamW. There is no clipping: the length of a step does not follow from that of the gradient.
+
+    Args:
+        epsilon: Number added to the root of the mean of squares, above 0.
+        decay_exclude: Parameters without weight decay and ratio: "norm_and_bias" leaves out biases and the parameters of batch
+            norms, "none" leaves out nothing.
+    """
+
+    layer_norms = True
+
+    epsilon: float = 1e-6
+    _descent: Descent | None = field(init=False, repr=False, default=None)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "prepares_norms", True)
+
+    def bind(self, group: FlatGroup, owned: Sequence[Segment]) -> None:
+        super().bind(group, owned)
+        no_state = group.arithmetic.zeros(0, group.dtype)
+        descent = group.arithmetic.descent(group.data, group.grad, no_state, factor=0.0, nesterov=False, shadow=group.shadow)
+        object.__setattr__(self, "_descent", descent)
+
+    def prepare_norms(self, segments: Sequence[Segment]) -> None:
+        """Update the moments, and replace the gradient by u, whose norms are then taken."""
+        for runs, corrections in self.bound.counted([self.run(segment) for segment in segments]):
+            self.bound.descent.direct(runs, corrections)
+
+    def update(self, segments: Sequence[Segment], lr: float, norms: Norms | None) -> None:
+        assert norms is not None, "LAMB needs norms"
+        assert self._descent is not None, "the optimiser is not bound"
+        runs = (UpdateRun(segment.start, segment.stop, self.trust_ratio(segment, norms), 0.0) for segment in segments)
+        self._descent.update(merged(runs), lr)
+
+    def trust_ratio(self, segment: Segment, norms: Norms) -> float:
+        """Return |w| / |u| of the parameter that `segment` belongs to."""
+        if self.decay_excludes(segment):
+            return 1.0
+        data, direction = (math.sqrt(square) for square in norms.squares[norms.index[segment.parameter]])
+        return data / direction if data > 0.0 and direction > 0.0 else 1.0
+
+
+OPTIMIZERS: Registry[Optimizer] = Registry(__name__, "optimizer", Optimizer)

@@ -1,0 +1,188 @@
+"""Learning-rate schedules: pure functions of the step, each with a linear warm-up.
+
+A schedule holds no state: after a restart, `lr(step)` is what it was. Steps count from 0 since the start of training.
+`SCHEDULES` finds the schedules by name ("cosine" is `Cosine`).
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+
+from hpctrain.core.errors import ConfigError, OptionError
+from hpctrain.core.registry import Registry
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearningRateSchedule(ABC):
+    """Warm-up from warmup_start * base_lr to base_lr over the first `warmup_epochs`, then `after_warmup`.
+
+    The step that follows the warm-up is the first at the full rate: lr(warmup_steps) == after_warmup(warmup_steps, 0).
+
+    Args:
+        base_lr: the full rate, positive. epochs, steps_per_epoch: of the whole training, at least 1.
+        warmup_epochs: in [0, epochs], fractions too (rounded to whole steps).
+        warmup_start: Factor on the base learning rate in the first step of the warm-up, in [0, 1].
+
+    Raises:
+        ConfigError: a value outside its range.
+    """
+
+    base_lr: float
+    epochs: int
+    steps_per_epoch: int
+    warmup_epochs: float = 0.0
+    warmup_start: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not (self.base_lr > 0.0 and math.isfinite(self.base_lr)):
+            raise ConfigError(f"lr {self.base_lr} must be a positive number; 0.1 is a usual value.")
+        if self.epochs < 1:
+            raise ConfigError(f"epochs {self.epochs} must be at least 1.")
+        if self.steps_per_epoch < 1:
+            raise ConfigError(f"An epoch of {self.steps_per_epoch} steps trains nothing; it must have at least 1.")
+        if not 0.0 <= self.warmup_epochs <= self.epochs:
+            legal = 0 if not self.warmup_epochs >= 0.0 else self.epochs
+            raise ConfigError(
+                f"warmup_epochs {self.warmup_epochs} is outside [0, {self.epochs}]; the nearest legal value is {legal}."
+            )
+        if not 0.0 <= self.warmup_start <= 1.0:
+            legal = 0 if not self.warmup_start >= 0.0 else 1
+            raise OptionError(
+                f"warmup_start {self.warmup_start} is outside [0, 1]; the nearest legal value is {legal}.", "warmup_start"
+            )
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps below the full rate."""
+        return round(self.warmup_epochs * self.steps_per_epoch)
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole training."""
+        return self.epochs * self.steps_per_epoch
+
+    def lr(self, step: float) -> float:
+        """Return the learning rate of `step`, which may lie between two steps; after the end of training, the last rate."""
+        warmup = self.warmup_steps
+        if step < warmup:
+            return self.base_lr * (self.warmup_start + (1.0 - self.warmup_start) * (step / warmup))
+        remaining = self.total_steps - warmup
+        return self.after_warmup(step, min(1.0, (step - warmup) / remaining) if remaining else 1.0)
+
+    @abstractmethod
+    def after_warmup(self, step: float, progress: float) -> float:
+        """Return the rate of `step`, which is not in the warm-up; `progress` is the share of the other steps, in [0, 1]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constant(LearningRateSchedule):
+    """The base learning rate throughout, after the warm-up."""
+
+    def after_warmup(self, step: float, progress: float) -> float:
+        return self.base_lr
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step(LearningRateSchedule):
+    """The base learning rate, multiplied by gamma at each milestone.
+
+    Args:
+        milestones_epochs: Epochs at which the rate falls, such as [30, 60, 80]: increasing, counted from the start of training,
+            fractions allowed, none inside the warm-up. One beyond the last epoch never acts.
+        gamma: Factor at each milestone, in (0, 1].
+    """
+
+    milestones_epochs: tuple[float, ...]
+    gamma: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # A list from YAML would make the frozen schedule unhashable.
+        object.__setattr__(self, "milestones_epochs", tuple(self.milestones_epochs))
+        bounds = (0.0, *self.milestones_epochs)
+        if not all(a < b for a, b in pairwise(bounds)):
+            legal = sorted({m for m in self.milestones_epochs if m > 0}) or [30, 60]
+            raise OptionError(
+                f"milestones_epochs {_listed(self.milestones_epochs)} must increase from above 0, as in {_listed(legal)}.",
+                "milestones_epochs",
+            )
+        if self.milestones_epochs and self.milestones_epochs[0] < self.warmup_epochs:
+            raise OptionError(
+                f"The milestone at epoch {self.milestones_epochs[0]:g} lies inside the warm-up of {self.warmup_epochs:g} epochs; "
+                f"the earliest that is legal is {self.warmup_epochs:g}.",
+                "milestones_epochs",
+            )
+        if not 0.0 < self.gamma <= 1.0:
+            raise OptionError(f"gamma {self.gamma} is outside (0, 1]; the usual value is 0.1.", "gamma")
+
+    def after_warmup(self, step: float, progress: float) -> float:
+        passed = sum(step >= round(epoch * self.steps_per_epoch) for epoch in self.milestones_epochs)
+        return self.base_lr * self.gamma**passed
+
+
+def _listed(epochs: Iterable[float]) -> str:
+    return f"[{', '.join(f'{epoch:g}' for epoch in epochs)}]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decay(LearningRateSchedule):
+    """A smooth fall from base_lr to final_lr: what `Cosine` and `Polynomial` share.
+
+    Args:
+        final_lr: Learning rate at the end of training: a rate, not a factor, in [0, lr].
+    """
+
+    final_lr: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0.0 <= self.final_lr <= self.base_lr:
+            legal = 0.0 if not self.final_lr >= 0.0 else self.base_lr
+            raise OptionError(
+                f"final_lr {self.final_lr} is outside [0, {self.base_lr}]; the nearest legal value is {legal}.", "final_lr"
+            )
+
+    def between(self, factor: float) -> float:
+        """Return final_lr for a factor of 0, base_lr for 1."""
+        return self.final_lr + (self.base_lr - self.final_lr) * factor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cosine(Decay):
+    """Half a cosine from the base learning rate down to final_lr at the end of training.
+
+    final_lr + (base_lr - final_lr) * (1 + cos(pi * progress)) / 2 (Loshchilov and Hutter, ICLR 2017, equation 5).
+    """
+
+    def after_warmup(self, step: float, progress: float) -> float:
+        return self.between(0.5 * (1.0 + math.cos(math.pi * progress)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Polynomial(Decay):
+    """A power of the share of steps that is left, from the base learning rate down to final_lr at the end of training.
+
+    final_lr + (base_lr - final_lr) * (1 - progress)^power.
+
+    Args:
+        power: Exponent, above 0; 1 is a straight line.
+    """
+
+    power: float = 2.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (self.power > 0.0 and math.isfinite(self.power)):
+            raise OptionError(f"power {self.power} must be positive; 1 decays linearly, 2 is the usual value.", "power")
+
+    def after_warmup(self, step: float, progress: float) -> float:
+        return self.between((1.0 - progress) ** self.power)
+
+
+SCHEDULES: Registry[LearningRateSchedule] = Registry(
+    __name__, "schedule", LearningRateSchedule, given=("base_lr", "epochs", "steps_per_epoch", "warmup_epochs")
+)
