@@ -32,7 +32,7 @@ from typing import Any
 
 import psutil
 
-PACKAGES = ("averaging", "parallel", "nn/compile", "backend/kernels", "data", "storage", "launch")
+PACKAGES = ("averaging", "parallel", "nn/compile", "backend", "data", "storage", "launch")
 _ONE_PROCESS = "parallel[1]"  # mpi-pytest: tests without ranks
 _PYTEST = [".venv/bin/python", "-m", "pytest"]
 MPI_TEST = re.compile(r"tests/mpi/.*nprocs=(\d)")

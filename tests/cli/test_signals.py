@@ -42,7 +42,7 @@ def send():
         os.kill(os.getpid(), number)
         time.sleep(0.5)  # the thread that waits for signals takes it now
 def patch():
-    from hpctrain.experiment import session
+    from hpctrain.job import session
     from hpctrain.train.step import TrainingStep
     start, run = session.start_world, TrainingStep.run
     def signalled_start(*arguments):
@@ -71,7 +71,7 @@ def begins(name, when=True):
         threading.Thread(target=send, daemon=True).start()
         time.sleep(0.3)
 def patch():
-    from hpctrain.experiment import run, session
+    from hpctrain.job import session
     from hpctrain.launch import signals
     from hpctrain.storage import checkpoint
     from hpctrain.train.replica import Replica

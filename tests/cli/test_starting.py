@@ -164,7 +164,7 @@ rank = int(sys.argv.pop(1)); fault = sys.argv.pop(1)
 here = int(os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or 0)
 def patch():
     from hpctrain.data.loader import Loader
-    from hpctrain.train import evaluator, replica
+    from hpctrain.train import replica
     from hpctrain.train.step import TrainingStep
     run, make = TrainingStep.run, Loader._make
     def step(self, batch, global_step, lr):

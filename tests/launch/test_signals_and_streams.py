@@ -110,8 +110,9 @@ def test_children_get_no_mask() -> None:
     outcome = _run(
         """
         import subprocess
+        from hpctrain.launch import signal_mask
         show = [sys.executable, "-c", "import signal; print(signal.pthread_sigmask(signal.SIG_BLOCK, []))"]
-        subprocess.run(show, check=True, preexec_fn=signals.release)
+        subprocess.run(show, check=True, preexec_fn=signal_mask.release)
         """
     )
     assert outcome.stdout == "set()\n"

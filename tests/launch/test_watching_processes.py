@@ -18,10 +18,10 @@ from tests.support.signal_storm import prepare
 pytestmark = pytest.mark.job
 _START = """
 import os, signal, sys, threading, time
-from hpctrain.launch import supervised_command
+from hpctrain.launch import supervisor
 from hpctrain.launch.supervisor import SupervisedCommand
-supervised_command.AGAIN_SECONDS = 0.3
-supervised_command._INTERRUPTED_SECONDS = supervised_command._ORPHAN_SECONDS = 1.0
+supervisor.AGAIN_SECONDS = 0.3
+supervisor._INTERRUPTED_SECONDS = supervisor._ORPHAN_SECONDS = 1.0
 runner = SupervisedCommand(lambda sentence: print(sentence, flush=True))
 def later(*requests):
     "Signals to this process: (seconds, number), one after the other."

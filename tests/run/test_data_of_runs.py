@@ -650,15 +650,15 @@ def test_kernels_that_take_pixels_get_them() -> None:
 #: samples 5 and 6 of the data file, of 72 bytes each, cannot be read
 _DISK = """
 import errno
-from hpctrain.data import block_reader, mapped_reader
+from hpctrain.data import readers
 preadv = os.preadv
 opened = {}
-initialise = mapped_reader.MappedReader.__init__
+initialise = readers.MappedReader.__init__
 def remember(self, path, images, offset):
     initialise(self, path, images, offset)
     opened["offset"] = offset
-mapped_reader.MappedReader.__init__ = remember
-block_reader._copy = lambda *arguments: -1
+readers.MappedReader.__init__ = remember
+readers._copy = lambda *arguments: -1
 def broken(descriptor, buffers, at):
     if (at - opened.get("offset", at)) // 72 in (5, 6):
         raise OSError(errno.EIO, "Input/output error")

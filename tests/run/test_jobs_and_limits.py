@@ -354,7 +354,6 @@ import os, runpy, sys, time
 rank, shorter = int(sys.argv.pop(1)), float(sys.argv.pop(1))
 here = int(os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or 0)
 def patched(*arguments):
-    from hpctrain.experiment import run
     from hpctrain.storage import checkpoint
     from hpctrain.train.step import TrainingStep
     from hpctrain.train.stopping import TimeLimit

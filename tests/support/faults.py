@@ -127,12 +127,12 @@ once(TrainingStep, "run", flip, in_step_2)
 _CHECKS = ("checks.every_steps=1", "checkpoint.every_steps=1")
 _DISK = """
 import errno
-from hpctrain.data import block_reader
+from hpctrain.data import readers
 from hpctrain.data.loader import Loader
 def no_disk(*arguments):
     raise OSError(errno.EIO, "Input/output error")
 def broken(make, *rest):
-    block_reader._copy = lambda *arguments: -1
+    readers._copy = lambda *arguments: -1
     os.preadv = no_disk
     return make(*rest)
 once(Loader, "_make", broken, lambda self, slot, epoch, step, begin: step == 1)
@@ -231,7 +231,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault("another configuration", "", ("Rank 1 has another configuration than rank 0: seed is 8, not 7",), blamed=False),
     Fault(
         "other files of hpctrain",
-        'from hpctrain.experiment import same_start\nonce(same_start, "package_files", '
+        'from hpctrain.job import same_start\nonce(same_start, "package_files", '
         'lambda files, folder: {**files(folder), "nn/program.py": 1})',
         ("has other files of hpctrain than rank 0: nn/program.py differs",),
         ranks=(0,),

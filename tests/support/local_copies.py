@@ -85,15 +85,15 @@ FILLED_DISK = _OF_WRITES.format(when="== 3", fault="fill()")
 #: of all ranks: samples are read ten at once, and rank 1 is asked to stop in the first round
 ASKED_WHILE_FILLING = """
 import time
-from hpctrain.experiment import memory_filling
-memory_filling._CHUNK_BYTES = 10 * 14 * 14 * 3
-fill_round = memory_filling._round
+from hpctrain.run import data_cache
+data_cache._CHUNK_BYTES = 10 * 14 * 14 * 3
+fill_round = data_cache._round
 def signalled(*arguments):
     if rank == 1 and arguments[3] == 0:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.5)  # the thread that waits for signals takes it now
     fill_round(*arguments)
-memory_filling._round = signalled
+data_cache._round = signalled
 """
 
 
