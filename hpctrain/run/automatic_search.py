@@ -70,33 +70,33 @@ class BestCandidate:
     machine: Machine | None = None
 
 
-def find(started: StartedJob, job: Job, space: SearchSpace, machine: str | None) -> BestCandidate:
+def find(started: StartedJob, job: Job, space: SearchSpace, source: str | None) -> BestCandidate:
     """The fastest candidate by prediction on the ranks of a started job. Collective; the same on every rank.
 
     Args:
-        machine: a file or the name of an installed one; None: it is measured, within a minute.
+        source: of the machine: a file or the name of an installed one; None: it is measured, within a minute.
 
     Raises:
         ConfigError: a machine file with a fault, or a job that fits in no plan.
     """
-    if machine is None:
-        there = measured(started.world, job.kernels, started.threads, started.deadline_seconds)
+    if source is None:
+        machine = measured(started.world, job.kernels, started.threads, started.deadline_seconds)
     else:
-        there = started.on_root(lambda: machine_file.read(machine))
-    costs: ComputeCosts = RateCosts(there, job.dtype)
+        machine = started.on_root(lambda: machine_file.read(source))
+    costs: ComputeCosts = RateCosts(machine, job.dtype)
     if job.kernels.arithmetic.on_host:
         times = measured_times(
             started.world,
             job,
             space,
             threads=started.threads,
-            memory_bytes=there.memory_bytes,
+            memory_bytes=machine.memory_bytes,
             budget_seconds=_TIMING_SECONDS,
             deadline_seconds=started.deadline_seconds,
         )
-        costs = MeasuredCosts(times, RateCosts(there, job.dtype))
-    kept = there if machine is None else None
-    return started.on_root(lambda: best(job, there, costs, started.world.size, space, kept))
+        costs = MeasuredCosts(times, RateCosts(machine, job.dtype))
+    kept = machine if source is None else None
+    return started.on_root(lambda: best(job, machine, costs, started.world.size, space, kept))
 
 
 def best(

@@ -179,7 +179,17 @@ def run_training(
     """
     state = ShrinkState() if state is None else state
     with state.ownership.held():
-        return _run_phases(session, watch, state, resume, steps, schedule_from, style, complete)
+        return _run_phases(session, watch, state, _Request(resume, steps, schedule_from, style), complete)
+
+
+@dataclass(frozen=True)
+class _Request:
+    """The arguments of `run_training` that the user chose."""
+
+    resume: str | None
+    steps: int
+    schedule_from: str | None
+    style: ProgressStyle | None
 
 
 def enter(session: Session, phase: RunPhase) -> None:
@@ -198,23 +208,14 @@ def enter(session: Session, phase: RunPhase) -> None:
         raise CollectiveMismatchError(sentence, ranks=ranks).of_all_ranks()
 
 
-def _run_phases(
-    session: Session,
-    watch: SignalWatch,
-    state: ShrinkState,
-    resume: str | None,
-    steps: int,
-    schedule_from: str | None,
-    style: ProgressStyle | None,
-    complete: Callable[[], None],
-) -> bool:
+def _run_phases(session: Session, watch: SignalWatch, state: ShrinkState, asked: _Request, complete: Callable[[], None]) -> bool:
     """Train as `run_training` does, while this job owns its run: every collective phase, in its order."""
     enter(session, RunPhase.START)
     limit = raise_on_all_ranks(session.world, lambda: max_time(session.config.max_time))
     start = None
-    if resume is not None:
+    if asked.resume is not None:
         enter(session, RunPhase.FIND)
-        start = find_start(session, resume, state.ownership)
+        start = find_start(session, asked.resume, state.ownership)
     enter(session, RunPhase.BUILD)
     setup = build(session, None if start is None else start.data, stop_requested=watch.asked)
     if start is None:  # else the checkpoint has them
@@ -222,7 +223,7 @@ def _run_phases(
         start_from_weights(session, setup.replica)
     enter(session, RunPhase.AGREE)
     reproducibility.agree_record(session, setup, start)
-    reproducibility.agree_schedules(session, setup, None if start is None else start.content, schedule_from)
+    reproducibility.agree_schedules(session, setup, None if start is None else start.content, asked.schedule_from)
     if start is not None:
         enter(session, RunPhase.LOAD)
         raise_on_all_ranks(session.world, partial(setup.replica.load, start.content))
@@ -232,13 +233,13 @@ def _run_phases(
     directory = _directory(session, setup, start, state)
     begun = position.global_step  # training moves the position on
     state.begins(directory, position)
-    steps = state.steps_left(steps, position)
-    reporter = _reporter(session, directory, style, begun)
+    steps = state.steps_left(asked.steps, position)
+    reporter = _reporter(session, directory, asked.style, begun)
     try:
         enter(session, RunPhase.INTRODUCE)
         _introduce(session, setup, reporter, (nothing_to_choose(session.config, len(setup.loader)), limit.sentence))
         state.tell(reporter, position, session.world.size)
-        _introduce_start(session, setup, reporter, start, resume)
+        _introduce_start(session, setup, reporter, start, asked.resume)
         reporter.say(f"run directory {directory.path}")
         watch.keeps(partial(kept_clause, directory))
         flight_records.keep(session, directory, reporter, shrunk=state.shrunk)
@@ -246,8 +247,7 @@ def _run_phases(
         run_accounts = _begin_accounts(session, setup, directory, reporter, _most_steps(session, setup, begun, steps))
         enter(session, RunPhase.TAKE_UP)
         checkpoints = RunCheckpoints(session, setup, directory, reporter)
-        if start is not None and start.directory is not None:
-            checkpoints.go_on(start, [change.key for change in start.changes])
+        checkpoints.take_up(start)
         trainer = build_trainer(
             session,
             setup,

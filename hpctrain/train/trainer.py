@@ -12,7 +12,6 @@ from hpctrain.flight.recorder import RunPhase
 from hpctrain.optim.schedules import LearningRateSchedule
 from hpctrain.trace.tracer import Category
 from hpctrain.train.accounts import Observer, StepTrace
-from hpctrain.train.finiteness import Cause
 from hpctrain.train.metrics import Rate, Reporter, RunningSums
 from hpctrain.train.progress_bar import folded, loss_text
 from hpctrain.train.replica import LoopState, Replica
@@ -133,7 +132,10 @@ class Trainer:
         self._replica.loop = self._state
         self._state.restore(position)
         self._saved_step = position.global_step
-        self._replica.global_step, self._replica.lr = position.global_step, self._rate_before(position)
+        self._replica.global_step = position.global_step
+        # Of the step before: what is recorded of an epoch that ended with a checkpoint's step.
+        sampler = self._loader.sampler
+        self._replica.lr = self._schedule.lr(max(0, math.ceil(position.in_steps(sampler.samples, sampler.batch)) - 1))
         self._replica.kept_step = position.global_step or None
         self._loader.sampler.reorder(position.reorderings)
 
@@ -214,7 +216,8 @@ class Trainer:
         position.global_step += 1
         position.samples += batch.global_count
         if cause is not None:
-            self._report_skip(cause, batch.epoch + 1)
+            self._reporter.record("skip", {"epoch": batch.epoch + 1, "step": cause.step, **cause.facts()})
+            self._reporter.say(f"step {cause.step} skipped: {cause}")
         exchanged = self._state.end(cause, replica.lr, replica.drain)
         position.skipped, position.skipped_in_a_row = self._state.skipped, self._state.skipped_in_a_row
         if exchanged and self._saver is not None and self._saver.last_seconds:
@@ -258,10 +261,6 @@ class Trainer:
         whole = position.epoch == self._cadence.epochs - 1 and position.samples == self._loader.sampler.samples
         return whole and self._test_loader is None and not self._enough
 
-    def _report_skip(self, cause: Cause, epoch: int) -> None:
-        self._reporter.record("skip", {"epoch": epoch, "step": cause.step, **cause.facts()})
-        self._reporter.say(f"step {cause.step} skipped: {cause}")
-
     def _last_sample(self, position: Position) -> int:
         """Where this run will end if nobody stops it: samples, counted over all epochs."""
         sampler, steps = self._loader.sampler, self._cadence.steps
@@ -277,11 +276,6 @@ class Trainer:
         """The learning rate of the step that begins at a position: by samples, so that another batch makes no jump in it."""
         sampler = self._loader.sampler
         return self._schedule.lr(position.in_steps(sampler.samples, sampler.batch))
-
-    def _rate_before(self, position: Position) -> float:
-        """The learning rate of the step before a position: what is recorded of an epoch that ended with a checkpoint's step."""
-        sampler = self._loader.sampler
-        return self._schedule.lr(max(0, math.ceil(position.in_steps(sampler.samples, sampler.batch)) - 1))
 
     @property
     def _enough(self) -> bool:

@@ -394,7 +394,7 @@ def test_a_file_of_the_package_is_named_from_there() -> None:
     names = _Names()
     package = Path(source_lines.__file__).parents[1]
     namespace: dict[str, object] = {"lines": SourceLines(names.add), "sys": sys}
-    exec(compile("\n\nplace = lines.place(sys._getframe())", str(package / "train" / "evaluator.py"), "exec"), namespace)
+    exec(compile("\n\nplace = lines.place(sys._getframe())", str(package / "train" / "evaluation.py"), "exec"), namespace)
     assert names.texts[1] == "train/evaluation.py:3"
 
 
