@@ -20,7 +20,7 @@ from PIL import Image
 
 from benchmarks.compress import Work, measure
 from benchmarks.pairs import paired, ratio
-from hpctrain.bench.machine import machine
+from hpctrain.bench.interleaved import machine_facts
 from hpctrain.data.augmentations import AUGMENTATIONS
 from hpctrain.storage.atomic_write import write_json
 
@@ -49,7 +49,7 @@ def of_ours(images: np.ndarray) -> dict[str, Work]:
 
 def of_torchvision(images: np.ndarray) -> dict[str, Work]:
     """Each of torchvision's on the images of a batch, one after another."""
-    from tests.support.torchvision_models import transforms
+    from hpctrain_testing.torchvision_models import transforms
 
     def work(name: str) -> Work:
         augmentation = getattr(transforms, name)()
@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--out", type=Path, help="JSON of all rounds")
     chosen = parser.parse_args(arguments)
-    result: dict[str, Any] = {"images": SIZES, "machine": machine(), "seconds": {}}
+    result: dict[str, Any] = {"images": SIZES, "machine": machine_facts(), "seconds": {}}
     for pixels, count in SIZES.items():
         images = images_of(pixels, count)
         seconds = measure(of_ours(images) | of_torchvision(images), chosen.rounds)

@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from hpctrain.bench.machine import machine
+from hpctrain.bench.interleaved import machine_facts
 from hpctrain.storage.atomic_write import write_json
 from tests.support.jobs import run_job
 
@@ -144,7 +144,7 @@ def main(arguments: list[str] | None = None) -> int:
         disk = f"{chosen.layout}, {chosen.rate:g} MB/s, every {chosen.every} steps"
         job = f"ResNet-50, float32 with momentum, {size}, {ranks}, {disk}"
         times = {mode: run(mode, chosen) for mode in MODES}
-        write_json(chosen.out, {"machine": machine(), "job": job, "times": times})
+        write_json(chosen.out, {"machine": machine_facts(), "job": job, "times": times})
     print(markdown(json.loads(chosen.out.read_text())))
     return 0
 

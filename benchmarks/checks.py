@@ -27,7 +27,7 @@ from hpctrain.averaging.group_sums import ReadSums
 from hpctrain.averaging.slicing import RULE_LINK, Slice, cut, fused, slice_elements
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.backend.onednn.kernel_set import OnednnKernelSet
-from hpctrain.bench.machine import machine
+from hpctrain.bench.interleaved import machine_facts
 from hpctrain.comm.base import SingleCommunicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.config.schema import ChecksConfig
@@ -156,7 +156,7 @@ def _seconds(event: Callable[[], object]) -> float:
 
 def measure(names: Sequence[str]) -> dict[str, Any]:
     """Measure the models."""
-    return {"machine": machine(), "every_steps": EVERY_STEPS, "models": {name: _of_model(name) for name in names}}
+    return {"machine": machine_facts(), "every_steps": EVERY_STEPS, "models": {name: _of_model(name) for name in names}}
 
 
 def _of_model(name: str) -> dict[str, Any]:

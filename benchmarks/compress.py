@@ -21,7 +21,7 @@ import numpy as np
 from benchmarks.pairs import Interval, interval, ratio
 from hpctrain.averaging.sixteen_bits import Cast16
 from hpctrain.averaging.top_k import ErrorFeedback, Selection, TopK, kept_at
-from hpctrain.bench.machine import machine
+from hpctrain.bench.interleaved import machine_facts
 from hpctrain.storage.atomic_write import write_json
 
 BASE = "np.abs(x).sum()"
@@ -122,7 +122,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", type=Path, help="JSON of all rounds")
     chosen = parser.parse_args(arguments)
-    result: dict[str, Any] = {"elements": chosen.elements, "dtype": chosen.dtype, "machine": machine(), "seconds": {}}
+    result: dict[str, Any] = {"elements": chosen.elements, "dtype": chosen.dtype, "machine": machine_facts(), "seconds": {}}
     kinds = arrays(chosen.elements, chosen.dtype)
     for kind, values in kinds.items():
         result["seconds"][kind] = measure(of_one_array(values, DENSITIES), chosen.rounds)

@@ -24,7 +24,7 @@ from PIL import Image
 from benchmarks.augmentations import images_of
 from benchmarks.compress import Work, measure
 from benchmarks.pairs import paired, ratio
-from hpctrain.bench.machine import machine
+from hpctrain.bench.interleaved import machine_facts
 from hpctrain.data.pipeline import Pipeline
 from hpctrain.storage.atomic_write import write_json
 
@@ -47,7 +47,7 @@ def of_torchvision(images: np.ndarray, side: int = SIDE) -> dict[str, Work]:
     """torchvision's on the images of a batch, one after another."""
     import torch
 
-    from tests.support.torchvision_models import transforms
+    from hpctrain_testing.torchvision_models import transforms
 
     v2 = import_module("torchvision.transforms.v2")  # after the line above, which loads what it wants
     torch.set_num_threads(1)
@@ -102,7 +102,7 @@ def main(arguments: list[str] | None = None) -> int:
     seconds = measure({OURS: of_ours(images)} | of_torchvision(images), chosen.rounds)
     print(table(chosen.count, seconds), flush=True)
     if chosen.out is not None:
-        write_json(chosen.out, {"images": chosen.count, "machine": machine(), "seconds": seconds})
+        write_json(chosen.out, {"images": chosen.count, "machine": machine_facts(), "seconds": seconds})
     return 0
 
 

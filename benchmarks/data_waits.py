@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.pairs import interval
-from hpctrain.bench.machine import machine
+from hpctrain.bench.interleaved import machine_facts
 from hpctrain.data import image_file as data_format
 from hpctrain.storage.atomic_write import write_json
 from tests.support.jobs import clean_environment, find_mpiexec
@@ -191,7 +191,7 @@ def main(arguments: list[str] | None = None) -> int:
             "epochs": chosen.epochs,
             "train": str(chosen.train or "made up"),
         }
-        write_json(chosen.out, {"machine": machine(), **conditions, "waits": waits, "stages": alone})
+        write_json(chosen.out, {"machine": machine_facts(), **conditions, "waits": waits, "stages": alone})
     return 0
 
 

@@ -23,7 +23,7 @@ from PIL import Image
 
 from benchmarks.compress import Work, measure
 from benchmarks.pairs import paired, ratio
-from hpctrain.bench.machine import machine
+from hpctrain.bench.interleaved import machine_facts
 from hpctrain.data import decoding
 from hpctrain.data.pipeline import Pipeline
 from hpctrain.storage.atomic_write import write_json
@@ -78,7 +78,7 @@ def chains() -> dict[str, Callable[[Sequence[bytes]], object]]:
     if importlib.util.find_spec("torchvision"):
         import torch
 
-        from tests.support.torchvision_models import transforms
+        from hpctrain_testing.torchvision_models import transforms
 
         torch.set_num_threads(1)
         normalise = transforms.Normalize(MEAN.tolist(), STD.tolist())
@@ -143,7 +143,7 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     files = sorted(chosen.directory.rglob("*.jpg"))
     small = [path.read_bytes() for path in random.Random(1).sample(files, min(chosen.images, len(files)))]
-    result: dict[str, Any] = {"images": len(small), "machine": machine(), "decoder": decoding.versions(), "seconds": {}}
+    result: dict[str, Any] = {"images": len(small), "machine": machine_facts(), "decoder": decoding.versions(), "seconds": {}}
     for name, contents in (("files as they are", small), ("large: 400 x 533", [large(content) for content in small])):
         result.setdefault("bytes", {})[name] = sum(map(len, contents)) // len(contents)
         seconds = measure(works(contents), chosen.rounds)

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine_report import report
-from hpctrain.bench.interleaved import Rounds, Series, interleave, ours, peer, with_threads
-from hpctrain.bench.machine import machine
+from hpctrain.bench.interleaved import Rounds, Series, interleave, machine_facts, ours, peer, with_threads
 from hpctrain.storage.atomic_write import write_json
 
 
@@ -120,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen.report is not None:
         print(report(json.loads(chosen.report.read_text())))
         return 0
-    content: dict[str, Any] = {"machine": machine(), "rounds": chosen.rounds, "runs": []}
+    content: dict[str, Any] = {"machine": machine_facts(), "rounds": chosen.rounds, "runs": []}
     for name in chosen.networks:
         for threads in chosen.threads:
             content["runs"].append(measure(name, threads, chosen))

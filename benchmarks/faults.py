@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lab import Lab, missing, take_down_at_termination
-from hpctrain.bench.machine import machine
+from hpctrain.bench.interleaved import machine_facts
 from hpctrain.storage.atomic_write import write_json
 from tests.support.faults import DEADLINE_SECONDS, FAULTS, RANKS, Fault, findings, is_named, prepare, run_fault
 from tests.support.jobs import clean_environment
@@ -120,7 +120,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(markdown(json.loads(chosen.out.read_text())))
         return 0
     faults = [fault for fault in FAULTS if not chosen.words or any(word in fault.name for word in chosen.words)]
-    results: dict[str, Any] = {"machine": machine(), "ranks": RANKS, "deadline_seconds": DEADLINE_SECONDS, "faults": {}}
+    results: dict[str, Any] = {"machine": machine_facts(), "ranks": RANKS, "deadline_seconds": DEADLINE_SECONDS, "faults": {}}
     for fault in faults:
         results["faults"][fault.name] = measure(fault, chosen.device)
         print(f"{fault.name}: {results['faults'][fault.name]}", flush=True)

@@ -33,7 +33,7 @@ from hpctrain.launch.launcher import Launcher
 from hpctrain.launch.threads import ThreadPlan
 from hpctrain.models.state_dict import export
 from hpctrain.run.build import TrainingSetup, build, start_from_weights
-from tests.support import torchvision_models
+from hpctrain_testing import torchvision_models
 
 
 def prepare(file: Path, overrides: Sequence[str]) -> tuple[Config, TrainingSetup]:

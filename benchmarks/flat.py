@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.bench.machine import machine
+from hpctrain.bench.interleaved import machine_facts
 from hpctrain.data import image_file as data_format
 from hpctrain.storage.atomic_write import write_json
 from tests.support.jobs import run_job
@@ -102,7 +102,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     with tempfile.TemporaryDirectory() as folder:
         ranks = measure(Path(folder), chosen.steps)
-    results = {"machine": machine(), "steps": chosen.steps, "ranks": ranks}
+    results = {"machine": machine_facts(), "steps": chosen.steps, "ranks": ranks}
     write_json(chosen.out, results)
     print(markdown(results))
     grown = {rank: growth(looks) for rank, looks in ranks.items()}

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hpctrain.bench.machine import machine
+from hpctrain.bench.interleaved import machine_facts
 from hpctrain.flight.autopsy import records_in
 from hpctrain.flight.heartbeat import Heartbeat
 from hpctrain.flight.recorder import FlightRecorder
@@ -115,7 +115,7 @@ def measure() -> dict[str, Any]:
         + events["seconds"] * medians["look of the heartbeat"]
     )
     return {
-        "machine": machine(),
+        "machine": machine_facts(),
         "job": f"ResNet-20, batch {_BATCH}, {_RANKS} ranks",
         "event_seconds": of_event,
         "step": events,

@@ -22,7 +22,7 @@ from benchmarks.lab import Lab, take_down_at_termination
 from benchmarks.overlap import jobs
 from benchmarks.pairs import Interval, interval, paired, ratio
 from benchmarks.shapes import SHAPES, Shape
-from hpctrain.bench.machine import machine
+from hpctrain.bench.interleaved import machine_facts
 from hpctrain.storage.atomic_write import write_json
 from tests.support.jobs import find_mpiexec
 
@@ -90,7 +90,7 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
     where = f"{chosen.hosts} hosts at {chosen.rate}" if chosen.rate else "shared memory"
     known: dict[str, Any] = {name: getattr(chosen, name) for name in ("what", "model", "kernels", "rounds")}
     known |= {"where": where, "averager": averager_of(chosen)}
-    return {**known, "machine": machine(), "variants": variants, **result}
+    return {**known, "machine": machine_facts(), "variants": variants, **result}
 
 
 def averager_of(chosen: argparse.Namespace) -> str:

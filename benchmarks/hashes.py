@@ -23,7 +23,7 @@ import numpy as np
 
 from benchmarks.checks import MODELS, task_of
 from hpctrain.averaging.strategies.blocking import Blocking
-from hpctrain.bench.machine import machine
+from hpctrain.bench.interleaved import machine_facts
 from hpctrain.comm.base import SingleCommunicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.storage.atomic_write import write_json
@@ -56,7 +56,7 @@ def _seconds(event: Callable[[], object]) -> float:
 
 def measure(names: Sequence[str]) -> dict[str, Any]:
     """Measure the models."""
-    return {"machine": machine(), "models": {name: record_seconds(name) for name in names}}
+    return {"machine": machine_facts(), "models": {name: record_seconds(name) for name in names}}
 
 
 def markdown(results: dict[str, Any]) -> str:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pairs import interval, ratio
-from hpctrain.bench.machine import machine
+from hpctrain.bench.interleaved import machine_facts
 from hpctrain.storage.atomic_write import write_json
 from tests.support.jobs import clean_environment, find_mpiexec
 
@@ -46,7 +46,7 @@ def run(name: str, ranks: int, chosen: argparse.Namespace) -> dict[str, Any]:
         path.write_text(json.dumps({**settings, "out": str(out)}))
         command = [launcher, "-n", str(ranks), sys.executable, "-m", "mpi4py", "-m", "benchmarks.lars_ranks", str(path)]
         subprocess.run(command, check=True, timeout=chosen.timeout, env=clean_environment())
-        return {"network": name, "ranks": ranks, "settings": settings, "machine": machine(), **json.loads(out.read_text())}
+        return {"network": name, "ranks": ranks, "settings": settings, "machine": machine_facts(), **json.loads(out.read_text())}
 
 
 def markdown(runs: Sequence[Mapping[str, Any]]) -> str:

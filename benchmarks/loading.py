@@ -27,7 +27,7 @@ from PIL import Image
 from benchmarks.augmentations import images_of
 from benchmarks.compress import Work, measure
 from benchmarks.crops import MEAN, OURS, SIDE, STD, table, with_opencv
-from hpctrain.bench.machine import machine
+from hpctrain.bench.interleaved import machine_facts
 from hpctrain.data import decoding
 from hpctrain.data import image_file as data_format
 from hpctrain.data.loader import Loader
@@ -94,7 +94,7 @@ def of_torchvision(read: Mapping[str, Callable[[int], Any]], count: int) -> dict
     """PyTorch's loader with torchvision's transforms. read: by library, a sample's PIL image or array."""
     import torch
 
-    from tests.support.torchvision_models import transforms
+    from hpctrain_testing.torchvision_models import transforms
 
     torch.set_num_threads(1)
     crop, flip, normalise = transforms.RandomResizedCrop(SIDE), transforms.RandomHorizontalFlip(), transforms.Normalize(MEAN, STD)
@@ -147,7 +147,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="JSON of all rounds")
     chosen = parser.parse_args(arguments)
     images = images_of(STORED, chosen.count)
-    result: dict[str, Any] = {"images": chosen.count, "machine": machine(), "decoder": decoding.versions(), "seconds": {}}
+    result: dict[str, Any] = {"images": chosen.count, "machine": machine_facts(), "decoder": decoding.versions(), "seconds": {}}
     with tempfile.TemporaryDirectory() as folder:
         path, files = Path(folder) / "train.h5", encoded(images)
         file = written(images, path)

@@ -28,7 +28,7 @@ from benchmarks.lab import Lab, LabError, missing, take_down_at_termination
 from benchmarks.overlap_report import SHARED_MEMORY, markdown, plot, report
 from benchmarks.shapes import SHAPES, Shape
 from hpctrain.averaging.averagers import AVERAGERS
-from hpctrain.bench.machine import machine
+from hpctrain.bench.interleaved import machine_facts
 from hpctrain.storage.atomic_write import write_json
 from tests.support.jobs import clean_environment, find_mpiexec
 
@@ -245,7 +245,7 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
     name = f"overlap-{chosen.model}{'-shared-memory' if chosen.shared_memory else ''}.json"
     out = chosen.out or _ROOT / "benchmarks/results" / name
     out.parent.mkdir(parents=True, exist_ok=True)
-    result = {"model": chosen.model, "shape": chosen.shape.as_dict(), "machine": machine(), "runs": []}
+    result = {"model": chosen.model, "shape": chosen.shape.as_dict(), "machine": machine_facts(), "runs": []}
     for rate in ["shared"] if chosen.shared_memory else chosen.rates.split(","):
         try:
             run = run_on_shared_memory(chosen) if chosen.shared_memory else run_on_lab(chosen, rate)

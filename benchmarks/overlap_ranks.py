@@ -28,7 +28,7 @@ from hpctrain.comm.base import Communicator
 from hpctrain.comm.groups import ProcessGrid, levels, node_numbers
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.progress_mode import ProgressMode
-from hpctrain.data.loader import Place
+from hpctrain.data.loader import LoaderRank
 from hpctrain.models import catalogue
 from hpctrain.nn.network import Network
 from hpctrain.optim.optimizers import Sgd
@@ -102,7 +102,7 @@ class Rank:
         self.network = Network(
             catalogue.build(self.shape.family, self.shape.options), (side, side, 3), make_backend(settings.kernels).kernels
         )
-        place: Place = {"rank": self.world.rank, "ranks": self.world.size, "split_size": 1, "tiles": None, "shards": None}
+        place: LoaderRank = {"rank": self.world.rank, "ranks": self.world.size, "split_size": 1, "tiles": None, "shards": None}
         self.batch = made_up_batch(self.shape, place)
         self.bare_comm = self._split("bare")
         self.nodes = node_numbers(self.world, self.world.split_shared_memory("node"))

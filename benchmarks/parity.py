@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from hpctrain.models import catalogue
-from tests.support.torch_parity import MODELS, Comparison, compare, gradient_median
+from hpctrain_testing.torch_parity import MODELS, Comparison, compare, gradient_median
 
 _LIMIT_FLOAT64 = 1e-8
 _LIMIT_RATIO = 2.0

@@ -22,7 +22,7 @@ from benchmarks.lab import Lab, LabError, missing, take_down_at_termination
 from benchmarks.overlap import JobError, Jobs, jobs
 from benchmarks.planner_points import NETWORKS, POINTS, SHARED_MEMORY, TRACED, Point, machines_of_points
 from benchmarks.planner_report import report
-from hpctrain.bench.machine import machine
+from hpctrain.bench.interleaved import machine_facts
 from hpctrain.storage.atomic_write import write_json
 from tests.support.jobs import find_mpiexec
 
@@ -69,7 +69,7 @@ def run_job(chosen: argparse.Namespace, link: str, ranks: int, points: Sequence[
         path.write_text(json.dumps(settings))
         _run(running, link, ranks, [sys.executable, "-m", "mpi4py", "-m", "benchmarks.planner_accuracy_ranks", str(path)])
         result: dict[str, Any] = json.loads(files["out"].read_text())
-        known = {"link": link, "load": machine()["load"]}
+        known = {"link": link, "load": machine_facts()["load"]}
         if not chosen.measure_only:
             before = json.loads(files["predictions"].read_text())
             without_needless_tables(before["predictions"], result["traces"])
@@ -109,7 +109,7 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
     if reason is not None and any(point.link != SHARED_MEMORY for point in points):
         raise SystemExit(reason)
     result: dict[str, Any] = {
-        "machine": machine(),
+        "machine": machine_facts(),
         "networks": {name: asdict(network) for name, network in NETWORKS.items()},
         "runs": [],
     }

@@ -10,7 +10,7 @@ from benchmarks.planner_points import AVERAGERS, NETWORKS, Point
 from hpctrain.backend.choice import make_backend
 from hpctrain.comm.base import Communicator
 from hpctrain.config.schema import Config
-from hpctrain.data.loader import ArrayLoader, Batch, Place
+from hpctrain.data.loader import ArrayLoader, Batch, LoaderRank
 from hpctrain.data.sampler import Sampler
 from hpctrain.job.automatic_choice import Resolved
 from hpctrain.job.session import Session
@@ -73,7 +73,7 @@ def made_up_samples(point: Point, samples: int) -> tuple[np.ndarray, np.ndarray]
     return images, random.integers(0, NETWORKS[point.network].classes, samples)
 
 
-def made_up_batch(point: Point, place: Place) -> Batch:
+def made_up_batch(point: Point, place: LoaderRank) -> Batch:
     """One rank's share of a step on made-up images."""
     batch = NETWORKS[point.network].batch
     images, labels = made_up_samples(point, batch)

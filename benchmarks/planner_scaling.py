@@ -25,7 +25,7 @@ from hpctrain.config.load import load
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.planner import machine_file, planned_run
 from hpctrain.planner.compute_costs import RateCosts
-from hpctrain.planner.job import Candidate, Job
+from hpctrain.planner.job import AveragerChoice, Candidate, Job
 from hpctrain.planner.machine import Link, Machine, OperatorRate
 from hpctrain.planner.planned_run import prepare
 from hpctrain.planner.search import search
@@ -118,7 +118,7 @@ def point(job: Job, series: str, cores: int, machine: Machine) -> dict[str, Any]
         candidate = search(job, machine, costs, ranks, space, predicted_by=predict).best.candidate
     else:
         averager, options = SERIES[series]
-        candidate = Candidate(ParallelPlan(1, ranks), averager, options)
+        candidate = Candidate(ParallelPlan(1, ranks), AveragerChoice(averager, options))
     prediction = predict(job, candidate, machine, costs, _OPTIONS)
     return {
         "cores": cores,
@@ -129,8 +129,8 @@ def point(job: Job, series: str, cores: int, machine: Machine) -> dict[str, Any]
         "exchanged_bytes": prediction.exchanged_bytes,
         "memory_bytes": prediction.memory_bytes,
         "grid": [candidate.plan.rows, candidate.plan.cols],
-        "averager": candidate.averager,
-        "options": dict(candidate.options),
+        "averager": candidate.averager.name,
+        "options": dict(candidate.averager.options),
     }
 
 

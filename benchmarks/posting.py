@@ -23,7 +23,7 @@ from benchmarks.lab import Lab, missing, take_down_at_termination
 from benchmarks.overlap import jobs
 from benchmarks.pairs import ratio
 from benchmarks.shapes import SHAPES, Shape
-from hpctrain.bench.machine import machine
+from hpctrain.bench.interleaved import machine_facts
 from hpctrain.storage.atomic_write import write_json
 from tests.support.jobs import find_mpiexec
 
@@ -110,7 +110,7 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
                 running.wait("job")
         result: dict[str, Any] = json.loads(out.read_text())
     link = f"shared memory, {chosen.cores} cores a rank" if chosen.shared_memory else f"{chosen.rate} between hosts of one core"
-    result |= {"shape": shape.as_dict(), "averager": chosen.averager, "link": link, "machine": machine()}
+    result |= {"shape": shape.as_dict(), "averager": chosen.averager, "link": link, "machine": machine_facts()}
     result |= {"poll_share": chosen.poll_share, "sleeps_at_once": chosen.sleeps_at_once}
     path = chosen.out or _ROOT / "benchmarks/results" / f"posting-{chosen.model}.json"
     write_json(path, result)

@@ -20,7 +20,7 @@ from hpctrain.comm import mpi, progress_mode
 from hpctrain.comm.groups import ProcessGrid
 from hpctrain.comm.progress import SLEEPS_AT_ONCE, FurtherPolls, ProgressEngine
 from hpctrain.comm.progress_mode import ProgressMode
-from hpctrain.data.loader import Place
+from hpctrain.data.loader import LoaderRank
 from hpctrain.models import catalogue
 from hpctrain.nn.network import Network
 from hpctrain.optim.optimizers import Sgd
@@ -95,7 +95,7 @@ class _Turns:
         if settings.sleeps_at_once:
             self._progress.wait_policy = SLEEPS_AT_ONCE
         model, image_shape = catalogue.build(shape.family, shape.options), (shape.pixels, shape.pixels, 3)
-        place: Place = {"rank": self.world.rank, "ranks": self.world.size, "split_size": 1, "tiles": None, "shards": None}
+        place: LoaderRank = {"rank": self.world.rank, "ranks": self.world.size, "split_size": 1, "tiles": None, "shards": None}
         self._batch = made_up_batch(shape, place)
         self._replica = Replica(
             Network(model, image_shape, make_backend("onednn").kernels),

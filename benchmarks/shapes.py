@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.data.loader import ArrayLoader, Batch, Place
+from hpctrain.data.loader import ArrayLoader, Batch, LoaderRank
 from hpctrain.data.sampler import Sampler
 
 
@@ -35,7 +35,7 @@ class Shape:
         return asdict(self)
 
 
-def made_up_batch(shape: Shape, place: Place) -> Batch:
+def made_up_batch(shape: Shape, place: LoaderRank) -> Batch:
     """One rank's share of a step on made-up images, the same ones on every rank."""
     samples, random = shape.batch * place["ranks"], np.random.default_rng(0)
     images = random.standard_normal((samples, shape.pixels, shape.pixels, 3), np.float32)

@@ -42,7 +42,7 @@ class Adding(StepHooks):
 
     def __init__(self, network: Network, shards: int, *, homes: bool) -> None:
         self._sums = ShardGradients(network.groups["all"], ShardsOfRank(0, 1, shards), homes=homes)
-        self.home, self._last, self._place, self.seconds = self._sums.home, shards - 1, 0, 0.0
+        self.buffer_for, self._last, self._place, self.seconds = self._sums.buffer_for, shards - 1, 0, 0.0
 
     def turn(self, place: int) -> None:
         """From now on gradients belong to this shard."""
@@ -64,7 +64,7 @@ def stepping(network: Network, samples: int, shards: int, *, together: bool) -> 
     adding = Adding(network, shards, homes=together)
     context = StepContext(training=True, sample_ids=np.arange(size), global_count=samples)
     beside = shards if together else 1
-    programs = network.side_by_side([(size,)] * beside, gradient_buffers=adding.home if together else None)
+    programs = network.side_by_side([(size,)] * beside, gradient_buffers=adding.buffer_for if together else None)
 
     def step() -> None:
         for first in range(0, shards, beside):

@@ -27,7 +27,7 @@ from benchmarks.overlap_rounds import screened, take_word
 from benchmarks.shapes import SHAPES
 from benchmarks.slow_links_cases import CASES, Case, choice, named, possible
 from benchmarks.slow_links_report import markdown
-from hpctrain.bench.machine import machine
+from hpctrain.bench.interleaved import machine_facts
 from hpctrain.storage.atomic_write import write_json
 from tests.support.jobs import find_mpiexec
 
@@ -66,7 +66,7 @@ def run_case(case: Case, chosen: argparse.Namespace) -> dict[str, Any]:
             "case": case.name,
             "sections": variants,
             "refused": refused,
-            "machine": machine(),
+            "machine": machine_facts(),
             "seconds": time.monotonic() - begin,
             **json.loads(out.read_text()),
         }

@@ -26,13 +26,13 @@ from benchmarks.shapes import SHAPES
 from benchmarks.slow_links import PREDICTIONS, read
 from benchmarks.slow_links_cases import ALONE, CASES, Case, Section
 from hpctrain.averaging.strategies.sparse import SELECTION_SECONDS, PartOnLink, crossover_density
-from hpctrain.bench.machine import machine as machine_here
+from hpctrain.bench.interleaved import machine_facts
 from hpctrain.comm.link import LinkModel
 from hpctrain.config.schema import Config
 from hpctrain.core.errors import HpctrainError
 from hpctrain.planner import machine_file
 from hpctrain.planner import planned_run as planned_job
-from hpctrain.planner.compute_costs import ComputeCosts, RateCosts, ScaledCosts
+from hpctrain.planner.compute_costs import ComputeCosts, RateCosts
 from hpctrain.planner.machine import Machine
 from hpctrain.planner.planned_run import PlannedRun, prepare
 from hpctrain.planner.step_program import predict
@@ -142,7 +142,7 @@ def costs_of(model: str) -> ComputeCosts:
     task = planned_run(model, 1, {"name": "blocking"})
     rates = RateCosts(machine, task.config.dtype)
     seconds = predict(planned_job.job(task), planned_job.candidate(task), machine, rates).step.seconds
-    return ScaledCosts(rates, seconds / alone_seconds(model))
+    return RateCosts(machine.scaled(compute=seconds / alone_seconds(model)), task.config.dtype)
 
 
 def alone_seconds(model: str) -> float:
@@ -154,7 +154,7 @@ def alone_seconds(model: str) -> float:
 def main() -> int:
     """Write down the predictions of all cases that have none yet, and print how many there are."""
     tables = ("step_seconds", "rule_crossover", "exchanged_bytes", "refused")
-    values: dict[str, Any] = {"machine": machine_here(), **{table: {} for table in tables}, **read(PREDICTIONS)}
+    values: dict[str, Any] = {"machine": machine_facts(), **{table: {} for table in tables}, **read(PREDICTIONS)}
     for case in CASES:
         if case.name in values["step_seconds"]:
             continue

@@ -40,6 +40,7 @@ def _hpctrain(installed: Path, directory: Path, *arguments: str) -> str:
 @pytest.mark.job
 @pytest.mark.skipif(wheel.SETUPTOOLS_IS_OLD, reason=wheel.NO_BUILD)
 def test_everything_that_is_used_is_installed(installed: Path) -> None:
+    assert [path.name for path in installed.iterdir() if path.suffix != ".dist-info"] == ["hpctrain"]
     packaged = installed / "hpctrain"
     modules = {path.relative_to(TOP / "hpctrain") for path in (TOP / "hpctrain").rglob("*.py")}
     assert {path.relative_to(packaged) for path in packaged.rglob("*.py")} == modules
@@ -47,6 +48,20 @@ def test_everything_that_is_used_is_installed(installed: Path) -> None:
     for folder in ("configs", "configs/machines", "jobs", "jobs/sites"):
         originals = {path.name: path.read_bytes() for path in (TOP / folder).glob("*.*") if path.suffix != ".md"}
         assert {path.name: path.read_bytes() for path in (packaged / "examples" / folder).glob("*.*")} == originals
+
+
+@pytest.mark.job
+@pytest.mark.skipif(wheel.SETUPTOOLS_IS_OLD, reason=wheel.NO_BUILD)
+def test_the_instruments_are_a_distribution_of_their_own(tmp_path: Path) -> None:
+    folder = TOP / "hpctrain_testing"
+    zipfile.ZipFile(wheel.build_instruments(tmp_path)).extractall(tmp_path)
+    packaged = tmp_path / "hpctrain_testing"
+    for pattern in ("*.py", "*.h"):
+        sources = {path.relative_to(folder) for path in folder.rglob(pattern) if path.relative_to(folder).parts[0] != "build"}
+        assert {path.relative_to(packaged) for path in packaged.rglob(pattern)} == sources
+    (metadata,) = tmp_path.glob("*.dist-info/METADATA")
+    assert f"Version: {__version__}\n" in metadata.read_text()
+    assert f"Requires-Dist: hpctrain=={__version__}\n" in metadata.read_text()
 
 
 @pytest.mark.job

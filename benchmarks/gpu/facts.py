@@ -17,7 +17,7 @@ from benchmarks.gpu.settings import Settings
 from benchmarks.gpu.stage_report import StageReport
 from hpctrain.backend.cuda import libraries
 from hpctrain.backend.cuda.device import bfloat16_bits
-from hpctrain.bench.machine import machine
+from hpctrain.bench.interleaved import machine_facts
 
 if TYPE_CHECKING:
     from hpctrain.backend.cuda.cupy_device import CupyDevice
@@ -52,7 +52,7 @@ _NOTHING = 'extern "C" __global__ void nothing() {}'
 
 def run(settings: Settings, report: StageReport) -> None:
     """Record the facts and, on a GPU, its speeds; a check fails if a speed is not positive and finite."""
-    report.add("machine", {name: value for name, value in machine().items() if name != "node"})
+    report.add("machine", {name: value for name, value in machine_facts().items() if name != "node"})
     report.add("versions", versions(_PACKAGES))
     for name, command in _PROGRAMS.items():
         report.add(name, output_of(command))

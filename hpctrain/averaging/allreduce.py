@@ -7,10 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from hpctrain.averaging import slicing
-from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager, Strategy, words_of_shards
+from hpctrain.averaging.base import (
+    FORWARD_SHARE,
+    Agreement,
+    AveragerSetup,
+    GradientAverager,
+    Strategy,
+    StrategyCosts,
+    words_of_shards,
+)
 from hpctrain.averaging.collective_schedule import (
     CollectiveSchedule,
     EventKind,
@@ -27,6 +35,7 @@ from hpctrain.comm.base import Complete, Handle
 from hpctrain.comm.groups import Levels, levels
 from hpctrain.comm.link import LinkModel
 from hpctrain.comm.posting_queue import LocalEvent, Ticket
+from hpctrain.comm.sums import Wire
 from hpctrain.nn.parameter import Parameter
 from hpctrain.optim.base import Norms
 
@@ -236,6 +245,17 @@ class AllreduceStrategy(Strategy):
         options = self.options
         in_levels = getattr(options, "two_level", False) and getattr(options, "wire", "float32") != "float32"
         return levels(self.group.nodes) if in_levels and self.group.nodes is not None else None
+
+    @classmethod
+    def costs(cls, options: Any) -> StrategyCosts:
+        wire: Wire = getattr(options, "wire", "float32")
+        return StrategyCosts(
+            (OperationKind.ALLREDUCE,),
+            partial(slicing.fused_bytes, getattr(options, "bucket_bytes", None)),
+            FORWARD_SHARE,
+            in_levels=wire != "float32" and getattr(options, "two_level", False),
+            gradients=wire,
+        )
 
     @property
     def rounding(self) -> Rounding | None:

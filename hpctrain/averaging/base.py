@@ -18,11 +18,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from hpctrain.averaging.collective_schedule import CollectiveSchedule, Stream
+from hpctrain.averaging.collective_schedule import CollectiveSchedule, OperationKind, Stream
 from hpctrain.averaging.group_sums import JointNorms, ReadSums, ShardGradients, TreeNorms
 from hpctrain.averaging.lazy_interval import LazyInterval
 from hpctrain.averaging.sixteen_bits import RoundedParameters, Rounding, check_wire
-from hpctrain.averaging.slicing import Sizes
+from hpctrain.averaging.slicing import Sizes, whole_bytes
+from hpctrain.averaging.sufficient_factors import FcExchange
 from hpctrain.comm.base import Array, Communicator, GradientSums
 from hpctrain.comm.groups import Levels
 from hpctrain.comm.link import LinkModel
@@ -331,6 +332,61 @@ class PlannedGroup:
         return self.norms_needed is not NormsNeeded.NONE
 
 
+#: of a step's program; backward computes two gradients for what forward computes once
+FORWARD_SHARE = 1 / 3
+
+
+@dataclass(frozen=True)
+class StrategyCosts:
+    """The messages of a strategy in the terms of a machine model, before any schedule is planned: what a planner prices.
+
+    Hidden and exposed time follow Lee et al., MLHPC 2018: what is sent under backward alone is exposed as far as it takes longer
+    than that, what is also sent under the next forward as far as it takes longer than both.
+
+    Attributes:
+        kinds: the collectives of one slice of the gradients, in order.
+        slice_bytes: (bytes of all gradients of a group, ranks) -> bytes of a typical slice. A function of a module, or a partial
+            one, as costs are pickled.
+        exposed_share: of the program's time, under which no message can hide: 1 where all of it is over before the first message,
+            `FORWARD_SHARE` where messages hide under backward, 0 where they hide under the next forward, too.
+        in_levels: sums are made within nodes first, where nodes have several ranks each.
+        fc_exchange: whether linear layers exchange inputs and errors instead of gradients.
+        per_parameter: each parameter has an operation of its own, which costs at least a latency.
+        density: share of a slice's elements that cross between nodes, where that takes less time; None: all.
+        gradients, parameters: how they travel.
+        note: a sentence about steps that move less, or more, than the one that is priced; None where all are alike.
+    """
+
+    kinds: tuple[OperationKind, ...]
+    slice_bytes: Callable[[int, int], int]
+    exposed_share: float
+    in_levels: bool = False
+    fc_exchange: FcExchange = "never"
+    per_parameter: bool = False
+    density: float | None = None
+    gradients: Wire = "float32"
+    parameters: Wire = "float32"
+    note: str | None = None
+
+    @property
+    def owners_update(self) -> bool:
+        """Each rank updates a part, and parameters are gathered."""
+        return OperationKind.ALLGATHER in self.kinds
+
+    def rounding(self, per_node: int) -> Rounding | None:
+        """Return the rounding of the messages; None: they are whole. per_node: ranks of a node, which sum in full precision."""
+        whole = self.gradients == self.parameters == "float32"
+        return None if whole else Rounding(self.gradients, self.parameters, per_node)
+
+    def step_seconds(self, program_seconds: float, averaging_seconds: float) -> float:
+        """Return a lower bound of a step from the time of the program and that of the averaging's messages."""
+        return max(program_seconds, averaging_seconds + self.exposed_share * program_seconds)
+
+    def hidden_seconds(self, program_seconds: float) -> float:
+        """Return the time of messages that adds nothing to a program of so many seconds."""
+        return (1 - self.exposed_share) * program_seconds
+
+
 class Strategy(ABC):
     """One strategy for one group of parameters. All but `averager` is pure: the same answer on every rank, and without any.
 
@@ -389,6 +445,14 @@ class Strategy(ABC):
         parameters: Wire = getattr(self.options, "wire_parameters", "float32")
         per_node = 1 if self.levels is None else self.levels.per_node
         return None if gradients == parameters == "float32" else Rounding(gradients, parameters, per_node)
+
+    @classmethod
+    def costs(cls, options: Any) -> StrategyCosts:
+        """Return the costs of the strategy with these options, for a planner; by default those of one allreduce after backward.
+
+        `AllreduceStrategy` and `ReduceScatterStrategy` have costs of their own, which follow from the options.
+        """
+        return StrategyCosts((OperationKind.ALLREDUCE,), whole_bytes, 1.0, gradients=getattr(options, "wire", "float32"))
 
     def request(self) -> str | None:
         """The words for what a stored schedule must have been made for; None where the strategy has no schedule."""

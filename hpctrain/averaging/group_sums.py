@@ -278,7 +278,7 @@ class ShardGradients:
                 taken.add(numbers[place])
         return numbers
 
-    def home(self, parameter: Parameter, place: int) -> Array:
+    def buffer_for(self, parameter: Parameter, place: int) -> Array:
         """The place that the gradient of one parameter over a shard is to be written to, in the parameter's shape."""
         if self._homes and place in self._number_of:
             return self._waiting(place, parameter).reshape(parameter.grad.shape)

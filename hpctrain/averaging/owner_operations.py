@@ -55,6 +55,10 @@ class OwnerOperations:
         owned: all segments that this rank updates, in the order of the flat buffers; those that every rank updates included.
         touching: by parameter, the slices that hold some of it. exchange_of: by weight.
         rounded: the exact values and rounding errors that this rank owns, if parameters travel in 16 bits; else None.
+        group, schedule, comm: the parameters, the schedule and the ranks that own parts.
+        sums: by slice, the sum of the owned part as its last reduce-scatter brought it; none where one rank has all.
+
+    Subclasses with other operations override `start`, `sum_slice`, `finish_gradient` and `gather_slice`.
     """
 
     def __init__(
@@ -65,52 +69,52 @@ class OwnerOperations:
         batch: int,
         sums: GradientSums | None = None,
     ) -> None:
-        self._group, self._optimizer, self._schedule = setup.group, setup.optimizer, schedule
+        self.group, self._optimizer, self.schedule = setup.group, setup.optimizer, schedule
         self._terms = setup.terms
-        self._streams, self._comm = streams, streams[Stream.GRADIENTS]
-        self._sums_of = self._comm if sums is None else sums
+        self._streams, self.comm = streams, streams[Stream.GRADIENTS]
+        self._sums_of = self.comm if sums is None else sums
         self._counts_replicated = setup.comm.rank == 0  # what every rank owns counts once in a norm
         self.touching: dict[str, list[int]] = {name: [] for name in setup.group.parameters}
         self.exchange_of: dict[str, SufficientFactorExchange] = {}
         self._own: list[tuple[Segment, ...]] = []
         self._replicated: list[tuple[Segment, ...]] = []
         self._pieces: dict[int, tuple[SufficientFactorExchange, int]] = {}  # by slice: its layer's exchange, its place in it
-        self._sums: dict[int, Array] = {}
-        self._counts = [piece.counts(self._comm.size) for piece in schedule.slices]  # made once: every operation asks
+        self.sums: dict[int, Array] = {}
+        self._counts = [piece.counts(self.comm.size) for piece in schedule.slices]  # made once: every operation asks
         for k in range(len(schedule.slices)):
             self._add(k, batch)
         self._covered = {first: self._places(slices) for first, slices in covered_slices(schedule).items()}
         self.rounded: RoundedParameters | None = None
         casts = None if schedule.rounding is None else caster(schedule.rounding.parameters)
-        if casts is not None and self._comm.size > 1:
-            rank, ranks = self._comm.rank, self._comm.size
-            self.rounded = RoundedParameters(self._group, schedule.slices, self._own, rank, ranks, casts)
+        if casts is not None and self.comm.size > 1:
+            rank, ranks = self.comm.rank, self.comm.size
+            self.rounded = RoundedParameters(self.group, schedule.slices, self._own, rank, ranks, casts)
         owned = [segment for parts in (self._own, self._replicated) for segments in parts for segment in segments]
         self.owned = tuple(sorted(owned, key=lambda segment: segment.start))
 
     def _add(self, k: int, batch: int) -> None:
-        piece = self._schedule.slices[k]
-        begin, end = piece.part(self._comm.rank, self._comm.size)
-        parts = (self._group.segment(name).part(begin, end) for name in piece.parameters)
+        piece = self.schedule.slices[k]
+        begin, end = piece.part(self.comm.rank, self.comm.size)
+        parts = (self.group.segment(name).part(begin, end) for name in piece.parameters)
         self._own.append(tuple(segment for segment in parts if segment.size))
-        self._replicated.append(tuple(self._group.segment(name) for name in piece.replicated))
+        self._replicated.append(tuple(self.group.segment(name) for name in piece.replicated))
         for name in (*piece.parameters, *piece.replicated):
             self.touching[name].append(k)
         if piece.sufficient_factors:
-            together, weight = layer_slices(self._schedule.slices, k), piece.parameters[0]
+            together, weight = layer_slices(self.schedule.slices, k), piece.parameters[0]
             if weight not in self.exchange_of:
-                slices = [self._schedule.slices[other] for other in together]
-                self.exchange_of[weight] = SufficientFactorExchange(self._group, slices, self._comm, batch)
+                slices = [self.schedule.slices[other] for other in together]
+                self.exchange_of[weight] = SufficientFactorExchange(self.group, slices, self.comm, batch)
             self._pieces[k] = self.exchange_of[weight], together.index(k)
-        elif self._comm.size > piece.copies:
-            self._sums[k] = self._group.arithmetic.zeros(end - begin, self._group.dtype)
+        elif self.comm.size > piece.copies:
+            self.sums[k] = self.group.arithmetic.zeros(end - begin, self.group.dtype)
 
     def _places(self, slices: range) -> tuple[range, slice]:
         """Slices whose norms travel together, with the places of their parameters in the norms, which no others have."""
-        if len(slices) == len(self._schedule.slices):
+        if len(slices) == len(self.schedule.slices):
             return slices, slice(None)
-        places = {segment.parameter: place for place, segment in enumerate(self._group.segments)}
-        pieces = [self._schedule.slices[k] for k in slices]
+        places = {segment.parameter: place for place, segment in enumerate(self.group.segments)}
+        pieces = [self.schedule.slices[k] for k in slices]
         covered = {places[name] for piece in pieces for name in (*piece.parameters, *piece.replicated)}
         return slices, slice(min(covered), max(covered) + 1)
 
@@ -124,6 +128,9 @@ class OwnerOperations:
             return update.joint is not None or not left_out.issuperset(self._covered[operation.slice][0])
         return operation.slice not in left_out
 
+    def begin_step(self) -> None:
+        """Begin a step: nothing to prepare, by default."""
+
     # -- starts: called by the progress engine when an operation's turn has come; they may compute, and must not wait ----------
 
     def start(self, operation: Operation, update: StepUpdate) -> Handle:
@@ -136,20 +143,16 @@ class OwnerOperations:
             case OperationKind.NORMS:
                 return self._start_norms(operation, update)
             case OperationKind.ALLGATHER:
-                return self._start_gather(operation, update)
+                return self._update_and_gather(operation, update)
             case _:
-                return self._start_sum(operation.slice)
+                return self.sum_slice(operation.slice)
 
-    def sum_of(self, k: int) -> Array:
-        """The sum of the owned part of a slice, as its last reduce-scatter brought it; there is none on one rank."""
-        return self._sums[k]
-
-    def _start_sum(self, k: int) -> Handle:
-        """The reduce-scatter of a slice's gradient."""
-        if self._comm.size == 1:
+    def sum_slice(self, k: int) -> Handle:
+        """Post the sum of a slice's gradient over the ranks, of which each gets its part."""
+        if self.comm.size == 1:
             return Complete()
-        piece = self._schedule.slices[k]
-        return self._sums_of.ireduce_scatter(self._terms(piece.start, piece.stop), self._sums[k], self._counts[k])
+        piece = self.schedule.slices[k]
+        return self._sums_of.ireduce_scatter(self._terms(piece.start, piece.stop), self.sums[k], self._counts[k])
 
     def _start_norms(self, operation: Operation, update: StepUpdate) -> Handle:
         """Squares of what is owned here; their sum over the ranks, unless all groups' travel together."""
@@ -161,17 +164,17 @@ class OwnerOperations:
         for k in slices:
             if k in update.left_out:
                 continue
-            self._finish_gradient(k)
+            self.finish_gradient(k)
             self._optimizer.prepare_norms(self._updated(k))
             if self.rounded is None:
                 segments += self._counted(k)
             else:
                 self.rounded.add_squares(norms, k, self._own[k])
                 segments += self._replicated[k] if self._counts_replicated else ()
-            if self._group.arithmetic.on_host:  # while the slice is in a cache; elsewhere one wait for all is better
-                norms.add_partial(self._group, segments)
+            if self.group.arithmetic.on_host:  # while the slice is in a cache; elsewhere one wait for all is better
+                norms.add_partial(self.group, segments)
                 segments.clear()
-        norms.add_partial(self._group, segments)
+        norms.add_partial(self.group, segments)
         if update.joint is not None:
             update.contribute()
             return Complete()
@@ -180,64 +183,64 @@ class OwnerOperations:
 
     def read_parts(self) -> list[tuple[Segment, ...]]:
         """Return the segments of each slice, followed by its segments that every rank updates."""
-        slices = self._schedule.slices
-        return [(*self._group.covering(piece.start, piece.stop), *self._replicated[k]) for k, piece in enumerate(slices)]
+        slices = self.schedule.slices
+        return [(*self.group.covering(piece.start, piece.stop), *self._replicated[k]) for k, piece in enumerate(slices)]
 
     def update_parts(self) -> list[tuple[Segment, ...]]:
         """Return the segments of each slice that this rank updates."""
-        return [self._updated(k) for k in range(len(self._schedule.slices))]
+        return [self._updated(k) for k in range(len(self.schedule.slices))]
 
     def _updated(self, k: int) -> tuple[Segment, ...]:
         return (*self._own[k], *self._replicated[k])
 
     def counted(self) -> list[tuple[Segment, dict[str, Array]]]:
         """Owned segments that have each element of the group once over the ranks, with views of their state."""
-        segments = (segment for k in range(len(self._schedule.slices)) for segment in self._counted(k))
+        segments = (segment for k in range(len(self.schedule.slices)) for segment in self._counted(k))
         return [(segment, self.owned_state(segment)) for segment in segments]
 
     def _counted(self, k: int) -> tuple[Segment, ...]:
         """The segments of a slice that count on this rank: of elements that several ranks update, on one of them."""
-        counted = () if self._comm.rank % self._schedule.slices[k].copies else self._own[k]
+        counted = () if self.comm.rank % self.schedule.slices[k].copies else self._own[k]
         return (*counted, *self._replicated[k]) if self._counts_replicated else counted
 
-    def _start_gather(self, operation: Operation, update: StepUpdate) -> Handle:
+    def _update_and_gather(self, operation: Operation, update: StepUpdate) -> Handle:
         """Update what is owned of a slice, then gather all of it in place."""
         k = operation.slice
         if update.reads is not None:  # this is the last moment: the update writes this rank's part, the gather those of others
             update.reads.take(k)
         if update.norms is None:
-            self._finish_gradient(k)
+            self.finish_gradient(k)
         if self.rounded is not None:
             self.rounded.restore(k)
         self._optimizer.update(self._updated(k), update.lr, update.norms)
-        return self._gather(k, self._streams[operation.stream])
+        return self.gather_slice(k, self._streams[operation.stream])
 
-    def _gather(self, k: int, comm: Communicator) -> Handle:
-        """The allgather of a slice's parameters, in place."""
+    def gather_slice(self, k: int, comm: Communicator) -> Handle:
+        """Post the allgather of a slice's parameters, in place."""
         if self.rounded is not None:
             return self.rounded.gather(k, comm)
-        piece = self._schedule.slices[k]
-        return comm.iallgather(None, self._group.data[piece.start : piece.stop], self._counts[k])
+        piece = self.schedule.slices[k]
+        return comm.iallgather(None, self.group.data[piece.start : piece.stop], self._counts[k])
 
-    def _finish_gradient(self, k: int) -> None:
-        """Put the sum over all ranks into the owned part of the gradient."""
+    def finish_gradient(self, k: int) -> None:
+        """Put the sum over all ranks into the owned part of a slice's gradient. Its sum is complete."""
         if k in self._pieces:
             exchange, place = self._pieces[k]
             exchange.multiply(place)
-        elif k in self._sums:
-            begin, end = self._schedule.slices[k].part(self._comm.rank, self._comm.size)
-            self._group.arithmetic.copy(self._group.grad[begin:end], self._sums[k])
+        elif k in self.sums:
+            begin, end = self.schedule.slices[k].part(self.comm.rank, self.comm.size)
+            self.group.arithmetic.copy(self.group.grad[begin:end], self.sums[k])
 
     # -- the optimiser's state -----------------------------------------------------------------------------------------------
 
     def full_state(self, name: str, progress: ProgressEngine) -> dict[str, np.ndarray]:
         """The optimiser's state of one whole parameter, 1-D, by name, from its owners. Collective; while nothing is queued."""
-        segment, comm = self._group.segment(name), self._comm
+        segment, comm = self.group.segment(name), self.comm
         if any(segment in segments for segments in self._replicated):
             return self._state(segment)
         # A part without elements, for the names and types of the states.
         whole = {key: np.empty(segment.size, values.dtype) for key, values in self._state(segment.part(0, 0)).items()}
-        for piece in (self._schedule.slices[k] for k in self.touching[name]):
+        for piece in (self.schedule.slices[k] for k in self.touching[name]):
             owned = [segment.part(*piece.part(rank, comm.size)) for rank in range(comm.size)]
             # Of ranks that own the same part the first gives it.
             counts = [0 if rank % piece.copies else part.size for rank, part in enumerate(owned)]
@@ -250,17 +253,17 @@ class OwnerOperations:
 
     def gather_parameters(self, progress: ProgressEngine) -> None:
         """Gather all slices as their owners have them, never rounded. Collective; while nothing is queued."""
-        comm = self._comm
-        for k, piece in enumerate(self._schedule.slices if comm.size > 1 else ()):
+        comm = self.comm
+        for k, piece in enumerate(self.schedule.slices if comm.size > 1 else ()):
             # Of ranks that own the same part the first gives it.
             counts = [0 if rank % piece.copies else count for rank, count in enumerate(_by_rank(piece, comm.size))]
             begin, end = piece.part(comm.rank, comm.size)
             # The sum of the last step is in the gradient: its buffer is free, and none has to be made.
-            free = self._sums[k] if k in self._sums else self._group.arithmetic.zeros(end - begin, self._group.dtype)
+            free = self.sums[k] if k in self.sums else self.group.arithmetic.zeros(end - begin, self.group.dtype)
             sent = free[: counts[comm.rank]]
             if counts[comm.rank]:
-                self._group.arithmetic.copy(sent, self._group.data[begin:end])
-            handle = comm.iallgather(sent, self._group.data[piece.start : piece.stop], counts)
+                self.group.arithmetic.copy(sent, self.group.data[begin:end])
+            handle = comm.iallgather(sent, self.group.data[piece.start : piece.stop], counts)
             progress.wait_handle(handle, f"parameters of {piece.name}")
 
     def owned_state(self, segment: Segment) -> dict[str, Array]:
@@ -270,7 +273,7 @@ class OwnerOperations:
 
     def _state(self, segment: Segment) -> dict[str, np.ndarray]:
         """The same on the host."""
-        return {key: self._group.arithmetic.to_host(view) for key, view in self.owned_state(segment).items()}
+        return {key: self.group.arithmetic.to_host(view) for key, view in self.owned_state(segment).items()}
 
 
 def _by_rank(piece: Slice, ranks: int) -> list[int]:

@@ -19,7 +19,15 @@ from typing import Any, ClassVar
 import numpy as np
 
 from hpctrain.averaging import slicing
-from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager, PlannedGroup, Strategy, words_of_shards
+from hpctrain.averaging.base import (
+    Agreement,
+    AveragerSetup,
+    GradientAverager,
+    PlannedGroup,
+    Strategy,
+    StrategyCosts,
+    words_of_shards,
+)
 from hpctrain.averaging.collective_schedule import (
     ALL_SLICES,
     CollectiveSchedule,
@@ -75,7 +83,14 @@ class ReduceScatterAverager(GradientAverager):
         exchanging: weight -> biases of the linear layers that exchange inputs and errors. nominal_batch: samples of a step.
         order: the ranks of `comm` as the streams count them; None: as `comm` does.
         replan: gives the schedule in another order, from times measured in the first steps; None: its order stays.
-        operations: of the schedule, where they are special ones.
+        operations: of the schedule; None: those of `OwnerOperations`.
+
+    A subclass may leave slices out of a step (`left_out_slices`), and give operations of its own.
+
+    Attributes:
+        operations: what each operation of the schedule posts and computes. queues: by stream, where they are posted.
+        posting: the operations in order, each with what it comes after and its text. step: the step under way, if any.
+        step_number: number of the next step, counted from 0 over the whole training where a subclass keeps it in `counters`.
     """
 
     schedule: CollectiveSchedule
@@ -94,19 +109,19 @@ class ReduceScatterAverager(GradientAverager):
         super().__init__(setup)
         assert agreement.schedule is not None
         self.schedule = agreement.schedule
-        self._posting = _posting(self.schedule)
+        self.posting = _posting(self.schedule)
         self._comm = agreement.streams[Stream.GRADIENTS]
-        self._queues = {stream: self.progress.queue(comm, self.schedule.window) for stream, comm in agreement.streams.items()}
-        self._operations = operations or OwnerOperations(setup, self.schedule, agreement.streams, nominal_batch, agreement.sums)
+        self.queues = {stream: self.progress.queue(comm, self.schedule.window) for stream, comm in agreement.streams.items()}
+        self.operations = operations or OwnerOperations(setup, self.schedule, agreement.streams, nominal_batch, agreement.sums)
         ranks = range(self._comm.size)
         self._norms = setup.own_norms(piece.part(rank, self._comm.size) for piece in self.schedule.slices for rank in ranks)
-        self.optimizer.bind(self.group, self._operations.owned)
-        self._state_of = self._operations.owned_state
-        self.counted = self._operations.counted
-        self.rounded = self._operations.rounded
-        self.read_parts, self.update_parts = self._operations.read_parts(), self._operations.update_parts()
+        self.optimizer.bind(self.group, self.operations.owned)
+        self._state_of = self.operations.owned_state
+        self.counted = self.operations.counted
+        self.rounded = self.operations.rounded
+        self.read_parts, self.update_parts = self.operations.read_parts(), self.operations.update_parts()
         self.complete_parameters = partial(self._wait_gathered, None)
-        self.gather_parameters = partial(self._operations.gather_parameters, self.progress)
+        self.gather_parameters = partial(self.operations.gather_parameters, self.progress)
         self._exchanging = exchanging
         self._weight_of = {name: weight for weight, biases in exchanging.items() for name in (weight, *biases)}
         #: parts of others arrive without theirs
@@ -117,8 +132,8 @@ class ReduceScatterAverager(GradientAverager):
         self._order, self._counts = order, [0] * setup.comm.size
         self._replan = replan
         self._clock = StepClock(self.progress)
-        self._steps = 0
-        self._step: ReduceScatterStep | None = None
+        self._steps = self.step_number = 0
+        self.step: ReduceScatterStep | None = None
         self._previous: ReduceScatterStep | None = None
 
     # -- a step --------------------------------------------------------------------------------------------------------------
@@ -132,26 +147,29 @@ class ReduceScatterAverager(GradientAverager):
         assert counts is not None or not self._exchanging, "the exchange of inputs and errors needs the step's counts"
         if counts is not None:
             self._counts = list(counts) if self._order is None else [counts[rank] for rank in self._order]
-        self._previous, self._step = self._step, self._new_step(lr)
-        for operation, needs, text in self._posting:
-            self._post(operation, needs, text, self._step)
+        self._previous, self.step = self.step, self._new_step(lr)
+        for operation, needs, text in self.posting:
+            self._post(operation, needs, text, self.step)
 
-    def _left_out(self) -> frozenset[int]:
-        """The slices that take no part in the step that begins, the same on every rank: neither summed nor updated."""
+    def left_out_slices(self) -> frozenset[int]:
+        """Return the slices that are neither summed nor updated in the step that begins, the same on every rank."""
         return frozenset()
 
     def _new_step(self, lr: float) -> ReduceScatterStep:
         events = {kind: {name: LocalEvent(text) for name, text in texts.items()} for kind, texts in self._event_texts.items()}
+        self.operations.begin_step()
         joint = None if self._joint is None else self._joint.begin_step(self._member)
         norms = self._norms if joint is None else joint.norms[self._member]
-        left_out = self._left_out()
+        left_out = self.left_out_slices()
         slices = self.schedule.slices
         self.optimizer.begin_step({name for k in left_out for name in (*slices[k].parameters, *slices[k].replicated)})
         reads = None if self.reads is None else self.reads.begin()
-        return ReduceScatterStep(StepUpdate(lr, norms, joint, self._member, left_out, reads=reads), events)
+        update = StepUpdate(lr, norms, joint, self._member, left_out, self.step_number, reads)
+        self.step_number += 1
+        return ReduceScatterStep(update, events)
 
     def _post(self, operation: Operation, needs: Dependencies, text: str, step: ReduceScatterStep) -> None:
-        if not self._operations.takes_part(operation, step.update):
+        if not self.operations.takes_part(operation, step.update):
             step.tickets.append(_NOTHING)
             if operation.kind is OperationKind.ALLGATHER:
                 before = self._previous
@@ -161,8 +179,8 @@ class ReduceScatterAverager(GradientAverager):
         after += [step.tickets[position] for position in needs.operations]
         if self._previous is not None:
             after += [self._previous.gathered[k] for k in needs.gathers_before]
-        start = partial(self._operations.start, operation, step.update)
-        ticket = self._queues[operation.stream].post(start, text, after)
+        start = partial(self.operations.start, operation, step.update)
+        ticket = self.queues[operation.stream].post(start, text, after)
         joint = step.update.joint
         if operation.kind is OperationKind.NORMS and joint is not None:
             ticket = joint.ticket  # this group's squares are only a part: what comes after needs those of all groups
@@ -182,7 +200,7 @@ class ReduceScatterAverager(GradientAverager):
         self.progress.poll()
 
     def _take_inputs(self, weight: str, x: Array | None) -> None:
-        exchange = self._operations.exchange_of[weight]
+        exchange = self.operations.exchange_of[weight]
         exchange.begin_step(self._counts)
         exchange.pack_inputs(x)
         self._happens(EventKind.INPUTS, weight)
@@ -190,12 +208,12 @@ class ReduceScatterAverager(GradientAverager):
     def _take_errors(self, weight: str, dy: Array | None) -> None:
         for name in (weight, *self._exchanging[weight]):
             self._clock.ready(name)
-        self._operations.exchange_of[weight].pack_errors(dy)
+        self.operations.exchange_of[weight].pack_errors(dy)
         self._happens(EventKind.GRADIENT, weight)
 
     def _happens(self, kind: EventKind, name: str) -> None:
-        assert self._step is not None, "begin_step comes first"
-        self._step.events[kind][name].happen()
+        assert self.step is not None, "begin_step comes first"
+        self.step.events[kind][name].happen()
 
     def grad_ready(self, parameter: Parameter) -> None:
         if not parameter.size:
@@ -212,8 +230,8 @@ class ReduceScatterAverager(GradientAverager):
 
     def end_backward(self) -> None:
         """Parameters that this step did not use are announced here, with whatever gradient they hold."""
-        assert self._step is not None, "begin_step comes first"
-        events = self._step.events
+        assert self.step is not None, "begin_step comes first"
+        events = self.step.events
         for name in [name for name, event in events[EventKind.INPUTS].items() if not event.done]:
             self._wait_gathered(name)
             self._take_inputs(name, None)
@@ -236,14 +254,14 @@ class ReduceScatterAverager(GradientAverager):
     def _wait_gathered(self, name: str | None) -> None:
         """Wait until a parameter holds the values of the previous step's update; None: all parameters."""
         if self._previous is not None:
-            for k in self._previous.gathered if name is None else self._operations.touching[name]:
+            for k in self._previous.gathered if name is None else self.operations.touching[name]:
                 self.progress.wait(self._previous.gathered[k])
 
     def drain(self) -> None:
-        if self._step is None:
+        if self.step is None:
             return
-        self.progress.wait(self._step.gathered.values())
-        joint = self._step.update.joint
+        self.progress.wait(self.step.gathered.values())
+        joint = self.step.update.joint
         if joint is not None:  # where nothing is gathered, too: others wait for this rank's contribution
             joint.complete()
 
@@ -254,18 +272,18 @@ class ReduceScatterAverager(GradientAverager):
         times = over_ranks(self._clock.times(), self._names, self._comm, self.progress)
         # All ranks plan alike; were one's arithmetic another, rank 0's plan would still be that of all.
         self.schedule = self._comm.broadcast_object(replan(self.schedule, times))
-        self._posting = _posting(self.schedule)
-        for queue in self._queues.values():
+        self.posting = _posting(self.schedule)
+        for queue in self.queues.values():
             queue.window = self.schedule.window
 
     # -- the optimiser's state -----------------------------------------------------------------------------------------------
 
     def owned(self) -> Sequence[Segment]:
-        return self._operations.owned
+        return self.operations.owned
 
     def full_state(self, parameter: Parameter) -> dict[str, np.ndarray]:
         """The optimiser's state of one whole parameter, gathered from its owners. Collective; after `drain`."""
-        return self._operations.full_state(parameter.name, self.progress)
+        return self.operations.full_state(parameter.name, self.progress)
 
 
 def _posting(schedule: CollectiveSchedule) -> list[tuple[Operation, Dependencies, str]]:
@@ -277,8 +295,9 @@ def _posting(schedule: CollectiveSchedule) -> list[tuple[Operation, Dependencies
 class ReduceScatterStrategy(Strategy):
     """Reduce-scatter, own update, allgather; linear layers may exchange sufficient factors instead of gradients.
 
-    A strategy gives `words`, `slice_elements` and `urgency`, and may choose `streams` and a window. Beside its own, its options
-    have `fc_exchange`, `sizes`, `two_level` and `replan`, as those of `Sharded` do.
+    A strategy defines `words`, `slice_elements` and `urgency`. It may choose `streams`, a `window` and an `order`, other `slices`
+    and `operations`, and an averager that takes `averager_arguments`. Besides its own, its options have `fc_exchange`, `sizes`,
+    `two_level` and `replan`, as those of `Sharded` do.
 
     Attributes:
         streams: with one stream, gathers and reductions follow each other in one order; with two, they may overtake each other.
@@ -311,6 +330,18 @@ class ReduceScatterStrategy(Strategy):
         exchange: FcExchange = "never" if chosen.fc_exchange == "auto" and not group.on_host else chosen.fc_exchange
         exchange = exchange if group.shards is None else "never"  # products of inputs and errors add up in another order
         self.exchanging = exchanging_layers(group.layout, links, exchange, group.nominal_batch, group.micro_batches, sent_share)
+
+    @classmethod
+    def costs(cls, options: Any) -> StrategyCosts:
+        return StrategyCosts(
+            (OperationKind.REDUCE_SCATTER, OperationKind.ALLGATHER),
+            partial(slicing.fused_bytes, getattr(options, "bucket_bytes", None)),
+            0.0,
+            in_levels=options.two_level,
+            fc_exchange=options.fc_exchange,
+            gradients=getattr(options, "wire", "float32"),
+            parameters=getattr(options, "wire_parameters", "float32"),
+        )
 
     # -- hooks of a strategy ---------------------------------------------------------------------------------------------------
 
@@ -382,33 +413,31 @@ class ReduceScatterStrategy(Strategy):
         return self.options.replan and not (schedule is not None and schedule.timed)
 
     def plan(self, link: LinkModel | None) -> CollectiveSchedule:
-        slices = self._slices(link if self.options.sizes == "measured" else slicing.RULE_LINK)
-        operations = self._operations(slices, Times.unknown(tuple(self.group.layout.specs)), link)
+        slices = self.slices(link if self.options.sizes == "measured" else slicing.RULE_LINK)
+        operations = self.operations(slices, Times.unknown(tuple(self.group.layout.specs)), link)
         window = self.window(slices, link, None)
         return CollectiveSchedule(self.request(), self.group.ranks, slices, operations, window, rounding=self.rounding)
 
     def replan(self, schedule: CollectiveSchedule, times: Times, link: LinkModel | None) -> CollectiveSchedule:
         """The same slices in the order that follows from measured times. No bit of any sum changes."""
-        operations = self._operations(schedule.slices, times, link)
+        operations = self.operations(schedule.slices, times, link)
         window = self.window(schedule.slices, link, times)
         return replace(schedule, operations=operations, window=window, timed=True)
 
     def averager(self, setup: AveragerSetup, agreement: Agreement) -> GradientAverager:
-        return self._made(ReduceScatterAverager, setup, agreement)
+        return ReduceScatterAverager(setup, agreement, **self.averager_arguments(agreement))
 
-    def _made(self, kind: Callable[..., GradientAverager], setup: AveragerSetup, agreement: Agreement) -> GradientAverager:
-        """An averager of a kind that takes what `ReduceScatterAverager` takes."""
-        return kind(
-            setup,
-            agreement,
-            exchanging=self.exchanging,
-            nominal_batch=self.group.nominal_batch or 0,
-            order=None if self._levels is None else self._levels.order,
-            replan=partial(self.replan, link=agreement.link) if self.replans(agreement.schedule) else None,
-        )
+    def averager_arguments(self, agreement: Agreement) -> dict[str, Any]:
+        """Return the keywords of a `ReduceScatterAverager` that runs the plan."""
+        return {
+            "exchanging": self.exchanging,
+            "nominal_batch": self.group.nominal_batch or 0,
+            "order": None if self._levels is None else self._levels.order,
+            "replan": partial(self.replan, link=agreement.link) if self.replans(agreement.schedule) else None,
+        }
 
-    def _slices(self, link: LinkModel | None) -> tuple[Slice, ...]:
-        """Slices of all parameters, in forward order. link: that sizes follow from."""
+    def slices(self, link: LinkModel | None) -> tuple[Slice, ...]:
+        """Return slices of all parameters, in forward order. link: that sizes follow from."""
         layout, (least, most) = self.group.layout, self.slice_elements(link)
         exchanging = {name for weight, biases in self.exchanging.items() for name in (weight, *biases)}
         block = NORM_BLOCK if self.group.shards is not None and self.group.needs_norms else 1
@@ -417,8 +446,11 @@ class ReduceScatterStrategy(Strategy):
             slices += sufficient_factor_slices(layout, weight, biases, self.group.ranks, most)
         return tuple(sorted(slices, key=lambda piece: piece.start))
 
-    def _operations(self, slices: Sequence[Slice], times: Times, link: LinkModel | None) -> tuple[Operation, ...]:
-        norms = self._norms(slices)
+    def operations(self, slices: Sequence[Slice], times: Times, link: LinkModel | None) -> tuple[Operation, ...]:
+        """Return the operations of a step on these slices, in the order in which they are posted."""
+        norms: tuple[int, ...] = ()  # the slices of the operations of norms, ascending
+        if self.group.needs_norms:
+            norms = norm_groups(self.group.layout, slices) if self._layer_norms else (ALL_SLICES,)
         gathered_together = () if ALL_SLICES in norms else tuple(slices_of_groups(norms, len(slices)).values())
         group, rounding = self.group, self.rounding or Rounding()
         traffic = SliceTraffic(
@@ -426,12 +458,6 @@ class ReduceScatterStrategy(Strategy):
         )
         sent = self.order(traffic, times, link or LinkModel(0.0, 0.0))
         return operations_in_order(slices, sent, self.streams[-1], norms)
-
-    def _norms(self, slices: Sequence[Slice]) -> tuple[int, ...]:
-        """The slices of the operations of norms, ascending; none where no norms are needed."""
-        if not self.group.needs_norms:
-            return ()
-        return norm_groups(self.group.layout, slices) if self._layer_norms else (ALL_SLICES,)
 
 
 def operations_in_order(

@@ -305,6 +305,25 @@ def slice_bytes(least: int, total_bytes: int, ranks: int, link: LinkModel | None
     return max(least, min(least << doublings, _LARGEST_BYTES))
 
 
+def whole_bytes(total_bytes: int, ranks: int) -> int:
+    """Return the size of a single slice of everything, for `StrategyCosts`."""
+    return total_bytes
+
+
+def uncut_bytes(total_bytes: int, ranks: int) -> int:
+    """Return the size of slices that are cut where they are very large, for `StrategyCosts`."""
+    return min(total_bytes, _LARGEST_BYTES)
+
+
+def fused_bytes(bucket: int | None, total_bytes: int, ranks: int) -> int:
+    """Return the size of large slices that are fused and cut by rule, for `StrategyCosts`.
+
+    Args:
+        bucket: bytes of a fused slice; None: those of the rule.
+    """
+    return min(total_bytes, largest_bytes(bucket or bucket_bytes(total_bytes, ranks, RULE_LINK)))
+
+
 def parts_of(size: int, item_bytes: int, ranks: int) -> list[tuple[int, int]]:
     """[start, stop) of the collectives that an array of `size` elements is sent in, which cost no more than one of it all.
 

@@ -32,7 +32,7 @@ class Transit(Protocol):
     """The way of one operation's arrays to the host and back."""
 
     def on_host(self) -> bool:
-        """True once the mirrors hold all that was copied to them. Never waits."""
+        """Return whether the mirrors hold everything that was copied to them. Never waits."""
         ...
 
 
@@ -46,7 +46,7 @@ class StagedBytes:
 
 @dataclass(frozen=True)
 class PinnedBytes:
-    """Pinned memory of the host that a rank's device copies from and to, in bytes; small fixed buffers beside it left out.
+    """Pinned memory of the host that a rank's device copies from and to, in bytes, without small fixed buffers.
 
     Attributes:
         messages: mirrors of arrays that travel between processes. images: batches of stored pixels.
@@ -74,9 +74,9 @@ class HostMirrors(Protocol):
     pinned_bytes: int
 
     def mirror(self, array: Array) -> np.ndarray:
-        """The flat mirror of an array that is in no other operation; whatever it holds is nobody's any more.
+        """Return the flat mirror of an array that is in no other operation; its contents may be overwritten.
 
-        Waits where the array's operation before has come so far that only its copies back are not done.
+        Waits for the copies back of the array's previous operation, if these are not done.
         """
         ...
 
@@ -84,13 +84,13 @@ class HostMirrors(Protocol):
         """Make one mirror for all arrays inside of this one that travel later, one operation after the other. For set-up only.
 
         Args:
-            instead_of: an array that was covered before, in which no operation is on its way, and none will be: its mirror goes.
-                Waits where copies from it are not done.
+            instead_of: an array that was covered before, and is in no operation any more: its mirror is freed. Waits for copies
+                from it that are not done.
         """
         ...
 
     def leave(self, copies: Sequence[tuple[np.ndarray, Array]]) -> Transit:
-        """Enqueue mirror := array for each pair, behind all work of kernels so far. An operation without any begins so, too."""
+        """Enqueue mirror := array for each pair, after all work of kernels so far. Operations without pairs begin so, too."""
         ...
 
     def arrive(self, transit: Transit, array: Array, intervals: Sequence[tuple[int, int]]) -> None:
@@ -112,9 +112,9 @@ class WorkMark(Protocol):
 
 
 class Peers(Protocol):
-    """The processes whose devices form a group, in order: a communicator on which nobody else posts.
+    """The processes whose devices form a group, in order: a communicator that nothing else uses.
 
-    Where devices cannot reach each other by themselves, as emulated ones, arrays of the host go through it.
+    Devices that cannot reach each other by themselves, such as emulated ones, exchange arrays of the host through it.
     """
 
     rank: int
@@ -130,14 +130,14 @@ class Peers(Protocol):
 
 
 class DeviceLinks(Protocol):
-    """The links of one device to the others of a group. What is called is enqueued, on the stream that they were made with.
+    """The links of one device to the others of a group. All calls are enqueued on the stream that the links were made with.
 
     All devices of a group enqueue the same collectives in the same order, and a receive for each send. Arrays of collectives have
     the same size and dtype everywhere. Sums are of float32 or float64; all else moves bytes.
     """
 
     def together(self) -> AbstractContextManager[None]:
-        """Inside: calls that are enqueued at once at the end, and may need each other."""
+        """Enqueue the calls inside this context together at its end; they may depend on each other."""
         ...
 
     def send(self, array: Array, to: int) -> None: ...
@@ -145,23 +145,23 @@ class DeviceLinks(Protocol):
     def receive(self, array: Array, source: int) -> None: ...
 
     def broadcast(self, array: Array, root: int) -> None:
-        """`root`'s array to all."""
+        """Copy `root`'s array to all devices."""
         ...
 
     def sum_to_all(self, array: Array) -> None:
-        """The sum of all devices' arrays, in place."""
+        """Replace each device's array by the sum of all."""
         ...
 
     def sum_to_one(self, send: Array, recv: Array, root: int) -> None:
-        """`root`'s `recv` := the sum of all devices' `send`; elsewhere `recv` is left alone."""
+        """Write the sum of all devices' `send` to `root`'s `recv`; other devices' `recv` is not used."""
         ...
 
     def fault(self) -> str | None:
-        """A failure in the background, in one clause; None while all is well."""
+        """Return a failure in the background, in one clause; None if there is none."""
         ...
 
     def abort(self) -> None:
-        """Give up what is on its way. Nothing is called after it."""
+        """Give up all pending work. Nothing is called afterwards."""
         ...
 
 
@@ -171,11 +171,11 @@ class DeviceGroup(Protocol):
     links: DeviceLinks
 
     def wait_for_kernels(self) -> None:
-        """All that the links are given from here on comes behind the work of kernels so far; the host goes on."""
+        """Let later work of the links wait for all work of kernels so far; the host does not wait."""
         ...
 
     def mark(self) -> WorkMark:
-        """All that the links were given so far."""
+        """Mark all work that the links were given so far."""
         ...
 
 
@@ -189,15 +189,15 @@ class DeviceMessages(Protocol):
     identity: str
 
     def mark(self) -> WorkMark:
-        """All work of kernels so far."""
+        """Mark all work of kernels so far."""
         ...
 
     def group_fault(self) -> str | None:
-        """Why this device cannot join a group, in one clause; None where it can."""
+        """Return the reason why this device cannot join a group, in one clause; None if it can."""
         ...
 
     def join(self, peers: Peers) -> DeviceGroup:
-        """This device's place in a group of the peers' devices. Collective; waits for all of them.
+        """Join a group of the peers' devices, and return this device's place in it. Collective; waits for all of them.
 
         All groups of a process share one stream, so that no two of them can each hold up what the other one needs.
         """
@@ -208,7 +208,7 @@ class Fetch(Protocol):
     """Values on their way to the host."""
 
     def result(self) -> np.ndarray:
-        """Wait for them, and give them; they are read only, and valid until the next `fetch` but one of the same array."""
+        """Wait for the values and return them, read only; they are valid until the second next `fetch` of the same array."""
         ...
 
 
@@ -230,7 +230,7 @@ class Descent(Protocol):
     """Momentum descent on flat buffers, bound to them at set-up."""
 
     def update(self, runs: Iterable[UpdateRun], lr: float) -> None:
-        """m := momentum * m + g'; w := w - lr * m, or w - lr * (g' + momentum * m) with Nesterov's. The gradient is read only."""
+        """Compute m := momentum * m + g'; w := w - lr * m, or with Nesterov's w - lr * (g' + momentum * m). Only reads g."""
         ...
 
 
@@ -279,21 +279,21 @@ class ArrayChecksums(Protocol):
 
 
 class ArrayGuard(Protocol):
-    """Notices arrays that have changed where nothing should have written, bound to them at set-up; by sums of 32-bit words.
+    """Detects arrays that have changed though nothing should have written there, by sums of 32-bit words. Bound at set-up.
 
-    Every change within one word shows; two changes with the same sum do not.
+    Detects every change within one word, but not several changes that cancel in the sum.
     """
 
     def remember(self) -> None:
-        """Take the arrays as they are at this point of the work for right."""
+        """Remember the arrays as they are at this point of the work."""
         ...
 
     def compare(self) -> None:
-        """Mark the arrays that are not, at this point of the work, as they are remembered."""
+        """Mark the arrays that differ, at this point of the work, from what is remembered."""
         ...
 
     def fetch_changed(self) -> Fetch:
-        """Whether each array was ever marked; bool (arrays,)."""
+        """Fetch whether each array was ever marked; bool (arrays,)."""
         ...
 
 
@@ -312,89 +312,89 @@ class WatchedArrays(Protocol):
         ...
 
     def guard(self) -> ArrayGuard:
-        """A guard of what the arrays hold, in which they are remembered."""
+        """Return a guard of what the arrays hold, in which they are remembered."""
         ...
 
 
 class Arithmetic(ABC):
-    """The service. Arrays of one call have one dtype and one size unless it is said; targets come first.
+    """The service. Arrays of one call have one dtype and one size unless noted; targets come first.
 
     Attributes:
-        on_host: the arrays are NumPy's: nothing is enqueued, and `fetch` and `to_host` give the very array.
+        on_host: the arrays are NumPy's: nothing is enqueued, and `fetch` and `to_host` return the array itself.
     """
 
     on_host: ClassVar[bool] = False
 
     def mirrors(self) -> HostMirrors | None:
-        """Mirrors of such arrays on the host, for transports that read that alone; None where the arrays lie there."""
+        """Return mirrors of such arrays on the host, for transports that read only its memory; None if the arrays lie there."""
         return None
 
     def messages(self) -> DeviceMessages | None:
-        """The service for transports that reach such arrays themselves; None where these lie on the host."""
+        """Return the service for transports that reach such arrays themselves; None if these lie on the host."""
         return None
 
     @abstractmethod
     def zeros(self, size: int, dtype: str) -> Array:
-        """A flat array of zeros. For set-up only."""
+        """Return a flat array of zeros. For set-up only."""
 
     @abstractmethod
     def copy(self, target: Array, source: Array) -> None:
-        """target := source, rounded where the dtypes differ."""
+        """Compute target := source, rounded if the dtypes differ."""
 
     @abstractmethod
     def fill(self, target: Array, value: float) -> None:
-        """Every element := value."""
+        """Set every element to a value."""
 
     @abstractmethod
     def add(self, target: Array, source: Array) -> None:
-        """target := target + source."""
+        """Compute target := target + source."""
 
     @abstractmethod
     def subtract(self, target: Array, source: Array) -> None:
-        """target := target - source."""
+        """Compute target := target - source."""
 
     @abstractmethod
     def average_into(self, target: Array, source: Array, kept: float) -> None:
-        """target := kept * target + (1 - kept) * source, computed as (target - source) * kept + source."""
+        """Compute target := kept * target + (1 - kept) * source, as (target - source) * kept + source."""
 
     @abstractmethod
     def copy_box(self, target: Array, target_box: Box, source: Array, source_box: Box, *, accumulate: bool = False) -> None:
-        """target[target_box] := source[source_box], or += with `accumulate`.
+        """Compute target[target_box] := source[source_box], or += with `accumulate`.
 
         Both arrays have up to four dims and one dtype, both boxes one shape, each inside its array; the two share no memory.
         """
 
     @abstractmethod
     def sum_pixels(self, target: Array, source: Array, scale: float) -> None:
-        """target (N, 1, 1, C) := scale * the sum over the pixels of source (N, H, W, C): zeros where there are none."""
+        """Compute target (N, 1, 1, C) := scale * the sum over the pixels of source (N, H, W, C); zeros without pixels."""
 
     @abstractmethod
     def spread_pixels(self, target: Array, source: Array, scale: float) -> None:
-        """target (N, H, W, C) := scale * source (N, 1, 1, C) at every pixel."""
+        """Compute target (N, H, W, C) := scale * source (N, 1, 1, C) at every pixel."""
 
     @abstractmethod
     def square_sums(self, arrays: Sequence[Array]) -> np.ndarray:
-        """Sums of squares, float64 (len(arrays),); squares of float32 are summed in float64. Waits."""
+        """Return sums of squares, float64 (len(arrays),); squares of float32 are summed in float64. Waits."""
 
     @abstractmethod
     def fetch_finite(self, arrays: Sequence[Array]) -> Fetch:
-        """For each array whether all its elements are finite at this point of the work, bool (len(arrays),)."""
+        """Fetch whether all elements of each array are finite at this point of the work, bool (len(arrays),)."""
 
     @abstractmethod
     def watched(self, arrays: Sequence[Array]) -> WatchedArrays:
-        """Flat arrays of whole 32-bit words, which may have several dtypes, to be watched. For set-up only."""
+        """Watch flat arrays of whole 32-bit words, which may have several dtypes. For set-up only."""
 
     @abstractmethod
     def fetch(self, array: Array) -> Fetch:
-        """The elements, as they are at this point of the work. Nothing writes there before the result is asked for."""
+        """Fetch the elements as they are at this point of the work. Nothing may write to the array before the result is read."""
 
     @abstractmethod
     def to_host(self, array: Array) -> np.ndarray:
-        """The elements in an array of the host, which may be the very same one: it is read only. Waits."""
+        """Return the elements in an array of the host, possibly `array` itself: only read it. Waits."""
 
     @abstractmethod
     def from_host(self, target: Array, source: np.ndarray) -> None:
-        """target := source, an array of the host of the same shape, rounded to the target's dtype.
+        """Compute target := source, an array of the host of the same shape, rounded to the target's dtype.
 
         The source may change afterwards.
         """
@@ -403,7 +403,7 @@ class Arithmetic(ABC):
     def descent(
         self, data: Array, gradient: Array, momentum: Array, *, factor: float, nesterov: bool, shadow: Array | None = None
     ) -> Descent:
-        """Momentum descent of flat `data` by flat `gradient`, of one size; `momentum` holds the state, empty where factor is 0.
+        """Bind momentum descent of flat `data` by flat `gradient`, of one size; `momentum` holds the state, empty if factor is 0.
 
         Args:
             shadow: bfloat16, of the size of `data`: is written with the rounded data of all that is updated.
@@ -413,7 +413,7 @@ class Arithmetic(ABC):
     def moment_descent(
         self, data: Array, gradient: Array, first: Array, second: Array, rule: MomentRule, *, shadow: Array | None = None
     ) -> MomentDescent:
-        """Descent of flat `data` by two moments of flat `gradient`, of one size; `first` and `second` hold these, alike packed.
+        """Bind descent of flat `data` by two moments of flat `gradient`, of one size; `first` and `second` hold the moments.
 
         Args:
             shadow: as in `descent`.

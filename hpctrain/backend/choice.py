@@ -34,7 +34,7 @@ class NodePlace:
 
 
 def make_device(precision: Precision, place: NodePlace) -> Device:
-    """This rank's device, which computes in that precision.
+    """Return this rank's device, which computes in that precision.
 
     A rank that sees one GPU takes it: schedulers may give each rank its own. One that sees several takes that of its number on
     the node.
@@ -59,7 +59,7 @@ def make_device(precision: Precision, place: NodePlace) -> Device:
 
 
 def missing(place: NodePlace) -> str | None:
-    """Why no GPU can be used here, in one sentence; None where one can. The emulated device does not count."""
+    """Return the reason why no GPU can be used here, as a sentence; None if one can. Looks for GPUs only."""
     try:
         _gpu(place)
     except BackendError as error:
@@ -68,7 +68,7 @@ def missing(place: NodePlace) -> str | None:
 
 
 def cupy_is_installed() -> bool:
-    """True where somebody may expect a GPU to be used."""
+    """Return whether CuPy is installed: a user may then expect that a GPU is used."""
     return importlib.util.find_spec("cupy") is not None
 
 
@@ -135,7 +135,7 @@ def narrow(environ: MutableMapping[str, str], place: NodePlace) -> None:
 
 
 def gpu_index(count: int, place: NodePlace) -> int:
-    """The GPU of a rank among `count` that it sees.
+    """Return the GPU of a rank among `count` that it sees.
 
     Raises:
         BackendError: there are several, but fewer than ranks on the node.
@@ -165,7 +165,7 @@ class Backend:
         dtype: of activations: "float32", "float64" or "bfloat16".
         kernels: makes the operators and allocates their memory.
         description: what computes, in words for people.
-        versions: of libraries that a run records beside those of all runs.
+        versions: of libraries that a run records in addition to those of all runs.
     """
 
     name: str
@@ -184,7 +184,7 @@ def make_backend(
 
     Args:
         dtype: "float32" or "float64": of parameters, and of activations at precision "float32".
-        precision: of the products, beside dtype float32: "tf32" rounds their factors, "bfloat16" all activations. Backend cuda.
+        precision: of the products, for dtype float32: "tf32" rounds their factors, "bfloat16" all activations. Backend cuda.
         place: of this rank on its node, to find its GPU; alone by default.
 
     Raises:
@@ -217,7 +217,7 @@ def _check(name: str, dtype: str, precision: str) -> None:
 
 
 def precision_fault(name: str, dtype: str, precision: str) -> str | None:
-    """The sentence that refuses a precision beside a backend and a dtype; None where they fit, as far as names tell."""
+    """Return the sentence that refuses a precision for a backend and a dtype; None if they fit, as far as names say."""
     if precision == "float32":
         return None
     if dtype != "float32":
@@ -246,7 +246,7 @@ def _choose(dtype: str, precision: str, place: NodePlace) -> str:
 
 
 def _onednn_missing() -> str | None:
-    """Why oneDNN cannot be used; None where it can."""
+    """Return the reason why oneDNN cannot be used; None if it can."""
     from hpctrain.backend.onednn.kernel_set import available
 
     return available()

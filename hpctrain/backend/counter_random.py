@@ -38,7 +38,7 @@ def key(*parts: int | str) -> Key:
 
 
 def philox(key0: int, key1: int, c0: ArrayLike, c1: ArrayLike, c2: ArrayLike, c3: ArrayLike) -> NDArray[np.uint32]:
-    """Philox4x32-10 of counters given as 32-bit words that broadcast together: (4, ...) uint32."""
+    """Return Philox4x32-10 of counters given as 32-bit words that broadcast together: (4, ...) uint32."""
     words = np.broadcast_arrays(*(np.asarray(c, np.uint64) for c in (c0, c1, c2, c3)))
     flat = [word.reshape(-1) for word in words]
     out = np.empty((4, flat[0].size), np.uint32)
@@ -59,11 +59,11 @@ class _WordScratch:
         self._buffers = np.empty((4, 2 * size), np.uint64)
 
     def state(self, size: int) -> tuple[np.ndarray, np.ndarray]:
-        """Views (2, size) uint64 to be filled with counters below 2**32."""
+        """Return views (2, size) uint64 to be filled with counters below 2**32."""
         return self._view(0, size), self._view(1, size)
 
     def rounds(self, stream: Key, even: np.ndarray, odd: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The ten rounds; the result lies in buffers of this object."""
+        """Return the ten rounds; the result lies in buffers of this object."""
         size = even.shape[1]
         product, spare = self._view(2, size), self._view(3, size)
         for i in range(_ROUNDS):
@@ -80,13 +80,13 @@ class _WordScratch:
 
 
 def _split(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Low and high 32 bits of 64-bit integers."""
+    """Return the low and the high 32 bits of 64-bit integers."""
     unsigned = values.astype(np.int64, copy=False).view(np.uint64)
     return unsigned & _LOW, unsigned >> _HALF
 
 
 def _words(stream: Key, sample_ids: np.ndarray, blocks: np.ndarray) -> Iterator[tuple[slice, slice, np.ndarray, np.ndarray]]:
-    """(samples, blocks, even, odd) of all pairs, in tiles; the words are valid until the next tile."""
+    """Yield (samples, blocks, even, odd) of all pairs, in tiles; the words are valid until the next tile."""
     tile_blocks = min(_BLOCK, max(blocks.size, 1))
     tile_samples = max(1, min(_BLOCK // tile_blocks, sample_ids.size))
     scratch = _WordScratch(tile_samples * tile_blocks)
@@ -106,7 +106,7 @@ def _words(stream: Key, sample_ids: np.ndarray, blocks: np.ndarray) -> Iterator[
 
 
 def _blocks(indices: range | NDArray[np.integer]) -> tuple[np.ndarray, slice | np.ndarray]:
-    """Blocks of four that cover `indices`, and where in their 4 * blocks words the indices lie."""
+    """Return the blocks of four that cover `indices`, and where in their 4 * blocks words the indices lie."""
     if isinstance(indices, range) and indices.step == 1 and len(indices):
         first = indices.start // 4
         return np.arange(first, (indices.stop - 1) // 4 + 1), slice(indices.start - 4 * first, indices.stop - 4 * first)
@@ -116,7 +116,7 @@ def _blocks(indices: range | NDArray[np.integer]) -> tuple[np.ndarray, slice | n
 
 
 def words(stream: Key, sample_ids: ArrayLike, indices: range | NDArray[np.integer]) -> NDArray[np.uint32]:
-    """Uniform 32-bit words (N, len(indices)) of samples `sample_ids` (N,) int64 at `indices` (a range or a 1-D array)."""
+    """Return uniform 32-bit words (N, len(indices)) of samples `sample_ids` (N,) int64 at `indices` (a range or a 1-D array)."""
     ids = np.asarray(sample_ids, np.int64)
     blocks, where = _blocks(indices)
     out = np.empty((ids.size, blocks.size, 4), np.uint32)
@@ -129,7 +129,7 @@ def words(stream: Key, sample_ids: ArrayLike, indices: range | NDArray[np.intege
 def uniform(
     stream: Key, sample_ids: ArrayLike, indices: range | NDArray[np.integer], dtype: DTypeLike = np.float64
 ) -> np.ndarray:
-    """Numbers in [0, 1), (N, len(indices)), of float64 (multiples of 2**-32) or float32 (multiples of 2**-24)."""
+    """Return numbers in [0, 1), (N, len(indices)), of float64 (multiples of 2**-32) or float32 (multiples of 2**-24)."""
     drawn = words(stream, sample_ids, indices)
     if np.dtype(dtype) == np.float32:
         return np.asarray((drawn >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24))
@@ -139,7 +139,7 @@ def uniform(
 def keep_mask(
     stream: Key, sample_ids: ArrayLike, indices: range | NDArray[np.integer], rate: float, out: np.ndarray | None = None
 ) -> NDArray[np.bool_]:
-    """True with probability 1 - rate: bool (N, len(indices)), written to `out` where given.
+    """Return True with probability 1 - rate: bool (N, len(indices)), written to `out` if it is given.
 
     Element [n, j] depends on (stream, sample_ids[n], indices[j], rate) only. The rate is exact to 2**-32.
     """

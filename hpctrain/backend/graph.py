@@ -65,11 +65,11 @@ class Graph:
     output: int
 
     def consumers(self, tensor: int) -> tuple[Node, ...]:
-        """Nodes that read `tensor`, in forward order."""
+        """Return the nodes that read `tensor`, in forward order."""
         return tuple(node for node in self.nodes if tensor in node.inputs)
 
     def producer(self, tensor: int) -> Node | None:
-        """The node that writes `tensor`; None for the input."""
+        """Return the node that writes `tensor`; None for the input."""
         return next((node for node in self.nodes if node.output == tensor), None)
 
 
@@ -81,7 +81,7 @@ class GraphBuilder:
         self._tensors: list[TensorSpec] = [x]
 
     def tensor(self, number: int) -> TensorSpec:
-        """The spec of a tensor made so far; number 0 is the input."""
+        """Return the spec of a tensor made so far; number 0 is the input."""
         return self._tensors[number]
 
     def emit(
@@ -116,7 +116,7 @@ class GraphBuilder:
 
 
 def fuse(graph: Graph, products: tuple[type, ...] = (Conv2dSpec, LinearSpec), *, training: bool = True) -> Graph:
-    """The graph with fused nodes. products: of the specs with which a ReLU becomes `WithRelu`."""
+    """Return the graph with fused nodes. products: of the specs with which a ReLU becomes `WithRelu`."""
     nodes = list(graph.nodes) if training else _without_stochastic_depth(graph)
     for relu in graph.nodes:
         if isinstance(relu.spec, ReluSpec):
@@ -125,7 +125,7 @@ def fuse(graph: Graph, products: tuple[type, ...] = (Conv2dSpec, LinearSpec), *,
 
 
 def _without_stochastic_depth(graph: Graph) -> list[Node]:
-    """The nodes without those that evaluation leaves out, which would stand between a batch norm and its sum."""
+    """Return the nodes without those that evaluation leaves out, which would stand between a batch norm and its sum."""
     nodes: list[Node] = []
     stands_for: dict[int, int] = {}
     for node in graph.nodes:
@@ -182,7 +182,7 @@ def _norm_to_fuse(nodes: list[Node], tensor: int, output: int) -> Node | None:
 
 
 def _only_producer(nodes: list[Node], tensor: int, output: int) -> Node | None:
-    """The node that writes `tensor`, if exactly one node reads it and it is not the graph's output."""
+    """Return the node that writes `tensor`, if exactly one node reads it and it is not the graph's output."""
     readers = sum(node.inputs.count(tensor) for node in nodes)
     if readers != 1 or tensor == output:
         return None

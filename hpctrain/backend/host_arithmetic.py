@@ -37,7 +37,7 @@ class HostFetch:
     values: np.ndarray
 
     def result(self) -> np.ndarray:
-        """The values."""
+        """Return the values."""
         return self.values
 
 
@@ -103,7 +103,7 @@ class HostWatchedArrays:
 
 
 def _neighbours(arrays: Sequence[np.ndarray], numbers: Sequence[int]) -> list[list[int]]:
-    """Numbers of arrays in runs that follow each other in memory that one array owns."""
+    """Return the numbers of arrays, in runs of arrays that follow each other in memory of one owner."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and _follows(arrays[number], arrays[runs[-1][-1]]):
@@ -119,7 +119,7 @@ def _follows(array: np.ndarray, before: np.ndarray) -> bool:
 
 
 def _run(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """The memory of neighbouring arrays as 32-bit words, and where each begins in it."""
+    """Return the memory of neighbouring arrays as 32-bit words, and where each begins in it."""
     first, last = arrays[0], arrays[-1]
     words = first.reshape(-1).view(_WORD)
     if len(arrays) > 1:
@@ -130,7 +130,7 @@ def _run(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _begin(array: np.ndarray) -> int:
-    """Address of an array's first byte."""
+    """Return the address of an array's first byte."""
     return int(array.__array_interface__["data"][0])
 
 
@@ -157,9 +157,9 @@ def square_sum(values: np.ndarray) -> float:
 
 
 def all_finite(values: np.ndarray) -> bool:
-    """Whether no element of a contiguous array is NaN or infinite.
+    """Return whether no element of a contiguous array is NaN or infinite.
 
-    Costs one product of the array with itself. That may overflow where all elements are finite; only then is each one looked at.
+    Costs one product of the array with itself. It may overflow though all elements are finite; only then is each element tested.
     """
     flat = values.reshape(-1)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -226,7 +226,7 @@ class HostMomentDescent:
             self._grad[low:high] = self._direction(run, low, high, corrections)
 
     def _direction(self, run: UpdateRun, low: int, high: int, corrections: Corrections) -> np.ndarray:
-        """The direction of elements [low, high), in a buffer that the next chunk takes."""
+        """Return the direction of elements [low, high), in a buffer that the next chunk takes."""
         g, place = self._grad[low:high], slice(low + run.offset, high + run.offset)
         m, v = self._first[place], self._second[place]
         work, spare = self._work[: high - low], self._spare[: high - low]
@@ -246,17 +246,17 @@ class HostMomentDescent:
 
 
 def _chunks(runs: Iterable[UpdateRun]) -> Iterator[tuple[UpdateRun, int, int]]:
-    """Each run's elements [low, high), as many at once as stay in a cache."""
+    """Yield each run's elements [low, high), as many at once as stay in a cache."""
     for run in runs:
         for low in range(run.start, run.stop, CHUNK):
             yield run, low, min(low + CHUNK, run.stop)
 
 
 class HostArithmetic(Arithmetic):
-    """Everything at once, by NumPy: nothing is ever on its way, and what lies on the host is given as it is.
+    """Arithmetic by NumPy: every call is complete when it returns, and fetched arrays are the arrays themselves.
 
     Args:
-        allocate: gives a zeroed uint8 buffer of so many bytes; None: NumPy's.
+        allocate: returns a zeroed uint8 buffer of a size in bytes; None: NumPy's.
     """
 
     on_host: ClassVar[bool] = True

@@ -11,8 +11,9 @@ a step hardly asks at all.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
@@ -23,14 +24,14 @@ from hpctrain.backend.arithmetic import Arithmetic, PinnedBytes
 from hpctrain.backend.graph import Graph
 from hpctrain.backend.host_arithmetic import HostArithmetic
 from hpctrain.backend.pixels import PixelBatch
-from hpctrain.backend.specs import SoftmaxCrossEntropySpec, Spec, TensorSpec
+from hpctrain.backend.specs import Shape, SoftmaxCrossEntropySpec, Spec, TensorSpec, item_bytes
 from hpctrain.core.errors import DataError
 
 ALIGNMENT_BYTES = 64  # a cache line, and the width of an AVX-512 register
 
 
 def aligned(size_bytes: int, alignment_bytes: int = ALIGNMENT_BYTES) -> int:
-    """The size, rounded up to a multiple of the alignment; by default that of a CPU."""
+    """Return the size, rounded up to a multiple of the alignment; by default that of a CPU."""
     return -(-size_bytes // alignment_bytes) * alignment_bytes
 
 
@@ -44,7 +45,7 @@ class MixedLabels:
 
 
 def checked_labels(labels: np.ndarray, classes: int) -> np.ndarray:
-    """The labels (N,) of any integer dtype as int64, all of them in [0, classes).
+    """Return the labels (N,) of any integer dtype as int64, all of them in [0, classes).
 
     Raises:
         DataError: the first label outside, with the nearest legal one.
@@ -65,7 +66,7 @@ Array = Any  # numpy.ndarray or cupy.ndarray: the kernel set decides
 
 @dataclass(frozen=True)
 class StepContext:
-    """Reaches every operator at the start of a forward pass.
+    """What every operator is given at the start of a forward pass.
 
     Args:
         training: batch statistics and dropout, or their evaluation counterparts.
@@ -103,7 +104,7 @@ class StatisticsMerger(Protocol):
 
 
 class LocalStatistics:
-    """The merger of a rank that shares with nobody."""
+    """The merger of a rank that shares its step with no other rank."""
 
     alone = True
 
@@ -120,8 +121,8 @@ class Buffers:
 
     Arrays in plain layout have the logical shape; in a kernel set's own layout they are flat, `TensorSpec.size` long.
 
-    input_grads[i] is None where nobody asks for it. With `accumulate[i]` the operator adds to it instead of writing it;
-    only operators that are `Accumulating` are asked to.
+    input_grads[i] is None if it is not wanted. With `accumulate[i]` the operator adds to it instead of writing it; only
+    `Accumulating` operators get that.
     """
 
     inputs: tuple[Array, ...]
@@ -142,15 +143,15 @@ class Operator(ABC):
     """One planned computation, described by the attributes that a subclass sets.
 
     inputs, output: the specs (with layouts) that it wants; the plan inserts copies where a neighbour's layout differs.
-    needs_inputs[i], needs_output: backward reads inputs[i], the output. What nobody needs is overwritten before backward.
+    needs_inputs[i], needs_output: backward reads inputs[i], the output. All other buffers are overwritten before backward.
     saved_bytes, scratch_bytes: memory that it keeps from forward to backward, and that it works in within one call.
     forward, backward_parameters, backward_input: the computation.
 
-    All but the last is fixed at construction, so that memory can be planned; `bind` then gives the memory. Whatever else an
-    operator can do (work in place, add to gradients, start early ...) it says by inheriting from a class in `abilities`.
+    All but the computation is fixed at construction, so that memory can be planned; `bind` then provides the memory. An operator
+    declares what else it can do (work in place, add to gradients, start early ...) by inheriting from the abilities below.
 
-    Other attributes: spec: what it computes. stands_in_because: why a kernel set took another one's operator, for reports; empty
-    where it took one of its own.
+    Other attributes: spec: what it computes. stands_in_because: why a kernel set took another set's operator, for reports; empty
+    for an operator of its own.
     """
 
     spec: Spec
@@ -183,9 +184,86 @@ class Operator(ABC):
         """Write each input_grads[i] that is not None."""
 
 
+Request = tuple[Shape, str]  # shape, dtype
+
+
+def total_bytes(requests: Iterable[Request], alignment_bytes: int = ALIGNMENT_BYTES) -> int:
+    """Return the bytes of a buffer that `carve` divides into these arrays."""
+    return sum(aligned(math.prod(shape) * item_bytes(dtype), alignment_bytes) for shape, dtype in requests)
+
+
+def carve(buffer: Array | None, requests: Iterable[Request], alignment_bytes: int = ALIGNMENT_BYTES) -> list[Array]:
+    """Return arrays of these shapes and dtypes, one after another in `buffer` (uint8), each aligned.
+
+    Args:
+        buffer: None, an empty one of the host, if all arrays are empty.
+    """
+    buffer = np.empty(0, np.uint8) if buffer is None else buffer
+    arrays, start = [], 0
+    for shape, dtype in requests:
+        size_bytes = math.prod(shape) * item_bytes(dtype)
+        memory = buffer[start : start + size_bytes]
+        assert memory.nbytes == size_bytes, "the buffer is smaller than what was declared"
+        arrays.append(memory.view(dtype).reshape(shape))
+        start += aligned(size_bytes, alignment_bytes)
+    return arrays
+
+
+class PlainOperator(Operator):
+    """An operator on plain NHWC memory. A subclass's constructor calls `declare` last; `bind` then gives it arrays.
+
+    Training operators compute gradients; the others keep nothing for them, and must not be asked for any.
+
+    Attributes:
+        saved, scratch: the arrays that were declared, in that order.
+    """
+
+    #: alignment of declared arrays, and the buffer of operators that declare none
+    array_alignment_bytes: ClassVar[int] = ALIGNMENT_BYTES
+    no_buffer: ClassVar[Array] = np.empty(0, np.uint8)
+
+    def __init__(self, spec: Spec, inputs: tuple[TensorSpec, ...], *, training: bool) -> None:
+        self.spec = spec
+        self.inputs = tuple(x.plain() for x in inputs)
+        self.output = spec.output(*self.inputs)
+        self.dtype = self.inputs[0].dtype
+        self.training = training
+        self.needs_inputs = (False,) * len(inputs)
+        self.saved: Sequence[Array] = ()
+        self.scratch: Sequence[Array] = ()
+        self._saved: Sequence[Request] = ()
+        self._scratch: Sequence[Request] = ()
+
+    def declare(self, *, saved: Sequence[Request] = (), scratch: Sequence[Request] = ()) -> None:
+        """Declare the arrays that this operator keeps from forward to backward, and those that it uses within one call."""
+        self._saved, self._scratch = saved, scratch
+        self.saved_bytes = total_bytes(saved, self.array_alignment_bytes)
+        self.scratch_bytes = total_bytes(scratch, self.array_alignment_bytes)
+
+    def bind(self, buffers: Buffers) -> None:
+        self.buffers = buffers
+        saved, scratch = (self.no_buffer if each is None else each for each in (buffers.saved, buffers.scratch))
+        self.saved = carve(saved, self._saved, self.array_alignment_bytes)
+        self.scratch = carve(scratch, self._scratch, self.array_alignment_bytes)
+
+    def input_grad(self, i: int = 0) -> Array | None:
+        """Return the buffer of the gradient of input i; None if it is not wanted."""
+        return self.buffers.input_grads[i] if i < len(self.buffers.input_grads) else None
+
+    def accumulates(self, i: int = 0) -> bool:
+        """Return whether the gradient of input i is added to its buffer."""
+        return i < len(self.buffers.accumulate) and self.buffers.accumulate[i]
+
+    @property
+    def output_grad(self) -> Array:
+        """The buffer of the output's gradient."""
+        assert self.buffers.output_grad is not None, f"{type(self).__name__} is bound without a gradient of its output"
+        return self.buffers.output_grad
+
+
 @dataclass
 class LossSums:
-    """The terms that one micro-batch adds to the step's sums: not means, so that ranks with few samples weigh as they should."""
+    """The terms that one micro-batch adds to the step's sums: not means, so that each rank counts by its samples."""
 
     loss: float  # sum over the samples, undivided
     top1: int
@@ -193,7 +271,7 @@ class LossSums:
     count: int
 
     def result(self) -> LossSums:
-        """Themselves: sums that are there are a handle of sums."""
+        """Return these sums themselves: sums that have arrived are a `LossHandle`."""
         return self
 
 
@@ -201,7 +279,7 @@ class LossHandle(Protocol):
     """Sums on their way to the host."""
 
     def result(self) -> LossSums:
-        """Wait for them, and give them: before the loss is run for the next time but one."""
+        """Wait for the sums and return them. Call it before the loss is run for the second time after this one."""
         ...
 
 
@@ -210,7 +288,7 @@ class LossOperator(ABC):
 
     @abstractmethod
     def run(self, logits: Array, labels: Array | MixedLabels, global_count: int, d_logits: Array | None) -> LossHandle:
-        """Sums over this batch; writes d_logits = d(sum loss / global_count)/d logits where it is given. Never waits.
+        """Compute the sums over this batch, and d_logits = d(sum loss / global_count)/d logits if given. Never waits.
 
         Args:
             labels: integers of the host (N,), or two of each sample with their shares; may change afterwards.
@@ -223,7 +301,7 @@ class KernelSet(ABC):
     Attributes:
         arithmetic: on the arrays of this set's operators, outside of these.
         alignment_bytes: of every buffer in an arena.
-        shadow_dtype: of a rounded copy of all parameters, which operators read instead of them; None where they need none.
+        shadow_dtype: of a rounded copy of all parameters, which operators read instead; None if they need none.
     """
 
     name: ClassVar[str]
@@ -239,10 +317,10 @@ class KernelSet(ABC):
 
     @abstractmethod
     def make(self, spec: Spec, inputs: tuple[TensorSpec, ...], *, training: bool, input_gradient: bool = True) -> Operator:
-        """The operator for `spec` on inputs of these shapes. Accepts N = 0, H = 0 and W = 0.
+        """Return the operator for `spec` on inputs of these shapes. Accepts N = 0, H = 0 and W = 0.
 
-        input_gradient: `backward_input` will be called. False for what reads the images themselves: kernels are chosen without
-            regard to it.
+        input_gradient: whether `backward_input` will be called; it is not for operators that read the images. Kernels that
+            only compute the input's gradient are then not asked for.
 
         Raises:
             BackendError: a spec or dtype that this set cannot compute.
@@ -252,46 +330,46 @@ class KernelSet(ABC):
     def make_loss(self, spec: SoftmaxCrossEntropySpec) -> LossOperator: ...
 
     def begin(self, context: StepContext) -> None:  # noqa: B027  most operators take numbers from the context
-        """A forward pass begins: whatever operators read from memory, and not from the context, is brought there. Never waits."""
+        """Begin a forward pass: copy what operators read from memory, and not from the context, there. Never waits."""
 
     def wait(self) -> None:  # noqa: B027  kernels of the host are done when they return
         """Wait until all work of this set is done: to time it. A step never does."""
 
     def free_bytes(self) -> int | None:
-        """Bytes that `allocate` still has; None where that is for the operating system to say."""
+        """Return the bytes that `allocate` still has; None if the operating system decides."""
         return None
 
     def used_bytes(self) -> int | None:
-        """Bytes of the device's memory that are in use; None where that is the process's own memory."""
+        """Return the bytes of the device's memory that are in use; None if kernels compute in the process's own memory."""
         return None
 
     def pinned_bytes(self) -> PinnedBytes | None:
-        """Pinned memory so far; None where kernels compute in the memory of the host."""
+        """Return the pinned memory so far; None if kernels compute in the memory of the host."""
         return None
 
     def pinned_input_bytes(self, samples: int, stored: tuple[int, int, int], *, resizes: bool) -> int:
-        """Pinned memory of batches of at most so many samples of stored pixels (h, w, C). resizes: them first."""
+        """Return the pinned bytes of batches of at most `samples` stored images (h, w, C). resizes: images are resized first."""
         return 0
 
     def fuse(self, graph: Graph, *, training: bool) -> Graph:
-        """Replace neighbours by fused nodes where this set has them; the rest stays as it is."""
+        """Replace neighbours by fused nodes if this set has them; all others stay as they are."""
         return graph
 
     def reorder(self, source: TensorSpec, target: TensorSpec) -> Operator:
-        """The operator that copies a tensor from one layout to another (backward: the gradient back)."""
+        """Return the operator that copies a tensor from one layout to another (backward: the gradient back)."""
         raise NotImplementedError(f"the {self.name} kernel set has one layout")
 
     @abstractmethod
     def allocate(self, size_bytes: int) -> Array:
-        """A zeroed uint8 buffer of the device, aligned to 64 bytes at least, on huge pages where that is possible."""
+        """Return a zeroed uint8 buffer of the device, aligned to 64 bytes at least, on huge pages where that is possible."""
 
 
 class PixelInput(ABC):
-    """A kernel set that makes what a network reads of stored pixels, where its arrays lie."""
+    """A kernel set that makes a network's input of stored pixels, in its own memory."""
 
     @abstractmethod
     def make_input(self, target: Array, images: PixelBatch) -> None:
-        """target (N, H, W, C) := images, the very numbers of these as an array, rounded to the target's dtype.
+        """Compute target (N, H, W, C) := images, exactly the numbers of these as an array, rounded to the target's dtype.
 
         The pixels may change afterwards.
         """
@@ -301,7 +379,7 @@ class CapturedWork(Protocol):
     """Work of operators that was captured instead of done."""
 
     def launch(self) -> None:
-        """Enqueue all of it at once, as often as wanted, on the memory that it was captured with."""
+        """Enqueue all of it at once, on the memory that it was captured with. May be called any number of times."""
         ...
 
 
@@ -315,13 +393,13 @@ class CapturesWork(ABC):
 
     @abstractmethod
     def capture(self) -> AbstractContextManager[CapturedWork]:
-        """Inside, operators' calls are captured and nothing is done. The same calls have been made before, without it."""
+        """Capture operators' calls inside this context instead of doing them. The same calls have been made outside before."""
 
 
 class AnyArrays:
-    """The operator computes by the arithmetic service alone, so it runs wherever the arrays of a kernel set lie.
+    """The operator computes by the arithmetic service alone, so it runs on the arrays of any kernel set.
 
-    It is the specs that bring their own operators (see `nn.compile.steps`) that may need it: they know no kernel set.
+    Specs that make their own operators (see `nn.compile`) may need it, because they know no kernel set.
 
     arithmetic: the service, that of the host until another one is given.
     """
@@ -334,32 +412,51 @@ class AnyArrays:
 
 
 class InPlace:
-    """The output may lie in the very buffer of inputs[0], and input_grads[0] in that of output_grad; the plan decides.
+    """The output may share the buffer of inputs[0], and input_grads[0] that of output_grad; the plan decides.
 
-    Forward must bear that, element by element, and so must backward. Saves an activation and a gradient.
+    Forward and backward must work element by element. Saves an activation and a gradient.
     """
 
 
 class InputView:
     """The output is inputs[0]'s memory under another shape, its gradient too; forward and backward do nothing.
 
-    Where the input has other readers as well its gradient is a sum, and the program copies the output's gradient to it.
+    If the input has other readers, its gradient is a sum, and the program copies the output's gradient to it.
     """
 
 
+class ViewOperator(InputView, Operator):
+    """The output is the input's memory: flatten, and the identity.
+
+    Args:
+        keeps_layout: the output has the input's shape and layout, whatever the spec says of plain memory.
+    """
+
+    def __init__(self, spec: Spec, x: TensorSpec, *, keeps_layout: bool = False) -> None:
+        self.spec = spec
+        self.inputs = (x if keeps_layout else x.plain(),)
+        self.output = x if keeps_layout else spec.output(x.plain())
+
+    def forward(self, context: StepContext) -> None:
+        """Do nothing: the memory is shared."""
+
+    def backward_input(self) -> None:
+        """Do nothing: the memory is shared."""
+
+
 class Accumulating:
-    """`backward_input` adds to input_grads[i] where `Buffers.accumulate[i]` is set. Saves a partial gradient, and adding it."""
+    """`backward_input` adds to input_grads[i] if `Buffers.accumulate[i]` is set. Saves a partial gradient, and adding it."""
 
 
 class OutputReadOnce:
     """Only the first of the two halves of backward reads the output (`needs_output`), so it is free during the second.
 
-    So it is for a mask that is applied to the output's gradient before both.
+    An example is a mask that is applied to the output's gradient before both halves.
     """
 
 
 class JointBackward:
-    """`backward_parameters` writes the inputs' gradients too, and a `backward_input` behind it does nothing.
+    """`backward_parameters` writes the inputs' gradients too, and a `backward_input` after it does nothing.
 
     The plan then reserves these gradients one action earlier.
     """
@@ -374,16 +471,16 @@ class DeferredStart:
     begins_early: bool = False
 
     def begin_forward(self) -> None:
-        """The input is complete and stays so until `forward`, which follows later. Must not wait."""
+        """Start the forward work: the input is complete, and stays so until `forward`, which follows later. Must not wait."""
         raise NotImplementedError
 
     def begin_backward(self) -> None:
-        """The output's gradient is complete, `backward_input` follows later. Must not wait. Called or not, as the plan likes."""
+        """Start the backward work, if the plan calls it: the output's gradient is complete. Must not wait."""
         raise NotImplementedError
 
 
 class RecomputedOutput:
-    """The output need not be kept from forward to backward: it is made again there, if anybody reads it.
+    """The output need not be kept from forward to backward: if backward needs it, it is computed again.
 
     recomputes_output: whether that is worth it at these shapes.
     """
@@ -402,19 +499,19 @@ class SufficientFactors:
     """
 
     def finish_output_grad(self) -> None:
-        """Make output_grad the gradient of the linear map's own output: that of an activation fused behind it is applied."""
+        """Turn output_grad into the gradient of the linear map itself: apply the gradient of an activation fused after it."""
 
 
 class ParameterCopies:
     """The operator keeps copies of parameters, in a format of its own, from one evaluation to the next."""
 
     def parameters_changed(self) -> None:
-        """Parameter values differ from the last forward's: the copies are stale."""
+        """Note that parameters have changed since the last forward: the copies are stale."""
         raise NotImplementedError
 
 
 class FollowsOperator:
-    """Where several programs run side by side, copies of parameters that the first one's operator makes may serve the others'."""
+    """If several programs run side by side, copies of parameters that the first program's operator makes may serve the others."""
 
     def follow(self, first: Operator) -> None:
         """Announce before `bind` that each call follows the same call of `first`.
@@ -426,7 +523,7 @@ class FollowsOperator:
 
 
 class CallsHost:
-    """Its calls may ask the host in between: for numbers of other ranks. Such a call waits, and is never captured.
+    """Its calls may need numbers of other ranks, which the host fetches. Such a call waits, and is never captured.
 
     calls_host: whether they do, once it is bound.
     """

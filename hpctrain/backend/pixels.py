@@ -2,7 +2,7 @@
 
 A `PixelBatch` holds stored pixels and what is left to do until a network can read them. A kernel set may do the rest where
 its arrays lie (`PixelInput`): pixels are a quarter of the bytes of float32. NumPy takes such a batch for an array, and gets
-the very numbers, made on the host.
+exactly the same numbers, made on the host.
 
 Resizing is arithmetic in whole numbers, in NumPy. Each dimension of an image, rows and columns, is resampled by itself, by
 weights of neighbouring pixels:
@@ -40,11 +40,11 @@ class Resampling:
     interpolates: bool
 
     def of(self, samples: slice | np.ndarray) -> Resampling:
-        """The same of some of the images."""
+        """Return the same of some of the images."""
         return replace(self, boxes=self.boxes[samples])
 
     def resized(self, image: np.ndarray, number: int) -> np.ndarray:
-        """One image (h, w, C) uint8 of the batch, resized: (H, W, C) uint8."""
+        """Return one image (h, w, C) uint8 of the batch, resized: (H, W, C) uint8."""
         top, left, height, width = self.boxes[number].tolist()
         return resized(image[top : top + height, left : left + width], self.size, interpolates=self.interpolates)
 
@@ -62,25 +62,25 @@ class Taps:
     weights: np.ndarray
 
     def applied(self, pixels: np.ndarray) -> np.ndarray:
-        """Weighted sums (n, ...) int64 of pixels (h, ...) along the first dim."""
+        """Return the weighted sums (n, ...) int64 of pixels (h, ...) along the first dim."""
         neighbours = np.minimum(self.first[:, np.newaxis] + np.arange(self.weights.shape[1]), len(pixels) - 1)
         sums: np.ndarray = np.einsum("nk...,nk->n...", pixels.astype(np.int64)[neighbours], self.weights)
         return sums
 
 
 def most_taps(size: int, made: int) -> int:
-    """Neighbours that a pixel of `made` ones is made of at most, where they are made of `size` or fewer."""
+    """Return the largest number of pixels that one of `made` pixels is made of, from `size` pixels or fewer."""
     return 2 * math.ceil(max(1.0, size / made)) + 1
 
 
 @lru_cache(maxsize=1024)
 def taps(size: int, made: int, *, interpolates: bool) -> Taps:
-    """The taps of `made` pixels that are made of `size`."""
+    """Return the taps of `made` pixels that are made of `size`."""
     return _interpolation(size, made) if interpolates and made > size else _filter(size, made)
 
 
 def _filter(size: int, made: int) -> Taps:
-    """Pillow's `precompute_coeffs` and `normalize_coeffs_8bpc` of the triangle filter, operation by operation."""
+    """Compute Pillow's `precompute_coeffs` and `normalize_coeffs_8bpc` of the triangle filter, operation by operation."""
     scale = size / made
     support = max(scale, 1.0)
     centre = (np.arange(made) + 0.5) * scale
@@ -97,7 +97,7 @@ def _filter(size: int, made: int) -> Taps:
 
 
 def _interpolation(size: int, made: int) -> Taps:
-    """OpenCV's `interpolationLinear` with fixed-point weights; beyond the first and last pixel these go on."""
+    """Compute OpenCV's `interpolationLinear` with fixed-point weights; the first and last pixels continue outside."""
     scale = 1.0 / (made / size)
     place = scale * (np.arange(made) + 0.5) - 0.5
     before = np.floor(place).astype(np.int64)
@@ -107,7 +107,7 @@ def _interpolation(size: int, made: int) -> Taps:
 
 
 def resized(image: np.ndarray, size: tuple[int, int], *, interpolates: bool) -> np.ndarray:
-    """An image (h, w, C) uint8 resized to (*size, C)."""
+    """Return an image (h, w, C) uint8 resized to (*size, C)."""
     down, across = (taps(length, made, interpolates=interpolates) for length, made in zip(image.shape, size, strict=False))
     pixels = image.astype(np.int64)
     if not across.interpolated:
@@ -148,7 +148,7 @@ WINDOW = np.dtype(
 class PixelBatch:
     """Images (N, H, W, C) as what they are made of: an element of channel c is p * scale[c] + shift[c], rounded after both.
 
-    Indexing by a slice or an array of numbers gives the batch of these images.
+    Indexing by a slice or an array of numbers returns the batch of these images.
 
     Args:
         pixels: uint8 (N, h, w, C). windows: (N,) of `WINDOW`: where p is read. size: (H, W).

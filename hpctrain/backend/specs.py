@@ -19,12 +19,12 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "int64": 8, "int32": 4,
 
 
 def item_bytes(dtype: str) -> int:
-    """Bytes of one element."""
+    """Return the bytes of one element."""
     return ITEM_BYTES[dtype]
 
 
 def parameter_dtype(dtype: str) -> str:
-    """The dtype of parameters, gradients and statistics beside activations of `dtype`: never below float32."""
+    """Return the dtype of parameters, gradients and statistics for activations of `dtype`: never below float32."""
     return "float32" if dtype == "bfloat16" else dtype
 
 
@@ -37,7 +37,7 @@ NHWC = "NHWC"
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor as it is known at set-up: logical shape, dtype by name (see `backend.dtypes`), layout.
+    """A tensor as it is known at set-up: logical shape, dtype by name, layout.
 
     `layout` is "NHWC" (plain row-major memory of the logical shape, whatever its rank) or an opaque token of the kernel
     set that chose it; `size` is then the number of elements its buffer holds, padding included.
@@ -62,11 +62,11 @@ class TensorSpec:
         return self.size * self.item_bytes
 
     def with_shape(self, shape: Shape) -> TensorSpec:
-        """The same dtype in plain memory with another shape."""
+        """Return the same dtype in plain memory with another shape."""
         return TensorSpec(shape, self.dtype)
 
     def plain(self) -> TensorSpec:
-        """The same tensor in plain NHWC memory."""
+        """Return the same tensor in plain NHWC memory."""
         return replace(self, layout=NHWC, padded_size=None)
 
 
@@ -86,7 +86,7 @@ class Window:
         return dilation_rows * (rows - 1) + 1, dilation_columns * (columns - 1) + 1
 
     def output_size(self, size: Pair, *, ceil_mode: bool = False) -> Pair:
-        """(Ho, Wo) for an input of (H, W); 0 where H or W is 0.
+        """Return (Ho, Wo) for an input of (H, W); 0 if H or W is 0.
 
         Raises:
             ShapeError: an input that is not empty but smaller than the kernel (in ceil mode, by a stride or more).
@@ -116,15 +116,15 @@ class Window:
 class Spec(Protocol):
     """One operation: what it computes, its output for given inputs (one TensorSpec each), its cost.
 
-    The keywords below only say "any number of inputs" to the type checker; no spec takes any.
+    The keyword arguments below only tell the type checker that there is any number of inputs; no spec takes keywords.
     """
 
     def output(self, *inputs: Any, **none: Any) -> TensorSpec:
-        """The output in plain memory."""
+        """Return the output in plain memory."""
         ...
 
     def flops(self, *inputs: Any, **none: Any) -> int:
-        """Floating-point operations of one forward pass (a multiply-add counts two)."""
+        """Return the floating-point operations of one forward pass (a multiply-add counts two)."""
         ...
 
 
@@ -159,7 +159,7 @@ class Conv2dSpec:
         return (self.channels_out, *self.window.kernel, self.channels_in // self.groups)
 
     def with_window(self, window: Window) -> Conv2dSpec:
-        """The same convolution with another window."""
+        """Return the same convolution with another window."""
         return replace(self, window=window)
 
     def output(self, x: TensorSpec) -> TensorSpec:
@@ -239,7 +239,7 @@ class PoolSpec:
                 )
 
     def with_window(self, window: Window) -> PoolSpec:
-        """The same pooling with another window."""
+        """Return the same pooling with another window."""
         return replace(self, window=window)
 
     def output(self, x: TensorSpec) -> TensorSpec:
@@ -340,13 +340,13 @@ class SoftmaxCrossEntropySpec:
     """
 
     smoothing: float = 0.0
-    #: classes beside the first for the second accuracy
+    #: classes that count for the second accuracy: the label is among the first `top`
     top: ClassVar[int] = 5
 
 
 @dataclass(frozen=True)
 class WithRelu:
-    """A convolution or linear layer with a ReLU behind it."""
+    """A convolution or linear layer with a ReLU after it."""
 
     inner: Conv2dSpec | LinearSpec
 

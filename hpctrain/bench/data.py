@@ -121,17 +121,14 @@ def measure(config: Config, threads: Sequence[int], step_threads: int, *, times_
         prepared, normalised = timed[_PREPARE, count], timed[NORMALISE, count]
         rates.append(StageRate(AUGMENT, count, *_rate(*_less(prepared, normalised), images)))
     needed = _needed(config, file, shape) if times_step else None
-    return DataRates(images, file.shape, _decodes(file), tuple(rates), config.model.name, needed, step_threads)
+    decodes = bool(getattr(file.pixels, "decodes", False))
+    return DataRates(images, file.shape, decodes, tuple(rates), config.model.name, needed, step_threads)
 
 
 def _pipeline(config: Config, augment: tuple[AugmentConfig, ...], facts: DataFacts, threads: int) -> Pipeline:
     pipeline = make_pipeline(config, augment, facts)
     pipeline.share_out(threads)
     return pipeline
-
-
-def _decodes(file: ImageFile) -> bool:
-    return bool(getattr(file.pixels, "decodes", False))
 
 
 def _stages(

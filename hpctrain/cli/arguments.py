@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class FilePath(click.Path):
-    """A path in which `~` and `$VARIABLE` are expanded, as in configurations: shells do not expand the `~` in --out=~/x."""
+    """A path with `~` and `$VARIABLE` expanded, as in configurations: shells do not expand the `~` in --out=~/x."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if isinstance(value, str):
@@ -92,7 +92,7 @@ class Seconds(click.FloatRange):
 
 
 def keys(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """The keys of configurations that begin so, each with its =; of a section that is not named yet, the section alone."""
+    """Return the keys of configurations that begin with the word, each with its =, or the section that is not complete."""
     from hpctrain.config.load import known_paths, section_at
     from hpctrain.core.yaml_source import dotted
 
@@ -102,14 +102,14 @@ def keys(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> lis
 
 
 def complete_sites(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """The sites whose names begin so."""
+    """Return the sites whose names begin with the word."""
     from hpctrain.site import profile
 
     return [name for name in profile.profile_paths() if name.startswith(incomplete)]
 
 
 def examples(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """The installed configurations and job scripts whose names begin so."""
+    """Return the installed configurations and job scripts whose names begin with the word."""
     from hpctrain.config import examples
 
     return [name for name in examples.names() if name.startswith(incomplete)]
@@ -126,7 +126,9 @@ PASS_STYLE = click.option(
 
 
 def load_config(file: Path, overrides: tuple[str, ...]) -> tuple[Config, Source]:
-    """The configuration in FILE with OVERRIDES, by its schema; `check_names` checks the options. Imports no NumPy if it is right.
+    """Return the configuration in FILE with OVERRIDES, checked by its schema. Imports no NumPy if all is right.
+
+    `check_names` checks the options.
 
     Raises:
         ConfigError: one sentence for each fault, each with its place.
@@ -147,7 +149,7 @@ _SPANS = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
 
 
 def log_ranks_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Gives a command the option; the argument is `log_ranks`."""
+    """Add the option to a command; the argument is `log_ranks`."""
     return click.option(
         "--log-ranks",
         default=NONE,
@@ -157,10 +159,10 @@ def log_ranks_option(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def begin_log(text: str, launcher: Launcher) -> None:
-    """Log as this rank is to, where `text` is what the option was given; lines wait for their file from now on.
+    """Log as this rank is to, if `text` is what the option was given. Lines wait for their file from now on.
 
     Raises:
-        ConfigError: it names no ranks, or one that the job does not have; the message gives the nearest that is right.
+        ConfigError: it names no ranks, or one that the job does not have; the message has the nearest right one.
     """
     rank, size = launcher.rank or 0, launcher.expected_size or 1
     if names_rank(text, size, rank):
@@ -170,7 +172,7 @@ def begin_log(text: str, launcher: Launcher) -> None:
 
 
 def names_rank(text: str, size: int, rank: int) -> bool:
-    """Whether a list of ranks has this rank of so many.
+    """Return whether a list of ranks contains this rank of `size` ranks.
 
     Raises:
         ConfigError: as `begin_log`.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class RankCounts(click.ParamType):
-    """Numbers of ranks, as 1,2,4."""
+    """Numbers of ranks, such as 1,2,4."""
 
     name = "ranks"
 
@@ -131,7 +131,7 @@ _NAME, _NUMBER = 16, 12
 
 
 class ThreadCounts(RankCounts):
-    """Numbers of threads, as 1,2,4."""
+    """Numbers of threads, such as 1,2,4."""
 
     name = "threads"
 
@@ -162,7 +162,7 @@ def data(
     config, source = load_config(file, overrides)
     plan = set_threads(detect(os.environ), None if config.threads == "auto" else config.threads)  # before NumPy is imported
     from hpctrain.bench.data import measure
-    from hpctrain.bench.machine import machine
+    from hpctrain.bench.interleaved import machine_facts
     from hpctrain.config.checks import check_names
     from hpctrain.storage.atomic_write import write_json
 
@@ -170,7 +170,7 @@ def data(
     counts = threads or tuple(1 << power for power in range(plan.cores.bit_length()))
     rates = measure(config, counts, plan.threads, times_step=not no_step)
     sentences = [rates.sentence(count) for count in rates.threads]
-    content = {"config": str(file), **asdict(rates), "sentences": sentences, "machine": machine()}
+    content = {"config": str(file), **asdict(rates), "sentences": sentences, "machine": machine_facts()}
     if as_json:
         echo_block(json.dumps(content, indent=1))
     else:
@@ -181,7 +181,7 @@ def data(
 
 
 def rates_table(rates: DataRates) -> list[str]:
-    """Images per second by stage; numbers of threads that find no room stand in a table of their own below."""
+    """Return lines with images per second by stage. Numbers of threads that do not fit get a table of their own below."""
     from hpctrain.bench.data import READ
 
     height, width, channels = rates.shape
@@ -201,7 +201,7 @@ def _threads(count: int) -> str:
 
 
 def _folded(sentences: list[str]) -> list[str]:
-    from hpctrain.train.progress_bar import folded
+    from hpctrain.core.text import folded
 
     return [line for sentence in sentences for line in folded(sentence.split(", "), _COLUMNS, ", ")]
 

@@ -140,7 +140,7 @@ for _kind in KINDS:
 
 
 def _table(kind: str) -> str:
-    """Names and sentences in two columns, as wide as the terminal; those of installed packages last."""
+    """Return names and sentences in two columns, as wide as the terminal; names of installed packages last."""
     from hpctrain.config.options import choices, registry
 
     width = min(shutil.get_terminal_size((80, 24)).columns, _MOST_COLUMNS)

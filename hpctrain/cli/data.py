@@ -32,9 +32,9 @@ LINE_SECONDS = 30.0
 def progress(
     description: str, total: int, noun: str = "images", clock: Callable[[], float] = time.monotonic
 ) -> Iterator[Callable[[int], None]]:
-    """While this lasts, standard error shows how many of `total` are done; gives what is to be told of each few more.
+    """Show on standard error how many of `total` are done during the block; yield a function that counts further ones.
 
-    On a terminal that is a bar, of which nothing stays. Elsewhere it is a line every half minute.
+    On a terminal this is a bar, of which nothing remains. Elsewhere it is a line every half minute.
 
     Args:
         noun: what is counted. clock: in seconds.
@@ -55,7 +55,7 @@ def progress(
 
 
 class _Lines:
-    """Lines of a log; arguments as of `progress`."""
+    """Lines of a log. Arguments: see `progress`."""
 
     def __init__(self, description: str, total: int, noun: str, clock: Callable[[], float]) -> None:
         self._description, self._total, self._noun, self._clock = description, total, noun, clock
@@ -63,7 +63,7 @@ class _Lines:
         self._last = clock()
 
     def advance(self, count: int) -> None:
-        """So many more are done."""
+        """Count further ones."""
         self._done += count
         if self._clock() - self._last < LINE_SECONDS:
             return
@@ -73,7 +73,7 @@ class _Lines:
 
 
 class _Line:
-    """The line of a bar, with the rate and the time left; arguments as of `progress`."""
+    """The line of a bar, with the rate and the time left. Arguments: see `progress`."""
 
     def __init__(self, bar: ProgressBar, description: str, total: int, noun: str, clock: Callable[[], float]) -> None:
         from hpctrain.train.progress_bar import TimeLeft
@@ -82,8 +82,8 @@ class _Line:
         self._begin, self._done, self._left = clock(), 0, TimeLeft(0, total, clock)
 
     def advance(self, count: int) -> None:
-        """So many more are done."""
-        from hpctrain.train.progress_bar import duration_text
+        """Count further ones."""
+        from hpctrain.core.text import duration_text
 
         self._done += count
         elapsed, left = self._clock() - self._begin, self._left.seconds(self._done)

@@ -47,7 +47,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Commands(click.Group):
-    """A group of commands that end with sentences on standard error and exit code 2 where the user can mend what is wrong."""
+    """A group of commands. An error that the user can fix ends a command with sentences on standard error and exit code 2."""
 
     group_class = type  # groups inside are of this class too
 
@@ -65,8 +65,8 @@ def user_errors_end_in_sentences(
     """Print the sentences of a user's error and leave with exit code 2; let every other exception pass.
 
     Args:
-        rank: this process's rank in the job that it belongs to; None for a command that needs no other ranks. abort: ends the
-            job; may return where there is one process only. failed: is told the error at once, before others have their say.
+        rank: returns this process's rank in its job; None for a command that needs no other ranks. abort: ends the job; may
+            return if there is one process only. failed: is called with the error at once, before other ranks report theirs.
     """
     try:
         yield
@@ -91,8 +91,8 @@ def job_ends_on_error(
     """Turn any exception into the end of the whole job with a non-zero exit code.
 
     Args:
-        rank: this process's rank (0 before there is one). abort: ends the job; may return where there is one process only.
-        failed: is told the error at once.
+        rank: returns this process's rank (0 before there is one). abort: ends the job; may return if there is one process only.
+        failed: is called with the error at once.
     """
     try:
         with user_errors_end_in_sentences(rank, abort, failed):
@@ -133,7 +133,7 @@ def job_ends_on_error(
 
 
 def _silent_seconds(error: Exception, rank: int) -> float:
-    """How long a rank waits for another to say an error, and to end the job."""
+    """Return how long a rank waits for another one to print an error and to end the job."""
     said_by = error.said_by if isinstance(error, HpctrainError) else None
     if rank == (said_by or 0):
         return 0.0
@@ -141,14 +141,14 @@ def _silent_seconds(error: Exception, rank: int) -> float:
 
 
 def _say(sentence: str, rank: Callable[[], int] | None) -> None:
-    """Print one line, in red on a terminal; with the rank's place where another rank than the first speaks."""
+    """Print one line, in red on a terminal; with the rank's place unless it is the first rank."""
     place = place_of(rank()) if rank is not None and rank() else ""
     line = f"hpctrain: {place}{sentence_of(sentence)}"
     click.echo(click.style(line, fg="red") if colours(2, os.environ) else line, err=True)
 
 
 def _out_of_memory(error: MemoryError, rank: int) -> str:
-    """One sentence: where memory ran out, what was asked for, and what the plan has."""
+    """Return one sentence: where memory ran out, what was requested, and what the plan has."""
     from hpctrain.train.passes import planned
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -164,7 +164,7 @@ def _out_of_memory(error: MemoryError, rank: int) -> str:
 
 
 def _sentences(error: HpctrainError | OSError) -> list[str]:
-    """The lines to print; none where the error is no user's to mend."""
+    """Return the lines to print; none if the user cannot fix the error."""
     if isinstance(error, HpctrainError):
         return [line for line in str(error).split("\n") if line]
     if isinstance(error, BrokenPipeError) or error.strerror is None:
@@ -175,9 +175,9 @@ def _sentences(error: HpctrainError | OSError) -> list[str]:
 
 
 def _is_said_by_another(error: Exception, *, in_job: bool) -> bool:
-    """True where another rank finds the same without talking to this one.
+    """Return whether another rank finds the same error without communicating.
 
-    `srun hpctrain config check` is the same command on each rank; ranks that are alone with their start, each node's.
+    `srun hpctrain config check` is the same command on each rank. The ranks of a node fail alike if they cannot start.
     """
     if environment_fault(os.environ) is not None:  # there are no other ranks
         return False
@@ -193,7 +193,7 @@ def _launcher() -> Launcher:
 
 
 class _Left(SystemExit):
-    """The end of a process that has said why."""
+    """The end of a process that has printed the reason."""
 
 
 def _leave(abort: Callable[[int], None], code: int) -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from hpctrain.cli.arguments import NONE, begin_log, load_config
+from hpctrain.cli.start import start_job
 from hpctrain.core import log
 from hpctrain.core.errors import HpctrainError, LaunchError, RankLostError
 from hpctrain.core.log import get_logger
@@ -47,11 +48,11 @@ LEAVE_SECONDS = 60.0
 
 
 class JobProcess:
-    """The knowledge of this process so far: enough to end the job from any point.
+    """What this process knows so far: enough to end the job from any point.
 
     Attributes:
         world: of all ranks, from `start_world` on. flight: the process's record.
-        exits: what is undone when the run is over. watched: of it, what watches the process in the present world.
+        exits: undone when the run is over. watched: the part of it that watches the process in the present world.
     """
 
     def __init__(self, launcher: Launcher) -> None:
@@ -62,7 +63,7 @@ class JobProcess:
         self._removed = shared_segments.Removed()
 
     def rank(self) -> int:
-        """This process's rank, as far as it is known; else 0."""
+        """Return this process's rank as far as it is known; else 0."""
         return self.world.rank if self.world is not None else self.launcher.rank or 0
 
     def abort(self, code: int) -> None:
@@ -71,11 +72,18 @@ class JobProcess:
             self.world.abort(code)
 
     def failed(self, sentence: str, ranks: Sequence[int] = ()) -> None:
-        """Keep the error in the flight record, before anybody ends the job for it. ranks: at which its cause lies."""
+        """Keep the error in the flight record, before any rank ends the job for it.
+
+        Args:
+            ranks: that caused it.
+        """
         self.flight.ended(End.FAILED, sentence, ranks)
 
     def start_world(self, deadline_seconds: float) -> Communicator:
-        """MPI's world, or one of this process alone (see `session.start_world`). Collective; removes what dead jobs have left."""
+        """Start MPI; return its world, or one of this process alone (see `session.start_world`). Collective.
+
+        Segments of shared memory that dead jobs left are removed.
+        """
         from hpctrain.job import session
 
         if self.launcher.starts_mpi:
@@ -91,14 +99,14 @@ class JobProcess:
         return self.world
 
     def watch(self, world: Communicator, deadline_seconds: float) -> None:
-        """From now on the heartbeat watches this process. Collective."""
+        """Let the heartbeat watch this process from now on. Collective."""
         from hpctrain.job.flight_records import watched
 
         self.exits.push(self.watched)  # before what was there at the start
         self.watched.enter_context(watched(self.flight, world, deadline_seconds))
 
     def started(self, progress: ProgressEngine) -> None:
-        """The engine is there: its deadlines are explained by all ranks' records, and what was removed is told."""
+        """Let records of all ranks explain the engine's deadlines, and report what was removed."""
         from hpctrain.job.flight_records import explain_deadlines
 
         explain_deadlines(progress)
@@ -107,11 +115,11 @@ class JobProcess:
             self._removed = shared_segments.Removed()
 
     def finish(self) -> None:
-        """The run is over, and well."""
+        """End the run in good order."""
         self.exits.close()
 
     def end_mpi(self) -> None:
-        """End MPI, where it has started. Collective."""
+        """End MPI if it has started. Collective."""
         if self.launcher.starts_mpi:
             from hpctrain.comm import mpi
 
@@ -139,11 +147,11 @@ class ConfiguredProcess(JobProcess):
     """A process of a configured job.
 
     Args:
-        watch: of its signals, which is told where its rank has another number. log_ranks: that keep log files, as of `begin_log`.
+        watch: of its signals; it is given the rank's new number after a loss. log_ranks: that keep log files, see `begin_log`.
         smoke: whether sessions only try the configuration out. options: of the command; they must be equal on all ranks.
 
     Attributes:
-        world: all ranks, once MPI has started, and later those that are left. memory: of the run, for where ranks are lost.
+        world: all ranks, once MPI has started, and later those that are left. memory: of the run, if ranks are lost.
         flight: the record of the process in the present world.
     """
 
@@ -186,27 +194,28 @@ class ConfiguredProcess(JobProcess):
             raise LaunchError(fault)
 
     def start(self, file: Path, overrides: tuple[str, ...], resume: str | None = None, repeated: str | None = None) -> Session:
-        """Configuration and threads (before NumPy is imported), then MPI; what is wrong with them, all ranks say alike.
+        """Read the configuration, start MPI, and return a session. All ranks raise the same error if it has a fault.
 
         MPI starts in any case: a rank alone with its error would leave the others waiting for it.
 
         Args:
-            resume, repeated: as `--resume` and `--schedule-from` name earlier runs, whose automatic choices go on.
+            resume, repeated: earlier runs by `--resume` and `--schedule-from`, whose automatic choices continue.
         """
         return self.start_from(partial(load_config, file, overrides), resume, repeated)
 
     def start_from(self, read: ReadConfig, resume: str | None = None, repeated: str | None = None) -> Session:
-        """The same for a configuration that `read` gives. It may set the threads, and load NumPy then."""
-        self._begin(read)
+        """Start with a configuration that `read` returns. It may set the threads, and load NumPy then."""
+        start_job(self, read)
         return self._session(resume, repeated)
 
     def train(self, file: Path, overrides: tuple[str, ...], work: Training, resume: str | None, repeated: str | None) -> bool:
-        """The result of `work`, which starts again on the ranks that are left where some are lost and the configuration says so.
+        """Return the result of `work`. If ranks are lost and the configuration says so, start again on the ranks that are left.
 
         Args:
-            work: trains from a source, or the beginning, repeating a run's averaging or not. resume, repeated: as for `start`.
+            work: trains from a source, or from the beginning, repeating a run's averaging or not. resume, repeated: as for
+                `start`.
         """
-        self._begin(partial(load_config, file, overrides), trains=True)
+        start_job(self, partial(load_config, file, overrides), trains=True)
         while True:
             try:
                 return self._attempt(work, resume, repeated)
@@ -229,14 +238,14 @@ class ConfiguredProcess(JobProcess):
         return work(self._session(resume, repeated, goes_on=True), resume, repeated, self._complete)
 
     def _goes_on(self) -> bool:
-        """Whether this process, which has learnt of a loss, goes on without the rank."""
+        """Return whether this process, which has learnt of a loss, continues without the rank."""
         from hpctrain.comm import mpi
 
         shrinks = self._config is not None and self._config.on_lost_rank.shrinks
         return shrinks and self.launcher.starts_mpi and mpi.goes_on_without_lost_ranks()
 
     def _complete(self) -> None:
-        """Nothing, where all ranks are done, or the job ends without a lost one. Collective."""
+        """Raise if another rank was lost at the end of the run and this job continues without lost ranks. Collective."""
         from hpctrain.comm import mpi
 
         self._asked = self._goes_on()
@@ -244,7 +253,7 @@ class ConfiguredProcess(JobProcess):
             raise RankLostError("A rank was lost at the end of the run; start again with --resume.")
 
     def _shrink(self, config: Config) -> None:
-        """Go over to a world of the ranks that are left. Collective over them."""
+        """Change to a world of the ranks that are left. Collective over them."""
         from hpctrain.comm import mpi
 
         before, step = self._joined, self.flight.step_begun
@@ -268,28 +277,42 @@ class ConfiguredProcess(JobProcess):
         assert self.world is not None, "MPI has started"
         return self.world
 
-    def _begin(self, read: ReadConfig, *, trains: bool = False) -> None:
-        """Read the configuration, set the threads, load the program, and start MPI even where a step before has failed."""
+    def prepare(self, read: ReadConfig) -> None:
+        """Read the configuration and set the threads. An error is kept: all ranks raise it once MPI has started."""
+        self.flight.phase("reading the configuration")
         try:
-            self._prepared = self._prepare(read)
+            begin_log(self._log_ranks, self.launcher)
+            self.exits.callback(log.end)
+            self._log_start()
+            self._prepared = self._checked(*read())
             self._config = self._prepared[0]
         except HpctrainError as error:
             self._prepared = error
-        self._load(trains=trains)
-        from hpctrain.run.messages import try_transport
-        from hpctrain.runs.directory import git_state
 
-        _collect_again()
-        self._revision = git_state() if self.rank() == 0 else {}  # starts processes, too
-        self._device_messages = try_transport(self._config, self.launcher)  # and this one
-        self.flight.phase("")
-        self.start_world(self._deadline_seconds)
-        self.exits.callback(self.end_mpi)  # while its segments are still written down: who is killed here has left them
+    def _log_start(self) -> None:
+        """Log what this process is to its file, and where its flight record is until the run has a directory."""
+        _log.debug("flight record until there is a run directory: %s", self.flight.begun_at)
+        words, host = " ".join(sys.argv[1:]), platform.node()
+        _log.debug("process %d on %s, hpctrain %s, launcher %s: %s", os.getpid(), host, __version__, self.launcher.name, words)
 
-    def _load(self, *, trains: bool) -> None:
-        """Load the job's modules while no rank waits for another, so that one slow file system does not delay all ranks."""
+    def _checked(self, config: Config, source: Source) -> tuple[Config, ThreadPlan]:
+        """Set the threads; return them with the configuration, checked and with all defaults."""
+        threads = set_threads(self.launcher, None if config.threads == "auto" else config.threads)
+        from hpctrain.config.checks import check_names
+        from hpctrain.config.options import filled
+
+        check_names(config, source)
+        may_report = self.rank() == 0 or config.on_lost_rank.shrinks
+        if may_report and any(reporter.name == "tensorboard" for reporter in config.metrics.all_reporters):
+            from hpctrain.train.reporters.tensorboard import tensorboard_writer
+
+            tensorboard_writer()  # a missing package is reported before the job starts; under MPI no process is started
+        return filled(config), threads
+
+    def load(self, *, trains: bool) -> None:
+        """Load the job's modules."""
         from hpctrain.run import build
-        from hpctrain.storage import checkpoint  # noqa: F401  h5py starts a process, which is unsafe once MPI runs
+        from hpctrain.storage import checkpoint  # noqa: F401  loads h5py
 
         if self._config is not None:
             build.load_search(self._config)
@@ -298,14 +321,24 @@ class ConfiguredProcess(JobProcess):
         if trains:
             from hpctrain.run import training  # noqa: F401
 
+    def start_processes(self) -> None:
+        """Ask git for the revision on rank 0, and try out MPI with a GPU's memory where that is needed."""
+        from hpctrain.run.messages import try_transport
+        from hpctrain.runs.directory import git_state
+
+        self._revision = git_state() if self.rank() == 0 else {}
+        self._device_messages = try_transport(self._config, self.launcher)
+
     @property
-    def _deadline_seconds(self) -> float:
+    def deadline_seconds(self) -> float:
+        """The deadline of waits, as configured; 5 minutes until the configuration is read."""
         return DEADLINE_SECONDS if self._config is None else self._config.deadline_seconds
 
     def _session(self, resume: str | None, repeated: str | None, *, goes_on: bool = False) -> Session:
-        """A session over the world as it is now. Collective.
+        """Return a session over the present world. Collective.
 
-        goes_on: without lost ranks, where the configuration says so.
+        Args:
+            goes_on: continue without lost ranks if the configuration says so.
         """
         from hpctrain.comm.base import raise_on_all_ranks
         from hpctrain.job.lost_ranks import check_offered
@@ -314,7 +347,7 @@ class ConfiguredProcess(JobProcess):
         from hpctrain.run.build import resolve
 
         world = self._joined
-        self.watch(world, self._deadline_seconds)
+        self.watch(world, self.deadline_seconds)
         config, threads = raise_on_all_ranks(world, lambda: _given(self._prepared))
         if goes_on:
             raise_on_all_ranks(world, lambda: check_offered(config, self.launcher))
@@ -334,38 +367,6 @@ class ConfiguredProcess(JobProcess):
         session = Session.start(resolved, self.launcher, threads, world, self._revision, self.flight, self._device_messages)
         self.started(session.progress)
         return session
-
-    def _prepare(self, read: ReadConfig) -> tuple[Config, ThreadPlan]:
-        self.flight.phase("reading the configuration")
-        begin_log(self._log_ranks, self.launcher)
-        self.exits.callback(log.end)
-        _tell_start(self.launcher, self.flight)
-        config, source = read()
-        threads = set_threads(self.launcher, None if config.threads == "auto" else config.threads)
-        from hpctrain.config.checks import check_names
-        from hpctrain.config.options import filled
-
-        check_names(config, source)
-        may_report = self.rank() == 0 or config.on_lost_rank.shrinks
-        if may_report and any(reporter.name == "tensorboard" for reporter in config.metrics.all_reporters):
-            from hpctrain.train.reporters.tensorboard import tensorboard_writer
-
-            tensorboard_writer()  # what is missing is told before the job starts, and no process is started once MPI runs
-        return filled(config), threads
-
-
-def _collect_again() -> None:
-    """Enable Python's garbage collector if it is off, and exempt all objects that exist now from collection."""
-    if not gc.isenabled():
-        gc.freeze()
-        gc.enable()
-
-
-def _tell_start(launcher: Launcher, flight: FlightRecorder) -> None:
-    """Log the identity of this process to its file, and the path of its flight record until the run has a directory."""
-    _log.debug("flight record until there is a run directory: %s", flight.begun_at)
-    words = " ".join(sys.argv[1:])
-    _log.debug("process %d on %s, hpctrain %s, launcher %s: %s", os.getpid(), platform.node(), __version__, launcher.name, words)
 
 
 def _given(prepared: tuple[Config, ThreadPlan] | HpctrainError) -> tuple[Config, ThreadPlan]:

@@ -16,9 +16,9 @@ import click
 
 from hpctrain.cli.arguments import OVERRIDES, FilePath, OutputFile, Seconds, load_config
 from hpctrain.cli.failure import job_ends_on_error
+from hpctrain.doctor.check import queued_seconds
 from hpctrain.doctor.run import LATER_SECONDS, DoctorRank
-from hpctrain.doctor.start_facts import queued_seconds
-from hpctrain.doctor.watch import Notebook, watched
+from hpctrain.launch.child import Notebook, run_watched
 from hpctrain.launch.launcher import detect
 from hpctrain.launch.scheduler import age_seconds
 from hpctrain.launch.threads import set_threads
@@ -107,4 +107,4 @@ def doctor(
             return rank.run(notebook)
         raise AssertionError("an error has ended the process")
 
-    raise SystemExit(watched(work, rank.explain, seconds + (LATER_SECONDS if launcher.rank else 0)))
+    raise SystemExit(run_watched(work, rank.explain, seconds + (LATER_SECONDS if launcher.rank else 0)))

@@ -1,19 +1,22 @@
 """The command line: each command in a module that is loaded when it is called, so that none pays for the others' imports.
 
-`hpctrain completion` is here, too: the tab key completes commands, options, keys of configurations, and names of sites and
-examples.
+`hpctrain completion` and `hpctrain --version` are here, too. The tab key completes commands, options, keys of configurations, and
+names of sites and examples. Versions are those of what would run here: MPI and the kernels are loaded, and neither is started.
 """
 
 from __future__ import annotations
 
 import importlib
+import platform
 
 import click
 
 from hpctrain.cli.failure import Commands
-from hpctrain.core.errors import ConfigError
+from hpctrain.core.errors import ConfigError, MissingLibraryError
 from hpctrain.core.text import echo_block
+from hpctrain.version import __version__
 
+_PACKAGES = ("numpy", "mpi4py", "h5py", "cupy-cuda12x", "cupy-cuda13x")
 _VARIABLE = "_HPCTRAIN_COMPLETE"
 
 # Values follow a key's = without a blank, and keys a section's dot.
@@ -54,7 +57,7 @@ _COMMANDS = {
     "bench": ("hpctrain.cli.bench", "bench"),
     "data": ("hpctrain.cli.data", "data"),
     "checkpoint": ("hpctrain.cli.checkpoint", "checkpoint"),
-    "weights": ("hpctrain.cli.weights", "weights"),
+    "weights": ("hpctrain.cli.checkpoint", "weights"),
     "autopsy": ("hpctrain.cli.runs", "autopsy"),
     "trace": ("hpctrain.cli.runs", "trace"),
     "watch": ("hpctrain.cli.runs", "watch"),
@@ -66,7 +69,7 @@ _COMMANDS = {
 
 
 class LazyGroup(Commands):
-    """Imports a command's module when the command is asked for."""
+    """Imports a command's module when the command is needed."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -79,10 +82,50 @@ class LazyGroup(Commands):
         return command
 
 
+def versions() -> str:
+    """Return the versions of hpctrain and its packages, the MPI library and the kernel sets, in four lines."""
+    packages = [f"{name} {number}" for name in _PACKAGES if (number := _installed(name))]
+    return "\n".join(
+        [
+            f"hpctrain {__version__}",
+            f"Python {platform.python_version()}, {', '.join(packages)}",
+            f"MPI: {_mpi()}",
+            f"kernels: {_kernels()}",
+        ]
+    )
+
+
+def _installed(package: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _mpi() -> str:
+    from hpctrain.comm import mpi
+
+    try:
+        return mpi.library()
+    except MissingLibraryError as error:
+        return f"none. {error}"
+
+
+def _kernels() -> str:
+    from hpctrain.backend.onednn import binding
+    from hpctrain.backend.onednn.kernel_set import available
+
+    reason = available()
+    if reason is not None:
+        return f"numpy. oneDNN cannot be used: {reason}"
+    number = binding.version(binding.load())
+    return f"onednn {number.major}.{number.minor}.{number.patch}, numpy"
+
+
 def _print_versions(ctx: click.Context, parameter: click.Parameter, wanted: bool) -> None:
     if wanted and not ctx.resilient_parsing:
-        from hpctrain.cli.versions import versions
-
         echo_block(versions())
         ctx.exit()
 

@@ -35,7 +35,7 @@ _MOST_RANKS = 1_000_000
 
 
 class RankSeries(RankCounts):
-    """Numbers of ranks: 1,2,4 or 1,2,...,8192, where each number is as many times the one before as the second is the first."""
+    """Numbers of ranks: 1,2,4 or 1,2,...,8192, where each number is a multiple of the one before."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
         if isinstance(value, tuple):
@@ -52,7 +52,7 @@ class RankSeries(RankCounts):
     def _between(
         self, words: list[str], place: int, value: str, param: click.Parameter | None, ctx: click.Context | None
     ) -> list[str]:
-        """The numbers that the dots stand for."""
+        """Return the numbers that the dots stand for."""
         around = words[max(0, place - 2) : place] + words[place + 1 : place + 2]
         if len(around) < 3 or not all(word.isdecimal() and int(word) >= 1 for word in around):
             self.fail(f"{value!r} must have two numbers before the dots and one behind them, as 1,2,...,8192", param, ctx)
@@ -83,7 +83,7 @@ class Factor(click.FloatRange):
 
 
 class SlowRank(click.ParamType):
-    """A rank and how many times longer its compute takes, as 3=1.5."""
+    """A rank and how many times longer its compute takes, such as 3=1.5."""
 
     name = "rank=factor"
 
@@ -128,10 +128,10 @@ CLASSES = click.option(
 
 
 def slow_ranks(pairs: tuple[tuple[int, float], ...], most_ranks: int) -> Mapping[int, float]:
-    """The factors by rank.
+    """Return the factors by rank.
 
     Raises:
-        ConfigError: a rank that no simulated job has.
+        ConfigError: no simulated job has one of the ranks.
     """
     for rank, _ in pairs:
         if rank >= most_ranks:
@@ -222,7 +222,7 @@ def search(
 
 
 def _written(config: Config, outcome: PlannedSearch, file: Path, overrides: tuple[str, ...], write: Path | None) -> str:
-    """The command line that trains with the best choice, from the file that is written for it, if any."""
+    """Return the command line that trains with the best choice, from the file written for it, if any."""
     from hpctrain.planner import configured_search
     from hpctrain.storage.atomic_write import write_text
 
@@ -309,7 +309,7 @@ def simulate(
     """
     configs = _configs(file, overrides, averagers)
     from hpctrain.planner import configured_search, machine_file
-    from hpctrain.planner.configured_search import progress_of
+    from hpctrain.planner.search_space import progress_of
     from hpctrain.planner.tasks import SimulationOptions
 
     slow_factors = slow_ranks(slow, ranks[-1])
@@ -334,7 +334,7 @@ def simulate(
 
 
 def _configs(file: Path, overrides: tuple[str, ...], averagers: tuple[str, ...]) -> dict[str, Config]:
-    """The configuration with each averager, by its label."""
+    """Return the configuration with each averager, by its label."""
     from hpctrain.config.checks import check_names
 
     configs = {}
@@ -524,9 +524,9 @@ def _task(
     config, source = load_config(file, overrides)
     check_names(config, source)
     if config.automatic:
-        from hpctrain.run.automatic_search import planned
+        from hpctrain.planner.configured_search import resolved
 
-        config = planned(config, ranks, machine, image, classes)
+        config = resolved(config, ranks, machine, image, classes)
     return prepare(config, ranks, image, classes)
 
 

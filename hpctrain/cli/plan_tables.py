@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,13 +11,13 @@ from rich.measure import Measurement
 from rich.segment import Segment
 from rich.table import Table
 
+from hpctrain.averaging.averagers import strategy_costs
 from hpctrain.comm.link import LinkModel
 from hpctrain.config.grid import overlap
-from hpctrain.core.console import PlainConsole
+from hpctrain.core.console import output_console, plain_table
 from hpctrain.core.intervals import Box, Interval
 from hpctrain.parallel.layout import LayoutKind
 from hpctrain.parallel.plan_report import LayerReport, PlanReport, RedistributionReport, Traffic, Words
-from hpctrain.planner.averaging_costs import AveragerChoice
 from hpctrain.planner.group_schedules import GroupSchedule
 from hpctrain.planner.planned_run import PlannedPinnedMemory, PlannedRun, averaging_bytes, micro_counts
 
@@ -38,8 +37,8 @@ def print_plan(
     places: Places,
     pinned: PlannedPinnedMemory | None = None,
 ) -> None:
-    """The head, the layers, totals, gradients and the map of ranks, on stdout; nothing is ever cut off."""
-    console = PlainConsole(file=sys.stdout, width=None if sys.stdout.isatty() else _COLUMNS, markup=True)
+    """Print the head, the layers, totals, gradients and the map of ranks to stdout. Nothing is ever cut off."""
+    console = output_console(_COLUMNS, markup=True)
     for line in _head(task):
         console.print(line)
     _print_layers(console, task, report)
@@ -67,7 +66,7 @@ def _head(task: PlannedRun) -> Iterator[str]:
 
 
 def _print_layers(console: Console, task: PlannedRun, report: PlanReport) -> None:
-    """As wide as there is room: what is sent stands side by side or one below the other."""
+    """Print the layers as wide as there is space: the bytes sent in one column or in two."""
     for narrow in (False, True):
         table = _layers(task, report, narrow=narrow)
         least = _least_width(console, table)
@@ -77,15 +76,20 @@ def _print_layers(console: Console, task: PlannedRun, report: PlanReport) -> Non
 
 
 def _least_width(console: Console, table: Table) -> int:
-    """Columns that a table needs, for its least widths and as it comes out: folding may stop short of the width."""
+    """Return the columns that a table needs: its minimum, and its rendered width, as folding may stop short of it."""
     lines = Segment.split_lines(console.render(table))
     rendered = max(sum(segment.cell_length for segment in line) for line in lines)
     return max(rendered, Measurement.get(console, console.options.update(max_width=_WIDEST), table).minimum)
 
 
 def _layers(task: PlannedRun, report: PlanReport, *, narrow: bool) -> Table:
-    """narrow: bytes sent in forward stand above those of backward, and names fold earlier."""
-    table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False, header_style="bold")
+    """Return the table of layers.
+
+    Args:
+        narrow: put the bytes sent in forward above those of backward, and fold names earlier.
+    """
+    table = plain_table(gap=1, bold=True)
+    table.show_header = True
     table.add_column("layer", overflow="fold", min_width=16 if narrow else 22)
     table.add_column("use", no_wrap=True)
     table.add_column("owned", overflow="fold", min_width=12 if narrow else 16)
@@ -118,7 +122,7 @@ def _layers(task: PlannedRun, report: PlanReport, *, narrow: bool) -> Table:
 
 
 def _interiors(task: PlannedRun) -> Iterator[str]:
-    """The convolutions that `grid.overlap` names and that are computed in parts, and those under domain that are not."""
+    """Yield the convolutions that `grid.overlap` names and that are computed in parts, and those under domain that are not."""
     interiors = overlap(task.graph_of(1), task.plan)
     if interiors.in_parts:
         yield f"Interiors are computed while halos travel in {', '.join(interiors.in_parts)}."
@@ -128,7 +132,7 @@ def _interiors(task: PlannedRun) -> Iterator[str]:
 
 
 def _sent_cells(traffic: Traffic, item_bytes: int, *, narrow: bool) -> tuple[str, ...]:
-    """Bytes sent in forward and backward, in two cells or in the lines of one."""
+    """Return the bytes sent in forward and backward, in two cells or in the lines of one."""
     forward, backward = (
         _range(words, "..\n") for words in (traffic.bytes_forward(item_bytes), traffic.bytes_backward(item_bytes))
     )
@@ -169,7 +173,7 @@ def _gradients(task: PlannedRun, averaged: Sequence[GroupSchedule]) -> Iterator[
             f"bytes per rank and step by {task.config.averager.name}."
         )
     yield f"Gradients in all: {_range(averaging_bytes(task, averaged))} bytes per rank and step."
-    note = AveragerChoice(task.config.averager.name, task.config.averager.options).note
+    note = strategy_costs(task.config.averager.name, task.config.averager.options).note
     if note is not None:
         yield note
 
@@ -228,7 +232,7 @@ def _megabytes(values: Sequence[int], item_bytes: int) -> str:
 
 
 def schedule_lines(task: PlannedRun, averaged: Sequence[GroupSchedule], link: LinkModel) -> Iterator[str]:
-    """Each group's slices with their owners, then the operations in posting order."""
+    """Yield each group's slices with their owners, then the operations in posting order."""
     yield (
         f"{task.config.averager.name} on a grid of {task.plan.rows} x {task.plan.cols}, batch {task.config.batch}; first steps, "
         f"for alpha {link.alpha_seconds:g} s, beta {link.beta_seconds_per_byte:g} s per byte"
@@ -257,7 +261,7 @@ def _has_owners(group: GroupSchedule) -> bool:
 
 
 def _runs(counts: Sequence[int]) -> str:
-    """Equal neighbours together: 3 x 17 1 x 16."""
+    """Join equal neighbours: 3 x 17, 1 x 16."""
     runs: list[tuple[int, int]] = []
     for count in counts:
         if runs and runs[-1][1] == count:
@@ -268,7 +272,7 @@ def _runs(counts: Sequence[int]) -> str:
 
 
 def schedule_dict(group: GroupSchedule) -> dict[str, Any]:
-    """Everything, as plain data."""
+    """Return everything as plain data."""
     schedule = group.schedule
     return {
         "group": group.group,
@@ -290,7 +294,7 @@ def as_dict(
     places: Places,
     pinned: PlannedPinnedMemory | None = None,
 ) -> dict[str, Any]:
-    """Everything that `print_plan` shows, by position, in integers."""
+    """Return everything that `print_plan` shows, by position, in integers."""
     item = report.item_bytes
     memory = report.memory or ()
     return {
@@ -316,9 +320,9 @@ def as_dict(
 
 
 def json_lines(values: dict[str, Any]) -> Iterator[str]:
-    """Plain data as JSON, a line for each key, and for each item of a list of objects; thousands of ranks make very long ones.
+    """Yield plain data as JSON, a line for each key and for each item of a list of objects.
 
-    The standard library writes indented text a hundred times more slowly.
+    Thousands of ranks make very long lists, and the standard library writes indented text a hundred times more slowly.
     """
     last = len(values) - 1
     yield "{"
@@ -336,7 +340,7 @@ def json_lines(values: dict[str, Any]) -> Iterator[str]:
 
 
 def _line(item: dict[str, Any]) -> str:
-    """An object in a line. Lists that hold the same few objects many times have each of these encoded once."""
+    """Return an object in a line. Lists that contain the same few objects many times have each of these encoded once."""
     fields = []
     for key, value in item.items():
         if isinstance(value, list) and value and isinstance(value[0], dict):

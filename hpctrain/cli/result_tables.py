@@ -22,15 +22,14 @@ from rich.console import RenderableType
 from rich.padding import Padding
 from rich.table import Table
 
-from hpctrain.core.console import PlainConsole
-from hpctrain.core.text import echo, echo_block, escaped
-from hpctrain.report.comparison import ComparedSetting, Comparison
-from hpctrain.report.run_record import summary_texts
+from hpctrain.core.console import PlainConsole, output_console, plain_table
+from hpctrain.core.text import echo, echo_block, escaped, loss_text
 from hpctrain.run.evaluation import Evaluation
 from hpctrain.run.prediction import PredictedPicture, Predictions
+from hpctrain.runs.comparison import Comparison
+from hpctrain.runs.results import summary_texts
 from hpctrain.storage.atomic_write import write_text
 from hpctrain.train.evaluation import ClassScore, ConfusionMatrix
-from hpctrain.train.progress_bar import loss_text
 
 _COLUMNS = 80  # where there is no terminal
 _MOST_CONFUSIONS = 20
@@ -39,7 +38,7 @@ _NO_CLASS = "(not finite)"
 
 
 def print_text(evaluation: Evaluation, *, per_class: bool, confusion: bool) -> None:
-    """Print the means, and what is asked for of the confusion matrix."""
+    """Print the means, and the requested parts of the confusion matrix."""
     for note in evaluation.notes:
         echo(note)
     sums, means = evaluation.sums, evaluation.sums.means()
@@ -49,7 +48,7 @@ def print_text(evaluation: Evaluation, *, per_class: bool, confusion: bool) -> N
         f"{evaluation.path}{weights}: {sums.count} samples, loss {loss_text(means['loss'])}, top1 {means['top1']:.2%}, "
         f"top5 {means['top5']:.2%}{flip}"
     )
-    console = PlainConsole(width=None if sys.stdout.isatty() else _COLUMNS)
+    console = output_console(_COLUMNS)
     for asked, table in ((per_class, _class_table), (confusion, _confusion_table)):
         if asked:
             assert evaluation.confusion is not None, "it was counted"
@@ -58,19 +57,9 @@ def print_text(evaluation: Evaluation, *, per_class: bool, confusion: bool) -> N
     sys.stdout.flush()
 
 
-def _table(*titles: str, left: int) -> Table:
-    """A table without lines; the first `left` columns are of words, which are folded, the others of numbers."""
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="")
-    for number, title in enumerate(titles):
-        words = number < left
-        most = _MOST_OF_A_NAME if words else None
-        table.add_column(title, justify="left" if words else "right", overflow="fold", no_wrap=not words, max_width=most)
-    return table
-
-
 def _class_table(matrix: ConfusionMatrix, names: tuple[str, ...], width: int) -> Table:
-    """The accuracy of each class, the worst first."""
-    table = _table("class", "most often taken for", "times", "samples", "top1", left=2)
+    """Return the accuracy of each class, the lowest first."""
+    table = plain_table("class", "most often taken for", "times", "samples", "top1", left=2, widest=_MOST_OF_A_NAME)
     for score in matrix.worst_first():
         rival = ("-", "-") if score.rival is None else (names[score.rival], f"{score.rival_count:,}")
         accuracy = "-" if score.top1 is None else f"{score.top1:.2%}"
@@ -79,11 +68,11 @@ def _class_table(matrix: ConfusionMatrix, names: tuple[str, ...], width: int) ->
 
 
 def _confusion_table(matrix: ConfusionMatrix, names: tuple[str, ...], width: int) -> Table:
-    """The whole matrix where it fits, with the classes' numbers above; else the most frequent mistakes."""
+    """Return the whole matrix if it fits, with the classes' numbers as titles; else the most frequent mistakes."""
     whole = _whole_table(matrix, names)
     if whole is not None and PlainConsole(width=10_000).measure(whole).maximum <= width:
         return whole
-    table = _table("class", "taken for", "times", left=2)
+    table = plain_table("class", "taken for", "times", left=2, widest=_MOST_OF_A_NAME)
     for label, prediction, count in matrix.largest_confusions(_MOST_CONFUSIONS):
         table.add_row(names[label], _name_of(prediction, names), f"{count:,}")
     return table
@@ -94,7 +83,7 @@ def _whole_table(matrix: ConfusionMatrix, names: tuple[str, ...]) -> Table | Non
         return None
     shown = matrix.classes + bool(matrix.undecided)
     numbers = [_NO_CLASS if prediction == matrix.classes else f"{prediction}" for prediction in range(shown)]
-    table = _table("class", "", *numbers, left=1)
+    table = plain_table("class", "", *numbers, widest=_MOST_OF_A_NAME)
     for label, name in enumerate(names):
         table.add_row(name, f"{label}", *(f"{count:,}" for count in matrix.of_label(label)[:shown]))
     return table
@@ -140,7 +129,7 @@ def _plain(score: ClassScore, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _matrix(evaluation: Evaluation) -> dict[str, Any]:
-    """`matrix[label][prediction]` is a number of samples; `no_class[label]` are those whose outputs were not finite."""
+    """Return `matrix[label][prediction]`, numbers of samples, and `no_class[label]`, those without a finite output."""
     matrix = evaluation.confusion
     assert matrix is not None, "it was counted"
     counts = [matrix.of_label(label).tolist() for label in range(matrix.classes)]
@@ -152,7 +141,7 @@ def _matrix(evaluation: Evaluation) -> dict[str, Any]:
 
 
 def write_confusion(evaluation: Evaluation, path: Path) -> None:
-    """Write the whole confusion matrix, whole or not at all; as JSON or CSV, by the end of the name.
+    """Write the confusion matrix, as a whole or not at all; as JSON or CSV, by the suffix of the name.
 
     Raises:
         OSError: it cannot be written.
@@ -169,7 +158,7 @@ def _write_json(evaluation: Evaluation, file: IO[str]) -> None:
 
 
 def _write_csv(evaluation: Evaluation, file: IO[str]) -> None:
-    """A line for each class, its name first, then how often its samples were taken for each class."""
+    """Write a line for each class, its name first, then how often its samples were predicted as each class."""
     matrix, names = evaluation.confusion, evaluation.class_names
     assert matrix is not None, "it was counted"
     shown = matrix.classes + bool(matrix.undecided)
@@ -188,9 +177,10 @@ _AT_ONCE = 16  # pictures that become visible together
 
 
 def print_lines(predictions: Predictions, *, visible: bool) -> list[Path]:
-    """Print a JSON object for each picture as soon as it is known; give the files that have no prediction. Collective.
+    """Print a JSON object for each picture as soon as it is known; return the files without a prediction. Collective.
 
-    visible: False on ranks that print nothing.
+    Args:
+        visible: False on ranks that print nothing.
     """
     broken = []
     for picture in predictions.answers:
@@ -209,7 +199,7 @@ def _plain_picture(picture: PredictedPicture) -> dict[str, object]:
 
 
 def print_table(predictions: Predictions, *, visible: bool) -> list[Path]:
-    """Print the most probable classes of each picture, one below the other; the rest as `print_lines`. Collective."""
+    """Print the most probable classes of each picture, one below the other; otherwise as `print_lines`. Collective."""
     broken = []
     form = _Form(predictions.class_names)
     if visible:
@@ -225,7 +215,7 @@ def print_table(predictions: Predictions, *, visible: bool) -> list[Path]:
 
 
 class _Form:
-    """A table whose columns are as wide in each of its pieces."""
+    """A table whose columns have the same widths in each of its pieces."""
 
     def __init__(self, class_names: tuple[str, ...]) -> None:
         self._text = io.StringIO()
@@ -235,11 +225,11 @@ class _Form:
         self._file = self._console.width - self._name - _PROBABILITY - 2 * _GAP
 
     def print_titles(self) -> None:
-        """The titles of the columns."""
+        """Print the titles of the columns."""
         self._print([("image", "class", "probability")])
 
     def print_pictures(self, pictures: Sequence[PredictedPicture]) -> None:
-        """The lines of some pictures; those of a picture without a prediction are as wide as the table."""
+        """Print the lines of some pictures. Those of a picture without a prediction are as wide as the table."""
         for is_broken, group in groupby(pictures, lambda picture: picture.error is not None):
             if is_broken:
                 for picture in group:
@@ -248,7 +238,7 @@ class _Form:
                 self._print(line for picture in group for line in _lines(picture))
 
     def _print(self, lines: Iterable[tuple[str, str, str]]) -> None:
-        table = Table(box=None, show_header=False, padding=(0, _GAP, 0, 0), pad_edge=False)
+        table = plain_table(gap=_GAP)
         table.add_column(width=self._file, overflow="fold")
         table.add_column(width=self._name, overflow="fold")
         table.add_column(width=_PROBABILITY, justify="right")
@@ -270,16 +260,17 @@ def _lines(picture: PredictedPicture) -> Iterator[tuple[str, str, str]]:
 
 
 def _printable(file: Path) -> str:
-    """The path; a name that is not Unicode cannot be printed as it is."""
+    """Return the path; a name that is not Unicode cannot be printed as it is."""
     return escaped(os.fsencode(file).decode(errors="replace"))
 
 
 def comparison_lines(comparison: Comparison) -> Iterator[RenderableType]:
-    """The tables and sentences, from above to below; runs are numbered, as their names are long."""
+    """Yield the tables and sentences of a comparison, from top to bottom. Runs are numbered, as their names are long."""
     for number, name in enumerate(comparison.names, 1):
         yield f"{number}: {name}"
     yield ""
-    results = _runs_table(comparison.names)
+    numbers = [str(number) for number, _ in enumerate(comparison.names, 1)]
+    results = plain_table("", *numbers, left=1 + len(numbers))
     for heading, values in summary_texts(comparison.summaries):
         results.add_row(heading, *values)
     yield results
@@ -287,24 +278,12 @@ def comparison_lines(comparison: Comparison) -> Iterator[RenderableType]:
         yield ""
         if settings:
             yield f"Differences of {title}:"
-            yield Padding(_differences(settings, comparison.names), (0, 0, 0, 2))
+            table = plain_table("", *numbers, left=1 + len(numbers))
+            for setting in settings:
+                table.add_row(setting.key, *setting.values)
+            yield Padding(table, (0, 0, 0, 2))
         else:
             yield f"No differences of {title}."
     yield ""
     for bits in comparison.bits:
         yield bits.sentence(comparison.names)
-
-
-def _differences(settings: Sequence[ComparedSetting], names: Sequence[str]) -> Table:
-    table = _runs_table(names)
-    for setting in settings:
-        table.add_row(setting.key, *setting.values)
-    return table
-
-
-def _runs_table(names: Sequence[str]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="")
-    table.add_column("", overflow="fold")
-    for number, _ in enumerate(names, 1):
-        table.add_column(str(number), overflow="fold")
-    return table

@@ -50,9 +50,9 @@ def run(restarts: int, pause: float, requeue: bool, command: tuple[str, ...]) ->
     training = TrainCommand.find(command)
     _refuse_ranks()
     output, name = _output_and_name(training)
-    from hpctrain.cli.run_traces import RunTraces
     from hpctrain.launch import processes
     from hpctrain.launch.supervisor import SupervisedCommand
+    from hpctrain.runs.attempts import RunTraces
     from hpctrain.runs.owner import SUPERVISOR
 
     rules = RestartPolicy(restarts, pause, requeue, excludes=training.uses_srun and "SLURM_JOB_ID" in os.environ)
@@ -70,10 +70,10 @@ def run(restarts: int, pause: float, requeue: bool, command: tuple[str, ...]) ->
 
 
 def _refuse_ranks() -> None:
-    """This command starts the launcher, not the other way round.
+    """Raise if this process is itself a rank: this command starts the launcher, not the other way round.
 
     Raises:
-        LaunchError: it is itself a rank.
+        LaunchError: it is a rank.
     """
     from hpctrain.launch.launcher import detect
 
@@ -85,7 +85,7 @@ def _refuse_ranks() -> None:
 
 
 def _output_and_name(command: TrainCommand) -> tuple[Path, str]:
-    """Where the training will put its run, and its name, by its configuration.
+    """Return where the training will put its run, and the run's name, from its configuration.
 
     Raises:
         ConfigError: the configuration has a fault. click.UsageError: the training's options have one.
@@ -108,7 +108,7 @@ def _asked(words: Sequence[str]) -> list[str]:
 
 
 def _keep(output: Path, name: str, attempt: Attempt) -> None:
-    """Add an attempt to the file in the output directory."""
+    """Append an attempt to the file in the output directory."""
     line = json.dumps({"name": name, **attempt.as_json()})
     try:
         output.mkdir(parents=True, exist_ok=True)

@@ -53,7 +53,9 @@ def autopsy(run: Path | None, as_json: bool) -> None:
     from hpctrain.flight.autopsy import autopsy as findings
 
     run = _latest_start() if run is None else run
-    found = report.find_records(directory_of(run))
+    from hpctrain.runs.directory import flight_directory
+
+    found = report.find_records(flight_directory(run))
     records, notes = found.records, found.notes()
     if as_json:
         echo_block(json.dumps(report.autopsy_json(records, notes), indent=1))
@@ -90,7 +92,7 @@ def _latest_start() -> Path:
 
 
 def _logs(run: Path, ranks: list[int]) -> str:
-    """Where the log files of ranks lie that have kept some; empty where none has."""
+    """Return where the log files of ranks are; empty without log files."""
     from hpctrain.core.text import spans
     from hpctrain.runs.directory import RunDirectory
 
@@ -100,20 +102,8 @@ def _logs(run: Path, ranks: list[int]) -> str:
     return f"logs of {'rank' if len(kept) == 1 else 'ranks'} {spans(kept)}: {RunDirectory(run).log_path(kept[0]).parent}"
 
 
-def directory_of(run: Path) -> Path:
-    """Return the directory of a run's records: the one that the run points to, its subdirectory `flight`, or `run` itself.
-
-    Raises:
-        DataError: the pointer file is damaged.
-    """
-    from hpctrain.runs.directory import RunDirectory
-
-    kept = RunDirectory(run).flight_records()
-    return kept if kept.is_dir() else run
-
-
 def _aligned(rows: list[tuple[str, ...]], width: int) -> list[str]:
-    """Lines whose cells stand below each other; one that does not fit ends in three dots."""
+    """Return lines with aligned cells; a line that does not fit ends in three dots."""
     numbers = (0, 3, 5, 7)
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
@@ -153,11 +143,11 @@ def watch(run: Path | None, runs: Path, once: bool, interval: float) -> None:
     a line.
     """
     from hpctrain.cli.watch_screen import COLUMNS
-    from hpctrain.core.console import PlainConsole
+    from hpctrain.core.console import output_console
     from hpctrain.runs.state import RunReader
 
     reader = RunReader(_directory(run, runs), follows=not once)
-    console = PlainConsole(width=None if sys.stdout.isatty() else COLUMNS)
+    console = output_console(COLUMNS)
     if once:
         _show(reader.read(time.time()), console)
         return
@@ -169,7 +159,7 @@ def watch(run: Path | None, runs: Path, once: bool, interval: float) -> None:
 
 
 def _directory(run: Path | None, runs: Path) -> RunDirectory:
-    """The run to follow.
+    """Return the run to follow.
 
     Raises:
         CheckpointError: there is none.
@@ -191,7 +181,7 @@ def _show(state: RunState, console: Console) -> None:
 
 
 def _redraw(reader: RunReader, console: Console, interval: float) -> None:
-    """A screen that is drawn again until the run ends, and stays then."""
+    """Draw a screen again and again until the run ends; it stays then."""
     from rich.live import Live
 
     from hpctrain.cli.watch_screen import screen
@@ -206,7 +196,7 @@ def _redraw(reader: RunReader, console: Console, interval: float) -> None:
 
 
 def _lines(reader: RunReader, console: Console, interval: float) -> None:
-    """A line for each record of steps, epochs and evaluations and for each event, then the last screen."""
+    """Print a line for each record of steps, epochs and evaluations and for each event, then the last screen."""
     from hpctrain.cli.watch_screen import news
 
     known = 0
@@ -291,7 +281,7 @@ def report(runs: tuple[Path, ...], out: Path | None, png: Path | None, judges: b
 
 
 def _judged(job: ConfiguredProcess, run: Path) -> list[JudgedSet]:
-    """The test set of a run. Collective."""
+    """Return the results on a run's test set. Collective."""
 
     def read() -> tuple[Config, Source]:
         set_threads(detect(os.environ), None)  # before NumPy is loaded
@@ -309,13 +299,13 @@ def _judged(job: ConfiguredProcess, run: Path) -> list[JudgedSet]:
 
 
 def write_report(runs: Sequence[Path], target: Path, png: Path | None, results: Sequence[JudgedSet] = ()) -> None:
-    """Write the page, and say where it is.
+    """Write the page, and print where it is.
 
     Raises:
-        ConfigError: a place that cannot be written to. CheckpointError, DataError: as `read_runs`.
+        ConfigError: a place cannot be written to. CheckpointError, DataError: as `read_runs`.
     """
     from hpctrain.report.page import html, report_page
-    from hpctrain.report.run_record import read_runs
+    from hpctrain.runs.results import read_runs
     from hpctrain.storage.atomic_write import write_text
 
     page = report_page(read_runs(runs), results)
@@ -360,15 +350,15 @@ def compare(runs: tuple[Path, ...], as_json: bool, out: Path | None) -> None:
     if len(runs) < 2:
         raise ConfigError("One run cannot be compared; give two run directories or more, or use `hpctrain report`.")
     from hpctrain.cli.result_tables import comparison_lines
-    from hpctrain.report.comparison import compared
+    from hpctrain.runs.comparison import compared
 
     comparison = compared(runs)
     if as_json:
         echo_block(json.dumps(comparison.to_json(), indent=1))
     else:
-        from hpctrain.core.console import PlainConsole
+        from hpctrain.core.console import output_console
 
-        console = PlainConsole(width=None if sys.stdout.isatty() else 80)
+        console = output_console()
         for renderable in comparison_lines(comparison):
             console.print(renderable)
     if out is not None:

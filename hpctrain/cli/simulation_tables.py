@@ -5,7 +5,6 @@ A search shows the best choices, their plans in words, and why each next one los
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from textwrap import fill
@@ -15,10 +14,10 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from hpctrain.averaging.averagers import strategy_costs
 from hpctrain.backend.specs import BatchNormSpec
-from hpctrain.core.console import PlainConsole
+from hpctrain.core.console import PlainConsole, output_console, plain_table
 from hpctrain.parallel.parallel_plan import ParallelPlan
-from hpctrain.planner.averaging_costs import AveragerChoice
 from hpctrain.planner.configured_search import (
     PlannedSearch,
     SimulatedPoint,
@@ -38,27 +37,19 @@ _SHARE_THAT_IS_ALL = 0.995
 
 
 def console() -> Console:
-    """As wide as the terminal; 100 columns where there is none."""
-    return PlainConsole(file=sys.stdout, width=None if sys.stdout.isatty() else _COLUMNS, markup=True)
-
-
-def table(*titles: str, left: int = 1) -> Table:
-    """A table without lines, the first `left` columns of words, the others of numbers."""
-    rows = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, header_style="bold")
-    for number, title in enumerate(titles):
-        rows.add_column(title, justify="left" if number < left else "right", no_wrap=number >= left, overflow="fold")
-    return rows
+    """Return a console as wide as the terminal; 100 columns without one."""
+    return output_console(_COLUMNS, markup=True)
 
 
 def print_whole(out: Console, rows: Table) -> None:
-    """Print a table as wide as it is: on a narrow terminal its lines are broken, but no number is cut."""
+    """Print a table in its full width: on a narrow terminal its lines are broken, but no number is cut."""
     width = Measurement.get(out, out.options.update(max_width=_WIDEST), rows).maximum
     wide = PlainConsole(file=out.file, width=max(width, out.width), force_terminal=out.is_terminal, markup=True)
     wide.print(rows)
 
 
 def milliseconds(seconds: float) -> str:
-    """Four digits or so: 0, 0.0123, 12.34, 1,234."""
+    """Return a time in milliseconds with about four digits: 0, 0.0123, 12.34, 1,234."""
     value = seconds * 1e3
     if value == 0:
         return "0"
@@ -66,17 +57,17 @@ def milliseconds(seconds: float) -> str:
 
 
 def three_digits(value: float) -> str:
-    """Three digits or more: 0.04, 1.23, 12.3, 1,234."""
+    """Return a number with three digits or more: 0.04, 1.23, 12.3, 1,234."""
     return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
 
 
 def megabytes(n_bytes: float) -> str:
-    """Millions of bytes."""
+    """Return millions of bytes."""
     return three_digits(n_bytes / 1e6)
 
 
 def machine_lines(machine: Machine, factors: Mapping[str, float]) -> Iterator[str]:
-    """The machine in a sentence, how much of it was measured, and what was changed of it."""
+    """Yield the machine in a sentence, how much of it was measured, and what was changed."""
     numbers = machine.sources.values()
     measured = sum(source.startswith("measured") for source in numbers)
     share = "measured" if measured == len(numbers) else f"{measured} of {len(numbers)} numbers measured"
@@ -87,7 +78,7 @@ def machine_lines(machine: Machine, factors: Mapping[str, float]) -> Iterator[st
 
 
 def measured_line(share: float) -> str:
-    """The compute's share that follows from measured times, and how to make it larger."""
+    """Return the compute's share that follows from measured times, and how to increase it."""
     if share >= _SHARE_THAT_IS_ALL:
         return "All of the compute follows from times that were measured on this processor."
     if share == 0:
@@ -98,7 +89,7 @@ def measured_line(share: float) -> str:
 
 
 def size_lines(machine: Machine, ranks: int, memory_bytes: int) -> Iterator[str]:
-    """Sentences where a job does not fit the machine."""
+    """Yield sentences if a job does not fit the machine."""
     nodes = machine.nodes_of(ranks)
     if nodes > machine.nodes:
         places = f"{machine.nodes:,} x {machine.ranks_per_node}"
@@ -109,7 +100,7 @@ def size_lines(machine: Machine, ranks: int, memory_bytes: int) -> Iterator[str]
 
 
 def print_scaling(study: SimulatedStudy, points: Sequence[SimulatedPoint]) -> None:
-    """The simulated points of each averager, with their efficiency, and what to know about them."""
+    """Print the simulated points of each averager with their efficiency, and notes on them."""
     task = job_of(study.search_task(next(iter(study.configs)), study.ranks[0]))
     height, width, channels = task.image_shape
     weak = study.mode == "weak"
@@ -125,7 +116,7 @@ def print_scaling(study: SimulatedStudy, points: Sequence[SimulatedPoint]) -> No
         out.print(f"\naverager {name}, simulated:")
         print_whole(out, scaling_table(line_points))
         averager = study.configs[name].averager
-        note = AveragerChoice(averager.name, averager.options).note
+        note = strategy_costs(averager.name, averager.options).note
         if note is not None:
             out.print(note)
     out.print("")
@@ -139,8 +130,8 @@ def _memory(point: SimulatedPoint) -> int:
 
 
 def scaling_table(points: Sequence[SimulatedPoint]) -> Table:
-    """A row for each point; efficiency compares with the first."""
-    rows = table("ranks", "step ms", "exposed ms", "efficiency", "images/s", "memory MB", left=0)
+    """Return a table with a row for each point; efficiency compares with the first."""
+    rows = plain_table("ranks", "step ms", "exposed ms", "efficiency", "images/s", "memory MB", left=0, bold=True)
     for point in points:
         rows.add_row(
             f"{point.ranks:,}",
@@ -158,7 +149,7 @@ _MOST_LISTED = 3  # patterns of the same use; all of them stand in --json and in
 
 
 def print_search(outcome: PlannedSearch, best: int, command: str) -> None:
-    """The best choices and the command line that trains with the first."""
+    """Print the best choices and the command line that trains with the first."""
     task, job, choices = outcome.task, outcome.job, outcome.result.choices[:best]
     height, width, channels = job.image_shape
     out = console()
@@ -168,7 +159,7 @@ def print_search(outcome: PlannedSearch, best: int, command: str) -> None:
     )
     for line in (*machine_lines(task.machine, task.factors), *([job.assumption] if job.assumption else []), ""):
         out.print(line)
-    figures = table("", "step ms", "exposed ms", "memory MB", "exchanged MB", "micro", "grid")
+    figures = plain_table("", "step ms", "exposed ms", "memory MB", "exchanged MB", "micro", "grid", bold=True)
     for number, choice in enumerate(choices, 1):
         plan, prediction = choice.candidate.plan, choice.prediction
         figures.add_row(
@@ -197,7 +188,7 @@ def print_search(outcome: PlannedSearch, best: int, command: str) -> None:
 
 
 def _statistics_lines(outcome: PlannedSearch, candidate: Candidate) -> Iterator[str]:
-    """The samples that local batch norm normalises over, which the choice decides."""
+    """Yield the samples that local batch norm normalises over, which depend on the choice."""
     config = outcome.task.config
     normalised = any(isinstance(node.spec, BatchNormSpec) for node in outcome.job.graph_of(1).nodes)
     if normalised and config.batch_norm.statistics == "local":
@@ -206,17 +197,16 @@ def _statistics_lines(outcome: PlannedSearch, candidate: Candidate) -> Iterator[
 
 
 def candidate_words(candidate: Candidate) -> str:
-    """The uses of the layers and the averager in a few words."""
-    plan, options = candidate.plan, candidate.options
+    """Return the uses of the layers and the averager in a few words."""
+    plan = candidate.plan
     uses = [str(plan.default), *_runs_of_uses(plan)] if plan.rows > 1 else ["batch"]
     if plan.tiles is not None and plan.rows > 1:
         uses.append(f"images in {plan.tiles[0]} x {plan.tiles[1]} tiles")
-    described = f" with {', '.join(f'{name} {value}' for name, value in options.items())}" if options else ""
-    return f"{', '.join(uses)}; averager {candidate.averager}{described}"
+    return f"{', '.join(uses)}; averager {candidate.averager}"
 
 
 def _runs_of_uses(plan: ParallelPlan) -> Iterator[str]:
-    """The plan's patterns with their uses; long runs of the same use from the first to the last pattern."""
+    """Yield the plan's patterns with their uses; long runs of the same use from the first to the last pattern."""
     for use, run in groupby(plan.use.items(), key=lambda item: item[1]):
         patterns = [pattern for pattern, _ in run]
         if len(patterns) > _MOST_LISTED:
@@ -226,7 +216,7 @@ def _runs_of_uses(plan: ParallelPlan) -> Iterator[str]:
 
 
 def search_dict(outcome: PlannedSearch, best: int, command: str) -> dict[str, Any]:
-    """The best choices as plain data."""
+    """Return the best choices as plain data."""
     return {
         "simulated": True,
         "model": outcome.task.config.model.name,

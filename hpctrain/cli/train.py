@@ -141,10 +141,10 @@ def train(
 
 
 def _check_options(resume: str | None, steps: int, schedule_from: str | None, *, compute_only: bool, smoke: bool) -> None:
-    """Refuse options that contradict each other.
+    """Raise if options contradict each other.
 
     Raises:
-        click.UsageError: names the one to leave out.
+        click.UsageError: the message names the one to leave out.
     """
     if compute_only and resume is not None:
         raise click.UsageError("--compute-only trains nothing that could be resumed; leave --resume out.")
@@ -157,7 +157,7 @@ def _check_options(resume: str | None, steps: int, schedule_from: str | None, *,
 
 
 def _remove_trial(job: ConfiguredProcess) -> None:
-    """Rank 0 removes the run directory of a trial that has passed, which no rank writes to any more, and says so."""
+    """Remove the run directory of a trial that passed, on rank 0, and print that. No rank writes to it any more."""
     if job.rank() == 0 and job.memory.directory is not None:
         from hpctrain.run.smoke import remove_run
 
@@ -316,7 +316,7 @@ def predict(
 
 
 def _sentence(broken: Sequence[Path], pictures: int) -> str:
-    """The last words, where some pictures were not predicted."""
+    """Return the last line if some pictures were not predicted."""
     shown = ", ".join(os.fsencode(path).decode(errors="replace") for path in broken[:_MOST_LISTED])
     more = f", and {len(broken) - _MOST_LISTED} more" if len(broken) > _MOST_LISTED else ""
     return f"hpctrain: {len(broken)} of {pictures} images could not be predicted: {shown}{more}."
@@ -326,7 +326,7 @@ class _Choice:
     """The run that the options choose.
 
     Attributes:
-        source: what `find_checkpoint` takes, once the configuration was read.
+        source: for `find_checkpoint`, once the configuration was read.
     """
 
     def __init__(self, checkpoint: str, directory: Path, file: Path | None, overrides: tuple[str, ...]) -> None:
@@ -334,7 +334,7 @@ class _Choice:
         self._directory, self._file, self._overrides = directory, file, overrides
 
     def read(self) -> tuple[Config, Source]:
-        """The configuration, with the defaults for all that concerns other ranks than those of this job."""
+        """Return the configuration, with the defaults for everything that concerns other ranks than those of this job."""
         set_threads(detect(os.environ), None)  # before NumPy is loaded, which a checkpoint alone may need to be read
         from hpctrain.cli.arguments import load_config
         from hpctrain.run.stored_run import FRESH, find_run
@@ -380,7 +380,7 @@ def script(file: Path, arguments: tuple[str, ...]) -> None:
 
 
 def _left_by(file: Path, arguments: tuple[str, ...]) -> SystemExit:
-    """The way in which a program has left, once it has.
+    """Run a program; return how it left.
 
     Raises:
         ConfigError: there is no such file.

@@ -16,11 +16,11 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from hpctrain.core.text import escaped
+from hpctrain.core.console import plain_table
+from hpctrain.core.text import duration_text, escaped, fitting, loss_text
 from hpctrain.flight.ring import FlightRecord
 from hpctrain.launch.process_end import End
-from hpctrain.runs.state import SILENT_SECONDS, RunState, events_of
-from hpctrain.train.progress_bar import duration_text, fitting, loss_text
+from hpctrain.runs.state import SILENT_SECONDS, RunState, events_of, means_text
 
 Points = Sequence[tuple[float, float]]
 
@@ -33,11 +33,11 @@ _MARK, _PLAIN = "o", "."
 def text_curve(
     dots: Points, marks: Points, width: int, height: int, label: Callable[[float], str], *, plain: bool = False
 ) -> list[str]:
-    """Lines of a curve, the largest and the smallest value before the first and the last of them.
+    """Return lines of a curve, with the largest and the smallest value before the first and the last line.
 
     Args:
-        dots: (x, y) of the curve. marks: of points that stand out, as "o". width: columns, labels included. height: lines.
-        label: of a value. plain: ASCII alone.
+        dots: (x, y) of the curve. marks: of points that stand out, drawn as "o". width: columns, labels included. height: lines.
+        label: returns the text of a value. plain: ASCII alone.
     """
     points = [(x, y) for x, y in (*dots, *marks) if math.isfinite(y)]
     if not points:
@@ -66,7 +66,7 @@ def text_curve(
 
 
 def _joined(path: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """The dots of the straight lines from each place to the next one."""
+    """Yield the dots of the straight lines from each place to the next one."""
     for (column, row), (next_column, next_row) in pairwise(path):
         length = max(abs(next_column - column), abs(next_row - row), 1)
         for k in range(1, length + 1):
@@ -90,7 +90,7 @@ _OF_TRAINING = {"interval": "train", "epoch": "whole epoch, train", "evaluation"
 
 
 def screen(state: RunState, console: Console) -> RenderableType:
-    """All of it, as wide as the console."""
+    """Return the whole screen, as wide as the console."""
     width = console.width
     plain = console.options.ascii_only
     lines: list[RenderableType] = [_head(state), _position(state, width, plain=plain), _line(_pace(state), width)]
@@ -114,7 +114,7 @@ def _head(state: RunState) -> Text:
 
 
 def _going(state: RunState) -> str:
-    """The state of a run of which nobody says that it has ended."""
+    """Return the state of a run that has no recorded end."""
     if not state.ranks:
         record = state.records[-1] if state.records else {}
         since = duration_text(max(0.0, state.now - record["time"])) if record.get("time") else None
@@ -124,7 +124,7 @@ def _going(state: RunState) -> str:
 
 
 def _position(state: RunState, width: int, *, plain: bool) -> RenderableType:
-    """The epoch, a bar, and the step."""
+    """Return the epoch, a bar, and the step."""
     start, record = state.latest("start"), state.latest("interval", "epoch")
     epochs = f"/{start['epochs']}" if "epochs" in start else ""
     epoch = f"epoch {record['epoch']}{epochs}" if "epoch" in record else "before the first step"
@@ -144,7 +144,7 @@ def _position(state: RunState, width: int, *, plain: bool) -> RenderableType:
 
 
 def _pace(state: RunState) -> list[tuple[int, str]]:
-    """Facts of one line, with their ranks as `fitting` takes them."""
+    """Return facts of one line, with their ranks for `fitting`."""
     record = state.latest("interval")
     facts = []
     if record.get("images_per_second") is not None:
@@ -164,33 +164,24 @@ def _line(facts: Sequence[tuple[int, str]], width: int) -> Text:
 
 
 def _numbers(state: RunState) -> Table | None:
-    """Loss and accuracies of training and test."""
+    """Return loss and accuracies of training and test."""
     train, test = state.latest("interval", "epoch"), state.latest("evaluation")
     if not train and not test:
         return None
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="")
-    table.add_column("")
-    for name in ("loss", "top1", "top5"):
-        table.add_column(name, justify="right")
-    table.add_row("train", *_means(train))
+    table = plain_table("", "loss", "top1", "top5")
+    table.add_row("train", *means_text(train))
     if test:
-        table.add_row("test", *_means(test))
+        table.add_row("test", *means_text(test))
     if "ema_top1" in test:
-        table.add_row("test, averaged", *_means({name: test.get(f"ema_{name}") for name in ("loss", "top1", "top5")}))
+        table.add_row("test, averaged", *means_text({name: test.get(f"ema_{name}") for name in ("loss", "top1", "top5")}))
     best = max((value for _, value in state.curve("top1", "evaluation")), default=None)
     if best is not None:
         table.add_row("best test", "", f"{best:.2%}", "")
     return table
 
 
-def _means(values: Mapping[str, Any]) -> tuple[str, ...]:
-    """Loss, top1 and top5 in words; "-" for those that are not known or not finite."""
-    loss, accuracies = values.get("loss"), (values.get("top1"), values.get("top5"))
-    return ("-" if loss is None else loss_text(loss), *("-" if value is None else f"{value:.2%}" for value in accuracies))
-
-
 def _curves(state: RunState, width: int, *, plain: bool) -> RenderableType | None:
-    """Loss and accuracy over steps: dots of training, "o" of test."""
+    """Return loss and accuracy over steps: dots of training, "o" of test."""
     beside = width >= _BESIDE_COLUMNS
     columns = (width - 2) // 2 if beside else width
     curves = []
@@ -215,7 +206,7 @@ def _percent(value: float) -> str:
 
 
 def _ranks(state: RunState) -> list[RenderableType]:
-    """When ranks were last heard of: all of them in a line, and those that have been silent for longer."""
+    """Return when ranks were last heard of: all of them in a line, and those that have been silent for longer."""
     if not state.ranks:
         return [Text("ranks: nothing is known of them here")]
     heard = sorted(state.ranks, key=state.heard_seconds, reverse=True)
@@ -253,12 +244,12 @@ def _event(seconds: float, text: str) -> Table:
 
 
 def news(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """A line for each record that tells something of the training, and for each event."""
+    """Yield a line for each record about the training, and for each event."""
     for record in records:
         events = events_of([record])
         if events:
             yield events[0].text
         elif record.get("kind") in _OF_TRAINING:
-            loss, top1, _ = _means(record)
+            loss, top1, _ = means_text(record)
             where = f"epoch {record.get('epoch')}  step {record.get('step')}"
             yield f"{where}  {_OF_TRAINING[record['kind']]} loss {loss}  top1 {top1}"

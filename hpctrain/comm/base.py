@@ -116,6 +116,71 @@ class Communicator(Protocol):
         ...
 
 
+def piece(array: Array, counts: Sequence[int], rank: int) -> Array:
+    """Return a rank's piece of a buffer, 1-D, over the same memory; pieces have `counts` elements and lie in rank order."""
+    begin = sum(counts[:rank])
+    return array.reshape(-1)[begin : begin + counts[rank]]
+
+
+class ForwardingCommunicator:
+    """Implements `Communicator` by another one of the same ranks: the base of communicators that change some of its operations.
+
+    Args:
+        inner: the communicator that operations are forwarded to.
+
+    Attributes:
+        rank, size, name, world_ranks: of `inner`.
+    """
+
+    def __init__(self, inner: Communicator) -> None:
+        self.rank, self.size, self.name, self.world_ranks = inner.rank, inner.size, inner.name, inner.world_ranks
+        self.inner = inner
+
+    def wrap(self, part: Communicator) -> Communicator:
+        """Return what a split of this communicator returns for a part of `inner`. Collective over the part."""
+        return part
+
+    def iallreduce(self, buffer: Array) -> Handle:
+        return self.inner.iallreduce(buffer)
+
+    def ireduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Handle:
+        return self.inner.ireduce_scatter(send, recv, counts)
+
+    def iallgather(self, send: Array | None, recv: Array, counts: Sequence[int]) -> Handle:
+        return self.inner.iallgather(send, recv, counts)
+
+    def ialltoall(self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Handle:
+        return self.inner.ialltoall(send, recv, send_counts, recv_counts)
+
+    def ibroadcast(self, buffer: Array, root: int) -> Handle:
+        return self.inner.ibroadcast(buffer, root)
+
+    def ibarrier(self) -> Handle:
+        return self.inner.ibarrier()
+
+    def isend(self, buffer: Array, dest: int, tag: int) -> Handle:
+        return self.inner.isend(buffer, dest, tag)
+
+    def irecv(self, buffer: Array, source: int, tag: int) -> Handle:
+        return self.inner.irecv(buffer, source, tag)
+
+    def split(self, color: int | None, key: int, name: str) -> Communicator | None:
+        part = self.inner.split(color, key, name)
+        return None if part is None else self.wrap(part)
+
+    def split_shared_memory(self, name: str) -> Communicator:
+        return self.wrap(self.inner.split_shared_memory(name))
+
+    def allgather_object(self, value: Any) -> list[Any]:
+        return self.inner.allgather_object(value)
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        return self.inner.broadcast_object(value, root)
+
+    def abort(self, code: int) -> None:
+        self.inner.abort(code)
+
+
 class Complete:
     """A handle of an operation that is complete."""
 

@@ -18,10 +18,9 @@ import copy
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
-from hpctrain.comm.base import Array, Communicator, GradientSums, Handle
-from hpctrain.comm.order import SpareBuffers, Stages, Turns
+from hpctrain.comm.base import Array, Communicator, ForwardingCommunicator, GradientSums, Handle
+from hpctrain.comm.order import InOrder, SpareBuffers
 from hpctrain.core.errors import ShapeError
 from hpctrain.core.intervals import even
 
@@ -109,7 +108,7 @@ def _at_once(start: Callable[[], Handle]) -> Handle:
     return start()
 
 
-class TwoLevel:
+class TwoLevel(ForwardingCommunicator):
     """A communicator that does reduce-scatters and allgathers in two stages, each on a communicator of its own.
 
     All else goes to `flat`, whose ranks lie in the order of `levels`. The second stage of an operation starts in a `test` of its
@@ -129,19 +128,19 @@ class TwoLevel:
         make: Callable[[int, Array], Array] | None = None,
         within: Callable[[Communicator], Communicator] | None = None,
     ) -> None:
-        self.rank, self.size, self.name, self.world_ranks = flat.rank, flat.size, flat.name, flat.world_ranks
+        super().__init__(flat)
         self.flat, self.levels = flat, two
         self._local_rank, self._node = divmod(flat.rank, two.nodes)
         self._runs = [slice(number * two.nodes, (number + 1) * two.nodes) for number in range(two.per_node)]
         node = _split(flat, self._node, f"{flat.name} within nodes")
-        self._turns = None if within is None else Turns()
+        self._turns = None if within is None else InOrder()
         self._reduce_within = node if within is None else within(node)
         self._reduce_across: Communicator = _split(flat, self._local_rank, f"{flat.name} across nodes")
         self._sums_across: GradientSums = self._reduce_across
         shared = self._reduce_within if within is not None else None
         self._gather_within = shared or _split(flat, self._node, f"{flat.name} within nodes")
         self._gather_across = _split(flat, self._local_rank, f"{flat.name} across nodes")
-        self._reductions, self._gathers = Stages(), Stages()
+        self._reductions, self._gathers = InOrder(), InOrder()
         self._spare = SpareBuffers(make)
 
     def with_sums_across(self, sums_over: Callable[[Communicator], GradientSums]) -> TwoLevel:
@@ -162,7 +161,7 @@ class TwoLevel:
             return self._sums_across.ireduce_scatter(of_node, recv, counts[self._runs[self._local_rank]])
 
         within = self._turn()(lambda: self._reduce_within.ireduce_scatter(send, of_node, run_sizes))
-        return self._reductions.add(within, across, lambda: self._spare.give_back(of_node))
+        return self._reductions.second_stage(within, across, lambda: self._spare.give_back(of_node))
 
     def iallgather(self, send: Array | None, recv: Array, counts: Sequence[int]) -> Handle:
         """Gather the pieces of all ranks of this number from the other nodes; then those of the other numbers from the node."""
@@ -175,44 +174,11 @@ class TwoLevel:
             return turn(lambda: self._gather_within.iallgather(None, recv, run_sizes))
 
         across = self._gather_across.iallgather(send, own_run, counts[self._runs[self._local_rank]])
-        return self._gathers.add(across, within)
+        return self._gathers.second_stage(across, within)
 
     def _turn(self) -> Callable[[Callable[[], Handle]], Handle]:
         """The place, in the order within the node, of a stage of an operation that is posted now; takes what starts it."""
-        return _at_once if self._turns is None else self._turns.take().when_ready
-
-    def iallreduce(self, buffer: Array) -> Handle:
-        return self.flat.iallreduce(buffer)
-
-    def ialltoall(self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Handle:
-        return self.flat.ialltoall(send, recv, send_counts, recv_counts)
-
-    def ibroadcast(self, buffer: Array, root: int) -> Handle:
-        return self.flat.ibroadcast(buffer, root)
-
-    def ibarrier(self) -> Handle:
-        return self.flat.ibarrier()
-
-    def isend(self, buffer: Array, dest: int, tag: int) -> Handle:
-        return self.flat.isend(buffer, dest, tag)
-
-    def irecv(self, buffer: Array, source: int, tag: int) -> Handle:
-        return self.flat.irecv(buffer, source, tag)
-
-    def split(self, color: int | None, key: int, name: str) -> Communicator | None:
-        return self.flat.split(color, key, name)
-
-    def split_shared_memory(self, name: str) -> Communicator:
-        return self.flat.split_shared_memory(name)
-
-    def allgather_object(self, value: Any) -> list[Any]:
-        return self.flat.allgather_object(value)
-
-    def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        return self.flat.broadcast_object(value, root)
-
-    def abort(self, code: int) -> None:
-        self.flat.abort(code)
+        return _at_once if self._turns is None else self._turns.reserve().fill
 
 
 class SumsInLevels:
@@ -233,7 +199,7 @@ class SumsInLevels:
         self._shared_out = _split(flat, node, f"{flat.name} within nodes")
         self._across = sums_over(_split(flat, self._number, f"{flat.name} across nodes"))
         self._gathered = _split(flat, node, f"{flat.name} within nodes")
-        self._sums, self._gathers = Stages(), Stages()
+        self._sums, self._gathers = InOrder(), InOrder()
         self._spare = SpareBuffers()
 
     def iallreduce(self, buffer: Array) -> Handle:
@@ -242,8 +208,10 @@ class SumsInLevels:
         runs = [sum(counts[begin : begin + self._nodes]) for begin in range(0, self._ranks, self._nodes)]
         run = self._spare.take(runs[self._number], buffer)
         shared_out = self._shared_out.ireduce_scatter(buffer, run, runs)
-        summed = self._sums.add(shared_out, lambda: self._across.iallreduce(run))
-        return self._gathers.add(summed, lambda: self._gathered.iallgather(run, buffer, runs), lambda: self._spare.give_back(run))
+        summed = self._sums.second_stage(shared_out, lambda: self._across.iallreduce(run))
+        return self._gathers.second_stage(
+            summed, lambda: self._gathered.iallgather(run, buffer, runs), lambda: self._spare.give_back(run)
+        )
 
     def ireduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Handle:
         return self._comm.ireduce_scatter(send, recv, counts)

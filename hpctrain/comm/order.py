@@ -1,12 +1,16 @@
-"""Order of operations that have several stages, and the buffers that they use on their way.
+"""Order across communicators, in one place and by one law: operations begin in the order in which they were added to a queue.
 
-Where a stage begins only after another one is complete, the order in which stages could begin depends on timing. They begin in
-the order in which the operations were posted instead, whatever is complete first, so that each communicator sees the same
+Some operations cannot begin when they are started: the second stage of a collective waits for its first one, an operation on
+arrays of a device for their copies, a stage within a node for those that other communicators have posted there before. If each
+began as soon as it could, the order would depend on timing and differ between ranks, and collectives would not match. So they
+wait in an `InOrder`: an operation begins in a `test` of its own handle, or of a later one's, once it is ready and everything
+added before it has begun, whatever is ready first. Where all operations of a queue go to one communicator, that sees the same
 order on every rank.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -16,33 +20,121 @@ import numpy as np
 from hpctrain.comm.base import Array, Handle
 
 
-class SpareBuffers:
-    """1-D buffers that nobody uses.
+def _nothing() -> None:
+    """No-op callback."""
+
+
+class OrderedOperation(ABC):
+    """Implements `Handle`: one operation with a place in a queue. Subclasses define when it is ready, and its text.
 
     Args:
-        make: (elements, an array like them) -> a new buffer; by default one of NumPy's.
+        start: posts the operation; called once. None: `ready` has to say that it is still unknown.
+        finish: called once, in the `test` that finds the operation complete.
     """
 
-    def __init__(self, make: Callable[[int, Array], Array] | None = None) -> None:
-        self._make = _new_host_buffer if make is None else make
-        self._spare: dict[tuple[int, Any], list[Array]] = {}
+    __slots__ = ("_finish", "_order", "_start", "complete", "handle")
 
-    def __len__(self) -> int:
-        return sum(map(len, self._spare.values()))
+    def __init__(self, order: InOrder, start: Callable[[], Handle] | None, finish: Callable[[], None] = _nothing) -> None:
+        self._order, self._start, self._finish = order, start, finish
+        self.handle: Handle | None = None
+        self.complete = False
 
-    def take(self, size: int, like: Array) -> Array:
-        """A buffer of `size` elements, of the kind and dtype of `like`, whatever they hold; the caller's until given back."""
-        spare = self._spare.setdefault((size, like.dtype), [])
-        return spare.pop() if spare else self._make(size, like)
+    @abstractmethod
+    def ready(self) -> bool:
+        """Return whether the operation may begin once its turn has come. Must not drive anything."""
 
-    def give_back(self, *buffers: Array) -> None:
-        """Let the next ones have these."""
-        for buffer in buffers:
-            self._spare[buffer.size, buffer.dtype].append(buffer)
+    def begin(self) -> None:
+        """Post the operation. Its turn has come."""
+        start, self._start = self._start, None
+        assert start is not None, "an operation begins once"
+        self.handle = start()
+
+    def test(self) -> bool:
+        if self.complete:
+            return True
+        self._order.advance()
+        if self.handle is None or not self.handle.test():
+            return False
+        self.complete = True
+        self._finish()
+        return True
 
 
-def _new_host_buffer(size: int, like: Array) -> Array:
-    return np.empty_like(like, shape=(size,))
+class InOrder:
+    """A queue of operations that have not begun."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[OrderedOperation] = deque()
+
+    def add(self, operation: OrderedOperation) -> None:
+        """Append an operation; it begins at once if it may. It has to become ready, or nothing after it begins."""
+        self._waiting.append(operation)
+        self.advance()
+
+    def advance(self) -> None:
+        """Begin the operations whose turn has come."""
+        while self._waiting and self._waiting[0].ready():
+            self._waiting.popleft().begin()
+
+    def second_stage(self, first: Handle, start: Callable[[], Handle], finish: Callable[[], None] = _nothing) -> SecondStage:
+        """Return an operation of two stages, of which the first has just been posted.
+
+        Args:
+            start: posts the second stage. finish: called once, when both are complete.
+        """
+        operation = SecondStage(self, first, start, finish)
+        self.add(operation)
+        return operation
+
+    def reserve(self) -> ReservedOperation:
+        """Return the next place, for an operation that is known later."""
+        place = ReservedOperation(self, None)
+        self.add(place)
+        return place
+
+
+class SecondStage(OrderedOperation):
+    """The second stage of a collective, ready once the first stage is complete. Its `test` drives both."""
+
+    __slots__ = ("_first",)
+
+    def __init__(self, order: InOrder, first: Handle, start: Callable[[], Handle], finish: Callable[[], None]) -> None:
+        super().__init__(order, start, finish)
+        self._first: Handle | None = first
+
+    def ready(self) -> bool:
+        return self._first is None
+
+    def test(self) -> bool:
+        # Only this operation's test drives its first stage: the owner of the handle counts each test of it.
+        if self._first is not None and self._first.test():
+            self._first = None
+        return super().test()
+
+    def __str__(self) -> str:
+        if self.handle is not None:
+            return f"{self.handle}, the second of two stages"
+        return "first of two stages complete" if self._first is None else f"{self._first}, the first of two stages"
+
+
+class ReservedOperation(OrderedOperation):
+    """A place that was taken before its operation is known; it is ready once `fill` was called."""
+
+    __slots__ = ()
+
+    def ready(self) -> bool:
+        return self._start is not None
+
+    def fill(self, start: Callable[[], Handle]) -> ReservedOperation:
+        """Set the operation of this place, which begins once everything before it has begun."""
+        assert self._start is None, "a place is used once"
+        assert self.handle is None, "a place is used once"
+        self._start = start
+        self._order.advance()
+        return self
+
+    def __str__(self) -> str:
+        return "waiting for its turn behind operations within the node" if self.handle is None else str(self.handle)
 
 
 class Finished:
@@ -67,113 +159,28 @@ class Finished:
         return str(self._handle)
 
 
-class Staged:
-    """An operation of two stages."""
+class SpareBuffers:
+    """1-D buffers of operations on their way: as many as are used at once, used again step after step.
 
-    __slots__ = ("_begin_second", "_finish", "_first", "_second", "_stages", "first_complete")
-
-    def __init__(self, stages: Stages, first: Handle, begin_second: Callable[[], Handle], finish: Callable[[], None]) -> None:
-        self.first_complete = False
-        self._stages = stages
-        self._first: Handle | None = first
-        self._begin_second: Callable[[], Handle] | None = begin_second
-        self._second: Handle | None = None
-        self._finish: Callable[[], None] | None = finish
-
-    def begin_second(self) -> None:
-        """Post the second stage. Its turn has come."""
-        begin, self._begin_second = self._begin_second, None
-        assert begin is not None
-        self._second = begin()
-
-    def test(self) -> bool:
-        if self._finish is None:
-            return True
-        if self._first is not None and self._first.test():
-            self._first, self.first_complete = None, True
-            self._stages.advance()
-        if self._second is None or not self._second.test():
-            return False
-        self._finish()
-        self._finish = self._second = None
-        return True
-
-    def __str__(self) -> str:
-        if self._second is not None:
-            return f"{self._second}, the second of two stages"
-        return "first of two stages complete" if self._first is None else f"{self._first}, the first of two stages"
-
-
-class Stages:
-    """Operations whose second stage has not begun, in the order in which they were posted.
-
-    A second stage starts in a `test` of its handle, or of a later one's, once its first stage and those of all operations before
-    it are complete. Where all second stages go to one communicator, that sees the same order on every rank.
+    Args:
+        make: (elements, an array like them) -> a new buffer; by default one of NumPy's.
     """
 
-    def __init__(self) -> None:
-        self._waiting: deque[Staged] = deque()
+    def __init__(self, make: Callable[[int, Array], Array] | None = None) -> None:
+        self._make = make
+        self._spare: dict[tuple[int, Any], list[Array]] = {}
 
-    def add(self, first: Handle, begin_second: Callable[[], Handle], finish: Callable[[], None] = lambda: None) -> Staged:
-        """An operation whose first stage has just been posted. finish: called once, when both are complete."""
-        staged = Staged(self, first, begin_second, finish)
-        self._waiting.append(staged)
-        return staged
+    def __len__(self) -> int:
+        return sum(map(len, self._spare.values()))
 
-    def advance(self) -> None:
-        """Begin the second stages whose turn has come."""
-        while self._waiting and self._waiting[0].first_complete:
-            self._waiting.popleft().begin_second()
+    def take(self, size: int, like: Array) -> Array:
+        """Return a buffer of `size` elements of any values, of the kind and dtype of `like`; the caller's until given back."""
+        spare = self._spare.setdefault((size, like.dtype), [])
+        if spare:
+            return spare.pop()
+        return np.empty_like(like, shape=(size,)) if self._make is None else self._make(size, like)
 
-
-class StageTurn:
-    """Implements `Handle`: the place of one operation, which may have to wait until it can begin, and then until it may."""
-
-    __slots__ = ("_handle", "_start", "_turns")
-
-    def __init__(self, turns: Turns) -> None:
-        self._turns = turns
-        self._start: Callable[[], Handle] | None = None
-        self._handle: Handle | None = None
-
-    @property
-    def ready(self) -> bool:
-        """The operation can begin."""
-        return self._start is not None
-
-    def when_ready(self, start: Callable[[], Handle]) -> StageTurn:
-        """From now on the operation can begin; it does where all places before have been used."""
-        assert self._start is None, "a place is used once"
-        self._start = start
-        self._turns.advance()
-        return self
-
-    def begin(self) -> None:
-        """Start the operation. Its turn has come."""
-        assert self._start is not None
-        self._handle = self._start()
-
-    def test(self) -> bool:
-        self._turns.advance()
-        return self._handle is not None and self._handle.test()
-
-    def __str__(self) -> str:
-        return "waiting for its turn behind operations within the node" if self._handle is None else str(self._handle)
-
-
-class Turns:
-    """Places in one order."""
-
-    def __init__(self) -> None:
-        self._waiting: deque[StageTurn] = deque()
-
-    def take(self) -> StageTurn:
-        """The next place. It has to be used, or nothing behind it begins."""
-        turn = StageTurn(self)
-        self._waiting.append(turn)
-        return turn
-
-    def advance(self) -> None:
-        """Begin the operations whose turn has come."""
-        while self._waiting and self._waiting[0].ready:
-            self._waiting.popleft().begin()
+    def give_back(self, *buffers: Array) -> None:
+        """Make these buffers available to later operations."""
+        for buffer in buffers:
+            self._spare[buffer.size, buffer.dtype].append(buffer)

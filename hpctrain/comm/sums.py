@@ -28,10 +28,9 @@ from typing import Literal
 import numpy as np
 
 from hpctrain.backend.arithmetic import Arithmetic
-from hpctrain.comm.base import Array, Communicator, GradientSums, Handle
+from hpctrain.comm.base import Array, Communicator, GradientSums, Handle, piece
 from hpctrain.comm.groups import SumsInLevels, TwoLevel
-from hpctrain.comm.mpi_buffers import piece
-from hpctrain.comm.order import Finished, SpareBuffers, Stages
+from hpctrain.comm.order import Finished, InOrder, SpareBuffers
 from hpctrain.core.intervals import ShardsOfRank, even
 
 
@@ -178,7 +177,7 @@ class SixteenBitSums:
     def __init__(self, comm: Communicator, caster: Caster, gathers: Communicator | None = None) -> None:
         self._comm, self._gathers = comm, gathers
         self._buffers = MessageBuffers(caster)
-        self._allreduces = Stages()
+        self._allreduces = InOrder()
 
     def ireduce_scatter(self, send: np.ndarray, recv: np.ndarray, counts: Sequence[int]) -> Handle:
         """As a communicator's, but `send` may be used again when this returns."""
@@ -212,7 +211,7 @@ class SixteenBitSums:
                 parts.read(part, messages, buffer)
             self._buffers.give_back(messages)
 
-        return self._allreduces.add(handle, gather, finish)
+        return self._allreduces.second_stage(handle, gather, finish)
 
     def _received(self, parts: MessageParts) -> np.ndarray:
         """A buffer for this rank's part from everyone."""
@@ -253,7 +252,7 @@ class TreeSums:
         self._terms_of = shards.sums_of_ranks
         self._additions = shards.additions_of_ranks
         self._spare = SpareBuffers()
-        self._allreduces = Stages()
+        self._allreduces = InOrder()
 
     def ireduce_scatter(self, send: Terms, recv: np.ndarray, counts: Sequence[int]) -> Handle:
         """As a communicator's; `send` has this rank's terms. Where there are several, they may be used again on return."""
@@ -281,7 +280,7 @@ class TreeSums:
             self._give_back(buffer, message, received)
             return gathers.iallgather(None, target, counts)
 
-        return self._allreduces.add(handle, gather)
+        return self._allreduces.second_stage(handle, gather)
 
     def _message(self, terms: Terms, counts: Sequence[int]) -> np.ndarray:
         """For each rank its part of all terms, one after the other: the very term, where there is one."""
@@ -346,7 +345,7 @@ class PartSums:
 
     def __init__(self, comm: Communicator, gathers: Communicator, arithmetic: Arithmetic) -> None:
         self._comm, self._gathers, self._arithmetic = comm, gathers, arithmetic
-        self._allreduces = Stages()
+        self._allreduces = InOrder()
         self._spare = SpareBuffers(lambda size, like: arithmetic.zeros(size, like.dtype))
 
     def ireduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Handle:
@@ -363,7 +362,7 @@ class PartSums:
             self._add(received, piece(buffer, counts, self._comm.rank))
             return self._gathers.iallgather(None, buffer, counts)
 
-        return self._allreduces.add(handle, gather)
+        return self._allreduces.second_stage(handle, gather)
 
     def _received(self, like: Array, counts: Sequence[int]) -> Array:
         """A buffer for this rank's part from everyone."""

@@ -22,89 +22,57 @@ which
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from hpctrain.backend.arithmetic import Arithmetic, DeviceGroup, DeviceMessages, HostMirrors, Transit, WorkMark
-from hpctrain.comm.base import Array, Communicator, GradientSums, Handle
+from hpctrain.comm.base import Array, Communicator, ForwardingCommunicator, GradientSums, Handle, piece
 from hpctrain.comm.groups import TwoLevel
-from hpctrain.comm.mpi_buffers import piece
+from hpctrain.comm.order import InOrder, OrderedOperation
 from hpctrain.comm.sums import PartSums
 from hpctrain.core.errors import BackendError
 
 _Intervals = list[tuple[int, int]]
 
 
-class StagedOperation:
-    """Implements `LateHandle`: an operation in three phases.
+class StagedOperation(OrderedOperation):
+    """Implements `LateHandle`: an operation on arrays of a device, posted once the device is done with what came before.
 
     Args:
-        order: of the communicator. transit: of its arrays. post: begins the second phase. finish: begins the third.
-        text: the operation, for messages before it is posted. finished: what messages say of it in the end.
+        order: of the communicator. transit: of its arrays. text: the operation, for messages before it is posted.
+        finished: its state in messages once it is complete.
+
+    Attributes:
+        operation: the posted operation, for the flight record; "" before it is posted.
     """
 
-    __slots__ = ("_finish", "_finished", "_handle", "_order", "_post", "_text", "operation", "transit")
+    __slots__ = ("_finished", "_text", "_transit", "operation")
 
     def __init__(
-        self,
-        order: PostingOrder,
-        transit: Transit,
-        post: Callable[[], Handle],
-        finish: Callable[[], None],
-        text: str,
-        finished: str = "on its way to the device",
+        self, order: InOrder, transit: Transit, post: Callable[[], Handle], finish: Callable[[], None], text: str, finished: str
     ) -> None:
-        self.transit, self.operation = transit, ""
-        self._order, self._text, self._finished = order, text, finished
-        self._post: Callable[[], Handle] | None = post
-        self._handle: Handle | None = None
-        self._finish: Callable[[], None] | None = finish
+        super().__init__(order, post, finish)
+        self.operation = ""
+        self._transit, self._text, self._finished = transit, text, finished
+        order.add(self)
 
-    def post(self) -> None:
-        """Begin the second phase. Its turn has come."""
-        post, self._post = self._post, None
-        assert post is not None, "an operation is posted once"
-        self._handle = post()
-        self.operation = str(self._handle)
+    def ready(self) -> bool:
+        return self._transit.on_host()
 
-    def test(self) -> bool:
-        if self._finish is None:
-            return True
-        self._order.advance()
-        if self._handle is None or not self._handle.test():
-            return False
-        finish, self._finish = self._finish, None
-        finish()
-        return True
+    def begin(self) -> None:
+        super().begin()
+        self.operation = str(self.handle)
 
     def __str__(self) -> str:
-        if self._finish is None:
+        if self.complete:
             return f"{self._text}, {self._finished}"
-        if self._handle is not None:
-            return str(self._handle)
-        waits_for = "its turn behind operations that wait for the device" if self.transit.on_host() else "the device"
+        if self.handle is not None:
+            return str(self.handle)
+        waits_for = "its turn behind operations that wait for the device" if self._transit.on_host() else "the device"
         return f"{self._text}, waiting for {waits_for}"
-
-
-class PostingOrder:
-    """Operations that have not been posted, in the order in which they were started."""
-
-    def __init__(self) -> None:
-        self._waiting: deque[StagedOperation] = deque()
-
-    def add(self, operation: StagedOperation) -> None:
-        """The next one: it is posted at once where that may be."""
-        self._waiting.append(operation)
-        self.advance()
-
-    def advance(self) -> None:
-        """Post the operations whose turn has come."""
-        while self._waiting and self._waiting[0].transit.on_host():
-            self._waiting.popleft().post()
 
 
 class MirroredArrays:
@@ -132,13 +100,11 @@ class MirroredArrays:
             self._arriving = array, [(begin, end) for begin, end in arrives if begin < end]
         return mirror
 
-    def begin(self) -> Transit:
-        """Enqueue the copies to the host."""
-        return self._mirrors.leave(self._leaving)
-
-    def end(self, transit: Transit) -> None:
-        """Enqueue the copies back."""
-        self._mirrors.arrive(transit, *self._arriving)
+    def start(self, order: InOrder, post: Callable[[], Handle], text: str) -> Handle:
+        """Enqueue the copies to the host, and start the operation that follows them and is followed by the copies back."""
+        transit = self._mirrors.leave(self._leaving)
+        copy_back = partial(self._mirrors.arrive, transit, *self._arriving)
+        return StagedOperation(order, transit, post, copy_back, text, "on its way to the device")
 
 
 def _all_elements(array: Array) -> _Intervals:
@@ -159,34 +125,31 @@ class StagedSums:
         sums: on arrays of the host. order: of the communicator that they share with other operations.
     """
 
-    def __init__(self, sums: GradientSums, mirrors: HostMirrors, order: PostingOrder) -> None:
+    def __init__(self, sums: GradientSums, mirrors: HostMirrors, order: InOrder) -> None:
         self._sums, self._mirrors, self._order = sums, mirrors, order
 
     def iallreduce(self, buffer: Array) -> Handle:
-        passage = MirroredArrays(self._mirrors)
-        mirror = passage.mirror(buffer, leaves=_all_elements(buffer), arrives=_all_elements(buffer))
-        return _start_staged(self._order, passage, lambda: self._sums.iallreduce(mirror), f"allreduce of {buffer.size} elements")
+        arrays = MirroredArrays(self._mirrors)
+        mirror = arrays.mirror(buffer, leaves=_all_elements(buffer), arrives=_all_elements(buffer))
+        return arrays.start(self._order, lambda: self._sums.iallreduce(mirror), f"allreduce of {buffer.size} elements")
 
     def ireduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Handle:
-        passage = MirroredArrays(self._mirrors)
-        sent, received = passage.mirror(send, leaves=_all_elements(send)), passage.mirror(recv, arrives=_all_elements(recv))
+        arrays = MirroredArrays(self._mirrors)
+        sent, received = arrays.mirror(send, leaves=_all_elements(send)), arrays.mirror(recv, arrives=_all_elements(recv))
         text = f"reduce-scatter of {send.size} elements"
-        return _start_staged(self._order, passage, lambda: self._sums.ireduce_scatter(sent, received, counts), text)
+        return arrays.start(self._order, lambda: self._sums.ireduce_scatter(sent, received, counts), text)
 
 
-class StagedCommunicator:
+class StagedCommunicator(ForwardingCommunicator):
     """Implements `Communicator` for arrays of a device and of the host alike. Making it is not collective.
 
     Args:
         inner: carries the messages; nobody else posts on it. mirrors: of the device.
-
-    Attributes:
-        rank, size, name, world_ranks: of `inner`.
     """
 
     def __init__(self, inner: Communicator, mirrors: HostMirrors) -> None:
-        self.rank, self.size, self.name, self.world_ranks = inner.rank, inner.size, inner.name, inner.world_ranks
-        self._inner, self._mirrors, self._order = inner, mirrors, PostingOrder()
+        super().__init__(inner)
+        self._mirrors, self._order = mirrors, InOrder()
         self._sums = StagedSums(inner, mirrors, self._order)
 
     def sums_of(self, sums: GradientSums) -> GradientSums:
@@ -200,65 +163,44 @@ class StagedCommunicator:
         return self._sums.ireduce_scatter(send, recv, counts)
 
     def iallgather(self, send: Array | None, recv: Array, counts: Sequence[int]) -> Handle:
-        passage, text = MirroredArrays(self._mirrors), f"allgather of {recv.size} elements"
+        arrays, text = MirroredArrays(self._mirrors), f"allgather of {recv.size} elements"
         mine, others = _own_and_others(counts, self.rank)
         if send is None:
-            received = passage.mirror(recv, leaves=mine, arrives=others)
-            return _start_staged(self._order, passage, lambda: self._inner.iallgather(None, received, counts), text)
-        sent, received = passage.mirror(send, leaves=_all_elements(send)), passage.mirror(recv, arrives=_all_elements(recv))
-        return _start_staged(self._order, passage, lambda: self._inner.iallgather(sent, received, counts), text)
+            received = arrays.mirror(recv, leaves=mine, arrives=others)
+            return arrays.start(self._order, lambda: self.inner.iallgather(None, received, counts), text)
+        sent, received = arrays.mirror(send, leaves=_all_elements(send)), arrays.mirror(recv, arrives=_all_elements(recv))
+        return arrays.start(self._order, lambda: self.inner.iallgather(sent, received, counts), text)
 
     def ialltoall(self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Handle:
-        passage = MirroredArrays(self._mirrors)
-        sent, received = passage.mirror(send, leaves=_all_elements(send)), passage.mirror(recv, arrives=_all_elements(recv))
+        arrays = MirroredArrays(self._mirrors)
+        sent, received = arrays.mirror(send, leaves=_all_elements(send)), arrays.mirror(recv, arrives=_all_elements(recv))
         text = f"all-to-all of {send.size} elements"
-        return _start_staged(self._order, passage, lambda: self._inner.ialltoall(sent, received, send_counts, recv_counts), text)
+        return arrays.start(self._order, lambda: self.inner.ialltoall(sent, received, send_counts, recv_counts), text)
 
     def ibroadcast(self, buffer: Array, root: int) -> Handle:
-        passage = MirroredArrays(self._mirrors)
+        arrays = MirroredArrays(self._mirrors)
         leaves, arrives = (_all_elements(buffer), None) if self.rank == root else (None, _all_elements(buffer))
-        mirror = passage.mirror(buffer, leaves=leaves, arrives=arrives)
+        mirror = arrays.mirror(buffer, leaves=leaves, arrives=arrives)
         text = f"broadcast of {buffer.size} elements"
-        return _start_staged(self._order, passage, lambda: self._inner.ibroadcast(mirror, root), text)
+        return arrays.start(self._order, lambda: self.inner.ibroadcast(mirror, root), text)
 
     def ibarrier(self) -> Handle:
-        return _start_staged(self._order, MirroredArrays(self._mirrors), self._inner.ibarrier, "barrier")
+        return MirroredArrays(self._mirrors).start(self._order, self.inner.ibarrier, "barrier")
 
     def isend(self, buffer: Array, dest: int, tag: int) -> Handle:
-        passage = MirroredArrays(self._mirrors)
-        mirror = passage.mirror(buffer, leaves=_all_elements(buffer))
+        arrays = MirroredArrays(self._mirrors)
+        mirror = arrays.mirror(buffer, leaves=_all_elements(buffer))
         text = f"message of {buffer.size} elements to {dest}"
-        return _start_staged(self._order, passage, lambda: self._inner.isend(mirror, dest, tag), text)
+        return arrays.start(self._order, lambda: self.inner.isend(mirror, dest, tag), text)
 
     def irecv(self, buffer: Array, source: int, tag: int) -> Handle:
-        passage = MirroredArrays(self._mirrors)
-        mirror = passage.mirror(buffer, arrives=_all_elements(buffer))
+        arrays = MirroredArrays(self._mirrors)
+        mirror = arrays.mirror(buffer, arrives=_all_elements(buffer))
         text = f"message of {buffer.size} elements from {source}"
-        return _start_staged(self._order, passage, lambda: self._inner.irecv(mirror, source, tag), text)
+        return arrays.start(self._order, lambda: self.inner.irecv(mirror, source, tag), text)
 
-    def split(self, color: int | None, key: int, name: str) -> Communicator | None:
-        inner = self._inner.split(color, key, name)
-        return None if inner is None else StagedCommunicator(inner, self._mirrors)
-
-    def split_shared_memory(self, name: str) -> Communicator:
-        return StagedCommunicator(self._inner.split_shared_memory(name), self._mirrors)
-
-    def allgather_object(self, value: Any) -> list[Any]:
-        return self._inner.allgather_object(value)
-
-    def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        return self._inner.broadcast_object(value, root)
-
-    def abort(self, code: int) -> None:
-        self._inner.abort(code)
-
-
-def _start_staged(order: PostingOrder, passage: MirroredArrays, post: Callable[[], Handle], text: str) -> Handle:
-    """Begin the first phase of an operation."""
-    transit = passage.begin()
-    operation = StagedOperation(order, transit, post, lambda: passage.end(transit), text)
-    order.add(operation)
-    return operation
+    def wrap(self, part: Communicator) -> Communicator:
+        return StagedCommunicator(part, self._mirrors)
 
 
 class _AfterKernels:
@@ -271,73 +213,56 @@ class _AfterKernels:
         return self._mark is None or self._mark.done
 
 
-class DeviceMpiCommunicator:
+class DeviceMpiCommunicator(ForwardingCommunicator):
     """Implements `Communicator` for arrays of a device and of the host alike. Making it is not collective, see `over_mpi`.
 
     Args:
         inner: carries the messages, and reads the device's memory; nobody else posts on it. arithmetic: of the device.
         gathers: the same ranks in the same order, for the second stage of allreduces; None: arrays of the device are not summed.
-
-    Attributes:
-        rank, size, name, world_ranks: of `inner`.
     """
 
     def __init__(self, inner: Communicator, arithmetic: Arithmetic, gathers: Communicator | None = None) -> None:
         messages = arithmetic.messages()
         assert messages is not None, "the arrays lie on a device"
-        self.rank, self.size, self.name, self.world_ranks = inner.rank, inner.size, inner.name, inner.world_ranks
-        self._inner, self._arithmetic, self._messages = inner, arithmetic, messages
-        self._order = PostingOrder()
+        super().__init__(inner)
+        self._arithmetic, self._messages, self._order = arithmetic, messages, InOrder()
         self._sums = None if gathers is None else PartSums(self, gathers, arithmetic)
 
     def iallreduce(self, buffer: Array) -> Handle:
         if not isinstance(buffer, np.ndarray):
             return self._device_sums().iallreduce(buffer)
-        return self._start(lambda: self._inner.iallreduce(buffer), "allreduce", buffer)
+        return self._start(lambda: self.inner.iallreduce(buffer), "allreduce", buffer)
 
     def ireduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Handle:
         if not isinstance(send, np.ndarray):
             return self._device_sums().ireduce_scatter(send, recv, counts)
-        return self._start(lambda: self._inner.ireduce_scatter(send, recv, counts), "reduce-scatter", send)
+        return self._start(lambda: self.inner.ireduce_scatter(send, recv, counts), "reduce-scatter", send)
 
     def iallgather(self, send: Array | None, recv: Array, counts: Sequence[int]) -> Handle:
         if send is not None and not isinstance(recv, np.ndarray):
             self._arithmetic.copy(piece(recv, counts, self.rank), send.reshape(-1))
             send = None  # in place now, by the device's own copy
-        return self._start(lambda: self._inner.iallgather(send, recv, counts), "allgather", recv)
+        return self._start(lambda: self.inner.iallgather(send, recv, counts), "allgather", recv)
 
     def ialltoall(self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Handle:
         if not isinstance(recv, np.ndarray):
             self._arithmetic.copy(piece(recv, recv_counts, self.rank), piece(send, send_counts, self.rank))
-        return self._start(lambda: self._inner.ialltoall(send, recv, send_counts, recv_counts), "all-to-all", send)
+        return self._start(lambda: self.inner.ialltoall(send, recv, send_counts, recv_counts), "all-to-all", send)
 
     def ibroadcast(self, buffer: Array, root: int) -> Handle:
-        return self._start(lambda: self._inner.ibroadcast(buffer, root), "broadcast", buffer)
+        return self._start(lambda: self.inner.ibroadcast(buffer, root), "broadcast", buffer)
 
     def ibarrier(self) -> Handle:
-        return self._start(self._inner.ibarrier, "barrier")
+        return self._start(self.inner.ibarrier, "barrier")
 
     def isend(self, buffer: Array, dest: int, tag: int) -> Handle:
-        return self._start(lambda: self._inner.isend(buffer, dest, tag), f"message to {dest}", buffer)
+        return self._start(lambda: self.inner.isend(buffer, dest, tag), f"message to {dest}", buffer)
 
     def irecv(self, buffer: Array, source: int, tag: int) -> Handle:
-        return self._start(lambda: self._inner.irecv(buffer, source, tag), f"message from {source}", buffer)
+        return self._start(lambda: self.inner.irecv(buffer, source, tag), f"message from {source}", buffer)
 
-    def split(self, color: int | None, key: int, name: str) -> Communicator | None:
-        inner = self._inner.split(color, key, name)
-        return None if inner is None else over_mpi(inner, self._arithmetic)
-
-    def split_shared_memory(self, name: str) -> Communicator:
-        return over_mpi(self._inner.split_shared_memory(name), self._arithmetic)
-
-    def allgather_object(self, value: Any) -> list[Any]:
-        return self._inner.allgather_object(value)
-
-    def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        return self._inner.broadcast_object(value, root)
-
-    def abort(self, code: int) -> None:
-        self._inner.abort(code)
+    def wrap(self, part: Communicator) -> Communicator:
+        return over_mpi(part, self._arithmetic)
 
     def _device_sums(self) -> PartSums:
         assert self._sums is not None, f"{self.name} moves arrays of the device, and sums none"
@@ -347,9 +272,7 @@ class DeviceMpiCommunicator:
         """The next operation; `array` says how large it is, and where."""
         mark = None if array is None or isinstance(array, np.ndarray) else self._messages.mark()
         text = operation if array is None else f"{operation} of {array.size} elements"
-        started = StagedOperation(self._order, _AfterKernels(mark), post, lambda: None, text, "complete")
-        self._order.add(started)
-        return started
+        return StagedOperation(self._order, _AfterKernels(mark), post, lambda: None, text, "complete")
 
 
 def over_mpi(inner: Communicator, arithmetic: Arithmetic) -> DeviceMpiCommunicator:
@@ -387,7 +310,7 @@ class NcclHandle:
         return f"{self._text}, {'complete' if self._mark is None else 'enqueued, waiting for the device or its peers'}"
 
 
-class NcclCommunicator:
+class NcclCommunicator(ForwardingCommunicator):
     """Implements `Communicator` for arrays of a device, by NCCL, and of the host, by another communicator.
 
     Operations on arrays of the host, messages, barriers, objects and splits go to that one, and have an order of their own. (With
@@ -396,18 +319,15 @@ class NcclCommunicator:
 
     Args:
         inner: of the same ranks, by way of the host. arithmetic: of the device. group: of the devices of the same ranks.
-
-    Attributes:
-        rank, size, name, world_ranks: of `inner`.
     """
 
     def __init__(self, inner: Communicator, arithmetic: Arithmetic, group: DeviceGroup) -> None:
-        self.rank, self.size, self.name, self.world_ranks = inner.rank, inner.size, inner.name, inner.world_ranks
-        self._inner, self._arithmetic, self._group, self._links = inner, arithmetic, group, group.links
+        super().__init__(inner)
+        self._arithmetic, self._group, self._links = arithmetic, group, group.links
 
     def iallreduce(self, buffer: Array) -> Handle:
         if isinstance(buffer, np.ndarray):
-            return self._inner.iallreduce(buffer)
+            return self.inner.iallreduce(buffer)
         self._group.wait_for_kernels()
         if buffer.size:
             self._links.sum_to_all(buffer)
@@ -416,7 +336,7 @@ class NcclCommunicator:
     def ireduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Handle:
         """As a sum to each rank, all of them at once: pieces may have unlike sizes."""
         if isinstance(send, np.ndarray):
-            return self._inner.ireduce_scatter(send, recv, counts)
+            return self.inner.ireduce_scatter(send, recv, counts)
         assert (send.size, recv.size) == (sum(counts), counts[self.rank])
         self._group.wait_for_kernels()
         with self._links.together():
@@ -428,7 +348,7 @@ class NcclCommunicator:
     def iallgather(self, send: Array | None, recv: Array, counts: Sequence[int]) -> Handle:
         """As a broadcast from each rank, all of them at once."""
         if isinstance(recv, np.ndarray):
-            return self._inner.iallgather(send, recv, counts)
+            return self.inner.iallgather(send, recv, counts)
         assert recv.size == sum(counts)
         if send is not None:
             self._arithmetic.copy(piece(recv, counts, self.rank), send.reshape(-1))
@@ -441,7 +361,7 @@ class NcclCommunicator:
 
     def ialltoall(self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Handle:
         if isinstance(send, np.ndarray):
-            return self._inner.ialltoall(send, recv, send_counts, recv_counts)
+            return self.inner.ialltoall(send, recv, send_counts, recv_counts)
         self._arithmetic.copy(piece(recv, recv_counts, self.rank), piece(send, send_counts, self.rank))
         self._group.wait_for_kernels()
         with self._links.together():
@@ -454,37 +374,18 @@ class NcclCommunicator:
 
     def ibroadcast(self, buffer: Array, root: int) -> Handle:
         if isinstance(buffer, np.ndarray):
-            return self._inner.ibroadcast(buffer, root)
+            return self.inner.ibroadcast(buffer, root)
         self._group.wait_for_kernels()
         if buffer.size:
             self._links.broadcast(buffer, root)
         return self._enqueued("broadcast", buffer)
 
-    def ibarrier(self) -> Handle:
-        return self._inner.ibarrier()
-
-    def isend(self, buffer: Array, dest: int, tag: int) -> Handle:
-        return self._inner.isend(buffer, dest, tag)
-
-    def irecv(self, buffer: Array, source: int, tag: int) -> Handle:
-        return self._inner.irecv(buffer, source, tag)
-
-    def split(self, color: int | None, key: int, name: str) -> Communicator | None:
-        inner = self._inner.split(color, key, name)
-        return None if inner is None else joined(inner, self._arithmetic)
-
-    def split_shared_memory(self, name: str) -> Communicator:
-        return joined(self._inner.split_shared_memory(name), self._arithmetic)
-
-    def allgather_object(self, value: Any) -> list[Any]:
-        return self._inner.allgather_object(value)
-
-    def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        return self._inner.broadcast_object(value, root)
+    def wrap(self, part: Communicator) -> Communicator:
+        return joined(part, self._arithmetic)
 
     def abort(self, code: int) -> None:
         self._links.abort()
-        self._inner.abort(code)
+        self.inner.abort(code)
 
     def _enqueued(self, operation: str, array: Array) -> Handle:
         return NcclHandle(self._group, f"{operation} of {array.size} elements")

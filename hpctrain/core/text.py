@@ -1,10 +1,11 @@
-"""Text for terminals, scripts and file names: untrusted text made safe, lines of ranks kept whole, spans of ranks.
+"""Text for terminals, scripts and file names: untrusted text made safe, lines of ranks kept whole, short numbers.
 
 Loaded before a process becomes a rank, so it imports little.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import re
@@ -77,6 +78,53 @@ def shell_word(text: str) -> str:
     if not text:
         return '""'
     return text if _PLAIN_WORD.fullmatch(text) else "'" + text.replace("'", "'\"'\"'") + "'"
+
+
+#: columns of a line about steps and epochs if there is no terminal
+LOG_COLUMNS = 80
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: "1 rank", "3 ranks"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def loss_text(loss: float) -> str:
+    """Return a loss with four decimals; from 1,000 on with four digits in all, such as 1.235e+26."""
+    return f"{loss:.4f}" if abs(loss) < 1000 or not math.isfinite(loss) else f"{loss:.4g}"
+
+
+def duration_text(seconds: float) -> str:
+    """Return a time as h:mm:ss, with whole days in front: 0:00:07, 1:02:03, 2 d 3:04:05."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    return (f"{days} d " if days else "") + f"{hour}:{minute:02}:{second:02}"
+
+
+def fitting(facts: Sequence[tuple[int, str]], room: int, between: str = "  ") -> str:
+    """Return the most important facts that fit into a line, in their order.
+
+    Args:
+        facts: (rank, text); the fact with the highest rank is left out first. room: characters.
+    """
+    kept = [fact for fact in facts if fact[1]]
+    while kept and len(between.join(text for _, text in kept)) > room:
+        kept.remove(max(kept, key=lambda fact: fact[0]))
+    return between.join(text for _, text in kept)
+
+
+def folded(pieces: Sequence[str], room: int = LOG_COLUMNS, between: str = "; ", indent: str = "  ") -> list[str]:
+    """Return lines with as many of the pieces in each as fit; all lines except the first begin with the indent."""
+    lines = [pieces[0]]
+    for piece in pieces[1:]:
+        longer = f"{lines[-1]}{between}{piece}"
+        if len(longer) <= room:
+            lines[-1] = longer
+        else:
+            lines[-1] += between.rstrip()
+            lines.append(indent + piece)
+    return lines
 
 
 def spans(ranks: Sequence[int]) -> str:

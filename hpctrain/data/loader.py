@@ -72,7 +72,7 @@ class Batch:
     image_shape: tuple[int, int, int] | None = None
 
 
-class Place(TypedDict):
+class LoaderRank(TypedDict):
     """A rank's place among those that share the batches out, as loaders are told it (see `Loader`)."""
 
     rank: int

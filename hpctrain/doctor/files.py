@@ -19,8 +19,7 @@ from pathlib import Path
 
 from hpctrain.core.errors import ConfigError, DataError, HpctrainError
 from hpctrain.core.files import path_of
-from hpctrain.doctor.check import Check, JobView, JoinedPlace, OwnPlace, present
-from hpctrain.doctor.findings import DoctorFinding, FindingKind, Severity, fine
+from hpctrain.doctor.check import Check, DoctorFinding, FindingKind, JobView, JoinedPlace, OwnPlace, Severity, fine, present
 from hpctrain.storage.atomic_write import write_bytes
 
 NOT_WRITABLE = FindingKind(
@@ -56,7 +55,11 @@ _PROBE_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class DirectoryFacts:
-    """The outcome of a probe. error: errno, 0 where all went well. matches: what was read is what was written."""
+    """The outcome of a probe.
+
+    Attributes:
+        error: errno, 0 on success. matches: whether the file was read as it was written.
+    """
 
     directory: str
     error: int = 0
@@ -65,18 +68,18 @@ class DirectoryFacts:
 
 
 def existing(directory: Path) -> Path:
-    """The directory itself, or the nearest above it that is there: a training makes what lacks below."""
+    """Return the directory itself, or the nearest existing one above it: a training creates the missing ones."""
     directory = directory.absolute()
     return next((path for path in (directory, *directory.parents) if path.exists()), directory)
 
 
 def probe_path(directory: Path, name: str) -> Path:
-    """A file of this process in a directory."""
+    """Return the path of a file of this process in a directory."""
     return directory / f".hpctrain-doctor-{name}-{os.getpid()}"
 
 
 def gather_directory(place: OwnPlace) -> DirectoryFacts | None:
-    """The facts of the first rank, which writes the files of a run."""
+    """Return the facts of the first rank, which writes the files of a run."""
     if not place.leads_job:
         return None
     directory = existing(place.directory)
@@ -92,7 +95,7 @@ def gather_directory(place: OwnPlace) -> DirectoryFacts | None:
 
 
 def judge_directory(job: JobView, facts: Sequence[DirectoryFacts | None]) -> list[DoctorFinding]:
-    """One finding."""
+    """Return one finding."""
     fact = facts[0]
     assert fact is not None, "the first rank looks"
     if fact.error:
@@ -112,7 +115,7 @@ def _mend_directory(error: int) -> str:
 
 
 def gather_shared(place: JoinedPlace) -> bool | None:
-    """Whether the first rank of this node sees a file that rank 0 has made. Collective."""
+    """Return whether the first rank of this node sees a file that rank 0 has made. Collective."""
     world, directory = place.world, existing(place.own.directory)
     path = Path(world.broadcast_object(str(probe_path(directory, "shared"))))
     if world.rank == 0:
@@ -142,7 +145,7 @@ def _sees(path: Path) -> bool:
 
 
 def judge_shared(job: JobView, facts: Sequence[bool | None]) -> list[DoctorFinding]:
-    """One finding."""
+    """Return one finding."""
     blind = [rank for rank, sees in enumerate(facts) if sees is False]
     if blind:
         hosts = ", ".join(dict.fromkeys(job.hosts[rank] for rank in blind))
@@ -196,9 +199,10 @@ class Hdf5Facts:
     """HDF5 on a node.
 
     Attributes:
-        directory: in which a file was made. failure: of that; empty where it went well.
-        data: (path, sentence, whether a lock is the cause) of each data file that cannot be opened. files: that can.
-        switch: the environment's word on locks.
+        directory: in which a file was made. failure: the error of that; empty on success.
+        data: (path, sentence, whether a lock is the cause) of each data file that cannot be opened. files: number of those that
+            can.
+        switch: the environment's setting of locks.
     """
 
     directory: str = ""
@@ -209,7 +213,7 @@ class Hdf5Facts:
 
 
 def gather_hdf5(place: OwnPlace) -> Hdf5Facts | None:
-    """The facts of this node."""
+    """Return the facts of this node."""
     if not place.leads_node:
         return None
     directory = existing(place.directory)
@@ -228,7 +232,7 @@ def _data_files(place: OwnPlace) -> list[Path]:
 
 
 def _fault_of(path: Path) -> tuple[str, str, bool] | None:
-    """(path, a training's sentence, whether a lock is the cause) of a file that it could not open; None where it could."""
+    """Return (path, a training's sentence, whether a lock is the cause) of a file that cannot be opened; None if it can."""
     from hpctrain.data.image_file import ImageFile
 
     try:
@@ -239,7 +243,7 @@ def _fault_of(path: Path) -> tuple[str, str, bool] | None:
 
 
 def _probe(directory: Path) -> str:
-    """Make an HDF5 file as programs do by default, and read it; the reason where that fails because of a lock, else nothing."""
+    """Make an HDF5 file as programs do by default, and read it. Return the reason if a lock makes that fail, else ""."""
     import h5py
 
     path = probe_path(directory, "hdf5")
@@ -257,7 +261,7 @@ def _probe(directory: Path) -> str:
 
 
 def judge_hdf5(job: JobView, facts: Sequence[Hdf5Facts | None]) -> list[DoctorFinding]:
-    """A finding for each data file that cannot be opened on a node, and one for locks."""
+    """Return a finding for each data file that cannot be opened on a node, and one for locks."""
     found: dict[str, DoctorFinding] = {}
     for rank, fact in present(facts):
         where = f" on {job.hosts[rank]}" if len(job.nodes) > 1 else ""
@@ -343,7 +347,11 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 @dataclass(frozen=True)
 class ScratchFacts:
-    """One place of a node. error: errno of writing there, 0 where it went well. variable: that names it; "" where none does."""
+    """One directory of a node.
+
+    Attributes:
+        error: errno of writing there, 0 on success. variable: that names the directory; "" without one.
+    """
 
     path: str
     variable: str
@@ -352,7 +360,7 @@ class ScratchFacts:
 
 
 def gather_scratch(place: OwnPlace) -> list[ScratchFacts] | None:
-    """The places of this node."""
+    """Return the directories of this node."""
     if not place.leads_node:
         return None
     variable = next((name for name in VARIABLES if os.environ.get(name)), "")
@@ -369,7 +377,7 @@ def gather_scratch(place: OwnPlace) -> list[ScratchFacts] | None:
 
 
 def look(directory: Path, variable: str) -> ScratchFacts:
-    """Write a little there, and ask how much more there is room for."""
+    """Write a few bytes to a directory, and return how much space is left."""
     path = probe_path(directory, "scratch")
     try:
         status = os.statvfs(directory)
@@ -383,7 +391,7 @@ def look(directory: Path, variable: str) -> ScratchFacts:
 
 
 def judge_scratch(job: JobView, facts: Sequence[list[ScratchFacts] | None]) -> list[DoctorFinding]:
-    """A finding for each place that is not as it should be, of the first node where it is not."""
+    """Return a finding for each directory with a fault, of the first node that has the fault."""
     found: dict[str, DoctorFinding] = {}
     for rank, places in present(facts):
         where = f" of {job.hosts[rank]}" if len(job.nodes) > 1 else ""

@@ -27,10 +27,9 @@ from hpctrain.doctor import nodes as versions
 from hpctrain.doctor import ranks as cores
 from hpctrain.doctor import ranks as grid
 from hpctrain.doctor import ranks as mpi_library
-from hpctrain.doctor.check import Check, JobView, JoinedPlace, OwnPlace
-from hpctrain.doctor.findings import DoctorFinding, FindingKind, Severity
+from hpctrain.doctor.check import Check, DoctorFinding, FindingKind, JobView, JoinedPlace, OwnPlace, Severity
 from hpctrain.doctor.ranks import LibraryFacts
-from hpctrain.doctor.watch import Notebook, RankEnd
+from hpctrain.launch.child import Notebook, RankEnd
 
 CHECKS: Sequence[Check] = (
     ranks.LAUNCHER,
@@ -79,14 +78,18 @@ Facts = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class CheckFailure:
-    """A check that could not be made on a rank: the system's reason."""
+    """A check that could not be made on a rank, with the system's reason."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Progression:
-    """How far a rank has got: a note for its parent. phase: what it is in. facts: those that it has. library: the MPI's name."""
+    """The progress of a rank: a note for its parent.
+
+    Attributes:
+        phase: what it does now. facts: those gathered so far. library: the MPI's name.
+    """
 
     phase: str
     facts: Facts
@@ -97,7 +100,11 @@ class Progression:
 
 @dataclass(frozen=True)
 class Examination:
-    """The outcome: of the job, and findings by the name of the check. by_rank: the facts."""
+    """The outcome.
+
+    Attributes:
+        job: of which. findings: by the name of the check. by_rank: the facts.
+    """
 
     job: JobView
     findings: Mapping[str, Sequence[DoctorFinding]]
@@ -105,12 +112,12 @@ class Examination:
 
     @property
     def all_findings(self) -> list[DoctorFinding]:
-        """In the order of the checks."""
+        """Return all findings in the order of the checks."""
         return [finding for found in self.findings.values() for finding in found]
 
 
 def gather_alone(place: OwnPlace, checks: Sequence[Check] = CHECKS) -> dict[str, Any]:
-    """The facts that this rank finds by itself; before MPI starts, as checks start processes."""
+    """Return the facts that this rank finds by itself. Called before MPI starts, as checks start processes."""
     facts: dict[str, Any] = {}
     for check in checks:
         if not check.joined:
@@ -130,10 +137,10 @@ def examine_together(
     deadline_seconds: float,
     checks: Sequence[Check] = CHECKS,
 ) -> Examination | None:
-    """The outcome, on rank 0. Collective over the world.
+    """Return the outcome on rank 0. Collective over the world.
 
     Args:
-        own: facts that this rank has found by itself. note: is told what begins. deadline_seconds: of one wait.
+        own: facts that this rank found by itself. note: is called with what begins. deadline_seconds: of one wait.
     """
     progress = ProgressEngine(rank=world.rank, deadline_seconds=deadline_seconds, abort=world.abort)
     note("finding the ranks of each node")
@@ -157,10 +164,10 @@ def examine_together(
 def examine_alone(
     place: OwnPlace, own: Facts, library: str = "", error: str = "", ended: DoctorFinding | None = None
 ) -> Examination:
-    """The outcome where MPI did not bring the ranks together: from this one's facts. The number of ranks is not known then.
+    """Return the outcome from this rank's facts if MPI did not connect the ranks. The number of ranks is unknown then.
 
     Args:
-        library: the MPI library's name, where it could start. error: why it could not be loaded. ended: how the rank ended.
+        library: the MPI library's name, if it could start. error: why it could not be loaded. ended: how the rank ended.
     """
     facts = dict(own)
     known = facts.get(mpi_library.MPI_LIBRARY.name)
@@ -172,7 +179,7 @@ def examine_alone(
 
 
 def judge(job: JobView, by_rank: Sequence[Facts], checks: Sequence[Check] = CHECKS) -> Examination:
-    """The findings of all checks of which there are facts."""
+    """Return the findings of all checks that have facts."""
     findings: dict[str, Sequence[DoctorFinding]] = {}
     for check in checks:
         facts = [facts.get(check.name) for facts in by_rank]
@@ -186,7 +193,7 @@ def judge(job: JobView, by_rank: Sequence[Facts], checks: Sequence[Check] = CHEC
 
 
 def explained(place: OwnPlace, end: RankEnd) -> tuple[DoctorFinding, Callable[[], Examination]]:
-    """How a rank ended that came to no end by itself; and the outcome from its notes, for the rank that prints."""
+    """Return how a rank ended that reached no conclusion, and a function for the outcome, for the rank that prints."""
     note = end.note if isinstance(end.note, Progression) else Progression("starting Python", {})
     library = note.facts.get(mpi_library.MPI_LIBRARY.name)
     ended = nodes.from_start(end.words)
@@ -205,7 +212,7 @@ def _rank_of(place: OwnPlace) -> str:
 
 
 class RankNotes:
-    """Tells the parent of this rank what it is in, with all that it knows."""
+    """Tells the parent of this rank what the rank does, with all that it knows."""
 
     def __init__(self, notebook: Notebook, config: Config | None) -> None:
         self._notebook, self._config = notebook, config
@@ -213,5 +220,5 @@ class RankNotes:
         self.library = ""
 
     def phase(self, phase: str, *, concluded: bool = False) -> None:
-        """Something begins."""
+        """Note that something begins."""
         self._notebook.write(Progression(phase, self.facts, self.library, self._config, concluded))

@@ -21,9 +21,18 @@ from hpctrain.config.grid import columns
 from hpctrain.config.schema import Config
 from hpctrain.core.errors import ConfigError, HpctrainError
 from hpctrain.core.text import spans
-from hpctrain.doctor.check import Check, JobView, JoinedPlace, OwnPlace, present
-from hpctrain.doctor.findings import DoctorFinding, FindingKind, Severity, fine
-from hpctrain.doctor.start_facts import StartFacts
+from hpctrain.doctor.check import (
+    Check,
+    DoctorFinding,
+    FindingKind,
+    JobView,
+    JoinedPlace,
+    OwnPlace,
+    Severity,
+    StartFacts,
+    fine,
+    present,
+)
 from hpctrain.job.same_start import check_same_start
 from hpctrain.planner.measurement import facts_here
 from hpctrain.planner.planned_run import description, prepare
@@ -49,11 +58,11 @@ _COPIES = 3
 
 @dataclass(frozen=True)
 class MemoryFacts:
-    """Bytes of a node, and, on rank 0, of the rank that needs most.
+    """Bytes of a node and, on rank 0, of the rank that needs most.
 
     Attributes:
-        node_bytes: of all its ranks together. pass_bytes: of a pass through the network. held_bytes: of what is always there.
-        samples: of the rank, of a step. reason: why there is nothing of the rank; empty where there is.
+        node_bytes: of all its ranks together. pass_bytes: of a pass through the network. held_bytes: of what is always held.
+        samples: of the rank, per step. reason: why nothing is known of the rank; empty otherwise.
     """
 
     node_bytes: int
@@ -64,7 +73,7 @@ class MemoryFacts:
 
 
 def gather_memory(place: OwnPlace) -> MemoryFacts | None:
-    """The facts of this node. Rank 0 plans a step of the largest share of the batch, in a second or two."""
+    """Return the facts of this node. Rank 0 plans a step of the largest share of the batch, in a second or two."""
     if not place.leads_node:
         return None
     node_bytes = facts_here().memory_bytes
@@ -79,7 +88,7 @@ def gather_memory(place: OwnPlace) -> MemoryFacts | None:
 
 
 def planned_bytes(config: Config, ranks: int) -> tuple[int, int, int]:
-    """(bytes of a pass, bytes that are always held, samples of a step) of the rank that needs most, from one split group alone.
+    """Return (bytes of a pass, bytes that are always held, samples per step) of the rank that needs most, from one split group.
 
     Raises:
         HpctrainError: there is no such plan.
@@ -93,7 +102,7 @@ def planned_bytes(config: Config, ranks: int) -> tuple[int, int, int]:
 
 
 def judge_memory(job: JobView, facts: Sequence[MemoryFacts | None]) -> list[DoctorFinding]:
-    """One finding, about the node with the least room."""
+    """Return one finding, about the node with the least space."""
     planned = facts[0]
     assert planned is not None, "the first rank looks"
     if planned.reason:
@@ -117,7 +126,7 @@ def judge_memory(job: JobView, facts: Sequence[MemoryFacts | None]) -> list[Doct
 
 
 def _mend_memory(config: Config | None, planned: MemoryFacts, ranks: int, node_bytes: int) -> str:
-    """The number of micro-batches with which the ranks fit, or that of ranks."""
+    """Return the number of micro-batches with which the ranks fit, or the number of ranks that fit."""
     room = _TIGHT * node_bytes - ranks * planned.held_bytes
     if room > 0 and config is not None:
         micro_batches = math.ceil(ranks * planned.pass_bytes / room) * config.micro_batches
@@ -165,8 +174,8 @@ class GpuFacts:
     """The GPUs that a rank sees.
 
     Attributes:
-        visible: their names, as the environment gives them, else as the driver does. confined: the environment names them.
-        probe: AWARE, UNAWARE with a reason, UNTRIED, or what MPI said when it ended the process.
+        visible: their names, from the environment, else from the driver. confined: whether the environment names them.
+        probe: AWARE, UNAWARE with a reason, UNTRIED, or what MPI printed when it ended the process.
     """
 
     visible: tuple[str, ...] = ()
@@ -175,7 +184,7 @@ class GpuFacts:
 
 
 def gather_gpus(place: OwnPlace) -> GpuFacts:
-    """The facts of this rank; the first one of a node starts a process where there is a GPU, or MPI is to support one."""
+    """Return the facts of this rank. The first rank of a node starts a process if there is a GPU, or if MPI is to support one."""
     named = os.environ.get(_VISIBLE)
     if named is not None:
         visible = tuple(entry.strip() for entry in named.split(",") if entry.strip())
@@ -186,14 +195,14 @@ def gather_gpus(place: OwnPlace) -> GpuFacts:
 
 
 def from_start(text: str) -> DoctorFinding | None:
-    """The finding that an MPI's last words lead to; None where they say nothing of GPUs."""
+    """Return the finding that follows from MPI's last words; None if they do not concern GPUs."""
     if GTL_WORDS not in text:
         return None
     return NO_GTL.found("MPI says at its start: GPU support is asked for, but the GTL library is not linked.")
 
 
 def judge_gpus(job: JobView, facts: Sequence[GpuFacts]) -> list[DoctorFinding]:
-    """All that is wrong with GPUs, or what there is."""
+    """Return all faults of GPUs, or a finding on what there is."""
     aborted = next((finding for fact in facts if (finding := from_start(fact.probe)) is not None), None)
     found = [] if aborted is None else [aborted]
     if job.config is not None and job.config.backend == "cuda":
@@ -213,7 +222,7 @@ def judge_gpus(job: JobView, facts: Sequence[GpuFacts]) -> list[DoctorFinding]:
 
 
 def _cuda(job: JobView, facts: Sequence[GpuFacts]) -> list[DoctorFinding]:
-    """Why backend cuda cannot be used on these ranks."""
+    """Return why backend cuda cannot be used on these ranks."""
     for ranks in job.nodes.values():
         gpus = _gpus_of(facts, ranks)
         if gpus < len(ranks):
@@ -224,7 +233,10 @@ def _cuda(job: JobView, facts: Sequence[GpuFacts]) -> list[DoctorFinding]:
 
 
 def _gpus_of(facts: Sequence[GpuFacts], ranks: Sequence[int]) -> int:
-    """GPUs that the ranks of a node see together. Ranks that are each shown one, by the same number, may have different ones."""
+    """Return the number of GPUs that the ranks of a node see together.
+
+    Ranks that are each shown one GPU by the same number may have different ones.
+    """
     shown = [facts[rank].visible for rank in ranks]
     if len(ranks) > 1 and all(facts[rank].confined and len(facts[rank].visible) == 1 for rank in ranks):
         return len(ranks) if len(set(shown)) == 1 and shown[0] == ("0",) else len(set(shown))
@@ -262,14 +274,18 @@ UNLIKE_KERNELS = FindingKind(
 
 @dataclass(frozen=True)
 class KernelFacts:
-    """The kernel set of a rank. reason: why it is not oneDNN's, where that was wanted; empty where it is."""
+    """The kernel set of a rank.
+
+    Attributes:
+        reason: why it is not oneDNN's although that was wanted; empty otherwise.
+    """
 
     name: str
     reason: str = ""
 
 
 def gather_kernels(place: OwnPlace) -> KernelFacts | None:
-    """The facts of this node; a GPU is looked at elsewhere."""
+    """Return the facts of this node. GPUs have their own check."""
     if not place.leads_node:
         return None
     backend, dtype = ("auto", "float32") if place.config is None else (place.config.backend, place.config.dtype)
@@ -282,7 +298,7 @@ def gather_kernels(place: OwnPlace) -> KernelFacts | None:
 
 
 def judge_kernels(job: JobView, facts: Sequence[KernelFacts | None]) -> list[DoctorFinding]:
-    """One finding."""
+    """Return one finding."""
     looked = [(rank, fact) for rank, fact in enumerate(facts) if fact is not None]
     missing = [rank for rank, fact in looked if fact.reason]
     wanted = job.config is not None and job.config.backend == "onednn"
@@ -313,7 +329,7 @@ MISMATCH = FindingKind(
 
 
 def gather_versions(place: JoinedPlace) -> tuple[str, str]:
-    """(the first difference between ranks, or "", this rank's versions). Collective."""
+    """Return (the first difference between ranks, or "", this rank's versions). Collective."""
     try:
         check_same_start(place.world, place.own.config, leads_node=place.own.leads_node)
     except ConfigError as error:
@@ -322,7 +338,7 @@ def gather_versions(place: JoinedPlace) -> tuple[str, str]:
 
 
 def judge_versions(job: JobView, facts: Sequence[tuple[str, str]]) -> list[DoctorFinding]:
-    """One finding; the ranks have told each other what differs."""
+    """Return one finding. The ranks have already compared versions."""
     difference, versions = facts[0]
     if difference:
         finding = MISMATCH.from_error(difference)
@@ -353,12 +369,12 @@ _MOST_START_SECONDS = 5.0
 
 
 def gather_start_up(place: OwnPlace) -> StartFacts | None:
-    """The facts that were taken when this rank started."""
+    """Return the facts measured when this rank started."""
     return place.start
 
 
 def judge_start_up(job: JobView, facts: Sequence[StartFacts | None]) -> list[DoctorFinding]:
-    """One finding, about the slowest rank."""
+    """Return one finding, about the slowest rank."""
     known = present(facts)
     if not known:
         return [fine("Not measured.")]
@@ -387,12 +403,12 @@ _MOST_SKEW_SECONDS = 0.5
 
 
 def gather_clocks(place: JoinedPlace) -> Offset:
-    """This rank's wall clock less rank 0's. Collective."""
+    """Return this rank's wall clock minus rank 0's. Collective."""
     return measure_offset(place.world, place.progress.wait_handle, clock_ns=time.time_ns, rounds=_ROUNDS)
 
 
 def judge_clocks(job: JobView, facts: Sequence[Offset]) -> list[DoctorFinding]:
-    """One finding: the nodes whose clocks are surely apart from rank 0's, or by how much clocks may be."""
+    """Return one finding: the nodes whose clocks certainly differ from rank 0's, or by how much clocks may differ."""
     seconds = [(abs(fact.offset_ns) - fact.error_ns) * 1e-9 for fact in facts]
     late = [rank for rank, apart in enumerate(seconds) if apart > _MOST_SKEW_SECONDS]
     if late:
@@ -430,7 +446,7 @@ _LITTLE = 0.25
 
 
 def gather_progress(place: JoinedPlace) -> OverlapMeasurement | None:
-    """The measurement, the same on all ranks; None on one rank. Collective; takes two seconds or three."""
+    """Return the measurement on rank 0, None on others and on one rank. Collective; takes two or three seconds."""
     if place.world.size == 1:
         return None
     modes = [ProgressMode.TEST, ProgressMode.NONE, *([ProgressMode.THREAD] if _threads_may_call() else [])]
@@ -448,7 +464,7 @@ def _threads_may_call() -> bool:
 
 
 def judge_progress(job: JobView, facts: Sequence[OverlapMeasurement | None]) -> list[DoctorFinding]:
-    """One finding, with what each mode hides in words."""
+    """Return one finding, with the share that each mode hides."""
     measured = facts[0]
     if measured is None:
         return [fine("One rank: nothing travels.")]

@@ -20,8 +20,7 @@ from hpctrain.config.grid import check_batch, columns, describe, parallel_plan
 from hpctrain.config.images import SingleValues, single_values_of
 from hpctrain.config.schema import Config
 from hpctrain.core.errors import HpctrainError
-from hpctrain.doctor.check import Check, JobView, OwnPlace
-from hpctrain.doctor.findings import DoctorFinding, FindingKind, Severity, capital, fine
+from hpctrain.doctor.check import Check, DoctorFinding, FindingKind, JobView, OwnPlace, Severity, capital, fine
 from hpctrain.job.session import describe_cores
 from hpctrain.launch.control_groups import whole_quota
 from hpctrain.launch.launcher import Launcher, lone_fault, without_launcher, world_fault
@@ -63,11 +62,11 @@ WRONG_LAUNCHER = FindingKind(
 
 @dataclass(frozen=True)
 class LauncherFacts:
-    """The processes beside this one.
+    """The processes that run together with this one.
 
     Attributes:
-        beside: the mpiexec in the folder of this Python; empty where there is none.
-        siblings: processes of the same command that the same process has started, this one among them.
+        beside: the mpiexec in the folder of this Python; empty if there is none.
+        siblings: processes of the same command that the same process started, including this one.
         alone: why a training is refused, if the job was allocated several ranks and this process is the only one.
     """
 
@@ -77,18 +76,18 @@ class LauncherFacts:
 
 
 def gather_launcher(place: OwnPlace) -> LauncherFacts:
-    """The facts of this rank."""
+    """Return the facts of this rank."""
     return LauncherFacts(mpiexec_beside_python(), 1 + len(_siblings(os.getppid())), lone_fault(place.launcher, os.environ))
 
 
 def mpiexec_beside_python() -> str:
-    """The mpiexec that was installed with this Python's packages; empty where there is none."""
+    """Return the mpiexec that was installed with this Python's packages; empty if there is none."""
     beside = Path(sys.executable).with_name("mpiexec")
     return str(beside) if beside.exists() else ""
 
 
 def wrong_launcher(launcher: Launcher, library: str, beside: str) -> DoctorFinding | None:
-    """The finding where one of launcher and library is Open MPI's, and the other one is not; None where that is not known.
+    """Return the finding if one of launcher and library is Open MPI's and the other is not; None if that is unknown.
 
     Args:
         library: the name of the library. beside: the mpiexec in the folder of this Python.
@@ -103,13 +102,13 @@ def wrong_launcher(launcher: Launcher, library: str, beside: str) -> DoctorFindi
 
 
 def first_of_siblings() -> bool:
-    """False where an older process of the same command, from the same starter, is there to speak for this one."""
+    """Return False if an older process of the same command, from the same starter, reports for this one."""
     keeper = os.getppid()  # the doctor's rank is a child of the process that was started
     return all(sibling > keeper for sibling in _siblings(keeper))
 
 
 def judge_launcher(job: JobView, facts: Sequence[LauncherFacts]) -> list[DoctorFinding]:
-    """One finding: the first fault, or who started how many ranks."""
+    """Return one finding: the first fault, or which launcher started how many ranks."""
     launcher, first = job.launcher, facts[0]
     fault = world_fault(launcher, job.size, job.library)
     if fault is not None and job.size == 1 and launcher.name != "none" and launcher.overruled_size != 1:
@@ -150,7 +149,7 @@ def _line(mend: str) -> str:
 
 
 def _siblings(process: int) -> list[int]:
-    """Other processes with the parent and the command line of this one."""
+    """Return the other processes with the parent and the command line of this one."""
     parent, words = _parent(process), _words(process)
     found = []
     for entry in Path("/proc").iterdir():
@@ -220,8 +219,9 @@ class LibraryFacts:
     """The launchers on PATH, in its order.
 
     Attributes:
-        launchers: (path of an mpiexec, its MPI, "" where it does not say). beside: the mpiexec in the folder of this Python.
-        library: that mpi4py loads, by a process that starts no MPI. level_asked: the thread level that the environment asks for.
+        launchers: (path of an mpiexec, its MPI, "" if unknown). beside: the mpiexec in the folder of this Python.
+        library: that mpi4py loads, found by a process that starts no MPI. level_asked: the thread level that the environment
+            requests.
         error: why no library could be loaded.
     """
 
@@ -233,7 +233,7 @@ class LibraryFacts:
 
 
 def gather_library(place: OwnPlace) -> LibraryFacts | None:
-    """The facts of the first rank; starts processes."""
+    """Return the facts of the first rank. Starts processes."""
     if not place.leads_job:
         return None
     folders = dict.fromkeys(os.environ.get("PATH", "").split(os.pathsep))
@@ -245,12 +245,12 @@ def gather_library(place: OwnPlace) -> LibraryFacts | None:
 
 
 def family(text: str) -> str:
-    """The MPI that a library or a launcher calls itself; empty where it is none that is known."""
+    """Return the MPI that a library or a launcher calls itself; empty if it is unknown."""
     return next((name for word, name in _FAMILIES if word in text), "")
 
 
 def _said_by(command: Sequence[str]) -> str:
-    """All that a short command prints, as by a process that no launcher has started; empty where it does not end in time."""
+    """Return everything that a short command prints, started without a launcher's variables; empty if it does not end in time."""
     try:
         done = subprocess.run(
             command, env=without_launcher(os.environ), capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=False
@@ -261,7 +261,7 @@ def _said_by(command: Sequence[str]) -> str:
 
 
 def judge_library(job: JobView, facts: Sequence[LibraryFacts]) -> list[DoctorFinding]:
-    """All that is wrong with the library, or its name."""
+    """Return all faults of the library, or its name."""
     first = facts[0]
     library = job.library or first.library
     if first.error or not library:
@@ -271,7 +271,7 @@ def judge_library(job: JobView, facts: Sequence[LibraryFacts]) -> list[DoctorFin
 
 
 def _other_launcher(facts: LibraryFacts, library: str) -> list[DoctorFinding]:
-    """The warning where the first mpiexec on PATH is of another MPI."""
+    """Return the warning if the first mpiexec on PATH belongs to another MPI."""
     families = {path: name for path, name in facts.launchers if name}
     if not families or not library or next(iter(families.values())) == library:
         return []
@@ -282,7 +282,7 @@ def _other_launcher(facts: LibraryFacts, library: str) -> list[DoctorFinding]:
 
 
 def _thread_level(library: str, facts: LibraryFacts, config: Config | None) -> list[DoctorFinding]:
-    """The finding where MPI lets only one thread call it."""
+    """Return the finding if MPI lets only one thread call it."""
     level = library.rpartition("thread level ")[2]  # the library's name where it has not started
     if level not in ("single", "funneled"):
         return []
@@ -341,8 +341,8 @@ class CoreFacts:
     """The cores and threads of a rank.
 
     Attributes:
-        cpus: logical ones that it may run on. cores: the physical ones among them. threads: that it computes with; None where
-            they were refused. pools: threads of each library's pool. fault: the refusal.
+        cpus: logical ones that it may run on. cores: the physical ones among them. threads: that it computes with; None if they
+            were refused. pools: threads of each library's pool. fault: the refusal.
         variables: of the environment, that set numbers of threads. quota: cores that control groups allow; None: no limit.
     """
 
@@ -356,12 +356,12 @@ class CoreFacts:
 
     @property
     def most_threads(self) -> int:
-        """Threads of its largest pool."""
+        """Return the threads of its largest pool."""
         return max([self.threads or 1, *self.pools.values()])
 
 
 def gather_cores(place: OwnPlace) -> CoreFacts:
-    """The facts of this rank; NumPy and the kernels are loaded, so that their pools can be asked."""
+    """Return the facts of this rank. NumPy and the kernels are loaded, so their pools can be queried."""
     cpus = frozenset(os.sched_getaffinity(0))
     return CoreFacts(cpus, core_names(cpus), place.threads, _pools(), place.threads_fault, dict(place.variables), whole_quota())
 
@@ -374,7 +374,7 @@ def _pools() -> dict[str, int]:
 
 
 def judge_binding(job: JobView, facts: Sequence[CoreFacts]) -> list[DoctorFinding]:
-    """Whether ranks of a node have cores of their own."""
+    """Return whether ranks of a node have cores of their own."""
     described = describe_cores([fact.cpus for fact in facts], job.node_of)
     sentence = f"{described[0].upper()}{described[1:]}"
     found = []
@@ -393,7 +393,7 @@ def judge_binding(job: JobView, facts: Sequence[CoreFacts]) -> list[DoctorFindin
 
 
 def bind_line(job: JobView, cores: int) -> str:
-    """The line that binds each rank to so many cores, by the launcher of this job."""
+    """Return the command that binds each rank to this number of cores, for the launcher of this job."""
     name = job.launcher.name
     if name.startswith("Slurm"):
         return f"srun --cpus-per-task={cores} --cpu-bind=cores ..."
@@ -405,7 +405,7 @@ def bind_line(job: JobView, cores: int) -> str:
 
 
 def judge_threads(job: JobView, facts: Sequence[CoreFacts]) -> list[DoctorFinding]:
-    """Whether the threads of each node fit its cores. The first node where they do not stands for all."""
+    """Return whether the threads of each node fit its cores. The first node where they do not stands for all."""
     refused = [rank for rank, fact in enumerate(facts) if fact.fault]
     if refused:
         return [THREADS_REFUSED.from_error(facts[refused[0]].fault)]
@@ -476,7 +476,7 @@ def gather_grid(place: OwnPlace) -> SingleValues | None:
 
 
 def judge_grid(job: JobView, facts: Sequence[SingleValues | None]) -> list[DoctorFinding]:
-    """One finding."""
+    """Return one finding."""
     config = job.config
     if config is None:
         return [fine("Not looked at: no configuration was given.")]

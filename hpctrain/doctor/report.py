@@ -10,8 +10,8 @@ from typing import Any
 
 from rich.table import Table
 
-from hpctrain.core.console import PlainConsole
-from hpctrain.doctor.findings import DoctorFinding, Severity, exit_code
+from hpctrain.core.console import PlainConsole, plain_table
+from hpctrain.doctor.check import DoctorFinding, Severity, exit_code
 from hpctrain.doctor.job import Examination
 from hpctrain.doctor.nodes import GPUS, GpuFacts
 from hpctrain.doctor.ranks import BINDING, CoreFacts
@@ -25,11 +25,11 @@ _STYLES = {Severity.OK: "green", Severity.REMARK: "cyan", Severity.WARNING: "yel
 
 
 def print_table(examination: Examination, *, strict: bool) -> None:
-    """Print the findings, each with the line that mends it, the map of the ranks, and what follows."""
+    """Print the findings, each with its remedy, the map of the ranks, and the conclusion."""
     text, terminal = io.StringIO(), sys.stdout.isatty() and examination.job.launcher.name == "none"
     width = None if terminal else _WIDTH
     console = PlainConsole(file=text, width=width, force_terminal=terminal)
-    table = Table(box=None, show_header=False, padding=(0, 1, 0, 0))
+    table = plain_table(gap=1)
     for _ in range(2):
         table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
@@ -52,7 +52,7 @@ def _style(finding: DoctorFinding) -> str:
 
 
 def conclusion(examination: Examination, *, strict: bool) -> str:
-    """The last line: whether a training would run well here."""
+    """Return the last line: whether a training would run well here."""
     counts = {severity: sum(one.severity is severity for one in examination.all_findings) for severity in Severity}
     faults, warnings = counts[Severity.FAULT], counts[Severity.WARNING]
     told = f"{_count(faults, 'fault')} and {_count(warnings, 'warning')}"
@@ -66,10 +66,9 @@ def _count(number: int, noun: str) -> str:
 
 
 def _map_table(examination: Examination) -> Table:
-    """Rank, host, logical CPUs, threads and GPUs of the first ranks."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in ("rank", "host", "CPUs", "threads", "GPUs"):
-        table.add_column(heading, overflow="fold")
+    """Return a table with rank, host, logical CPUs, threads and GPUs of the first ranks."""
+    headings = ("rank", "host", "CPUs", "threads", "GPUs")
+    table = plain_table(*headings, left=len(headings))
     places = list(rank_map(examination))
     for place in places[:_MOST_RANKS]:
         table.add_row(str(place["rank"]), place["host"], place["cpus"], str(place["threads"] or ""), _shortened(place["gpus"]))
@@ -83,7 +82,7 @@ def _shortened(gpus: list[str]) -> str:
 
 
 def rank_map(examination: Examination) -> Iterator[dict[str, Any]]:
-    """Where each rank runs, in rank order."""
+    """Yield where each rank runs, in rank order."""
     for rank, facts in enumerate(examination.by_rank):
         cores, gpus = facts.get(BINDING.name), facts.get(GPUS.name)
         yield {
@@ -97,7 +96,7 @@ def rank_map(examination: Examination) -> Iterator[dict[str, Any]]:
 
 
 def print_json(examination: Examination, *, strict: bool) -> None:
-    """Print all of it as one JSON object."""
+    """Print everything as one JSON object."""
     findings = [
         {"check": name, "severity": one.severity.value, "key": one.key, "sentence": one.sentence, "mend": one.mend}
         for name, found in examination.findings.items()

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from hpctrain.core.errors import HpctrainError, LaunchError, MissingLibraryError
 from hpctrain.core.text import echo
-from hpctrain.doctor.findings import exit_code
-from hpctrain.doctor.watch import Notebook, RankEnd
+from hpctrain.doctor.check import exit_code
 from hpctrain.launch import shared_segments
+from hpctrain.launch.child import Notebook, RankEnd
 from hpctrain.launch.launcher import Launcher, environment_fault, place_of
 from hpctrain.launch.process_end import FINISHED, USER_ERROR
 from hpctrain.launch.threads import VARIABLES, set_threads
@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     from hpctrain.comm.base import Communicator
     from hpctrain.config.schema import Config  # `hpctrain --help` loads this module and does not need them
     from hpctrain.core.yaml_source import Source
-    from hpctrain.doctor.check import OwnPlace
+    from hpctrain.doctor.check import OpenedFiles, OwnPlace
     from hpctrain.doctor.job import Examination, RankNotes
-    from hpctrain.doctor.start_facts import OpenedFiles
 
 #: by which another rank leaves rank 0 time to speak: launchers end a job with the first rank that fails
 LATER_SECONDS = 5.0
@@ -39,8 +38,8 @@ class DoctorRank:
     """One rank of the doctor's job.
 
     Attributes:
-        read: reads the configuration; None: there is none. directory: for runs; None: the configuration's.
-        strict: warnings count. as_json: the report is for programs. seconds: that the whole may take.
+        read: returns the configuration; None: there is none. directory: for runs; None: the configuration's.
+        strict: warnings count. as_json: print the report for programs. seconds: time limit of the whole.
         age_seconds: of this process, without waits for a core. world: MPI's, once it has started.
     """
 
@@ -54,7 +53,7 @@ class DoctorRank:
     world: Communicator | None = field(default=None, init=False)
 
     def rank(self) -> int:
-        """This process's rank, as far as it is known."""
+        """Return this process's rank as far as it is known."""
         return self.world.rank if self.world is not None and self.world.size > 1 else self.launcher.rank or 0
 
     def abort(self, code: int) -> None:
@@ -63,12 +62,12 @@ class DoctorRank:
             self.world.abort(code)
 
     def run(self, notebook: Notebook) -> int:
-        """The exit code, after the report. Collective, where MPI starts.
+        """Examine, and print the report; return the exit code. Collective if MPI starts.
 
         Raises:
-            ConfigError: the configuration has a fault; alike on all ranks.
+            ConfigError: the configuration has a fault; raised alike on all ranks.
         """
-        from hpctrain.doctor.start_facts import OpenedFiles
+        from hpctrain.doctor.check import OpenedFiles
 
         opened = OpenedFiles()
         configuration = self._configuration()
@@ -107,7 +106,7 @@ class DoctorRank:
         return code
 
     def explain(self, end: RankEnd) -> int:
-        """Report, in the parent of a rank that came to no end by itself, what its notes tell."""
+        """Report, in the parent of a rank that reached no conclusion, what its notes show; return the exit code."""
         from hpctrain.doctor import job
         from hpctrain.doctor.check import OwnPlace
 
@@ -124,14 +123,14 @@ class DoctorRank:
         return USER_ERROR
 
     def _configuration(self) -> _Read:
-        """The configuration, or what is wrong with it."""
+        """Return the configuration, or the error in it."""
         try:
             return None if self.read is None else self.read()
         except HpctrainError as error:
             return error
 
     def _loaded_place(self, config: Config | None, opened: OpenedFiles) -> OwnPlace:
-        """Set threads, before NumPy is loaded; then load what a training loads, by the clock."""
+        """Set threads before NumPy is loaded; then load what a training loads, and measure the time."""
         variables = {name: os.environ[name] for name in VARIABLES if name in os.environ}
         threads, fault = None, ""
         try:
@@ -139,7 +138,7 @@ class DoctorRank:
             threads = set_threads(self.launcher, wanted).threads
         except LaunchError as error:
             fault = str(error)
-        from hpctrain.doctor.start_facts import load_training
+        from hpctrain.doctor.check import load_training
 
         start = load_training(self.age_seconds, opened)
         from hpctrain.doctor.check import OwnPlace
@@ -148,7 +147,7 @@ class DoctorRank:
         return OwnPlace(self.launcher, config, directory, threads, fault, variables, start)
 
     def _without_mpi(self, place: OwnPlace, notes: RankNotes, error: str) -> int:
-        """There is no MPI library on this node, and maybe on no other."""
+        """Report that there is no MPI library on this node, and maybe on no other."""
         from hpctrain.doctor import job
 
         if place.leads_job:
@@ -158,7 +157,7 @@ class DoctorRank:
         return USER_ERROR
 
     def _with_mpi(self, world: Communicator, place: OwnPlace, notes: RankNotes) -> int:
-        """The ranks of MPI's world examine together; a rank that is alone and should not be leaves the word to the first one."""
+        """Examine together with the other ranks. A rank that is wrongly alone leaves the report to the first one."""
         from hpctrain.doctor import job
         from hpctrain.doctor.ranks import first_of_siblings
 
@@ -179,13 +178,13 @@ class DoctorRank:
         return exit_code(examination.all_findings, strict=self.strict)
 
     def _say(self, place: OwnPlace, sentence: str) -> None:
-        """Tell it on standard error, once a node."""
+        """Print a sentence on standard error, once per node."""
         if place.leads_node:
             echo(f"hpctrain: {place_of(self.launcher.rank or 0)}{sentence}", err=True)
 
 
 def _with_names_checked(configuration: _Read) -> _Read:
-    """The same, or what is wrong with its names and options."""
+    """Return the configuration, or the error in its names and options."""
     if isinstance(configuration, tuple):
         from hpctrain.config.checks import check_names
 

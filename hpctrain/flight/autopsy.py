@@ -39,35 +39,35 @@ class Autopsy:
 
 
 def place(record: FlightRecord) -> str:
-    """The phase and the step of a rank."""
+    """Return the phase and the step of a rank."""
     phase = record.phase or "its start"
     return f"{phase}, step {record.step}" if record.step else phase
 
 
 def named(ranks: Sequence[int]) -> str:
-    """'rank 3', or 'ranks 0-2, 5'."""
+    """Return ranks as words: 'rank 3', or 'ranks 0-2, 5'."""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {spans(ranks)}"
 
 
 def posted_at(operation: RecordedOperation) -> str:
-    """The line of the program that posted an operation, as the end of a clause; empty where it is not known."""
+    """Return the line of the program that posted an operation, as the end of a clause; empty if unknown."""
     return f" ({operation.line})" if operation.line else ""
 
 
 def latest_seconds(records: Sequence[FlightRecord]) -> float:
-    """The last instant at which any of the processes is known to have lived, on the wall clock."""
+    """Return the last instant at which any of the processes is known to have lived, on the wall clock."""
     return max(record.wall_seconds(record.last_ns) for record in records)
 
 
 def silent_seconds(record: FlightRecord, latest: float) -> float:
-    """Seconds from the last sign of life of a process to the latest of all; 0 where they are too few to say anything."""
+    """Return the seconds from a process's last sign of life to the latest of all; 0 if they are too few to mean anything."""
     silent = latest - record.wall_seconds(record.last_ns)
     least = min(_SILENT_SECONDS, _SILENT_SHARE * record.deadline_ns * 1e-9) if record.deadline_ns else _SILENT_SECONDS
     return silent if silent > least else 0.0
 
 
 def silence(record: FlightRecord, seconds: float) -> str:
-    """The sentence about a process that has been silent for so long."""
+    """Return the sentence about a process that was silent."""
     last = f"Rank {record.rank} was silent for {seconds:.0f} s at the end, last in {place(record)}"
     return f"{last}: ended, stopped, or its node lost."
 
@@ -78,7 +78,7 @@ _STILL_SHARE = 0.75
 
 
 def held_up(records: Sequence[FlightRecord]) -> Autopsy | None:
-    """The ranks at the end of the waits."""
+    """Return the ranks at the end of the waits, and what they did not post; None if no rank waits."""
     by_rank = {record.rank: record for record in records}
     edges = {rank: _absence(record, by_rank) for rank, record in by_rank.items() if record.wait}
     if not edges:
@@ -96,17 +96,17 @@ def held_up(records: Sequence[FlightRecord]) -> Autopsy | None:
 
 @dataclass(frozen=True)
 class _Absence:
-    """The operation that holds a waiting rank up, where it is one of a queue, and the ranks that have not posted it."""
+    """The operation that holds up a waiting rank, if it is one of a queue, and the ranks that have not posted it."""
 
     operation: RecordedOperation | None
     ranks: tuple[int, ...]
 
 
 def _absence(record: FlightRecord, by_rank: Mapping[int, FlightRecord]) -> _Absence:
-    """Those that a waiting rank waits for; ranks without a record count as such.
+    """Return what a waiting rank waits for; ranks without a record count as absent.
 
-    An operation whose own turn has not come waits for those in flight on this rank: the first of them that others lack counts.
-    Where others lack none, the transport holds up the first of them.
+    An operation whose own turn has not come waits for those in flight on this rank: the first of them that others lack counts. If
+    others lack none, the transport holds up the first of them.
     """
     awaited = awaited_operation(record)
     if awaited is None:  # outside the queues: those that do not wait for the same
@@ -123,7 +123,7 @@ def _absence(record: FlightRecord, by_rank: Mapping[int, FlightRecord]) -> _Abse
 
 
 def awaited_operation(record: FlightRecord) -> RecordedOperation | None:
-    """The operation that a rank waits for, where it is one of a queue."""
+    """Return the operation that a rank waits for, if it is one of a queue."""
     return (
         next((recorded for recorded in record.operations if recorded.number == record.wait_number), None) if record.wait else None
     )
@@ -145,7 +145,7 @@ def _ranks(text: str, record: FlightRecord, by_rank: Mapping[int, FlightRecord])
 
 
 def _has_started(record: FlightRecord, operation: RecordedOperation) -> bool:
-    """Whether a rank has posted its part of an operation, as far as its ring goes back."""
+    """Return whether a rank has posted its part of an operation, as far as its ring goes back."""
     of_queue = [recorded for recorded in record.operations if recorded.queue == operation.queue]
     same = next((recorded for recorded in of_queue if recorded.sequence == operation.sequence), None)
     if same is not None:
@@ -175,7 +175,7 @@ def _never_posted(waiting: int, absent: Sequence[int], absence: _Absence, by_ran
 
 
 def _text(absence: _Absence, record: FlightRecord) -> str:
-    """The operation that holds a rank up, with its place in its queue, and in the program."""
+    """Return the operation that holds up a rank, with its place in its queue and in the program."""
     operation = absence.operation
     if operation is None:
         return record.wait
@@ -184,7 +184,7 @@ def _text(absence: _Absence, record: FlightRecord) -> str:
 
 
 def _circle(path: Sequence[int], edges: Mapping[int, _Absence], by_rank: Mapping[int, FlightRecord]) -> Autopsy:
-    """Ranks of which each waits for the next; the first comes last again."""
+    """Return the finding for ranks each of which waits for the next; the first rank is last again."""
     texts = {rank: _text(edges[rank], by_rank[rank]) for rank in path}
     blamed = tuple(sorted(texts))
     if len(blamed) == 1:
@@ -194,7 +194,7 @@ def _circle(path: Sequence[int], edges: Mapping[int, _Absence], by_rank: Mapping
 
 
 def _nobody_absent(rank: int, absence: _Absence, by_rank: Mapping[int, FlightRecord]) -> Autopsy:
-    """All have posted what a rank waits for: one that does not move drives it no more, or the transport does not."""
+    """Return the finding if all ranks posted what a rank waits for: a rank stopped driving it, or the transport did."""
     record = by_rank[rank]
     waited = f"rank {rank} waited {_seconds(record, record.wait_since_ns)} for ({place(record)})"
     posted = f"All ranks posted what {waited}, {_text(absence, record)}"
@@ -210,7 +210,7 @@ def _nobody_absent(rank: int, absence: _Absence, by_rank: Mapping[int, FlightRec
 
 
 def _is_still(record: FlightRecord, waiting: FlightRecord) -> bool:
-    """Whether a rank has not moved for most of the time that another one waited: it computes, reads, or is stopped."""
+    """Return whether a rank has not moved for most of the time that another one waited: it computes, reads, or is stopped."""
     watched = record.alive_ns > record.begun_ns  # else no heartbeat has told of moves, as waits are
     if record.wait and not watched:
         return False
@@ -232,14 +232,14 @@ _ALIKE = re.compile(r"(allreduce|reduce-scatter|allgather|broadcast from \d+) of
 
 
 def newest(records: Sequence[FlightRecord]) -> tuple[FlightRecord, ...]:
-    """The records of the latest start among them, by rank."""
+    """Return the records of the latest start among them, by rank."""
     latest = max((record.job for record in records), default=0)
     jobs = (latest, 0)  # 0: a rank that ended before it had joined the others
     return tuple(sorted((record for record in records if record.job in jobs), key=lambda record: record.rank))
 
 
 def autopsy(records: Sequence[FlightRecord]) -> Autopsy:
-    """The findings from the records of one start."""
+    """Return the findings from the records of one start."""
     if not records:
         return Autopsy(("No rank has left a record.",))
     ranks = [record.ranks for record in records]
@@ -259,7 +259,7 @@ def autopsy(records: Sequence[FlightRecord]) -> Autopsy:
 
 
 def _failed(records: Sequence[FlightRecord]) -> Autopsy | None:
-    """The ranks that failed first, with the sentence that they failed with."""
+    """Return the ranks that failed first, with the sentence that they failed with."""
     ended = [record for record in records if record.end not in (End.RUNNING, End.FINISHED)]
     first = min(ended, key=lambda record: record.wall_seconds(record.seen_ns), default=None)
     if first is None or first.end is End.DEADLINE:  # a job that ends at a deadline has its ranks killed
@@ -313,7 +313,7 @@ def different_phases(phases: Mapping[int, str]) -> tuple[str, tuple[int, ...]]:
 
 
 def _mismatch(records: Sequence[FlightRecord]) -> Autopsy | None:
-    """The first operation of a queue that ranks have not posted alike."""
+    """Return the first operation of a queue that ranks posted differently."""
     by_queue: dict[str, dict[int, dict[int, RecordedOperation]]] = {}
     for record in records:
         for recorded in record.operations:
@@ -329,13 +329,13 @@ def _mismatch(records: Sequence[FlightRecord]) -> Autopsy | None:
 
 
 def _comparable(operation: RecordedOperation) -> tuple[str, str]:
-    """The words of an operation that must be the same on all ranks."""
+    """Return the words of an operation that must be the same on all ranks."""
     alike = _ALIKE.match(operation.operation)
     return operation.purpose, alike[0] if alike else ""
 
 
 def _unlike(queue: str, sequence: int, posted: Mapping[int, RecordedOperation], texts: Mapping[int, tuple[str, str]]) -> Autopsy:
-    """Ranks that posted different operations: the fewest are to blame, the higher ones where both are as many."""
+    """Return the finding for ranks that posted different operations. The smallest group is to blame, or the later of two."""
     ordered = _by_size(texts)
     said = "; ".join(f"{named(ranks)} {_posted(posted[ranks[0]])}" for ranks in ordered)
     others = [rank for ranks in ordered[1:] for rank in ranks]
@@ -355,7 +355,7 @@ def _posted(operation: RecordedOperation) -> str:
 
 
 def _silent(records: Sequence[FlightRecord]) -> Autopsy | None:
-    """Ranks whose records end before those of the others."""
+    """Return the ranks whose records end before those of the others."""
     latest = latest_seconds(records)
     silent = {record: silent_seconds(record, latest) for record in records if record.end is End.RUNNING}
     silent = {record: seconds for record, seconds in silent.items() if seconds}
@@ -366,7 +366,7 @@ def _silent(records: Sequence[FlightRecord]) -> Autopsy | None:
 
 
 def _stuck(records: Sequence[FlightRecord]) -> Autopsy:
-    """Nobody waits for anybody: where each of them is."""
+    """Return where each rank is, if no rank waits for another."""
     by_phase: dict[str, list[FlightRecord]] = {}
     for record in records:
         by_phase.setdefault(record.phase, []).append(record)
@@ -406,8 +406,8 @@ class FoundRecords:
     """The content of a directory of records.
 
     Attributes:
-        records: of the latest start, by rank. damaged: a sentence per record that cannot be read. others: number of entries
-            that are no records.
+        records: of the latest start, by rank. damaged: a sentence per record that cannot be read. others: number of entries that
+            are no records.
     """
 
     records: tuple[FlightRecord, ...]
@@ -470,7 +470,7 @@ def records_in(directory: Path, *, operations: bool = True) -> tuple[FlightRecor
 
 
 def explanation(directory: Path | None) -> list[str]:
-    """Lines for the end of a job that hangs; none where nothing is kept."""
+    """Return lines for the end of a job that hangs; none if no records are kept."""
     if directory is None:
         return []
     try:
@@ -480,7 +480,7 @@ def explanation(directory: Path | None) -> list[str]:
 
 
 def rank_table(records: Sequence[FlightRecord]) -> list[tuple[str, ...]]:
-    """The cells of a table of the ranks, heads first: how each ended, its step, its phase and its wait with their seconds."""
+    """Return a table of the ranks, titles first: how each ended, its step, its phase and its wait with their seconds."""
     rows: list[tuple[str, ...]] = [("rank", "host", "end", "step", "phase", "for, s", "waits for", "for, s")]
     for record in records:
         waits = (record.wait, _seconds_text(record.last_ns - record.wait_since_ns)) if record.wait else ("", "")
@@ -491,7 +491,11 @@ def rank_table(records: Sequence[FlightRecord]) -> list[tuple[str, ...]]:
 
 
 def autopsy_json(records: Sequence[FlightRecord], notes: Sequence[str] = ()) -> dict[str, object]:
-    """Return the findings, and each rank's state with its unfinished operations. notes: about files that were left out."""
+    """Return the findings, and each rank's state with its unfinished operations.
+
+    Args:
+        notes: about files that were left out.
+    """
     result = autopsy(records)
     return {
         "findings": list(result.sentences),

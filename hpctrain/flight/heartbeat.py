@@ -29,11 +29,11 @@ class Heartbeat:
     """Watches signs of life of this process.
 
     Args:
-        recorder: counts them, whichever thread they are of, and is told what is seen.
-        deadline_seconds: without a move, after which the process prints where it hangs and calls `abort`.
+        recorder: counts signs of life of all threads, and records what is seen.
+        deadline_seconds: without a sign of life, after which the process prints where it hangs and calls `abort`.
         abort: ends the whole job with an exit code. rank: for messages.
         pulse: signs of life shared with the keeper, in both directions. end_keeper: ends the keeper, and this process with it.
-        explain: lines that say more, from the records of all ranks.
+        explain: returns lines that say more, from the records of all ranks.
         stream: where the report goes; stderr by default.
     """
 
@@ -66,14 +66,14 @@ class Heartbeat:
         return self
 
     def close(self) -> None:
-        """End it. Nothing that hangs is noticed from here on."""
+        """End the thread. A hang is not noticed from now on."""
         self._pulse.rest()
         self._closed.set()
         if self._thread.ident is not None:
             self._thread.join()
 
     def look(self) -> None:
-        """One tick: what moved since the last one, and what follows where nothing has for too long."""
+        """Run one tick: record what moved since the last one, and act if nothing has moved for too long."""
         beats = self._recorder.beats
         moved = beats != self._beats
         before, self._beats = self._still_seconds, beats
@@ -87,14 +87,14 @@ class Heartbeat:
             self.end_keeper()
 
     def _waited(self) -> tuple[float, float]:
-        """Seconds of the wait that goes on, if any, before this tick and after it."""
+        """Return the seconds of the current wait, if any, before this tick and after it."""
         since_ns, before = self._recorder.wait_since_ns, self._waited_seconds
         same = since_ns > 0 and since_ns == self._wait_since_ns
         self._wait_since_ns, self._waited_seconds = since_ns, before + self._tick_seconds if same else 0.0
         return before, self._waited_seconds
 
     def _reaches_half(self, before: float, seconds: float) -> bool:
-        """Whether half of the deadline lies between."""
+        """Return whether half of the deadline lies between the two times."""
         return before < self._deadline_seconds / 2 <= seconds
 
     def _run(self) -> None:
@@ -103,14 +103,14 @@ class Heartbeat:
             self.look()
 
     def end_keeper(self) -> None:
-        """End a keeper that is stopped or hangs, and this process with it, so that the launcher notices an end."""
+        """End a keeper that is stopped or hangs, and this process with it, so that the launcher notices."""
         sentence = "the parent process of this rank was stopped, or hung; both processes are ended"
         self._recorder.ended(End.FAILED, sentence)
         process_end.say_last_words(self._rank, [f"{sentence}."], self._stream, stacks=False)
         self._end_keeper()
 
     def _give_up(self) -> None:
-        """Say where the process hangs, with all stacks, then end the job."""
+        """Print where the process hangs, with all stacks, then end the job."""
         sentence = f"nothing has moved for the deadline of {self._deadline_seconds:g} s, in {self._recorder.doing}"
         self._recorder.ended(End.DEADLINE, sentence)
         if self._stream is None:

@@ -30,10 +30,10 @@ _MOST_PLACES = 4096
 
 
 class SourceLines:
-    """Remembers the line of each place in the program that it is asked about: looking one up decodes tables, and makes a text.
+    """Remembers the line of each place in the program: looking one up decodes tables and makes a text.
 
     Args:
-        name: gives the number that stands for a text.
+        name: returns the number that stands for a text.
     """
 
     def __init__(self, name: Callable[[str], int]) -> None:
@@ -43,7 +43,7 @@ class SourceLines:
         self._codes: dict[int, CodeType] = {}  # kept, so that no other one gets its number
 
     def place(self, frame: FrameType | None) -> int:
-        """The number of "file:line" of the first frame, from this one outwards, that posts for itself; 0 where there is none."""
+        """Return the number of "file:line" of the first frame, from this one outwards, that posts for itself; 0 without one."""
         known = self._known
         while frame is not None:
             key = (id(frame.f_code), frame.f_lasti)
@@ -67,7 +67,7 @@ class SourceLines:
 
 
 def _text(path: Path, line: int) -> str:
-    """A line, in a file of the package as seen from there."""
+    """Return "file:line", with a file of the package relative to the package."""
     within = path.relative_to(_PACKAGE) if _PACKAGE in path.parents else path
     return f"{within}:{line}"
 
@@ -104,15 +104,15 @@ class RunPhase(StrEnum):
 
 
 class FlightRecorder:
-    """Writes what this rank does. One thread at a time posts operations, as the engine's lock has it; phases are the program's.
+    """Records what this rank does. One thread at a time posts operations, as the engine's lock ensures; phases are the program's.
 
     Args:
-        clock_ns: nanoseconds since any start.
+        clock_ns: returns nanoseconds since any start.
 
     Attributes:
         directory: of its file, once there is one.
         begun_at: its temporary file, removed once the record has another file or the process has finished; else None.
-        beats: a number that grows while the process gets on, whichever thread sees that.
+        beats: a number that grows while the process moves, whichever thread sees that.
     """
 
     def __init__(self, clock_ns: Callable[[], int] = time.perf_counter_ns) -> None:
@@ -173,10 +173,10 @@ class FlightRecorder:
     # -- operations of queues ----------------------------------------------------------------------------------------------
 
     def queued(self, queue: int, purpose: str, sequence: int, depth: int = 1) -> int:
-        """An operation is queued, by the line of the program that called; gives its number.
+        """Record that an operation is queued, by the calling line of the program; return its number.
 
         Args:
-            queue: from `queue_of`. depth: of the calls to pass over until that line; 1: this one.
+            queue: from `queue_of`. depth: calls to skip up to that line; 1: this one.
         """
         self._posted = number = self._posted + 1
         words, at = self._ring.words, record_at(number)
@@ -194,18 +194,22 @@ class FlightRecorder:
         return number
 
     def queue_of(self, name: str, ranks: Sequence[int]) -> int:
-        """The place of a queue's name, with the ranks of the job that its communicator has."""
+        """Return the place of a queue's name, with the ranks of the job that its communicator has."""
         return self._ring.name(f"{name} of {spans(ranks)}")
 
     def started(self, number: int, operation: str) -> None:
-        """An operation has been posted. operation: which, with its size."""
+        """Record that an operation was posted.
+
+        Args:
+            operation: its name with its size.
+        """
         words, at = self._ring.words, record_at(number)
         if words[at] == number:
             words[at + Field.OPERATION] = self._ring.name(operation)
             words[at + Field.STARTED] = self._clock_ns()
 
     def done(self, number: int) -> None:
-        """An operation is complete."""
+        """Record that an operation is complete."""
         words, at = self._ring.words, record_at(number)
         if words[at] == number:
             words[at + Field.DONE] = self._clock_ns()
@@ -225,39 +229,44 @@ class FlightRecorder:
             words[Word.PHASES] = self._phases
 
     def step(self, epoch: int, step: int) -> None:
-        """A step begins. epoch: from 1 on. step: of the whole training, from 1 on."""
+        """Record that a step begins.
+
+        Args:
+            epoch: from 1. step: of the whole training, from 1.
+        """
         words = self._ring.words
         words[Word.EPOCH], words[Word.STEP] = epoch, step
         self._step = step
 
     @property
     def phase_name(self) -> str:
-        """The phase; "" before the first."""
+        """Return the phase; "" before the first."""
         return self._phase
 
     @property
     def step_begun(self) -> int:
-        """The latest step that has begun; 0: none."""
+        """Return the latest step that has begun; 0: none."""
         return self._step
 
     @property
     def doing(self) -> str:
-        """The phase, and the step if there is one."""
+        """Return the phase, and the step if there is one."""
         phase = self._phase or "its start"
         return f"{phase}, step {self._step}" if self._step else phase
 
     @contextmanager
     def waiting(self, purpose: str, number: int = 0) -> Iterator[None]:
-        """While this lasts, the program waits; a wait that ends with an error stays in the record.
+        """Record that the program waits during the block. A wait that ends with an error stays in the record.
 
-        number: of the operation that it waits for; 0: of none that was queued.
+        Args:
+            number: of the operation that it waits for; 0: of none that was queued.
         """
         self.wait(purpose, number)
         yield
         self._ring.words[Word.WAIT] = 0
 
     def wait(self, purpose: str, number: int = 0) -> None:
-        """A wait begins."""
+        """Record that a wait begins."""
         words = self._ring.words
         words[Word.WAIT_RECORD] = number
         words[Word.WAIT_SINCE] = self._clock_ns()
@@ -265,13 +274,17 @@ class FlightRecorder:
 
     @property
     def wait_since_ns(self) -> int:
-        """When the wait that goes on began; 0: the program does not wait."""
+        """Return when the current wait began; 0 if the program does not wait."""
         return self._ring.words[Word.WAIT_SINCE] if self._ring.words[Word.WAIT] else 0
 
     # -- the heartbeat, and the end ------------------------------------------------------------------------------------------
 
     def looked(self, *, moved: bool) -> None:
-        """The heartbeat has looked. moved: something had moved since the look before."""
+        """Record a look of the heartbeat.
+
+        Args:
+            moved: whether something had moved since the look before.
+        """
         words, now = self._ring.words, self._clock_ns()
         words[Word.SEEN] = now
         if moved:
@@ -311,10 +324,10 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 class FlightNotes:
-    """Tells a recorder what the program does; costs next to nothing where there is none.
+    """Notes of a program for its flight record; without a recorder they cost next to nothing.
 
     Args:
-        recorder: None: nobody is told.
+        recorder: None ignores all notes.
     """
 
     __slots__ = ("_recorder",)
@@ -323,7 +336,7 @@ class FlightNotes:
         self._recorder = recorder
 
     def alive(self) -> None:
-        """The process gets on, as the heartbeat is to know. Waits do, too: they have a deadline of their own."""
+        """Note that the process moves, for the heartbeat. Waits count as moves: they have a deadline of their own."""
         if self._recorder is not None:
             self._recorder.beats += 1
 
@@ -334,7 +347,7 @@ class FlightNotes:
 
     @contextmanager
     def meanwhile(self, name: str) -> Iterator[None]:
-        """The program does something else while this lasts, and then again what it did before."""
+        """Note another phase during the block, and the earlier one after it."""
         before = None if self._recorder is None else self._recorder.phase_name
         self.phase(name)
         try:
@@ -344,11 +357,19 @@ class FlightNotes:
                 self.phase(before)
 
     def step(self, epoch: int, step: int) -> None:
-        """A training step begins. epoch, step: from 1 on; of the whole training."""
+        """Note that a training step begins.
+
+        Args:
+            epoch, step: from 1; of the whole training.
+        """
         if self._recorder is not None:
             self._recorder.step(epoch, step)
             self._recorder.phase(RunPhase.STEP)
 
     def waiting(self, purpose: str, number: int) -> AbstractContextManager[Any]:
-        """While this lasts, the program waits. number: of the operation in the record; 0: of none that was queued."""
+        """Note that the program waits during the block.
+
+        Args:
+            number: of the operation in the record; 0: of none that was queued.
+        """
         return _NOTHING if self._recorder is None else self._recorder.waiting(purpose, number)

@@ -87,7 +87,7 @@ class Field(IntEnum):
 
 
 class RingWriter:
-    """A ring of this process: in its own memory at first, in a file once there is a directory for it.
+    """A ring of this process: first in its own memory, then in a file once there is a directory for it.
 
     Attributes:
         words: the head and the records, as integers.
@@ -135,7 +135,7 @@ class RingWriter:
         earlier.close()
 
     def name(self, text: str) -> int:
-        """The place of a text in the table of names; it is added where it is new."""
+        """Return the place of a text in the table of names; add it if it is new."""
         place = self._names.get(text)
         return self._add(text) if place is None else place
 
@@ -153,16 +153,16 @@ class RingWriter:
         return begin
 
     def flush(self) -> None:
-        """Have the system write what is new to the disk, where other nodes can read it; waits for that.
+        """Have the system write what is new to the disk, where other nodes can read it; waits for the disk.
 
-        A disk that refuses keeps what it has: who calls has worse to tell, or goes on.
+        Errors of the disk are ignored: the caller has something worse to report, or continues.
         """
         with contextlib.suppress(OSError):
             self._map.flush()
 
 
 def record_at(number: int) -> int:
-    """The index of the first word of the record of an operation, counted from 1 on."""
+    """Return the index of the first word of an operation's record; operations are counted from 1."""
     return _HEAD_WORDS + _RECORD_WORDS * ((number - 1) % SLOTS)
 
 
@@ -177,16 +177,18 @@ def _latest(phases: int) -> range:
 
 
 def file_name(rank: int) -> str:
-    """The name of a rank's file."""
+    """Return the name of a rank's file."""
     return f"rank-{rank:05d}.flight"
 
 
 @dataclass(frozen=True)
 class RecordedOperation:
-    """An operation of a queue. Times in nanoseconds of its process's clock; 0: not yet.
+    """An operation of a queue. Times are nanoseconds of its process's clock; 0: not yet.
 
-    number: among all of its process. queue: with its ranks. sequence: in its queue. operation: what was posted; "" before that.
-    line: of the program that queued it, "file:number"; "": not known.
+    Attributes:
+        number: among all of its process. queue: with its ranks. sequence: in its queue. operation: what was posted; "" before
+            that.
+        line: of the program that queued it, "file:number"; "": unknown.
     """
 
     number: int
@@ -202,10 +204,11 @@ class RecordedOperation:
 
 @dataclass(frozen=True)
 class FlightRecord:
-    """The content of one rank's ring. Times in nanoseconds of its clock, as `Word` says.
+    """The content of one rank's ring. Times are nanoseconds of its clock, see `Word`.
 
-    operations: the latest ones, in the order of their queueing. wall_offset_ns: to be taken from its clock for the wall clock's.
-    phases: (number, name) of the latest collective phases, numbered from 1 on.
+    Attributes:
+        operations: the latest ones, in the order of queueing. wall_offset_ns: subtract it from the clock to get the wall clock.
+        phases: (number, name) of the latest collective phases, numbered from 1.
     """
 
     job: int
@@ -234,18 +237,18 @@ class FlightRecord:
 
     @property
     def last_ns(self) -> int:
-        """The last instant that the process is known to have lived at."""
+        """Return the last instant at which the process is known to have lived."""
         return max(self.moved_ns, self.seen_ns)
 
     @property
     def moved_ns(self) -> int:
-        """The last instant at which it is known to have got on. A wait gets on, too."""
+        """Return the last instant at which the process is known to have moved. A wait counts as a move."""
         times = [self.begun_ns, self.alive_ns, self.phase_since_ns, self.wait_since_ns]
         times += [max(recorded.posted_ns, recorded.started_ns, recorded.done_ns) for recorded in self.operations]
         return max(times)
 
     def wall_seconds(self, clock_ns: int) -> float:
-        """An instant of its clock as seconds of the wall clock."""
+        """Return an instant of its clock in seconds of the wall clock."""
         return (clock_ns - self.wall_offset_ns) * 1e-9
 
 

@@ -23,7 +23,11 @@ _MEMORY_FILES = (
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """The bytes that may still be taken here; None where nothing tells. root: of the file system, for tests."""
+    """Return the bytes of memory that processes of this node may still take; None if the system does not tell.
+
+    Args:
+        root: of the file system, for tests.
+    """
     rooms = [*_of_machine(root), *_of_groups(root)]
     return max(0, min(rooms)) if rooms else None
 
@@ -57,7 +61,7 @@ def control_groups(controller: str, mount: Path, root: Path = Path("/")) -> Iter
 
 
 def _room(folder: Path, limit: str, use: str, reclaimable: str) -> Iterator[int]:
-    """The limit of a group less its use; nothing where there is no limit, or no such group here, as in a container."""
+    """Yield the limit of a group less its use; nothing without a limit, or if the group is not visible, as in a container."""
     with contextlib.suppress(OSError, ValueError):
         most, used = int((folder / limit).read_text()), int((folder / use).read_text())
         values = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines() if len(line.split()) == 2)
@@ -72,7 +76,7 @@ _V2_MOUNTS = (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified"))
 def cpu_quota(root: Path = Path("/")) -> float | None:
     """Return the number of CPUs whose time this process's control group may use: the minimum over the group and its ancestors.
 
-    None if there is no limit. More threads than that use the quota up early, and all wait until the next period.
+    None without a limit. More threads than that use the quota up early, and then all threads wait until the next period.
 
     Args:
         root: of the file system, for tests.
@@ -115,9 +119,10 @@ _LARGEST = 1 << 60
 
 @dataclass(frozen=True)
 class MemoryGroup:
-    """A control group's memory.
+    """The memory of a control group.
 
-    counts, limit: its files; None where none can be read. kills: processes that the kernel had ended in it, when this was made.
+    Attributes:
+        counts, limit: its files; None if none can be read. kills: processes that the kernel had ended in it when this was made.
     """
 
     counts: Path | None = None
@@ -126,7 +131,11 @@ class MemoryGroup:
 
     @classmethod
     def own(cls, listing: Path = Path("/proc/self/cgroup"), root: Path = Path("/")) -> MemoryGroup:
-        """The group of this process. root: of the file system, for tests."""
+        """Return the group of this process.
+
+        Args:
+            root: of the file system, for tests.
+        """
         with contextlib.suppress(OSError, ValueError):
             lines = [line.split(":", 2) for line in listing.read_text().splitlines()]
             for controller, mount, counts, limit in _KILL_FILES:
@@ -138,7 +147,7 @@ class MemoryGroup:
         return cls()
 
     def hint(self) -> str:
-        """How to read the end of a process by SIGKILL, in brackets: surely for lack of memory, perhaps, or for no such reason."""
+        """Return how to read the end of a process by SIGKILL, in brackets: certainly, possibly, or not for lack of memory."""
         if self.counts is None:
             return " (as the kernel does where memory runs out)"
         try:
@@ -159,10 +168,10 @@ class MemoryGroup:
 
 
 def _kills(path: Path) -> int:
-    """The count in a file of lines "name number".
+    """Return the count in a file of lines "name number".
 
     Raises:
-        ValueError: it has none.
+        ValueError: the file has no such count.
     """
     values = dict(line.split() for line in path.read_text().splitlines() if len(line.split()) == 2)
     if "oom_kill" not in values:
@@ -171,12 +180,12 @@ def _kills(path: Path) -> int:
 
 
 def peak_resident_bytes() -> int:
-    """The most memory that this process has held resident so far."""
+    """Return the most memory that this process has held resident so far."""
     return _status_bytes("VmHWM")
 
 
 def resident_bytes() -> int:
-    """The memory that this process holds resident now."""
+    """Return the memory that this process holds resident now."""
     return _status_bytes("VmRSS")
 
 

@@ -19,13 +19,11 @@ suspended does not count as standing still.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import mmap
 import os
 import resource
 import select
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +32,7 @@ from signal import Signals
 from typing import NoReturn
 
 from hpctrain.core.text import escaped
+from hpctrain.launch.child import fork_child, may_fork
 from hpctrain.launch.control_groups import MemoryGroup
 from hpctrain.launch.launcher import may_overlook_exit_codes, place_of, started_by
 from hpctrain.launch.process_end import BUG, DEADLINE, FINISHED, SIGNALLED, STOPPED, USER_ERROR, End
@@ -44,7 +43,7 @@ _BEATS, _DEADLINE, _WATCHED, _KEEPER, _GUARDED, _TOLD = range(6)
 
 
 class Pulse:
-    """The counters, and the deadline for which they may stand still. Made before the fork, and written by both processes."""
+    """The shared counters, and the deadline for which they may stand still. Made before the fork, written by both processes."""
 
     def __init__(self) -> None:
         self._words = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("q")
@@ -53,11 +52,11 @@ class Pulse:
 
     @property
     def deadline_seconds(self) -> float:
-        """The latest deadline of the rank, also while it rests; 0 before there is one."""
+        """Return the latest deadline of the rank, also while its watch is paused; 0 before there is one."""
         return self._words[_DEADLINE] * 1e-9
 
     def watch(self, deadline_seconds: float) -> None:
-        """Begin the watch of the rank: its counter must not stand still for the deadline. Called in the rank."""
+        """Start the watch of the rank: its counter must not stand still for the deadline. Called in the rank."""
         self._words[_BEATS] += 1
         self._words[_DEADLINE] = max(1, int(deadline_seconds * 1e9))
         self._words[_WATCHED] = 1
@@ -79,7 +78,7 @@ class Pulse:
 
     @property
     def guarded(self) -> bool:
-        """Whether such a timer is running, or has ended the rank."""
+        """Return whether such a timer runs, or has ended the rank."""
         return self._words[_GUARDED] != 0
 
     def tell(self) -> None:
@@ -117,15 +116,11 @@ class Pulse:
         return self._keeper_still_seconds >= self.deadline_seconds
 
 
-#: 0 in the environment: no keeper, as for a debugger that follows the process it has started
-SWITCH = "HPCTRAIN_KEEPER"
-
 # A rank that leaves with these has said why. A run that a signal has stopped says that it has finished, too: STOPPED promises a
 # checkpoint, and jobs are queued again on it.
 _EXPLAINED = (BUG, USER_ERROR, DEADLINE)
 _FINISHED = b"."
 _MOST_SAID = 1 << 14
-_PR_SET_PDEATHSIG = 1
 _STOPPED = "T"
 # A launcher that ends a whole job kills rank and keeper, in either order; only of a rank that was killed alone is there news.
 _ALONE_SECONDS = 0.1
@@ -145,22 +140,23 @@ Mark = Callable[[Path, int, End, int], bool]
 
 @dataclass(frozen=True)
 class Keeper:
-    """The keeper, as its rank sees it.
+    """The keeper as its rank sees it.
 
-    said: where the rank writes to; None: there is no keeper. pulse: by which the keeper sees that the rank lives.
+    Attributes:
+        said: descriptor that the rank writes to; None without a keeper. pulse: shows the keeper that the rank is alive.
     """
 
     said: int | None = None
     pulse: Pulse = field(default_factory=Pulse)
 
     def record(self, path: Path | None) -> None:
-        """Tell the keeper where the rank keeps its flight record, in which the keeper marks the rank's end. None: nowhere."""
+        """Tell the keeper where the rank's flight record is, in which the keeper marks the rank's end. None: nowhere."""
         if self.said is not None:
             with contextlib.suppress(OSError):  # a program may have closed all descriptors
                 os.write(self.said, (b"" if path is None else os.fsencode(path.absolute())) + b"\n")
 
     def finished(self) -> None:
-        """Tell the keeper that the end of the rank needs no explanation. End a keeper that stays stopped, and this process."""
+        """Tell the keeper that the rank's end needs no explanation. End a keeper that stays stopped, and this process with it."""
         if self.said is not None:
             with contextlib.suppress(OSError):
                 os.write(self.said, _FINISHED)
@@ -169,7 +165,7 @@ class Keeper:
                 self.end()
 
     def stays_stopped(self) -> bool:
-        """Return whether the keeper is stopped and stays so for a few seconds; a suspended job wakes it sooner."""
+        """Return whether the keeper is stopped and stays so for a few seconds. A suspended job wakes it sooner."""
         end = time.monotonic() + _WAKE_SECONDS
         while self.said is not None and (status := status_of(os.getppid())) is not None and status.state == _STOPPED:
             if time.monotonic() > end:
@@ -188,7 +184,7 @@ _OF_PROCESS: list[Keeper] = []
 
 
 def current_keeper() -> Keeper:
-    """The keeper of this process; where it has none, one that hears nothing."""
+    """Return the keeper of this process; without one, a keeper that ignores everything."""
     return _OF_PROCESS[-1] if _OF_PROCESS else Keeper()
 
 
@@ -197,13 +193,13 @@ def _mark_nothing(path: Path, number: int, end: End, process: int) -> bool:
 
 
 def keep(rank: int | None, held: frozenset[Signals], mark: Mark = _mark_nothing, record: Path | None = None) -> Keeper:
-    """Fork; in the child, return its keeper. The parent does not return.
+    """Fork; return the keeper in the child. The parent does not return.
 
-    Without effect where the process has threads (a child would lack them), or MPI has started, or SWITCH is 0.
+    Has no effect if the process has threads (a child would lack them), if MPI has started, or if `child.SWITCH` is 0.
 
     Args:
-        rank: of this process, None: unknown. held: signals that are blocked; the parent passes them on.
-        mark: writes the end of the child into its flight record, unless the child did.
+        rank: of this process; None: unknown. held: signals that are blocked; the parent passes them on.
+        mark: writes the end of the child into its flight record, unless the child wrote it.
         record: path of the flight record until the child reports another one.
     """
     if not may_fork():
@@ -213,36 +209,24 @@ def keep(rank: int | None, held: frozenset[Signals], mark: Mark = _mark_nothing,
     heard, said = os.pipe()
     pulse = Pulse()
     pulse.keep()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    keeper = os.getpid()
     # Before the child runs: the keeper of a launcher that ends meanwhile has another parent, and would watch nothing.
     watched = launchers(started_by(os.environ).rank_variable)
-    child = os.fork()
+    child = fork_child()
     if child:
         os.close(said)
         _watch(_Rank(child, rank, heard, pulse, mark, record, MemoryGroup.own(), watched), held)
     os.close(heard)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)  # no rank outlives its keeper
-    if os.getppid() != keeper:
-        os._exit(BUG)
     _OF_PROCESS.append(Keeper(said, pulse))
     return current_keeper()
 
 
-def may_fork() -> bool:
-    """True where a parent may be put before this process: MPI has not started in it, it has no threads, and SWITCH is not 0."""
-    if os.environ.get(SWITCH) == "0" or "mpi4py.MPI" in sys.modules or sys.platform != "linux":
-        return False
-    return len(os.listdir("/proc/self/task")) == 1
-
-
 @dataclass(frozen=True)
 class _Rank:
-    """The rank, as its keeper sees it.
+    """The rank as its keeper sees it.
 
-    process: its number. heard: descriptor of its messages. mark, record: see `keep`. memory: of its control group.
-    launchers: processes of the launcher on this node.
+    Attributes:
+        process: its number. heard: descriptor of its messages. mark, record: see `keep`. memory: of its control group.
+        launchers: processes of the launcher on this node.
     """
 
     process: int
@@ -266,13 +250,13 @@ class _Rank:
         return latest, last == _FINISHED
 
     def mark_end(self, record: Path | None, number: int, end: End) -> bool | None:
-        """Write the rank's end into its record. Return False if the rank had done so itself, None if there is no record."""
+        """Write the rank's end into its record. Return False if the rank had written it, None if there is no record."""
         with contextlib.suppress(OSError):
             return None if record is None else self.mark(record, number, end, self.process)
         return None
 
     def lost_launcher(self) -> WatchedProcess | None:
-        """Look at the launcher's processes. Return one that has ended or has been stopped for the deadline; else None."""
+        """Look at the launcher's processes; return one that has ended or was stopped for the deadline, else None."""
         deadline_seconds = self.pulse.deadline_seconds or _UNKNOWN_DEADLINE_SECONDS
         for process in self.launchers:
             process.look(_LOOK_SECONDS)
@@ -280,12 +264,12 @@ class _Rank:
         return next(lost, None)
 
     def place(self, record: Path | None) -> str:
-        """Return a sentence on the place of the rank's record, as long as the record is in no run directory; else ""."""
+        """Return a sentence on where the rank's record is, as long as it is in no run directory; else ""."""
         return f" `hpctrain autopsy {record.parent}` has the record." if record is not None and record == self.record else ""
 
 
 def _watch(child: _Rank, held: frozenset[Signals]) -> NoReturn:
-    """Pass signals on until the child ends; then leave as it did, or with an error where it left without a word."""
+    """Pass signals on until the child ends; then leave as it did, or with an error if it left without an explanation."""
     # `sigtimedwait` is unusable: if a stop interrupts it, CPython returns an invalid signal number.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
     signal.setitimer(signal.ITIMER_REAL, _LOOK_SECONDS, _LOOK_SECONDS)
@@ -307,7 +291,11 @@ def _watch(child: _Rank, held: frozenset[Signals]) -> NoReturn:
 
 
 def _leave_as(child: _Rank, code: int) -> NoReturn:
-    """Leave as the child left. code: its exit code; negative: the number of the signal that ended it."""
+    """Leave as the child left.
+
+    Args:
+        code: its exit code; negative: the number of the signal that ended it.
+    """
     record, finished = child.words()
     if code == BUG and child.pulse.guarded:
         _say(child.rank, f"the process was ended at its deadline, in a call that holds Python's lock.{child.place(record)}")
@@ -336,7 +324,7 @@ def _leave_as(child: _Rank, code: int) -> NoReturn:
 
 
 def _end_hung(child: _Rank) -> NoReturn:
-    """End a child that can do nothing itself: it prints its stacks where it can, which an abort asks for."""
+    """End a child that can do nothing itself. SIGABRT makes it print its stacks if it still can."""
     record, _ = child.words()
     place = child.place(record)
     _say(
@@ -393,7 +381,7 @@ def _kill(process: WatchedProcess) -> None:
 
 
 def _leave_by(number: Signals, child: _Rank, record: Path | None) -> NoReturn:
-    """End as the child did, so that launchers and shells see the signal; the child has dumped core, if anybody should."""
+    """End by the child's signal, so that launchers and shells see it. If a core dump was wanted, the child has made it."""
     if number == signal.SIGKILL:
         time.sleep(_ALONE_SECONDS)
     hint = child.memory.hint() if number == signal.SIGKILL else ""

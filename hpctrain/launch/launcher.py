@@ -37,14 +37,14 @@ _FIRST_SPECIAL_STEP = 4294967290
 
 @dataclass(frozen=True)
 class Launcher:
-    """The starter of this process, and its request. None: unknown.
+    """The program that started this process, and what it asked for. None: unknown.
 
     Attributes:
         name: "Slurm srun", "Open MPI mpiexec", ...; "none" for a process started by hand.
         expected_size: ranks of the job. rank, local_rank: of this process, in the job and on its node.
         local_size: ranks on this node.
-        overruled_size: ranks by the launcher's own word, where HPCTRAIN_EXPECT_RANKS gives expected_size.
-        rank_variable: the environment variable that gives the rank: what a launcher's child has and the launcher has not.
+        overruled_size: number of ranks by the launcher, if HPCTRAIN_EXPECT_RANKS replaces it as expected_size.
+        rank_variable: the environment variable with the rank: a launcher's child has it, and the launcher has not.
     """
 
     name: str
@@ -57,13 +57,13 @@ class Launcher:
 
     @property
     def starts_mpi(self) -> bool:
-        """True where MPI is to be started: under a known launcher, or where the user says that there are several ranks."""
+        """Return whether MPI is to be started: under a known launcher, or if the user says that there are several ranks."""
         return self.name != "none" or (self.expected_size or 1) > 1
 
 
 @dataclass(frozen=True)
 class _Signature:
-    """One launcher's variables: the one that gives it away, then size, rank, local size, local rank."""
+    """The variables of one launcher: the one that identifies it, then size, rank, local size and local rank."""
 
     name: str
     marker: str
@@ -100,12 +100,12 @@ _PMI = _Signature("a PMI launcher", "PMI_RANK", "PMI_SIZE", "PMI_RANK", "PMI_LOC
 
 
 def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a process that no launcher has started."""
+    """Return the environment of a process that no launcher has started."""
     return {name: value for name, value in environ.items() if not name.startswith(_VARIABLES)}
 
 
 def detect(environ: Mapping[str, str]) -> Launcher:
-    """The launcher that this environment tells of; HPCTRAIN_EXPECT_RANKS overrules its size.
+    """Return the launcher that this environment shows; HPCTRAIN_EXPECT_RANKS overrules its number of ranks.
 
     Raises:
         LaunchError: HPCTRAIN_EXPECT_RANKS is no positive integer.
@@ -125,20 +125,21 @@ def started_by(environ: Mapping[str, str]) -> Launcher:
 
 
 def place_of(rank: int | None) -> str:
-    """The beginning of a line of this process where several ranks speak, as "[3/64@node7] "; empty without a rank."""
+    """Return the beginning of a line of this process among lines of other ranks, such as "[3/64@node7] "; "" without a rank."""
     return place(rank, _detect(os.environ).expected_size)
 
 
 def keeps_job_of_lost_ranks(environ: Mapping[str, str]) -> bool:
-    """True where the launcher goes on when a rank dies, and tells MPI: mpiexec --with-ft ulfm of Open MPI."""
+    """Return whether the launcher continues when a rank dies, and tells MPI: mpiexec --with-ft ulfm of Open MPI."""
     return environ.get(_FAULT_TOLERANT, "0").lower() in ("1", "true", "yes", "enabled")
 
 
 def may_overlook_exit_codes(environ: Mapping[str, str]) -> bool:
-    """True where the other ranks learn for certain of a rank that a signal has ended, but not of one that has left with a code.
+    """Return whether the other ranks certainly learn of a rank that a signal ended, but not of one that left with a code.
 
-    So do launchers that keep the job of lost ranks, and hydra: where it learns of an exit before it sees the rank's descriptor
-    close, as while it passes on a last sentence, it closes that one, too, and waits on for ranks that wait for the lost one.
+    This is true of launchers that keep the job of lost ranks, and of hydra. If hydra learns of an exit before it sees the rank's
+    descriptor close, for example while it passes on a last sentence, it closes the descriptor itself, and keeps waiting for ranks
+    that wait for the lost one.
     """
     return keeps_job_of_lost_ranks(environ) or _detect(environ).name in _OF_HYDRA
 
@@ -179,7 +180,7 @@ def _slurm(environ: Mapping[str, str]) -> Launcher:
 
 
 def expand_counts(text: str) -> list[int]:
-    """Slurm's tasks per node written out: "2(x3),1" -> [2, 2, 2, 1]; [] for what is not of that form."""
+    """Return Slurm's tasks per node, written out: "2(x3),1" -> [2, 2, 2, 1]; [] for any other form."""
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
@@ -197,7 +198,7 @@ def _integer(environ: Mapping[str, str], name: str) -> int | None:
 def environment_fault(environ: Mapping[str, str], root: Path = Path("/")) -> str | None:
     """Return a sentence if MPI would read variables of a launcher that is gone; None if there is no such fault.
 
-    Such variables stay in the shell of an interactive allocation and in processes started from it without a launcher. MPI would
+    Such variables stay in the shell of an interactive allocation, and in processes started from it without a launcher. MPI would
     end the process with a stack trace.
 
     Args:
@@ -215,7 +216,7 @@ def environment_fault(environ: Mapping[str, str], root: Path = Path("/")) -> str
 
 
 def _closed_descriptor(environ: Mapping[str, str], root: Path) -> str | None:
-    """Return what is wrong with the socket that MPICH's process managers pass to each rank; None if nothing is."""
+    """Return what is wrong with the socket that MPICH's process managers pass to each rank; None if nothing is wrong."""
     text = environ.get(_PMI_SOCKET, "")
     if not text.isdecimal():
         return None
@@ -229,7 +230,7 @@ def _closed_descriptor(environ: Mapping[str, str], root: Path) -> str | None:
 
 
 def _gone_server(environ: Mapping[str, str], root: Path) -> str | None:
-    """Return what is wrong with the launcher's server for the ranks of this node; None if nothing is known to be."""
+    """Return what is wrong with the launcher's server for the ranks of this node; None if no fault is known."""
     servers = {name: value for name, value in environ.items() if name.startswith(_SERVERS)}
     ports = {name: _LOCAL_PORT.search(value) for name, value in servers.items()}
     found = {name: int(match[1]) for name, match in ports.items() if match is not None}
@@ -248,7 +249,7 @@ def _gone_server(environ: Mapping[str, str], root: Path) -> str | None:
 
 
 def _missing_connection(launcher: Launcher, environ: Mapping[str, str]) -> str | None:
-    """Return a sentence if the environment has no means for a rank to connect to the others; else None."""
+    """Return a sentence if the environment gives a rank no means to connect to the others; else None."""
     if launcher.name not in (*_OF_HYDRA, _PMI.name) or (launcher.expected_size or 1) == 1:
         return None
     if any(name.startswith(_CONNECTION_VARIABLES) for name in environ):
@@ -259,7 +260,7 @@ def _missing_connection(launcher: Launcher, environ: Mapping[str, str]) -> str |
 def lone_fault(launcher: Launcher, environ: Mapping[str, str]) -> str | None:
     """Return a sentence if a process without a launcher is the only rank of a job with several ranks or nodes; else None.
 
-    In a batch script that is correct for every command except a training, which is meant to use all ranks.
+    In a batch script that is right for every command except a training, which should use all ranks.
     """
     if launcher.name != "none" or EXPECT_RANKS in environ:
         return None
@@ -292,10 +293,12 @@ _SRUN_OPTIONS = (
 
 
 def check_world(launcher: Launcher, world_size: int, library: str = "") -> None:
-    """Refuse a world of another size than asked for: N jobs of one rank each, all silent, are the usual case.
+    """Raise unless MPI's world has the size that the launcher was asked for.
+
+    Usually such a world is one of N jobs of one rank each, none of which reports anything.
 
     Args:
-        library: the name of the MPI library in use, where it is known.
+        library: name of the MPI library in use, if known.
 
     Raises:
         LaunchError: the message names the launcher, both sizes and the likely cause.
@@ -306,7 +309,7 @@ def check_world(launcher: Launcher, world_size: int, library: str = "") -> None:
 
 
 def world_fault(launcher: Launcher, world_size: int, library: str = "") -> tuple[str, str] | None:
-    """(both sizes, what mends it) of a world of another size than asked for, as parts of a sentence; None where it has that."""
+    """Return (both sizes, the remedy) of a world of another size than asked for, as parts of a sentence; else None."""
     expected = launcher.expected_size
     if expected is None or expected == world_size:
         return None
@@ -334,7 +337,7 @@ def world_fault(launcher: Launcher, world_size: int, library: str = "") -> tuple
 
 
 def _srun_advice(library: str) -> str:
-    """The `--mpi` option that srun needs for this MPI library."""
+    """Return the `--mpi` option that srun needs for this MPI library."""
     others = "it is MPI in jobs/slurm.sbatch, and `srun --mpi=list` names what this Slurm has"
     for word, name, option in _SRUN_OPTIONS:
         if word in library:

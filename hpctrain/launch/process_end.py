@@ -29,7 +29,7 @@ SIGNALLED = 128
 
 
 class End(IntEnum):
-    """How a process ended, as far as it knew, or as its keeper saw."""
+    """How a process ended, as far as it knew, or as its keeper saw it."""
 
     RUNNING = 0
     FINISHED = 1
@@ -48,29 +48,29 @@ _LARGEST_SHARE = 0.25
 
 
 def turn_seconds(rank: int, deadline_seconds: float) -> float:
-    """How long a rank that gives up waits for others to say it before it does: a second for each binary digit of its number.
+    """Return how long a rank that gives up waits for others to report first: a second for each binary digit of its number.
 
-    All ranks that wait for one come to the deadline together, and one that speaks ends the job. Rank 0 speaks at once, and where
-    it is to blame rank 1 does a second later; in a job of 1,000 ranks of which any one hangs, nobody else does.
+    All ranks that wait for one rank reach the deadline together, and one that reports ends the job. Rank 0 reports at once. If
+    rank 0 is to blame, rank 1 reports a second later. In a job of 1,000 ranks in which any one hangs, no other rank reports.
 
     Args:
-        deadline_seconds: that has passed; the wait takes a quarter of it at most.
+        deadline_seconds: that has passed; the wait takes at most a quarter of it.
     """
     return min(rank.bit_length() * _TURN_SECONDS, _LARGEST_SHARE * deadline_seconds)
 
 
 def await_turn(rank: int | None, deadline_seconds: float) -> None:
-    """Wait until it is this rank's turn to speak; mostly the job has ended before."""
+    """Wait until it is this rank's turn to report; usually the job has ended before."""
     time.sleep(turn_seconds(rank or 0, deadline_seconds))
 
 
 def say_last_words(rank: int | None, lines: Sequence[str], stream: TextIO | None = None, *, stacks: bool = True) -> None:
-    """Print lines on standard error, with this rank's place, and the stacks of all threads behind them.
+    """Print lines on standard error with this rank's place, then the stacks of all threads.
 
-    Past Python's streams, whose locks a thread that hangs may hold.
+    Python's streams are bypassed: a thread that hangs may hold their locks.
 
     Args:
-        stream: instead of standard error. stacks: False: lines alone.
+        stream: instead of standard error. stacks: False prints the lines alone.
     """
     text = beginning_with(place_of(rank), "\n".join(lines))
     if stacks:
@@ -85,7 +85,7 @@ def say_last_words(rank: int | None, lines: Sequence[str], stream: TextIO | None
 
 
 def stacks_of_threads() -> str:
-    """The stacks of all threads, as faulthandler prints them."""
+    """Return the stacks of all threads, as faulthandler prints them."""
     with os.fdopen(os.memfd_create("stacks"), "w+", errors="replace") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)

@@ -26,7 +26,7 @@ class ProcessStatus:
 
     Attributes:
         state: a letter, see proc(5). parent, group: numbers of processes. terminal: its controlling terminal; 0: none.
-            foreground: the foreground group of the terminal. begun: its start, in ticks since the machine's start.
+        foreground: the foreground group of the terminal. begun: its start, in ticks since the machine's start.
     """
 
     state: str
@@ -78,7 +78,7 @@ def _has_variable(process: int, name: str) -> bool:
 
 
 class WatchedProcess:
-    """A process without which this one cannot end in good order. Time is counted in looks, as in `Pulse`.
+    """A process that this one depends on. Time is counted in looks, as in `Pulse`.
 
     Attributes:
         number: of the process. name: of its program. gone: whether it has ended. stopped_seconds: how long it has been stopped.

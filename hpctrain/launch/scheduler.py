@@ -108,7 +108,7 @@ SLURM_END = "SLURM_JOB_END_TIME"
 
 
 def age_seconds() -> float:
-    """Seconds since the launcher started this rank: its keeper, where it has one. 0 where the system does not say."""
+    """Return the seconds since the launcher started this rank, or its keeper if it has one; 0 if the system does not tell."""
     process = os.getpid() if keeper.current_keeper().said is None else os.getppid()
     status = status_of(process)
     if status is None:
@@ -117,6 +117,6 @@ def age_seconds() -> float:
 
 
 def slurm_seconds_left(environ: Mapping[str, str]) -> float | None:
-    """Seconds until Slurm ends this job; None where its environment does not say."""
+    """Return the seconds until Slurm ends this job; None if its environment does not tell."""
     end = environ.get(SLURM_END, "")
     return int(end) - time.time() if end.isdecimal() else None

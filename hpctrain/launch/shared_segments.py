@@ -33,7 +33,7 @@ _STARTS = "MPI starts"
 
 @dataclass(frozen=True)
 class Removed:
-    """Segments that were removed."""
+    """The segments that were removed."""
 
     count: int = 0
     n_bytes: int = 0
@@ -46,7 +46,11 @@ class Removed:
 
 @dataclass(frozen=True)
 class _Entry:
-    """The segments of one process. file: in which they are written down. begin_ns: when its MPI began to start; None: it had."""
+    """The segments of one process.
+
+    Attributes:
+        file: in which they are recorded. begin_ns: when its MPI began to start; None: it had started.
+    """
 
     file: Path
     segments: tuple[Path, ...]
@@ -55,13 +59,13 @@ class _Entry:
 
 
 def announce(memory: Path = MEMORY) -> None:
-    """Write down that MPI starts in this process now: until `remember`, nobody knows its segments."""
+    """Record that MPI starts in this process now. Until `remember`, its segments are unknown."""
     with contextlib.suppress(OSError):
         _write([f"{_STARTS} {time.time_ns()}"], memory)
 
 
 def remember(memory: Path = MEMORY) -> None:
-    """Write down the segments that this process has mapped now. Where that cannot be, nothing happens."""
+    """Record the segments that this process has mapped now. Has no effect if they cannot be recorded."""
     segments = sorted({path for path in _mapped() if path.parent == memory})
     with contextlib.suppress(OSError):
         if segments:
@@ -71,7 +75,7 @@ def remember(memory: Path = MEMORY) -> None:
 
 
 def _write(lines: Iterable[str], memory: Path) -> None:
-    """Write this process's file, at once as a whole: it may be killed here, too."""
+    """Write this process's file as a whole: the process may be killed here, too."""
     folder = _folder(memory)
     folder.mkdir(mode=0o700, exist_ok=True)
     if _is_own(folder):
@@ -82,13 +86,13 @@ def _write(lines: Iterable[str], memory: Path) -> None:
 
 
 def forget(memory: Path = MEMORY) -> None:
-    """This process ends in order, and its MPI removes the segments."""
+    """Remove this process's record: it ends in order, and its MPI removes the segments."""
     with contextlib.suppress(OSError):
         (_folder(memory) / _name(os.getpid())).unlink()
 
 
 def remove_stale(memory: Path = MEMORY) -> Removed:
-    """Remove the segments that only dead processes of this user have written down."""
+    """Remove the segments that only dead processes of this user have recorded; return what was removed."""
     with contextlib.suppress(OSError):
         entries = list(_entries(memory))
         used = {path for entry in entries if entry.alive for path in entry.segments}
@@ -106,10 +110,11 @@ def remove_stale(memory: Path = MEMORY) -> Removed:
 
 
 def _of_starts(dead_ns: Sequence[int], living_ns: Sequence[int], memory: Path) -> tuple[set[Path], bool]:
-    """The segments that starts of MPI have left, of which no rank is alive; and whether there are some that may be of others.
+    """Return the segments that starts of MPI left whose ranks are all dead, and whether there are some that may belong to others.
 
     Args:
-        dead_ns: when those began that never ended. living_ns: of those under way, which may just have made a file.
+        dead_ns: when the starts began that never ended. living_ns: when those began that are under way, which may just have made
+            a file.
     """
     if not dead_ns:
         return set(), False
@@ -129,7 +134,7 @@ def _of_starts(dead_ns: Sequence[int], living_ns: Sequence[int], memory: Path) -
 
 
 def _remove(path: Path, memory: Path) -> int | None:
-    """Remove a file of this user; give its size, None where there was none to remove."""
+    """Remove a file of this user; return its size, or None if there was none to remove."""
     try:
         status = path.lstat()
         if path.parent != memory or status.st_uid != os.getuid() or not stat.S_ISREG(status.st_mode):
@@ -158,7 +163,7 @@ def _folder(memory: Path) -> Path:
 
 
 def _is_own(folder: Path) -> bool:
-    """A real directory of this user, in which nobody else can write."""
+    """Return whether a path is a real directory of this user that no other user may write to."""
     with contextlib.suppress(OSError):
         status = folder.lstat()
         return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
@@ -166,7 +171,7 @@ def _is_own(folder: Path) -> bool:
 
 
 def _name(process: int) -> str:
-    """A process by number and begin, as numbers come again."""
+    """Return the name of a process by number and start: numbers are reused."""
     return f"{process}-{_begun(process)}"
 
 

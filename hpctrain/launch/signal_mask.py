@@ -20,10 +20,10 @@ OF_PROGRAMS = (*STOPS, STACKS)
 
 
 def hold(numbers: tuple[Signals, ...] = HELD) -> frozenset[Signals]:
-    """Block the signals in this thread and all that it starts; give those that are blocked.
+    """Block the signals in this thread and in all threads it starts; return those that are blocked.
 
-    What the starter of this process ignores (`nohup`: SIGHUP; a script's background job: SIGINT) stays ignored: blocked, it would
-    be kept for the thread that waits.
+    A signal that the starter of this process ignores stays ignored (`nohup`: SIGHUP; a script's background job: SIGINT). If it
+    were blocked, it would be kept for the thread that waits.
     """
     held = frozenset(number for number in numbers if signal.getsignal(number) != signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, held)
@@ -31,5 +31,5 @@ def hold(numbers: tuple[Signals, ...] = HELD) -> frozenset[Signals]:
 
 
 def release() -> None:
-    """Unblock them in this thread: for a child between its fork and its program, which would inherit the mask."""
+    """Unblock the signals in this thread: for a child between its fork and its program, which would inherit the mask."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)

@@ -34,15 +34,16 @@ _OF_PROCESS: list[SignalWatch] = []
 
 
 def of_process(watch: SignalWatch) -> None:
-    """From now on this watch takes the process's signals: `taken_signals` finds it."""
+    """Make this watch the one that takes the process's signals: `taken_signals` finds it."""
     _OF_PROCESS[:] = [watch]
 
 
 @contextlib.contextmanager
 def taken_signals(rank: int) -> Iterator[SignalWatch]:
-    """While this lasts, requests to stop are remembered. In the main thread, before the threads that compute are made.
+    """Remember requests to stop during the block. Call it in the main thread, before the threads that compute are made.
 
-    rank: of this process.
+    Args:
+        rank: of this process.
     """
     answer = "the program is asked to save a checkpoint and to end"
     if _OF_PROCESS:
@@ -64,13 +65,14 @@ def taken_signals(rank: int) -> Iterator[SignalWatch]:
 
 
 class SignalWatch:
-    """Takes signals, and remembers which request they have made of this process.
+    """Takes signals, and remembers which request they make of this process.
 
     Args:
-        held: blocked by `hold`, to be waited for; empty: none ever arrives. rank: of this process, None: unknown.
-        at_once: a request ends the process at once with code 128 + n, since there is nothing to save; else it is remembered. Then
-            an interrupt AGAIN_SECONDS after the first request, or later, ends the process; nothing else loses the checkpoint.
-        answer: to the first request, for people: what the process will do.
+        held: signals blocked by `hold`, to wait for; empty: none ever arrives. rank: of this process; None: unknown.
+        at_once: a request ends the process at once with code 128 + n, since there is nothing to save. Otherwise it is remembered;
+            then an interrupt AGAIN_SECONDS after the first request, or later, ends the process, and nothing else loses the
+            checkpoint.
+        answer: printed at the first request: what the process will do.
     """
 
     def __init__(
@@ -90,7 +92,7 @@ class SignalWatch:
         self._closed = self._patience_asked = False
 
     def start(self) -> SignalWatch:
-        """Start the thread that waits. From the main thread, after `hold`."""
+        """Start the thread that waits. Call it in the main thread, after `hold`."""
         for number in self._held:  # a thread older than the mask may get one: the default would end the process
             signal.signal(number, lambda received, frame: self.take(Signals(received)))
         self._thread = threading.Thread(target=self._run, name="hpctrain-signals", daemon=True)
@@ -105,29 +107,33 @@ class SignalWatch:
             self._thread.join(1.0)
 
     def keeps(self, kept: Callable[[], str]) -> None:
-        """Say what is kept, where the process ends at once: `kept` gives a clause, and is called on the watch's thread."""
+        """Set what is kept if the process ends at once: `kept` returns a clause, and is called on the watch's thread."""
         self._kept = kept
 
     def renumber(self, rank: int) -> None:
-        """This process has another rank from now on."""
+        """Set another rank for this process."""
         self._rank = rank
 
     def asked(self) -> bool:
-        """True once a signal has asked this process to stop."""
+        """Return whether a signal has asked this process to stop."""
         return self.request is not None
 
     def end_at_once(self) -> None:
-        """From here on there is nothing to save: a request, also one that came before, ends the process."""
+        """Declare that there is nothing to save from now on: a request, also an earlier one, ends the process."""
         self._at_once = True
         if self.request is not None:
             self._end(self.request)
 
     def remember(self, answer: str) -> None:
-        """From here on there is somebody who saves: a request is remembered. answer: to the first one."""
+        """Declare that a checkpoint can be saved from now on: a request is remembered.
+
+        Args:
+            answer: printed at the first request.
+        """
         self._at_once, self._answer = False, answer
 
     def take(self, number: Signals) -> None:
-        """Act on one signal. Returns, unless it ends the process."""
+        """Act on one signal. Returns unless the signal ends the process."""
         now = time.monotonic()
         if number in STOPS:
             self._stop(number, now)

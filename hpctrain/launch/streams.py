@@ -23,10 +23,10 @@ _LOOK_SECONDS = 1e-3
 
 
 def open_closed_streams() -> None:
-    """Put /dev/null where one of the descriptors 0 to 2 is closed: call it before any file is opened.
+    """Open /dev/null for each of the descriptors 0 to 2 that is closed. Call it before any file is opened.
 
-    The next file, be it a checkpoint, would get that number, and what MPI, the keeper or a signal has to say would be written
-    into it. Python has None for such a stream. Also make the outputs escape characters that their encoding lacks.
+    Otherwise the next file, possibly a checkpoint, would get that number, and messages of MPI, the keeper or a signal would be
+    written into it. Python has None for such a stream. Outputs are also made to escape characters that their encoding lacks.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
@@ -42,9 +42,9 @@ def open_closed_streams() -> None:
 
 
 def flush_to_reader(seconds: float = 1.0) -> None:
-    """Flush standard output and error, and wait until their readers have taken all, for so long at most.
+    """Flush standard output and error, and wait until their readers have taken everything, at most `seconds`.
 
-    A launcher that is told to end a job may leave unread what ranks wrote just before: the sentence that says why.
+    A launcher that is told to end a job may not read what ranks wrote just before: the sentence with the reason.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # nobody reads it, or it is closed
@@ -55,7 +55,7 @@ def flush_to_reader(seconds: float = 1.0) -> None:
 
 
 def _unread(descriptor: int) -> int:
-    """Bytes in a pipe that its reader has not taken; 0 for what is no pipe."""
+    """Return the bytes in a pipe that its reader has not taken; 0 for anything else."""
     count = array.array("i", [0])
     with contextlib.suppress(OSError):
         if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
@@ -67,7 +67,7 @@ _REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, err
 
 
 class ForgivingFile(io.RawIOBase):
-    """Writes to a descriptor, which stays open; what the disk refuses is dropped, and told once on standard error."""
+    """Writes to a descriptor, which stays open. What the disk refuses is dropped, and reported once on standard error."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -96,8 +96,8 @@ class ForgivingFile(io.RawIOBase):
             return len(data)
 
 
-def go_on_without_output() -> None:
-    """From now on a disk that refuses the standard output ends nothing. A terminal, and a pipe whose reader may leave, stay."""
+def continue_without_output() -> None:
+    """Let no refusal of a disk end the process from now on. A terminal, and a pipe whose reader may leave, stay as they are."""
     with contextlib.suppress(OSError, ValueError):
         mode = os.fstat(1).st_mode
         if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or os.isatty(1) or sys.stdout.fileno() != 1:

@@ -27,6 +27,7 @@ from signal import Signals
 from typing import Any, Protocol
 
 from hpctrain.core.errors import LaunchError
+from hpctrain.launch.child import end_with_parent
 from hpctrain.launch.process_end import FINISHED, SIGNALLED, STOPPED, USER_ERROR
 from hpctrain.launch.signal_mask import HELD, STOPS, release
 from hpctrain.launch.signals import AGAIN_SECONDS
@@ -38,17 +39,21 @@ _EXCLUDE = ("--exclude", "-x")
 
 @dataclass(frozen=True)
 class TrainCommand:
-    """The words of a command; `train` is the word at the place `train_at`."""
+    """The words of a command.
+
+    Attributes:
+        words: of the command. train_at: the index of the word `train`.
+    """
 
     words: tuple[str, ...]
     train_at: int
 
     @classmethod
     def find(cls, words: Sequence[str]) -> TrainCommand:
-        """The command, with its training found: the word `train` behind `hpctrain`, by whatever path.
+        """Return the command with its training, the word `train` after `hpctrain` with any path.
 
         Raises:
-            LaunchError: there is none, or there are several.
+            LaunchError: the command has no training, or several.
         """
         places = [place for place in range(1, len(words)) if words[place] == _TRAIN and Path(words[place - 1]).name == _PROGRAM]
         if len(places) != 1:
@@ -61,21 +66,21 @@ class TrainCommand:
 
     @property
     def training(self) -> tuple[str, ...]:
-        """The words behind `train`: file, overrides and options."""
+        """Return the words after `train`: file, overrides and options."""
         return self.words[self.train_at + 1 :]
 
     @property
     def uses_srun(self) -> bool:
-        """Slurm starts it."""
+        """Return whether Slurm's srun starts it."""
         return Path(self.words[0]).name == _SRUN
 
     def resumed(self, run: Path) -> TrainCommand:
-        """The same, going on from the newest checkpoint of a run directory."""
+        """Return the same command, resuming from the newest checkpoint of a run directory."""
         before, rest = self.words[: self.train_at + 1], _without(self.training, (_RESUME,))
         return TrainCommand((*before, _RESUME, str(run), *rest), self.train_at)
 
     def excluding(self, nodes: Iterable[str]) -> TrainCommand:
-        """The same under `srun`, on none of these nodes, nor on those that it leaves out already."""
+        """Return the same command under `srun` without these nodes and without those it already leaves out."""
         given = _values(self.words[1 : self.train_at], _EXCLUDE)
         names = list(dict.fromkeys((*given, *nodes)))
         if not names:
@@ -85,7 +90,7 @@ class TrainCommand:
 
 
 def _split(words: Sequence[str], options: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words without these options, and the values of the options."""
+    """Return the words without these options, and the values of the options."""
     kept: list[str] = []
     values: list[str] = []
     rest = iter(words)
@@ -111,7 +116,7 @@ def _values(words: Sequence[str], options: Sequence[str]) -> list[str]:
 #: the request that every launcher passes on to its ranks, and none takes for its own
 PASSED_ON = Signals.SIGUSR1
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_CHILD_SUBREAPER = 36
 _LOOK_SECONDS = 1.0
 # That a command may take to end at an interrupt, and those whose parent is gone to end by themselves.
 _INTERRUPTED_SECONDS = 10.0
@@ -119,13 +124,13 @@ _ORPHAN_SECONDS = 20.0
 
 
 class SupervisedCommand:
-    """Runs one command after another. One per process, on the main thread, which has no others when it is made.
+    """Runs one command after another. One per process, on the main thread, made while the process has no other threads.
 
     Args:
-        say: tells a person a sentence.
+        say: prints a sentence.
 
     Attributes:
-        request: the signal that has asked for the end; None: none has.
+        request: the signal that asked for the end; None: none did.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -139,12 +144,12 @@ class SupervisedCommand:
         self._libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
     def close(self) -> None:
-        """Let signals do again what they did before."""
+        """Restore the effects of signals."""
         self._libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
         release()
 
     def run(self, words: Sequence[str]) -> int:
-        """Run a command to its end; give its exit code, 128 + n where signal n has ended it.
+        """Run a command to its end; return its exit code, or 128 + n if signal n ended it.
 
         Raises:
             LaunchError: it cannot be started.
@@ -166,15 +171,15 @@ class SupervisedCommand:
         return process.returncode if process.returncode >= 0 else SIGNALLED - process.returncode
 
     def pause(self, seconds: float) -> None:
-        """Wait, until somebody asks for the end."""
+        """Wait, unless a signal asks for the end."""
         end = time.monotonic() + seconds
         while self.request is None and (left := end - time.monotonic()) > 0:
             self._take(self._next(min(left, _LOOK_SECONDS)), None)
 
     def _prepare(self) -> None:
-        """In the command's process, before its program."""
+        """Prepare the command's process, before its program."""
         release()
-        self._libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+        end_with_parent(signal.SIGTERM)
 
     def _next(self, seconds: float) -> Signals | None:
         received = signal.sigtimedwait(self._waited, seconds)
@@ -205,7 +210,7 @@ class SupervisedCommand:
             os.killpg(process, signal.SIGKILL)
 
     def _end_left_behind(self) -> None:
-        """Wait for processes of the command that have outlived it, and end those that stay for too long."""
+        """Wait for processes of the command that outlive it, and kill those that stay for too long."""
         patience = 0.0 if time.monotonic() >= self._kill_at else _ORPHAN_SECONDS
         end = time.monotonic() + patience
         while children := _children():
@@ -220,7 +225,7 @@ class SupervisedCommand:
 
 
 def _children() -> list[int]:
-    """The processes whose parent this one is, zombies among them."""
+    """Return the processes whose parent is this one, including zombies."""
     this, children = os.getpid(), []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
@@ -236,7 +241,7 @@ _BAD = 2
 
 
 class Runner(Protocol):
-    """Runs commands; as `SupervisedCommand` does."""
+    """Runs commands, like `SupervisedCommand`."""
 
     request: Signals | None
 
@@ -247,9 +252,12 @@ class Runner(Protocol):
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """The restarts after failures between which no checkpoint was written, and the first pause; further ones double.
+    """When to restart a training.
 
-    requeue: go on after exit code 85, too. excludes: leave out nodes that failed twice.
+    Attributes:
+        restarts: failures to restart after, between which no checkpoint was written. pause_seconds: first pause; later ones
+            double.
+        requeue: also restart after exit code 85. excludes: leave out nodes that failed twice.
     """
 
     restarts: int
@@ -260,9 +268,12 @@ class RestartPolicy:
 
 @dataclass(frozen=True)
 class AttemptOutcome:
-    """The traces of an attempt. run: its directory. checkpoint: the newest one that it has written. None: there is none.
+    """What an attempt left.
 
-    finding: the first one of its flight records. node: that of the ranks that these blame, where it is one of several; or "".
+    Attributes:
+        run: its directory. checkpoint: the newest one that it wrote. None: there is none.
+        finding: the first finding of its flight records. node: the node of the ranks that these blame, if it is one of several;
+            else "".
     """
 
     run: Path | None = None
@@ -274,7 +285,11 @@ class AttemptOutcome:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of the command. begin, end: seconds of the wall clock. excluded: nodes left out. next: what followed."""
+    """One start of the command.
+
+    Attributes:
+        begin, end: seconds of the wall clock. excluded: nodes left out. next: what followed.
+    """
 
     number: int
     words: tuple[str, ...]
@@ -286,7 +301,7 @@ class Attempt:
     next: str
 
     def as_json(self) -> dict[str, Any]:
-        """For the file of attempts."""
+        """Return the attempt as plain values, for the file of attempts."""
         traces = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(self.traces).items()}
         times = {"begin": _clock(self.begin), "end": _clock(self.end)}
         return {"attempt": self.number, **times, "code": self.code, **traces, "next": self.next} | {
@@ -297,7 +312,7 @@ class Attempt:
 
 @dataclass
 class _State:
-    """The knowledge from all attempts so far."""
+    """What is known from all attempts so far."""
 
     failures: int = 0
     run: Path | None = None
@@ -309,13 +324,13 @@ class _State:
 
 
 class Supervisor:
-    """Runs a training until it is done, is asked to stop, cannot go on, or has failed too often.
+    """Runs a training until it finishes, is asked to stop, cannot continue, or has failed too often.
 
     Args:
-        look: what the latest attempt has left. keep: is given each attempt. say: tells a person a sentence.
+        look: returns what the latest attempt left. keep: is called with each attempt. say: prints a sentence.
 
     Attributes:
-        attempts: all so far.
+        attempts: all attempts so far.
     """
 
     def __init__(
@@ -334,7 +349,7 @@ class Supervisor:
         self._state = _State()
 
     def run(self) -> int:
-        """All attempts; give the exit code of the last one, or that of a signal in a pause."""
+        """Run all attempts; return the exit code of the last one, or that of a signal during a pause."""
         while True:
             attempt, pause_seconds = self._attempt()
             self.attempts.append(attempt)
@@ -347,7 +362,7 @@ class Supervisor:
                 return STOPPED if self._state.run is not None else SIGNALLED + self._runner.request
 
     def _attempt(self) -> tuple[Attempt, float | None]:
-        """One start; and the pause before the next one, None where there is to be none."""
+        """Start the command once; return the attempt, and the pause before the next one, None if there is to be none."""
         excluded = self._state.excluded
         words = self._words(excluded)
         begin = time.time()
@@ -359,7 +374,7 @@ class Supervisor:
         return Attempt(len(self.attempts) + 1, words, begin, end, code, traces, excluded, reason), pause_seconds
 
     def _words(self, excluded: Sequence[str]) -> tuple[str, ...]:
-        """The command for the next attempt. One that has written no checkpoint is repeated as it was given."""
+        """Return the command of the next attempt. A training that has written no checkpoint is repeated as given."""
         command = self._command
         if self._state.run is not None:
             command = command.resumed(self._state.run)
@@ -395,7 +410,7 @@ class Supervisor:
 
 
 def summary(attempts: Sequence[Attempt]) -> list[str]:
-    """Lines that tell of all attempts."""
+    """Return a line for each attempt."""
     lines = []
     for attempt in attempts:
         step = "no step" if not attempt.traces.step else f"step {attempt.traces.step}"

@@ -26,7 +26,7 @@ class ThreadPlan:
     """How many threads this rank computes with.
 
     Attributes:
-        threads: of every library's pool. cores: physical cores that are this rank's own (1 where ranks outnumber them).
+        threads: of every library's pool. cores: physical cores that this rank does not share; 1 if ranks outnumber them.
         reason: where the number comes from, for people.
     """
 
@@ -39,14 +39,15 @@ class ThreadPlan:
 
 
 def set_threads(launcher: Launcher, requested: int | None, environ: MutableMapping[str, str] = os.environ) -> ThreadPlan:
-    """Decide the number of threads and set the environment variables that thread pools read when they start.
+    """Decide the number of threads, and set the environment variables that thread pools read when they start.
 
     Args:
-        launcher: as `detect` gave it. requested: what the configuration asks for; None: OMP_NUM_THREADS where set, else
-            the rank's cores. environ: changed in place.
+        launcher: from `detect`. requested: number from the configuration; None: OMP_NUM_THREADS if it is set, else the rank's
+            cores.
+        environ: changed in place.
 
     Raises:
-        LaunchError: more threads requested than the rank has cores; OMP_NUM_THREADS is no number.
+        LaunchError: more threads are requested than the rank has cores, or OMP_NUM_THREADS is no number.
     """
     cores, how = rank_cores(launcher, environ)
     if requested is not None:
@@ -86,11 +87,11 @@ def _from_environment(text: str, cores: int) -> ThreadPlan:
 
 
 def rank_cores(launcher: Launcher, environ: MutableMapping[str, str] = os.environ) -> tuple[int, str]:
-    """Physical cores that this rank may call its own, at least 1, and how that was found.
+    """Return the physical cores that this rank does not share, at least 1, and how they were found.
 
     A rank that its launcher has bound owns its cores; ranks that are not bound share those of the node evenly. Under Slurm a rank
-    takes no more than it was asked for with --cpus-per-task, bound or not. If a control group limits processor time, the ranks of
-    a node share the limit.
+    takes no more than --cpus-per-task asked for, bound or not. If a control group limits processor time, the ranks of a node
+    share the limit.
     """
     mask = os.sched_getaffinity(0)
     cores, reason = _within_quota(launcher, *_cores_by_mask(launcher, mask, environ))
@@ -103,7 +104,7 @@ def rank_cores(launcher: Launcher, environ: MutableMapping[str, str] = os.enviro
 
 
 def outnumbers_cores(launcher: Launcher) -> bool:
-    """True where the ranks of this node share its cores and are more than these."""
+    """Return whether the ranks of this node share its cores and outnumber them."""
     mask = os.sched_getaffinity(0)
     ranks, quota = launcher.local_size or 1, whole_quota()
     if quota is not None and ranks > quota:
@@ -127,7 +128,7 @@ def usable_cores(cpus: Iterable[int]) -> int:
 
 
 def _cores_by_mask(launcher: Launcher, mask: set[int], environ: MutableMapping[str, str]) -> tuple[int, str]:
-    """This rank's cores by what it may run on."""
+    """Return this rank's cores by its affinity mask, and the reason."""
     cores = physical_cores(mask)
     local_size = launcher.local_size or 1
     if local_size == 1:
@@ -138,7 +139,7 @@ def _cores_by_mask(launcher: Launcher, mask: set[int], environ: MutableMapping[s
 
 
 def _asked_of_slurm(launcher: Launcher, mask: set[int], environ: MutableMapping[str, str]) -> int | None:
-    """Physical cores of --cpus-per-task, which counts as the mask does: with or without hardware threads. None: nobody asked."""
+    """Return the physical cores of --cpus-per-task, counted as the mask, with or without hardware threads; None if unset."""
     text = environ.get(_SLURM_CPUS, "")
     if not launcher.name.startswith("Slurm") or not text.isdecimal() or int(text) < 1:
         return None
@@ -146,7 +147,7 @@ def _asked_of_slurm(launcher: Launcher, mask: set[int], environ: MutableMapping[
 
 
 def _is_bound(launcher: Launcher, mask: set[int], environ: MutableMapping[str, str]) -> bool:
-    """True where the launcher gave each rank cores of its own."""
+    """Return whether the launcher gave each rank cores of its own."""
     outer = _launcher_mask(launcher.rank_variable)
     confined = outer is not None and mask < outer
     if launcher.name.startswith("Slurm"):
@@ -159,7 +160,7 @@ def _is_bound(launcher: Launcher, mask: set[int], environ: MutableMapping[str, s
 def _launcher_mask(rank_variable: str | None) -> set[int] | None:
     """Return the CPUs that the launcher's process on this node may run on; None if it is not visible.
 
-    Compared with the machine's cores, a container or `taskset mpiexec` would look like a binding of each rank.
+    If the machine's cores were compared instead, a container or `taskset mpiexec` would look like a binding of each rank.
     """
     process = launcher_process(rank_variable)
     with contextlib.suppress(OSError):
@@ -168,12 +169,12 @@ def _launcher_mask(rank_variable: str | None) -> set[int] | None:
 
 
 def physical_cores(cpus: Iterable[int], topology: Path = _TOPOLOGY) -> int:
-    """Cores among logical CPUs: hardware threads of one core count once. Every CPU counts where the topology is unknown."""
+    """Return the number of cores among logical CPUs; threads of one core count once. Without a topology every CPU counts."""
     return len(core_names(cpus, topology))
 
 
 def core_names(cpus: Iterable[int], topology: Path = _TOPOLOGY) -> frozenset[str]:
-    """The physical cores of logical CPUs, by their hardware threads, such as "0,64"; names are those of one node."""
+    """Return the physical cores of logical CPUs, named by their hardware threads, such as "0,64"; names are those of one node."""
     names = set()
     for cpu in cpus:
         try:

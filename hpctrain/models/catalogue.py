@@ -1,6 +1,6 @@
 """All models by name: each module of `families` is one, and its VARIANTS have names of their own.
 
-A new model is one new file and no list is edited. Family names are module names ("vgg"); variants fix some of a family's options
+A new model is one new file; no list is edited. Family names are module names ("vgg"); variants fix some of a family's options
 ("vgg16_bn").
 """
 
@@ -20,7 +20,7 @@ FAMILIES: Registry[Layer] = Registry("hpctrain.models.families", "model", None)
 
 _A_MODEL = "a model is a class derived from hpctrain.nn.layers.Layer, or a function that returns a layer, such as a Sequential"
 
-#: values of options that follow from the data or from other keys, where a model without defaults for them is built without these
+#: values of options that follow from the data or from other keys, to build a model that has no defaults for them without these
 _PLACEHOLDERS: Mapping[str, object] = {
     "classes": 10,
     "channels_in": 3,
@@ -36,7 +36,7 @@ class Entry:
     """One name of the catalogue.
 
     family: the module. builder: its `build`. fixed: options that the name stands for.
-    image_shape: (H, W, C) the model is meant for; None where code of the user's does not say so by an IMAGE_SHAPE.
+    image_shape: (H, W, C) that the model is meant for; None if code of the user's has no IMAGE_SHAPE.
     """
 
     family: str
@@ -46,12 +46,12 @@ class Entry:
 
 
 def names() -> tuple[str, ...]:
-    """Names of all families and variants, sorted."""
+    """Return the names of all families and variants, sorted."""
     return tuple(sorted(_entries(FAMILIES.names())))
 
 
 def entry(name: str) -> Entry:
-    """The family behind a name, and what the name fixes of its options. Code of the user's is a family of its own.
+    """Return the family of a name, and the options that the name fixes. Code of the user's is a family of its own.
 
     Raises:
         ConfigError: no model of this name, or code of the user's that is none.
@@ -67,7 +67,7 @@ def entry(name: str) -> Entry:
 
 
 def options(name: str) -> dict[str, object]:
-    """Options that the model takes, with their defaults.
+    """Return the options that the model takes, with their defaults.
 
     Raises:
         ConfigError: no model of this name.
@@ -78,10 +78,10 @@ def options(name: str) -> dict[str, object]:
 
 
 def image_shape(name: str) -> tuple[int, int, int]:
-    """(H, W, C) that the model is meant for.
+    """Return the (H, W, C) that the model is meant for.
 
     Raises:
-        ConfigError: no model of this name, or one that does not say so.
+        ConfigError: no model of this name, or one without an IMAGE_SHAPE.
     """
     shape = entry(name).image_shape
     if shape is None:
@@ -93,7 +93,7 @@ def image_shape(name: str) -> tuple[int, int, int]:
 
 
 def check(name: str, given: Mapping[str, object]) -> dict[str, Any]:
-    """All options of the model: the defaults, what the name stands for, and what is given, as values of the right types.
+    """Return all options of the model, with values of the right types: defaults, options that the name fixes, and `given`.
 
     Raises:
         ConfigError: no model of this name. OptionError: an option it does not take, a value of another type, or one that the
@@ -109,7 +109,7 @@ def check(name: str, given: Mapping[str, object]) -> dict[str, Any]:
 
 
 def build(name: str, given: Mapping[str, object]) -> Layer:
-    """The model.
+    """Build the model.
 
     Raises:
         ConfigError: as `check`, or options that the family refuses. ShapeError: sizes that do not fit together.
@@ -123,7 +123,7 @@ def build(name: str, given: Mapping[str, object]) -> Layer:
 
 
 def _placeholders(known: Entry) -> dict[str, object]:
-    """Values for the options that follow from the rest of a configuration and have no default."""
+    """Return values for the options that follow from the rest of a configuration and have no default."""
     values = _PLACEHOLDERS if known.image_shape is None else {**_PLACEHOLDERS, "channels_in": known.image_shape[2]}
     parameters = parameters_of(known.builder)
     return {

@@ -28,13 +28,13 @@ from hpctrain.core.errors import BackendError, CheckpointError
 from hpctrain.models.state_dict import StateEntry, declared_state
 from hpctrain.nn.layers import Layer, PadChannelsSpec
 
-#: operator set: of those that define all operators used here, the newest that runtimes of the last two years know
+#: operator set: the newest that runtimes of the last two years know; it defines all operators that are used here
 OPSET = 21
 _MOST_BYTES = 2_000_000_000  # one protocol buffer holds 2 GiB
 
 
 def onnx_package() -> Any:
-    """The package onnx.
+    """Import the package onnx.
 
     Raises:
         BackendError: it is not installed.
@@ -49,7 +49,7 @@ def onnx_package() -> Any:
 def onnx_model(
     model: Layer, image_shape: tuple[int, int, int], state: Mapping[str, np.ndarray], metadata: Mapping[str, str]
 ) -> Any:
-    """The checked `onnx.ModelProto`.
+    """Return the checked `onnx.ModelProto`.
 
     Args:
         image_shape: (H, W, C) of one image. state: float32, in torchvision's names and layouts. metadata: kept in the model.
@@ -87,7 +87,7 @@ def onnx_model(
 
 
 class _Translator:
-    """Node by node: `_names[t]` is the ONNX value of tensor t; `constants` are the arrays that nodes read."""
+    """Translates node by node: `_names[t]` is the ONNX value of tensor t; `constants` are the arrays that nodes read."""
 
     def __init__(self, onnx: Any, graph: Graph, entries: Mapping[str, StateEntry], state: Mapping[str, np.ndarray]) -> None:
         self._make = onnx.helper.make_node
@@ -110,7 +110,7 @@ class _Translator:
         }
 
     def nodes(self) -> list[Any]:
-        """All nodes, in order; the last one gives "logits".
+        """Return all nodes, in order; the output of the last one is "logits".
 
         Raises:
             BackendError: a layer that ONNX has no operator for.
@@ -138,7 +138,7 @@ class _Translator:
         self._names[node.output] = self._names[node.inputs[0]]
 
     def _parameters(self, node: Node) -> list[str]:
-        """The parameters of a node, weight first, which become constants."""
+        """Return the names of a node's parameters, weight first, after adding them as constants."""
         return [self._constant(name, self._state[name]) for name in node.parameters.values()]
 
     def _constant(self, name: str, array: np.ndarray) -> str:
@@ -149,7 +149,7 @@ class _Translator:
         self._add("Conv", node, *self._parameters(node), **_window(spec.window), group=spec.groups)
 
     def _flatten(self, node: Node, spec: FlattenSpec) -> None:
-        """In our order, channels last: a linear layer need not know of which image its input is made."""
+        """Flatten channels last, as hpctrain does: then the next linear layer needs no order of an image."""
         inner = self._names[node.inputs[0]]
         if len(self._graph.tensors[node.inputs[0]].shape) == 4:
             inner = self._emit("Transpose", f"{node.name}.nhwc", [inner], perm=[0, 2, 3, 1])
@@ -173,7 +173,7 @@ class _Translator:
             self._add("AveragePool", node, **window, count_include_pad=int(spec.count_include_pad))
 
     def _adaptive_pool(self, node: Node, spec: AdaptiveAveragePoolSpec) -> None:
-        """Two products with matrices of means: ONNX has no operator for windows of changing size."""
+        """Multiply by two matrices of means, as ONNX has no operator for windows of changing size."""
         _, height, width, _ = self._graph.tensors[node.inputs[0]].shape
         if (height, width) == spec.size:
             self._same(node)
@@ -201,7 +201,7 @@ def _window(window: Window) -> dict[str, list[int]]:
 
 
 def _means(size: int, pooled: int) -> np.ndarray:
-    """(pooled, size): row i has the weights of the mean over [floor(i size / pooled), ceil((i + 1) size / pooled))."""
+    """Return (pooled, size): row i has the weights of the mean over [floor(i size / pooled), ceil((i + 1) size / pooled))."""
     matrix = np.zeros((pooled, size), np.float32)
     for i in range(pooled):
         start, stop = i * size // pooled, -(-(i + 1) * size // pooled)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from hpctrain.core.errors import OptionError
-from hpctrain.nn.layers import BatchNorm, Conv2d, Layer, ReLU, Residual, Sequential, StochasticDepth
+from hpctrain.nn import initialise
+from hpctrain.nn.layers import BatchNorm, Conv2d, Layer, Linear, ReLU, Residual, Sequential, StochasticDepth
 
-MOST_CHANNELS = 1_000_000  # far beyond any network: what is larger is a slip of the pen
+MOST_CHANNELS = 1_000_000  # far beyond any network: a larger number is a typing error
 
 
 @dataclass(frozen=True)
@@ -21,16 +22,16 @@ class Norm:
     zero_last: bool = False  # the last one of each residual block starts at 0, so that the block starts as its shortcut
 
     def layer(self, channels: int, *, last: bool = False) -> BatchNorm:
-        """A batch norm; `last` marks the one before a residual sum."""
+        """Return a batch norm; `last`: it is the one before a residual sum."""
         weight = 0.0 if last and self.zero_last else 1.0
         return BatchNorm(channels, self.epsilon, self.momentum, self.synchronised, weight=weight)
 
 
 def scaled(channels: int, width: float, option: str = "channels") -> int:
-    """`channels` times `width`, rounded, at least 1.
+    """Return `channels` times `width`, rounded, at least 1.
 
     Args:
-        option: the name of the option that has given `channels`, where one has.
+        option: the name of the option that `channels` comes from, for the error.
 
     Raises:
         OptionError: no channels, a width that is not positive, or so large that a layer would have more than a million channels.
@@ -54,7 +55,7 @@ def check_depth(family: str, depth: int, known: Iterable[int]) -> None:
     """Raise unless the family has a network of this depth.
 
     Raises:
-        OptionError: the family has no network of this depth.
+        OptionError: it has none.
     """
     depths = sorted(known)
     if depth not in depths:
@@ -63,17 +64,17 @@ def check_depth(family: str, depth: int, known: Iterable[int]) -> None:
 
 
 def check_dropout(dropout: float) -> None:
-    """Check the option of that name.
+    """Raise unless the option `dropout` is a probability below 1.
 
     Raises:
-        OptionError: it is no probability below 1.
+        OptionError: it is not.
     """
     if not 0.0 <= dropout < 1.0:
         raise OptionError(f"A dropout rate of {dropout} is outside [0, 1); 0 switches dropout off.", "dropout")
 
 
 def stochastic_depths(last: float, blocks: int, seed: int) -> Iterator[Mapping[str, Layer]]:
-    """For each residual block in order, what ends its body: by name, nothing where the block is never dropped.
+    """Return, for each residual block in order, the layers that end its body, by name; none if the block is never dropped.
 
     The chance rises linearly from 0 for the first block to `last` for the last one: block i of n has last * i / (n - 1), as in
     timm.
@@ -91,7 +92,7 @@ def stochastic_depths(last: float, blocks: int, seed: int) -> Iterator[Mapping[s
 def basic_block(
     channels_in: int, channels: int, stride: int, norm: Norm, shortcut: Layer | None, end: Mapping[str, Layer]
 ) -> Residual:
-    """Two 3x3 convolutions (He et al. 2016, figure 5 left); the first one carries the stride.
+    """Return a block of two 3x3 convolutions (He et al. 2016, figure 5 left); the first one has the stride.
 
     Args:
         end: further layers at the end of the body.
@@ -110,11 +111,11 @@ def basic_block(
 def bottleneck_block(
     channels: tuple[int, int, int], stride: int, groups: int, norm: Norm, shortcut: Layer | None, end: Mapping[str, Layer]
 ) -> Residual:
-    """1x1, 3x3, 1x1 convolutions (He et al. 2016, figure 5 right); the 3x3 one carries the stride, as in version 1.5.
+    """Return a block of 1x1, 3x3, 1x1 convolutions (He et al. 2016, figure 5 right); the 3x3 one has the stride (version 1.5).
 
     Args:
-        channels: that go in, those of the 3x3 convolution, and those that come out. groups: of the 3x3 convolution (Xie et al.
-            2017). end: further layers at the end of the body.
+        channels: of the input, of the 3x3 convolution, and of the output. groups: of the 3x3 convolution (Xie et al. 2017).
+        end: further layers at the end of the body.
     """
     channels_in, inside, channels_out = channels
     body: Mapping[str, Layer] = {
@@ -132,7 +133,38 @@ def bottleneck_block(
 
 
 def projection(channels_in: int, channels_out: int, stride: int, norm: Norm) -> Layer | None:
-    """The shortcut of a block: a 1x1 convolution with batch norm where its shape changes (option B), else the identity."""
+    """Return the shortcut of a block: a 1x1 convolution with batch norm if its shape changes (option B), else None."""
     if stride == 1 and channels_in == channels_out:
         return None
     return Sequential([Conv2d(channels_in, channels_out, 1, stride, bias=False), norm.layer(channels_out)])
+
+
+def basic_stage(
+    count: int,
+    channels: tuple[int, int],
+    stride: int,
+    norm: Norm,
+    shortcut: Callable[[int, int, int], Layer | None],
+    ends: Iterator[Mapping[str, Layer]],
+) -> Layer:
+    """Return `count` blocks of two convolutions, the first block with the stride.
+
+    Args:
+        channels: of the input and of the output. shortcut: makes that of a block from channels in, channels out and stride.
+        ends: as `stochastic_depths` returns them.
+    """
+    channels_in, channels_out = channels
+    blocks: list[Layer] = []
+    for _ in range(count):
+        branch = shortcut(channels_in, channels_out, stride)
+        blocks.append(basic_block(channels_in, channels_out, stride, norm, branch, next(ends)))
+        channels_in, stride = channels_out, 1
+    return Sequential(blocks)
+
+
+def normal_linear(
+    features_in: int, features_out: int, image_shape: tuple[int, int, int] | None = None, *, bias: float = 0.0
+) -> Linear:
+    """Return a linear layer of AlexNet or VGG: weights from N(0, 0.01^2), every bias the same. image_shape: see `Linear`."""
+    weight, biases = initialise.normal(0.01), initialise.constant(bias)
+    return Linear(features_in, features_out, image_shape=image_shape, weight_values=weight, bias_values=biases)

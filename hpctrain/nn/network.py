@@ -299,7 +299,7 @@ class Network:
             leads = alike(plans)
             programs: list[Program] = []
             for start, plan in zip(starts, plans, strict=False):
-                statistics = self.statistics.beside() if programs else self.statistics
+                statistics = self.statistics.with_own_batch() if programs else self.statistics
                 leader = programs[0] if programs and leads else None
                 memory = arena[start : start + plan.arena_bytes]
                 programs.append(self._bound(plan, statistics, memory, leader, _at_place(gradient_buffers, len(programs))))

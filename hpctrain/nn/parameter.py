@@ -285,14 +285,14 @@ class FlatStatistics:
         self._places: dict[str, tuple[slice, tuple[int, ...]]] = {}
         start = 0
         for (name, spec), size in zip(specs.items(), sizes, strict=True):
-            part = slice(start, start + size)
-            self.running[part] = spec.fill
-            self.momentum[part] = spec.momentum
-            self.views[name] = self.running[part].reshape(spec.shape)
-            self._places[name] = part, spec.shape
+            place = slice(start, start + size)
+            self.running[place] = spec.fill
+            self.momentum[place] = spec.momentum
+            self.views[name] = self.running[place].reshape(spec.shape)
+            self._places[name] = place, spec.shape
             low, high = parts.get(name, (0, size))
-            own = slice(start + low, start + high)
-            self._own_share[own], self._group_share[own] = contributes(name)
+            computed = slice(start + low, start + high)
+            self._own_share[computed], self._group_share[computed] = contributes(name)
             start += size
 
     def by_role(self, names: Mapping[str, str]) -> dict[str, Array]:
@@ -304,18 +304,18 @@ class FlatStatistics:
         views: dict[str, Array] = {}
         for role, name in names.items():
             place, shape = self._places[name]
-            part = slice(*self._parts.get(name, (None, None)))
+            channels = slice(*self._parts.get(name, (None, None)))
             for its_role, flat in ((role, self._running_of_kernels), (_BATCH_ROLE[role], batch)):
-                views[its_role] = flat[place].reshape(shape)[part]
+                views[its_role] = flat[place].reshape(shape)[channels]
         return views
 
     def fetch_batch(self) -> Fetch:
         """See `ProgramStatistics`."""
         return self._arithmetic.fetch(self.batch)
 
-    def beside(self) -> ProgramStatistics:
+    def with_own_batch(self) -> ProgramStatistics:
         """Return the statistics of another program that runs side by side with the first: with batch statistics of its own."""
-        return _StatisticsBeside(self, self._arithmetic)
+        return _SecondBatch(self, self._arithmetic)
 
     def weighted(self, count: int, group_count: int, batch: np.ndarray | None = None) -> np.ndarray:
         """Return this rank's terms of the step's sums (float64, flat): batch statistics times the samples that they are of.
@@ -359,7 +359,7 @@ class FlatStatistics:
             self._stale = False
 
 
-class _StatisticsBeside:
+class _SecondBatch:
     """Implements `ProgramStatistics`: the running statistics of `of`, with batch statistics of its own."""
 
     def __init__(self, of: FlatStatistics, arithmetic: Arithmetic) -> None:

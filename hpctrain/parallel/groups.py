@@ -1,7 +1,7 @@
 """All communicators of a process grid, each with one use, so that no order of messages is tied to another's.
 
-`RankStatistics` merges batch statistics over several ranks: exact for uneven and empty shares, and free of float32 sums of
-squares.
+`RankStatistics` merges batch statistics over several ranks: exact for uneven and empty shares, and without sums of squares in
+float32, which cancel.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from hpctrain.parallel.moves import SplitGroup
 
 
 def merge_moments(counts: np.ndarray, means: np.ndarray, m2s: np.ndarray) -> tuple[int, np.ndarray, np.ndarray]:
-    """Total count, mean (C,) and sum of squared deviations (C,) of P groups, from counts (P,), means and m2s (P, C), float64.
+    """Return total count, mean (C,) and sum of squared deviations (C,) of P groups; counts (P,), means and m2s (P, C), float64.
 
-    Groups of count 0 are left out, whatever they hold; with none left the moments are 0. The pairwise update of Chan, Golub and
+    Groups of count 0 are left out, whatever they hold; if all are, the moments are 0. The pairwise update of Chan, Golub and
     LeVeque (The American Statistician 37, 1983) for all groups at once, relative to the first one's mean, so that a large common
     offset does not cancel.
     """
@@ -41,8 +41,8 @@ def merge_moments(counts: np.ndarray, means: np.ndarray, m2s: np.ndarray) -> tup
 class RankStatistics:
     """A `StatisticsMerger` over the ranks of `comm`. All ranks gather all moments and merge them in rank order: the same bits.
 
-    Both calls are collective and wait; they pass through the queue of `comm`, behind everything posted there before, so a
-    communicator of their own keeps them from waiting behind gradients.
+    Both calls are collective and wait. They pass through the queue of `comm`, after everything posted there before, so it should
+    be a communicator of their own: on that of the gradients they would wait for these.
 
     Args:
         comm: the ranks that share the step. progress: the process's engine.
@@ -56,11 +56,11 @@ class RankStatistics:
 
     @property
     def alone(self) -> bool:
-        """One rank: there is nothing to merge."""
+        """Whether there is one rank, so that there is nothing to merge."""
         return self._comm.size == 1
 
     def merge(self, count: int, mean: np.ndarray, m2: np.ndarray) -> int:
-        """Replace `mean` and `m2`, float64 (C,), by those of all ranks; give the total count. Count 0: they are not read."""
+        """Replace `mean` and `m2`, float64 (C,), by those of all ranks; return the total count. At count 0 they are not read."""
         channels = mean.size
         moments = self._buffer(2 * channels + 1)
         own_moments = moments[self._comm.rank]
@@ -89,17 +89,17 @@ class RankStatistics:
 
 
 class GridGroups:
-    """This rank's groups on a grid. Making it is collective over the grid's world.
+    """This rank's groups on a grid. Creation is collective over the grid's world.
 
     Ranks are counted by position, c * Pr + r: the ranks of a split group, which share samples, are neighbours.
 
     Attributes:
-        all_ranks: all of them, by position. messages: the same, for the step's small message.
+        all_ranks: all ranks, by position. messages: the same ranks, for the step's small message.
         split_size, split_rank: Pr and r: the size of this rank's split group and its rank in it. position: this rank's.
         gradients: the ranks that average a parameter group ("all", and "model" where layers are split), by the group's name.
         nodes: by a parameter group's name, the node of each rank that averages it.
         norms: all ranks, for norms over several parameter groups.
-        shard_holders: the split group, for putting split parameters together; None where nothing can be split.
+        shard_holders: the split group, to put split parameters together; None if nothing can be split.
     """
 
     def __init__(self, grid: ProcessGrid) -> None:
@@ -125,7 +125,7 @@ class GridGroups:
         }
 
     def alone(self) -> GridGroups:
-        """The groups of a rank whose gradients, statistics and messages stay in its split group, which cannot compute apart.
+        """Return the groups of a rank that trains without other split groups; ranks of one split group cannot compute apart.
 
         Collective over the split group.
         """
@@ -144,9 +144,9 @@ class GridGroups:
         return groups
 
     def local_where_alone(self) -> GridGroups:
-        """The groups with a communicator of this process alone in place of each that has one rank. Not collective.
+        """Return the groups with a `SingleCommunicator` in place of each communicator that has one rank. Not collective.
 
-        Such a rank sends nothing, and so its arrays may lie where transports between processes do not reach them.
+        Such a rank sends nothing, so its arrays may lie where transports between processes do not reach them.
         """
         groups = copy.copy(self)
         groups.gradients = {name: _local(comm) for name, comm in self.gradients.items()}
@@ -155,19 +155,19 @@ class GridGroups:
         return groups
 
     def split_group(self, progress: ProgressEngine, arithmetic: Arithmetic | None = None) -> SplitGroup | None:
-        """The group that exchanges activations; None where every rank has samples of its own.
+        """Return the group that exchanges activations; None if every rank has samples of its own.
 
         Args:
-            arithmetic: of the activations; by default those of the host.
+            arithmetic: of the activations; by default the host's.
         """
         return None if self._split is None else SplitGroup(self._split, progress, arithmetic)
 
     def mergers(self, progress: ProgressEngine) -> Mapping[str, StatisticsMerger]:
-        """The mergers of batch statistics, by the group of ranks that `BatchNormSpec.merge` names."""
+        """Return the mergers of batch statistics, by the group of ranks that `BatchNormSpec.merge` names."""
         return {name: RankStatistics(comm, progress) for name, comm in self._statistics.items()}
 
     def counts_of(self, group: str, counts: Sequence[int]) -> Sequence[int]:
-        """Samples that each rank of a parameter group's communicator computes on: its split group's where layers are split."""
+        """Return the samples that each rank of a parameter group's communicator computes on: for "model" its split group's."""
         if group == ALL or self.split_size == 1:
             return counts
         return tuple(sum(counts[first : first + self.split_size]) for first in range(0, len(counts), self.split_size))

@@ -1,4 +1,4 @@
-"""The layout of one tensor over the ranks of a split group: one box per rank; and receptive fields, which boxes follow from.
+"""The layout of one tensor over the ranks of a split group, one box per rank, and receptive fields, which boxes follow from.
 
 A tensor of the graph always lies in a partition (SAMPLES, TILES or CHANNELS): every element has one owner, and so has its
 gradient. An operation that reads more, a halo or everything, reads a box of its own whose gradient is a partial sum; see
@@ -22,7 +22,7 @@ from hpctrain.core.intervals import Box, Interval, consecutive, even_intervals, 
 class LayoutKind(StrEnum):
     """How a tensor is split: by the split group's samples, by tiles of the images, or by channels (features).
 
-    NEEDED is no split: the boxes that an operation reads. The values are printed by `hpctrain plan show`.
+    NEEDED is no split, but the boxes that an operation reads. `hpctrain plan show` prints the values.
     """
 
     SAMPLES = "samples"
@@ -41,31 +41,31 @@ class Layout:
 
     @property
     def is_partition(self) -> bool:
-        """True where every element has exactly one owner."""
+        """Whether every element has exactly one owner."""
         return self.kind is not LayoutKind.NEEDED
 
     def same_boxes(self, other: Layout) -> bool:
-        """True where every rank holds the same elements in both."""
+        """Return whether every rank holds the same elements in both."""
         return self.boxes == other.boxes
 
 
 def samples(shape: Shape, counts: Sequence[int]) -> Layout:
-    """Rank r holds the next `counts[r]` samples, whole."""
+    """Return the layout in which rank r holds the next `counts[r]` samples, whole."""
     assert sum(counts) == shape[0]
     box = whole(shape)
     return Layout(LayoutKind.SAMPLES, shape, tuple(replace_dim(box, 0, interval) for interval in consecutive(counts)))
 
 
 def channels(shape: Shape, intervals: Sequence[Interval]) -> Layout:
-    """Rank r holds channels (or features) `intervals[r]` of all samples."""
+    """Return the layout in which rank r holds channels (or features) `intervals[r]` of all samples."""
     box = whole(shape)
     return Layout(LayoutKind.CHANNELS, shape, tuple(replace_dim(box, -1, interval) for interval in intervals))
 
 
 def tiles(shape: Shape, tiles: Pair) -> Layout:
-    """Images (N, H, W, C) cut into (vertical, horizontal) `tiles`; rank r holds tile (r // horizontal, r % horizontal).
+    """Return the layout of images (N, H, W, C) in (vertical, horizontal) `tiles`: rank r holds (r // horizontal, r % horizontal).
 
-    How an extent is cut follows from it alone, so tensors of one height always agree.
+    Where an extent is cut follows from it alone, so tensors of one height are always cut alike.
     """
     vertical, horizontal = even_intervals(shape[1], tiles[0]), even_intervals(shape[2], tiles[1])
     box = whole(shape)
@@ -77,21 +77,24 @@ def tiles(shape: Shape, tiles: Pair) -> Layout:
 
 
 def everything(shape: Shape, ranks: int) -> Layout:
-    """Every rank reads the whole tensor."""
+    """Return the layout in which every rank reads the whole tensor."""
     return Layout(LayoutKind.NEEDED, shape, (whole(shape),) * ranks)
 
 
 def needed(shape: Shape, boxes: Sequence[Box]) -> Layout:
-    """Rank r reads `boxes[r]`, which may overlap, leave elements out and reach beyond the tensor (there it reads zeros)."""
+    """Return the layout in which rank r reads `boxes[r]`.
+
+    The boxes may overlap, leave elements out and reach beyond the tensor, where zeros are read.
+    """
     return Layout(LayoutKind.NEEDED, shape, tuple(boxes))
 
 
 @dataclass(frozen=True)
 class ReceptiveField:
-    """Along one dim: input elements [start, stop), then `before` and `after` elements of padding around them.
+    """Along one dim: input elements [start, stop), with `before` and `after` elements of padding around them.
 
-    Nothing is read where start == stop. Where a window lies wholly in the padding, one element outside of the input is read
-    instead (a zero), as an empty input would have no output. ceil: the last window may reach beyond `after`, as in the whole.
+    Nothing is read if start == stop. If all windows lie in the padding, one element outside of the input is read instead (a
+    zero), as an empty input would have no output. ceil: the last window may reach beyond `after`, as in the whole image.
     """
 
     start: int
@@ -102,7 +105,7 @@ class ReceptiveField:
 
 
 def receptive_field(size: int, output: Interval, *, extent: int, stride: int, padding: Interval) -> ReceptiveField:
-    """The elements of an input of `size` that the output elements `output` read.
+    """Return the elements of an input of `size` that the output elements `output` read.
 
     Args:
         extent: from the first to the last tap, dilation included. padding: before and after the whole input.
@@ -113,7 +116,7 @@ def receptive_field(size: int, output: Interval, *, extent: int, stride: int, pa
     first = begin * stride - padding[0]
     last = (end - 1) * stride - padding[0] + extent
     start, stop = max(first, 0), min(last, size)
-    if start >= stop:
+    if start >= stop:  # in the padding alone
         return ReceptiveField(first, first + 1, 0, last - first - 1)
     if last > size + padding[1]:  # ceil mode: only the very last window does
         return ReceptiveField(start, size, start - first, padding[1], ceil=True)
@@ -123,7 +126,7 @@ def receptive_field(size: int, output: Interval, *, extent: int, stride: int, pa
 def window_receptive_field(
     window: Window, size: Pair, outputs: tuple[Interval, Interval]
 ) -> tuple[ReceptiveField, ReceptiveField]:
-    """`receptive_field` of rows and columns for an image of `size` (H, W) and an output tile of (rows, columns)."""
+    """Return `receptive_field` of rows and of columns, for an image of `size` (H, W) and an output tile of (rows, columns)."""
     vertical, horizontal = (
         receptive_field(
             size[dim],
@@ -138,6 +141,6 @@ def window_receptive_field(
 
 
 def local_window(window: Window, vertical: ReceptiveField, horizontal: ReceptiveField) -> Window:
-    """The same window on what a rank has read, with the padding that is left."""
+    """Return the same window on the elements that a rank has read, with the padding that is left."""
     padding = (vertical.before, vertical.after, horizontal.before, horizontal.after)
     return Window(window.kernel, window.stride, padding, window.dilation)

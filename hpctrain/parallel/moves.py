@@ -3,10 +3,10 @@
 One primitive serves all: halos, gathers, scatters and redistributions are all-to-alls of box intersections (`Transfer`). The
 adjoint of a move sends every element's gradient back to its owner, where the parts are added in rank order.
 
-Partitioning inserts moves and sums of partial tensors into a graph. They bring their own operators and work on plain memory,
-wherever that lies: what they compute is the arithmetic service's. Their gradients are exact adjoints: a move's sends each
-gradient back to its owner and adds, a sum's hands out copies. Between a start and its end the host waits for other ranks, so
-no program with one of these is captured.
+Partitioning inserts moves and sums of partial tensors into a graph. They bring their own operators, which compute by the
+arithmetic service on plain memory, on the host or on a device. Their gradients are exact adjoints: a move's sends each gradient
+back to its owner and adds, a sum's hands out copies. Between a start and its end the host waits for other ranks, so no program
+with one of these operators is captured.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from hpctrain.comm.base import Communicator, SingleCommunicator
 from hpctrain.comm.posting_queue import Ticket
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.transports import StagedCommunicator
-from hpctrain.core.intervals import Box, intersect, shape_of, size_of, whole, within
+from hpctrain.core.errors import ShapeError
+from hpctrain.core.intervals import Box, consecutive, intersect, replace_dim, shape_of, size_of, whole, within
 from hpctrain.parallel.layout import Layout, LayoutKind
 
 
@@ -42,10 +43,10 @@ class SplitGroup:
     """The Pr ranks that share samples and split layers, on a communicator of their own.
 
     Exchanges follow each other, so all of them share one buffer: the contents of one are valid until the next one starts. On a
-    device the buffer has one mirror on the host, which they share alike.
+    device the buffer has one mirror on the host, which they share, too.
 
     Args:
-        comm: nobody else posts on it. arithmetic: of the arrays that are exchanged; by default those of the host.
+        comm: used for these exchanges only. arithmetic: of the arrays that are exchanged; by default the host's.
 
     Attributes:
         rank, size: r and Pr. waited_seconds: all waits for exchanges so far, the time that no computation hid.
@@ -62,11 +63,11 @@ class SplitGroup:
         self.waited_seconds = 0.0
 
     def memory(self, size_bytes: int) -> Array:
-        """Memory for the messages of one operator, uint8 zeros."""
+        """Return memory for the messages of one operator, uint8 zeros."""
         return self._arithmetic.zeros(size_bytes, "uint8")
 
     def reserve(self, size_bytes: int) -> Array:
-        """The shared buffer, uint8, at least so large. It is replaced where it has to grow: ask again for each exchange."""
+        """Return the first bytes of the shared buffer, uint8. It is replaced when it has to grow: call this for each exchange."""
         if self._buffer.size < size_bytes:
             old, self._buffer = self._buffer, self.memory(size_bytes)
             if self._mirrors is not None:
@@ -90,13 +91,13 @@ class SplitGroup:
 
 
 def unused_group() -> SplitGroup:
-    """A group for graphs that are planned and never run."""
+    """Return a group for graphs that are planned and never run."""
     return SplitGroup(SingleCommunicator("split"), ProgressEngine(rank=0, deadline_seconds=1.0, abort=lambda code: None))
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements that go to or come from rank `peer`: their box in the local array, and their place in the flat message buffer."""
+    """Elements that go to or come from rank `peer`: their box in the local array, and their place in the message buffer."""
 
     peer: int
     box: Box
@@ -109,9 +110,9 @@ class Piece:
 class Transfer:
     """One rank's share of a move from `source` to `target`.
 
-    sends: pieces of the local source. receives: pieces of the local target. local: the same elements' boxes in both, None
-    where there are none. gaps: some element of the local target has no owner (it is zero). spare: some element of the local
-    source is not in the local target.
+    sends: pieces of the local source. receives: pieces of the local target. local: the boxes in both of the elements that stay on
+    this rank; None if there are none. gaps: some element of the local target has no owner (it is zero). spare: some element of
+    the local source is not in the local target.
     """
 
     sends: tuple[Piece, ...]
@@ -131,13 +132,13 @@ class Transfer:
         return self.receives[-1].stop if self.receives else 0
 
     def buffer_bytes(self, item_bytes: int) -> int:
-        """Bytes of the message buffers of both sides."""
+        """Return the bytes of the message buffers of both sides."""
         return (self.send_size + self.receive_size) * item_bytes
 
 
-@functools.lru_cache(maxsize=32)  # a move's operator, its costs and its adjoint ask for the same one after the other
+@functools.lru_cache(maxsize=32)  # a move's operator, its costs and its adjoint need the same one in a row
 def transfer(source: Layout, target: Layout, rank: int) -> Transfer:
-    """The pieces that rank `rank` sends, receives and copies. `source` is a partition."""
+    """Return the pieces that rank `rank` sends, receives and copies. `source` is a partition."""
     assert source.is_partition
     assert source.shape == target.shape
     owned, wanted = source.boxes[rank], target.boxes[rank]
@@ -150,9 +151,9 @@ def transfer(source: Layout, target: Layout, rank: int) -> Transfer:
         _append(receives, peer, intersect(source.boxes[peer], wanted), wanted)
     common = intersect(owned, wanted)
     local = None if common is None else (within(common, owned), within(common, wanted))
-    kept = 0 if common is None else size_of(common)
+    common_size = 0 if common is None else size_of(common)
     received = sum(piece.stop - piece.start for piece in receives)
-    return Transfer(tuple(sends), tuple(receives), local, kept + received < size_of(wanted), kept < size_of(owned))
+    return Transfer(tuple(sends), tuple(receives), local, common_size + received < size_of(wanted), common_size < size_of(owned))
 
 
 def _append(pieces: list[Piece], peer: int, box: Box | None, origin: Box) -> None:
@@ -163,14 +164,14 @@ def _append(pieces: list[Piece], peer: int, box: Box | None, origin: Box) -> Non
 
 
 def moved(source: Layout, target: Layout) -> tuple[int, ...]:
-    """Elements that each rank hands to the communicator in one move; its adjoint hands over what the move received.
+    """Return the elements that each rank hands to the communicator in one move (its adjoint hands over what the move received).
 
-    In a time that grows as the ranks do, beside the neighbours that share something.
+    Takes time linear in the ranks, and in the pairs of ranks that share something.
     """
-    if target.is_partition:  # every element has one reader
-        return tuple(size_of(owned) - kept for owned, kept in zip(source.boxes, _kept(source, target), strict=True))
+    if target.is_partition:  # every element has one reader, so a rank sends all that it does not keep
+        return tuple(size_of(owned) - staying for owned, staying in zip(source.boxes, _staying(source, target), strict=True))
     box = target.boxes[0]
-    if all(other == box for other in target.boxes):
+    if all(other == box for other in target.boxes):  # a gather: each owned element goes to all others
         others = len(target.boxes) - 1
         return tuple(others * _common_size(owned, box) for owned in source.boxes)
     sent = [0] * len(source.boxes)
@@ -183,13 +184,15 @@ def moved(source: Layout, target: Layout) -> tuple[int, ...]:
 
 
 def moved_back(source: Layout, target: Layout) -> tuple[int, ...]:
-    """Elements that each rank hands over in the adjoint: those that it received in the move."""
+    """Return the elements that each rank hands over in the adjoint: those that it received in the move."""
     tensor = whole(source.shape)  # what lies beyond has no owner
-    return tuple(_common_size(wanted, tensor) - kept for wanted, kept in zip(target.boxes, _kept(source, target), strict=True))
+    return tuple(
+        _common_size(wanted, tensor) - staying for wanted, staying in zip(target.boxes, _staying(source, target), strict=True)
+    )
 
 
-def _kept(source: Layout, target: Layout) -> list[int]:
-    """Elements that each rank has in both. `source` is a partition."""
+def _staying(source: Layout, target: Layout) -> list[int]:
+    """Return the elements that each rank has in both layouts. `source` is a partition."""
     assert source.is_partition
     return [_common_size(owned, wanted) for owned, wanted in zip(source.boxes, target.boxes, strict=True)]
 
@@ -200,7 +203,7 @@ def _common_size(a: Box, b: Box) -> int:
 
 
 class _Owners:
-    """The ranks that may own some element of a box, of a partition that is split along `_DIMS[kind]` in rank order."""
+    """Finds the ranks that may own some element of a box, in a partition that is split along `_DIMS[kind]` in rank order."""
 
     _DIMS: ClassVar[Mapping[LayoutKind, int]] = {LayoutKind.SAMPLES: 0, LayoutKind.TILES: 1, LayoutKind.CHANNELS: -1}
 
@@ -219,7 +222,8 @@ class TransferRunner:
 
     Args:
         transfer: this rank's share. group: the ranks. arithmetic, dtype: of both tensors. purpose: for messages and traces.
-        own_memory: its messages do not lie in the group's shared buffer, so others may start before this one ends.
+        own_memory: whether its messages lie outside the group's shared buffer, so that other transfers may start before this
+            one ends.
     """
 
     def __init__(
@@ -240,7 +244,10 @@ class TransferRunner:
         self._target_counts = _counts(transfer.receives, group.size)
 
     def _sides(self) -> tuple[Array, Array]:
-        """The group's buffer may be another one than before: it grows as operators are made, never while something travels."""
+        """Return the message buffers of both sides.
+
+        The group's shared buffer is replaced when it grows: as operators are made, and never while a message travels.
+        """
         memory = (self._group.reserve(self._bytes) if self._own is None else self._own).view(self._dtype)
         return memory[: self.transfer.send_size], memory[self.transfer.send_size :]
 
@@ -250,19 +257,19 @@ class TransferRunner:
         self._pack(x, self.transfer.sends, self.source_side)
         return self._group.alltoall(self.source_side, self.target_side, self._source_counts, self._target_counts, self._purpose)
 
-    def finish(self, ticket: Ticket, x: Array, y: Array, kept: Array | None = None) -> None:
-        """Fill the target y; copying the local elements hides some of the wait. kept: gets the received ones."""
+    def finish(self, ticket: Ticket, x: Array, y: Array, saved: Array | None = None) -> None:
+        """Fill the target y; copying the local elements hides some of the wait. saved: gets a copy of the others' elements."""
         self._copy_local(x, y)
         self._group.wait(ticket)
         self._unpack(self.target_side, self.transfer.receives, y)
-        if kept is not None:
-            self._arithmetic.copy(kept, self.target_side)
+        if saved is not None:
+            self._arithmetic.copy(saved, self.target_side)
 
-    def recompute(self, x: Array, y: Array, kept: Array | None) -> None:
-        """Fill y again from x and the elements that `finish` kept, None where it received none. Not collective."""
+    def recompute(self, x: Array, y: Array, saved: Array | None) -> None:
+        """Fill y again from x and the elements that `finish` saved, None if it received none. Not collective."""
         self._copy_local(x, y)
-        if kept is not None:
-            self._unpack(kept, self.transfer.receives, y)
+        if saved is not None:
+            self._unpack(saved, self.transfer.receives, y)
 
     def _copy_local(self, x: Array, y: Array) -> None:
         if self.transfer.gaps:
@@ -309,13 +316,21 @@ def _counts(pieces: Sequence[Piece], ranks: int) -> list[int]:
     return counts
 
 
-# A halo is kept for backward and put around the rank's own tile again, instead of both together, unless that saves little memory.
+# A move whose target is mostly this rank's own source (a tile with its halo) keeps the received elements alone for backward, and
+# makes the target again from these and the source. If more than this share is received, that saves too little memory.
 _RECOMPUTE_SHARE = 0.5
 
 
+class _CopiesOnly:
+    """The base of specs that move and copy elements: no operation of theirs counts."""
+
+    def flops(self, *inputs: Any, **none: Any) -> int:
+        return 0
+
+
 @dataclass(frozen=True)
-class RedistributeSpec:
-    """This rank's tensor of `source` becomes that of `target`. Collective over the split group.
+class RedistributeSpec(_CopiesOnly):
+    """A move: this rank's tensor in the layout `source` becomes that in `target`. Collective over the split group.
 
     early: it is sent at its place in the graph and received just before its reader; it then has message buffers of its own.
     """
@@ -332,9 +347,6 @@ class RedistributeSpec:
         assert x.shape == shape_of(self.source.boxes[self.rank]), (x.shape, self.source.boxes[self.rank])
         return TensorSpec(shape_of(self.target.boxes[self.rank]), x.dtype)
 
-    def flops(self, *inputs: Any, **none: Any) -> int:
-        return 0
-
     def operator(self, inputs: tuple[TensorSpec, ...], *, training: bool) -> Operator:
         return RedistributeOperator(self, inputs[0], training=training)
 
@@ -342,8 +354,8 @@ class RedistributeSpec:
 class RedistributeOperator(AnyArrays, CallsHost, Accumulating, DeferredStart, RecomputedOutput, Operator):
     """Forward packs and sends, copies the local elements while those travel, and unpacks; backward is the adjoint.
 
-    `begin_backward` sends gradients ahead, so that they travel while the reader's weight gradients are computed. Where the
-    target is little more than the source (a halo), it is recomputed for backward instead of being kept.
+    `begin_backward` sends gradients ahead, so that they travel while the reader's weight gradients are computed. If the target is
+    little more than the source (a halo), it is recomputed for backward instead of being kept.
 
     Attributes:
         share: the pieces that this rank sends, receives and copies. message_bytes: of its message buffers.
@@ -356,7 +368,7 @@ class RedistributeOperator(AnyArrays, CallsHost, Accumulating, DeferredStart, Re
         self.message_bytes = self.share.buffer_bytes(x.item_bytes)
         received = self.share.receive_size
         self.begins_early = spec.early
-        # An edge is small enough to be kept.
+        # The halo of a convolution's edge, which is sent early, is read as it is: there is no tile around it to save.
         self.recomputes_output = training and not spec.early and received <= _RECOMPUTE_SHARE * x.size
         self.saved_bytes = received * x.item_bytes if self.recomputes_output else 0
         self._sent: Ticket | None = None
@@ -368,7 +380,7 @@ class RedistributeOperator(AnyArrays, CallsHost, Accumulating, DeferredStart, Re
         self._runner = TransferRunner(
             self.share, self.spec.group, self.arithmetic, dtype, self.spec.purpose, own_memory=self.spec.early
         )
-        self._kept = None if buffers.saved is None else buffers.saved.view(dtype)
+        self._saved = None if buffers.saved is None else buffers.saved.view(dtype)
 
     def begin_forward(self) -> None:
         self._sent = self._runner.start(self.buffers.inputs[0])
@@ -378,10 +390,10 @@ class RedistributeOperator(AnyArrays, CallsHost, Accumulating, DeferredStart, Re
             self.begin_forward()
         ticket, self._sent = self._sent, None
         assert ticket is not None
-        self._runner.finish(ticket, self.buffers.inputs[0], self.buffers.output, self._kept)
+        self._runner.finish(ticket, self.buffers.inputs[0], self.buffers.output, self._saved)
 
     def recompute_output(self) -> None:
-        self._runner.recompute(self.buffers.inputs[0], self.buffers.output, self._kept)
+        self._runner.recompute(self.buffers.inputs[0], self.buffers.output, self._saved)
 
     def begin_backward(self) -> None:
         dy = self.buffers.output_grad
@@ -400,10 +412,10 @@ class RedistributeOperator(AnyArrays, CallsHost, Accumulating, DeferredStart, Re
 
 
 @dataclass(frozen=True)
-class ReduceScatterSpec:
-    """Every rank holds a summand of all elements; rank r gets the sum of its box of `target`, a partition.
+class ReduceScatterSpec(_CopiesOnly):
+    """A sum: every rank holds a summand of all elements; rank r receives the sum of its box of `target`, a partition.
 
-    The adjoint of a move from `target` to everybody. Collective over the split group.
+    The adjoint of a move from `target` to all ranks. Collective over the split group.
     """
 
     target: Layout
@@ -417,15 +429,12 @@ class ReduceScatterSpec:
         assert x.shape == self.target.shape, (x.shape, self.target.shape)
         return TensorSpec(shape_of(self.target.boxes[self.rank]), x.dtype)
 
-    def flops(self, *inputs: Any, **none: Any) -> int:
-        return 0
-
     def operator(self, inputs: tuple[TensorSpec, ...], *, training: bool) -> Operator:
         return ReduceScatterOperator(self, inputs[0])
 
 
 class ReduceScatterOperator(AnyArrays, CallsHost, Operator):
-    """Forward sends each summand to the owner of its elements, who adds in rank order; backward gathers the gradient.
+    """Forward sends each summand to the owner of its elements, which adds in rank order; backward gathers the gradient.
 
     Attributes:
         share: this rank's, of the move whose adjoint the sum is. message_bytes: of its message buffers.
@@ -489,17 +498,14 @@ class PartialMeanOperator(AnyArrays, Operator):
 
 
 @dataclass(frozen=True)
-class NothingSpec:
-    """An operation with an empty output on this rank (it holds no channel of it): the gradient of its input is zero."""
+class NothingSpec(_CopiesOnly):
+    """An operation whose output is empty on this rank, which holds no channel of it: the gradient of its input is zero."""
 
     spec: Any
     shape: Shape
 
     def output(self, *inputs: Any, **none: Any) -> TensorSpec:
         return TensorSpec(self.shape, inputs[0].dtype)
-
-    def flops(self, *inputs: Any, **none: Any) -> int:
-        return 0
 
     def operator(self, inputs: tuple[TensorSpec, ...], *, training: bool) -> Operator:
         return NothingOperator(self, inputs)
@@ -520,3 +526,38 @@ class NothingOperator(AnyArrays, Operator):
         for dx in self.buffers.input_grads:
             if dx is not None:
                 self.arithmetic.fill(dx, 0.0)
+
+
+@dataclass(frozen=True)
+class JoinRowsSpec(_CopiesOnly):
+    """y (N, h, W, C) from images whose rows follow one another."""
+
+    def output(self, *inputs: Any, **none: Any) -> TensorSpec:
+        n, _, width, channels = inputs[0].shape
+        if any((x.shape[0], *x.shape[2:]) != (n, width, channels) for x in inputs):
+            raise ShapeError(f"Images of shapes {[x.shape for x in inputs]} differ in more than their height.")
+        return TensorSpec((n, sum(x.shape[1] for x in inputs), width, channels), inputs[0].dtype)
+
+    def operator(self, inputs: tuple[TensorSpec, ...], *, training: bool) -> Operator:
+        return JoinRowsOperator(self, inputs)
+
+
+class JoinRowsOperator(AnyArrays, Operator):
+    """Copies the images forward, and their gradients back."""
+
+    def __init__(self, spec: JoinRowsSpec, inputs: tuple[TensorSpec, ...]) -> None:
+        self.spec, self.inputs, self.output = spec, inputs, spec.output(*inputs)
+        self.needs_inputs = (False,) * len(inputs)
+        rows = consecutive([x.shape[1] for x in inputs])
+        self._places = [replace_dim(whole(self.output.shape), 1, interval) for interval in rows]
+
+    def forward(self, context: StepContext) -> None:
+        for x, place in zip(self.buffers.inputs, self._places, strict=True):
+            self.arithmetic.copy_box(self.buffers.output, place, x, whole(x.shape))
+
+    def backward_input(self) -> None:
+        dy = self.buffers.output_grad
+        assert dy is not None
+        for dx, place in zip(self.buffers.input_grads, self._places, strict=True):
+            if dx is not None:
+                self.arithmetic.copy_box(dx, whole(dx.shape), dy, place)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import cast
 
 from hpctrain.backend.specs import Pair
 from hpctrain.core.errors import ConfigError
@@ -33,26 +34,20 @@ def _parallelism(name: str) -> Parallelism:
         raise ConfigError(f"A layer's use cannot be {name!r}; {choices(str(name), Parallelism)}.") from None
 
 
-def _names(layers: Iterable[str]) -> frozenset[str]:
-    if isinstance(layers, str):  # a set of its letters otherwise
-        raise ConfigError(f"The overlapped layers are {layers!r}, one text; they must be a set of layer names.")
-    return frozenset(layers)
-
-
 @dataclass(frozen=True)
 class ParallelPlan:
     """The use of each layer on a grid of `rows` x `cols` ranks, Pr and Pc: split groups of `rows` ranks each.
 
     use: pattern -> use, in order; a layer follows the last pattern that matches its dotted name ("*" matches dots too), and
-    `default` where none does. tiles: an image under DOMAIN is cut into (vertical, horizontal) tiles; their product is `rows`.
-    overlapped: layers, by name, whose interior is computed while their halos travel, where they can be cut. hides: gradients of
-    moved tensors travel back while the weights' gradients are computed; False only to measure the gain.
+    `default` if none does. tiles: an image under DOMAIN is cut into (vertical, horizontal) tiles; their product is `rows`.
+    overlapped: names of layers whose interior is computed while their halos travel, if they can be cut. hides: gradients of moved
+    tensors travel back while the weights' gradients are computed; False only to measure the gain.
 
     Uses may be given by name ("domain").
 
     Raises:
-        ConfigError: rows or cols below 1, an unknown use, tiles that do not multiply to `rows`, or one text for `overlapped`
-            where layers are meant.
+        ConfigError: rows or cols below 1, an unknown use, tiles that do not multiply to `rows`, or a string for `overlapped`
+            instead of a set of names.
     """
 
     rows: int = 1
@@ -67,10 +62,12 @@ class ParallelPlan:
         for key, size in (("rows", self.rows), ("cols", self.cols)):
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ConfigError(f"A grid with grid.{key} = {size!r} is not possible; the smallest is 1.")
-        # Plain strings are equal to the members, but not the same: rules that ask `use is Parallelism.DOMAIN` would not see them.
+        # A plain string equals the member of that name, but is not it: rules compare by `use is Parallelism.DOMAIN`.
         object.__setattr__(self, "default", _parallelism(self.default))
         object.__setattr__(self, "use", {pattern: _parallelism(name) for pattern, name in self.use.items()})
-        object.__setattr__(self, "overlapped", _names(self.overlapped))
+        if isinstance(cast(object, self.overlapped), str):  # it would become a set of its letters
+            raise ConfigError(f"The overlapped layers are {self.overlapped!r}, one text; they must be a set of layer names.")
+        object.__setattr__(self, "overlapped", frozenset(self.overlapped))
         if self.tiles is not None and math.prod(self.tiles) != self.rows:
             raise ConfigError(
                 f"Image tiles {self.tiles[0]} x {self.tiles[1]} make {math.prod(self.tiles)} parts, "
@@ -83,15 +80,15 @@ class ParallelPlan:
         return self.tiles if self.tiles is not None else (self.rows, 1)
 
     def use_of(self, name: str) -> Parallelism:
-        """The use of the layer with this dotted name."""
+        """Return the use of the layer with this dotted name."""
         matching = [use for pattern, use in self.use.items() if fnmatch.fnmatchcase(name, pattern)]
         return matching[-1] if matching else self.default
 
     def check(self, names: Sequence[str]) -> None:
-        """Refuse patterns that no layer has.
+        """Raise unless each pattern matches a layer.
 
         Raises:
-            ConfigError: naming the pattern and the nearest layer.
+            ConfigError: a pattern matches none; the message has the nearest layer.
         """
         for pattern in self.use:
             if not any(fnmatch.fnmatchcase(name, pattern) for name in names):

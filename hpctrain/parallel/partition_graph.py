@@ -1,12 +1,12 @@
 """A model's graph partitioned over a split group: one graph per rank, made from the outside; layers know nothing of it.
 
-Every operation is sharded by its layer's use; where its inputs lie in another layout, a move is inserted just before it, shared
-by later readers of the same elements. The output always ends as samples, so every sample's loss is computed once.
+Every operation is sharded by its layer's use. If its inputs lie in another layout, a move is inserted just before it, which later
+readers of the same elements share. The output always ends as samples, so every sample's loss is computed once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hpctrain.backend.graph import Graph, GraphBuilder, Node
@@ -15,11 +15,10 @@ from hpctrain.core.intervals import Box, Interval, shape_of
 from hpctrain.nn.network import Shard
 from hpctrain.parallel import layout
 from hpctrain.parallel.layout import Layout
-from hpctrain.parallel.moves import RedistributeSpec, ReduceScatterSpec, SplitGroup
+from hpctrain.parallel.moves import JoinRowsSpec, RedistributeSpec, ReduceScatterSpec, SplitGroup
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.sharding_rules import (
     InteriorSplit,
-    JoinRowsSpec,
     NoInterior,
     OperatorSharding,
     SplitContext,
@@ -27,7 +26,7 @@ from hpctrain.parallel.sharding_rules import (
     split_interior,
 )
 
-# Their gradients of input and parameters do not build on each other, so either may be computed first.
+# The gradients of their input and of their parameters do not build on each other, so either may be computed first.
 _EITHER_ORDER = (Conv2dSpec, LinearSpec)
 
 
@@ -35,9 +34,9 @@ _EITHER_ORDER = (Conv2dSpec, LinearSpec)
 class PartitionStep:
     """One operation of the partitioned graph, for all ranks.
 
-    node, use, sharding: the layer's; none for a move or a sum. inputs, output: tensor numbers of the partitioned graph.
-    specs: those that each rank runs, where they are not the sharding's. move: (source, target) of a move; of a sum, the move
-    whose adjoint it is. early: a move that is sent at its own place in the order and received just before its reader.
+    node, use, sharding: the layer's; None for a move or a sum. inputs, output: tensor numbers of the partitioned graph.
+    specs: those that each rank runs, if they are not the sharding's. move: (source, target) of a move; of a sum, the move whose
+    adjoint it is. early: a move that is sent at its own place in the order and received just before its reader.
     input_first, shared: see `Node`.
     """
 
@@ -57,9 +56,9 @@ class PartitionStep:
 
 @dataclass(frozen=True)
 class PartitionedGraph:
-    """Steps in forward order; `layouts[t]` is the layout of tensor t. Tensor 0 is the input: the boxes that the ranks are given.
+    """Steps in forward order; `layouts[t]` is the layout of tensor t. Tensor 0 is the input: each rank's box of the images.
 
-    undivided: the layers that the plan wants in parts and that are computed as a whole, with the reason.
+    undivided: layers that the plan wants in parts but that are computed as a whole, with the reason.
     """
 
     steps: tuple[PartitionStep, ...]
@@ -69,27 +68,24 @@ class PartitionedGraph:
     undivided: Mapping[str, NoInterior] = field(default_factory=dict)
 
     def shards(self) -> dict[str, tuple[Interval, ...]]:
-        """Split parameters and statistics by full name: for each rank, its interval of output channels."""
-        intervals = {}
-        for step in self.steps:
-            if step.node is not None and step.sharding is not None and step.sharding.channel_intervals is not None:
-                for name in (*step.node.parameters.values(), *step.node.statistics.values()):
-                    intervals[name] = step.sharding.channel_intervals
-        return intervals
+        """Return, by full name of split parameters and statistics, each rank's interval of output channels."""
+        return {name: intervals for name, _, intervals in self._split()}
 
     def shards_of(self, rank: int) -> dict[str, Shard]:
-        """Split parameters and statistics by full name: the part of each that one rank has."""
-        shards = {}
+        """Return, by full name of split parameters and statistics, the part that one rank holds."""
+        return {name: Shard(dim, intervals[rank]) for name, dim, intervals in self._split()}
+
+    def _split(self) -> Iterator[tuple[str, int, tuple[Interval, ...]]]:
+        """Yield split parameters and statistics: full name, the dim that is split, and each rank's interval of it."""
         for step in self.steps:
             if step.node is not None and step.sharding is not None and step.sharding.channel_intervals is not None:
                 for role, name in (*step.node.parameters.items(), *step.node.statistics.items()):
                     # Linear weights are (in, out), all other split tensors have their output channels first.
                     dim = 1 if isinstance(step.node.spec, LinearSpec) and role == "weight" else 0
-                    shards[name] = Shard(dim, step.sharding.channel_intervals[rank])
-        return shards
+                    yield name, dim, step.sharding.channel_intervals
 
     def local(self, rank: int, group: SplitGroup) -> Graph:
-        """The graph that one rank runs."""
+        """Return the graph that one rank runs."""
         builder = GraphBuilder(TensorSpec(shape_of(self.layouts[0].boxes[rank]), self.dtype))
         for step in self.steps:
             node = step.node
@@ -118,7 +114,7 @@ class PartitionedGraph:
 
 
 def partition_graph(graph: Graph, plan: ParallelPlan, counts: Sequence[int]) -> PartitionedGraph:
-    """`graph`, lowered at all samples of a split group, over ranks that hold `counts` samples each. Pure.
+    """Partition `graph`, lowered at all samples of a split group, over ranks that hold `counts` samples each. Pure.
 
     Raises:
         ConfigError: a pattern of the plan that matches no layer.
@@ -145,17 +141,17 @@ class _Partitioner:
             self._add(node)
         output = self._tensor_of[self._graph.output]
         shape = self._layouts[output].shape
-        # Logits split by channels or tiles would give a loss that several ranks compute, or each a part of.
+        # Of logits split by channels or tiles, several ranks would compute the same loss, or each a part of it.
         output = self._as_layout(output, layout.samples(shape, self._context.counts), "output")
         dtype = self._graph.tensors[0].dtype
         return PartitionedGraph(tuple(self._steps), tuple(self._layouts), output, dtype, self._undivided)
 
     def _input_layout(self) -> Layout:
-        """The boxes that the first operation reads, halo included: images are read from files, so nothing needs to travel."""
+        """Return the boxes that the first operation reads, with halos: each rank reads them from files, so no halo travels."""
         shape = self._graph.tensors[0].shape
         readers = self._graph.consumers(0)
         samples = layout.samples(shape, self._context.counts)
-        # Several readers may want several layouts. Moves start from a partition, which boxes with a halo are not.
+        # Several readers may want several layouts, and moves start from a partition, which boxes with a halo are not.
         if len(readers) != 1:
             return samples
         (reader,) = readers
@@ -173,13 +169,13 @@ class _Partitioner:
             self._tensor_of[node.output] = self._add_in_parts(node, sharding, split)
 
     def _add_undivided(self, node: Node, sharding: OperatorSharding) -> int:
-        """Move the inputs where they lie elsewhere, compute, and add up where each rank has a summand; the output's tensor."""
+        """Move inputs that lie elsewhere, compute, and add if each rank has a summand; return the output's tensor."""
         inputs = tuple(
             self._as_layout(self._tensor_of[i], wanted, node.name) for i, wanted in zip(node.inputs, sharding.reads, strict=True)
         )
-        # The gradient of a moved input has a way to go: computed first, it travels while the weights' gradients are computed.
-        # Where nothing was moved the weights' gradients come first, because their averaging can then start earlier.
-        just_moved = any(_is_move_of(step, inputs) for step in self._steps[-1:])
+        # The gradient of a moved input has to travel back: computed first, it travels while the weights' gradients are computed.
+        # If nothing was moved, the weights' gradients come first, because their averaging can then start earlier.
+        just_moved = any(step.move is not None and step.output in inputs for step in self._steps[-1:])
         input_first = just_moved and self._plan.hides and isinstance(node.spec, _EITHER_ORDER)
         use = self._plan.use_of(node.name)
         summands = layout.everything(sharding.writes.shape, self._context.ranks)
@@ -187,7 +183,7 @@ class _Partitioner:
         self._steps.append(PartitionStep(node.name, inputs, computed, node, None, use, sharding, input_first=input_first))
         if not sharding.summed:
             return computed
-        # A sum to the owners is the adjoint of a move from the owners to everybody.
+        # A sum at the owners is the adjoint of a move from the owners to all ranks.
         move = (sharding.writes, summands)
         output = self._new(sharding.writes)
         self._steps.append(PartitionStep(f"{node.name}.sum", (computed,), output, use=use, move=move, summed=True))
@@ -203,7 +199,7 @@ class _Partitioner:
         return None
 
     def _add_in_parts(self, node: Node, sharding: OperatorSharding, split: InteriorSplit) -> int:
-        """Send both edges' halos, compute the interior, then each edge as its rows arrive, and join all; the output's tensor."""
+        """Send both edges' halos, compute the interior, each edge as its rows arrive, and join; return the output's tensor."""
         x = self._tensor_of[node.inputs[0]]
         use = self._plan.use_of(node.name)
         halos = []
@@ -211,14 +207,14 @@ class _Partitioner:
             halos.append(self._new(edge.reads))
             move = (self._layouts[x], edge.reads)
             self._steps.append(PartitionStep(f"{node.name}.halo.{name}", (x,), halos[-1], move=move, early=True))
-        # The interior stands for the layer: it has the layer's name, so the layer's sharding is told here and only here.
+        # The interior has the layer's name and its sharding, and no other step has that: shards and reports count a layer once.
         interior = self._new(split.interior.writes)
         self._steps.append(PartitionStep(node.name, (x,), interior, node, split.interior.specs, use, sharding))
         edges = []
         for name, edge, halo in zip(("top", "bottom"), (split.top, split.bottom), halos, strict=True):
             edges.append(self._new(edge.writes))
-            # The parameters are the interior's (shared), whose gradient comes last in backward and completes theirs; the edges'
-            # input gradients come first, so that they travel back while the interior's are computed.
+            # The edges share the interior's parameters: the interior comes last in backward, adds its gradients to theirs, and
+            # announces them. The edges' input gradients come first, to travel back while the interior's are computed.
             step = PartitionStep(f"{node.name}.{name}", (halo,), edges[-1], node, edge.specs, use, input_first=True, shared=True)
             self._steps.append(step)
         output = self._new(sharding.writes)
@@ -227,9 +223,9 @@ class _Partitioner:
         return output
 
     def _as_layout(self, tensor: int, wanted: Layout, reader: str) -> int:
-        """The tensor's elements as `wanted`: itself, or moved."""
+        """Return the tensor that has the elements in the layout `wanted`: `tensor` itself, or the output of a move."""
         source = self._layouts[tensor]
-        # Boxes decide, not kinds: without samples, or with one rank that has all of them, different splits are the same.
+        # Compare boxes, not kinds: without samples, or if one rank has all of them, different splits have the same boxes.
         if source.same_boxes(wanted):
             return tensor
         key = (tensor, wanted.boxes)
@@ -240,10 +236,6 @@ class _Partitioner:
         return self._moved[key]
 
     def _new(self, of_tensor: Layout) -> int:
-        """The number of one more tensor."""
+        """Add a tensor; return its number."""
         self._layouts.append(of_tensor)
         return len(self._layouts) - 1
-
-
-def _is_move_of(step: PartitionStep, inputs: tuple[int, ...]) -> bool:
-    return step.move is not None and step.output in inputs

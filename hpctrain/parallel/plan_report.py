@@ -1,7 +1,6 @@
 """The report of a plan over a model, in integers: owners of all elements, words that travel, memory.
 
-Pure arithmetic; the same on every rank. Ranks are counted by position, c * Pr + r. Words are elements of the run's dtype that
-a
+Pure arithmetic; the same on every rank. Ranks are counted by position, c * Pr + r. Words are elements of the run's dtype that a
 rank hands to the communicator for others in one training step; statistics are float64 and counted apart.
 """
 
@@ -9,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 from operator import add
 
@@ -44,23 +43,28 @@ class Traffic:
     def bytes_backward(self, item_bytes: int) -> Words:
         return _bytes(self.backward, self.statistics_backward, item_bytes)
 
+    @classmethod
+    def zero(cls, ranks: int) -> Traffic:
+        """Return no words of that many ranks."""
+        return cls(*(((0,) * ranks,) * len(fields(cls))))
+
+    @classmethod
+    def concatenated(cls, parts: Sequence[Traffic]) -> Traffic:
+        """Return the words of the positions of all parts, one after another."""
+        return cls(*(_chain(getattr(part, field.name) for part in parts) for field in fields(cls)))
+
     def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(
-            add_words(self.forward, other.forward),
-            add_words(self.backward, other.backward),
-            add_words(self.statistics_forward, other.statistics_forward),
-            add_words(self.statistics_backward, other.statistics_backward),
-        )
+        return Traffic(*(add_words(getattr(self, field.name), getattr(other, field.name)) for field in fields(self)))
 
 
 @dataclass(frozen=True)
 class LayerReport:
     """One layer of the model on the grid.
 
-    operation: a word and the window. kind: how its output is split. shape: of the output of the first split group's
-    samples. owns: each position's box of its group's output. halo: (rows, columns) of input images that each position gets from
-    others, for its windows. traffic: halos and statistics. parameters: elements held by each position. activations: words of
-    each position's output, and of its input with the halo where there is one.
+    operation: the kind of operation and its window. kind: how its output is split. shape: of the output for the samples of the
+    first split group. owns: each position's box of its group's output. halo: (rows, columns) of input images that each position
+    gets from others, for its windows. traffic: halos and statistics. parameters: elements held by each position. activations:
+    words of each position's output, and of its input with the halo if there is one.
     """
 
     name: str
@@ -77,9 +81,9 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class RedistributionReport:
-    """A move between layers whose layouts differ, before `reader`; or a sum, after the layer that left its summands.
+    """A move between layers whose layouts differ, before `reader`; or a sum, after the layer that computed the summands.
 
-    source, target: how the tensor is split, "everything" where every rank gets all of it, "parts of a sum".
+    source, target: how the tensor is split; "everything": every rank gets all of it; "parts of a sum": every rank has a summand.
     activations: words that each position's result takes.
     """
 
@@ -96,7 +100,7 @@ class MemoryReport:
     """Bytes of one position.
 
     activations: the arena of a training step, gradients of activations included. messages: the buffers of the split group.
-    parameters: their values; their gradients take the same again.
+    parameters: their values; their gradients take as much again.
     """
 
     activations: int
@@ -106,7 +110,7 @@ class MemoryReport:
 
 @dataclass(frozen=True)
 class GroupReport:
-    """A group of parameters that are averaged together: elements that each position holds, over how many ranks."""
+    """A group of parameters that are averaged together: elements that each position holds, and the number of ranks."""
 
     name: str
     ranks: int
@@ -135,8 +139,8 @@ class PlanReport:
 
     @property
     def traffic(self) -> Traffic:
-        """The words of a whole step; the averaging of gradients is left out."""
-        total = nothing(len(self.counts))
+        """The words of a whole step, without the averaging of gradients."""
+        total = Traffic.zero(len(self.counts))
         for entry in self.entries:
             total = total + entry.traffic
         return total
@@ -150,14 +154,8 @@ class PlanReport:
         return total
 
 
-def nothing(ranks: int) -> Traffic:
-    """No words of so many ranks."""
-    zeros = (0,) * ranks
-    return Traffic(zeros, zeros, zeros, zeros)
-
-
 def add_words(a: Words, b: Words) -> Words:
-    """Position by position."""
+    """Add words position by position."""
     return tuple(map(add, a, b))
 
 
@@ -172,11 +170,12 @@ def report_plan(
     parameters: Mapping[str, Shape],
     kernels: KernelSet | None = None,
 ) -> PlanReport:
-    """The report of `plan` over a model.
+    """Return the report of `plan` over a model.
 
     Args:
-        graph_of: gives the model lowered for a number of samples. counts: samples of a step by position. parameters: whole shapes
-            by full name. kernels: the kernel set that would compute; given, memory is planned as a program plans it.
+        graph_of: returns the model lowered for a number of samples. counts: samples of a step by position. parameters: whole
+            shapes by full name. kernels: the set that would compute, with which memory is planned as a program plans it; None:
+            the report has no memory.
 
     Raises:
         ConfigError: a pattern of the plan that matches no layer.
@@ -185,7 +184,7 @@ def report_plan(
     shares = [tuple(counts[first : first + plan.rows]) for first in range(0, len(counts), plan.rows)]
     sample = graph_of(1)
     plan.check([node.name for node in sample.nodes])
-    # Split groups with the same samples have the same report, and there are at most two sizes of batch among many groups.
+    # Split groups with the same samples have the same report, and many groups have at most two sizes of batch.
     by_share = {share: _GroupReporter(graph_of(sum(share)), plan, share, parameters, kernels) for share in dict.fromkeys(shares)}
     split_groups = [by_share[share] for share in shares]
     entries = _by_position([group.entries for group in split_groups], plan.rows)
@@ -228,7 +227,7 @@ class _GroupReporter:
         for step in self._partitioned.steps:
             if step.move is not None:
                 reader = self._readers.get(step.output, "output")
-                # A halo belongs to the layer that reads it, a redistribution stands for itself.
+                # A halo is a part of its reader's entry, a redistribution is an entry of its own.
                 if step.summed or not _is_halo(step):
                     yield (step.name, producers.get(step.inputs[0], "input")), self._redistribution(step, reader)
                 else:
@@ -271,7 +270,7 @@ class _GroupReporter:
         )
 
     def _traffic(self, step: PartitionStep) -> Traffic:
-        """A move's words, or its adjoint's first where it is a sum; none in backward where no gradient is asked for."""
+        """Return a move's words, or of a sum its adjoint's words; none in backward if the input needs no gradient."""
         assert step.move is not None
         of_move, of_adjoint = moved(*step.move), moved_back(*step.move)
         forward, backward = (of_adjoint, of_move) if step.summed else (of_move, of_adjoint)
@@ -279,7 +278,7 @@ class _GroupReporter:
         return Traffic(forward, backward if self._needs_gradient[step.inputs[0]] else zeros, zeros, zeros)
 
     def _statistics(self, node: Node, step: PartitionStep) -> Traffic:
-        """Count, mean and M2 of every other rank forward, two sums backward, per channel; see `batch_norm.RankStatistics`.
+        """Return the words of `RankStatistics`: count, mean and M2 to every other rank forward, two sums backward, per channel.
 
         The sums are those that the input's gradient needs: a batch norm of the images themselves sends none.
         """
@@ -293,10 +292,10 @@ class _GroupReporter:
                 others, channels = sizes[spec.merge] - 1, spec.channels
             forward.append(others * (2 * channels + 1))
             backward.append(others * 2 * channels if passes_back else 0)
-        return replace(nothing(self.ranks), statistics_forward=tuple(forward), statistics_backward=tuple(backward))
+        return replace(Traffic.zero(self.ranks), statistics_forward=tuple(forward), statistics_backward=tuple(backward))
 
     def _halo(self, halos: Sequence[PartitionStep], rank: int) -> tuple[int, int]:
-        """Rows and columns of the image that this rank reads and does not own, in one or two pieces (the halos of both edges)."""
+        """Return the rows and columns of the image that this rank reads but does not own, in one move or two (of both edges)."""
         rows = columns = 0
         for step in halos:
             assert step.move is not None
@@ -320,14 +319,14 @@ class _GroupReporter:
 
 
 def message_words(local: LocalGraph) -> int:
-    """Words of message buffers: one that all moves share, and one of its own for each that travels under computation."""
+    """Return the words of message buffers: one that all moves share, and one for each move that travels under computation."""
     shared = [words.sent + words.received for words in local.moves.values() if not words.early]
     separate = [words.sent + words.received for words in local.moves.values() if words.early]
     return max(shared, default=0) + sum(separate)
 
 
 def held(shape: Shape, shard: Sequence[Interval] | None, rank: int) -> int:
-    """Elements of a parameter of `shape` on one rank; `shard`: each rank's interval of its output channels."""
+    """Return the elements of a parameter of `shape` on one rank; `shard`: each rank's interval of its output channels."""
     size = math.prod(shape)
     if shard is None:
         return size
@@ -338,7 +337,7 @@ def held(shape: Shape, shard: Sequence[Interval] | None, rank: int) -> int:
 def _parameter_groups(
     plan: ParallelPlan, split_groups: Sequence[_GroupReporter], parameters: Mapping[str, Shape]
 ) -> tuple[GroupReport, ...]:
-    """Whole parameters are averaged over all ranks, split ones over the data group, whose ranks hold the same shard."""
+    """Return both groups: whole parameters are averaged over all ranks, split ones over the data group, with the same shard."""
     shards = split_groups[0].shards  # the same in each
     everywhere, split = [], []
     for rank in range(plan.rows):
@@ -353,32 +352,23 @@ def _parameter_groups(
 
 
 def _by_position(groups: Sequence[Mapping[_Key, _Entry]], split_size: int) -> tuple[_Entry, ...]:
-    """The entries of all split groups, joined so that sequences go by position.
+    """Return the entries of all split groups, joined so that sequences go by position.
 
-    A group without samples has fewer moves than the others: its empty tensors lie the same in layouts that differ elsewhere.
+    A group without samples has fewer moves than the others, as layouts of its empty tensors have the same boxes. Such a move is
+    one of no words there.
     """
-    fullest = max(groups, key=len)
+    fullest, zero = max(groups, key=len), Traffic.zero(split_size)
     assert all(entries.keys() <= fullest.keys() for entries in groups)
     return tuple(
-        _join([entries[key] if key in entries else _unmoved(entry, split_size) for entries in groups])
+        _join([entries.get(key, replace(entry, traffic=zero, activations=zero.forward)) for entries in groups])
         for key, entry in fullest.items()
     )
 
 
-def _unmoved(entry: _Entry, split_size: int) -> _Entry:
-    """The same move in a split group where it moves nothing."""
-    return replace(entry, traffic=nothing(split_size), activations=(0,) * split_size)
-
-
 def _join(of_groups: Sequence[_Entry]) -> _Entry:
-    """One entry of all split groups: their sequences by rank follow each other by position."""
+    """Return one entry of all split groups: their sequences by rank, one after another by position."""
     first = of_groups[0]
-    traffic = Traffic(
-        _chain(entry.traffic.forward for entry in of_groups),
-        _chain(entry.traffic.backward for entry in of_groups),
-        _chain(entry.traffic.statistics_forward for entry in of_groups),
-        _chain(entry.traffic.statistics_backward for entry in of_groups),
-    )
+    traffic = Traffic.concatenated([entry.traffic for entry in of_groups])
     activations = _chain(entry.activations for entry in of_groups)
     if isinstance(first, RedistributionReport):
         return replace(first, traffic=traffic, activations=activations)
@@ -394,7 +384,7 @@ def _join(of_groups: Sequence[_Entry]) -> _Entry:
 
 
 def _needs_gradient(graph: PartitionedGraph) -> list[bool]:
-    """For each tensor, whether backward computes its gradient: not that of the images, nor of tensors before any parameter."""
+    """Return, by tensor, whether backward computes its gradient: not for the images, nor for tensors before any parameter."""
     needs = [False] * len(graph.layouts)
     for step in graph.steps:
         trained = step.node is not None and step.node.trains
@@ -403,7 +393,7 @@ def _needs_gradient(graph: PartitionedGraph) -> list[bool]:
 
 
 def _readers(graph: PartitionedGraph) -> dict[int, str]:
-    """The first layer that reads each tensor."""
+    """Return the first layer that reads each tensor."""
     readers: dict[int, str] = {}
     for step in graph.steps:
         if step.node is not None:
@@ -435,7 +425,7 @@ def _operation(node: Node) -> str:
 
 
 def _beyond(wanted: Interval, owned: Interval, size: int) -> int:
-    """Elements of `wanted` inside of 0 .. size that are not in `owned`."""
+    """Return the number of elements of `wanted` inside [0, size) that are not in `owned`."""
     start, stop = max(0, wanted[0]), min(size, wanted[1])
     return max(0, stop - start) - max(0, min(stop, owned[1]) - max(start, owned[0]))
 

@@ -1,12 +1,11 @@
 """One rank's part of a model on a grid: its graph and its network, and the graphs of many ranks for planning.
 
-For planning alone, the graphs of a split group's ranks are told apart by what decides their work (`LocalGraph`), so that each
-kind is compiled once.
+For planning alone, the graphs of a split group's ranks are compared by what decides their work (`LocalGraph`), so that each kind
+is compiled once.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -27,15 +26,135 @@ from hpctrain.parallel.moves import RedistributeOperator, ReduceScatterOperator,
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.parallel.partition_graph import PartitionedGraph, partition_graph
 
-_OPERATORS = 1024  # that are kept: a few dozen kinds of a network, at the sizes of a few ranks
-_PLANS = 64  # that are kept: a few kinds of ranks for each of a search's grids
+
+class TilesByShape(Protocol):
+    """The boxes that the ranks of a split group must be given of its images (N, H, W, C)."""
+
+    def __call__(self, counts: Sequence[int], image_shape: ImageShape | None = None) -> tuple[Box, ...]:
+        """Return the boxes by rank. counts: samples of the ranks. image_shape: by default the network's."""
+        ...
+
+
+class GridDistribution:
+    """A `Distribution` by a plan over a split group. Its operators are collective over the group; lowering graphs is not.
+
+    Args:
+        plan: the use of each layer. group: this rank's split group.
+    """
+
+    def __init__(self, plan: ParallelPlan, group: SplitGroup) -> None:
+        assert plan.rows == group.size
+        self.plan, self.group, self.ranks = plan, group, group.size
+        self._shards: dict[str, Shard] = {}
+        self._contributes: dict[str, tuple[bool, bool]] = {}
+
+    def prepare(self, graph: Graph) -> None:
+        self.plan.check([node.name for node in graph.nodes])
+        rank = self.group.rank
+        # Shards depend on the plan and the layers alone, so any counts will do: all samples on the first rank.
+        counts = (graph.tensors[0].shape[0], *(0,) * (self.group.size - 1))
+        partitioned = partition_graph(graph, self.plan, counts)
+        self._shards = partitioned.shards_of(rank)
+        for step in partitioned.steps:
+            node, sharding = step.node, step.sharding
+            if node is None or sharding is None:
+                continue
+            kind = sharding.writes.kind
+            for name in node.statistics.values():
+                # A step's sums weight batch statistics by samples. Split by samples, each rank adds those of its own samples.
+                # Split by channels, each rank has its channels of all the group's samples. Split by tiles, all ranks of the group
+                # hold the same merged statistics, so one rank adds them for all.
+                self._contributes[name] = (
+                    kind is LayoutKind.SAMPLES,
+                    kind is LayoutKind.CHANNELS or (kind is LayoutKind.TILES and rank == 0),
+                )
+
+    def local(self, graph: Graph, counts: Sequence[int]) -> Graph:
+        return self.partitioned(graph, counts).local(self.group.rank, self.group)
+
+    def partitioned(self, graph: Graph, counts: Sequence[int]) -> PartitionedGraph:
+        """Return the graph of all ranks of the split group."""
+        return partition_graph(graph, self.plan, counts)
+
+    def tiles_by_counts(self, graph_of: Callable[[int, ImageShape | None], Graph]) -> TilesByShape:
+        """Return a function of the samples of the ranks, and of the images' shape, that returns each rank's box of the images.
+
+        graph_of: returns the model lowered for a number of samples of a shape.
+        """
+
+        def boxes(counts: Sequence[int], image_shape: ImageShape | None = None) -> tuple[Box, ...]:
+            return self.partitioned(graph_of(sum(counts), image_shape), counts).layouts[0].boxes
+
+        return lru_cache(maxsize=16)(boxes)
+
+    def message_bytes(self, operators: Sequence[Operator]) -> int:
+        moves = [operator for operator in operators if isinstance(operator, RedistributeOperator | ReduceScatterOperator)]
+        early = [move for move in moves if isinstance(move, RedistributeOperator) and move.begins_early]
+        shared = max((move.message_bytes for move in moves if move not in early), default=0)
+        return shared + sum(move.message_bytes for move in early)
+
+    def shard(self, name: str) -> Shard | None:
+        return self._shards.get(name)
+
+    def contributes(self, name: str) -> tuple[bool, bool]:
+        return self._contributes[name]
+
+
+def make_network(
+    model: Layer,
+    image_shape: tuple[int, int, int],
+    kernels: KernelSet,
+    *,
+    groups: GridGroups,
+    progress: ProgressEngine,
+    plan: ParallelPlan | None = None,
+    dtype: str = "float32",
+    seed: int = 0,
+    smoothing: float = 0.0,
+    frozen: Sequence[str] = (),
+) -> Network:
+    """Return this rank's part of a model on a grid. Not collective.
+
+    Args:
+        model: the root layer. image_shape: (H, W, C) of one sample. kernels: the set that computes.
+        groups: this rank's place on the grid, and its communicators. progress: the process's engine.
+        plan: the use of each layer on the grid; needed if ranks share samples.
+        dtype: "float32" or "float64". seed: of the initial values. smoothing: label smoothing of the loss.
+        frozen: patterns of names of layers that are not trained.
+
+    Raises:
+        ShapeError: layers that do not fit each other or the image.
+        ConfigError: patterns of frozen layers that match nothing, or all of them.
+    """
+    split_group = groups.split_group(progress, kernels.arithmetic)
+    distribution = None
+    if split_group is not None:
+        assert plan is not None, "ranks that share samples need a plan of what each of them does"
+        distribution = GridDistribution(plan, split_group)
+    return Network(
+        model,
+        image_shape,
+        kernels,
+        dtype=dtype,
+        seed=seed,
+        smoothing=smoothing,
+        mergers=groups.mergers(progress),
+        distribution=distribution,
+        frozen=frozen,
+    )
+
+
+# -- for planning alone --------------------------------------------------------------------------------------------------------
+
+_OPERATORS = 1024  # cached: a few dozen kinds in a network, at the sizes of a few ranks
+_PLANS = 64  # cached: a few kinds of ranks for each of a search's grids
 
 
 @dataclass(frozen=True)
 class MoveWords:
-    """The elements that one rank sends and receives in the forward pass of a move or a sum; in backward it is the reverse.
+    """The elements that one rank sends and receives in the forward pass of a move or a sum; in backward the reverse.
 
-    early: it has message buffers of its own.
+    early: the move has message buffers of its own.
     """
 
     sent: int
@@ -45,7 +164,7 @@ class MoveWords:
 
 @dataclass(frozen=True)
 class LocalGraph:
-    """The graph of one rank, for planning alone. Equal ones do the same work, whatever their places in their split groups.
+    """The graph of one rank, for planning alone. Equal graphs do the same work, wherever their ranks are in the split groups.
 
     moves: by the tensor that a move or a sum writes.
     """
@@ -56,12 +175,12 @@ class LocalGraph:
 
 
 def whole_graph(graph: Graph) -> LocalGraph:
-    """The graph of a rank that shares its samples with nobody."""
+    """Return the graph of a rank that shares its samples with no other."""
     return LocalGraph(_key(graph, {}), graph)
 
 
 def local_graphs(partitioned: PartitionedGraph, ranks: Sequence[int]) -> list[LocalGraph]:
-    """The graphs of some ranks of the split group, in a time that grows as the ranks do."""
+    """Return the graphs of some ranks of the split group, in time linear in the ranks."""
     group = unused_group()
     moves: dict[int, tuple[tuple[int, ...], tuple[int, ...], bool]] = {}
     for step in partitioned.steps:
@@ -78,12 +197,12 @@ def local_graphs(partitioned: PartitionedGraph, ranks: Sequence[int]) -> list[Lo
 
 @lru_cache(maxsize=_PLANS)
 def training_plan(local: LocalGraph, kernels: KernelSet) -> ExecutionPlan:
-    """The plan of a training program, the same object for equal graphs; it is not for running, as its steps share operators."""
+    """Return the plan of a training program, the same object for equal graphs. It cannot run, as its steps share operators."""
     return compile_graph(local.graph, _shared(kernels), training=True)
 
 
 class _SharedOperators(KernelSet):
-    """Operators of another kernel set, each made once: the same layer comes in many blocks of a network, and on many ranks."""
+    """Operators of another kernel set, each made once: many blocks of a network, and many ranks, have the same layer."""
 
     def __init__(self, kernels: KernelSet) -> None:
         self.arithmetic, self.alignment_bytes, self.shadow_dtype = (
@@ -119,135 +238,18 @@ def _shared(kernels: KernelSet) -> _SharedOperators:
 
 
 def _key(graph: Graph, moves: Mapping[int, MoveWords]) -> Hashable:
-    """All that the work of a graph follows from."""
+    """Return all that the work of a graph follows from."""
     return (graph.tensors, graph.output, tuple(_node_key(node, moves.get(node.output)) for node in graph.nodes))
 
 
 def _node_key(node: Node, words: MoveWords | None) -> Hashable:
     spec = node.spec
     decides: Hashable
-    if words is not None:  # the layouts of all ranks are the same in each; what this one sends is not
+    if words is not None:  # a move's spec has the layouts of all ranks, but its work is what this rank sends and receives
         decides = type(spec).__name__, words
-    elif isinstance(spec, DropoutSpec):  # where a mask begins is no work
+    elif isinstance(spec, DropoutSpec):  # where in the sample a mask begins changes no work
         decides = replace(spec, first_sample=0, origin=(0,) * len(spec.origin))
     else:
         decides = spec if isinstance(spec, Hashable) else repr(spec)
     names = tuple(node.parameters.items()), tuple(node.statistics.items())
     return (node.name, decides, node.inputs, node.output, names, node.input_first, node.shared, node.frozen)
-
-
-class TilesByShape(Protocol):
-    """The boxes that the ranks of a split group must be given of its images (N, H, W, C)."""
-
-    def __call__(self, counts: Sequence[int], image_shape: ImageShape | None = None) -> tuple[Box, ...]:
-        """By rank. counts: samples of the ranks. image_shape: None: that which the network was made for."""
-        ...
-
-
-class GridDistribution:
-    """A `Distribution` by a plan over a split group. Its operators are collective over the group; making graphs is not.
-
-    Args:
-        plan: the use of each layer. group: this rank's split group.
-    """
-
-    def __init__(self, plan: ParallelPlan, group: SplitGroup) -> None:
-        assert plan.rows == group.size
-        self.plan, self.group, self.ranks = plan, group, group.size
-        self._shards: dict[str, Shard] = {}
-        self._contributes: dict[str, tuple[bool, bool]] = {}
-
-    def prepare(self, graph: Graph) -> None:
-        self.plan.check([node.name for node in graph.nodes])
-        rank = self.group.rank
-        # Shards depend on the plan and the layers alone, so any samples will do: all of them on the first rank.
-        counts = (graph.tensors[0].shape[0], *(0,) * (self.group.size - 1))
-        partitioned = partition_graph(graph, self.plan, counts)
-        self._shards = partitioned.shards_of(rank)
-        for step in partitioned.steps:
-            node, sharding = step.node, step.sharding
-            if node is None or sharding is None:
-                continue
-            kind = sharding.writes.kind
-            for name in node.statistics.values():
-                # A step's sums weight batch statistics by samples. Over whole samples each rank adds its own. Over channels each
-                # rank has other channels of all the group's samples. Over tiles all ranks hold the same merged statistics, so
-                # one adds them for all.
-                self._contributes[name] = (
-                    kind is LayoutKind.SAMPLES,
-                    kind is LayoutKind.CHANNELS or (kind is LayoutKind.TILES and rank == 0),
-                )
-
-    def local(self, graph: Graph, counts: Sequence[int]) -> Graph:
-        return self.partitioned(graph, counts).local(self.group.rank, self.group)
-
-    def partitioned(self, graph: Graph, counts: Sequence[int]) -> PartitionedGraph:
-        """The graph of all ranks of the split group."""
-        return partition_graph(graph, self.plan, counts)
-
-    def tiles_by_counts(self, graph_of: Callable[[int, ImageShape | None], Graph]) -> TilesByShape:
-        """The box that each rank of the split group must be given of its images, by the samples of the ranks and their shape.
-
-        graph_of: gives the model lowered for a number of samples of a shape.
-        """
-
-        def boxes(counts: Sequence[int], image_shape: ImageShape | None = None) -> tuple[Box, ...]:
-            return self.partitioned(graph_of(sum(counts), image_shape), counts).layouts[0].boxes
-
-        return functools.lru_cache(maxsize=16)(boxes)
-
-    def message_bytes(self, operators: Sequence[Operator]) -> int:
-        moves = [operator for operator in operators if isinstance(operator, RedistributeOperator | ReduceScatterOperator)]
-        early = [move for move in moves if isinstance(move, RedistributeOperator) and move.begins_early]
-        shared = max((move.message_bytes for move in moves if move not in early), default=0)
-        return shared + sum(move.message_bytes for move in early)
-
-    def shard(self, name: str) -> Shard | None:
-        return self._shards.get(name)
-
-    def contributes(self, name: str) -> tuple[bool, bool]:
-        return self._contributes[name]
-
-
-def make_network(
-    model: Layer,
-    image_shape: tuple[int, int, int],
-    kernels: KernelSet,
-    *,
-    groups: GridGroups,
-    progress: ProgressEngine,
-    plan: ParallelPlan | None = None,
-    dtype: str = "float32",
-    seed: int = 0,
-    smoothing: float = 0.0,
-    frozen: Sequence[str] = (),
-) -> Network:
-    """This rank's part of a model on a grid. Not collective.
-
-    Args:
-        model: the root layer. image_shape: (H, W, C) of one sample. kernels: who computes.
-        groups: this rank's place on the grid, and its communicators. progress: the process's engine.
-        plan: what each layer does on the grid; needed where ranks share samples.
-        dtype: "float32" or "float64". seed: of the initial values. smoothing: label smoothing of the loss.
-        frozen: patterns of names of layers that are not trained.
-
-    Raises:
-        ShapeError: layers that do not fit each other or the image.
-        ConfigError: patterns of frozen layers that match nothing, or all of them.
-    """
-    split_group = groups.split_group(progress, kernels.arithmetic)
-    distribution = None
-    if split_group is not None:
-        assert plan is not None, "ranks that share samples need a plan of what each of them does"
-        distribution = GridDistribution(plan, split_group)
-    return Network(
-        model,
-        image_shape,
-        kernels,
-        dtype=dtype,
-        seed=seed,
-        smoothing=smoothing,
-        mergers=groups.mergers(progress),
-        distribution=distribution,
-        frozen=frozen,
-    )

@@ -1,12 +1,11 @@
 """The rules of sharding: how one operation runs on the ranks of a split group, by its kind and its use.
 
-Gholami et al. 2018: BATCH splits the samples; MODEL splits a weight's output channels (section 2.2), with everything that
-works
+Gholami et al. 2018: BATCH splits the samples; MODEL splits a weight's output channels (section 2.2), with everything that works
 per channel done before the gather; DOMAIN splits the images (section 2.3). Pure data, the same on every rank.
 
 A convolution under DOMAIN can also run in three parts, so that halos travel while its interior is computed. The interior reads
-this rank's own image rows only; the edges above and below read the halo. Interior first, edges when their rows have arrived;
-backward runs the other way around, so that the edges' gradients travel while the interior's are computed.
+this rank's own image rows only; the edges above and below read the halo. The interior runs first, and each edge when its rows
+have arrived. Backward runs the other way around, so that the edges' gradients travel while the interior's are computed.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 from hpctrain.backend.graph import Node
-from hpctrain.backend.operators import AnyArrays, Operator, StepContext
 from hpctrain.backend.specs import (
     AdaptiveAveragePoolSpec,
     AddSpec,
@@ -30,17 +28,16 @@ from hpctrain.backend.specs import (
     ReluSpec,
     Shape,
     Spec,
-    TensorSpec,
     Window,
 )
-from hpctrain.core.errors import ShapeError
-from hpctrain.core.intervals import Interval, consecutive, even_intervals, replace_dim, shape_of, whole
+from hpctrain.core.intervals import Interval, even_intervals, replace_dim, shape_of, whole
 from hpctrain.parallel import layout
 from hpctrain.parallel.layout import Layout, LayoutKind, ReceptiveField, local_window, window_receptive_field
 from hpctrain.parallel.moves import NothingSpec, PartialMeanSpec
 from hpctrain.parallel.parallel_plan import Parallelism
 
-_ANY_CHANNELS = (BatchNormSpec, ReluSpec, AddSpec, DropoutSpec)  # per element or per channel: no element needs another rank's
+# They work per element or per channel, so any box will do. What a batch norm needs of other ranks, it merges by itself.
+_ANY_CHANNELS = (BatchNormSpec, ReluSpec, AddSpec, DropoutSpec)
 _PER_CHANNEL = (*_ANY_CHANNELS, PoolSpec, AdaptiveAveragePoolSpec)
 
 
@@ -52,13 +49,13 @@ class Windowed(Protocol):
     def window(self) -> Window | None: ...
 
     def with_window(self, window: Window) -> Spec:
-        """The same operation with another padding."""
+        """Return the same operation with another padding."""
         ...
 
 
 @dataclass(frozen=True)
 class SplitContext:
-    """The rules' input beside the node: the samples of each of the Pr ranks of a split group, and the tiles of an image."""
+    """What the rules need besides the node: the samples of each of the Pr ranks of a split group, and the tiles of an image."""
 
     counts: tuple[int, ...]
     tiles: Pair
@@ -70,10 +67,10 @@ class SplitContext:
 
 @dataclass(frozen=True)
 class OperatorSharding:
-    """One operation on all ranks: the layout of every input as it is read, that of the output, and each rank's own spec.
+    """One operation on all ranks: the layout in which it reads each input, that of the output, and each rank's own spec.
 
-    channel_intervals: for each rank, the interval of output channels that it holds of all parameters and statistics; None: all
-    of them. summed: every rank computes a summand of the whole output; `writes` is the layout after the sum.
+    channel_intervals: by rank, the interval of output channels that it holds of all parameters and statistics; None: all of them.
+    summed: every rank computes a summand of the whole output; `writes` is the layout after the sum.
     """
 
     reads: tuple[Layout, ...]
@@ -84,9 +81,9 @@ class OperatorSharding:
 
 
 def shard(node: Node, inputs: Sequence[Layout], output: Shape, use: Parallelism, context: SplitContext) -> OperatorSharding:
-    """How `node` runs. inputs: the layouts of its inputs; output: the whole output's shape.
+    """Return how `node` runs. inputs: the layouts of its inputs; output: the whole output's shape.
 
-    Where a use has no rule for an operation, it runs on whole samples, as every operation can.
+    If a use has no rule for an operation, it runs on whole samples, as every operation can.
     """
     images = len(inputs[0].shape) == 4
     if use is Parallelism.MODEL:
@@ -107,8 +104,8 @@ def _batch(spec: Spec, inputs: Sequence[Layout], output: Shape, context: SplitCo
 def _model(spec: Spec, inputs: Sequence[Layout], output: Shape, context: SplitContext) -> OperatorSharding | None:
     (first, *_) = inputs
     if isinstance(spec, LinearSpec):
-        # Each output feature reads all input features: they are gathered here, where they are read, and their gradient goes back
-        # to their owners as a sum.
+        # Each output feature reads all input features: every rank reads the whole input, and the gradients that the ranks compute
+        # of it are added at the owners of its elements.
         intervals = even_intervals(spec.features_out, context.ranks)
         specs: Any = tuple(replace(spec, features_out=stop - start) for start, stop in intervals)
         reads = layout.everything(first.shape, context.ranks)
@@ -116,15 +113,15 @@ def _model(spec: Spec, inputs: Sequence[Layout], output: Shape, context: SplitCo
     if isinstance(spec, Conv2dSpec):
         return _model_conv(spec, first, output, context)
     if isinstance(spec, FlattenSpec):
-        # A flattened image of several pixels has the channels of each pixel side by side: an interval of channels is no interval
-        # of features there.
+        # A flattened image of several pixels has all channels of one pixel before those of the next: an interval of channels is
+        # no interval of features there.
         vectors = first.kind is LayoutKind.CHANNELS and first.shape[1] * first.shape[2] == 1
         return _per_channel(spec, inputs, output, context) if vectors else None
     return _per_channel(spec, inputs, output, context) if isinstance(spec, _PER_CHANNEL) else None
 
 
 def _model_conv(spec: Conv2dSpec, x: Layout, output: Shape, context: SplitContext) -> OperatorSharding:
-    """Output channels over the ranks; with groups, whole groups with the input channels that they read."""
+    """Split the output channels over the ranks; with groups, whole groups with the input channels that they read."""
     if spec.groups == 1:
         intervals = even_intervals(spec.channels_out, context.ranks)
         specs = tuple(replace(spec, channels_out=stop - start) for start, stop in intervals)
@@ -136,6 +133,7 @@ def _model_conv(spec: Conv2dSpec, x: Layout, output: Shape, context: SplitContex
     groups = even_intervals(spec.groups, context.ranks)
     reads = layout.channels(x.shape, [(start * inside, stop * inside) for start, stop in groups])
     intervals = tuple((start * outside, stop * outside) for start, stop in groups)
+    # A rank without a group has a spec of one, as specs cannot be empty; `_local` replaces it, as its box has no channels.
     specs = tuple(
         replace(spec, channels_in=max(1, n) * inside, channels_out=max(1, n) * outside, groups=max(1, n))
         for n in (stop - start for start, stop in groups)
@@ -144,7 +142,7 @@ def _model_conv(spec: Conv2dSpec, x: Layout, output: Shape, context: SplitContex
 
 
 def _per_channel(spec: Spec, inputs: Sequence[Layout], output: Shape, context: SplitContext) -> OperatorSharding:
-    """Each rank keeps the channels that it has of the first input, however uneven they are: nothing moves."""
+    """Let each rank keep the channels that it has of the first input, however uneven they are, so that nothing moves."""
     (first, *_) = inputs
     intervals = (
         tuple(box[-1] for box in first.boxes)
@@ -164,8 +162,8 @@ def _domain(spec: Spec, inputs: Sequence[Layout], output: Shape, context: SplitC
         return _domain_window(spec, window, inputs[0], output, context)
     tiled = tuple(layout.tiles(x.shape, context.tiles) for x in inputs)
     if isinstance(spec, AdaptiveAveragePoolSpec) and spec.size == (1, 1):
-        # Each rank sums its tile over the whole image's pixels; the sums go to the owners of the samples. Other sizes of the
-        # result have windows that overlap at tiles' edges, and run on whole samples.
+        # Each rank sums its tile, divided by the pixels of the whole image; the sums go to the owners of the samples. Other sizes
+        # of the result have windows that overlap at tiles' edges, and run on whole samples.
         height, width = inputs[0].shape[1:3]
         specs: Any = (PartialMeanSpec(height * width),) * context.ranks
         return OperatorSharding(tiled, layout.samples(output, context.counts), specs, summed=True)
@@ -180,7 +178,7 @@ def _domain_window(spec: Windowed, window: Window, x: Layout, output: Shape, con
     if x.kind is LayoutKind.TILES:
         fields = [
             (vertical, horizontal)
-            # A spec has one ceil mode for both dims: with it a tail in the other dim would give one more window.
+            # A spec has one ceil mode for both dims: with it a tail in the other dim would make one more window.
             if vertical.ceil or horizontal.ceil
             else (_with_tail(vertical, owned[1], window.stride[0]), _with_tail(horizontal, owned[2], window.stride[1]))
             for (vertical, horizontal), owned in zip(fields, x.boxes, strict=True)
@@ -194,10 +192,10 @@ def _domain_window(spec: Windowed, window: Window, x: Layout, output: Shape, con
 
 
 def _with_tail(field: ReceptiveField, owned: Interval, stride: int) -> ReceptiveField:
-    """The field with the rank's own elements behind the last window, where they give no further window.
+    """Return the field extended by the rank's own elements after the last window, if they make no further window.
 
-    They are read by no window, but then the operation reads exactly the rank's own elements, and nothing need be copied. Fewer
-    than a stride of them leave no room for another window.
+    No window reads them, but so the operation reads exactly the rank's own elements, and nothing need be copied. Fewer than a
+    stride of them leave no room for another window.
     """
     ends_inside = field.start < field.stop < owned[1] and field.after == 0
     if ends_inside and field.start == owned[0] and owned[1] - field.stop < stride:
@@ -236,11 +234,11 @@ def _local(spec: Spec, sharding: OperatorSharding, rank: int) -> Spec:
 
 
 def _merged(spec: BatchNormSpec, kind: LayoutKind) -> BatchNormSpec:
-    """The spec with the group over which statistics are merged: the ranks that hold samples, or tiles, of these channels."""
-    if spec.fixed:
+    """Return the spec with the group over which statistics are merged: the ranks that hold samples, or tiles, of its channels."""
+    if spec.fixed:  # it uses its running statistics
         return spec
     if kind is LayoutKind.TILES:
-        # The statistics of a tile alone would be those of no sample, so they are merged in the split group at least.
+        # The statistics of a tile would be those of a part of an image, so they are merged in the split group at least.
         return replace(spec, synchronised=True, merge="all" if spec.synchronised else "split")
     if kind is LayoutKind.CHANNELS:
         # This rank has its channels of all the group's samples already; only other split groups have more of them.
@@ -253,7 +251,7 @@ _HEIGHT = 1
 
 @dataclass(frozen=True)
 class ConvolutionPart:
-    """Some output rows of a convolution on all ranks: the layouts that are read and written, and each rank's own spec."""
+    """Some output rows of a convolution on all ranks: the layouts that it reads and writes, and each rank's own spec."""
 
     reads: Layout
     writes: Layout
@@ -271,30 +269,33 @@ class InteriorSplit:
 
 @dataclass(frozen=True)
 class NoInterior:
-    """Why a layer is not computed in parts: `reason` follows its name in a sentence. by_size: other images could change it."""
+    """The reason why a layer is not computed in parts; it follows the layer's name in a sentence.
+
+    by_size: images of another size could be computed in parts.
+    """
 
     reason: str
     by_size: bool = False
 
 
 def split_interior(spec: Spec, sharding: OperatorSharding, owned: Layout) -> InteriorSplit | NoInterior:
-    """The three parts, or the reason why there are none. owned: the layout of the input.
+    """Return the three parts, or the reason why there are none. owned: the layout of the input.
 
-    The images must be split by height alone, and every rank must have an interior that can be computed from its own rows as they
-    lie: all ranks cut the layer, or none does, since moves are collective.
+    The images must be split by height alone, and every rank must have an interior that can be computed from its own rows without
+    a copy. All ranks cut the layer, or none does, since moves are collective.
     """
     if not isinstance(spec, Conv2dSpec):
         return NoInterior("is no convolution")
     if sharding.writes.kind is not LayoutKind.TILES:
         return NoInterior("is not under domain")
     if owned.kind is not LayoutKind.TILES:
-        first = owned.kind is LayoutKind.NEEDED  # only the images themselves are given to a rank with their halo
+        first = owned.kind is LayoutKind.NEEDED  # only the images themselves lie with a halo, as ranks read them from the file so
         return NoInterior("reads its halo from the data file" if first else "reads what is not split by rows")
     (reads,) = sharding.reads
     if reads.boxes == owned.boxes:
         window = spec.window
         return NoInterior("reads no row of another rank", by_size=(window.extent[0], window.stride[0]) != (1, 1))
-    # Tiles have halos on all four sides, whose corners two edges would read.
+    # Tiles of split columns have halos on all four sides; the corners would belong to two edges.
     if any(box[2] != (0, owned.shape[2]) for box in owned.boxes):
         return NoInterior("has images that are split by columns too (grid.tiles)")
     interiors = []
@@ -307,17 +308,21 @@ def split_interior(spec: Spec, sharding: OperatorSharding, owned: Layout) -> Int
     above = [(begin, low) for (begin, _), (low, _) in zip(outputs, interiors, strict=True)]
     below = [(high, end) for (_, end), (_, high) in zip(outputs, interiors, strict=True)]
     top, interior, bottom = (_part(spec, sharding, owned, rows) for rows in (above, interiors, below))
-    if not all(_fits(read, box) for read, box in zip(interior.reads.boxes, owned.boxes, strict=True)):
+    # The interior reads the tensor in place: it must read all of the rank's rows, and columns from the first one on.
+    if not all(
+        read[_HEIGHT] == box[_HEIGHT] and read[2][0] == box[2][0]
+        for read, box in zip(interior.reads.boxes, owned.boxes, strict=True)
+    ):
         return NoInterior("has an interior that does not read all rows of its rank, which would have to be copied", by_size=True)
     return InteriorSplit(top, ConvolutionPart(owned, interior.writes, interior.specs), bottom)
 
 
 def _interior(window: Window, height: int, owned: Interval, output: Interval) -> Interval | None:
-    """Output rows that read own rows (and the image's padding) only; None where there are none.
+    """Return the output rows that read own rows (and the image's padding) only; None if there are none.
 
     Output row o reads input rows [o stride - padding, o stride - padding + extent): the first interior row is the least o that
     begins at or after the first own row, the last one the greatest o that ends at or before the last. The image's own edges are
-    no boundary, as padding needs nobody.
+    no boundary, as padding needs no other rank.
     """
     extent, stride, padding = window.extent[0], window.stride[0], window.padding[0]
     low = output[0] if owned[0] == 0 else max(output[0], -(-(owned[0] + padding) // stride))
@@ -326,7 +331,7 @@ def _interior(window: Window, height: int, owned: Interval, output: Interval) ->
 
 
 def _part(spec: Conv2dSpec, sharding: OperatorSharding, owned: Layout, of_ranks: Sequence[Interval]) -> ConvolutionPart:
-    """The part that writes output rows `of_ranks[r]` on rank r."""
+    """Return the part that writes output rows `of_ranks[r]` on rank r."""
     reads, writes, specs = [], [], []
     for output_box, rows in zip(sharding.writes.boxes, of_ranks, strict=True):
         vertical, horizontal = window_receptive_field(spec.window, (owned.shape[1], owned.shape[2]), (rows, output_box[2]))
@@ -336,46 +341,3 @@ def _part(spec: Conv2dSpec, sharding: OperatorSharding, owned: Layout, of_ranks:
         writes.append(replace_dim(output_box, _HEIGHT, rows))
         specs.append(spec.with_window(local_window(spec.window, vertical, horizontal)))
     return ConvolutionPart(layout.needed(owned.shape, reads), layout.needed(sharding.writes.shape, writes), tuple(specs))
-
-
-def _fits(read: tuple[Interval, ...], owned: tuple[Interval, ...]) -> bool:
-    """True where the interior reads all of this rank's rows, and columns from the first one on, so that no copy is needed."""
-    return read[_HEIGHT] == owned[_HEIGHT] and read[2][0] == owned[2][0]
-
-
-@dataclass(frozen=True)
-class JoinRowsSpec:
-    """y (N, h, W, C) from images whose rows follow each other."""
-
-    def output(self, *inputs: Any, **none: Any) -> TensorSpec:
-        n, _, width, channels = inputs[0].shape
-        if any((x.shape[0], *x.shape[2:]) != (n, width, channels) for x in inputs):
-            raise ShapeError(f"Images of shapes {[x.shape for x in inputs]} differ in more than their height.")
-        return TensorSpec((n, sum(x.shape[1] for x in inputs), width, channels), inputs[0].dtype)
-
-    def flops(self, *inputs: Any, **none: Any) -> int:
-        return 0
-
-    def operator(self, inputs: tuple[TensorSpec, ...], *, training: bool) -> Operator:
-        return JoinRowsOperator(self, inputs)
-
-
-class JoinRowsOperator(AnyArrays, Operator):
-    """Copies forward, and gradients back."""
-
-    def __init__(self, spec: JoinRowsSpec, inputs: tuple[TensorSpec, ...]) -> None:
-        self.spec, self.inputs, self.output = spec, inputs, spec.output(*inputs)
-        self.needs_inputs = (False,) * len(inputs)
-        rows = consecutive([x.shape[_HEIGHT] for x in inputs])
-        self._places = [replace_dim(whole(self.output.shape), _HEIGHT, interval) for interval in rows]
-
-    def forward(self, context: StepContext) -> None:
-        for x, place in zip(self.buffers.inputs, self._places, strict=True):
-            self.arithmetic.copy_box(self.buffers.output, place, x, whole(x.shape))
-
-    def backward_input(self) -> None:
-        dy = self.buffers.output_grad
-        assert dy is not None
-        for dx, place in zip(self.buffers.input_grads, self._places, strict=True):
-            if dx is not None:
-                self.arithmetic.copy_box(dx, whole(dx.shape), dy, place)

@@ -1,88 +1,23 @@
 """Seconds of averaging gradients, layer by layer, before any schedule is planned: bytes times what a byte of a slice costs.
 
-Hidden and exposed time of averagers follow Lee et al., MLHPC 2018: what is sent under backward alone is exposed as far as it
-takes longer than that, what is also sent under the next forward as far as it takes longer than both.
+What a strategy sends is its own account (`StrategyCosts`), so a user's own strategy has a price, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass
 
-from hpctrain.averaging import slicing
+from hpctrain.averaging.base import StrategyCosts
 from hpctrain.averaging.collective_schedule import OperationKind
-from hpctrain.averaging.sixteen_bits import Rounding
 from hpctrain.averaging.slicing import Compression
 from hpctrain.averaging.sufficient_factors import moves_less
 from hpctrain.comm.groups import Levels, levels
-from hpctrain.planner.collective_costs import GridPlacements, MessageCosts, unhindered_seconds
+from hpctrain.planner.collective_costs import MessageCosts, unhindered_seconds
 from hpctrain.planner.compute_costs import ComputeCosts
+from hpctrain.planner.job import AveragerChoice
 from hpctrain.planner.machine import Machine
-from hpctrain.planner.tasks import GroupPlacement
-
-_LARGEST_BYTES = 1 << 24  # of a slice, as averagers cut them
-_SLICE_BYTES = 200_000  # of `priority`: 50,000 parameters
-_DENSITY = 0.01  # of `sparse`, by default
-# Backward computes two gradients for what forward computes once.
-_FORWARD_SHARE = 1 / 3
-
-
-@dataclass(frozen=True)
-class AveragerChoice:
-    """An averager and its options, as a configuration names them."""
-
-    name: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def owners_update(self) -> bool:
-        """Each rank updates a part, and parameters are gathered."""
-        return self.name in ("sharded", "priority", "lazy", "sparse")
-
-    @property
-    def sums_in_levels(self) -> bool:
-        """Sums are made within nodes first, where these have several ranks each."""
-        able = self.owners_update or (self.name == "bucketed" and self.options.get("wire", "float32") != "float32")
-        return able and bool(self.options.get("two_level", True))
-
-    @property
-    def exchanges(self) -> bool:
-        """Linear layers may exchange inputs and errors."""
-        return self.owners_update and self.name != "sparse" and self.options.get("fc_exchange", "auto") != "never"
-
-    @property
-    def density(self) -> float | None:
-        """The share of the elements that cross between nodes, where a choice of them does; else None."""
-        return float(self.options.get("density", _DENSITY)) if self.name == "sparse" else None
-
-    def rounding(self, per_node: int) -> Rounding | None:
-        """The rounding of its messages; None: they are whole. per_node: ranks of a node that sum in full precision first."""
-        gradients, parameters = (self.options.get(name, "float32") for name in ("wire", "wire_parameters"))
-        return None if gradients == parameters == "float32" else Rounding(gradients, parameters, per_node)
-
-    @property
-    def note(self) -> str | None:
-        """A sentence about steps that move less, or more, than the one that is predicted; None where all are alike."""
-        if self.name == "lazy" and self.options.get("max_interval") != 1:
-            return "The steps of lazy differ: this is one that averages all layers, without the check of the interval."
-        if self.density is not None and self.options.get("warmup_steps"):
-            return "Steps of sparse are taken to have warmed up: those before send more."
-        return None
-
-    def step_seconds(self, program_seconds: float, averaging_seconds: float) -> float:
-        """A lower bound of a step from the time of the program and that of the averaging's messages."""
-        if self.name == "blocking":
-            return program_seconds + averaging_seconds
-        if self.owners_update:
-            return max(program_seconds, averaging_seconds)
-        return max(program_seconds, averaging_seconds + _FORWARD_SHARE * program_seconds)
-
-    def hidden_seconds(self, program_seconds: float) -> float:
-        """The time of messages that adds nothing to a program of so many seconds."""
-        if self.name == "blocking":
-            return 0.0
-        return program_seconds if self.owners_update else (1 - _FORWARD_SHARE) * program_seconds
+from hpctrain.planner.tasks import GridPlacements, GroupPlacement
 
 
 @dataclass(frozen=True)
@@ -139,12 +74,11 @@ class AveragingCosts:
         item_bytes: int,
         exchange: bool,
     ) -> None:
-        self._machine, self._choice, self._batch, self._item_bytes = machine, choice, batch, item_bytes
-        self._exchange = exchange and choice.exchanges
-        self._always = choice.options.get("fc_exchange") == "always"
+        self._machine, self._strategy, self._batch, self._item_bytes = machine, choice.costs, batch, item_bytes
+        self._exchange = exchange and self._strategy.fc_exchange != "never"
         self._update_seconds = costs.update_seconds(1 << 20) / (1 << 20)
         self._groups = {
-            split: _GroupCosts(machine, group, choice, total_bytes // (placements.split.ranks if split else 1), item_bytes)
+            split: _GroupCosts(machine, group, choice.costs, total_bytes // (placements.split.ranks if split else 1), item_bytes)
             for split, group in ((False, placements.all_ranks), (True, placements.data))
         }
 
@@ -153,9 +87,9 @@ class AveragingCosts:
         group, item = self._groups[split], self._item_bytes
         exchanging = [size for size in parts.linear if self._exchanged(size, group)]
         elements = parts.elements - sum(size.inputs * size.outputs for size in exchanging)
-        owners = group.ranks if self._choice.owners_update else 1
+        owners = group.ranks if self._strategy.owners_update else 1
         total = AveragingSeconds(self._update_seconds * parts.elements / owners, 0.0) + group.averaged(elements * item)
-        if self._choice.name == "overlap":
+        if self._strategy.per_parameter:
             total = total + group.latency(parts.messages)
         for size in exchanging:
             inputs = self._batch * size.inputs * item / group.ranks
@@ -167,28 +101,27 @@ class AveragingCosts:
     def _exchanged(self, size: LinearSize, group: _GroupCosts) -> bool:
         if not self._exchange or group.ranks == 1 or not size.inputs * size.outputs:
             return False
-        return self._always or moves_less(size.inputs, size.outputs, self._batch, group.links, group.sent_share)
+        less = moves_less(size.inputs, size.outputs, self._batch, group.links, group.sent_share)
+        return less or self._strategy.fc_exchange == "always"
 
 
 class _GroupCosts:
     """Costs of the operations of a parameter group. links: ranks that cross a link: nodes, where sums are made in two levels."""
 
     def __init__(
-        self, machine: Machine, placement: GroupPlacement, choice: AveragerChoice, total_bytes: int, item_bytes: int
+        self, machine: Machine, placement: GroupPlacement, strategy: StrategyCosts, total_bytes: int, item_bytes: int
     ) -> None:
         self.ranks, self._item_bytes = placement.ranks, item_bytes
-        in_levels = _levels(placement) if choice.sums_in_levels else None
+        in_levels = _levels(placement) if strategy.in_levels else None
         self.links = placement.ranks if in_levels is None else in_levels.nodes
-        rounding = choice.rounding(1 if in_levels is None else in_levels.per_node)
+        rounding = strategy.rounding(1 if in_levels is None else in_levels.per_node)
         self.sent_share = 1.0 if rounding is None else rounding.sent_share(item_bytes)
         self._costs = MessageCosts(machine, placement, in_levels, item_bytes, rounding)
-        self._kinds = (
-            (OperationKind.REDUCE_SCATTER, OperationKind.ALLGATHER) if choice.owners_update else (OperationKind.ALLREDUCE,)
-        )
-        self._slice_bytes = max(1, _slice_bytes(choice, total_bytes, placement.ranks))
+        self._kinds = strategy.kinds
+        self._slice_bytes = max(1, strategy.slice_bytes(total_bytes, placement.ranks))
         self._of_slice = _sum(self.operation(kind, self._slice_bytes) for kind in self._kinds)
-        if choice.density is not None and self.links > 1:
-            self._of_slice = _less(self._of_slice, self._compressed(Compression(self.links, choice.density)))
+        if strategy.density is not None and self.links > 1:
+            self._of_slice = _less(self._of_slice, self._compressed(Compression(self.links, strategy.density)))
 
     def _compressed(self, compression: Compression) -> AveragingSeconds:
         """Seconds of a slice of which the largest elements cross between nodes."""
@@ -227,15 +160,3 @@ def _levels(placement: GroupPlacement) -> Levels | None:
     if placement.nodes * placement.per_node != placement.ranks:
         return None
     return levels([rank // placement.per_node for rank in range(placement.ranks)])
-
-
-def _slice_bytes(choice: AveragerChoice, total_bytes: int, ranks: int) -> int:
-    """A typical operation of the averager."""
-    if choice.name == "blocking":
-        return total_bytes
-    if choice.name == "priority":
-        return slicing.slice_bytes(_SLICE_BYTES, total_bytes, ranks, slicing.RULE_LINK)
-    if choice.name == "overlap":
-        return min(total_bytes, _LARGEST_BYTES)
-    bucket = choice.options.get("bucket_bytes") or slicing.bucket_bytes(total_bytes, ranks, slicing.RULE_LINK)
-    return min(total_bytes, slicing.largest_bytes(bucket))

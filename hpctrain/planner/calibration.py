@@ -156,14 +156,15 @@ def calibrate(
         physical_cores: returns the number of physical cores among logical ones.
     """
     node = comm.split_shared_memory("calibration on a node")
-    layout = _layout(comm, node)
+    layout = _Layout(node_numbers(comm, node), tuple(comm.allgather_object(node.rank)))
     of_all = comm.allgather_object(facts)
     here = f"measured on {when}, {facts.processor}"
     kinds = max(1, (layout.nodes > 1) + (layout.ranks_per_node > 1))
     within, within_source = _within(comm, progress, layout, here, _LINKS_SHARE * seconds / kinds)
     between, ranks_per_card, sources = _between(comm, progress, layout, here, _LINKS_SHARE * seconds / kinds)
     rates, concurrency = _rates(comm, progress, measure_rates)
-    cores = physical_cores(frozenset().union(*(of_all[rank].cores for rank in _on_first_node(layout))))
+    on_first_node = [rank_facts for rank_facts, number in zip(of_all, layout.node_of, strict=True) if number == layout.node_of[0]]
+    cores = physical_cores(frozenset().union(*(rank_facts.cores for rank_facts in on_first_node)))
     machine = Machine(
         name=name,
         nodes=layout.nodes,
@@ -190,19 +191,14 @@ def calibrate(
     return answer
 
 
-def _layout(comm: Communicator, node: Communicator) -> _Layout:
-    return _Layout(node_numbers(comm, node), tuple(comm.allgather_object(node.rank)))
-
-
-def _on_first_node(layout: _Layout) -> list[int]:
-    return [rank for rank, node in enumerate(layout.node_of) if node == layout.node_of[0]]
-
-
 def _rates(
     comm: Communicator, progress: ProgressEngine, measure_rates: MeasureRates
 ) -> tuple[dict[OperatorClass, OperatorRate], dict[OperatorClass, float]]:
     """Return the rates of the slowest rank while all compute, and the slowdown compared with rank 0 alone."""
-    meet = _meeting(comm, progress)
+
+    def meet() -> None:
+        progress.wait_handle(comm.ibarrier(), "ranks that compute at the same time")
+
     together = comm.allgather_object(measure_rates(meet))
     alone = comm.broadcast_object(measure_rates(lambda: None) if comm.rank == 0 and comm.size > 1 else together[0])
     rates = {
@@ -223,16 +219,13 @@ def _speed(rate: OperatorRate, kind: OperatorClass) -> float:
     return rate.bytes_per_second if kind is OperatorClass.MEMORY else rate.flops_per_second
 
 
-def _meeting(comm: Communicator, progress: ProgressEngine) -> Callable[[], None]:
-    return lambda: progress.wait_handle(comm.ibarrier(), "ranks that compute at the same time")
-
-
 def _within(
     comm: Communicator, progress: ProgressEngine, layout: _Layout, here: str, budget_seconds: float
 ) -> tuple[Link, dict[str, str]]:
     if layout.ranks_per_node == 1:
         return _USUAL_WITHIN, {"within": "not measured: one rank a node; some current processor's shared memory"}
-    pair = _pair(comm, _number(layout, comm.rank, lambda node, local: (node, local // 2)), "calibration within nodes")
+    color = _number(layout, comm.rank, lambda node, local: (node, local // 2))
+    pair = comm.split(color, comm.rank, "calibration within nodes")
     points = LinkProbe(comm, pair, progress).measure(SIZES, budget_seconds=budget_seconds)
     return link_measurement.link(points, bursts=False), {"within": f"{here}, all ranks of a node in pairs at once"}
 
@@ -244,14 +237,15 @@ def _between(
     if layout.nodes == 1:
         reason = "not measured: one node"
         return _USUAL_BETWEEN, layout.ranks_per_node, {"between": f"{reason}; 10 Gb/s Ethernet", "ranks_per_card": reason}
-    alone = _pair(comm, 0 if _is_first(layout, comm.rank) else None, "calibration between nodes")
+    first = layout.node_of[comm.rank] < 2 and layout.local[comm.rank] == 0
+    alone = comm.split(0 if first else None, comm.rank, "calibration between nodes")
     points = LinkProbe(comm, alone, progress).measure(SIZES, budget_seconds=budget_seconds)
     sources = {"between": f"{here}, one rank of each of two nodes"}
     if layout.ranks_per_node == 1:
         return link_measurement.link(points), 1, {**sources, "ranks_per_card": "one rank a node"}
     color = _number(layout, comm.rank, lambda node, local: (node // 2, local))
     sizes = [point.n_bytes for point in points[-2:]]
-    pair = _pair(comm, color, "calibration of cards")
+    pair = comm.split(color, comm.rank, "calibration of cards")
     together = comm.split(None if pair is None else 0, comm.rank, "calibration of cards, all pairs")
     at_once = LinkProbe(comm, pair, progress, together).measure(sizes, polls=False, budget_seconds=0.0)  # one pass
     sharing = _sharing(points, at_once, layout.ranks_per_node)
@@ -263,7 +257,7 @@ def _between(
 
 
 def _sharing(alone: Sequence[MessagePoint], at_once: Sequence[MessagePoint], ranks_per_node: int) -> int:
-    """Ranks of a node on one card, from how much longer large messages take beside all others: a divisor of the ranks."""
+    """Return the ranks of a node on one card, a divisor of all, from the slowdown of large messages when all ranks send."""
     seconds = {point.n_bytes: _both(point) for point in alone}
     slowed = sum(map(_both, at_once)) / max(1e-9, sum(seconds[point.n_bytes] for point in at_once))
     divisors = [count for count in range(1, ranks_per_node + 1) if ranks_per_node % count == 0]
@@ -275,15 +269,7 @@ def _both(point: MessagePoint) -> float:
     return point.seconds + point.next_seconds
 
 
-def _is_first(layout: _Layout, rank: int) -> bool:
-    return layout.node_of[rank] < 2 and layout.local[rank] == 0
-
-
 def _number(layout: _Layout, rank: int, key: Callable[[int, int], tuple[int, int]]) -> int | None:
     """Return the number of the rank's pair, among all pairs by their keys; None if it has no partner."""
     keys = [key(node, local) for node, local in zip(layout.node_of, layout.local, strict=True)]
     return sorted(set(keys)).index(keys[rank]) if keys.count(keys[rank]) == 2 else None
-
-
-def _pair(comm: Communicator, color: int | None, name: str) -> Communicator | None:
-    return comm.split(color, comm.rank, name)

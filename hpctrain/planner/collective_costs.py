@@ -33,22 +33,7 @@ from hpctrain.averaging.slicing import INDEX_BYTES, Compression
 from hpctrain.comm.groups import Levels
 from hpctrain.comm.sums import Wire
 from hpctrain.planner.machine import Link, Machine, OperatorClass
-from hpctrain.planner.tasks import GroupPlacement
-
-
-def all_ranks(machine: Machine, ranks: int) -> GroupPlacement:
-    """Return the placement of all ranks of a job."""
-    return GroupPlacement(ranks, machine.nodes_of(ranks), min(ranks, machine.ranks_per_node))
-
-
-def split_groups(machine: Machine, rows: int, cols: int) -> GroupPlacement:
-    """Return the placement of the split groups, whose ranks are neighbours; the group on most nodes stands for all."""
-    return _placement(machine, [range(column * rows, (column + 1) * rows) for column in range(cols)])
-
-
-def data_groups(machine: Machine, rows: int, cols: int) -> GroupPlacement:
-    """Return the placement of the data groups, one for each rank of a split group; the group on most nodes stands for all."""
-    return _placement(machine, [range(row, rows * cols, rows) for row in range(rows)])
+from hpctrain.planner.tasks import GridPlacements, GroupPlacement
 
 
 def _placement(machine: Machine, groups: Sequence[Iterable[int]]) -> GroupPlacement:
@@ -62,27 +47,13 @@ def _placement(machine: Machine, groups: Sequence[Iterable[int]]) -> GroupPlacem
     return GroupPlacement(ranks, nodes, most, max(alike.values()))
 
 
-@dataclass(frozen=True)
-class GridPlacements:
-    """Placements on a grid of Pr x Pc.
-
-    Attributes:
-        all_ranks: of the whole grid.
-        split: of the Pr ranks that share samples.
-        data: of the Pc ranks with the same weights.
-    """
-
-    all_ranks: GroupPlacement
-    split: GroupPlacement
-    data: GroupPlacement
-
-
 def grid_placements(machine: Machine, rows: int, cols: int) -> GridPlacements:
-    """Return the placements on a grid of Pr x Pc."""
+    """Return the placements on a grid of Pr x Pc; of split groups and of data groups, that of the group on most nodes."""
+    size = rows * cols
     return GridPlacements(
-        all_ranks(machine, rows * cols),
-        split_groups(machine, rows, cols),
-        data_groups(machine, rows, cols),
+        GroupPlacement(size, machine.nodes_of(size), min(size, machine.ranks_per_node)),
+        _placement(machine, [range(column * rows, (column + 1) * rows) for column in range(cols)]),  # neighbours
+        _placement(machine, [range(row, size, rows) for row in range(rows)]),
     )
 
 

@@ -2,7 +2,7 @@
 
 `ComputeCosts` is the protocol. `RateCosts` uses the rates of a machine alone; `MeasuredCosts` uses measured times, and rates
 where nothing was measured; `SampledCosts` uses times from a few steps of a run, so that only messages and waits for them
-remain to be predicted; `ScaledCosts` describes faster or slower ranks.
+remain to be predicted.
 """
 
 from __future__ import annotations
@@ -76,14 +76,11 @@ class RateCosts:
         work = work_of(step, action, memory)
         if work.is_nothing:
             return 0.0
-        rate = self._rates[work.kind]
-        return rate.call_seconds + max(work.flops / rate.flops_per_second, work.bytes / rate.bytes_per_second)
+        return self._call_seconds(work)
 
     def product_seconds(self, product: FactorProduct) -> float:
         """Return the seconds of any call with these operations and bytes."""
-        rate = self._rates[OperatorClass.PRODUCT]
-        by_flops, by_bytes = product.flops / rate.flops_per_second, product.bytes(self._item_bytes) / rate.bytes_per_second
-        return rate.call_seconds + max(by_flops, by_bytes)
+        return self._call_seconds(OperatorWork(OperatorClass.PRODUCT, product.flops, product.bytes(self._item_bytes)))
 
     def update_seconds(self, elements: int) -> float:
         """Return the seconds of an update with momentum of `elements` elements, and of their check."""
@@ -98,6 +95,26 @@ class RateCosts:
     def measured_share(self) -> float:
         """Return 0: rates are no measurement of an operator."""
         return 0.0
+
+    def _call_seconds(self, work: OperatorWork) -> float:
+        rate = self._rates[work.kind]
+        return rate.call_seconds + max(work.flops / rate.flops_per_second, work.bytes / rate.bytes_per_second)
+
+
+class _CountedCosts:
+    """Counts which of the requested seconds follow from measured times."""
+
+    def __init__(self) -> None:
+        self._measured_seconds = self._all_seconds = 0.0
+
+    def measured_share(self) -> float:
+        """Return the share of the seconds requested so far that follows from measured times; 0 before any were."""
+        return self._measured_seconds / self._all_seconds if self._all_seconds else 0.0
+
+    def _counted(self, seconds: float, *, measured: bool) -> float:
+        self._all_seconds += seconds
+        self._measured_seconds += seconds if measured else 0.0
+        return seconds
 
 
 def product_key(product: FactorProduct) -> OperatorKey:
@@ -120,45 +137,42 @@ def others_key(operators: int) -> OperatorKey:
     return OperatorKey("others", (operators, 1, 1))
 
 
-class MeasuredCosts:
+class MeasuredCosts(_CountedCosts):
     """`ComputeCosts` by measured times first, then interpolated ones, then rates.
 
     Args:
         times: measured while as many ranks of a node compute as in the job.
         rates: costs of everything else.
+        speed: how many times as fast ranks compute as when times were measured; `rates` have it already.
     """
 
-    def __init__(self, times: OperatorTimes, rates: RateCosts) -> None:
-        self._times, self._rates = times, rates
-        self._measured_seconds = self._all_seconds = 0.0
+    def __init__(self, times: OperatorTimes, rates: RateCosts, speed: float = 1.0) -> None:
+        super().__init__()
+        self._times, self._rates, self._speed = times, rates, speed
 
     def seconds(self, step: PlannedStep, action: Action, memory: StepMemory | None = None) -> float:
         """Return measured or interpolated seconds, or those by rates; 0 if nothing is done."""
         by_rate = self._rates.seconds(step, action, memory)
         if action in (Action.BEGIN, Action.FREE):
             return 0.0
-        return self._counted(self._times.seconds(operator_key(step, action, memory)), by_rate)
+        return self._either(self._times.seconds(operator_key(step, action, memory)), by_rate)
 
     def product_seconds(self, product: FactorProduct) -> float:
         """Return measured or interpolated seconds, or those by rates."""
-        return self._counted(self._times.seconds(product_key(product)), self._rates.product_seconds(product))
+        return self._either(self._times.seconds(product_key(product)), self._rates.product_seconds(product))
 
     def update_seconds(self, elements: int) -> float:
         """Return the seconds of an update, at the rate of the measured one with the nearest size."""
         if not elements:
             return 0.0
-        return self._counted(self._scaled(update_key(elements)), self._rates.update_seconds(elements))
+        return self._either(self._scaled(update_key(elements)), self._rates.update_seconds(elements))
 
     def step_seconds(self, input_bytes: int, operators: int) -> float:
         """Return the seconds of the input's copy at the nearest measured rate, and of the rest as in the most similar step."""
         copy = self._scaled(input_key(input_bytes)) if input_bytes else 0.0
         nearest = self._times.nearest(others_key(operators))
         measured = None if copy is None or nearest is None else copy + nearest[1]
-        return self._counted(measured, self._rates.step_seconds(input_bytes, operators))
-
-    def measured_share(self) -> float:
-        """The share of the seconds asked for so far that follows from measured times; 0 before any were."""
-        return self._measured_seconds / self._all_seconds if self._all_seconds else 0.0
+        return self._either(measured, self._rates.step_seconds(input_bytes, operators))
 
     def _scaled(self, key: OperatorKey) -> float | None:
         """Return interpolated seconds, or those at the rate of the nearest size, however far."""
@@ -168,14 +182,10 @@ class MeasuredCosts:
             return seconds
         return nearest[1] * key.extents[0] / nearest[0]
 
-    def _counted(self, measured: float | None, by_rate: float) -> float:
-        seconds = by_rate if measured is None else measured
-        self._all_seconds += seconds
-        self._measured_seconds += 0.0 if measured is None else seconds
-        return seconds
+    def _either(self, measured: float | None, by_rate: float) -> float:
+        return self._counted(by_rate if measured is None else measured / self._speed, measured=measured is not None)
 
 
-_AMOUNTS = ("flops", "bytes")
 _PHASES = {Category.FORWARD: Action.FORWARD, Category.PARAMETERS: Action.PARAMETERS, Category.INPUT: Action.INPUT}
 
 
@@ -217,7 +227,7 @@ def _medians(events: Events, category: Category) -> dict[str, float]:
     return {chosen.names[index]: float(median(lengths[chosen.name == index])) for index in np.unique(chosen.name)}
 
 
-class SampledCosts:
+class SampledCosts(_CountedCosts):
     """`ComputeCosts` of a run's ranks: the times of a sampled rank, scaled by other costs for ranks with other sizes.
 
     A sampled time contains all work of a rank between two hooks, so recomputed outputs count with the operator after them.
@@ -230,10 +240,10 @@ class SampledCosts:
     """
 
     def __init__(self, plan: ExecutionPlan, times: SampledTimes, costs: ComputeCosts) -> None:
+        super().__init__()
         self._costs = costs
         self._others_seconds = sum(times.others.values())
         self._factors: dict[tuple[Action, str], float] = {}
-        self._sampled_seconds = self._all_seconds = 0.0
         sampled_sum = planned_sum = 0.0
         for members in (*_spans(plan, plan.forward, times), *_spans(plan, plan.backward, times)):
             last, k = members[-1]
@@ -248,30 +258,21 @@ class SampledCosts:
         """Return the sampled seconds, scaled to the size; without a sample, the other costs with the samples' mean factor."""
         by_cost = self._costs.seconds(step, action, memory)
         factor = self._factors.get((action, step.name))
-        return self._counted(by_cost * (self._usual_factor if factor is None else factor), sampled=factor is not None)
+        return self._counted(by_cost * (self._usual_factor if factor is None else factor), measured=factor is not None)
 
     def product_seconds(self, product: FactorProduct) -> float:
         """Return the other costs: no sample contains a product alone."""
-        return self._counted(self._costs.product_seconds(product), sampled=False)
+        return self._counted(self._costs.product_seconds(product), measured=False)
 
     def update_seconds(self, elements: int) -> float:
         """Return the other costs: no sample contains an update alone."""
-        return self._counted(self._costs.update_seconds(elements), sampled=False)
+        return self._counted(self._costs.update_seconds(elements), measured=False)
 
     def step_seconds(self, input_bytes: int, operators: int) -> float:
         """Return the sampled seconds of all named work outside of operators; the other costs if there are none."""
         if not self._others_seconds:
-            return self._counted(self._costs.step_seconds(input_bytes, operators), sampled=False)
-        return self._counted(self._others_seconds, sampled=True)
-
-    def measured_share(self) -> float:
-        """The share of the seconds asked for so far that follows from samples; 0 before any were."""
-        return self._sampled_seconds / self._all_seconds if self._all_seconds else 0.0
-
-    def _counted(self, seconds: float, *, sampled: bool) -> float:
-        self._all_seconds += seconds
-        self._sampled_seconds += seconds if sampled else 0.0
-        return seconds
+            return self._counted(self._costs.step_seconds(input_bytes, operators), measured=False)
+        return self._counted(self._others_seconds, measured=True)
 
 
 def _spans(plan: ExecutionPlan, actions: Actions, times: SampledTimes) -> Iterator[list[tuple[Action, int]]]:
@@ -306,33 +307,6 @@ def sampled_rates(plan: ExecutionPlan, times: SampledTimes) -> dict[OperatorClas
 
 def _rate(works: list[tuple[OperatorWork, float]], call_seconds: float) -> OperatorRate:
     """Return operations and bytes over time, each as if it took all of it, for the largest operators: calls count least there."""
-    flops, n_bytes = (max(((getattr(work, amount), seconds) for work, seconds in works), default=(1, 1.0)) for amount in _AMOUNTS)
+    flops = max(((work.flops, seconds) for work, seconds in works), default=(1, 1.0))
+    n_bytes = max(((work.bytes, seconds) for work, seconds in works), default=(1, 1.0))
     return OperatorRate(max(1, flops[0]) / max(flops[1], 1e-9), max(1, n_bytes[0]) / max(n_bytes[1], 1e-9), call_seconds)
-
-
-class ScaledCosts:
-    """`ComputeCosts` of ranks that compute `factor` times as fast. The counterpart of `Machine.scaled(compute=factor)`."""
-
-    def __init__(self, costs: ComputeCosts, factor: float) -> None:
-        assert factor > 0
-        self._costs, self._factor = costs, factor
-
-    def seconds(self, step: PlannedStep, action: Action, memory: StepMemory | None = None) -> float:
-        """Seconds of an operator's phase."""
-        return self._costs.seconds(step, action, memory) / self._factor
-
-    def product_seconds(self, product: FactorProduct) -> float:
-        """Seconds of a weight's gradient from exchanged inputs and errors."""
-        return self._costs.product_seconds(product) / self._factor
-
-    def update_seconds(self, elements: int) -> float:
-        """Seconds of the optimiser's update of so many elements."""
-        return self._costs.update_seconds(elements) / self._factor
-
-    def step_seconds(self, input_bytes: int, operators: int) -> float:
-        """Seconds of the rest of a step."""
-        return self._costs.step_seconds(input_bytes, operators) / self._factor
-
-    def measured_share(self) -> float:
-        """As of the costs that are scaled."""
-        return self._costs.measured_share()

@@ -15,22 +15,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from hpctrain.comm.groups import check_grid
-from hpctrain.comm.progress_mode import ProgressMode
-from hpctrain.config import grid
 from hpctrain.config.load import dump, flow
 from hpctrain.config.schema import AveragerConfig, Config, GridConfig, PlanConfig
+from hpctrain.core.errors import ConfigError
 from hpctrain.parallel.parallel_plan import ParallelPlan
-from hpctrain.planner import planned_run
-from hpctrain.planner.averaging_costs import AveragerChoice
-from hpctrain.planner.compute_costs import ComputeCosts, MeasuredCosts, RateCosts, ScaledCosts
+from hpctrain.planner import machine_file, planned_run
+from hpctrain.planner.compute_costs import ComputeCosts, MeasuredCosts, RateCosts
 from hpctrain.planner.job import Candidate
 from hpctrain.planner.machine import Machine
 from hpctrain.planner.operator_times import OperatorTimes, Setting, cache_file
 from hpctrain.planner.planned_run import Image, PlannedRun, prepare
 from hpctrain.planner.program_timing import processor_model, setting_here
 from hpctrain.planner.search import SearchResult, search
-from hpctrain.planner.search_space import SearchSpace
+from hpctrain.planner.search_space import configured_space, kept_sections
 from hpctrain.planner.step_program import predict
 from hpctrain.planner.tasks import Prediction, SimulationOptions
 from hpctrain.storage.atomic_write import replacing, write_bytes
@@ -43,12 +40,11 @@ def configured_costs(machine: Machine, task: PlannedRun, compute: float = 1.0) -
     Args:
         machine: as it is, not scaled. compute: ranks compute so many times as fast.
     """
-    rates = RateCosts(machine, task.config.dtype)
-    known: ComputeCosts = rates
-    if is_here(machine):
-        times = OperatorTimes(configured_setting(machine, task), cache_file())
-        known = MeasuredCosts(times, rates) if len(times) else rates
-    return known if compute == 1 else ScaledCosts(known, compute)
+    rates = RateCosts(machine.scaled(compute=compute), task.config.dtype)
+    if not is_here(machine):
+        return rates
+    times = OperatorTimes(configured_setting(machine, task), cache_file())
+    return MeasuredCosts(times, rates, compute) if len(times) else rates
 
 
 def is_here(machine: Machine) -> bool:
@@ -58,25 +54,10 @@ def is_here(machine: Machine) -> bool:
 
 
 def configured_setting(machine: Machine, task: PlannedRun) -> Setting:
-    """The setting of a rank of the job: its threads, and as many ranks at work as there are on a node."""
-    return setting_here(
-        task.kernels, configured_threads(machine, task), configured_concurrency(machine, task.plan.rows * task.plan.cols)
-    )
-
-
-def configured_threads(machine: Machine, task: PlannedRun) -> int:
-    """Threads of a rank: as configured, else one for each of its cores."""
+    """Return the setting of a rank: configured threads, or one per core, while all ranks of its node compute."""
     configured = task.config.threads
-    return max(1, int(machine.cores_per_rank)) if configured == "auto" else configured
-
-
-def configured_concurrency(machine: Machine, ranks: int) -> int:
-    """Ranks that compute at the same time on a node."""
-    return min(ranks, machine.ranks_per_node)
-
-
-#: sections of a configuration that a search chooses
-SEARCHED_SECTIONS = ("grid", "plan", "averager", "micro_batches")
+    threads = max(1, int(machine.cores_per_rank)) if configured == "auto" else configured
+    return setting_here(task.kernels, threads, min(task.plan.rows * task.plan.cols, machine.ranks_per_node))
 
 
 @dataclass(frozen=True)
@@ -117,36 +98,6 @@ def job_of(task: SearchTask) -> PlannedRun:
     return prepare(config.model_copy(update=open_sections), ranks, task.image, task.classes)
 
 
-def progress_of(config: Config) -> ProgressMode:
-    """The mode of progress that is simulated: as configured, where it is not left to a measurement."""
-    return ProgressMode.TEST if config.progress == "auto" else ProgressMode(config.progress)
-
-
-def space_of(task: SearchTask, job: PlannedRun) -> SearchSpace:
-    """All grids, plans, averagers and micro-batches, but those that the configuration names in sections that are kept.
-
-    Raises:
-        ConfigError, ShapeError: a grid or a plan that is to be kept, and that so many ranks cannot have.
-    """
-    config, ranks, keep = task.config, task.ranks, task.keep
-    fixed_grid, fixed_plan = None, None
-    if "grid" in keep:
-        fixed_grid = config.grid.rows, grid.columns(config, ranks)
-        check_grid(*fixed_grid, ranks)
-        grid.check_batch(config.batch, *fixed_grid)
-    elif not job.kernels.arithmetic.on_host:  # the costs know of no way through the host's memory, which split layers take
-        fixed_grid = (1, ranks)
-    if "plan" in keep:
-        fixed_plan = grid.parallel_plan(config, grid.columns(config, ranks))
-    return SearchSpace(
-        fixed_grid=fixed_grid,
-        fixed_plan=fixed_plan,
-        fixed_averager=AveragerChoice(config.averager.name, config.averager.options) if "averager" in keep else None,
-        fixed_micro_batches=config.micro_batches if "micro_batches" in keep else None,
-        options=SimulationOptions(progress=progress_of(config)),
-    )
-
-
 def run_search(task: SearchTask) -> PlannedSearch:
     """Search.
 
@@ -155,18 +106,45 @@ def run_search(task: SearchTask) -> PlannedSearch:
     """
     job = job_of(task)
     costs = configured_costs(task.machine, job, task.factors.get("compute", 1.0))
-    machine, space = task.machine.scaled(**task.factors), space_of(task, job)
+    machine, space = task.machine.scaled(**task.factors), configured_space(task.config, task.ranks, task.keep, job.kernels)
     result = search(planned_run.job(job), machine, costs, task.ranks, space, predicted_by=predict)
     return PlannedSearch(task, job, result)
 
 
 def with_best(task: SearchTask) -> Config:
-    """The configuration with a value for each section that it leaves open (auto): the best by a search, where there is any.
+    """Return the configuration with the best values by a search in the sections that it leaves open (auto), if any.
 
     Raises:
-        ConfigError: as `run`.
+        ConfigError: as `run_search`.
     """
     return with_candidate(task.config, run_search(task).result.best.candidate) if task.config.automatic else task.config
+
+
+def resolved(config: Config, ranks: int | None, machine: str | None, image: Image | None, classes: int | None) -> Config:
+    """Return the configuration that a job with this number of ranks on a machine would run, without that job.
+
+    Args:
+        ranks: None: the size of the configured grid.
+        machine: a file or a name; None: the configured one.
+        image, classes: as `prepare` takes them.
+
+    Raises:
+        ConfigError: something is left open, and ranks or a machine are missing; or no plan fits.
+    """
+    if not config.automatic:
+        return config
+    name = machine or config.machine
+    if ranks is None and not config.grid.automatic and config.grid.cols is not None:
+        ranks = config.grid.rows * config.grid.cols
+    if ranks is None or name is None:
+        lacks = "the number of ranks" if ranks is None else "the machine"
+        option = "--ranks" if ranks is None else "--machine"
+        raise ConfigError(
+            f"{' and '.join(config.automatic)} {'is' if len(config.automatic) == 1 else 'are'} auto, which follows from {lacks}; "
+            f"give {option}, or values in place of auto."
+        )
+    keep = kept_sections(config)
+    return with_best(SearchTask(config, ranks, machine_file.read(name), keep=keep, image=image, classes=classes))
 
 
 Mode = Literal["weak", "strong"]
@@ -257,7 +235,7 @@ class SimulatedStudy:
         """The search for what the configuration of a label leaves open (auto) on so many ranks; all else is kept."""
         config = self.configs[label]
         batch = config.batch * ranks if self.mode == "weak" else config.batch
-        keep = [section for section in SEARCHED_SECTIONS if section not in config.automatic]
+        keep = kept_sections(config)
         config = config.model_copy(update={"batch": batch})
         return SearchTask(config, ranks, self.machine, self.factors, keep, self.image, self.classes)
 
@@ -367,7 +345,7 @@ def keys_of(candidate: Candidate) -> dict[str, Any]:
     return {
         "grid": _grid(plan),
         "plan": {"default": str(plan.default), **{pattern: str(use) for pattern, use in plan.use.items()}},
-        "averager": {"name": candidate.averager, **candidate.options},
+        "averager": {"name": candidate.averager.name, **candidate.averager.options},
         "micro_batches": candidate.micro_batches,
     }
 

@@ -15,9 +15,9 @@ from hpctrain.core.errors import BackendError
 from hpctrain.nn.compile.compiler import compile_graph
 from hpctrain.parallel.layout import Layout
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
-from hpctrain.planner.averaging_costs import AveragerChoice, AveragingCosts
+from hpctrain.planner.averaging_costs import AveragingCosts
 from hpctrain.planner.compute_costs import ComputeCosts
-from hpctrain.planner.job import Candidate, Job
+from hpctrain.planner.job import AveragerChoice, Candidate, Job
 from hpctrain.planner.layer_costs import (
     NetworkSegment,
     SegmentCost,
@@ -30,7 +30,7 @@ from hpctrain.planner.layer_costs import (
 )
 from hpctrain.planner.machine import Machine
 from hpctrain.planner.search_space import SearchSpace
-from hpctrain.planner.shortest_path import Costs, Edge, ShortestPath, remaining_costs, shortest_paths
+from hpctrain.planner.shortest_path import Costs, Edge, ShortestPath, lower_bound, shortest_paths
 
 
 def patterns(uses: Mapping[str, Parallelism]) -> tuple[Parallelism, dict[str, Parallelism]]:
@@ -145,7 +145,7 @@ class GridEstimates:
 
         def seconds(path: ShortestPath[SegmentUse]) -> tuple[bool, float]:
             too_large = len(path.costs) == 3 and path.costs[2] > self._machine.memory_bytes
-            return too_large, choice.step_seconds(*path.costs[:2])
+            return too_large, choice.costs.step_seconds(*path.costs[:2])
 
         return sorted(paths, key=seconds)[:_ALTERNATIVES]
 
@@ -164,7 +164,7 @@ class GridEstimates:
             criteria = self._criteria(cost, choice, averaging)
             program, wire, memory = program + criteria[0], wire + criteria[1], memory + criteria[2]
             layout = cost.output
-        return Estimate(self._candidate(choice, uses), choice.step_seconds(program, wire), memory)
+        return Estimate(self._candidate(choice, uses), choice.costs.step_seconds(program, wire), memory)
 
     @property
     def segment_count(self) -> int:
@@ -183,14 +183,14 @@ class GridEstimates:
                 if id(cost) not in known:
                     known[id(cost)] = self._criteria(cost, choice, averaging)[:length]
                 of_state.append(Edge(use, known[id(cost)], layout_key(cost.output)))
-        rest = remaining_costs(edges, len(self._segments), length)
+        bound = lower_bound(edges, len(self._segments), length)
         base = self._base_seconds()
 
         def hopeless(layer: int, costs: Costs) -> bool:
-            program, wire, *memory = rest.bound(layer, costs)
+            program, wire, *memory = bound(layer, costs)
             if memory and memory[0] > self._machine.memory_bytes and incumbent_seconds < math.inf:
                 return True
-            return choice.step_seconds(base + program, wire) > _HOPELESS * incumbent_seconds
+            return choice.costs.step_seconds(base + program, wire) > _HOPELESS * incumbent_seconds
 
         return shortest_paths(len(self._segments), _Table.START, lambda number, state: edges[number, state], hopeless=hopeless)
 
@@ -212,7 +212,7 @@ class GridEstimates:
         seconds = whole + split
         memory = self._memory_factor * cost.memory_bytes
         for parts, ranks in ((cost.whole, self._grid.rows * self._grid.cols), (cost.split, self._grid.cols)):
-            owners = ranks if choice.owners_update else 1
+            owners = ranks if choice.costs.owners_update else 1
             memory += parameter_memory_bytes(parts, self._item_bytes, owners, self._job.state_arrays)
         return cost.seconds + seconds.program, seconds.wire, memory
 
@@ -230,7 +230,7 @@ class GridEstimates:
                 by_name.update(dict.fromkeys((node.name for node in segment.nodes(self._prices.graph)), use))
             default, rules = patterns(by_name)
             plan = replace(plan, default=default, use=rules)
-        return Candidate(plan, choice.name, dict(choice.options), self._micro_batches)
+        return Candidate(plan, choice, self._micro_batches)
 
 
 class _Table:

@@ -161,8 +161,9 @@ def group_strategies(job: Job, candidate: Candidate, ranks_per_node: int | None 
                     names=tuple(job.trained_specs),
                     on_host=job.kernels.arithmetic.on_host,
                 )
-                samples = counts if name == ALL else _by_split_group(counts, plan.rows)
-                strategy = job.strategy(candidate.averager, candidate.options, group)
+                by_split_group = tuple(sum(counts[first : first + plan.rows]) for first in range(0, len(counts), plan.rows))
+                samples = counts if name == ALL else by_split_group
+                strategy = job.strategy(candidate.averager.name, candidate.averager.options, group)
                 strategies.append(GroupStrategy(name, split_ranks, strategy, samples))
     return tuple(strategies)
 
@@ -237,10 +238,6 @@ def _places(
         alike.setdefault(tuple(numbers.setdefault(node, len(numbers)) for node in nodes), []).append(split_rank)
     for nodes_of_group, ranks in alike.items():
         yield tuple(ranks), nodes_of_group
-
-
-def _by_split_group(counts: Sequence[int], size: int) -> tuple[int, ...]:
-    return tuple(sum(counts[first : first + size]) for first in range(0, len(counts), size))
 
 
 def _by_rank(by_place: Sequence[int], order: Sequence[int] | None) -> tuple[int, ...]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from hpctrain.averaging.base import PlannedGroup, Strategy
+from hpctrain.averaging.averagers import strategy_costs
+from hpctrain.averaging.base import PlannedGroup, Strategy, StrategyCosts
 from hpctrain.backend.graph import Graph
 from hpctrain.backend.operators import KernelSet
 from hpctrain.nn.parameter import ParameterSpec
@@ -57,12 +58,31 @@ Job = PlannedJob  # short for use in the planner; `hpctrain.api` has another `Jo
 
 
 @dataclass(frozen=True)
+class AveragerChoice:
+    """An averager and its options, as a configuration names them."""
+
+    name: str = "sharded"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def costs(self) -> StrategyCosts:
+        """The strategy's own account of its messages."""
+        return strategy_costs(self.name, self.options)
+
+    def __reduce__(self) -> tuple[type[AveragerChoice], tuple[str, dict[str, Any]]]:
+        return AveragerChoice, (self.name, dict(self.options))  # without the costs, whose functions cannot be sent
+
+    def __str__(self) -> str:
+        options = ", ".join(f"{name} {value}" for name, value in self.options.items())
+        return f"{self.name} with {options}" if options else self.name
+
+
+@dataclass(frozen=True)
 class Candidate:
     """A way to run a job, on the ranks of the grid of its plan."""
 
     plan: ParallelPlan
-    averager: str = "sharded"
-    options: Mapping[str, Any] = field(default_factory=dict)
+    averager: AveragerChoice = AveragerChoice()
     micro_batches: int = 1
 
     @property

@@ -55,8 +55,8 @@ def segments(graph: Graph) -> tuple[NetworkSegment, ...]:
     """Return the segments of a graph in forward order; together they contain all of its nodes."""
     merged: list[NetworkSegment] = []
     for piece in _pieces(graph):
-        weighted = any(isinstance(node.spec, Conv2dSpec | LinearSpec) for node in piece.nodes(graph))
-        first = not merged or not any(_is_weighted(node) for node in merged[0].nodes(graph))
+        weighted = any(map(_is_weighted, piece.nodes(graph)))
+        first = not merged or not any(map(_is_weighted, merged[0].nodes(graph)))
         if merged and (not weighted or (len(merged) == 1 and first)):
             merged[-1] = NetworkSegment(merged[-1].start, piece.stop, merged[-1].source, piece.output)
         else:
@@ -180,7 +180,7 @@ class SegmentCosts:
         spec = getattr(step.operator, "spec", None)
         if not isinstance(spec, BatchNormSpec) or not spec.synchronised:
             return 0.0
-        group = {"all": self.placements.all_ranks, "split": self.placements.split, "data": self.placements.data}[spec.merge]
+        group = self.placements.of(spec.merge)
         sizes = (2 * spec.channels + 1, 2 * spec.channels)
         merged = (stages(self._machine, "merge", group.ranks * size * STATISTIC_BYTES, group) for size in sizes)
         return sum(map(unhindered_seconds, merged))

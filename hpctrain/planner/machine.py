@@ -79,11 +79,6 @@ class Link:
         """Time on the wire that a pause saves at most."""
         return self.burst_bytes * self.segments[-1].beta_seconds_per_byte
 
-    def message_seconds(self, n_bytes: float) -> float:
-        """alpha + n beta of one message."""
-        segment = self.segment(n_bytes)
-        return segment.alpha_seconds + n_bytes * segment.beta_seconds_per_byte
-
 
 @dataclass(frozen=True)
 class Machine:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import platform
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -73,7 +72,7 @@ def run_calibration(world: Communicator, threads: int, seconds: float, out: Path
 
 def facts_here() -> RankFacts:
     """The cores that this process may run on, its node's memory, and its processor's name."""
-    return RankFacts(frozenset(os.sched_getaffinity(0)), _memory_bytes(), _processor())
+    return RankFacts(frozenset(os.sched_getaffinity(0)), _memory_bytes(), processor_model())
 
 
 def print_machine(machine: Machine) -> None:
@@ -142,14 +141,6 @@ def _memory_bytes() -> int:
             continue
         physical = min(physical, limit)
     return physical
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-    except OSError:
-        return platform.machine()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 NAME = "measured at the run"

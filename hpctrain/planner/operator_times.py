@@ -16,7 +16,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from hpctrain.backend.specs import TensorSpec
 from hpctrain.core.files import read_text, user_directory
 from hpctrain.core.log import get_logger
 from hpctrain.nn.compile.plan import Action, PlannedStep, StepMemory
@@ -61,7 +60,7 @@ def operator_key(step: PlannedStep, action: Action, memory: StepMemory | None = 
             name += f" {operator.spec.source.kind} {operator.spec.target.kind} {operator.recomputes_output}"
     else:
         name += f" {_text(spec)}"
-    tensors = " ".join(_tensor(x) for x in (*inputs, operator.output))
+    tensors = " ".join(f"{x.layout}:{x.dtype}:{len(x.shape)}:{x.shape[-1]}" for x in (*inputs, operator.output))
     return OperatorKey(f"{action.name} {name} {tensors} {_use_of_memory(step, memory)}", extents, details)
 
 
@@ -76,10 +75,6 @@ def _use_of_memory(step: PlannedStep, memory: StepMemory | None) -> str:
     )
     in_place = any(region == memory.output for region in memory.inputs)
     return "".join(asked) + "i" * in_place + "c" * memory.copies_gradient
-
-
-def _tensor(x: TensorSpec) -> str:
-    return f"{x.layout}:{x.dtype}:{len(x.shape)}:{x.shape[-1]}"
 
 
 def _text(value: Any) -> str:
@@ -204,9 +199,8 @@ class OperatorTimes:
         content = _read(self._path)
         settings = content.setdefault("times", {})
         times: dict[OperatorKey, float] = dict(_times_in(content, self.setting)) | self._exact
-        settings[str(self.setting)] = [
-            [key.family, list(key.extents), key.details, seconds] for key, seconds in sorted(times.items(), key=_order)
-        ]
+        in_order = sorted(times.items(), key=lambda item: (item[0].family, item[0].extents, item[0].details))
+        settings[str(self.setting)] = [[key.family, list(key.extents), key.details, seconds] for key, seconds in in_order]
         self._path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write.write_json(self._path, content | {"format": FORMAT})
 
@@ -236,10 +230,6 @@ def interpolated(points: Sequence[tuple[int, float]], size: int) -> float | None
 
 def _alike(extents: tuple[int, int, int], wanted: tuple[int, int, int], dim: int) -> bool:
     return all(extents[other] == wanted[other] for other in range(_DIMS) if other != dim)
-
-
-def _order(entry: tuple[OperatorKey, float]) -> tuple[str, tuple[int, int, int], str]:
-    return entry[0].family, entry[0].extents, entry[0].details
 
 
 def _read(path: Path) -> dict[str, Any]:

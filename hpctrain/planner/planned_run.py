@@ -42,7 +42,7 @@ from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.parallel.plan_report import PlanReport, report_plan
 from hpctrain.planner import group_schedules as schedules
 from hpctrain.planner.group_schedules import GroupSchedule, mirror_bytes
-from hpctrain.planner.job import Candidate, Job
+from hpctrain.planner.job import AveragerChoice, Candidate, Job
 
 Image = tuple[int, int, int]
 
@@ -138,7 +138,7 @@ def of_network(
 def candidate(task: PlannedRun) -> Candidate:
     """The grid, plan and averager that are configured."""
     averager = task.config.averager
-    return Candidate(task.plan, averager.name, averager.options, task.config.micro_batches)
+    return Candidate(task.plan, AveragerChoice(averager.name, averager.options), task.config.micro_batches)
 
 
 def plan_for(config: Config, ranks: int | None) -> ParallelPlan:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hpctrain.backend.graph import Graph, Node
+from hpctrain.backend.graph import Graph
 from hpctrain.backend.onednn.binding import processor_flags
 from hpctrain.backend.operators import KernelSet, StatisticsMerger, StepContext
 from hpctrain.backend.specs import SoftmaxCrossEntropySpec, parameter_dtype
@@ -288,14 +288,10 @@ def _spans(actions: int, stepwise: bool) -> list[range]:
 
 def _statistic_specs(graph: Graph) -> dict[str, StatisticSpec]:
     return {
-        name: StatisticSpec((_channels(node),), _FILL.get(role, 0.0), 0.1)
+        name: StatisticSpec((int(getattr(node.spec, "channels", 0)),), _FILL.get(role, 0.0), 0.1)
         for node in graph.nodes
         for role, name in node.statistics.items()
     }
-
-
-def _channels(node: Node) -> int:
-    return int(getattr(node.spec, "channels", 0))
 
 
 def clock_of(threads: int, *, on_host: bool = True) -> Callable[[], float]:
@@ -409,7 +405,8 @@ def ensure_measured(
         plan = compile_graph(program.graph, job.kernels, training=True)
         if not _unknown(program, plan, times):
             continue
-        fits = plan.arena_bytes + _COPIES_OF_PARAMETERS * _parameter_bytes(job) <= memory_bytes
+        parameter_bytes = sum(int(np.prod(spec.shape)) for spec in job.specs.values()) * np.dtype(np.float32).itemsize
+        fits = plan.arena_bytes + _COPIES_OF_PARAMETERS * parameter_bytes <= memory_bytes
         if not fits or not agree(time.perf_counter() - begin < budget_seconds):
             left += 1
             continue
@@ -449,10 +446,6 @@ def _measure(job: Job, program: RankProgram, times: OperatorTimes, before: Calla
     for product in _products(program, timed.plan):
         if not times.measured(product_key(product)):
             times.put(product_key(product), time_product(product, parameter_dtype(job.dtype), _STEPS, clock, before))
-
-
-def _parameter_bytes(job: Job) -> int:
-    return sum(int(np.prod(spec.shape)) for spec in job.specs.values()) * np.dtype(np.float32).itemsize
 
 
 def processor_model(cpuinfo: str = "/proc/cpuinfo") -> str:

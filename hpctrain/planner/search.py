@@ -8,15 +8,15 @@ steps, each with the reason why it loses to the one before it, in a sentence.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from hpctrain.core.errors import ConfigError, HpctrainError
 from hpctrain.parallel.parallel_plan import Parallelism
-from hpctrain.planner.averaging_costs import AveragerChoice
 from hpctrain.planner.compute_costs import ComputeCosts
 from hpctrain.planner.estimates import Estimate, GridEstimates, memory_factor
-from hpctrain.planner.job import Candidate, Job
+from hpctrain.planner.job import AveragerChoice, Candidate, Job
 from hpctrain.planner.machine import Machine
 from hpctrain.planner.search_space import SearchSpace, grid_shapes
 from hpctrain.planner.step_program import predict
@@ -198,7 +198,7 @@ class _Bounds:
     def _of_shape(self, shape: tuple[int, int], micro_batches: int, known: Iterable[Estimate]) -> list[Estimate]:
         best: dict[str, float] = {}
         for one in known:
-            name = one.candidate.averager
+            name = one.candidate.averager.name
             best[name] = min(best.get(name, math.inf), one.seconds)
         grid = self._grid(shape, micro_batches)
         choices = self._space.averager_choices
@@ -248,24 +248,20 @@ def _picks(estimates: list[Estimate], pure_batch: list[Candidate], most: int) ->
     room = max(most - len(pure_batch), most // 2)
     chosen = best[:room]
     others = (candidate for candidate in (*pure_batch, *best[room:]) if candidate not in chosen)
-    return [*chosen, *_take(others, most - len(chosen))]
+    return [*chosen, *islice(others, max(0, most - len(chosen)))]
 
 
 def _beside_the_best(results: list[tuple[Candidate, Prediction]], machine: Machine, space: SearchSpace) -> list[Candidate]:
     """Return the best simulated plan with all averagers, and its averager with the next best plans, without simulated ones."""
     ranked = _ranked(results, machine)
     best, *others = [choice.candidate for choice in ranked if choice.fits] or [ranked[0].candidate]
-    wanted = [replace(best, averager=choice.name, options=dict(choice.options)) for choice in space.averager_choices]
+    wanted = [replace(best, averager=choice) for choice in space.averager_choices]
     plans = list(dict.fromkeys((other.plan.rows, other.micro_batches) for other in others))[:_NEXT_PLANS]
     for of_plan in plans:
         other = next(one for one in others if (one.plan.rows, one.micro_batches) == of_plan)
-        wanted.append(replace(other, averager=best.averager, options=best.options))
+        wanted.append(replace(other, averager=best.averager))
     known = [candidate for candidate, _ in results]
     return [candidate for number, candidate in enumerate(wanted) if candidate not in known + wanted[:number]]
-
-
-def _take(candidates: Iterator[Candidate], count: int) -> list[Candidate]:
-    return [candidate for _, candidate in zip(range(count), candidates, strict=False)]
 
 
 def _is_past_the_best(of_grids: list[Estimate]) -> bool:
@@ -292,8 +288,8 @@ def _distinct(estimates: Iterable[Estimate]) -> list[Estimate]:
 
 
 def _is_repeated(estimate: Estimate, other: Estimate) -> bool:
-    one, two = estimate.candidate, other.candidate
-    return replace(one, options={}) == replace(two, options={}) and math.isclose(estimate.seconds, other.seconds, rel_tol=1e-12)
+    one, two = (replace(of.candidate, averager=AveragerChoice(of.candidate.averager.name)) for of in (estimate, other))
+    return one == two and math.isclose(estimate.seconds, other.seconds, rel_tol=1e-12)
 
 
 def _is_pure_batch(candidate: Candidate) -> bool:

@@ -1,17 +1,28 @@
-"""The candidates that a search looks at: grid shapes, uses, averagers and micro-batches, less what the user has fixed."""
+"""The candidates of a search: grid shapes, uses, averagers and micro-batches, except what the user has fixed.
+
+`configured_space` is the one way from a configuration to a `SearchSpace`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from hpctrain.backend.graph import Graph
+from hpctrain.backend.operators import KernelSet
 from hpctrain.backend.specs import Conv2dSpec, LinearSpec
+from hpctrain.comm.groups import check_grid
+from hpctrain.comm.progress_mode import ProgressMode
+from hpctrain.config import grid
+from hpctrain.config.schema import Config
 from hpctrain.core.errors import ConfigError
 from hpctrain.parallel.parallel_plan import ParallelPlan
-from hpctrain.planner.averaging_costs import AveragerChoice
+from hpctrain.planner.job import AveragerChoice
 from hpctrain.planner.tasks import SimulationOptions
 
-#: averagers that leave the optimisation as it is; `lazy` changes it
+#: sections of a configuration that a search chooses
+SEARCHED_SECTIONS = ("grid", "plan", "averager", "micro_batches")
+#: averagers that do not change the optimisation, as `lazy` does
 AVERAGERS = (
     AveragerChoice("sharded"),
     AveragerChoice("sharded", {"fc_exchange": "never"}),
@@ -24,15 +35,16 @@ AVERAGERS = (
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """Choices that are open, and those that the user has made.
+    """Open choices, and choices that the user has made.
 
     Attributes:
-        fixed_grid: (Pr, Pc) that the user gives. fixed_plan: a plan whose uses, tiles and overlapped layers stay; its own grid
-            does not count. fixed_averager, fixed_micro_batches: that stay.
-        averagers, micro_batches: those that are looked at where none is fixed.
-        simulated: candidates that are simulated at first, the best by their lower bounds; pure batch with each averager counts
-            among them. A few follow that exchange averagers and plans among the best.
-        options: of the simulations.
+        fixed_grid: (Pr, Pc) of the user.
+        fixed_plan: a plan whose uses, tiles and overlapped layers stay; its grid is ignored.
+        fixed_averager, fixed_micro_batches: choices of the user.
+        averagers, micro_batches: those that are tried if none is fixed.
+        simulated: number of candidates that are simulated first: the best by their lower bounds, and pure batch with each
+            averager. A few follow that exchange averagers and plans among the best.
+        options: options of the simulations.
     """
 
     fixed_grid: tuple[int, int] | None = None
@@ -51,6 +63,44 @@ class SearchSpace:
     @property
     def micro_batch_choices(self) -> tuple[int, ...]:
         return self.micro_batches if self.fixed_micro_batches is None else (self.fixed_micro_batches,)
+
+
+def kept_sections(config: Config) -> tuple[str, ...]:
+    """Return the sections that are not `auto`. Micro-batches are always kept, because they change batch statistics."""
+    return tuple(section for section in SEARCHED_SECTIONS if section not in config.automatic)
+
+
+def configured_space(config: Config, ranks: int, keep: Collection[str], kernels: KernelSet) -> SearchSpace:
+    """Return all grids, plans, averagers and micro-batches, with the configured values in sections that are kept.
+
+    Raises:
+        ConfigError, ShapeError: a kept grid or plan that these ranks cannot have.
+    """
+    fixed_grid = open_grid(ranks, kernels)
+    if "grid" in keep:
+        fixed_grid = config.grid.rows, grid.columns(config, ranks)
+        check_grid(*fixed_grid, ranks)
+        grid.check_batch(config.batch, *fixed_grid)
+    return SearchSpace(
+        fixed_grid=fixed_grid,
+        fixed_plan=grid.parallel_plan(config, grid.columns(config, ranks)) if "plan" in keep else None,
+        fixed_averager=AveragerChoice(config.averager.name, config.averager.options) if "averager" in keep else None,
+        fixed_micro_batches=config.micro_batches if "micro_batches" in keep else None,
+        options=SimulationOptions(progress=progress_of(config)),
+    )
+
+
+def open_grid(ranks: int, kernels: KernelSet) -> tuple[int, int] | None:
+    """Return None, which leaves the grid open; on devices a grid without split layers.
+
+    There, split layers exchange through the memory of the host, whose cost the model does not include.
+    """
+    return None if kernels.arithmetic.on_host else (1, ranks)
+
+
+def progress_of(config: Config) -> ProgressMode:
+    """Return the simulated mode of progress: the configured one, or `test` if a measurement would choose."""
+    return ProgressMode.TEST if config.progress == "auto" else ProgressMode(config.progress)
 
 
 def grid_shapes(space: SearchSpace, graph: Graph, ranks: int, batch: int) -> tuple[tuple[int, int], ...]:

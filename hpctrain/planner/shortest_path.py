@@ -3,7 +3,7 @@
 Gholami et al., SPAA 2018, choose the parallelism of each layer by its cost and the redistribution in front of it, which is a
 shortest path over (layer, choice). A step's time is the larger of what the program and the messages take, so one sum does
 not determine the best path; the paths that are best by any rule that rises with both costs are those that no other path beats
-in both. `remaining_costs` bounds from below what the layers ahead add to each cost.
+in both. `lower_bound` bounds paths that are not complete.
 """
 
 from __future__ import annotations
@@ -56,18 +56,15 @@ def shortest_paths(
     edges: Callable[[int, State], Iterable[Edge[Choice, State]]],
     *,
     hopeless: Callable[[int, Costs], bool] = lambda layer, costs: False,
-    compared: Callable[[int, Costs], Costs] = lambda layer, costs: costs,
     most: int = 64,
 ) -> tuple[ShortestPath[Choice], ...]:
-    """The paths that no other path beats in every cost, in ascending order of the costs.
+    """Return the paths that no other path beats in every cost, in ascending order of the costs.
 
     Exact while no state is reached by more than `most` such paths; beyond that, those that lie farthest apart are kept.
 
     Args:
-        edges: (layer, state) -> the ways on. Costs have the same length everywhere and are not negative.
-        hopeless: (number of layers behind, costs so far) -> no end of such a path can be of use.
-        compared: (number of layers behind, costs so far) -> the costs that tell whether one path beats another: a cost that
-            cannot matter in the end may be the same for all.
+        edges: (layer, state) -> the edges from it. Costs have the same length everywhere and are not negative.
+        hopeless: (number of layers behind, costs so far) -> whether no completion of such a path can be useful.
     """
     reached: dict[State, list[_Label[Choice]]] = {start: [_Label((), None, None)]}
     for layer in range(layers):
@@ -79,13 +76,13 @@ def shortest_paths(
                     costs = tuple(map(sum, zip(label.costs, edge.costs, strict=True))) if label.costs else edge.costs
                     if not hopeless(layer + 1, costs):
                         into.append(_Label(costs, edge.choice, label))
-        reached = {state: _thinned(_unbeaten(layer + 1, labels, compared), most) for state, labels in following.items()}
-    ends = _unbeaten(layers, [label for labels in reached.values() for label in labels], compared)
+        reached = {state: _thinned(unbeaten(labels, _costs_of), most) for state, labels in following.items()}
+    ends = unbeaten([label for labels in reached.values() for label in labels], _costs_of)
     return tuple(ShortestPath(label.choices(), label.costs) for label in ends)
 
 
-def _unbeaten(layer: int, labels: Sequence[_Label[Choice]], compared: Callable[[int, Costs], Costs]) -> list[_Label[Choice]]:
-    return unbeaten(labels, lambda label: compared(layer, label.costs))
+def _costs_of(label: _Label[Choice]) -> Costs:
+    return label.costs
 
 
 Item = TypeVar("Item")
@@ -112,32 +109,23 @@ def _thinned(labels: list[_Label[Choice]], most: int) -> list[_Label[Choice]]:
     return [labels[round(position * step)] for position in range(most)]
 
 
-@dataclass(frozen=True)
-class Remaining:
-    """Bounds of what the remaining layers add. least[k]: by layers k and beyond, each cost by itself, from any state."""
+def lower_bound(edges: Mapping[tuple[int, Hashable], Sequence[Edge]], layers: int, length: int) -> Callable[[int, Costs], Costs]:
+    """Return a function of (layers behind, costs so far) that bounds a path's costs at its end from below.
 
-    least: tuple[Costs, ...]
-    most: tuple[Costs, ...]
-
-    def bound(self, layers_behind: int, costs: Costs) -> Costs:
-        """Return a lower bound on any completion of this partial path."""
-        return tuple(map(sum, zip(costs, self.least[layers_behind], strict=True)))
-
-
-def remaining_costs(edges: Mapping[tuple[int, Hashable], Sequence[Edge]], layers: int, length: int) -> Remaining:
-    """Return the bounds for a number of layers, whose edges have `length` costs."""
+    Args:
+        edges: the edges of each (layer, state), with `length` costs each.
+    """
     least = [[float("inf")] * length for _ in range(layers)]
-    most = [[0.0] * length for _ in range(layers)]
     for (layer, _), of_state in edges.items():
         for edge in of_state:
             least[layer] = [min(known, cost) for known, cost in zip(least[layer], edge.costs, strict=True)]
-            most[layer] = [max(known, cost) for known, cost in zip(most[layer], edge.costs, strict=True)]
-    return Remaining(_sums_ahead(least, length), _sums_ahead(most, length))
-
-
-def _sums_ahead(by_layer: Sequence[Sequence[float]], length: int) -> tuple[Costs, ...]:
-    """Return, for each layer, the sums over it and all layers after it; zeros at the end."""
     ahead: list[Costs] = [(0.0,) * length]
-    for costs in reversed(by_layer):
-        ahead.append(tuple(map(sum, zip(costs, ahead[-1], strict=True))))
-    return tuple(reversed(ahead))
+    for costs_of_layer in reversed(least):
+        ahead.append(tuple(map(sum, zip(costs_of_layer, ahead[-1], strict=True))))
+    ahead.reverse()
+
+    def bound(layers_behind: int, costs: Costs) -> Costs:
+        """Return a lower bound on any completion of this partial path."""
+        return tuple(map(sum, zip(costs, ahead[layers_behind], strict=True)))
+
+    return bound

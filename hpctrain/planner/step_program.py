@@ -33,8 +33,7 @@ from hpctrain.nn.parameter import GroupLayout
 from hpctrain.parallel.partition_graph import partition_graph
 from hpctrain.parallel.plan_report import message_words
 from hpctrain.parallel.rank_graph import LocalGraph, local_graphs, training_plan, whole_graph
-from hpctrain.planner import collective_costs
-from hpctrain.planner.collective_costs import stages, unhindered_seconds
+from hpctrain.planner.collective_costs import grid_placements, stages, unhindered_seconds
 from hpctrain.planner.compute_costs import ComputeCosts
 from hpctrain.planner.group_schedules import GroupStrategy, group_strategies
 from hpctrain.planner.group_schedules import exchanged_bytes as group_bytes
@@ -322,10 +321,7 @@ class _Builder:
 
     def __init__(self, job: Job, candidate: Candidate, machine: Machine, costs: ComputeCosts) -> None:
         self._job, self._machine, self._costs = job, machine, costs
-        rows, cols = candidate.plan.rows, candidate.plan.cols
-        self._all = collective_costs.all_ranks(machine, rows * cols)
-        self._split = collective_costs.split_groups(machine, rows, cols)
-        self._data = collective_costs.data_groups(machine, rows, cols)
+        self._placements = grid_placements(machine, candidate.plan.rows, candidate.plan.cols)
         strategies = group_strategies(job, candidate, machine.ranks_per_node)
         self._strategies = dict(zip(group_keys(strategies), strategies, strict=True))
         self._classes = alike_ranks(job, candidate, strategies)
@@ -349,7 +345,7 @@ class _Builder:
             for alike, known, of_class in zip(self._classes, facts, tasks, strict=True)
         )
         groups = {key: self._group(averaging) for key, averaging in averaged.items()}
-        return StepProgram(classes, groups, self._all, self._split, self._data)
+        return StepProgram(classes, groups, self._placements)
 
     def _facts(self, alike: AlikeRanks) -> StepFacts:
         groups: dict[str, str] = {}
@@ -362,7 +358,7 @@ class _Builder:
             if isinstance(strategy, ReduceScatterStrategy):
                 for weight, biases in strategy.exchanging.items():
                     exchanging |= dict.fromkeys((weight, *biases), weight)
-        merging = {"all": self._all.ranks, "split": self._split.ranks, "data": self._data.ranks}
+        merging = {ranks: self._placements.of(ranks).ranks for ranks in ("all", "split", "data")}
         return StepFacts(groups, sizes, exchanging, merging, self._message_bytes)
 
     def _tasks(self, alike: AlikeRanks, facts: StepFacts) -> tuple[Task, ...]:
@@ -386,7 +382,7 @@ class _Builder:
     def _averaging(self, key: str, tasks: Sequence[tuple[Task, ...]]) -> _Averaging:
         """Return the schedule of the first steps, reordered by the times that the group's ranks measure, if a run does so."""
         of_group = self._strategies[key]
-        placement = self._all if of_group.group == ALL else self._data
+        placement = self._placements.of("all" if of_group.group == ALL else "data")
         strategy = of_group.strategy
         link = link_model(self._machine, placement, strategy.levels)
         schedule = strategy.plan(link)
@@ -439,17 +435,13 @@ def exchanged_bytes(program: StepProgram) -> int:
 
 def split_bytes(program: StepProgram) -> int:
     """Return the bytes of activations and batch statistics."""
-    placements = {"all": program.all_ranks, "split": program.split, "data": program.data}
     total = 0
     for of_class in program.classes:
         exchanges = sum(task.exchange.sent_bytes for task in of_class.tasks if isinstance(task, BeginExchange))
-        merges = sum(_merged_bytes(task, placements[task.ranks]) for task in of_class.tasks if isinstance(task, Merge))
-        total += of_class.ranks * (exchanges + merges)
+        merges = [task for task in of_class.tasks if isinstance(task, Merge)]
+        merged = sum(merge.bytes * (program.placements.of(merge.ranks).ranks - 1) for merge in merges)
+        total += of_class.ranks * (exchanges + merged)
     return total
-
-
-def _merged_bytes(merge: Merge, placement: GroupPlacement) -> int:
-    return merge.bytes * (placement.ranks - 1)
 
 
 def _averaging_bytes(group: AveragedGroup, program: StepProgram) -> int:

@@ -113,6 +113,25 @@ class GroupPlacement:
 
 
 @dataclass(frozen=True)
+class GridPlacements:
+    """Placements on a grid of Pr x Pc.
+
+    Attributes:
+        all_ranks: of the whole grid.
+        split: of the Pr ranks that share samples.
+        data: of the Pc ranks with the same weights.
+    """
+
+    all_ranks: GroupPlacement
+    split: GroupPlacement
+    data: GroupPlacement
+
+    def of(self, ranks: str) -> GroupPlacement:
+        """Return the placement of "all", "split" or "data", as `BatchNormSpec.merge` names groups."""
+        return {"all": self.all_ranks, "split": self.split, "data": self.data}[ranks]
+
+
+@dataclass(frozen=True)
 class RankClass:
     """Ranks whose steps are alike.
 
@@ -166,14 +185,12 @@ class StepProgram:
 
     Attributes:
         groups: by key; those of different split ranks have different keys ("model-row1").
-        all_ranks, split, data: placements of the groups of messages, exchanges and merged statistics.
+        placements: placements of the groups of messages, exchanges and merged statistics.
     """
 
     classes: tuple[RankClass, ...]
     groups: Mapping[str, AveragedGroup]
-    all_ranks: GroupPlacement
-    split: GroupPlacement
-    data: GroupPlacement
+    placements: GridPlacements
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.core.errors import ConfigError, DataError
 from hpctrain.core.files import json_object, read_bytes
-from hpctrain.report.run_record import AVERAGED, TEST, TRAINING, Curve, Panel
+from hpctrain.runs.results import AVERAGED, TEST, TRAINING, Curve, Panel
 from hpctrain.storage.atomic_write import write_bytes
 from hpctrain.trace.chrome import MESSAGES, PROGRAM, StepLanes, last_steps
 from hpctrain.trace.time_table import Row, TimeTable
@@ -76,23 +76,23 @@ _HEX = re.compile(r"#0f[0-9a-f]{2}f0")
 
 
 def colour_marker(name: str) -> str:
-    """The colour that stands for a name in a figure."""
+    """Return the colour that stands for a name in a figure."""
     return _MARKERS[name]
 
 
 def run_colour(run: int) -> str:
-    """The name of a run's colour; there are eight, one after another."""
+    """Return the name of a run's colour; the eight colours repeat."""
     return f"run{run % RUN_COLOURS}"
 
 
 def with_variables(svg: str) -> str:
-    """An SVG whose markers are the page's variables."""
+    """Return an SVG whose markers are the page's variables."""
     names = {colour: name for name, colour in _MARKERS.items()}
     return _HEX.sub(lambda match: f"var(--{names[match[0]]})", svg)
 
 
 def css_variables(values: dict[str, str]) -> str:
-    """The declarations of the variables."""
+    """Return the declarations of the variables."""
     return " ".join(f"--{name}: {value};" for name, value in values.items())
 
 
@@ -106,7 +106,11 @@ _REFERENCE = re.compile(r'(url\(#|href="#)([^)"]+)')
 
 @dataclass(frozen=True)
 class Style:
-    """The way in which a figure is drawn. colour: of a name of the theme. alone: no page beside it tells which run is which."""
+    """How a figure is drawn.
+
+    Attributes:
+        colour: returns the colour of a name of the theme. alone: whether there is no page that tells which run is which.
+    """
 
     colour: Callable[[str], str]
     alone: bool
@@ -117,8 +121,8 @@ class Drawing:
     """A figure.
 
     Args:
-        key: a word that no other figure of the page has. title, words: above it, and for those who cannot see it.
-        draw: draws it onto an empty figure; gives what a page needs to show values, or nothing.
+        key: a word that no other figure of the page has. title, words: above it, and for readers who cannot see it.
+        draw: draws it onto an empty figure; returns what a page needs to show values, or None.
         inches: width and height.
     """
 
@@ -131,7 +135,11 @@ class Drawing:
 
 @dataclass(frozen=True)
 class PageFigure:
-    """A figure as a page has it. svg: with the page's variables as colours. values: for the page's program; None: none."""
+    """A figure on a page.
+
+    Attributes:
+        svg: with the page's variables as colours. values: for the page's program; None: none.
+    """
 
     key: str
     title: str
@@ -141,7 +149,7 @@ class PageFigure:
 
 
 def check_matplotlib() -> None:
-    """Nothing, where figures can be drawn.
+    """Raise unless figures can be drawn.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -151,7 +159,7 @@ def check_matplotlib() -> None:
 
 
 def for_page(drawing: Drawing) -> PageFigure:
-    """The figure, its names prefixed by its key, so that a page may have many."""
+    """Return the figure with its names prefixed by its key, so that a page may have many."""
     buffer = io.StringIO()
     with _drawn(drawing, Style(colour_marker, alone=False)) as (figure, values):
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
@@ -166,7 +174,7 @@ def for_page(drawing: Drawing) -> PageFigure:
 
 
 def _class(name: str) -> str:
-    """The class of a part, by which a page hides it: a run's, or that of all that matplotlib has named."""
+    """Return the class of a part, by which a page hides it: a run's, or that of everything that matplotlib named."""
     match = re.match(r"run\d+", name)
     return match[0] if match else "part"
 
@@ -175,7 +183,7 @@ def write_png(drawing: Drawing, path: Path) -> None:
     """Write the figure on white.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     with _drawn(drawing, Style(LIGHT.__getitem__, alone=True)) as (figure, _):
         picture = io.BytesIO()
@@ -185,7 +193,7 @@ def write_png(drawing: Drawing, path: Path) -> None:
 
 @contextmanager
 def _drawn(drawing: Drawing, style: Style) -> Iterator[tuple[Figure, Mapping[str, Any] | None]]:
-    """The figure, and what a page needs of it; matplotlib's settings hold while it is written, too."""
+    """Yield the figure, and what a page needs of it. matplotlib's settings also hold while it is written."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -218,7 +226,7 @@ def _drawn(drawing: Drawing, style: Style) -> Iterator[tuple[Figure, Mapping[str
 
 
 def _place(axes: Axes) -> dict[str, Any]:
-    """The rectangle of the axes in the units of the SVG, and the values at its borders."""
+    """Return the rectangle of the axes in the units of the SVG, and the values at its borders."""
     figure = axes.figure
     scale = _POINTS_PER_INCH / figure.dpi
     box = axes.get_window_extent()
@@ -241,7 +249,11 @@ _DIGITS = 5
 
 
 def panel_drawing(panel: Panel, names: Sequence[str]) -> Drawing:
-    """The figure of a panel. names: of the runs."""
+    """Return the figure of a panel.
+
+    Args:
+        names: of the runs.
+    """
     return Drawing(panel.key, panel.title, _words(panel, names), partial(_draw, panel, names))
 
 
@@ -269,7 +281,7 @@ def _draw(panel: Panel, names: Sequence[str], figure: Figure, style: Style) -> M
 
 
 def _explain_lines(figure: Figure, panel: Panel, style: Style) -> None:
-    """A legend of lines, above the axes, where there is more than one kind of them."""
+    """Add a legend of lines above the axes if there is more than one kind of line."""
     from matplotlib.lines import Line2D
 
     parts = [part for part in _STYLES if any(curve.part == part for curve in panel.curves)]
@@ -279,7 +291,7 @@ def _explain_lines(figure: Figure, panel: Panel, style: Style) -> None:
 
 
 def _name_runs(figure: Figure, names: Sequence[str], style: Style) -> None:
-    """A legend of colours, below the axes."""
+    """Add a legend of colours below the axes."""
     from matplotlib.patches import Patch
 
     patches = [Patch(color=style.colour(run_colour(run)), label=name) for run, name in enumerate(names)]
@@ -296,7 +308,7 @@ def _values(curve: Curve) -> dict[str, Any]:
 
 
 def _words(panel: Panel, names: Sequence[str]) -> str:
-    """The last value of each curve."""
+    """Return the last value of each curve."""
     ends = []
     for curve in panel.curves:
         value = f"{curve.ys[-1]:.2%}" if panel.percent else f"{curve.ys[-1]:.4g}"
@@ -314,7 +326,7 @@ _SHORTEST = 1 / 1500
 
 
 def layer_drawing(table: TimeTable, key: str, name: str) -> Drawing:
-    """Time computed and waited, in milliseconds of a step, of the layers and works that took most."""
+    """Return a figure of the time computed and waited, in milliseconds per step, of the layers and operations that took most."""
     rows = sorted(table.rows, key=_weight, reverse=True)[:_MOST_LAYERS]
     left = len(table.rows) - len(rows)
     more = f", and {left} more that are not shown" if left else ""
@@ -339,7 +351,7 @@ def layer_drawing(table: TimeTable, key: str, name: str) -> Drawing:
 
 
 def timeline_drawing(steps: Sequence[StepLanes], key: str, name: str) -> Drawing:
-    """The last step: for each rank a lane of its program, and under it one of its messages."""
+    """Return a figure of the last step: for each rank a lane of its program, and below it a lane of its messages."""
     shown = steps[:_MOST_RANKS]
     left = len(steps) - len(shown)
     more = f" The first {len(shown)} of {len(steps)} ranks." if left else ""
@@ -367,10 +379,10 @@ def timeline_drawing(steps: Sequence[StepLanes], key: str, name: str) -> Drawing
 
 
 def read_steps(path: Path) -> tuple[StepLanes, ...]:
-    """The last step of every rank in a trace file.
+    """Return the last step of every rank in a trace file.
 
     Raises:
-        DataError: it cannot be read, or is too long for it.
+        DataError: the file cannot be read, or is too long.
     """
     try:
         size = path.stat().st_size
@@ -388,7 +400,7 @@ def read_steps(path: Path) -> tuple[StepLanes, ...]:
 
 
 def _coarse(intervals: Sequence[tuple[float, float]], shortest: float) -> list[tuple[float, float]]:
-    """The same where gaps and pieces that nobody sees are joined to what is before them, or left out."""
+    """Return the intervals with gaps and pieces that are too short to see joined to what is before them, or left out."""
     joined: list[tuple[float, float]] = []
     for first, last in intervals:
         if joined and first - joined[-1][1] < shortest:

@@ -20,12 +20,11 @@ from markupsafe import Markup
 
 from hpctrain.core.errors import DataError
 from hpctrain.report import figures as theme
-from hpctrain.report.comparison import side_by_side
 from hpctrain.report.figures import Drawing, PageFigure, for_page, layer_drawing, panel_drawing, read_steps, timeline_drawing
-from hpctrain.report.run_record import UNKNOWN, RunRecord, panels, summary, summary_texts
 from hpctrain.run.evaluation import JudgedImage, Judgement
-from hpctrain.runs.state import Record
-from hpctrain.train.progress_bar import loss_text
+from hpctrain.runs.comparison import side_by_side
+from hpctrain.runs.results import UNKNOWN, RunRecord, panels, summary, summary_texts
+from hpctrain.runs.state import means_text
 from hpctrain.version import __version__
 
 #: a table of more classes is not read by anybody; the largest confusions stand for it
@@ -40,7 +39,11 @@ _MOST_EXACT = 64
 
 @dataclass(frozen=True)
 class Cell:
-    """A count of the table. percent: of its class's samples, for its colour. right: the class was recognised."""
+    """A count of the table.
+
+    Attributes:
+        percent: of its class's samples, for its colour. right: whether the class was recognised.
+    """
 
     count: int
     percent: int
@@ -49,7 +52,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class ConfusionLine:
-    """A class, and how often it was taken for each."""
+    """A class, and how often it was predicted as each class."""
 
     name: str
     cells: tuple[Cell, ...]
@@ -57,7 +60,11 @@ class ConfusionLine:
 
 @dataclass(frozen=True)
 class ClassLine:
-    """A class with its accuracy, in words. rival: the class that it was most often taken for, and how often."""
+    """A class with its accuracy, as texts.
+
+    Attributes:
+        rival: the class that it was most often confused with, and how often.
+    """
 
     name: str
     images: str
@@ -67,7 +74,11 @@ class ClassLine:
 
 @dataclass(frozen=True)
 class Picture:
-    """An image. data: as an URL. words: what it was taken for."""
+    """An image.
+
+    Attributes:
+        data: as a URL. words: what it was predicted as.
+    """
 
     number: int
     label: str
@@ -85,7 +96,11 @@ class Pictures:
 
 @dataclass(frozen=True)
 class JudgedSet:
-    """The result of one run on its test set. headings: above the table of `confusion`, which is () for too many classes."""
+    """The result of one run on its test set.
+
+    Attributes:
+        headings: above the table of `confusion`, which is () for too many classes.
+    """
 
     name: str
     words: str
@@ -96,7 +111,7 @@ class JudgedSet:
 
 
 def result_of(name: str, judgement: Judgement) -> JudgedSet:
-    """The result of a run of that name."""
+    """Return the result of a run of that name."""
     names = judgement.class_names
     whole = len(names) <= MOST_CLASSES
     groups = (
@@ -137,7 +152,7 @@ def _lines(judgement: Judgement) -> Iterator[ConfusionLine]:
 
 
 def _classes(judgement: Judgement) -> Iterator[ClassLine]:
-    """All classes, the lowest accuracy first; those without images last."""
+    """Yield all classes, the lowest accuracy first; those without images last."""
     names = judgement.class_names
     for score in judgement.confusion.worst_first():
         rival = "-" if score.rival is None else f"{names[score.rival]}, {score.rival_count:,} times"
@@ -150,7 +165,7 @@ def _picture(image: JudgedImage, names: tuple[str, ...]) -> Picture:
 
 
 def _url(pixels: np.ndarray) -> str:
-    """A picture of (H, W, C) uint8 with one or three channels, or of the first of others."""
+    """Return a picture of (H, W, C) uint8 with one or three channels as a URL; of other numbers of channels, the first one."""
     from PIL import Image
 
     picture = Image.fromarray(pixels if pixels.shape[2] == 3 else pixels[:, :, 0])
@@ -163,7 +178,11 @@ def _url(pixels: np.ndarray) -> str:
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a table: its heading, then its cells. differs: runs are not alike in it."""
+    """A line of a table: its heading, then its cells.
+
+    Attributes:
+        differs: whether runs differ in it.
+    """
 
     cells: tuple[str, ...]
     differs: bool = False
@@ -171,7 +190,11 @@ class Line:
 
 @dataclass(frozen=True)
 class Table:
-    """A table. numbers: the places in a line that are figures. folded: it is seen by those who open it."""
+    """A table.
+
+    Attributes:
+        numbers: the columns of numbers. folded: whether it is shown only on request.
+    """
 
     title: str
     headings: tuple[str, ...]
@@ -182,7 +205,11 @@ class Table:
 
 @dataclass(frozen=True)
 class PagePart:
-    """A part of a page. key: a word that no other part has. sentences: what there is to say of it, at its end."""
+    """A part of a page.
+
+    Attributes:
+        key: a word that no other part has. sentences: printed at its end.
+    """
 
     key: str
     title: str
@@ -193,7 +220,7 @@ class PagePart:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to show."""
+        """Return whether there is nothing to show."""
         return not (self.drawings or self.tables or self.results or self.sentences)
 
 
@@ -211,7 +238,11 @@ class _ShownPart:
 
 @dataclass(frozen=True)
 class Page:
-    """A report. names: of its runs, in the order of their numbers."""
+    """A report.
+
+    Attributes:
+        names: of its runs, in the order of their numbers.
+    """
 
     title: str
     names: tuple[str, ...]
@@ -219,12 +250,12 @@ class Page:
 
     @property
     def drawings(self) -> tuple[Drawing, ...]:
-        """All figures."""
+        """Return all figures."""
         return tuple(drawing for part in self.parts for drawing in part.drawings)
 
 
 def html(page: Page) -> str:
-    """The text of the file."""
+    """Return the text of the file."""
     templates = files("hpctrain.report") / "templates"
     environment = Environment(autoescape=True, undefined=StrictUndefined)
     names = page.names
@@ -264,15 +295,15 @@ def _shown(parts: Sequence[PagePart]) -> list[_ShownPart]:
 
 
 def _safe(figure: PageFigure) -> PageFigure:
-    """The figure, whose SVG is written as it is: matplotlib has escaped all text in it."""
+    """Return the figure with its SVG marked as safe: matplotlib has escaped all text in it."""
     return PageFigure(figure.key, figure.title, figure.words, Markup(figure.svg), figure.values)
 
 
 def report_page(records: Sequence[RunRecord], results: Sequence[JudgedSet] = ()) -> Page:
-    """The report on runs.
+    """Return the report on runs.
 
     Args:
-        results: of test sets, where they were computed.
+        results: of test sets, if they were computed.
     """
     names = tuple(record.name for record in records)
     title = f"{names[0]}" if len(names) == 1 else f"{len(names)} runs: {', '.join(names)}"
@@ -289,17 +320,17 @@ def report_page(records: Sequence[RunRecord], results: Sequence[JudgedSet] = ())
 
 
 def _summary(records: Sequence[RunRecord]) -> PagePart:
-    """A line for each figure, beside it the values of the runs."""
+    """Return a table with a line for each figure and a column for each run."""
     lines = tuple(Line((heading, *values)) for heading, values in summary_texts([summary(record) for record in records]))
     return PagePart("summary", "Summary", tables=(Table("", ("", *(record.name for record in records)), lines),))
 
 
 def _curves(records: Sequence[RunRecord], names: Sequence[str]) -> PagePart:
-    """Figures, and the values of evaluations for those who do not see them, or have no pointer."""
+    """Return figures, and the values of evaluations for readers who cannot see them, or have no pointer."""
     tables = []
     for record in records:
-        evaluations = [entry for entry in record.state.records if entry.get("kind") == "evaluation"]
-        lines = tuple(Line((str(entry.get("epoch")), *_means(entry))) for entry in evaluations)
+        evaluations = record.state.of_kind("evaluation")
+        lines = tuple(Line((str(entry.get("epoch")), *means_text(entry, UNKNOWN))) for entry in evaluations)
         if lines:
             title = "Evaluations" if len(records) == 1 else f"Evaluations of {record.name}"
             headings = ("epoch", "loss", "top-1", "top-5")
@@ -308,13 +339,8 @@ def _curves(records: Sequence[RunRecord], names: Sequence[str]) -> PagePart:
     return PagePart("curves", "Curves", drawings=drawings, tables=tuple(tables))
 
 
-def _means(entry: Record) -> tuple[str, ...]:
-    loss, accuracies = entry.get("loss"), (entry.get("top1"), entry.get("top5"))
-    return (UNKNOWN if loss is None else loss_text(loss), *(UNKNOWN if one is None else f"{one:.2%}" for one in accuracies))
-
-
 def _time(records: Sequence[RunRecord]) -> PagePart:
-    """Figures of the runs that were traced."""
+    """Return figures of the runs that were traced."""
     drawings, sentences = [], []
     for number, record in enumerate(records):
         key = str(number)
@@ -347,25 +373,21 @@ def _events(records: Sequence[RunRecord]) -> PagePart:
 def _checkpoints(records: Sequence[RunRecord]) -> PagePart:
     tables = []
     for record in records:
-        lines = tuple(
-            Line(
-                (
-                    f"{stored.step:,}",
-                    f"{stored.megabytes:,.1f}",
-                    time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(stored.written)),
-                    f"{stored.name}{', the best: ' if stored.best else ''}{stored.best}",
-                )
-            )
-            for stored in record.checkpoints
-        )
+        best, mark = record.best
+        lines = []
+        for stored in record.checkpoints:
+            written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(stored.written))
+            name = stored.path.name
+            shown = f"{name}, the best: {mark}" if name == best else name
+            lines.append(Line((f"{stored.step:,}", f"{stored.n_bytes / 1e6:,.1f}", written, shown)))
         if lines:
             title = record.name if len(records) > 1 else ""
-            tables.append(Table(title, ("step", "MB", "written", "file"), lines, frozenset({1})))
+            tables.append(Table(title, ("step", "MB", "written", "file"), tuple(lines), frozenset({1})))
     return PagePart("checkpoints", "Checkpoints", tables=tuple(tables))
 
 
 def _settings(records: Sequence[RunRecord]) -> PagePart:
-    """Configuration and versions: the differences of several runs first, then all."""
+    """Return configuration and versions: first the differences between several runs, then all."""
     headings = ("key", *(record.name for record in records))
     tables = []
     for title, of_runs in (

@@ -22,6 +22,7 @@ from hpctrain.backend.choice import Backend
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.core.errors import HpctrainError
+from hpctrain.core.text import folded
 from hpctrain.data.cache import summed
 from hpctrain.job.automatic_choice import PredictedStep
 from hpctrain.job.session import Session
@@ -33,7 +34,6 @@ from hpctrain.runs.records import PatientRecords
 from hpctrain.trace.tracer import Category
 from hpctrain.train.accounts import DataWaits, MeasuredStep, Observer, OperatorSample, StepTimes
 from hpctrain.train.metrics import Reporter
-from hpctrain.train.progress_bar import folded
 from hpctrain.train.replica import Replica
 from hpctrain.train.snapshot import Position
 from hpctrain.train.trainer import Outcome

@@ -16,8 +16,6 @@ from typing import Any
 
 from hpctrain.backend.choice import NodePlace, make_backend
 from hpctrain.comm.base import Communicator, raise_on_all_ranks
-from hpctrain.comm.progress_mode import ProgressMode
-from hpctrain.config import grid
 from hpctrain.config.grid import with_defaults
 from hpctrain.config.schema import SYNTHETIC, Config
 from hpctrain.core.errors import ConfigError, DataError
@@ -36,8 +34,7 @@ from hpctrain.job.session import StartedJob
 from hpctrain.nn.layers import Layer
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.optimizers import OPTIMIZERS
-from hpctrain.planner import configured_search, machine_file, planned_run
-from hpctrain.planner.averaging_costs import AveragerChoice
+from hpctrain.planner import machine_file, planned_run
 from hpctrain.planner.compute_costs import ComputeCosts, MeasuredCosts, RateCosts
 from hpctrain.planner.configured_search import with_candidate
 from hpctrain.planner.job import Candidate, Job
@@ -45,9 +42,8 @@ from hpctrain.planner.machine import Machine
 from hpctrain.planner.measurement import measured, measured_times
 from hpctrain.planner.planned_run import Image, PlannedRun, prepare
 from hpctrain.planner.search import SearchChoice, search
-from hpctrain.planner.search_space import SearchSpace
+from hpctrain.planner.search_space import SearchSpace, configured_space, kept_sections, open_grid
 from hpctrain.planner.step_program import predict
-from hpctrain.planner.tasks import SimulationOptions
 from hpctrain.run.images import open_alike
 from hpctrain.run.resume import find_checkpoint
 from hpctrain.runs.directory import RunDirectory
@@ -70,33 +66,34 @@ class BestCandidate:
     machine: Machine | None = None
 
 
-def find(started: StartedJob, job: Job, space: SearchSpace, source: str | None) -> BestCandidate:
+def find(started: StartedJob, job: Job, space: SearchSpace, machine: str | None) -> BestCandidate:
     """The fastest candidate by prediction on the ranks of a started job. Collective; the same on every rank.
 
     Args:
-        source: of the machine: a file or the name of an installed one; None: it is measured, within a minute.
+        machine: a file or the name of an installed one; None: it is measured, within a minute.
 
     Raises:
         ConfigError: a machine file with a fault, or a job that fits in no plan.
     """
-    if source is None:
-        machine = measured(started.world, job.kernels, started.threads, started.deadline_seconds)
+    if machine is None:
+        used = measured(started.world, job.kernels, started.threads, started.deadline_seconds)
     else:
-        machine = started.on_root(lambda: machine_file.read(source))
-    costs: ComputeCosts = RateCosts(machine, job.dtype)
+        used = started.on_root(lambda: machine_file.read(machine))
+    rates = RateCosts(used, job.dtype)
+    costs: ComputeCosts = rates
     if job.kernels.arithmetic.on_host:
         times = measured_times(
             started.world,
             job,
             space,
             threads=started.threads,
-            memory_bytes=machine.memory_bytes,
+            memory_bytes=used.memory_bytes,
             budget_seconds=_TIMING_SECONDS,
             deadline_seconds=started.deadline_seconds,
         )
-        costs = MeasuredCosts(times, RateCosts(machine, job.dtype))
-    kept = machine if source is None else None
-    return started.on_root(lambda: best(job, machine, costs, started.world.size, space, kept))
+        costs = MeasuredCosts(times, rates)
+    kept = used if machine is None else None
+    return started.on_root(lambda: best(job, used, costs, started.world.size, space, kept))
 
 
 def best(
@@ -115,7 +112,7 @@ def best(
 
 def _words(choice: SearchChoice) -> str:
     one = choice.candidate
-    return f"{chosen_words(one.plan, one.averager, one.options)}: {choice.prediction.step.seconds:.3g} s"
+    return f"{chosen_words(one.plan, one.averager.name, one.averager.options)}: {choice.prediction.step.seconds:.3g} s"
 
 
 #: A name, or a mapping of "name" and options, as in a configuration.
@@ -162,9 +159,8 @@ class Automatic:
             )
 
         job = raise_on_all_ranks(started.world, planned)
-        split = job.kernels.arithmetic.on_host
-        space = SearchSpace(fixed_grid=None if split else (1, started.world.size), fixed_micro_batches=self.micro_batches)
-        return find(started, job, space, self.machine)
+        fixed_grid = open_grid(started.world.size, job.kernels)
+        return find(started, job, SearchSpace(fixed_grid, fixed_micro_batches=self.micro_batches), self.machine)
 
 
 def optimizer_of(optimizer: Choice | Callable[[], Optimizer]) -> Callable[[], Optimizer]:
@@ -189,7 +185,8 @@ def choose(config: Config, started: StartedJob, resume: str | None, repeated: st
         return Resolved(kept.applied(config), kept, None, lines)
     _check_same_images(config, world)
     task = raise_on_all_ranks(world, lambda: with_default_plan(config, world.size))
-    outcome = find(started, planned_run.job(task), _space(config, task, world.size), config.machine)
+    space = configured_space(config, world.size, kept_sections(config), task.kernels)
+    outcome = find(started, planned_run.job(task), space, config.machine)
     choice = _choice(config, world.size, task, outcome)
     resolved = choice.applied(config)
     return Resolved(resolved, choice, outcome.machine, (*lines, choice.line(resolved)))
@@ -246,53 +243,10 @@ def _of_run(repeated: str | None) -> tuple[AutomaticChoice, str] | None:
     return (AutomaticChoice.from_meta(json.loads(read_text(path)), str(path)), str(path)) if path.exists() else None
 
 
-def planned(config: Config, ranks: int | None, machine: str | None, image: Image | None, classes: int | None) -> Config:
-    """Return the configuration that a job with this number of ranks on a machine would run, without that job.
-
-    Args:
-        ranks: None: as many as the configured grid has. machine: a file or a name; None: the configured one.
-        image, classes: as `prepare` takes them.
-
-    Raises:
-        ConfigError: something is left open, and ranks or a machine are missing; or no plan fits.
-    """
-    if not config.automatic:
-        return config
-    name = machine or config.machine
-    if ranks is None and not config.grid.automatic and config.grid.cols is not None:
-        ranks = config.grid.rows * config.grid.cols
-    if ranks is None or name is None:
-        lacks = "the number of ranks" if ranks is None else "the machine"
-        option = "--ranks" if ranks is None else "--machine"
-        raise ConfigError(
-            f"{' and '.join(config.automatic)} {'is' if len(config.automatic) == 1 else 'are'} auto, which follows from {lacks}; "
-            f"give {option}, or values in place of auto."
-        )
-    measured, task = machine_file.read(name), with_default_plan(config, ranks, image, classes)
-    costs = configured_search.configured_costs(measured, task)
-    outcome = best(planned_run.job(task), measured, costs, ranks, _space(config, task, ranks))
-    return _choice(config, ranks, task, outcome).applied(config)
-
-
 def _choice(config: Config, ranks: int, task: PlannedRun, outcome: BestCandidate) -> AutomaticChoice:
     chosen = with_candidate(config, outcome.candidate).model_dump(mode="json")
     sections = {section: chosen[section] for section in config.automatic}
     return AutomaticChoice(sections, ranks, model_digest(task), outcome.prediction, outcome.next_best)
-
-
-def _space(config: Config, task: PlannedRun, ranks: int) -> SearchSpace:
-    """Return what the configuration leaves open. Micro-batches are fixed, too, because they change batch statistics."""
-    given = config.averager
-    fixed_grid = None if config.grid.automatic else (config.grid.rows, grid.columns(config, ranks))
-    if fixed_grid is None and not task.kernels.arithmetic.on_host:
-        fixed_grid = (1, ranks)  # split layers exchange by way of the host, which has no costs in the model
-    return SearchSpace(
-        fixed_grid=fixed_grid,
-        fixed_plan=None if config.plan.automatic else grid.parallel_plan(config, max(1, ranks // config.grid.rows)),
-        fixed_averager=None if given.automatic else AveragerChoice(given.name, given.options),
-        fixed_micro_batches=config.micro_batches,
-        options=SimulationOptions(progress=ProgressMode.TEST if config.progress == "auto" else ProgressMode(config.progress)),
-    )
 
 
 def with_default_plan(config: Config, ranks: int, image: Image | None = None, classes: int | None = None) -> PlannedRun:

@@ -25,6 +25,7 @@ from hpctrain.config.load import dump
 from hpctrain.config.schema import CheckpointConfig, Config
 from hpctrain.core import user_code
 from hpctrain.core.errors import CheckpointError, DivergedError
+from hpctrain.core.text import loss_text
 from hpctrain.data.image_file import ImageForm
 from hpctrain.data.sampler import Reordering
 from hpctrain.job.automatic_choice import CHOICE_META
@@ -41,7 +42,6 @@ from hpctrain.storage.checkpoint import remove_left
 from hpctrain.storage.shards import ShardFacts, publish, unfinished, write_shard
 from hpctrain.train.accounts import Observer
 from hpctrain.train.metrics import Reporter, RunningSums
-from hpctrain.train.progress_bar import loss_text
 from hpctrain.train.replica import Replica
 from hpctrain.train.saving import Saver, Writing
 from hpctrain.train.snapshot import Position
@@ -516,7 +516,7 @@ class Rollback:
         self._cut_records(target)
         self._checkpoints.take_up(start)
         self._report(error, position.global_step, target, number)
-        return there
+        return target
 
     def _cut_records(self, target: Position) -> None:
         """Rank 0 takes out of the run what lies behind the position."""

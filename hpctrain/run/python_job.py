@@ -344,8 +344,8 @@ class Job(StartedRank):
 
     def _strategy(self, averager: Choice) -> Callable[[PlannedGroup], Strategy]:
         if averager == _AUTO:
-            chosen = self._chosen("averager", _AUTO)
-            return partial(make_strategy, chosen.averager, chosen.options)
+            chosen = self._chosen("averager", _AUTO).averager
+            return partial(make_strategy, chosen.name, chosen.options)
         return partial(make_strategy, *named(averager))
 
     def _chosen(self, argument: str, value: str) -> Candidate:

@@ -17,7 +17,7 @@ from hpctrain.optim.optimizers import OPTIMIZERS
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.planner import machine_file, planned_run
 from hpctrain.planner.compute_costs import ComputeCosts, RateCosts, SampledCosts, SampledTimes, sampled_rates
-from hpctrain.planner.job import Candidate
+from hpctrain.planner.job import AveragerChoice, Candidate
 from hpctrain.planner.machine import Machine
 from hpctrain.planner.measurement import measured_in_haste
 from hpctrain.planner.step_program import predict
@@ -99,7 +99,8 @@ class StepPrediction:
             optimizer=OPTIMIZERS.create(config.optimizer.name, config.optimizer.options),
         )
         plan = parallel_plan(config, cols) if config.grid.rows > 1 else ParallelPlan(1, cols)
-        candidate = Candidate(plan, config.averager.name, config.averager.options, self._parts.replica.passes.micro_batches)
+        averager = AveragerChoice(config.averager.name, config.averager.options)
+        candidate = Candidate(plan, averager, self._parts.replica.passes.micro_batches)
         costs: ComputeCosts = RateCosts(machine, config.dtype)
         times = self._times()
         if times is not None:

@@ -24,9 +24,11 @@ from hpctrain.comm.link import ClockMap, Offset, measure_offset
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.config.schema import AveragerConfig, CheckpointConfig, ChecksConfig, EvaluateConfig, HashesConfig
 from hpctrain.core.intervals import even, even_interval
+from hpctrain.core.text import folded
 from hpctrain.job.session import Session
 from hpctrain.nn.network import Network
 from hpctrain.parallel.groups import GridGroups
+from hpctrain.runs.directory import TABLE_FILE, TRACE_FILE
 from hpctrain.runs.records import reason
 from hpctrain.storage.atomic_write import write_json
 from hpctrain.trace import time_table
@@ -34,7 +36,6 @@ from hpctrain.trace.chrome import ChromeTrace
 from hpctrain.trace.time_table import Postings, RowNames, TimeTable
 from hpctrain.trace.time_table_text import COLUMNS, is_sum, lines
 from hpctrain.trace.tracer import Category, Events, Tracer, cost_per_event_seconds
-from hpctrain.train.progress_bar import folded
 
 COMPUTE_ONLY_FILE = "compute_only.json"
 _REPEATS = 5
@@ -140,8 +141,6 @@ def report_compute_only(
     return lines
 
 
-TRACE_FILE = "trace.json"
-TABLE_FILE = "time_table.json"
 _TAG = 7302
 
 

@@ -31,7 +31,7 @@ from hpctrain.core.errors import (
     HpctrainError,
     RankLostError,
 )
-from hpctrain.core.text import spans
+from hpctrain.core.text import loss_text, spans
 from hpctrain.flight.autopsy import different_phases
 from hpctrain.flight.recorder import RunPhase
 from hpctrain.job import flight_records
@@ -51,7 +51,6 @@ from hpctrain.runs.owner import claim, living_owner
 from hpctrain.storage import checkpoint
 from hpctrain.storage.checkpoint import ABANDONED_SECONDS, checkpoints, remove_left
 from hpctrain.train.metrics import Reporter
-from hpctrain.train.progress_bar import loss_text
 from hpctrain.train.reporters import make_reporter
 from hpctrain.train.reporting import ConsoleReporter, LogReporter, ProgressStyle
 from hpctrain.train.snapshot import Position
@@ -267,10 +266,7 @@ def _run_phases(session: Session, watch: SignalWatch, state: ShrinkState, asked:
     finally:
         session.progress.stop_thread()
         reporter.close()
-    enter(session, RunPhase.END)
-    complete()
-    if session.is_root:
-        _conclude(session, outcome, directory, reason, checkpoints)
+    _end(session, outcome, directory, reason, checkpoints, complete)
     return reason is not None
 
 
@@ -543,9 +539,19 @@ def _stop(session: Session, watch: SignalWatch, limit: str | None, outcome: Outc
     return reason
 
 
-def _conclude(
-    session: Session, outcome: Outcome, directory: RunDirectory, reason: StopReason | None, checkpoints: RunCheckpoints
+def _end(
+    session: Session,
+    outcome: Outcome,
+    directory: RunDirectory,
+    reason: StopReason | None,
+    checkpoints: RunCheckpoints,
+    complete: Callable[[], None],
 ) -> None:
+    """End the run on all ranks, and print how it ended on rank 0. Collective."""
+    enter(session, RunPhase.END)
+    complete()
+    if not session.is_root:
+        return
     epochs, evaluation = session.config.epochs, outcome.evaluation
     if reason is not None:
         written = checkpoints.last or checkpoint.checkpoint_path(directory.checkpoints, outcome.position.global_step)

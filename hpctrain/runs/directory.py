@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from hpctrain.storage.checkpoint import CheckpointContent
 
 
+_CHECKPOINT = re.compile(r"checkpoint-(\d{8,})\.(h5|shards)")
 _EARLIER = re.compile(r"config-(\d{8,})\.yaml")
 _NAME = re.compile(r"^name:.*$", re.MULTILINE)
 _LEGAL_NAME = re.compile(r"[A-Za-z0-9._][A-Za-z0-9._-]*")
@@ -63,6 +64,8 @@ _LONGEST_PATH = 1 << 14
 _MOST_CONFIG_BYTES = 1 << 20
 _MOST_BYTES_OF_SMALL = 1 << 20
 
+#: files of a traced run: events for a time line, and the table of where the time of a step went
+TRACE_FILE, TABLE_FILE = "trace.json", "time_table.json"
 #: name of the file that says where flight records lie
 FLIGHT_POINTER = "flight-directory"
 
@@ -300,6 +303,54 @@ class RunDirectory:
         if record is None:
             raise DataError(f"Line {number} of {self.metrics_path} is no JSON object; delete the line.")
         return record
+
+
+@dataclass(frozen=True)
+class StoredCheckpoint:
+    """A checkpoint on the disk, as file names and file sizes show it.
+
+    Attributes:
+        step: the step in its name. n_bytes: size of all its files. written: seconds of the wall clock. version: another one
+            whenever the checkpoint is written again.
+    """
+
+    step: int
+    path: Path
+    n_bytes: int
+    written: float
+    version: tuple[int, ...]
+
+    @classmethod
+    def of(cls, step: int, path: Path) -> StoredCheckpoint:
+        """Look at a checkpoint.
+
+        Raises:
+            OSError: it does not exist any more, or it is a broken link.
+        """
+        status = path.stat()
+        n_bytes = sum(entry.stat().st_size for entry in os.scandir(path)) if path.is_dir() else status.st_size
+        return cls(step, path, n_bytes, status.st_mtime, (status.st_ino, status.st_size, status.st_mtime_ns))
+
+
+def stored_checkpoints(directory: Path) -> list[StoredCheckpoint]:
+    """Return the checkpoints of a directory, oldest step first. Leave out broken links and those that are deleted meanwhile."""
+    found = []
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(directory):
+            if match := _CHECKPOINT.fullmatch(entry.name):
+                with contextlib.suppress(OSError):
+                    found.append(StoredCheckpoint.of(int(match[1]), Path(entry.path)))
+    return sorted(found, key=lambda stored: (stored.step, stored.path))
+
+
+def flight_directory(run: Path) -> Path:
+    """Return the directory of a run's flight records: the one that the run names, its subdirectory `flight`, or `run` itself.
+
+    Raises:
+        DataError: the file that names the directory is damaged.
+    """
+    kept = RunDirectory(run).flight_records()
+    return kept if kept.is_dir() else run
 
 
 def require_owned(run: RunDirectory) -> None:

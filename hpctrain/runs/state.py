@@ -6,7 +6,6 @@ Events in its metrics that are out of the ordinary come in words for people. Onl
 from __future__ import annotations
 
 import os
-import re
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,11 +15,11 @@ from typing import Any
 
 from hpctrain.core.errors import DataError
 from hpctrain.core.files import json_object, read_bytes
-from hpctrain.core.text import spans
+from hpctrain.core.text import loss_text, spans
 from hpctrain.flight.autopsy import autopsy, records_in
 from hpctrain.flight.ring import FlightRecord
 from hpctrain.launch.process_end import End
-from hpctrain.runs.directory import RunDirectory
+from hpctrain.runs.directory import RunDirectory, stored_checkpoints
 
 
 @dataclass(frozen=True)
@@ -97,11 +96,17 @@ _WORDS: dict[str, Callable[[Mapping[str, Any]], str]] = {
 SILENT_SECONDS = 10.0
 # Largest plausible difference between two clocks.
 _CLOCK_ERROR_SECONDS = 86400.0
-_CHECKPOINT = re.compile(r"checkpoint-(\d{8,})(\.h5|\.shards)")
 
 Record = Mapping[str, Any]
 #: (step, value), in the order of recording
 Curve = tuple[tuple[float, float], ...]
+
+
+def means_text(values: Record, unknown: str = "-") -> tuple[str, str, str]:
+    """Return loss, top-1 and top-5 accuracy of a record as texts; `unknown` for values that are missing or not finite."""
+    loss, accuracies = values.get("loss"), (values.get("top1"), values.get("top5"))
+    top1, top5 = (unknown if value is None else f"{value:.2%}" for value in accuracies)
+    return unknown if loss is None else loss_text(loss), top1, top5
 
 
 @dataclass(frozen=True)
@@ -123,8 +128,12 @@ class RunState:
     end: str | None
 
     def latest(self, *kinds: str) -> Record:
-        """The latest record of these kinds; an empty one where there is none."""
-        return next((record for record in reversed(self.records) if record.get("kind") in kinds), {})
+        """Return the latest record of these kinds; an empty one if there is none."""
+        return next(reversed(self.of_kind(*kinds)), {})
+
+    def of_kind(self, *kinds: str) -> list[Record]:
+        """Return all records of these kinds, in the order of recording."""
+        return [record for record in self.records if record.get("kind") in kinds]
 
     @property
     def step(self) -> int:
@@ -153,7 +162,7 @@ class RunState:
 
     def curve(self, measure: str, *kinds: str) -> Curve:
         """A measure over steps; values that are not finite are left out."""
-        points = ((record.get("step"), record.get(measure)) for record in self.records if record.get("kind") in kinds)
+        points = ((record.get("step"), record.get(measure)) for record in self.of_kind(*kinds))
         return tuple((step, value) for step, value in points if isinstance(step, int) and isinstance(value, int | float))
 
     @property
@@ -184,9 +193,10 @@ class RunReader:
     def read(self, now: float) -> RunState:
         """The state at an instant of the wall clock. What is being written, is torn or is gone meanwhile is left out."""
         records, ranks = self._metrics(), _flight(self.directory)
-        path, written = _newest_checkpoint(self.directory.checkpoints)
+        newest = next(reversed(stored_checkpoints(self.directory.checkpoints)), None)
+        path, age_seconds = (None, now) if newest is None else (newest.path, max(0.0, now - newest.written))
         end = _end(records, ranks, now, self._silences(ranks))
-        return RunState(self.directory.path, now, records, ranks, path, max(0.0, now - written), end)
+        return RunState(self.directory.path, now, records, ranks, path, age_seconds, end)
 
     def _silences(self, ranks: Sequence[FlightRecord]) -> Mapping[int, float] | None:
         """Return, by rank, the seconds since this reader last saw a sign of life; None if it does not follow the run."""
@@ -223,18 +233,6 @@ def _flight(directory: RunDirectory) -> tuple[FlightRecord, ...]:
         return records_in(directory.flight_records(), operations=False)
     except (DataError, OSError):
         return ()
-
-
-def _newest_checkpoint(directory: Path) -> tuple[Path | None, float]:
-    """The checkpoint of the latest step, and when it was written."""
-    names = []
-    try:
-        for entry in os.scandir(directory):
-            if match := _CHECKPOINT.fullmatch(entry.name):
-                names.append((int(match[1]), Path(entry.path), entry.stat().st_mtime))
-    except OSError:
-        pass
-    return (None, 0.0) if not names else max(names)[1:]
 
 
 def _end(

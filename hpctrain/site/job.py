@@ -41,13 +41,13 @@ _PLAIN = re.compile(r"(?!-)[\w@%+=:.,/~^-]+")
 
 @dataclass(frozen=True)
 class JobRequest:
-    """The wishes for a job; None: as the site's profile has it.
+    """What a user asks for. None: as in the site's profile.
 
     Attributes:
-        nodes: number of nodes. ranks_per_node, cores_per_rank: their numbers; cores, not hardware threads.
-        time: limit, as HH:MM:SS or 5h30m. account, queue: as the scheduler names them. hostfile: with a host on each line, for
-            sites without a scheduler. stage: a tar of the environment to unpack on each node. restarts: how often a stopped job
-            is requeued. doctor: whether to examine the nodes before the training.
+        nodes: number of nodes. ranks_per_node, cores_per_rank: numbers; cores, not hardware threads.
+        time: limit, as HH:MM:SS or 5h30m. account, queue: by the scheduler's names. hostfile: with a host on each line, for sites
+            without a scheduler. stage: a tar of the environment to unpack on each node. restarts: how often a stopped job is
+            requeued. doctor: whether to examine the nodes before the training.
     """
 
     nodes: int
@@ -64,11 +64,11 @@ class JobRequest:
 
 @dataclass(frozen=True)
 class JobFiles:
-    """Where a job's files lie, as its script names them, and what it trains.
+    """The paths of a job's files, as its script names them, and what it trains.
 
     Attributes:
         name: of the job, as queues show it. script: the script's own path. logs: directory of its logs. log: the log itself;
-            empty: as the scheduler names it. train: configuration and overrides; None: the script is given them.
+            empty: as the scheduler names it. train: configuration and overrides; None: the script gets them as arguments.
         environment: directory of Python's environment; empty: python is on PATH.
     """
 
@@ -82,11 +82,11 @@ class JobFiles:
 
 @dataclass(frozen=True)
 class SiteJob:
-    """All that a template needs beside the profile.
+    """Everything that a template needs besides the profile.
 
     Attributes:
         ranks: on each node. cpus: of a rank, as the scheduler counts them. directives: (option, reason) of the scheduler.
-        limits: True where the training is to be told of its time, because no signal comes before the end.
+        limits: whether to tell the training its time limit, because no signal comes before the end.
     """
 
     name: str
@@ -108,15 +108,15 @@ class SiteJob:
 
     @property
     def time_seconds(self) -> int:
-        """The time limit in seconds."""
+        """Return the time limit in seconds."""
         return int(parse_duration(self.time))
 
 
 def plan_job(site: Site, request: JobRequest, job_files: JobFiles, *, own_limit: bool = False) -> SiteJob:
-    """The job that a request makes on a site.
+    """Return the job that a request makes on a site.
 
     Args:
-        own_limit: the configuration has a max_time of its own.
+        own_limit: whether the configuration has its own max_time.
 
     Raises:
         ConfigError: the request does not fit the site; the sentence has the nearest legal value.
@@ -176,7 +176,7 @@ def _clock(seconds: int) -> str:
 
 
 def _stage(site: Site, request: JobRequest) -> str:
-    """The tar to unpack on each node."""
+    """Return the tar to unpack on each node."""
     if request.stage is None:
         return ""
     if site.profile.container is not None:
@@ -189,7 +189,7 @@ def _stage(site: Site, request: JobRequest) -> str:
 
 
 def _check_nodes(site: Site, request: JobRequest) -> None:
-    """The nodes are there, as far as that is known here."""
+    """Raise unless the nodes exist, as far as that is known here."""
     scheduler = site.profile.scheduler
     if scheduler == "local" and request.nodes != 1:
         raise ConfigError(f"--nodes is {request.nodes}, but site {site.name} is one machine; the nearest legal value is 1.")
@@ -236,7 +236,7 @@ def _cores(site: Site, request: JobRequest, ranks: int) -> int:
 
 
 def _directives(site: Site, request: JobRequest) -> Sequence[tuple[str, str]]:
-    """Account, queue and the profile's own options; what was asked for and no option names is refused."""
+    """Return account, queue and the profile's own options. Refuse what was asked for and has no option."""
     profile = site.profile
     found = []
     for word, field, asked in (("--account", profile.account, request.account), ("--queue", profile.queue, request.queue)):
@@ -272,10 +272,10 @@ def _with_value(option: str, value: str) -> str:
 
 
 def check_backend(site: Site, backend: str, request: JobRequest) -> None:
-    """Refuse a job on GPUs that the site does not have.
+    """Raise if the job needs GPUs that the site does not have.
 
     Raises:
-        ConfigError: the sentence says which.
+        ConfigError: the sentence names them.
     """
     gpu = site.profile.gpu
     if backend != "cuda":
@@ -364,12 +364,12 @@ def _directive(text: str) -> str:
 
 
 def _comment(text: str) -> str:
-    """Lines of comment."""
+    """Return lines of comment."""
     return "\n".join(textwrap.wrap(text, _COLUMNS, initial_indent="# ", subsequent_indent="# ", break_long_words=False))
 
 
 def _line(setting: str, comment: str, *, edit: bool) -> str:
-    """A setting with its comment behind it, above it where both are too long; those that a person is to edit are marked."""
+    """Return a setting followed by its comment, or below it if both are too long; mark settings that a person is to edit."""
     words = " ".join(word for word in ("<--" if edit else "", comment) if word)
     line = f"{setting:{_COMMENT_AT}}  # {words}" if words else setting
     return line if len(line) <= _COLUMNS else f"{_comment(words)}\n{setting}"
@@ -383,7 +383,11 @@ _COMMANDS = {"slurm": ("sbatch", "--parsable"), "pbs": ("qsub",)}
 
 @dataclass(frozen=True)
 class Submission:
-    """An accepted job. number: of the job, or of the process. lines: how to follow and stop it. script: path of its script."""
+    """An accepted job.
+
+    Attributes:
+        number: of the job, or of the process. lines: how to follow and stop it. script: path of its script.
+    """
 
     number: str
     lines: tuple[str, ...]
@@ -415,13 +419,13 @@ def job_files(site: Site, name: str, output: Path, train: Sequence[str]) -> JobF
 
 
 def _python_environment() -> str:
-    """The virtual or conda environment of this Python; empty where it is the system's."""
+    """Return the virtual or conda environment of this Python; empty for the system's Python."""
     isolated = sys.prefix != sys.base_prefix or (Path(sys.prefix) / "conda-meta").is_dir()
     return sys.prefix if isolated else ""
 
 
 def submit(site: Site, job: SiteJob) -> Submission:
-    """Write the script and hand it over.
+    """Write the script, and submit it.
 
     Raises:
         LaunchError: the scheduler's command is missing or refuses the job. OSError: the script cannot be written.
@@ -457,7 +461,7 @@ def _reserved(job: SiteJob) -> SiteJob:
 
 
 def _number(command: Sequence[str]) -> str:
-    """The number that the scheduler gives to a job."""
+    """Return the number that the scheduler assigns to a job."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SUBMIT_SECONDS, check=False)
     except FileNotFoundError:
@@ -489,12 +493,12 @@ def _following(site: Site, job: SiteJob, number: str) -> tuple[str, ...]:
 
 
 def _with_commands(title: str, *commands: str) -> tuple[str, ...]:
-    """A title, and commands to copy on lines of their own."""
+    """Return a title, and commands to copy on lines of their own."""
     return (title, *(f"  {command}" for command in commands))
 
 
 def _started(job: SiteJob) -> Submission:
-    """The script as a process of its own session, which outlives this one and its terminal."""
+    """Start the script as a process of its own session, which outlives this process and its terminal."""
     start = ["bash", "-c", _IN_BACKGROUND, "start", job.script, job.log]
     done = subprocess.run(start, stdout=subprocess.PIPE, text=True, timeout=_SUBMIT_SECONDS, check=True)
     number = done.stdout.strip()

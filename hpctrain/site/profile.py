@@ -59,7 +59,7 @@ NOT_SAID = "not said"
 
 
 class Sourced(Section):
-    """A setting, or several, with the public text that they follow."""
+    """One setting or several, with the public text that they follow."""
 
     source: Line = Field(
         default=NOT_SAID, description='Address of the guide that says so, or "unverified" and why it is set all the same.'
@@ -98,14 +98,14 @@ class QueueFields(Sourced):
 
 
 class AccountFields(Sourced):
-    """The account that is charged."""
+    """The account to charge."""
 
     option: Line = Field(description="Option that names the account, such as --account.")
     needed: bool = Field(default=False, description="Whether the site refuses jobs without an account.")
 
 
 class ChunkFields(Sourced):
-    """A node in the words of PBS."""
+    """A node in PBS's terms."""
 
     value: Line = Field(description="Rest of a chunk behind -l select=NODES:, such as system=polaris.")
 
@@ -163,7 +163,7 @@ class ContainerFields(Sourced):
 
 
 class SiteProfile(Section):
-    """A machine on which jobs are started, and how."""
+    """A machine on which jobs run, and how to start them there."""
 
     description: Line = Field(description="Words for people: the machine and its nodes.")
     tested: Line = Field(description="Where the rendered script has been run.")
@@ -188,7 +188,7 @@ class SiteProfile(Section):
 
     @property
     def stages(self) -> bool:
-        """Whether an environment can be unpacked on the nodes, as one in an image cannot."""
+        """Return whether an environment can be unpacked on the nodes. One in an image cannot."""
         return self.scratch is not None and self.container is None
 
 
@@ -197,7 +197,7 @@ _PATTERNS = {"time": "a time such as 06:00:00"}
 
 
 def faults(error: ValidationError) -> Iterator[tuple[KeyPath, str]]:
-    """(key path, sentence) of each fault; a key that is missing because it is misspelt beside is one fault."""
+    """Yield (key path, sentence) of each fault. A key that is missing because it is misspelt in the same mapping is one fault."""
     items = error.errors(include_url=False)
     paths = [tuple(item["loc"]) for item in items]
     meant = {_meant(path) for item, path in zip(items, paths, strict=True) if item["type"] == "extra_forbidden"}
@@ -232,7 +232,7 @@ def _rule(item: Mapping[str, Any], path: KeyPath) -> str:
 
 
 def _fields(path: KeyPath) -> Mapping[str, Any]:
-    """The fields of the section at a path of the schema; none where there is no section."""
+    """Return the fields of the section at a path of the schema; empty if there is no section."""
     kind: Any = SiteProfile
     for part in path:
         if _is_section(kind):
@@ -249,7 +249,7 @@ def _is_section(kind: Any) -> bool:
 
 
 def _meant(path: KeyPath) -> KeyPath | None:
-    """The key of the same mapping that an unknown one is nearest to."""
+    """Return the key of the same mapping that is nearest to an unknown one."""
     near = nearest(str(path[-1]), _fields(path[:-1]))
     return None if near is None else (*path[:-1], near)
 
@@ -261,7 +261,7 @@ _EXTENDS = "extends"
 
 @dataclass(frozen=True)
 class Site:
-    """A profile with its name and the file that it is from."""
+    """A profile with its name and its file."""
 
     name: str
     path: Path
@@ -269,7 +269,7 @@ class Site:
 
     @property
     def is_installed(self) -> bool:
-        """Whether it came with hpctrain."""
+        """Return whether it was installed with hpctrain."""
         return self.path.parent == INSTALLED
 
 
@@ -286,14 +286,14 @@ def where_own(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def profile_paths(environ: Mapping[str, str] = os.environ) -> dict[str, Path]:
-    """The file of each profile by its name, in the order of names; a user's own one hides an installed one of that name."""
+    """Return the file of each profile by its name, in the order of names. A user's own profile hides an installed one."""
     folders = [folder for folder in (INSTALLED, own_directory(environ)) if folder is not None]
     by_name = {path.stem: path for folder in folders for path in folder.glob("*.yaml")}
     return {name: by_name[name] for name in sorted(by_name)}
 
 
 def read_site(name: str, environ: Mapping[str, str] = os.environ) -> Site:
-    """The profile of that name, with what it extends.
+    """Return the profile of that name, with what it extends.
 
     Raises:
         ConfigError: there is none; else one sentence for each fault, with its file and line.
@@ -311,7 +311,7 @@ def read_site(name: str, environ: Mapping[str, str] = os.environ) -> Site:
 
 
 def _extended(path: Path, environ: Mapping[str, str], below: tuple[Path, ...]) -> tuple[Any, dict[KeyPath, str]]:
-    """The data of a file laid over that of the profile which it extends, and the places of both."""
+    """Return the data of a file laid over that of the profile it extends, and the places of both."""
     data, places = _data(path)
     if not isinstance(data, dict) or _EXTENDS not in data:
         return data, places
@@ -338,7 +338,7 @@ def _data(path: Path) -> tuple[Any, dict[KeyPath, str]]:
 
 
 def _merged(base: Any, over: Any) -> Any:
-    """Mappings are merged key by key, null takes an entry away, and everything else replaces what was there."""
+    """Merge mappings key by key. null removes an entry; everything else replaces what was there."""
     if not isinstance(base, Mapping) or not isinstance(over, Mapping):
         return over
     merged = {**base, **{key: _merged(base.get(key), value) for key, value in over.items()}}

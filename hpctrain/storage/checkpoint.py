@@ -34,7 +34,7 @@ from hpctrain.core.log import get_logger
 from hpctrain.core.sentences import choices
 from hpctrain.launch import processes
 from hpctrain.storage.atomic_write import PARTIAL, not_written, replacing, synchronise_directory, writer_of
-from hpctrain.storage.hdf5_store import digest_of, read_store, read_store_meta, write_store
+from hpctrain.storage.hdf5_store import digest_of, read_store_meta, write_store
 from hpctrain.storage.shards import (
     BEFORE,
     MANIFEST,
@@ -43,8 +43,10 @@ from hpctrain.storage.shards import (
     ShardedTensors,
     WriteShares,
     delete,
+    open_file,
     open_sharded,
     publish,
+    read_file,
     unfinished,
     write_shard,
 )
@@ -198,19 +200,22 @@ def _matching(directory: Path, name: re.Pattern[str]) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in matches if match)
 
 
-def write(path: Path, content: CheckpointContent) -> None:
-    """Write `path`, so that at every moment it is either what it was before or complete, on the disk.
+def write(path: Path, content: CheckpointContent, *, cleans: bool = True) -> None:
+    """Write a checkpoint as one file, so that at every moment it is either what it was before or complete, on the disk.
 
-    The file grows under a temporary name in the same directory, is synchronised, renamed, and the directory synchronised.
-    Temporary files that an earlier kill has left of this checkpoint, or of other checkpoints of a run, are removed first. Only
+    The file grows under a temporary name in the same directory, is synchronised, renamed, and the directory synchronised. Only
     one process may write in a directory at a time.
 
+    Args:
+        cleans: remove temporary files that an earlier kill has left of this checkpoint, or of other checkpoints of a run, first.
+
     Raises:
-        CheckpointError: the file cannot be written (disk full, no permission); nothing is left behind.
+        CheckpointError: the file cannot be written (disk full, no permission); no part of it is left.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        remove_left(path.parent, of=path)
+        if cleans:
+            remove_left(path.parent, of=path)
         with replacing(path) as partial:
             write_store(partial, content.tensors, content.meta)
     except (OSError, RuntimeError) as error:
@@ -218,27 +223,26 @@ def write(path: Path, content: CheckpointContent) -> None:
 
 
 def read(path: Path) -> CheckpointContent:
-    """All of a checkpoint, every checksum verified. The tensors are the caller's; those of shards are read again when asked for.
+    """Read all of a checkpoint, and verify every checksum. The caller owns the tensors; those of shards are read again on access.
 
     Raises:
         CheckpointError: missing, truncated, damaged (names the tensor), of another format version.
     """
-    content = open_checkpoint(path)
-    if isinstance(content.tensors, ShardedTensors):
-        try:
-            content.tensors.verify()
-        finally:
-            content.tensors.close()
-    return content
+    if not is_sharded(path):
+        return CheckpointContent(*read_file(path))
+    tensors, meta = open_sharded(path)
+    with contextlib.closing(tensors):
+        tensors.verify()
+    return CheckpointContent(tensors, meta)
 
 
 def open_checkpoint(path: Path) -> CheckpointContent:
-    """As `read`, but the tensors of shards are not verified before they are read.
+    """Return a checkpoint whose tensors are read, and verified, on access.
 
     Raises:
-        CheckpointError: as `read`.
+        CheckpointError: as `read`; a damaged tensor on access.
     """
-    return CheckpointContent(*(open_sharded(path) if is_sharded(path) else read_store(path)))
+    return CheckpointContent(*(open_sharded(path) if is_sharded(path) else open_file(path)))
 
 
 def read_meta(path: Path) -> Mapping[str, object]:
@@ -451,7 +455,7 @@ def convert(source: Path, out: Path, *, sharded: bool, shards: int | None = None
     if sharded:
         _write_shards(out, content, shards or int(str(content.meta.get("ranks", 1))))
     else:
-        _write_file(out, content)
+        write(out, content, cleans=False)
     try:
         again = read(out)
         _compare(content, again, out)
@@ -470,16 +474,6 @@ def _check(out: Path, sharded: bool) -> None:
             f"{out} would be taken for {'a file' if sharded else 'a directory of shards'}: the name of a checkpoint ends in "
             f"{SUFFIX} exactly where it is a directory of shards; give {legal}."
         )
-
-
-def _write_file(out: Path, content: CheckpointContent) -> None:
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(out) as partial:
-            write_store(partial, content.tensors, content.meta)
-    except (OSError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"The checkpoint {out} cannot be written ({reason}); make room or choose another path.") from error
 
 
 def _write_shards(out: Path, content: CheckpointContent, shards: int) -> None:

@@ -170,6 +170,21 @@ class TensorPlace:
 
     offset: int
     sha256: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class StoreIndex:
+    """What a file says of its tensors, all of it verified but the tensors themselves.
+
+    Attributes:
+        places: by name. sha256: of the root, over the names and checksums of all tensors. meta: the metadata.
+    """
+
+    places: Mapping[str, TensorPlace]
+    sha256: str
+    meta: Mapping[str, object]
 
 
 def _little_endian(array: np.ndarray) -> np.ndarray:
@@ -255,34 +270,14 @@ def _write_meta(file: h5py.File, meta: Mapping[str, object]) -> str:
     return digest
 
 
-def read_store(path: Path) -> tuple[dict[str, np.ndarray], dict[str, object]]:
-    """All tensors and the metadata of `path`, every checksum verified.
-
-    Raises:
-        CheckpointError: missing, truncated, not a checkpoint, of another format version, or damaged (the message names what).
-    """
-    if not path.is_file():
-        raise CheckpointError(f"There is no checkpoint {path}.")
-    # Many parallel file systems have no locks, and a finished checkpoint is never written again.
-    with _damage_in(path), h5py.File(path, "r", locking=False) as file:
-        _check_header(path, file)
-        return _read(path, file)
-
-
 def read_store_meta(path: Path) -> dict[str, object]:
-    """Return the metadata of `path`, verified by their checksum. Reads no tensor.
+    """Return the metadata of `path`, verified by their checksum. Reads nothing about tensors.
 
     Raises:
-        CheckpointError: as `read_store`.
+        CheckpointError: as `index_store`.
     """
-    if not path.is_file():
-        raise CheckpointError(f"There is no checkpoint {path}.")
-    with _damage_in(path), h5py.File(path, "r", locking=False) as file:
-        _check_header(path, file)
-        text = file[_META][()]
-        if hashlib.sha256(text).hexdigest() != _text(file[_META], "sha256"):
-            raise CheckpointError(f"The metadata in checkpoint {path} does not match its checksum; use an older one.")
-        return dict(json.loads(text))
+    with _opened(path) as file:
+        return _meta(path, file)
 
 
 def _text(item: h5py.Group | h5py.Dataset, attribute: str) -> str:
@@ -303,7 +298,7 @@ def _check_header(path: Path, file: h5py.File) -> None:
 
 
 def root_digest(path: Path) -> str:
-    """Return the stored checksum over the names and checksums of all tensors. Does not verify it; `read_store` does.
+    """Return the stored checksum over the names and checksums of all tensors, without verifying it.
 
     Raises:
         CheckpointError: HDF5 cannot read the file.
@@ -312,56 +307,51 @@ def root_digest(path: Path) -> str:
         return _text(file, "sha256")
 
 
-def index_store(path: Path) -> tuple[dict[str, TensorPlace], str]:
-    """The place of each tensor, by name, and the root's checksum, against which all of their checksums are verified.
-
-    No element of a tensor is read; the metadata are verified.
+def index_store(path: Path) -> StoreIndex:
+    """Return the places of all tensors, and the metadata. Reads no element of a tensor.
 
     Raises:
-        CheckpointError: as `read_store`.
+        CheckpointError: missing, truncated, not a checkpoint, of another format version, or damaged (the message names what).
     """
+    with _opened(path) as file:
+        names: list[str] = []
+        file.visititems(lambda name, item: names.append(name) if isinstance(item, h5py.Dataset) else None)
+        digests = {name: _text(file[name], "sha256") for name in names}
+        root = _list_digest(digests)
+        if _META not in digests or _text(file, "sha256") != root:
+            raise CheckpointError(f"The list of tensors in checkpoint {path} does not match its checksum; use an older one.")
+        size = path.stat().st_size
+        places = {name: _place(file[name], digests[name], size) for name in names if name != _META}
+        return StoreIndex(places, root, _meta(path, file))
+
+
+def _place(tensor: h5py.Dataset, sha256: str, file_size: int) -> TensorPlace:
+    offset = tensor.id.get_offset()  # None where there are no elements
+    # Sparse or compressed tensors, which `write_store` never writes, may claim any number of bytes.
+    if tensor.nbytes and (offset is None or offset + tensor.nbytes > file_size):
+        raise ValueError(f"{tensor.name[1:]} has more bytes than the file")
+    return TensorPlace(offset or 0, sha256, tensor.shape, tensor.dtype.str)
+
+
+def _meta(path: Path, file: h5py.File) -> dict[str, object]:
+    dataset = file[_META]
+    if dataset.nbytes > path.stat().st_size:
+        raise ValueError("the metadata have more bytes than the file")
+    text = dataset[()]
+    if hashlib.sha256(text).hexdigest() != _text(dataset, "sha256"):
+        raise CheckpointError(f"The metadata in checkpoint {path} does not match its checksum; use an older one.")
+    return dict(json.loads(text))
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[h5py.File]:
+    """Yield an open checkpoint file of a readable version."""
+    if not path.is_file():
+        raise CheckpointError(f"There is no checkpoint {path}.")
+    # Many parallel file systems have no locks, and a finished checkpoint is never written again.
     with _damage_in(path), h5py.File(path, "r", locking=False) as file:
         _check_header(path, file)
-        digests = _digests(path, file)
-        if hashlib.sha256(file[_META][()]).hexdigest() != digests[_META]:
-            raise CheckpointError(f"The metadata in checkpoint {path} does not match its checksum; use an older one.")
-        tensors = {name: file[name].id for name in digests if name != _META}
-        # HDF5 gives no offset where there are no elements.
-        places = {name: TensorPlace(int(tensor.get_offset() or 0), digests[name]) for name, tensor in tensors.items()}
-    return places, _list_digest(digests)
-
-
-def _read(path: Path, file: h5py.File) -> tuple[dict[str, np.ndarray], dict[str, object]]:
-    tensors = dict(_tensors(path, file))
-    return tensors, json.loads(file[_META][()])
-
-
-def _digests(path: Path, file: h5py.File) -> dict[str, str]:
-    """The checksums of all datasets, by name, verified as a whole."""
-    names: list[str] = []
-    file.visititems(lambda name, item: names.append(name) if isinstance(item, h5py.Dataset) else None)
-    digests = {name: _text(file[name], "sha256") for name in names}
-    if _META not in digests or _text(file, "sha256") != _list_digest(digests):
-        raise CheckpointError(f"The list of tensors in checkpoint {path} does not match its checksum; use an older one.")
-    return digests
-
-
-def _tensors(path: Path, file: h5py.File) -> Iterator[tuple[str, np.ndarray]]:
-    """(name, tensor) of all datasets, verified; then the metadata and the list itself, verified."""
-    digests = _digests(path, file)
-    size = path.stat().st_size
-    for name in digests:
-        if file[name].nbytes > size:  # sparse or compressed, which `write_store` never writes: its size has no bound
-            raise ValueError(f"{name} has more bytes than the file")
-        if name == _META:
-            actual, what = hashlib.sha256(file[name][()]).hexdigest(), "The metadata"
-        else:
-            array = np.asarray(file[name][()])
-            actual, what = digest_of(array), f"Tensor {name}"
-        if actual != digests[name]:
-            raise CheckpointError(f"{what} in checkpoint {path} does not match its checksum; use an older one.")
-        if name != _META:
-            yield name, array
+        yield file
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ than the pieces that are needed.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -161,10 +162,10 @@ class ShardReader:
         os.close(self._descriptor)
 
     def _index(self) -> ShardPlaces:
-        places, root = index_store(self._path)
-        if root != self._shard.sha256 or not places.keys() >= self._shard.parts.keys():
+        index = index_store(self._path)
+        if index.sha256 != self._shard.sha256 or not index.places.keys() >= self._shard.parts.keys():
             raise CheckpointError(f"The shard {self._path} belongs to another checkpoint, or is damaged; use an older one.")
-        return places
+        return index.places
 
     def _fill(self, key: str, view: memoryview, offset: int) -> None:
         done = 0
@@ -173,13 +174,13 @@ class ShardReader:
                 done += count
         except OSError as error:
             raise CheckpointError(
-                f"Tensor {key} in the shard {self._path} cannot be read ({error.strerror}); use an older checkpoint."
+                f"Tensor {key} in {self._path} cannot be read ({error.strerror}); use an older checkpoint."
             ) from error
         if done < len(view):
             raise self._damaged(key)
 
     def _damaged(self, key: str) -> CheckpointError:
-        return CheckpointError(f"Tensor {key} in the shard {self._path} does not match its checksum; use an older checkpoint.")
+        return CheckpointError(f"Tensor {key} in {self._path} does not match its checksum; use an older checkpoint.")
 
 
 def _open(path: Path, size: int) -> int:
@@ -267,6 +268,8 @@ class ShardedTensors(Mapping[str, np.ndarray]):
 
     def part(self, key: str, box: Box) -> np.ndarray:
         """The elements of a box of a tensor, in a new array."""
+        if [place for _, place in self._places[key]] == [box]:
+            return self._reader(self._places[key][0][0]).read(key, box)
         values = np.empty(shape_of(box), self._facts[key][1])
         for number, there in self._places[key]:
             common = intersect(box, there)
@@ -297,6 +300,28 @@ class ShardedTensors(Mapping[str, np.ndarray]):
             shard = self._shards[number]
             self._readers[number] = ShardReader(self._directory / shard.name, shard, self._verified.get(number))
         return self._readers[number]
+
+
+def open_file(path: Path) -> tuple[ShardedTensors, Mapping[str, object]]:
+    """Return the tensors and the metadata of a checkpoint that is one file: one shard with whole tensors.
+
+    Raises:
+        CheckpointError: as `index_store`.
+    """
+    index = index_store(path)
+    parts = {name: (place.shape, place.dtype, whole(place.shape)) for name, place in index.places.items()}
+    return ShardedTensors(path.parent, [ShardFacts(path.name, path.stat().st_size, index.sha256, parts)]), index.meta
+
+
+def read_file(path: Path) -> tuple[dict[str, np.ndarray], Mapping[str, object]]:
+    """Read all tensors and the metadata of a checkpoint that is one file, and verify every checksum.
+
+    Raises:
+        CheckpointError: as `index_store`, or a tensor is damaged.
+    """
+    tensors, meta = open_file(path)
+    with contextlib.closing(tensors):
+        return dict(tensors), meta
 
 
 def shares(sizes: Sequence[int], ranks: int) -> list[list[int]]:

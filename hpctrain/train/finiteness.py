@@ -58,7 +58,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Look:
+class FiniteCheck:
     """A look at arrays that has begun. holders: what each array is, and the parameter's name. flags: whether each is finite."""
 
     holders: Sequence[tuple[Held, str]]
@@ -133,7 +133,7 @@ class Finiteness:
         layers = (_layer(name) for name in (*network.parameter_specs, *network.statistics.names))
         self._order = {layer: order for order, layer in enumerate(dict.fromkeys(layers))}
 
-    def begin(self) -> Look:
+    def begin(self) -> FiniteCheck:
         """Begin to look at parameters, and at gradients that are held back, as they are at this point of the work. Never waits.
 
         In a step: between forward and backward, when parameters hold all of the step before and nothing of this one.
@@ -142,13 +142,13 @@ class Finiteness:
         holders, arrays = [(Held.GRADIENTS, name) for name, _ in held], [array for _, array in held]
         if not self._all_finite_at_once():
             holders, arrays = [*self._holders, *holders], [*self._arrays, *arrays]
-        return Look(holders, self._arithmetic.fetch_finite(arrays))
+        return FiniteCheck(holders, self._arithmetic.fetch_finite(arrays))
 
     def _all_finite_at_once(self) -> bool:
         """Whether all parameters are known to be finite without waiting: on the host, which looks at fewer and larger arrays."""
         return self._arithmetic.on_host and bool(self._arithmetic.fetch_finite(self._runs).result().all())
 
-    def end(self, step: int, look: Look | None, *, loss: float = 0.0, statistics: Iterable[str] = ()) -> bool:
+    def end(self, step: int, look: FiniteCheck | None, *, loss: float = 0.0, statistics: Iterable[str] = ()) -> bool:
         """Whether all is finite; what is not is kept, the first time, for `error`. Waits for what has begun.
 
         Args:
@@ -227,7 +227,7 @@ class Finiteness:
 
     def _gradient_faults(self) -> list[LayerFault]:
         """Faults in gradients, as far as this rank updates their parameters."""
-        look = Look(self._holders, self._arithmetic.fetch_finite(self._owned(lambda group: group.grad)))
+        look = FiniteCheck(self._holders, self._arithmetic.fetch_finite(self._owned(lambda group: group.grad)))
         return [self._fault(Held.GRADIENTS, name) for _, name in look.faults()]
 
     def _owned(self, flat_of: Callable[[FlatGroup], Array]) -> list[Array]:

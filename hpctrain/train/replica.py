@@ -1,8 +1,8 @@
 """A rank's trainable copy of a model: network, averagers and step, put together here for runs, tests and benchmarks alike.
 
 `make_optimizers`, `make_strategies` and `make_averagers` make one of each for every group of parameters. `LoopState` is the
-state of the loop around steps, that of the trainer or of a program: skipped steps, stop requests, and the status of a
-checkpoint that is being written.
+state of the loop around steps, that of the trainer or of a program: skipped steps, stop requests, and the status of a checkpoint
+that is being written.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.transports import Transport
 from hpctrain.core.errors import BackendError, DivergedError
 from hpctrain.core.log import get_logger
-from hpctrain.data.loader import Batch, BatchSource, Place
+from hpctrain.data.loader import Batch, BatchSource, LoaderRank
 from hpctrain.flight.recorder import FlightNotes, RunPhase
 from hpctrain.nn.network import ALL, MODEL, Network
 from hpctrain.optim.base import Optimizer
@@ -41,7 +41,7 @@ from hpctrain.train.metrics import RunningSums, StepReduction, StepTotals
 from hpctrain.train.passes import Passes
 from hpctrain.train.saving import Saver
 from hpctrain.train.snapshot import Position, Shards
-from hpctrain.train.step import StepGuard, TrainingStep, timed_optimizer
+from hpctrain.train.step import StepGuard, TimedOptimizer, TrainingStep
 from hpctrain.train.weight_watch import CheckCadence, WeightWatch, message_size
 
 #: the phase of a program that is in no call of hpctrain
@@ -158,7 +158,7 @@ def make_optimizers(
         return optimizers
     for name in network.groups:
         guard = optimizers.guards[name] = GuardedOptimizer(with_ema(usable(make(), network), ema))
-        optimizers.unbound[name] = timed_optimizer(guard, progress)
+        optimizers.unbound[name] = TimedOptimizer(guard, progress)
     return optimizers
 
 
@@ -415,10 +415,10 @@ class Replica:
         self._step.record_operators(trace)
 
     @property
-    def place(self) -> Place:
+    def place(self) -> LoaderRank:
         """Keywords of a loader of this replica's batches."""
         ranks, size, shards = self.groups.all_ranks.size, self.groups.split_size, self.passes.shards
-        return Place(rank=self.groups.position, ranks=ranks, split_size=size, tiles=self.tiles, shards=shards)
+        return LoaderRank(rank=self.groups.position, ranks=ranks, split_size=size, tiles=self.tiles, shards=shards)
 
     def step(self, batch: Batch, lr: float) -> StepTotals | None:
         """One update. Collective.

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.core import log
-from hpctrain.core.text import echo_block
+from hpctrain.core.text import LOG_COLUMNS, duration_text, echo_block, fitting, loss_text
 from hpctrain.runs.directory import RunDirectory
 from hpctrain.runs.records import PatientRecords
 from hpctrain.train.metrics import Reporter, RunningSums
-from hpctrain.train.progress_bar import LOG_COLUMNS, TimeLeft, duration_text, fitting, loss_text
+from hpctrain.train.progress_bar import TimeLeft
 
 if TYPE_CHECKING:
     from rich.console import Console

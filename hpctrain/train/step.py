@@ -8,7 +8,7 @@ rank has found a non-finite value, each restores its copy from before the step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -23,9 +23,9 @@ from hpctrain.data.loader import Batch
 from hpctrain.nn.network import Network
 from hpctrain.nn.parameter import FlatGroup, Parameter, Segment
 from hpctrain.nn.program import StepHooks
-from hpctrain.optim.base import Norms, NormsNeeded, Optimizer
+from hpctrain.optim.base import ForwardingOptimizer, Norms, Optimizer
 from hpctrain.trace.tracer import HOOKS, Category, Tracer
-from hpctrain.train.finiteness import Cause, Finiteness, Look
+from hpctrain.train.finiteness import Cause, FiniteCheck, Finiteness
 from hpctrain.train.metrics import StepReduction
 from hpctrain.train.passes import MicroBatch, Passes, micro_batches_of
 from hpctrain.train.weight_watch import WeightWatch
@@ -93,38 +93,19 @@ class TracingHooks(StepHooks):
         self._ready = self._clock_ns()
 
 
-class TimedOptimizer(Optimizer):
-    """An optimiser whose updates are told to the engine's account, and recorded where there is a tracer."""
+class TimedOptimizer(ForwardingOptimizer):
+    """An optimiser whose updates are reported to the engine's account, and recorded if there is a tracer."""
 
     def __init__(self, inner: Optimizer, progress: ProgressEngine) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._account, self._trace = progress.account, progress.trace
-        self.clip_norm = inner.clip_norm
-        self.momentum = inner.momentum
-        self.prepares_norms = inner.prepares_norms
-
-    @property
-    def norms_needed(self) -> NormsNeeded:
-        return self._inner.norms_needed
-
-    def bind(self, group: FlatGroup, owned: Sequence[Segment]) -> None:
-        self._inner.bind(group, owned)
-
-    def begin_step(self, left_out: Collection[str] = ()) -> None:
-        self._inner.begin_step(left_out)
-
-    def counters(self) -> dict[str, int]:
-        return self._inner.counters()
-
-    def load_counters(self, counters: Mapping[str, int]) -> None:
-        self._inner.load_counters(counters)
 
     def prepare_norms(self, segments: Sequence[Segment]) -> None:
         if self.prepares_norms:
-            self._timed(segments, lambda: self._inner.prepare_norms(segments))
+            self._timed(segments, lambda: self.inner.prepare_norms(segments))
 
     def update(self, segments: Sequence[Segment], lr: float, norms: Norms | None) -> None:
-        self._timed(segments, lambda: self._inner.update(segments, lr, norms))
+        self._timed(segments, lambda: self.inner.update(segments, lr, norms))
 
     def _timed(self, segments: Sequence[Segment], write: Callable[[], None]) -> None:
         begin_ns = self._account.clock_ns()
@@ -134,25 +115,11 @@ class TimedOptimizer(Optimizer):
         if segments and self._trace is not None:
             self._trace.add(Category.UPDATE, segments[0].parameter, begin_ns, stop_ns)
 
-    def state(self, segment: Segment) -> dict[str, np.ndarray]:
-        return self._inner.state(segment)
-
-
-class _TimedLayerwiseOptimizer(TimedOptimizer):
-    """The same for one that needs each layer's norms."""
-
-    layer_norms = True
-
-
-def timed_optimizer(inner: Optimizer, progress: ProgressEngine) -> Optimizer:
-    """`inner`, with its updates told apart from the time that messages take."""
-    return _TimedLayerwiseOptimizer(inner, progress) if inner.layer_norms else TimedOptimizer(inner, progress)
-
 
 class Sum(Protocol):
     """The sum of one group's gradients over the parts of a step."""
 
-    def home(self, parameter: Parameter, part: int) -> Array:
+    def buffer_for(self, parameter: Parameter, part: int) -> Array:
         """The place that the gradient of one parameter over a part is to be written to."""
         ...
 
@@ -176,7 +143,7 @@ class GradientSum:
         self._group = group
         self._total: Array = group.arithmetic.zeros(group.size, group.dtype)
 
-    def home(self, parameter: Parameter, part: int) -> Array:
+    def buffer_for(self, parameter: Parameter, part: int) -> Array:
         """The group's own buffer, for every micro-batch."""
         return parameter.grad
 
@@ -223,9 +190,9 @@ class AveragingHooks(StepHooks):
         }
         self._part, self.last = 0, True
 
-    def home(self, parameter: Parameter, part: int) -> Array:
+    def buffer_for(self, parameter: Parameter, part: int) -> Array:
         """The place that the program of a part writes a gradient to."""
-        return self._sum_of[parameter.name].home(parameter, part) if self._sums else parameter.grad
+        return self._sum_of[parameter.name].buffer_for(parameter, part) if self._sums else parameter.grad
 
     def start(self) -> None:
         """A step begins."""
@@ -346,7 +313,7 @@ class TrainingStep:
         hooks = self._hooks if self._tracing is None else self._tracing
         self._lap(Category.AVERAGING, HOOKS)
         counts = [part.counts for _, part in parts]
-        programs = self._network.side_by_side(counts, image_shape=batch.image_shape, gradient_buffers=self._hooks.home)
+        programs = self._network.side_by_side(counts, image_shape=batch.image_shape, gradient_buffers=self._hooks.buffer_for)
         for program, (_, part) in zip(programs, parts, strict=True):
             # A rank that reads tiles of images has those of all samples of its split group.
             program.set_input(batch.x[part.own if len(batch.x) == len(batch.y) else part.shared])
@@ -386,7 +353,9 @@ class TrainingStep:
                 look = None
             self._lap(Category.WORK, "sums")
 
-    def _add_to_message(self, global_step: int, loss: LossHandle, statistics: Fetch, look: Look | None, group_count: int) -> None:
+    def _add_to_message(
+        self, global_step: int, loss: LossHandle, statistics: Fetch, look: FiniteCheck | None, group_count: int
+    ) -> None:
         """Ask for what was on its way to the host under backward: the only waits of a step, where kernels run elsewhere."""
         sums = loss.result()
         terms = self._network.statistics.weighted(sums.count, group_count, statistics.result())

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from hpctrain.train.progress_bar import loss_text
+from hpctrain.core.text import loss_text
 
 
 @dataclass(frozen=True)

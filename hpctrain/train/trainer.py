@@ -7,13 +7,13 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
 from hpctrain.core.errors import DivergedError
+from hpctrain.core.text import folded, loss_text
 from hpctrain.data.loader import Batch, BatchSource
 from hpctrain.flight.recorder import RunPhase
 from hpctrain.optim.schedules import LearningRateSchedule
 from hpctrain.trace.tracer import Category
 from hpctrain.train.accounts import Observer, StepTrace
 from hpctrain.train.metrics import Rate, Reporter, RunningSums
-from hpctrain.train.progress_bar import folded, loss_text
 from hpctrain.train.replica import LoopState, Replica
 from hpctrain.train.saving import Saver
 from hpctrain.train.snapshot import Position

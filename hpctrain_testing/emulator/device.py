@@ -69,14 +69,14 @@ class EmulatedDevice:
         return tuple(self._streams.waits)
 
     def seal(self) -> None:
-        """From here on, allocations are late: `counters.late_allocations` names them."""
+        """Count allocations from here on as late: `counters.late_allocations` names them."""
         self.counters.sealed = True
 
     def finish(self) -> None:
-        """Say that the program is at its end.
+        """Verify at exit that no device work is pending.
 
         Raises:
-            EmulatedDeviceError: there is work that nobody has waited for, or bytes beside an array were written.
+            EmulatedDeviceError: there is work that was never waited for, or bytes next to an array were written.
         """
         self._check_memory()
         queues = [queue for queue in self._streams.scheduler.queues if queue.pending]
@@ -107,7 +107,7 @@ class EmulatedDevice:
         return self._streams.event()
 
     def kernel(self, source: str, name: str, *, text: str | None = None) -> CpuKernel:
-        """As `Device.kernel`. text: of a source that is not the package's."""
+        """Return a kernel, as `Device.kernel`. text: of a source that is not the package's."""
         if (source, name) not in self._kernels:
             self._streams.refuse_in_capture(f"load the kernel {name}")
             library = kernels.library(source) if text is None else kernels.build(text)

@@ -36,18 +36,18 @@ _FLAGS = (*_LANGUAGE, *_LIBRARY)
 
 
 def compiler() -> str | None:
-    """The C++ compiler; None where there is none."""
+    """Return the C++ compiler; None where there is none."""
     return shutil.which("g++")
 
 
 @cache
 def library(source: str) -> ctypes.PyDLL:
-    """The library of kernels/<source>.cu. Calls of it hold Python's lock: it runs one kernel at a time."""
+    """Return the library of kernels/<source>.cu. Calls of it hold Python's lock: it runs one kernel at a time."""
     return build(sources.text(source))
 
 
 def build(text: str) -> ctypes.PyDLL:
-    """The library of a CUDA source's text, compiled where the cache has none.
+    """Return the library of a CUDA source's text, compiled where the cache has none.
 
     Raises:
         BackendError: there is no compiler, or it refuses the source; the message holds what it says.
@@ -77,7 +77,7 @@ def _target(text: str) -> Path:
 
 @cache
 def _folder() -> Path:
-    """The cache; nobody else can have put a library there."""
+    """Return the cache directory, which belongs to this user: no one else can have put a library there."""
     folder = Path(tempfile.gettempdir()) / f"hpctrain-cuda-on-cpu-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
@@ -132,7 +132,7 @@ class _Request(ctypes.Structure):
 
 
 def pack_arguments(name: str, parameters: Sequence[str], arguments: Sequence[Argument]) -> list[bytes]:
-    """The bytes of each argument.
+    """Return the bytes of each argument.
 
     Args:
         parameters: the kernel's, by type: "int32", "float64", "bool", "pointer float32", "pointer void" (any), "bytes 24".
@@ -182,7 +182,7 @@ class CpuKernel:
 
     Args:
         library: holds Python's lock while a kernel runs: it has one machine.
-        seed: gives the seed for the orders of blocks and threads of the next launch.
+        seed: returns the seed for the orders of blocks and threads of the next launch.
         describe: a clause about an address that a kernel must not touch.
     """
 

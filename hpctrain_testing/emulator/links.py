@@ -1,7 +1,7 @@
 """Links between emulated devices: what NCCL does between GPUs, as messages of the host between their processes.
 
 A call is a piece of the stream's work: it begins when it is next, and ends once the other devices' pieces have come so far. Ranks
-may be threads of one process or processes under MPI. Devices that enqueue unlike calls are told so, on every rank. Where two
+may be threads of one process or processes under MPI. Devices that enqueue different calls raise an error on every rank. Where two
 groups are used in another order on another rank, each waits for the other, as on GPUs; virtual ranks tell of the deadlock, and
 processes of the deadline.
 """
@@ -20,7 +20,7 @@ from hpctrain.backend.arithmetic import Peers
 from hpctrain.backend.cuda.device import DeviceArray, DeviceStream
 from hpctrain_testing.emulator.memory import EmulatedDeviceError, borrowed, bytes_of, on_host
 
-#: bytes of the words of a piece of work that ranks compare; what is behind them counts by its length
+#: bytes of the text of a piece of work that ranks compare; the rest counts by its length
 _WORDS_BYTES = 256
 #: tags of messages from one device to one other; below are those of collectives
 _FIRST_TAG = 1 << 12
@@ -86,7 +86,7 @@ class EmulatedGroups:
 
 
 def _nothing() -> None:
-    """The end of what is done in steps."""
+    """Yield nothing: there are no more steps."""
 
 
 class EmulatedLinks:
@@ -135,7 +135,7 @@ class EmulatedLinks:
         return None  # what goes wrong here is raised
 
     def abort(self) -> None:
-        """Nothing goes on behind the back of the process."""
+        """Do nothing: no work goes on outside the process."""
 
     def _add(self, kind: Any, arrays: tuple[DeviceArray, ...], peer: int = -1) -> None:
         call = _Call(kind, tuple(map(borrowed, arrays)), peer)
@@ -170,7 +170,7 @@ class EmulatedLinks:
         return call.kind == "sum to one" and call.peer != self._peers.rank
 
     def _description(self, calls: Sequence[_Call]) -> np.ndarray:
-        """The words of collectives, and the bytes to and from each other rank."""
+        """Return the words of collectives, and the bytes to and from each other rank."""
         words = ", ".join(filter(None, (call.words for call in calls))).encode()
         text = np.zeros(_WORDS_BYTES, np.uint8)
         kept = words[: _WORDS_BYTES - 8]

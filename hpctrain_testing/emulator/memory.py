@@ -1,4 +1,4 @@
-"""Memory of the emulated device: host memory between pages that nobody may touch and bytes that nobody may change.
+"""Memory of the emulated device: host memory between pages that must not be touched and bytes that must not change.
 
 Pinned memory is host memory that copies may use without waiting. `read` and `write` are device arrays as numbers of the host
 and back, rounded as kernels round. `EmulatedDeviceError` is a mistake in a kernel or in the order of work.
@@ -43,7 +43,7 @@ def _protect(address: int, size_bytes: int, rights: int) -> None:
 class GuardedMemory:
     """So many zeroed bytes, aligned to ALIGNMENT_BYTES, between canaries and then pages on which every access is a fault.
 
-    In front of the bytes are at least ALIGNMENT_BYTES of canary, behind them the canary goes on to the next multiple of it.
+    In front of the bytes are at least ALIGNMENT_BYTES of canary, after them the canary continues to the next multiple of it.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -62,7 +62,7 @@ class GuardedMemory:
         _protect(self.end, _PAGE, _NO_ACCESS)
 
     def damage(self) -> str:
-        """A clause that says which canary is damaged; empty where none is."""
+        """Return a clause that says which canary is damaged; empty where none is."""
         for start, size, place in self._canaries:
             if _compare(start, _CANARY, size):
                 return f"bytes {place} an array of {self.size_bytes} bytes were written"
@@ -98,7 +98,7 @@ class Heap:
         self._damages: list[str] = []
 
     def allocate(self, size_bytes: int) -> DeviceArray:
-        """Zeroed uint8 memory, in use as long as an array or view of it exists."""
+        """Return zeroed uint8 memory, in use as long as an array or view of it exists."""
         memory = GuardedMemory(size_bytes)
         handle = _Handle(self._settle)
         self._used[memory.pointer] = memory
@@ -125,7 +125,7 @@ class Heap:
         return len(self._used)
 
     def damages(self) -> list[str]:
-        """Clauses about all damaged canaries, also of memory freed since the latest call."""
+        """Return clauses about all damaged canaries, also of memory freed since the latest call."""
         freed, self._damages = self._damages, []
         return freed + [damage for memory in list(self._used.values()) if (damage := memory.damage())]
 
@@ -143,7 +143,7 @@ class Heap:
                 raise EmulatedDeviceError(f"{array!r} does not lie in memory that is in use: {self.describe(array.pointer)}.")
 
     def describe(self, address: int) -> str:
-        """A clause about an address: near which array it lies."""
+        """Return a clause about an address: near which array it lies."""
         for text, memories in (("", list(self._used.values())), ("freed ", list(self._freed))):
             for memory in memories:
                 if memory.begin - _PAGE <= address < memory.end + _PAGE:
@@ -162,12 +162,12 @@ def _distance(address: int, memory: GuardedMemory, text: str) -> str:
 
 
 def borrowed(array: DeviceArray) -> DeviceArray:
-    """The same place without keeping its memory in use."""
+    """Return the same place without keeping its memory in use."""
     return DeviceArray(array.pointer, array.shape, array.dtype, None)
 
 
 def on_host(array: DeviceArray) -> np.ndarray:
-    """The elements as an ndarray over the same memory; bfloat16 as uint16. The device does all its work first.
+    """Return the elements as an ndarray over the same memory; bfloat16 as uint16. The device does all its work first.
 
     For tests. The device itself, in the middle of its work, looks at borrowed arrays.
     """
@@ -182,7 +182,7 @@ def on_host(array: DeviceArray) -> np.ndarray:
 
 
 def bytes_of(array: DeviceArray) -> np.ndarray:
-    """All bytes, uint8 (nbytes,), over the same memory."""
+    """View all bytes, uint8 (nbytes,)."""
     return on_host(array).reshape(-1).view(np.uint8)
 
 
@@ -197,7 +197,7 @@ class PinnedMemory:
         self._begins: list[int] = []  # sorted
 
     def allocate(self, size_bytes: int) -> np.ndarray:
-        """uint8 (size_bytes,), not zeroed."""
+        """Return uint8 (size_bytes,), not zeroed."""
         memory = np.full(size_bytes, _NOBODY_HAS_WRITTEN, np.uint8)
         begin = memory.ctypes.data
         self._ends[begin] = begin + size_bytes
@@ -210,7 +210,7 @@ class PinnedMemory:
         del self._ends[begin]
 
     def require(self, array: np.ndarray) -> np.ndarray:
-        """All bytes of an array, uint8, over the same memory.
+        """View all bytes of an array, uint8.
 
         Raises:
             ValueError: it is not contiguous, or not in pinned memory.
@@ -226,7 +226,7 @@ class PinnedMemory:
 
 
 def read(array: DeviceArray) -> np.ndarray:
-    """The elements; bfloat16 as float32."""
+    """Return the elements; bfloat16 as float32."""
     values = on_host(array)
     return bfloat16_values(values) if array.dtype == "bfloat16" else values
 

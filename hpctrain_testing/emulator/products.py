@@ -50,19 +50,19 @@ def check_product(
 
 
 def product(a: DeviceArray, b: DeviceArray, c: DeviceArray, *, transpose_a: bool, transpose_b: bool, accumulate: bool) -> None:
-    """c := op(a) op(b), plus c where `accumulate`."""
+    """Compute c := op(a) op(b), plus c if `accumulate`."""
     left, right = read(a), read(b)
     total = (left.T if transpose_a else left) @ (right.T if transpose_b else right)
     write(c, total + read(c) if accumulate else total)
 
 
-#: asked for although nothing needs it, so that a caller who gives none is found
+#: asked for although nothing needs it, so that a caller that passes none is found
 WORKSPACE_BYTES = 256
 _POISON = 0xFF
 
 
 def spec_of(key: ConvolutionKey) -> Conv2dSpec:
-    """The convolution of a key.
+    """Return the convolution of a key.
 
     Raises:
         BackendError: there is none, or none that cuDNN has a plan for.

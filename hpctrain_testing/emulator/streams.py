@@ -123,7 +123,7 @@ class WorkScheduler:
         self._preferences: dict[WorkQueue, int] = {}
 
     def queue(self, name: str) -> WorkQueue:
-        """A new queue."""
+        """Return a new queue."""
         queue = WorkQueue(name)
         self.queues.append(queue)
         self._preferences[queue] = self._random.choice(_PREFERENCES)
@@ -135,7 +135,7 @@ class WorkScheduler:
         queue.issued += 1
 
     def is_pending(self, memory: np.ndarray) -> bool:
-        """Work that is not done reads or writes this memory of the host."""
+        """Return whether pending work reads or writes this memory of the host."""
         works = (work for queue in self.queues for work in queue.pending)
         return any(np.may_share_memory(memory, other) for work in works for other in (*work.reads, *work.writes))
 
@@ -167,14 +167,14 @@ class WorkScheduler:
                 return
 
     def _pick(self) -> WorkQueue:
-        """A queue whose next piece can be done."""
+        """Return a queue whose next piece can be done."""
         ready = [queue for queue in self.queues if queue.pending and not queue.blocked_by]
         if not ready:
             raise _deadlock([queue for queue in self.queues if queue.pending])
         return self._random.choices(ready, [self._preferences[queue] for queue in ready])[0]
 
     def _needed(self, queue: WorkQueue) -> WorkQueue:
-        """The queue whose next piece brings `queue` forward."""
+        """Return the queue whose next piece brings `queue` forward."""
         passed = []
         while mark := queue.blocked_by:
             passed.append(queue)
@@ -218,7 +218,7 @@ _PATIENCE = 50
 
 
 class Capture:
-    """Work of one stream, recorded instead of done. open: it goes on."""
+    """Work of one stream, recorded instead of done. open: recording continues."""
 
     def __init__(self, name: str) -> None:
         self.name, self.open = name, True
@@ -295,11 +295,11 @@ class StreamTable:
         self._events = self._enqueued = 0
 
     def stream(self, name: str) -> EmulatedStream:
-        """A new stream."""
+        """Return a new stream."""
         return EmulatedStream(self, self.scheduler.queue(name))
 
     def event(self) -> EmulatedEvent:
-        """A new event."""
+        """Return a new event."""
         self._events += 1
         return EmulatedEvent(self, self._events)
 
@@ -337,7 +337,7 @@ class StreamTable:
         with self._lock:
             self._require_own(stream, event)
             mark = event.mark
-            if mark is None or mark is stream.capture:  # nothing to wait for, or in the very order of the capture
+            if mark is None or mark is stream.capture:  # nothing to wait for, or ordered within the capture
                 return
             if isinstance(mark, Capture) or stream.capture:
                 raise EmulatedDeviceError(f"Stream {stream.name} cannot wait for {event}: one of them is captured, not both.")
@@ -346,7 +346,7 @@ class StreamTable:
                 self.scheduler.run_some()
 
     def poll(self, event: EmulatedEvent) -> bool:
-        """True where the event's work is done, or where this wait is left out."""
+        """Return whether the event's work is done, or this wait is left out."""
         with self._lock:
             self.refuse_in_capture(f"ask for {event}")
             event.polls = event.polls + 1 if event.polled_at == self._enqueued else 1
@@ -383,7 +383,7 @@ class StreamTable:
         raise EmulatedDeviceError(f"The host cannot ask for {event}: that was inside a capture.")
 
     def _goes_on(self, event: EmulatedEvent) -> bool:
-        """The host asks for an event: True where it goes on whatever the answer. All that ask for one record are one wait."""
+        """Return whether the host goes on without the event. All questions about one record are one wait."""
         if not event.asked and event.mark is not None:
             event.asked, event.ignored = True, self._ignores(f"the host waits for {event}, at {caller()}")
         return event.ignored
@@ -407,7 +407,7 @@ class StreamTable:
 
 
 def caller() -> str:
-    """The function outside of this package that called in here, as module.function."""
+    """Return the function outside of this package that called in here, as module.function."""
     frame = sys._getframe(1)
     package = __name__.rpartition(".")[0]
     while frame.f_back and frame.f_globals.get("__name__", "").startswith(package):

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpctrain.comm.base import Array, Communicator, Handle
+from hpctrain.comm.base import Array, Communicator, ForwardingCommunicator, Handle
 from hpctrain.core.intervals import even_interval
 
 
@@ -81,7 +81,7 @@ class Counters:
         return difference
 
 
-class CountingCommunicator:
+class CountingCommunicator(ForwardingCommunicator):
     """A communicator that counts, then hands on to `inner`, any other one. Its splits count into the same counters.
 
     Operations are counted at posting. Object operations are counted without bytes, as are receives of messages (their
@@ -89,12 +89,8 @@ class CountingCommunicator:
     """
 
     def __init__(self, inner: Communicator, counters: Counters) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.counters = counters
-        self.rank = inner.rank
-        self.size = inner.size
-        self.name = inner.name
-        self.world_ranks = inner.world_ranks
 
     def iallreduce(self, buffer: Array) -> Handle:
         shares = self._even_share(buffer.size) * buffer.itemsize
@@ -129,12 +125,8 @@ class CountingCommunicator:
         self.counters.add(self.name, "irecv")
         return self.inner.irecv(buffer, source, tag)
 
-    def split(self, color: int | None, key: int, name: str) -> CountingCommunicator | None:
-        inner = self.inner.split(color, key, name)
-        return None if inner is None else CountingCommunicator(inner, self.counters)
-
-    def split_shared_memory(self, name: str) -> CountingCommunicator:
-        return CountingCommunicator(self.inner.split_shared_memory(name), self.counters)
+    def wrap(self, part: Communicator) -> CountingCommunicator:
+        return CountingCommunicator(part, self.counters)
 
     def allgather_object(self, value: Any) -> list[Any]:
         self.counters.add(self.name, "allgather_object")
@@ -143,9 +135,6 @@ class CountingCommunicator:
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         self.counters.add(self.name, "broadcast_object")
         return self.inner.broadcast_object(value, root)
-
-    def abort(self, code: int) -> None:
-        self.inner.abort(code)
 
     def _even_share(self, elements: int) -> int:
         """This rank's part of an even split, the first ranks taking one element more: the parts of a ring allreduce."""

@@ -135,7 +135,7 @@ class _EverySecond(ReduceScatterAverager):
 
     everything = False
 
-    def _left_out(self) -> frozenset[int]:
+    def left_out_slices(self) -> frozenset[int]:
         pieces = enumerate(self.schedule.slices) if self._steps % 2 == 1 else ()
         return frozenset(k for k, piece in pieces if self.everything or "b.weight" in piece.parameters)
 

@@ -478,7 +478,7 @@ def test_replicas_are_those_of_one_rank(options: tuple[str, ...]) -> None:
 @pytest.mark.usefixtures("many_passes")
 def test_an_event_before_what_it_announces_is_found_by_the_thread_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def announced_early(self: Any, weight: str, dy: Any) -> None:
-        exchange = self._operations.exchange_of[weight]
+        exchange = self.operations.exchange_of[weight]
         exchange.pack_errors(np.full_like(dy, np.nan))  # memory that was used before may hold the right numbers
         self._happens(EventKind.GRADIENT, weight)
         exchange.pack_errors(dy)

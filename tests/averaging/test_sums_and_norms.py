@@ -321,7 +321,7 @@ def test_a_step_leaves_the_terms_of_the_tree(shards: int, ranks: int, homes: boo
             own = (random.standard_normal((share.count, group.size)) * 10.0 ** random.integers(-5, 6)).astype(group.dtype)
             for place, shard in enumerate(own):
                 for parameter in group.parameters.values():
-                    home = gradients.home(parameter, place)
+                    home = gradients.buffer_for(parameter, place)
                     segment = group.segment(parameter.name)
                     home[...] = shard[segment.start : segment.stop].reshape(home.shape)
                     gradients.add(parameter, place) if place < share.count - 1 else gradients.complete(parameter)
@@ -340,7 +340,7 @@ def test_homes_are_the_groups_own_where_nothing_waits() -> None:
     parameter = next(iter(group.parameters.values()))
     for homes, own in ((False, [True] * 4), (True, [False, True, False, True])):
         gradients = ShardGradients(group, ShardsOfRank(0, 1, 4), homes=homes)
-        assert [gradients.home(parameter, place) is parameter.grad for place in range(4)] == own
+        assert [gradients.buffer_for(parameter, place) is parameter.grad for place in range(4)] == own
 
 
 def test_a_missing_shard_is_a_bug() -> None:

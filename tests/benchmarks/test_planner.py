@@ -20,7 +20,7 @@ from benchmarks.quiet import QuietCores
 from hpctrain.backend.graph import GraphBuilder
 from hpctrain.backend.specs import TensorSpec
 from hpctrain.comm.base import Communicator
-from hpctrain.data.loader import Place
+from hpctrain.data.loader import LoaderRank
 from hpctrain.models import catalogue
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.parallel.partition_graph import partition_graph
@@ -78,7 +78,7 @@ def test_a_planned_run_needs_no_data() -> None:
 
 def test_ranks_share_the_same_made_up_images() -> None:
     point = Point("resnet20", "1gbit", 2, 1, "batch", "sharded")
-    places: list[Place] = [{"rank": rank, "ranks": 2, "split_size": 1, "tiles": None, "shards": None} for rank in range(2)]
+    places: list[LoaderRank] = [{"rank": rank, "ranks": 2, "split_size": 1, "tiles": None, "shards": None} for rank in range(2)]
     batches = [made_up_batch(point, place) for place in places]
     count = NETWORKS["resnet20"].batch
     assert [len(batch.x) for batch in batches] == [count // 2, count // 2]

@@ -298,4 +298,9 @@ def test_two_ranks_measure_the_link_between_them(job: Callable[..., Outcome], tm
     assert machine.ranks_per_node == 2
     assert machine.sources["within.segments"].startswith("measured on ")
     assert machine.sources["between.segments"].startswith("not measured: one node")
-    assert machine.within.message_seconds(1 << 20) > machine.within.message_seconds(1 << 10) > 0
+    small, large = (
+        segment.alpha_seconds + n_bytes * segment.beta_seconds_per_byte
+        for n_bytes in (1 << 10, 1 << 20)
+        for segment in (machine.within.segment(n_bytes),)
+    )
+    assert large > small > 0

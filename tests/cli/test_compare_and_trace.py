@@ -11,12 +11,12 @@ import pytest
 from click.testing import CliRunner, Result
 
 from hpctrain.cli.main import cli
-from hpctrain.cli.run_traces import RunTraces
 from hpctrain.cli.runs import compare
 from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.flight.ring import file_name, mark_end
 from hpctrain.launch.process_end import End
 from hpctrain.launch.supervisor import AttemptOutcome
+from hpctrain.runs.attempts import RunTraces
 from hpctrain.runs.owner import SUPERVISOR, owned
 from hpctrain.runs.records import HashFile
 from hpctrain.trace.time_table import Late, Row, TimeTable, from_json

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from hpctrain.cli import job_process, start
 from hpctrain.cli.job_process import ConfiguredProcess, ReadConfig
 from hpctrain.comm import mpi
 from hpctrain.comm.base import SingleCommunicator
@@ -51,9 +52,6 @@ class Started(ConfiguredProcess):
         self.sizes: list[int] = []
         self.asked: list[tuple[str | None, str | None]] = []
 
-    def _begin(self, read: ReadConfig, *, trains: bool = False) -> None:
-        self._config, self.world = parse(TEXT, "f.yaml", self.overrides)[0], World(3)
-
     def _session(self, resume: str | None, repeated: str | None, *, goes_on: bool = False) -> Any:
         assert goes_on
         self.sizes.append(self._joined.size)
@@ -74,6 +72,11 @@ class Started(ConfiguredProcess):
 @pytest.fixture(autouse=True)
 def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 is lost each time."""
+
+    def start_job(process: Started, read: ReadConfig, *, trains: bool = False) -> None:
+        process._config, process.world = parse(TEXT, "f.yaml", process.overrides)[0], World(3)
+
+    monkeypatch.setattr(job_process, "start_job", start_job)
     monkeypatch.setattr(mpi, "goes_on_without_lost_ranks", lambda: True)
     monkeypatch.setattr(mpi, "all_done", lambda world, done: done)
     monkeypatch.setattr(mpi, "shrunk", lambda world, flight: (World(world.size - 1), (1,)))
@@ -155,6 +158,7 @@ def test_what_a_trial_of_mpi_has_found_reaches_the_session(tmp_path: Path, monke
         seen.append((config is not None and config.transport, job.world))
         return "aware"
 
+    monkeypatch.setattr(job_process, "start_job", start.start_job)
     monkeypatch.setattr(messages, "try_transport", tried)
     file = tmp_path / "f.yaml"
     file.write_text(TEXT)

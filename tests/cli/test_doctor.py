@@ -1,6 +1,6 @@
 """`hpctrain doctor` as users start it: well where all is well, and fifteen broken environments, each named with what mends it.
 
-Clocks that are apart and nodes with unlike files are made up in tests/doctor/subjects; all else is staged for real processes.
+Clocks that are apart and nodes with unlike files are made up in tests/doctor; all else is staged for real processes.
 """
 
 from __future__ import annotations

@@ -23,9 +23,9 @@ from hpctrain.config.load import load
 from hpctrain.core.errors import ConfigError
 from hpctrain.data.image_file import write
 from hpctrain.planner import machine_file
-from hpctrain.planner.configured_search import progress_of
 from hpctrain.planner.planned_run import prepare
 from hpctrain.planner.program_timing import processor_model
+from hpctrain.planner.search_space import progress_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

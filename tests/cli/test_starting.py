@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from hpctrain.cli.arguments import names_rank
 from hpctrain.cli.main import cli
-from hpctrain.cli.runs import directory_of
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.text import place, spans
+from hpctrain.runs.directory import flight_directory
 from tests.support import faults
 from tests.support.job_pairs import Pair, Tally, reference_of, run_pairs
 from tests.support.jobs import Outcome
@@ -291,7 +291,7 @@ def test_a_killed_rank_was_silent_and_a_finished_job_finished(job: Job, folder: 
 def test_records_lie_where_the_configuration_says(folder: Path) -> None:
     hpctrain(0, folder, "train", f"flight={folder}/local")
     (run,) = (folder / "runs").iterdir()
-    assert directory_of(run) == folder / "local" / run.name
+    assert flight_directory(run) == folder / "local" / run.name
     assert _autopsy(folder).exit_code == 0
     hpctrain(0, folder, "train", "flight=none", f"output={folder}/nowhere")
     (run,) = (folder / "nowhere").iterdir()

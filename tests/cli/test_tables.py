@@ -33,7 +33,7 @@ from hpctrain.cli.simulation_tables import (
 )
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.planner.configured_search import PlannedSearch, SimulatedPoint, job_of
-from hpctrain.planner.job import Candidate
+from hpctrain.planner.job import AveragerChoice, Candidate
 from hpctrain.planner.search import SearchChoice, SearchResult
 from hpctrain.run.evaluation import Evaluation
 from hpctrain.run.prediction import PredictedClass, PredictedPicture, Predictions
@@ -203,7 +203,7 @@ def outcome(*overrides: str) -> PlannedSearch:
     """Two choices with long plans, for a machine that is too small for them."""
     uses = {f"stage{number}.*": "domain" for number in range(1, 9)}
     candidates = (
-        Candidate(ParallelPlan(2, 2, "batch", uses), "sharded", {"fc_exchange": "never"}),
+        Candidate(ParallelPlan(2, 2, "batch", uses), AveragerChoice("sharded", {"fc_exchange": "never"})),
         Candidate(ParallelPlan(1, 4)),
     )
     choices = [
@@ -219,9 +219,12 @@ def outcome(*overrides: str) -> PlannedSearch:
 @pytest.mark.parametrize(
     ("candidate", "text"),
     [
-        (Candidate(ParallelPlan(1, 4, "model", {"fc": "domain"}), "blocking"), "batch; averager blocking"),
+        (Candidate(ParallelPlan(1, 4, "model", {"fc": "domain"}), AveragerChoice("blocking")), "batch; averager blocking"),
         (
-            Candidate(ParallelPlan(4, 1, "domain", {"fc": "model"}, (2, 2)), options={"window": None, "two_level": False}),
+            Candidate(
+                ParallelPlan(4, 1, "domain", {"fc": "model"}, (2, 2)),
+                AveragerChoice("sharded", {"window": None, "two_level": False}),
+            ),
             "domain, fc model, images in 2 x 2 tiles; averager sharded with window None, two_level False",
         ),
         (

@@ -15,7 +15,7 @@ import pytest
 from hpctrain.averaging import agreement
 from hpctrain.comm.link import LinkModel
 from hpctrain.runs.directory import RunDirectory
-from hpctrain.storage import checkpoint, hdf5_store
+from hpctrain.storage import checkpoint
 from tests.support.here import run_here
 from tests.support.jobs import Outcome
 from tests.support.run_in_process import Killed
@@ -104,9 +104,9 @@ def test_resume_is_bitwise(job: Start, folder: Path, ranks: int, options: tuple[
 
 
 def test_a_checkpoint_is_read_once_by_each_rank(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks, reads, read = 2, [], hdf5_store._read
+    ranks, reads, read = 2, [], checkpoint.read
     _train(ranks, folder, "--steps", "2")
-    monkeypatch.setattr(hdf5_store, "_read", lambda *given: reads.append(given) or read(*given))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(checkpoint, "read", lambda path: reads.append(path) or read(path))  # type: ignore[func-returns-value]
     (path,) = newest_run(folder).checkpoints.iterdir()
     for words in ((), ("--checkpoint", str(newest_run(folder).path)), ("--checkpoint", str(path))):
         hpctrain(ranks, folder, "eval", *words)

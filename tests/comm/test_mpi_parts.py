@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.backend.cuda.device import DeviceArray
-from hpctrain.comm.mpi import LostRanks, MpiHandle, named
-from hpctrain.comm.mpi_buffers import MpiBuffers, dtype_char, not_empty, piece
+from hpctrain.comm.base import piece
+from hpctrain.comm.mpi import LostRanks, MpiBuffers, MpiHandle, dtype_char, named, not_empty
 from hpctrain.core.errors import RankLostError
 
 FAILED, PENDING, REVOKED, OTHER = 75, 76, 77, 17

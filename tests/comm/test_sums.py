@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hpctrain.backend.arithmetic import Arithmetic
 from hpctrain.comm.base import Communicator, Complete, GradientSums, Handle, SingleCommunicator
 from hpctrain.comm.groups import in_levels, levels
-from hpctrain.comm.order import Finished, SpareBuffers, Staged, Stages, Turns
+from hpctrain.comm.order import Finished, InOrder, SecondStage, SpareBuffers
 from hpctrain.comm.sums import Caster, MessageBuffers, SixteenBitSums, Terms, TreeSums, sums_over, tree_sums_over
 from hpctrain.comm.transports import over_mpi
 from hpctrain.core.intervals import ShardsOfRank, TreeAddition, even, even_intervals
@@ -487,15 +487,15 @@ class _Step:
 
 @pytest.mark.parametrize("order", list(permutations(range(3))))
 def test_second_stages_begin_in_posting_order(order: tuple[int, ...]) -> None:
-    stages, begun, finished = Stages(), [], []
+    stages, begun, finished = InOrder(), [], []
     firsts, seconds = [_Step(f"first {i}") for i in range(3)], [_Step(f"second {i}") for i in range(3)]
 
-    def staged(i: int) -> Staged:
+    def staged(i: int) -> SecondStage:
         def begin() -> _Step:
             begun.append(i)
             return seconds[i]
 
-        return stages.add(firsts[i], begin, lambda: finished.append(i))
+        return stages.second_stage(firsts[i], begin, lambda: finished.append(i))
 
     handles = [staged(i) for i in range(3)]
     for position in order:
@@ -524,9 +524,9 @@ def test_what_follows_an_operation_is_done_once_and_in_the_test_that_finds_it_co
 
 
 def test_an_operation_says_at_which_stage_it_is() -> None:
-    stages = Stages()
+    stages = InOrder()
     firsts, second = [_Step("all-to-all"), _Step("all-to-all")], _Step("allgather")
-    before, after = (stages.add(first, lambda: second) for first in firsts)
+    before, after = (stages.second_stage(first, lambda: second) for first in firsts)
     assert str(after) == "all-to-all, the first of two stages"
     firsts[1].complete = True
     assert not after.test()
@@ -544,10 +544,10 @@ def test_operations_begin_in_the_order_of_their_places(count: int, source: rando
         begun.append(number)
         return Complete()
 
-    turns = Turns()
-    places = [turns.take() for _ in range(count)]
+    turns = InOrder()
+    places = [turns.reserve() for _ in range(count)]
     for number in source.sample(range(count), count):
-        places[number].when_ready(partial(start, number))
+        places[number].fill(partial(start, number))
         assert begun == list(range(len(begun)))
         source.choice(places).test()
     assert begun == list(range(count))
@@ -555,12 +555,12 @@ def test_operations_begin_in_the_order_of_their_places(count: int, source: rando
 
 
 def test_texts() -> None:
-    turns = Turns()
-    first, second = turns.take(), turns.take()
-    second.when_ready(Complete)
+    turns = InOrder()
+    first, second = turns.reserve(), turns.reserve()
+    second.fill(Complete)
     assert not second.test()
     assert str(second) == "waiting for its turn behind operations within the node"
-    first.when_ready(Complete)
+    first.fill(Complete)
     assert second.test()
     assert str(second) == "of one process"
 

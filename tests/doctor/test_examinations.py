@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import pkgutil
 import subprocess
 import sys
 import time
@@ -17,15 +16,28 @@ from hypothesis import strategies as st
 
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.text import place
-from hpctrain.doctor import job, report, run, subjects
-from hpctrain.doctor.check import Check, JobView, OwnPlace, nothing, present
-from hpctrain.doctor.findings import DoctorFinding, FindingKind, Severity, capital, exit_code, fine
+from hpctrain.doctor import files, job, nodes, ranks, report, run
+from hpctrain.doctor.check import (
+    Check,
+    DoctorFinding,
+    FindingKind,
+    JobView,
+    OpenedFiles,
+    OwnPlace,
+    Severity,
+    capital,
+    exit_code,
+    fine,
+    load_training,
+    nothing,
+    present,
+    queued_seconds,
+)
 from hpctrain.doctor.job import CHECKS, JOB_KINDS, STARTS, CheckFailure, Examination, Progression, RankNotes
 from hpctrain.doctor.nodes import GpuFacts
 from hpctrain.doctor.ranks import CoreFacts, LibraryFacts
 from hpctrain.doctor.run import DoctorRank
-from hpctrain.doctor.start_facts import OpenedFiles, load_training, queued_seconds
-from hpctrain.doctor.watch import Notebook, RankEnd
+from hpctrain.launch.child import Notebook, RankEnd
 from hpctrain.launch.launcher import Launcher
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual
@@ -62,9 +74,9 @@ def test_names_and_keys_are_unique() -> None:
     assert all(key == key.lower() and " " not in key for key in keys)
 
 
-def test_every_subject_has_a_check() -> None:
-    judged = {check.judge.__module__.rpartition(".")[2] for check in CHECKS}
-    assert judged == {module.name for module in pkgutil.iter_modules(subjects.__path__)}
+def test_every_check_is_made() -> None:
+    defined = [value.name for module in (ranks, nodes, files) for value in vars(module).values() if isinstance(value, Check)]
+    assert sorted(defined) == sorted(check.name for check in CHECKS)
 
 
 def test_kinds_say_what_they_mean() -> None:
@@ -344,7 +356,7 @@ def test_waits_for_a_core_are_read_from_the_system(tmp_path: Path) -> None:
 
 _PROGRAM = """
 import json, os, signal, sys, time
-from hpctrain.doctor.watch import watched
+from hpctrain.launch.child import run_watched
 
 def work(notebook):
     notebook.write({"number": 1})
@@ -357,7 +369,7 @@ def explain(end):
     print(json.dumps([end.code, end.in_words, end.note and end.note["number"], end.words[-6:], len(end.words)]), flush=True)
     return 7
 
-sys.exit(watched(work, explain, SECONDS))
+sys.exit(run_watched(work, explain, SECONDS))
 """
 
 

@@ -29,9 +29,9 @@ pytestmark = pytest.mark.job
 _WITHOUT_MEANING = (Signals.SIGALRM, Signals.SIGPROF, Signals.SIGCHLD)
 _START = """
 import os, signal, sys, time
-from hpctrain.launch import signals
+from hpctrain.launch import signal_mask, signals
 signals.AGAIN_SECONDS = 0.3
-held = signals.hold()
+held = signal_mask.hold()
 watch = signals.SignalWatch(held, rank=0, at_once={at_once}).start()
 def send(number, seconds=10):
     os.kill(os.getpid(), number)
@@ -154,7 +154,14 @@ def test_the_mask_comes_before_all_else() -> None:
     # Of the interpreter's own: what it takes to run a module.
     theirs = {"runpy", "pkgutil", "importlib.util", "importlib._abc", "importlib.machinery", "importlib", "types", "zipimport"}
     ours = {name for name in loaded if name.startswith("hpctrain")}
-    assert ours == {"hpctrain", "hpctrain.version", "hpctrain.launch", "hpctrain.launch.signal_mask"}
+    assert ours == {
+        "hpctrain",
+        "hpctrain.version",
+        "hpctrain.cli",
+        "hpctrain.cli.start",
+        "hpctrain.launch",
+        "hpctrain.launch.signal_mask",
+    }
     assert not {"typing", "threading", "ctypes", "dataclasses", "numpy", "click"} & (set(loaded) - theirs)
 
 

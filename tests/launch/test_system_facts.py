@@ -345,7 +345,7 @@ def test_answers_of_pbs(code: int, out: str, err: str, lives: bool | None) -> No
     assert scheduler._pbs_answer(subprocess.CompletedProcess([], code, out, err)) is lives
 
 
-CODES = {name: value for name, value in vars(process_end).items() if name.isupper()}
+CODES = {name: value for name, value in vars(process_end).items() if name.isupper() and name[0] != "_"}
 
 
 def test_each_code_means_one_thing_and_none_can_be_a_signal() -> None:

@@ -26,7 +26,8 @@ from hpctrain.comm.link import measure_offset
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.optim.optimizers import Lars, Sgd
-from hpctrain.run.trace_report import TABLE_FILE, TRACE_FILE, TraceReport
+from hpctrain.run.trace_report import TraceReport
+from hpctrain.runs.directory import TABLE_FILE, TRACE_FILE
 from hpctrain.trace.tracer import Tracer
 from hpctrain.train.accounts import StepTrace
 from hpctrain.train.snapshot import Position

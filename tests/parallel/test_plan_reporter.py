@@ -24,7 +24,7 @@ from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.layout import LayoutKind
 from hpctrain.parallel.moves import SplitGroup
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
-from hpctrain.parallel.plan_report import LayerReport, PlanReport, RedistributionReport, Traffic, nothing, report_plan
+from hpctrain.parallel.plan_report import LayerReport, PlanReport, RedistributionReport, Traffic, report_plan
 from hpctrain.parallel.rank_graph import GridDistribution
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
@@ -233,7 +233,7 @@ TRAFFIC = st.builds(Traffic, WORDS, WORDS, WORDS, WORDS)
 def test_traffic_adds_up_like_numbers(a: Traffic, b: Traffic, c: Traffic) -> None:
     assert a + b == b + a
     assert (a + b) + c == a + (b + c)
-    assert a + nothing(RANKS) == a
+    assert a + Traffic.zero(RANKS) == a
 
 
 @given(TRAFFIC, TRAFFIC, st.sampled_from([4, 8]))

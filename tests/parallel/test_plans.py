@@ -37,6 +37,7 @@ from hpctrain.optim.optimizers import Sgd
 from hpctrain.parallel import layout
 from hpctrain.parallel.layout import Layout, LayoutKind, local_window, receptive_field, window_receptive_field
 from hpctrain.parallel.moves import (
+    JoinRowsSpec,
     NothingSpec,
     PartialMeanSpec,
     RedistributeSpec,
@@ -50,7 +51,6 @@ from hpctrain.parallel.partition_graph import PartitionedGraph, partition_graph
 from hpctrain.parallel.rank_graph import GridDistribution, LocalGraph, local_graphs, training_plan, whole_graph
 from hpctrain.parallel.sharding_rules import (
     InteriorSplit,
-    JoinRowsSpec,
     NoInterior,
     OperatorSharding,
     SplitContext,

@@ -33,7 +33,7 @@ RANGES = {"rand": randaugment._RANGES, "trivial": trivial_augment_wide._RANGES}
 def theirs() -> Any:
     if importlib.util.find_spec("torchvision") is None:
         pytest.skip("torchvision is not installed (make parity-install installs it)")
-    from tests.support import torchvision_models
+    from hpctrain_testing import torchvision_models
 
     return torchvision_models.transforms
 

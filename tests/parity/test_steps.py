@@ -21,9 +21,9 @@ from hpctrain.backend.operators import StepContext
 from hpctrain.models import catalogue
 from hpctrain.nn.network import Network, layer_of
 from hpctrain.optim.optimizers import Lamb
+from hpctrain_testing.torch_parity import MODELS, compare, gradient_median, make_batch, torch_module
 from tests.optim.test_optimizers import gradients, make_group, run
 from tests.support import network_state
-from tests.support.torch_parity import MODELS, compare, gradient_median, make_batch, torch_module
 
 pytestmark = pytest.mark.torch
 
@@ -125,7 +125,7 @@ def test_updates_of_lamb_are_timms(decay: float, foreach: bool) -> None:
     """Without timm's clipping of the whole gradient, which is its default, and without that of ratios, which is not."""
     if importlib.util.find_spec("timm") is None or importlib.util.find_spec("torchvision") is None:
         pytest.skip("timm is not installed (pip install --no-deps timm, beside torch and torchvision)")
-    from tests.support import torchvision_models
+    from hpctrain_testing import torchvision_models
 
     assert torchvision_models.models  # timm imports torchvision, whose operators have to be known first
     from timm.optim.lamb import Lamb as Theirs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -19,9 +20,10 @@ from hpctrain.nn.compile.plan import Action
 from hpctrain.parallel import layout
 from hpctrain.parallel.layout import Layout
 from hpctrain.parallel.moves import RedistributeSpec, ReduceScatterSpec, moved, moved_back
-from hpctrain.planner.averaging_costs import AveragedParts, AveragerChoice, AveragingCosts, LinearSize
+from hpctrain.planner.averaging_costs import AveragedParts, AveragingCosts, LinearSize
 from hpctrain.planner.collective_costs import Kind, MessageCosts, Stage, grid_placements, stages, unhindered_seconds
 from hpctrain.planner.compute_costs import RateCosts
+from hpctrain.planner.job import AveragerChoice
 from hpctrain.planner.machine import Link, LinkSegment, Machine
 from hpctrain.planner.operator_work import is_move, move_traffic
 from hpctrain.planner.tasks import GroupPlacement
@@ -402,11 +404,11 @@ def test_owners_update_a_part_only() -> None:
 def test_a_step_is_no_shorter_than_what_cannot_hide() -> None:
     for program, wire in ((3.0, 1.0), (3.0, 2.9), (3.0, 10.0)):
         sharded, bucketed, blocking = (
-            AveragerChoice(name).step_seconds(program, wire) for name in ("sharded", "bucketed", "blocking")
+            AveragerChoice(name).costs.step_seconds(program, wire) for name in ("sharded", "bucketed", "blocking")
         )
         assert max(program, wire) == sharded <= bucketed <= blocking == program + wire
     for name in ("sharded", "bucketed", "blocking"):
-        choice = AveragerChoice(name)
+        choice = AveragerChoice(name).costs
         hidden = choice.hidden_seconds(3.0)
         assert choice.step_seconds(3.0, hidden) == pytest.approx(3.0)
         assert choice.step_seconds(3.0, hidden + 1e-3) > 3.0
@@ -445,10 +447,44 @@ def test_sparse_averaging_costs_no_more_than_dense(density: float, share: float)
 
 
 def test_averagers_whose_steps_are_not_alike_say_so() -> None:
-    assert "averages all layers" in str(AveragerChoice("lazy").note)
-    assert "warmed up" in str(AveragerChoice("sparse", {"warmup_steps": 100}).note)
+    assert "averages all layers" in str(AveragerChoice("lazy").costs.note)
+    assert "warmed up" in str(AveragerChoice("sparse", {"warmup_steps": 100}).costs.note)
     alike = [AveragerChoice("lazy", {"max_interval": 1}), AveragerChoice("sparse"), AveragerChoice("sharded")]
-    assert [choice.note for choice in alike] == [None, None, None]
+    assert [choice.costs.note for choice in alike] == [None, None, None]
+
+
+OWN_STRATEGIES = """
+from dataclasses import replace
+
+from hpctrain.averaging.allreduce import AllreduceStrategy
+from hpctrain.averaging.slicing import fused, whole_bytes
+
+
+class Halves(AllreduceStrategy):
+    def words(self):
+        return "halves"
+
+    def slices(self, link):
+        return fused(self.group.layout, (self.group.layout.size + 1) // 2)
+
+
+class Whole(Halves):
+    @classmethod
+    def costs(cls, options):
+        return replace(super().costs(options), slice_bytes=whole_bytes, exposed_share=1.0)
+"""
+
+
+def test_a_strategy_of_a_users_own_has_a_price(tmp_path: Path) -> None:
+    """By default that of its base; that of its method `costs`, where it has one."""
+    file = tmp_path / "own_strategies.py"
+    file.write_text(OWN_STRATEGIES)
+    parts = AveragedParts(ELEMENTS, 1)
+    prices = [
+        (costs_of(choice, 1, 8).seconds(parts, split=False), choice.costs.step_seconds(3.0, 1.0))
+        for choice in map(AveragerChoice, (f"{file}:Halves", "bucketed", f"{file}:Whole", "blocking"))
+    ]
+    assert prices[0] == prices[1] != prices[2] == prices[3]
 
 
 SHAPE = (6, 8, 4, 5)

@@ -23,7 +23,6 @@ from hpctrain.planner.compute_costs import (
     RateCosts,
     SampledCosts,
     SampledTimes,
-    ScaledCosts,
     input_key,
     others_key,
     product_key,
@@ -139,13 +138,13 @@ def test_updates_are_bound_by_bytes_and_cost_nothing_where_there_is_nothing() ->
 
 
 @pytest.mark.parametrize("factor", [0.25, 1.0, 3.0])
-def test_rates_of_a_scaled_machine_are_scaled_rates(factor: float) -> None:
-    plan, scaled, direct = _plan(2), ScaledCosts(RateCosts(MACHINE), factor), RateCosts(MACHINE.scaled(compute=factor))
+def test_all_rates_of_a_machine_scale_with_its_compute(factor: float) -> None:
+    plan, usual, scaled = _plan(2), RateCosts(MACHINE), RateCosts(MACHINE.scaled(compute=factor))
     for action, k in (*plan.forward, *plan.backward):
         step, memory = plan.steps[k], plan.memory[k]
-        assert scaled.seconds(step, action, memory) == pytest.approx(direct.seconds(step, action, memory))
-    assert scaled.update_seconds(1000) == pytest.approx(direct.update_seconds(1000))
-    assert scaled.step_seconds(1000, 7) == pytest.approx(direct.step_seconds(1000, 7))
+        assert factor * scaled.seconds(step, action, memory) == pytest.approx(usual.seconds(step, action, memory))
+    assert factor * scaled.update_seconds(1000) == pytest.approx(usual.update_seconds(1000))
+    assert factor * scaled.step_seconds(1000, 7) == pytest.approx(usual.step_seconds(1000, 7))
     assert scaled.measured_share() == 0.0
 
 

@@ -22,15 +22,15 @@ from hpctrain.parallel.moves import SplitGroup
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.partition_graph import partition_graph
 from hpctrain.parallel.plan_report import report_plan
-from hpctrain.planner.averaging_costs import AveragedParts, AveragerChoice
+from hpctrain.planner.averaging_costs import AveragedParts
 from hpctrain.planner.compute_costs import RateCosts
 from hpctrain.planner.estimates import Estimate, GridEstimates, unsplit_plan
-from hpctrain.planner.job import Job
+from hpctrain.planner.job import AveragerChoice, Job
 from hpctrain.planner.layer_costs import SegmentCosts, segments
 from hpctrain.planner.machine import Machine
 from hpctrain.planner.operator_work import is_move
 from hpctrain.planner.search_space import AVERAGERS, SearchSpace, grid_shapes
-from hpctrain.planner.shortest_path import Costs, Edge, remaining_costs, shortest_paths, unbeaten
+from hpctrain.planner.shortest_path import Costs, Edge, lower_bound, shortest_paths, unbeaten
 from tests.support.nets import plain, residual
 from tests.support.simulated import NoCompute, job_of, machine_of
 
@@ -111,12 +111,6 @@ def test_hopeless_paths_are_left_out() -> None:
     assert all(path.costs == (0.0,) for path in best)
 
 
-def test_what_cannot_matter_is_not_compared() -> None:
-    edges = network(1, 2)
-    best = shortest_paths(LAYERS, "a", lambda layer, state: edges[layer, state], compared=lambda layer, costs: costs[:1])
-    assert [path.costs[0] for path in best] == [min(costs[0] for costs in all_paths(edges).values())]
-
-
 def test_no_more_paths_are_kept_than_asked_for() -> None:
     line = {(layer, "a"): [Edge(k, (float(k), float(9 - k)), "a") for k in range(10)] for layer in range(3)}
     assert len(shortest_paths(3, "a", lambda layer, state: line[layer, state], most=4)) <= 4
@@ -129,7 +123,7 @@ def test_bounds_hold_for_every_path() -> None:
         for layer in range(6)
         for state in "ab"
     }
-    rest = remaining_costs(edges, 6, 2)
+    bound = lower_bound(edges, 6, 2)
     for _ in range(100):
         state, begun = draw.choice("ab"), [(0.0, 0.0)]
         for layer in range(6):
@@ -138,8 +132,9 @@ def test_bounds_hold_for_every_path() -> None:
             state = edge.state
         for layer, costs in enumerate(begun):
             for dim, end in enumerate(begun[-1]):
-                assert rest.bound(layer, costs)[dim] <= end + 1e-12
-                assert end - costs[dim] <= rest.most[layer][dim] + 1e-12
+                assert bound(layer, costs)[dim] <= end + 1e-12
+    least = [min(edge.costs[1] for state in "ab" for edge in edges[layer, state]) for layer in range(6)]
+    assert bound(2, (0.0, 1.0))[1] == pytest.approx(1.0 + sum(least[2:]))
 
 
 B, M, D = Parallelism

@@ -36,11 +36,16 @@ MACHINE = Machine(
 )
 
 
+def message_seconds(link: Link, n_bytes: float) -> float:
+    segment = link.segment(n_bytes)
+    return segment.alpha_seconds + n_bytes * segment.beta_seconds_per_byte
+
+
 @pytest.mark.parametrize(
     ("n_bytes", "expected"), [(0, 2e-6), (8191, 2e-6 + 8191 * 4e-9), (8192, 10e-6 + 8192e-9), (1e6, 1.01e-3)]
 )
 def test_a_message_costs_what_the_segment_of_its_size_says(n_bytes: float, expected: float) -> None:
-    assert LINK.message_seconds(n_bytes) == pytest.approx(expected, rel=1e-12)
+    assert message_seconds(LINK, n_bytes) == pytest.approx(expected, rel=1e-12)
 
 
 def test_a_scaled_machine_differs_in_what_was_asked_for_alone() -> None:
@@ -215,7 +220,7 @@ def _points(
 def test_a_straight_line_is_found_again() -> None:
     found = link_fit.link(_points(lambda n: 5e-6 + 2e-9 * n))
     for n_bytes in (1, 100, 5000, 10**6, 10**8):
-        assert found.message_seconds(n_bytes) == pytest.approx(5e-6 + 2e-9 * n_bytes, rel=1e-6)
+        assert message_seconds(found, n_bytes) == pytest.approx(5e-6 + 2e-9 * n_bytes, rel=1e-6)
     assert found.burst_bytes == 0
     assert found.operation_seconds == pytest.approx(1e-5, rel=0.02)
     assert found.byte_seconds == pytest.approx(1e-10, rel=0.01)  # sent and received
@@ -228,13 +233,13 @@ def test_two_protocols_are_two_lines_and_no_jump_is_lost() -> None:
 
     found = link_fit.link(_points(seconds))
     for n_bytes in SIZES:
-        assert found.message_seconds(n_bytes) == pytest.approx(seconds(n_bytes), rel=1e-6)
+        assert message_seconds(found, n_bytes) == pytest.approx(seconds(n_bytes), rel=1e-6)
 
 
 def test_a_disturbed_point_does_not_make_larger_messages_quicker() -> None:
     points = _points(lambda n: 1.0 if n == 4096 else 5e-6 + 2e-9 * n)
     found = link_fit.link(points)
-    times = [found.message_seconds(n) for n in SIZES]
+    times = [message_seconds(found, n) for n in SIZES]
     assert times == sorted(times)
     assert times[-1] == pytest.approx(5e-6 + 2e-9 * SIZES[-1])
     assert times[1] < 1e-4
@@ -328,7 +333,7 @@ def test_a_modelled_link_is_found_again_and_all_ranks_know_it(ranks: int) -> Non
     for point in results[0]:
         assert point.seconds == pytest.approx(50e-6 + 8e-9 * point.n_bytes, rel=0.01)
         assert point.polls == 0 or point.n_bytes >= 16 << 10
-    assert link_fit.link(results[0]).message_seconds(100_000) == pytest.approx(50e-6 + 8e-9 * 100_000, rel=0.01)
+    assert message_seconds(link_fit.link(results[0]), 100_000) == pytest.approx(50e-6 + 8e-9 * 100_000, rel=0.01)
 
 
 @pytest.mark.slow
@@ -411,7 +416,7 @@ def test_what_is_there_is_measured_and_the_rest_says_so(ranks: int, per_node: in
         source = machine.sources["within.segments" if link is machine.within else "between.segments"]
         assert source.startswith(measured if there else "not measured: one ")
         if there:
-            assert link.message_seconds(1 << 20) == pytest.approx(30e-6 + 2e-9 * (1 << 20), rel=0.02)
+            assert message_seconds(link, 1 << 20) == pytest.approx(30e-6 + 2e-9 * (1 << 20), rel=0.02)
     rate = machine.rates[OperatorClass.CONVOLUTION]
     assert (rate.flops_per_second, rate.call_seconds) == (1e10, 1e-6 * ranks)  # of the slowest rank
     assert machine_file.parse(machine_file.text(machine)) == machine

@@ -16,10 +16,9 @@ from hpctrain.core.errors import ConfigError
 from hpctrain.nn.layers import AdaptiveAveragePool, Conv2d, Flatten, Linear, Sequential
 from hpctrain.optim.optimizers import Sgd
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
-from hpctrain.planner.averaging_costs import AveragerChoice
 from hpctrain.planner.compute_costs import ComputeCosts, RateCosts
 from hpctrain.planner.estimates import patterns
-from hpctrain.planner.job import Candidate, Job
+from hpctrain.planner.job import AveragerChoice, Candidate, Job
 from hpctrain.planner.layer_costs import segments
 from hpctrain.planner.machine import Machine
 from hpctrain.planner.search import SearchResult, reason, search
@@ -61,7 +60,7 @@ def searched(
 
 
 def by_grid(candidate: Candidate) -> float:
-    return 1.0 / candidate.plan.rows + 0.01 * len(candidate.averager)
+    return 1.0 / candidate.plan.rows + 0.01 * len(candidate.averager.name)
 
 
 def test_the_best_is_the_fastest_of_the_simulated_ones() -> None:
@@ -79,29 +78,29 @@ def test_several_grids_and_pure_batch_with_other_averagers_are_simulated() -> No
     _, simulated = searched(by_grid)
     assert len({candidate.plan.rows for candidate in simulated}) > 1
     pure = [candidate for candidate in simulated if candidate.plan.rows == 1]
-    assert len({candidate.averager for candidate in pure}) >= 3
+    assert len({candidate.averager.name for candidate in pure}) >= 3
     _, more = searched(by_grid, SearchSpace(simulated=20))
-    assert {candidate.averager for candidate in more if candidate.plan.rows == 1} == {choice.name for choice in AVERAGERS}
+    assert {candidate.averager.name for candidate in more if candidate.plan.rows == 1} == {choice.name for choice in AVERAGERS}
 
 
 def test_the_best_plan_is_simulated_with_all_averagers_and_its_averager_with_other_plans() -> None:
     def seconds_of(candidate: Candidate) -> float:
-        return 0.5 + 0.1 * (candidate.plan.rows != 2) + (0.2 if candidate.averager == "blocking" else 0.3)
+        return 0.5 + 0.1 * (candidate.plan.rows != 2) + (0.2 if candidate.averager.name == "blocking" else 0.3)
 
     result, simulated = searched(seconds_of, SearchSpace(simulated=4))
-    assert (result.best.candidate.plan.rows, result.best.candidate.averager) == (2, "blocking")
+    assert (result.best.candidate.plan.rows, result.best.candidate.averager.name) == (2, "blocking")
     of_best = [candidate for candidate in simulated if candidate.plan == result.best.candidate.plan]
-    assert {candidate.averager for candidate in of_best} == {choice.name for choice in AVERAGERS}
+    assert {candidate.averager.name for candidate in of_best} == {choice.name for choice in AVERAGERS}
 
 
 @pytest.mark.parametrize(("gain", "rows"), [(0.04, 1), (0.06, 4)])
 def test_layers_are_split_for_more_than_predictions_may_be_wrong_by(gain: float, rows: int) -> None:
     result, _ = searched(
-        lambda one: 1.0 + 0.001 * len(one.averager) if one.plan.rows == 1 else 1.0 - gain + 0.001 * (4 - one.plan.rows)
+        lambda one: 1.0 + 0.001 * len(one.averager.name) if one.plan.rows == 1 else 1.0 - gain + 0.001 * (4 - one.plan.rows)
     )
     assert result.best.candidate.plan.rows == rows
     if rows == 1:
-        assert len(result.best.candidate.averager) == min(map(len, (choice.name for choice in AVERAGERS)))
+        assert len(result.best.candidate.averager.name) == min(map(len, (choice.name for choice in AVERAGERS)))
         assert "shorter" in result.choices[1].why
     assert all(choice.fits for choice in result.choices)
 
@@ -112,7 +111,7 @@ def test_options_that_change_nothing_are_not_simulated_twice() -> None:
         by_grid, SearchSpace(simulated=30, averagers=AVERAGERS[:2]), ranks=2, job=job_of(layer, (9, 7, 3), 99)
     )
     pure = [candidate for candidate in simulated if candidate.plan.rows == 1 and candidate.micro_batches == 1]
-    assert [candidate.averager for candidate in pure] == ["sharded"]
+    assert [candidate.averager.name for candidate in pure] == ["sharded"]
 
 
 def test_what_is_fixed_stays() -> None:
@@ -120,7 +119,7 @@ def test_what_is_fixed_stays() -> None:
     averager = AveragerChoice("bucketed", {"bucket_bytes": 512})
     space = SearchSpace(fixed_grid=(2, 2), fixed_plan=plan, fixed_averager=averager, fixed_micro_batches=2)
     result, simulated = searched(by_grid, space)
-    assert simulated == [Candidate(replace(plan, rows=2, cols=2), "bucketed", {"bucket_bytes": 512}, 2)]
+    assert simulated == [Candidate(replace(plan, rows=2, cols=2), AveragerChoice("bucketed", {"bucket_bytes": 512}), 2)]
     assert result.best.candidate == simulated[0]
 
 
@@ -157,12 +156,12 @@ def test_micro_batches_are_estimated_where_bounds_say_that_nothing_else_fits() -
 
 def test_candidates_that_a_run_would_refuse_are_left_out() -> None:
     def refusing(candidate: Candidate) -> float:
-        if candidate.averager != "bucketed":
+        if candidate.averager.name != "bucketed":
             raise ConfigError("It does not fit.")
         return 1.0
 
     result, _ = searched(refusing)
-    assert {choice.candidate.averager for choice in result.choices} == {"bucketed"}
+    assert {choice.candidate.averager.name for choice in result.choices} == {"bucketed"}
     with pytest.raises(ConfigError, match="It does not fit"):
         searched(refusing, SearchSpace(fixed_averager=AveragerChoice("sharded")))
 
@@ -283,7 +282,9 @@ def test_searched_candidates_train_as_one_rank_does(net: str, ranks: int) -> Non
         task = replace(_task(net), plan=candidate.plan)
 
         def program(comm: ThreadCommunicator, task: Task = task, candidate: Candidate = candidate) -> Result:
-            return train(task, comm, virtual_engine(comm), partial(make_strategy, candidate.averager, candidate.options))
+            return train(
+                task, comm, virtual_engine(comm), partial(make_strategy, candidate.averager.name, candidate.averager.options)
+            )
 
         for result in run_virtual(ranks, program, seed=ranks):
             assert distance(result.parameters, _alone(net).parameters) < 1e-10, candidate

@@ -18,8 +18,8 @@ from hpctrain.core.errors import ConfigError, DataError
 from hpctrain.report import figures
 from hpctrain.report.figures import Drawing, Style, for_page, layer_drawing, panel_drawing, read_steps, timeline_drawing
 from hpctrain.report.page import html, report_page, result_of
-from hpctrain.report.run_record import AVERAGED, TEST, TRAINING, Curve, Panel, read_runs
 from hpctrain.run.evaluation import JudgedImage, Judgement
+from hpctrain.runs.results import AVERAGED, TEST, TRAINING, Curve, Panel, read_runs
 from tests.support.runs import confusion_of, write_checkpoint, write_run, write_trace
 
 MEGABYTES = 2.0

@@ -21,16 +21,16 @@ from hpctrain.data import image_file as data_format
 from hpctrain.job.automatic_choice import CHOICE_META, AutomaticChoice, PredictedStep, Resolved, machine_digest, model_digest
 from hpctrain.optim.optimizers import Lars, Sgd
 from hpctrain.parallel.parallel_plan import ParallelPlan
-from hpctrain.planner import calibration, machine_file, measurement
+from hpctrain.planner import calibration, configured_search, machine_file, measurement
 from hpctrain.planner import measurement as machine_here
-from hpctrain.planner.job import Candidate
+from hpctrain.planner.job import AveragerChoice, Candidate
 from hpctrain.planner.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
 from hpctrain.planner.measurement import measured_times
 from hpctrain.planner.operator_times import OperatorTimes, cache_file
 from hpctrain.planner.planned_run import PlannedRun, prepare
 from hpctrain.planner.search_space import SearchSpace
-from hpctrain.run import automatic_search, build
 from hpctrain.run import automatic_search as start_search
+from hpctrain.run import build
 from hpctrain.run.automatic_search import Automatic, BestCandidate, StartedJob, named, optimizer_of
 from hpctrain.runs.directory import RunDirectory
 from hpctrain.storage import checkpoint
@@ -58,12 +58,11 @@ class _Search:
         self.spaces.append(space)
         rows = 2 if ranks % 2 == 0 else 1
         best = ParallelPlan(rows, ranks // rows, use={"classifier.fc*": "model"} if rows > 1 else {})
-        return SimpleNamespace(
-            choices=(
-                _choice(Candidate(best, "bucketed", {"window": 3}), 0.25),
-                _choice(Candidate(ParallelPlan(1, ranks), "sharded", {}), 0.5),
-            )
+        choices = (
+            _choice(Candidate(best, AveragerChoice("bucketed", {"window": 3})), 0.25),
+            _choice(Candidate(ParallelPlan(1, ranks), AveragerChoice("sharded", {})), 0.5),
         )
+        return SimpleNamespace(choices=choices, best=choices[0])
 
 
 def _choice(candidate: Candidate, seconds: float) -> SimpleNamespace:
@@ -86,7 +85,8 @@ def search(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> _Search:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(start_search, "_TIMING_SECONDS", 0.0)  # only rates
     fake = _Search()
-    monkeypatch.setattr(start_search, "search", fake)
+    for module in (start_search, configured_search):
+        monkeypatch.setattr(module, "search", fake)
     return fake
 
 
@@ -245,7 +245,7 @@ def test_the_run_directory_keeps_the_choice_of_its_latest_start(folder: Path, se
 
 
 def test_a_plan_without_a_job_says_what_is_missing(folder: Path, search: _Search) -> None:
-    planned_config: Callable[..., Config] = automatic_search.planned
+    planned_config: Callable[..., Config] = configured_search.resolved
     config = _config(folder)
     assert planned_config(config, 2, None, None, None).automatic == ()
     with pytest.raises(

@@ -17,7 +17,6 @@ import pytest
 
 import hpctrain
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
-from hpctrain.cli.runs import directory_of
 from hpctrain.comm.base import Communicator, SingleCommunicator
 from hpctrain.comm.groups import ProcessGrid
 from hpctrain.comm.link import LinkModel
@@ -41,7 +40,7 @@ from hpctrain.run import reproducibility, trace_report
 from hpctrain.run.build import build, build_trainer
 from hpctrain.run.python_job import Stopped
 from hpctrain.run.training import max_time
-from hpctrain.runs.directory import FLIGHT_POINTER, RunDirectory
+from hpctrain.runs.directory import FLIGHT_POINTER, RunDirectory, flight_directory
 from hpctrain.storage import weights_file
 from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.storage.weights_file import WeightsFile
@@ -487,10 +486,10 @@ def test_elsewhere_and_nowhere(tmp_path: Path) -> None:
     assert not (directory.path / "flight").exists()
     keep(_kept_session(FlightRecorder(), str(tmp_path / "local")), directory, reporter)
     assert (directory.path / FLIGHT_POINTER).read_text().strip() == str(tmp_path / "local" / directory.path.name)
-    assert directory_of(directory.path) == tmp_path / "local" / directory.path.name
+    assert flight_directory(directory.path) == tmp_path / "local" / directory.path.name
     assert (tmp_path / "local" / directory.path.name / file_name(0)).exists()
     keep(_kept_session(FlightRecorder(), "run"), directory, reporter)  # a resume with other options
-    assert directory_of(directory.path) == directory.path / "flight"
+    assert flight_directory(directory.path) == directory.path / "flight"
     assert (directory.path / "flight" / file_name(0)).exists()
     assert reporter.lines == []
 

@@ -39,26 +39,23 @@ from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.rank_graph import make_network
 from hpctrain.planner import configured_search, planned_run
-from hpctrain.planner.averaging_costs import AveragerChoice
 from hpctrain.planner.compute_costs import RateCosts, update_key
 from hpctrain.planner.configured_search import (
     SearchTask,
     SimulatedPoint,
     command_line,
-    configured_concurrency,
     configured_costs,
     configured_setting,
     is_here,
     job_of,
     overrides,
     plot,
-    space_of,
     with_candidate,
     write_trace,
     written,
 )
 from hpctrain.planner.group_schedules import group_strategies
-from hpctrain.planner.job import Candidate
+from hpctrain.planner.job import AveragerChoice, Candidate
 from hpctrain.planner.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
 from hpctrain.planner.measurement import measure
 from hpctrain.planner.operator_times import OperatorTimes, cache_file
@@ -74,7 +71,7 @@ from hpctrain.planner.planned_run import (
 )
 from hpctrain.planner.program_timing import processor_model
 from hpctrain.planner.search import search
-from hpctrain.planner.search_space import SearchSpace
+from hpctrain.planner.search_space import SearchSpace, configured_space
 from hpctrain.run.reproducibility import fitting_schedule, schedules_of_run
 from hpctrain.runs.directory import RunDirectory
 from hpctrain.train.replica import Replica
@@ -173,9 +170,9 @@ def test_a_job_is_what_the_configuration_trains(optimizer: str, norms_needed: st
     assert (training.model, training.batch, training.dtype, training.image_shape) == ("resnet20", 12, "float32", (32, 32, 3))
     assert (training.norms_needed, training.momentum) == (norms_needed, 0.9)
     assert training.kernels is task.kernels
-    assert (chosen.plan, chosen.averager, dict(chosen.options), chosen.micro_batches) == (task.plan, "priority", {"window": 3}, 2)
+    assert chosen == Candidate(task.plan, AveragerChoice("priority", {"window": 3}), 2)
     group = PlannedGroup(GroupLayout(training.specs, "float32"), 2)
-    assert isinstance(training.strategy(chosen.averager, chosen.options, group), Priority)
+    assert isinstance(training.strategy(chosen.averager.name, chosen.averager.options, group), Priority)
     with pytest.raises(ConfigError, match="averager"):
         training.strategy("nobody", {}, group)
 
@@ -210,9 +207,15 @@ SLOW = Machine("slow", 4, 1, 1.0, 1 << 34, LINK, LINK, 1, dict.fromkeys(Operator
 CONFIGS = Path(__file__).parents[2] / "configs"
 CANDIDATES = [
     Candidate(ParallelPlan(1, 4)),
-    Candidate(ParallelPlan(2, 2, "domain", {"classifier.*": "model"}), "bucketed", {"bucket_bytes": 1 << 20}, 2),
-    Candidate(ParallelPlan(4, 1, "domain", tiles=(2, 2), overlapped=frozenset({"stage2.conv"})), "sharded", {"window": None}),
-    Candidate(ParallelPlan(2, 1, "batch", {"stage*": "domain", "stage2.conv": "batch"}), options={"fc_exchange": "never"}),
+    Candidate(ParallelPlan(2, 2, "domain", {"classifier.*": "model"}), AveragerChoice("bucketed", {"bucket_bytes": 1 << 20}), 2),
+    Candidate(
+        ParallelPlan(4, 1, "domain", tiles=(2, 2), overlapped=frozenset({"stage2.conv"})),
+        AveragerChoice("sharded", {"window": None}),
+    ),
+    Candidate(
+        ParallelPlan(2, 1, "batch", {"stage*": "domain", "stage2.conv": "batch"}),
+        AveragerChoice("sharded", {"fc_exchange": "never"}),
+    ),
 ]
 
 
@@ -225,7 +228,8 @@ def test_every_way_leads_to_the_candidate(name: str, number: int, tmp_path: Path
     assert load(path, overrides(candidate))[0] == config
     assert parse(written(before, candidate, ("Chosen.", "In two lines.")))[0] == config
     plan = parallel_plan(config, config.grid.cols or 0)
-    assert Candidate(plan, config.averager.name, config.averager.options, config.micro_batches) == candidate
+    averager = AveragerChoice(config.averager.name, config.averager.options)
+    assert Candidate(plan, averager, config.micro_batches) == candidate
     untouched = set(Config.model_fields) - {"grid", "plan", "averager", "micro_batches"}
     assert all(getattr(config, key) == getattr(before, key) for key in untouched)
 
@@ -306,7 +310,7 @@ def test_times_count_where_they_were_measured(cache: Callable[[Machine, PlannedR
 
 
 def test_as_many_ranks_compute_at_the_same_time_as_a_node_has_of_the_job() -> None:
-    assert [configured_concurrency(MACHINE, ranks) for ranks in (1, 2, 4)] == [1, 2, 2]
+    assert [configured_setting(MACHINE, task(ranks=ranks)).concurrency for ranks in (1, 2, 4)] == [1, 2, 2]
 
 
 def measured_task(source: str) -> SearchTask:
@@ -353,14 +357,18 @@ def test_the_job_does_not_depend_on_the_configured_grid(ranks: int) -> None:
     assert len(job.specs) == len(job_of(grid_task("batch=8", ranks=1)).specs)
 
 
+def space_of(searched: SearchTask) -> SearchSpace:
+    return configured_space(searched.config, searched.ranks, searched.keep, job_of(searched).kernels)
+
+
 def test_nothing_is_fixed_but_what_is_kept() -> None:
     free = grid_task("averager=bucketed", "micro_batches=2")
-    space = space_of(free, job_of(free))
+    space = space_of(free)
     assert (space.fixed_grid, space.fixed_plan, space.fixed_averager, space.fixed_micro_batches) == (None, None, None, None)
     kept = grid_task(
         "averager={name: bucketed, bucket_bytes: 4096}", "micro_batches=2", keep=("grid", "plan", "averager", "micro_batches")
     )
-    space = space_of(kept, job_of(kept))
+    space = space_of(kept)
     assert space.fixed_grid == (2, 2)
     assert (space.fixed_averager, space.fixed_micro_batches) == (AveragerChoice("bucketed", {"bucket_bytes": 4096}), 2)
     assert space.fixed_plan is not None
@@ -373,14 +381,14 @@ def test_on_devices_one_row_is_searched_unless_a_grid_is_kept(
 ) -> None:
     monkeypatch.setenv(DEVICE_VARIABLE, "hpctrain_testing.emulator")
     kept = grid_task("backend=cuda", keep=keep)
-    assert space_of(kept, job_of(kept)).fixed_grid == grid
+    assert space_of(kept).fixed_grid == grid
 
 
 @pytest.mark.parametrize(("ranks", "words"), [(3, "nearest legal grid"), (5, "nearest legal grid")])
 def test_a_kept_grid_must_be_one_of_the_ranks(ranks: int, words: str) -> None:
     kept = grid_task(ranks=ranks, keep=("grid",))
     with pytest.raises(HpctrainError, match=words):
-        space_of(kept, job_of(kept))
+        space_of(kept)
 
 
 CUDA_CONFIG = """

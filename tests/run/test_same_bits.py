@@ -19,9 +19,9 @@ from hpctrain.data import image_file as data_format
 from hpctrain.data.loader import Batch
 from hpctrain.data.sampler import Reordering, Sampler
 from hpctrain.launch.threads import ThreadPlan
-from hpctrain.report.comparison import SameBits, compared
 from hpctrain.run.accounts import RunHashes
 from hpctrain.run.reproducibility import EXACT_META, check_kept_record, check_same_record, reproducibility_record
+from hpctrain.runs.comparison import SameBits, compared
 from hpctrain.runs.directory import RunDirectory, latest, runs
 from hpctrain.runs.records import read_hashes
 from hpctrain.storage import checkpoint

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from hpctrain.config.load import load
 from hpctrain.config.schema import Config
-from hpctrain.doctor.check import JobView
-from hpctrain.doctor.findings import DoctorFinding
+from hpctrain.doctor.check import DoctorFinding, JobView
 from hpctrain.launch.launcher import Launcher
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"

@@ -149,12 +149,12 @@ def _add_operator(patch: pytest.MonkeyPatch) -> None:
     names = dict(vars(specs))
     exec(spec, names)
     patch.setattr(specs, "LeakyReluSpec", names["LeakyReluSpec"], raising=False)
-    case, entry, method = blocks(OPERATOR, "text")
+    numpy_case, onednn_case = blocks(OPERATOR, "text")
     known = {"LeakyReluSpec": names["LeakyReluSpec"]}
-    operator = importlib.import_module("hpctrain.backend.kernels.numpy.leaky_relu").LeakyRelu
-    _insert(patch, numpy_set, {"        raise BackendError(f": case}, "NumpyKernelSet", known | {"LeakyRelu": operator})
-    operator = importlib.import_module("hpctrain.backend.kernels.onednn.leaky_relu").LeakyReluOperator
-    lines = {"            ReluSpec: ": entry, "    def _relu(": f"{method}\n"}
+    operator = importlib.import_module("hpctrain.backend.numpy.leaky_relu").LeakyRelu
+    _insert(patch, numpy_set, {"        raise BackendError(f": numpy_case}, "NumpyKernelSet", known | {"LeakyRelu": operator})
+    operator = importlib.import_module("hpctrain.backend.onednn.leaky_relu").LeakyReluOperator
+    lines = {'        return "oneDNN has no such operation"': onednn_case}
     _insert(patch, onednn_set, lines, "OnednnKernelSet", known | {"LeakyReluOperator": operator})
 
 

@@ -15,7 +15,7 @@ from hpctrain.backend.operators import Array
 from hpctrain.backend.specs import TensorSpec
 from hpctrain.nn.network import declared
 from hpctrain.nn.parameter import Parameter
-from hpctrain.planner.job import Candidate, Job
+from hpctrain.planner.job import AveragerChoice, Candidate, Job
 from hpctrain.planner.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
 from hpctrain.planner.planned_run import state_arrays
 from hpctrain.planner.tasks import BeginExchange, EndBackward, Happens, Merge, NeedsParameters, StepMessage, Task
@@ -65,7 +65,7 @@ def job_of(task: training.Task) -> Job:
 
 def candidate_of(task: training.Task, averager: str, options: Mapping[str, Any]) -> Candidate:
     """The grid and plan of a task with an averager."""
-    return Candidate(task.plan, averager, options, task.micro_batches)
+    return Candidate(task.plan, AveragerChoice(averager, options), task.micro_batches)
 
 
 def events_of(tasks: Sequence[Task]) -> list[Event]:

@@ -24,9 +24,8 @@ from hpctrain.launch.launcher import detect
 from hpctrain.launch.signals import SignalWatch
 from hpctrain.launch.threads import ThreadPlan
 from hpctrain.parallel.groups import GridGroups
-from hpctrain.run.trace_report import TABLE_FILE, TRACE_FILE
 from hpctrain.run.training import run_training
-from hpctrain.runs.directory import RunDirectory, latest
+from hpctrain.runs.directory import TABLE_FILE, TRACE_FILE, RunDirectory, latest
 from hpctrain.storage import checkpoint
 from hpctrain.storage.checkpoint import CheckpointContent, checkpoint_path
 from hpctrain.trace.time_table import Row, TimeTable

@@ -24,6 +24,7 @@ from hpctrain.planner.tasks import (
     AveragedGroup,
     Compute,
     EndBackward,
+    GridPlacements,
     GroupPlacement,
     Happens,
     NeedsParameters,
@@ -196,7 +197,9 @@ def program(
             for number, (name, (count, step)) in enumerate(zip(names, classes, strict=True))
         ),
         groups,
-        all_ranks=placement(ranks, ranks_per_node),
-        split=placement(split, ranks_per_node),
-        data=placement(ranks // split, max(1, ranks_per_node // split)),
+        GridPlacements(
+            placement(ranks, ranks_per_node),
+            placement(split, ranks_per_node),
+            placement(ranks // split, max(1, ranks_per_node // split)),
+        ),
     )

@@ -24,11 +24,23 @@ NO_BUILD = "setuptools is older than 77; run make check"
 
 def build(folder: Path) -> Path:
     """The wheel, built below `folder` from a copy, because a build leaves files in its directory."""
-    source, wheels = folder / "source", folder / "wheels"
+    source = folder / "source"
     for name in ("hpctrain", "configs", "jobs"):
         shutil.copytree(_TOP / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(_TOP / name, source)
+    return _built(source, folder / "wheels")
+
+
+def build_instruments(folder: Path) -> Path:
+    """The wheel of hpctrain_testing, built like that of hpctrain."""
+    source = folder / "instruments"
+    shutil.copytree(_TOP / "hpctrain_testing", source, ignore=shutil.ignore_patterns("__pycache__", "build", "*.egg-info"))
+    return _built(source, folder / "wheels_of_instruments")
+
+
+def _built(source: Path, wheels: Path) -> Path:
+    """The wheel of a source folder, which is removed."""
     options = ("--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir", wheels)
     subprocess.run([*_PIP, "wheel", *options, source], check=True, timeout=_SECONDS)
     shutil.rmtree(source)

@@ -256,7 +256,7 @@ def test_pairs_are_of_the_same_samples() -> None:
 @pytest.mark.torch
 def test_the_mean_over_mirror_images_is_that_of_torch() -> None:
     torch = pytest.importorskip("torch")
-    from tests.support import torch_parity
+    from hpctrain_testing import torch_parity
 
     size, classes, samples = 17, 10, 7
     batch = torch_parity.make_batch(samples, size, classes, seed=1)

@@ -20,9 +20,10 @@ from rich.console import Console
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.config.schema import MetricsConfig
 from hpctrain.core import log as rank_log
+from hpctrain.core.text import duration_text, fitting, loss_text
 from hpctrain.runs.directory import RunDirectory
 from hpctrain.train.metrics import Rate, Reporter, RunningSums, StepTotals
-from hpctrain.train.progress_bar import ProgressBar, TimeLeft, duration_text, fitting, loss_text, pass_on_stderr
+from hpctrain.train.progress_bar import ProgressBar, TimeLeft, pass_on_stderr
 from hpctrain.train.reporters import make_reporter
 from hpctrain.train.reporting import ConsoleReporter, LogReporter, ProgressStyle
 

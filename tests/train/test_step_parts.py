@@ -30,7 +30,7 @@ from hpctrain.train.metrics import StepReduction, StepTotals
 from hpctrain.train.passes import check_memory, micro_batches_of, planned
 from hpctrain.train.replica import Replica
 from hpctrain.train.snapshot import Position
-from hpctrain.train.step import GradientSum, TimedOptimizer, timed_optimizer
+from hpctrain.train.step import GradientSum, TimedOptimizer
 from hpctrain.train.stopping import EarlyStop, Stagnation, TimeLimit
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
@@ -548,8 +548,7 @@ def test_operations_are_numbered_alike_on_all_ranks() -> None:
 def test_an_optimiser_that_is_timed_needs_what_it_needed() -> None:
     engine = ProgressEngine(rank=0, deadline_seconds=1.0, abort=lambda code: None, trace=Tracer(8))
     for inner in (Sgd(clip_norm=0.5), Lars()):
-        wrapped = timed_optimizer(inner, engine)
-        assert isinstance(wrapped, TimedOptimizer)
+        wrapped = TimedOptimizer(inner, engine)
         assert (wrapped.norms_needed, wrapped.layer_norms, wrapped.clip_norm) == (
             inner.norms_needed,
             inner.layer_norms,

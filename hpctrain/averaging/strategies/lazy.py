@@ -11,13 +11,13 @@ ranks costs a second reduce-scatter of these slices.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager, PlannedGroup, check_at_least_one
+from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager, PlannedGroup, StrategyCosts, check_at_least_one
 from hpctrain.averaging.collective_schedule import EventKind, OperationKind, Stream
 from hpctrain.averaging.lazy_interval import LazyInterval, LazyStep
 from hpctrain.averaging.reduce_scatter import ReduceScatterAverager
@@ -77,7 +77,7 @@ class LazyAverager(ReduceScatterAverager):
         if self._now.compares:
             self._queue_comparison()
 
-    def _left_out(self) -> frozenset[int]:
+    def left_out_slices(self) -> frozenset[int]:
         return frozenset() if self._now.averages else self._lazy_slices
 
     def grad_ready(self, parameter: Parameter) -> None:
@@ -113,19 +113,19 @@ class LazyAverager(ReduceScatterAverager):
 
     def _queue_comparison(self) -> None:
         """Queue the sums of the last gradients alone, behind all that updates wait for."""
-        assert self._step is not None
+        assert self.step is not None
         self._arithmetic.fill(self._latest, 0.0)
         self._squares_alone[...] = 0.0
-        events = self._step.events[EventKind.GRADIENT]
+        events = self.step.events[EventKind.GRADIENT]
         after: list[Ticket] = []
         for k in sorted(self._lazy_slices, reverse=True):
             piece = self.schedule.slices[k]
             ready: list[Ticket] = [events[name] for name in piece.parameters]
             if k in self._latest_sums:
                 text = f"reduce-scatter of the latest gradient of {piece.name}"
-                ready = [self._queues[Stream.GRADIENTS].post(partial(self._start_latest, k), text, ready)]
+                ready = [self.queues[Stream.GRADIENTS].post(partial(self._start_latest, k), text, ready)]
             after += ready
-        for ticket, (operation, _, _) in zip(self._step.tickets, self._posting, strict=True):
+        for ticket, (operation, _, _) in zip(self.step.tickets, self.posting, strict=True):
             if operation.kind is OperationKind.REDUCE_SCATTER and operation.slice in self._lazy_slices:
                 after.append(ticket)
         self._interval.compare(self._add_squares, after)
@@ -139,7 +139,7 @@ class LazyAverager(ReduceScatterAverager):
         """Add |f|^2, |G|^2 and |f - G|^2 of what this rank owns."""
         squares += self._squares_alone
         for k, latest in self._latest_sums.items():
-            total = self._operations.sum_of(k)
+            total = self.operations.sums[k]
             of_latest, of_total = self._arithmetic.square_sums((latest, total))
             self._arithmetic.subtract(latest, total)
             squares += (of_latest, of_total, self._arithmetic.square_sums((latest,))[0])
@@ -222,6 +222,12 @@ class Lazy(Sharded):
         self._lazy = self.apart = _front(group, self.options.layers)
         self.exchanging = {weight: biases for weight, biases in self.exchanging.items() if weight not in self._lazy}
 
+    @classmethod
+    def costs(cls, options: Any) -> StrategyCosts:
+        """The costs of a step that averages all layers."""
+        differ = "The steps of lazy differ: this is one that averages all layers, without the check of the interval."
+        return replace(super().costs(options), note=None if options.max_interval == 1 else differ)
+
     def words(self) -> str:
         _, _, options = super().words().partition(", ")
         return f"lazy, layers {self.options.layers} with {len(self._lazy)} parameters of this group, {options}"
@@ -235,7 +241,7 @@ class Lazy(Sharded):
         if interval is None:
             assert not self.group.several_groups, "the groups of a network share their interval"
             interval = self.interval(setup.comm, setup.progress, 1)
-        return self._made(partial(LazyAverager, lazy=self._lazy, interval=interval), setup, agreement)
+        return LazyAverager(setup, agreement, lazy=self._lazy, interval=interval, **self.averager_arguments(agreement))
 
 
 def _front(group: PlannedGroup, layers: int) -> frozenset[str]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hpctrain.averaging.allreduce import AllreduceStrategy
-from hpctrain.averaging.base import WireOptions
-from hpctrain.averaging.slicing import Slice, per_parameter
+from hpctrain.averaging.base import StrategyCosts, WireOptions
+from hpctrain.averaging.slicing import Slice, per_parameter, uncut_bytes
 from hpctrain.comm.link import LinkModel
 
 
@@ -17,6 +19,10 @@ class Overlap(AllreduceStrategy):
 
     Options = WireOptions
     cuts_large = False
+
+    @classmethod
+    def costs(cls, options: WireOptions) -> StrategyCosts:
+        return replace(super().costs(options), slice_bytes=uncut_bytes, per_parameter=True)
 
     def words(self) -> str:
         return "overlap"

@@ -8,10 +8,10 @@ link once with times measured on all ranks, so it is the same on every rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hpctrain.averaging import slicing
-from hpctrain.averaging.base import check_at_least_one, check_sizes, words_of_sizes
+from hpctrain.averaging.base import StrategyCosts, check_at_least_one, check_sizes, words_of_sizes
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
 from hpctrain.averaging.link_simulation import SliceTraffic, Urgency, front_first, two_stream_order
 from hpctrain.averaging.reduce_scatter import ReduceScatterStrategy
@@ -75,6 +75,10 @@ class Priority(ReduceScatterStrategy):
     Options = PriorityOptions
     options: PriorityOptions
 
+    @classmethod
+    def costs(cls, options: PriorityOptions) -> StrategyCosts:
+        return replace(super().costs(options), slice_bytes=_typical_bytes)
+
     def words(self) -> str:
         chosen = self.options
         sizes = words_of_sizes(chosen.sizes)
@@ -107,3 +111,8 @@ class Priority(ReduceScatterStrategy):
     def needs_operation_seconds(self, usable: CollectiveSchedule | None) -> bool:
         """For sizes that are measured."""
         return usable is None and self.options.sizes == "measured"
+
+
+def _typical_bytes(total_bytes: int, ranks: int) -> int:
+    """Return the size of slices by rule, of float32, for `StrategyCosts`."""
+    return slicing.slice_bytes(4 * _LEAST_PARAMETERS, total_bytes, ranks, slicing.RULE_LINK)

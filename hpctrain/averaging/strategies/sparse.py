@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -34,6 +33,7 @@ from hpctrain.averaging.base import (
     AveragerSetup,
     GradientAverager,
     PlannedGroup,
+    StrategyCosts,
     check_at_least_one,
     check_sizes,
     words_of_sizes,
@@ -41,7 +41,7 @@ from hpctrain.averaging.base import (
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, Operation, OperationKind, Stream
 from hpctrain.averaging.link_simulation import Urgency, reductions_first
 from hpctrain.averaging.owner_operations import OwnerOperations, StepUpdate
-from hpctrain.averaging.reduce_scatter import ReduceScatterAverager, ReduceScatterStep, ReduceScatterStrategy
+from hpctrain.averaging.reduce_scatter import ReduceScatterAverager, ReduceScatterStrategy
 from hpctrain.averaging.slicing import INDEX_BYTES, Compression, Sizes, Slice, cut, fused
 from hpctrain.averaging.step_times import Times
 from hpctrain.averaging.sufficient_factors import FcExchange
@@ -214,9 +214,9 @@ class SparseOperations(OwnerOperations):
         two: Levels | None,
     ) -> None:
         super().__init__(setup, schedule, streams, 0)
-        self.nodes = self._comm.size if two is None else two.nodes
+        self.nodes = self.comm.size if two is None else two.nodes
         self._settings = settings
-        self._number, self._node = divmod(self._comm.rank, self.nodes)
+        self._number, self._node = divmod(self.comm.rank, self.nodes)
         # Each has one order of operations, that of the stream on which they are posted.
         self._reduce_within, self._gather_within = (
             None if two is None else within_node(streams[stream], two, f"{setup.comm.name} {stream}")
@@ -226,7 +226,7 @@ class SparseOperations(OwnerOperations):
         self._parts: dict[int, SparsePart] = {}
         for k, piece in enumerate(schedule.slices):
             if piece.compression is not None:
-                size, dtype = piece.owned_size(self._comm.rank, self._comm.size), setup.group.dtype
+                size, dtype = piece.owned_size(self.comm.rank, self.comm.size), setup.group.dtype
                 self._parts[k] = SparsePart(size, dtype, piece.compression, settings, streams[Stream.NODES], scratch, (k,))
         #: of dense slices: momentum that the owner keeps, as compressed ones have theirs before the choice
         self._velocities: dict[int, np.ndarray] = {}
@@ -239,7 +239,7 @@ class SparseOperations(OwnerOperations):
 
     def _bounds(self, k: int) -> tuple[int, int]:
         """[start, stop) of this rank's part of a slice."""
-        return self._schedule.slices[k].part(self._comm.rank, self._comm.size)
+        return self.schedule.slices[k].part(self.comm.rank, self.comm.size)
 
     def begin_step(self) -> None:
         """A step begins, and the one before can no longer be undone."""
@@ -260,44 +260,44 @@ class SparseOperations(OwnerOperations):
         if operation.kind is not OperationKind.SPARSE:
             return super().start(operation, update)
         begin, end = self._bounds(operation.slice)
-        gradient = self._sums.get(operation.slice, self._group.grad[begin:end])
-        return self._parts[operation.slice].send(self._group.arithmetic.to_host(gradient), update.number)
+        gradient = self.sums.get(operation.slice, self.group.grad[begin:end])
+        return self._parts[operation.slice].send(self.group.arithmetic.to_host(gradient), update.number)
 
-    def _start_sum(self, k: int) -> Handle:
+    def sum_slice(self, k: int) -> Handle:
         if k not in self._parts:
-            return super()._start_sum(k)
+            return super().sum_slice(k)
         assert self._reduce_within is not None, "a node of one rank has nothing to sum"
-        piece = self._schedule.slices[k]
-        gradient = self._group.grad[piece.start : piece.stop]
-        return self._reduce_within.ireduce_scatter(gradient, self._sums[k], piece.counts(self._comm.size))
+        piece = self.schedule.slices[k]
+        gradient = self.group.grad[piece.start : piece.stop]
+        return self._reduce_within.ireduce_scatter(gradient, self.sums[k], piece.counts(self.comm.size))
 
-    def _gather(self, k: int, comm: Communicator) -> Handle:
+    def gather_slice(self, k: int, comm: Communicator) -> Handle:
         if k not in self._parts:
-            return super()._gather(k, comm)
+            return super().gather_slice(k, comm)
         if self._gather_within is None:
             return Complete()
-        piece = self._schedule.slices[k]
-        return self._gather_within.iallgather(None, self._group.data[piece.start : piece.stop], piece.counts(self._comm.size))
+        piece = self.schedule.slices[k]
+        return self._gather_within.iallgather(None, self.group.data[piece.start : piece.stop], piece.counts(self.comm.size))
 
-    def _finish_gradient(self, k: int) -> None:
+    def finish_gradient(self, k: int) -> None:
         begin, end = self._bounds(k)
-        gradient = self._group.grad[begin:end]
+        gradient = self.group.grad[begin:end]
         if k in self._parts:
             self._receive(k, gradient)
             return
-        super()._finish_gradient(k)
+        super().finish_gradient(k)
         if k in self._left or k in self._velocities:
-            values = self._group.arithmetic.to_host(gradient)
-            self._group.arithmetic.from_host(gradient, self._corrected(k, values))
+            values = self.group.arithmetic.to_host(gradient)
+            self.group.arithmetic.from_host(gradient, self._corrected(k, values))
 
     def _receive(self, k: int, gradient: Array) -> None:
         """Write the sum of what all nodes sent; messages, and what is kept back, lie on the host."""
-        if self._group.arithmetic.on_host:
+        if self.group.arithmetic.on_host:
             self._parts[k].receive(gradient)
             return
-        total = np.empty(gradient.size, self._group.dtype)
+        total = np.empty(gradient.size, self.group.dtype)
         self._parts[k].receive(total)
-        self._group.arithmetic.from_host(gradient, total)
+        self.group.arithmetic.from_host(gradient, total)
 
     def _corrected(self, k: int, gradient: np.ndarray) -> np.ndarray:
         """The gradient of a dense slice with what was left of it, and the momentum that both give."""
@@ -328,13 +328,13 @@ class SparseOperations(OwnerOperations):
 
     def load_residual(self, name: str, by_node: np.ndarray) -> None:
         """Take what `residual` gave, that of other nodes included."""
-        segment = self._group.segment(name)
+        segment = self.group.segment(name)
         for k in self.touching[name]:
             begin, end = self._bounds(k)
             if k in self._parts:
                 self._load(segment, begin, by_node[self._node], self._parts[k].residual)
                 continue
-            piece = self._schedule.slices[k]
+            piece = self.schedule.slices[k]
             inside = segment.part(piece.start, piece.stop)
             if by_node[:, inside.start - segment.start : inside.stop - segment.start].any():
                 left = self._left.setdefault(k, np.zeros(end - begin, by_node.dtype))
@@ -342,7 +342,7 @@ class SparseOperations(OwnerOperations):
 
     def load_velocity(self, name: str, by_node: np.ndarray) -> None:
         """Take what `velocity` gave."""
-        segment = self._group.segment(name)
+        segment = self.group.segment(name)
         for k in self.touching[name]:
             begin, _ = self._bounds(k)
             if k in self._parts:
@@ -357,16 +357,16 @@ class SparseOperations(OwnerOperations):
 
     def _by_node(self, name: str, of_slice: Callable[[int], np.ndarray | None], progress: ProgressEngine) -> np.ndarray:
         """(nodes, size) of a parameter from all ranks' parts. of_slice: gives this rank's; None: no rank has anything."""
-        segment, comm = self._group.segment(name), self._comm
-        by_node = np.zeros((self.nodes, segment.size), self._group.dtype)
+        segment, comm = self.group.segment(name), self.comm
+        by_node = np.zeros((self.nodes, segment.size), self.group.dtype)
         for k in self.touching[name]:
             values = of_slice(k)
             if values is None:
                 continue
-            piece, begin = self._schedule.slices[k], self._bounds(k)[0]
+            piece, begin = self.schedule.slices[k], self._bounds(k)[0]
             parts = [segment.part(*piece.part(rank, comm.size)) for rank in range(comm.size)]
             mine, counts = parts[comm.rank], [share.size for share in parts]
-            gathered = np.empty(sum(counts), self._group.dtype)
+            gathered = np.empty(sum(counts), self.group.dtype)
             handle = comm.iallgather(np.ascontiguousarray(values[mine.start - begin : mine.stop - begin]), gathered, counts)
             progress.wait_handle(handle, f"gradients kept back of {name}")
             place = 0
@@ -387,7 +387,7 @@ class SparseAverager(ReduceScatterAverager):
     Holders of what is kept back are the nodes; each rank has its part of its node's.
 
     Args:
-        two: levels of the streams; None: every rank is a node. replan: as `ReduceScatterAverager` has it.
+        two: levels of the streams; None: every rank is a node. others: as for the base.
     """
 
     pending = _RESIDUAL
@@ -399,29 +399,13 @@ class SparseAverager(ReduceScatterAverager):
         *,
         settings: SparseSettings,
         two: Levels | None,
-        replan: Callable[[CollectiveSchedule, Times], CollectiveSchedule] | None,
+        **others: Any,
     ) -> None:
         assert agreement.schedule is not None
         self._sparse = SparseOperations(setup, agreement.schedule, agreement.streams, settings, two)
-        super().__init__(
-            setup,
-            agreement,
-            exchanging={},
-            nominal_batch=0,
-            order=None if two is None else two.order,
-            replan=replan,
-            operations=self._sparse,
-        )
+        super().__init__(setup, agreement, operations=self._sparse, **others)
         self.holders = self._sparse.nodes
         self._has_velocity = settings.momentum_correction > 0.0
-        self._number = 0
-
-    def _new_step(self, lr: float) -> ReduceScatterStep:
-        self._sparse.begin_step()
-        step = super()._new_step(lr)
-        step.update = replace(step.update, number=self._number)
-        self._number += 1
-        return step
 
     def changed(self) -> Sequence[Array]:
         return [*super().changed(), *self._sparse.kept_back()]
@@ -456,11 +440,11 @@ class SparseAverager(ReduceScatterAverager):
             self._sparse.load_velocity(parameter.name, state[_VELOCITY])
 
     def counters(self) -> dict[str, int]:
-        return {**super().counters(), _STEPS: self._number}
+        return {**super().counters(), _STEPS: self.step_number}
 
     def load_counters(self, counters: Mapping[str, int]) -> None:
         super().load_counters(counters)
-        self._number = counters.get(_STEPS, 0)
+        self.step_number = counters.get(_STEPS, 0)
 
 
 Compress = Literal["auto", "always"]
@@ -559,6 +543,12 @@ class Sparse(ReduceScatterStrategy):
                 f"set averager.two_level to false to treat every rank as a node."
             )
 
+    @classmethod
+    def costs(cls, options: Any) -> StrategyCosts:
+        """The costs of a step that has warmed up."""
+        differ = "Steps of sparse are taken to have warmed up: those before send more."
+        return replace(super().costs(options), density=options.density, note=differ if options.warmup_steps else None)
+
     def words(self) -> str:
         chosen = self.options
         return (
@@ -582,7 +572,7 @@ class Sparse(ReduceScatterStrategy):
         """Those that exchange: the ranks themselves, where there is one level."""
         return self.group.ranks if self.levels is None else self.levels.nodes
 
-    def _slices(self, link: LinkModel | None) -> tuple[Slice, ...]:
+    def slices(self, link: LinkModel | None) -> tuple[Slice, ...]:
         """Large parameters in compressed slices, where that pays; the others fused and cut as `sharded` does."""
         layout, (least, most) = self.group.layout, self.slice_elements(link)
         small = [one.parameter for one in layout.segments if not one.decay or one.size < self.options.least_elements]
@@ -606,10 +596,10 @@ class Sparse(ReduceScatterStrategy):
         part = PartOnLink(elements, self.nodes, self.group.layout.item_bytes, seconds)
         return sparse_pays(part, link or slicing.RULE_LINK, Compression(self.nodes, self.options.density).kept(elements))
 
-    def _operations(self, slices: Sequence[Slice], times: Times, link: LinkModel | None) -> tuple[Operation, ...]:
+    def operations(self, slices: Sequence[Slice], times: Times, link: LinkModel | None) -> tuple[Operation, ...]:
         """Those of a reduce-scatter strategy; the exchange across nodes follows the sum within them, or is all there is."""
         operations: list[Operation] = []
-        for operation in super()._operations(slices, times, link):
+        for operation in super().operations(slices, times, link):
             within = operation.kind is OperationKind.REDUCE_SCATTER and slices[operation.slice].compression is not None
             if not within or self.nodes < self.group.ranks:
                 operations.append(operation)
@@ -626,5 +616,4 @@ class Sparse(ReduceScatterStrategy):
             chosen.momentum_correction,
             chosen.factor_masking,
         )
-        replan = partial(self.replan, link=agreement.link) if self.replans(agreement.schedule) else None
-        return SparseAverager(setup, agreement, settings=settings, two=self.levels, replan=replan)
+        return SparseAverager(setup, agreement, settings=settings, two=self.levels, **self.averager_arguments(agreement))

@@ -28,162 +28,94 @@ from hpctrain.backend.arithmetic import (
 from hpctrain.backend.cuda.device import Argument, DeviceArray, grid_for, pack_width
 from hpctrain.backend.cuda.runtime import TAGS, CudaFetch, CudaRuntime, FetchBuffers, Staging
 from hpctrain.backend.cuda.transports import CudaMessages, CudaMirrors
+from hpctrain.backend.host_arithmetic import HostFetch
 from hpctrain.backend.specs import item_bytes, parameter_dtype
 from hpctrain.core.intervals import Box, shape_of, size_of
 
-_DIMS = 4
-
-
-def copy_box(
-    runtime: CudaRuntime, target: DeviceArray, target_box: Box, source: DeviceArray, source_box: Box, *, accumulate: bool = False
-) -> None:
-    """Enqueue target[target_box] := source[source_box], or += with `accumulate`.
-
-    Both arrays have one dtype and up to four dims, both boxes one shape, each inside its array; the two do not overlap in memory.
-    """
-    shape = shape_of(target_box)
-    assert target.dtype == source.dtype, f"{source!r} has not the dtype of {target!r}"
-    assert shape == shape_of(source_box), f"boxes {target_box} and {source_box} have different shapes"
-    if not size_of(target_box):
-        return
-    (to, to_steps), (origin, origin_steps) = _corner(target, target_box), _corner(source, source_box)
-    _, rows, columns, channels = (1,) * (_DIMS - len(shape)) + shape
-    width = pack_width(target.itemsize, math.gcd(channels, *to_steps, *origin_steps), (to, origin))
-    packs = channels // width
-    steps = [np.int64(step) for step in (*to_steps, *origin_steps)]
-    kernel = f"{'add' if accumulate else 'copy'}_box_{TAGS[target.dtype]}_w{width}"
-    items = size_of(target_box) // width
-    runtime.launch_items("copies", kernel, items, to, origin, *steps, np.int32(rows), np.int32(columns), np.int32(packs))
-
-
-def _corner(array: DeviceArray, box: Box) -> tuple[DeviceArray, tuple[int, ...]]:
-    """The array from the box's first element on, flat, and the steps of the three outer dims in elements."""
-    assert all(start >= 0 and stop <= size for (start, stop), size in zip(box, array.shape, strict=True)), (
-        f"{box} leaves {array!r}"
-    )
-    steps = [math.prod(array.shape[dim + 1 :]) for dim in range(array.ndim)]
-    first = sum(start * step for (start, _), step in zip(box, steps, strict=True))
-    outer = (0,) * (_DIMS - array.ndim) + tuple(steps[:-1])
-    return array.reshape(-1)[first:], outer
-
-
-def sum_pixels(runtime: CudaRuntime, target: DeviceArray, source: DeviceArray, scale: float) -> None:
-    """Enqueue target (N, 1, 1, C) := scale * the sum over the pixels of source (N, H, W, C), rounded once; 0 without pixels.
-
-    In the order of the pixels, whatever the launch: always the same bits.
-    """
-    _launch("sum_pixels", runtime, target, source, source, target, scale)
-
-
-def spread_pixels(runtime: CudaRuntime, target: DeviceArray, source: DeviceArray, scale: float) -> None:
-    """Enqueue target (N, H, W, C) := scale * source (N, 1, 1, C) at every pixel."""
-    _launch("spread_pixels", runtime, target, source, target, source, scale)
-
-
-def _launch(
-    kernel: str,
-    runtime: CudaRuntime,
-    target: DeviceArray,
-    source: DeviceArray,
-    images: DeviceArray,
-    means: DeviceArray,
-    scale: float,
-) -> None:
-    """An item is a pack of the target."""
-    n, height, width, channels = images.shape
-    assert means.shape == (n, 1, 1, channels), f"{means!r} has not one pixel for each of {images!r}"
-    assert target.dtype == source.dtype, f"{source!r} has not the dtype of {target!r}"
-    wide = pack_width(target.itemsize, channels, (target, source))
-    factor = np.dtype(parameter_dtype(target.dtype)).type(scale)
-    sizes = np.int64(height * width), np.int32(channels // wide)
-    name = f"{kernel}_{TAGS[target.dtype]}_w{wide}"
-    runtime.launch_items("pixel_sums", name, target.size // wide, target, source, factor, *sizes)
-
-
-#: elements that a block looks at in one go: `TILE` of sums.cu
+#: items of an array that a block looks at in one go: `TILE` of sums.cu and tables.cuh
 TILE = 8192
 
 _THREADS = 256
+_DIMS = 4  # of boxes that are copied
+_POLYNOMIAL, _ONE = 0xEDB88320, 0x80000000  # of checksums.cu
 
 
-class ArrayTable:
-    """Flat arrays of one dtype that are looked at together, at least one; their memory may hold other values each time.
+class _TiledArrays:
+    """Flat arrays, at least one, that one launch goes through, tile by tile: their table in the device's memory.
+
+    The arrays' memory may hold other values each time. The caller keeps them.
 
     Args:
-        staging: the table goes through it to the device, once.
+        sizes: items of each array: elements, or words. staging: the table goes through it to the device, once.
     """
+
+    def __init__(self, runtime: CudaRuntime, arrays: Sequence[DeviceArray], sizes: Sequence[int], staging: Staging) -> None:
+        self._runtime, self.count = runtime, len(arrays)
+        firsts = list(accumulate((-(-size // TILE) for size in sizes), initial=0))
+        self._tiles = firsts[-1]
+        rows = [(array.pointer, size, first) for array, size, first in zip(arrays, sizes, firsts, strict=False)]
+        self._table = self.memory(3 * (self.count + 1), "int64")
+        staging.upload(self._table, np.array([*rows, (0, 0, self._tiles)], np.int64))
+
+    def memory(self, size: int, dtype: str) -> DeviceArray:
+        """Return zeroed memory of the device."""
+        return self._runtime.device.allocate(size * item_bytes(dtype)).view(dtype)
+
+    def _look(self, source: str, kernel: str, out: DeviceArray) -> None:
+        """Enqueue a kernel over all tiles."""
+        grid = grid_for(self._tiles, 1, self._runtime.device.multiprocessors)
+        arguments = (self._table, np.int32(self.count), out, np.int64(self._tiles))
+        self._runtime.launch(source, kernel, grid, (_THREADS,), *arguments)
+
+    def _join(self, source: str, kernel: str, partial: DeviceArray, out: DeviceArray) -> None:
+        """Enqueue a kernel with a block for each array, which joins the results of its tiles."""
+        self._runtime.launch(source, kernel, (self.count,), (_THREADS,), self._table, partial, out)
+
+
+class ArrayTable(_TiledArrays):
+    """Sums of squares of arrays of one dtype, and whether their elements are finite."""
 
     def __init__(self, runtime: CudaRuntime, arrays: Sequence[DeviceArray], staging: Staging) -> None:
         assert len({array.dtype for array in arrays}) == 1, "arrays that are summed together have one dtype"
-        self._runtime, self._count, self._tag = runtime, len(arrays), TAGS[arrays[0].dtype]
-        firsts = list(accumulate((-(-array.size // TILE) for array in arrays), initial=0))
-        self._tiles = firsts[-1]
-        rows = [(array.pointer, array.size, first) for array, first in zip(arrays, firsts, strict=False)]
-        self._table = self._memory(3 * (self._count + 1), 8, "int64")
-        staging.upload(self._table, np.array([*rows, (0, 0, self._tiles)], np.int64))
-        self._partial, self._sums = self._memory(self._tiles, 8, "float64"), self._memory(self._count, 8, "float64")
-        self._flags, self._no_flags = (self._memory(self._count, 1, "uint8") for _ in range(2))
-        self._fetch_sums, self._fetch_flags = FetchBuffers(runtime, 8 * self._count), FetchBuffers(runtime, self._count)
-
-    def _memory(self, size: int, item_bytes: int, dtype: str) -> DeviceArray:
-        return self._runtime.device.allocate(size * item_bytes).view(dtype)
+        super().__init__(runtime, arrays, [array.size for array in arrays], staging)
+        self._tag = TAGS[arrays[0].dtype]
+        self._partial, self._sums = self.memory(self._tiles, "float64"), self.memory(self.count, "float64")
+        self._flags, self._no_flags = (self.memory(self.count, "uint8") for _ in range(2))
+        self._fetch_sums, self._fetch_flags = (FetchBuffers(runtime, array.nbytes) for array in (self._sums, self._flags))
 
     def square_sums(self) -> CudaFetch:
         """Enqueue the sums of squares: float64, one for each array, the same bits whatever else is in the table."""
-        self._look("square_sums", self._partial)
-        self._runtime.launch("sums", "finish_sums", (self._count,), (_THREADS,), self._table, self._partial, self._sums)
+        self._look("sums", f"square_sums_{self._tag}", self._partial)
+        self._join("sums", "finish_sums", self._partial, self._sums)
         return self._fetch_sums.fetch(self._sums)
 
     def finite(self, arrays: Sequence[DeviceArray] = ()) -> CudaFetch:
         """Enqueue the answers whether all elements of each array are finite: bool.
 
         Args:
-            arrays: those of the table, where the caller may drop them before the answers are there.
+            arrays: those of the table, if the caller may drop them before the answers are there.
         """
         self._runtime.device.copy(self._runtime.stream, self._flags, self._no_flags)
-        self._look("find_not_finite", self._flags)
+        self._look("sums", f"find_not_finite_{self._tag}", self._flags)
         return self._fetch_flags.fetch(self._flags, np.logical_not, arrays)
 
-    def _look(self, kernel: str, out: DeviceArray) -> None:
-        grid = grid_for(self._tiles, 1, self._runtime.device.multiprocessors)
-        arguments = (self._table, np.int32(self._count), out, np.int64(self._tiles))
-        self._runtime.launch("sums", f"{kernel}_{self._tag}", grid, (_THREADS,), *arguments)
 
-
-#: words that a block sums in one go: `TILE` of tables.cuh
-
-_POLYNOMIAL, _ONE = 0xEDB88320, 0x80000000  # of checksums.cu
-
-
-class WordSums:
-    """Sums over the 32-bit words of each of some flat arrays, at least one; they are kept by the caller.
+class WordSums(_TiledArrays):
+    """Sums over the 32-bit words of each of some arrays.
 
     Args:
-        kind: "remainders" of CRC-32 without its inversions, or sums of "words". staging: the table of arrays goes through it to
-            the device, once.
+        kind: "remainders" of CRC-32 without its inversions, or sums of "words".
     """
 
     def __init__(self, runtime: CudaRuntime, arrays: Sequence[DeviceArray], kind: str, staging: Staging) -> None:
         assert all(array.nbytes % 4 == array.pointer % 4 == 0 for array in arrays), "arrays are summed by words of 4 bytes"
-        self._runtime, self._kind, self.count = runtime, kind, len(arrays)
-        sizes = [array.nbytes // 4 for array in arrays]
-        firsts = list(accumulate((-(-size // TILE) for size in sizes), initial=0))
-        self._tiles = firsts[-1]
-        rows = [(array.pointer, size, first) for array, size, first in zip(arrays, sizes, firsts, strict=False)]
-        self._table = runtime.device.allocate(3 * (self.count + 1) * 8).view("int64")
-        staging.upload(self._table, np.array([*rows, (0, 0, self._tiles)], np.int64))
-        self._partial = self.memory(self._tiles)
-
-    def memory(self, count: int) -> DeviceArray:
-        """Memory for so many sums, uint32."""
-        return self._runtime.device.allocate(4 * count).view("uint32")
+        super().__init__(runtime, arrays, [array.nbytes // 4 for array in arrays], staging)
+        self._kind, self._partial = kind, self.memory(self._tiles, "uint32")
 
     def sum_into(self, sums: DeviceArray) -> None:
-        """Enqueue the sums, of as many words as there are arrays."""
-        grid = grid_for(self._tiles, 1, self._runtime.device.multiprocessors)
-        arguments = (self._table, np.int32(self.count), self._partial, np.int64(self._tiles))
-        self._runtime.launch("checksums", f"sum_{self._kind}", grid, (_THREADS,), *arguments)
-        self._runtime.launch("checksums", f"join_{self._kind}", (self.count,), (_THREADS,), self._table, self._partial, sums)
+        """Enqueue the sums, uint32, one for each array."""
+        self._look("checksums", f"sum_{self._kind}", self._partial)
+        self._join("checksums", f"join_{self._kind}", self._partial, sums)
 
 
 class CudaChecksums:
@@ -197,7 +129,7 @@ class CudaChecksums:
         self, runtime: CudaRuntime, arrays: Sequence[DeviceArray], staging: Staging, kind: str, of_zeros: Sequence[int] = (0,)
     ) -> None:
         self._arrays, self._words = tuple(arrays), WordSums(runtime, arrays, kind, staging)
-        self._sums = self._words.memory(self._words.count)
+        self._sums = self._words.memory(self._words.count, "uint32")
         self._fetches = FetchBuffers(runtime, self._sums.nbytes)
         self._of_zeros = np.array(of_zeros, np.uint32)
 
@@ -212,7 +144,7 @@ class CudaGuard:
     def __init__(self, runtime: CudaRuntime, arrays: Sequence[DeviceArray], staging: Staging) -> None:
         self._runtime, self._arrays = runtime, tuple(arrays)
         self._words = WordSums(runtime, arrays, "words", staging)
-        self._sums, self._remembered = (self._words.memory(self._words.count) for _ in range(2))
+        self._sums, self._remembered = (self._words.memory(self._words.count, "uint32") for _ in range(2))
         self._changed = runtime.device.allocate(self._words.count)
         self._fetches = FetchBuffers(runtime, self._words.count)
 
@@ -248,7 +180,7 @@ class CudaWatchedArrays:
 
 
 def checksum_of_zeros(size_bytes: int) -> int:
-    """CRC-32 of so many zero bytes, without making them: what its inversions alone add to that of any bytes."""
+    """Return the CRC-32 of this number of zero bytes, computed without them: the term that its inversions add for any bytes."""
     power, square, bits = _ONE, _ONE >> 1, 8 * size_bytes
     while bits:
         if bits & 1:
@@ -258,7 +190,7 @@ def checksum_of_zeros(size_bytes: int) -> int:
 
 
 def _product(a: int, b: int) -> int:
-    """The product of polynomials over GF(2), modulo that of CRC-32; bit 31 is the coefficient of x^0."""
+    """Return the product of polynomials over GF(2), modulo that of CRC-32; bit 31 is the coefficient of x^0."""
     total = 0
     for bit in range(31, -1, -1):
         if a >> bit & 1:
@@ -316,7 +248,7 @@ class RunTables:
         self._tables: dict[tuple[int, int], list[RunTable]] = {}
 
     def launch(self, source: str, kernel: str, runs: Iterable[UpdateRun], *scalars: np.generic) -> None:
-        """Enqueue a kernel over the elements of `runs`, with its own arguments behind the runs."""
+        """Enqueue a kernel over the elements of `runs`, with its own arguments after the runs."""
         wanted = tuple(run for run in runs if run.start < run.stop)
         if not wanted:
             return
@@ -328,7 +260,7 @@ class RunTables:
         self._runtime.launch(source, kernel, grid, (_THREADS,), *self.buffers, table.memory, np.int32(len(wanted)), *last)
 
     def _table(self, runs: Sequence[UpdateRun]) -> RunTable:
-        """The table for this part of the buffers, which a step updates once; one that became too small may still be read."""
+        """Return the table for this part of the buffers, which a step updates once; outgrown tables may still be read."""
         tables = self._tables.setdefault((runs[0].start, runs[-1].stop), [])
         if not tables or tables[-1].capacity < len(runs):
             capacity = 1 << (len(runs) - 1).bit_length()
@@ -393,54 +325,12 @@ class CudaMomentDescent:
         self._tables.launch("moments", "moments", runs, scalar(lr), *self._constants, *scales, np.int32(directs))
 
 
-#: pinned memory that copies of whole arrays go through: so many buffers of so many bytes. More are made for large arrays, so that
-#: the host fills them with a batch while the device computes.
+#: pinned memory that copies of whole arrays go through: buffers at first, at most, and bytes of each. More are made for large
+#: arrays, so that the host can fill them with a batch while the device computes.
 STAGING_COUNT, STAGING_MOST, STAGING_BYTES = 4, 64, 4 << 20
 
 #: elements that a thread casts at once: 16 bytes of float32
 _CAST_WIDTH = 4
-
-
-class _Nothing:
-    """Implements `Fetch`: answers about no arrays."""
-
-    def result(self) -> np.ndarray:
-        """Nothing, bool."""
-        return np.zeros(0, np.bool_)
-
-
-class _Tables:
-    """Tables of arrays on the device, made at the first question about the same arrays and kept."""
-
-    def __init__(self, runtime: CudaRuntime, staging: Staging) -> None:
-        self._runtime, self._staging = runtime, staging
-        self._tables: dict[tuple[object, ...], ArrayTable] = {}
-
-    def of(self, arrays: Sequence[DeviceArray]) -> ArrayTable:
-        """The table of some arrays."""
-        key = tuple((array.pointer, array.size, array.dtype) for array in arrays)
-        if key not in self._tables:
-            self._tables[key] = ArrayTable(self._runtime, arrays, self._staging)
-        return self._tables[key]
-
-
-class _RoundedUploads:
-    """By way of float32 on the device: a kernel rounds, which takes the host much longer than the copy."""
-
-    def __init__(self, arithmetic: CudaArithmetic, staging: Staging) -> None:
-        self._arithmetic, self._staging = arithmetic, staging
-        self._unrounded: DeviceArray | None = None
-
-    def upload(self, target: DeviceArray, source: np.ndarray) -> None:
-        """target := source, both flat; the target is bfloat16."""
-        if self._unrounded is None:
-            self._unrounded = self._arithmetic.zeros(STAGING_BYTES // 4, "float32")
-        step = self._unrounded.size
-        for low in range(0, target.size, step):
-            high = min(low + step, target.size)
-            piece = self._unrounded[: high - low]
-            self._staging.upload(piece, source[low:high])
-            self._arithmetic.copy(target[low:high], piece)
 
 
 class CudaArithmetic(Arithmetic):
@@ -456,20 +346,20 @@ class CudaArithmetic(Arithmetic):
     def __init__(self, runtime: CudaRuntime) -> None:
         self._runtime = runtime
         self._staging = Staging(runtime, STAGING_BYTES, STAGING_COUNT, STAGING_MOST)
-        self._rounded = _RoundedUploads(self, self._staging)
+        self._unrounded: DeviceArray | None = None
         self._fetches: dict[tuple[int, int], FetchBuffers] = {}
-        self._tables = _Tables(runtime, self._staging)
+        self._tables: dict[tuple[object, ...], ArrayTable] = {}
         self.made_mirrors: CudaMirrors | None = None
         self._messages: CudaMessages | None = None
 
     def mirrors(self) -> CudaMirrors:
-        """Made at the first call: a rank that is alone has none, and no streams for them."""
+        """Return the mirrors, made at the first call: a rank that is alone has none, and no streams for them."""
         if self.made_mirrors is None:
             self.made_mirrors = CudaMirrors(self._runtime)
         return self.made_mirrors
 
     def messages(self) -> CudaMessages:
-        """Made at the first call."""
+        """Return the service, made at the first call."""
         if self._messages is None:
             self._messages = CudaMessages(self._runtime)
         return self._messages
@@ -485,45 +375,81 @@ class CudaArithmetic(Arithmetic):
             return
         aligned = all(array.pointer % (_CAST_WIDTH * array.itemsize) == 0 for array in (target, source))
         width = _CAST_WIDTH if aligned else 1
-        _launch_flat(self._runtime, f"cast_{TAGS[source.dtype]}_{TAGS[target.dtype]}", width, target, source)
+        self._launch_flat(f"cast_{TAGS[source.dtype]}_{TAGS[target.dtype]}", width, target, source)
 
     def fill(self, target: Array, value: float) -> None:
-        _launch_flat(
-            self._runtime,
-            f"fill_{TAGS[target.dtype]}",
-            pack_width(target.itemsize, 0, (target,)),
-            target,
-            _scalar(target, value),
-        )
+        width = pack_width(target.itemsize, 0, (target,))
+        self._launch_flat(f"fill_{TAGS[target.dtype]}", width, target, _scalar(target, value))
 
     def add(self, target: Array, source: Array) -> None:
-        _add(self._runtime, target, source, 1.0)
+        self._add(target, source, 1.0)
 
     def subtract(self, target: Array, source: Array) -> None:
-        _add(self._runtime, target, source, -1.0)
+        self._add(target, source, -1.0)
+
+    def _add(self, target: DeviceArray, source: DeviceArray, sign: float) -> None:
+        _check_sizes(target, source)
+        assert target.dtype == source.dtype, f"{source!r} is not added to {target!r}"
+        width = pack_width(target.itemsize, 0, (target, source))
+        self._launch_flat(f"add_{TAGS[target.dtype]}", width, target, source, _scalar(target, sign))
 
     def average_into(self, target: Array, source: Array, kept: float) -> None:
         _check_sizes(target, source)
         width = pack_width(target.itemsize, 0, (target, source))
-        _launch_flat(self._runtime, f"average_{TAGS[target.dtype]}", width, target, source, _scalar(target, kept))
+        self._launch_flat(f"average_{TAGS[target.dtype]}", width, target, source, _scalar(target, kept))
 
-    def copy_box(
-        self, target: DeviceArray, target_box: Box, source: DeviceArray, source_box: Box, *, accumulate: bool = False
-    ) -> None:
-        """target[target_box] := source[source_box], or += with `accumulate`; see `box_copy`."""
-        copy_box(self._runtime, target, target_box, source, source_box, accumulate=accumulate)
+    def _launch_flat(self, kernel: str, width: int, target: DeviceArray, *arguments: Argument) -> None:
+        """Enqueue a kernel of copies.cu over the elements of flat arrays, `width` of them at once."""
+        runtime = self._runtime
+        grid = grid_for(-(-target.size // width), runtime.threads, runtime.device.multiprocessors)
+        runtime.launch("copies", f"{kernel}_w{width}", grid, (runtime.threads,), target, *arguments, np.int64(target.size))
+
+    def copy_box(self, target: Array, target_box: Box, source: Array, source_box: Box, *, accumulate: bool = False) -> None:
+        shape = shape_of(target_box)
+        assert target.dtype == source.dtype, f"{source!r} has not the dtype of {target!r}"
+        assert shape == shape_of(source_box), f"boxes {target_box} and {source_box} have different shapes"
+        if not size_of(target_box):
+            return
+        (to, to_steps), (origin, origin_steps) = _corner(target, target_box), _corner(source, source_box)
+        _, rows, columns, channels = (1,) * (_DIMS - len(shape)) + shape
+        width = pack_width(target.itemsize, math.gcd(channels, *to_steps, *origin_steps), (to, origin))
+        packs = channels // width
+        steps = [np.int64(step) for step in (*to_steps, *origin_steps)]
+        kernel = f"{'add' if accumulate else 'copy'}_box_{TAGS[target.dtype]}_w{width}"
+        sizes = np.int32(rows), np.int32(columns), np.int32(packs)
+        self._runtime.launch_items("copies", kernel, size_of(target_box) // width, to, origin, *steps, *sizes)
 
     def sum_pixels(self, target: Array, source: Array, scale: float) -> None:
-        sum_pixels(self._runtime, target, source, scale)
+        # In the order of the pixels, whatever the launch: always the same bits.
+        self._launch_pixels("sum_pixels", target, source, source, target, scale)
 
     def spread_pixels(self, target: Array, source: Array, scale: float) -> None:
-        spread_pixels(self._runtime, target, source, scale)
+        self._launch_pixels("spread_pixels", target, source, target, source, scale)
+
+    def _launch_pixels(
+        self, kernel: str, target: DeviceArray, source: DeviceArray, images: DeviceArray, means: DeviceArray, scale: float
+    ) -> None:
+        """Enqueue a kernel whose items are packs of the target."""
+        n, height, width, channels = images.shape
+        assert means.shape == (n, 1, 1, channels), f"{means!r} has not one pixel for each of {images!r}"
+        assert target.dtype == source.dtype, f"{source!r} has not the dtype of {target!r}"
+        wide = pack_width(target.itemsize, channels, (target, source))
+        sizes = np.int64(height * width), np.int32(channels // wide)
+        name = f"{kernel}_{TAGS[target.dtype]}_w{wide}"
+        self._runtime.launch_items("pixel_sums", name, target.size // wide, target, source, _scalar(target, scale), *sizes)
 
     def square_sums(self, arrays: Sequence[Array]) -> np.ndarray:
-        return self._tables.of(arrays).square_sums().result().copy() if arrays else np.zeros(0)
+        return self._table(arrays).square_sums().result().copy() if arrays else np.zeros(0)
 
     def fetch_finite(self, arrays: Sequence[Array]) -> Fetch:
-        return self._tables.of(arrays).finite(arrays) if arrays else _Nothing()
+        return self._table(arrays).finite(arrays) if arrays else HostFetch(np.zeros(0, np.bool_))
+
+    def _table(self, arrays: Sequence[DeviceArray]) -> ArrayTable:
+        """Return the table of some arrays, made at the first question about the same arrays and kept."""
+        key = tuple((array.pointer, array.size, array.dtype) for array in arrays)
+        if key not in self._tables:
+            self._tables[key] = ArrayTable(self._runtime, arrays, self._staging)
+        return self._tables[key]
 
     def watched(self, arrays: Sequence[Array]) -> WatchedArrays:
         return CudaWatchedArrays(self._runtime, tuple(arrays), self._staging)
@@ -541,12 +467,20 @@ class CudaArithmetic(Arithmetic):
 
     def from_host(self, target: Array, source: np.ndarray) -> None:
         _check_sizes(target, source)
-        rounded = target.dtype == "bfloat16"
-        self._staging.reserve(4 * target.size if rounded else target.nbytes)
-        if rounded:
-            self._rounded.upload(target.reshape(-1), np.ascontiguousarray(source).reshape(-1))
-        else:
+        if target.dtype != "bfloat16":
+            self._staging.reserve(target.nbytes)
             self._staging.upload(target, source)
+            return
+        # By way of float32 on the device: a kernel rounds, which takes the host much longer than the copy.
+        self._staging.reserve(4 * target.size)
+        if self._unrounded is None:
+            self._unrounded = self.zeros(STAGING_BYTES // 4, "float32")
+        places, values, step = target.reshape(-1), np.ascontiguousarray(source).reshape(-1), self._unrounded.size
+        for low in range(0, target.size, step):
+            high = min(low + step, target.size)
+            piece = self._unrounded[: high - low]
+            self._staging.upload(piece, values[low:high])
+            self.copy(places[low:high], piece)
 
     def descent(
         self, data: Array, gradient: Array, momentum: Array, *, factor: float, nesterov: bool, shadow: Array | None = None
@@ -560,17 +494,15 @@ class CudaArithmetic(Arithmetic):
         return CudaMomentDescent(self._runtime, data, gradient, first, second, shadow, rule)
 
 
-def _add(runtime: CudaRuntime, target: DeviceArray, source: DeviceArray, sign: float) -> None:
-    _check_sizes(target, source)
-    assert target.dtype == source.dtype, f"{source!r} is not added to {target!r}"
-    width = pack_width(target.itemsize, 0, (target, source))
-    _launch_flat(runtime, f"add_{TAGS[target.dtype]}", width, target, source, _scalar(target, sign))
-
-
-def _launch_flat(runtime: CudaRuntime, kernel: str, width: int, target: DeviceArray, *arguments: Argument) -> None:
-    """Enqueue a kernel of copies.cu over the elements of flat arrays, `width` of them at once where there are so many."""
-    grid = grid_for(-(-target.size // width), runtime.threads, runtime.device.multiprocessors)
-    runtime.launch("copies", f"{kernel}_w{width}", grid, (runtime.threads,), target, *arguments, np.int64(target.size))
+def _corner(array: DeviceArray, box: Box) -> tuple[DeviceArray, tuple[int, ...]]:
+    """Return the array from the box's first element on, flat, and the steps of the three outer dims in elements."""
+    assert all(start >= 0 and stop <= size for (start, stop), size in zip(box, array.shape, strict=True)), (
+        f"{box} leaves {array!r}"
+    )
+    steps = [math.prod(array.shape[dim + 1 :]) for dim in range(array.ndim)]
+    first = sum(start * step for (start, _), step in zip(box, steps, strict=True))
+    outer = (0,) * (_DIMS - array.ndim) + tuple(steps[:-1])
+    return array.reshape(-1)[first:], outer
 
 
 def _check_sizes(target: DeviceArray, source: Array) -> None:
@@ -578,6 +510,6 @@ def _check_sizes(target: DeviceArray, source: Array) -> None:
 
 
 def _scalar(array: DeviceArray, value: float) -> np.generic:
-    """A kernel's argument that elements of `array` are computed with."""
+    """Return a kernel's argument that elements of `array` are computed with."""
     scalar: np.generic = np.dtype(parameter_dtype(array.dtype)).type(value)
     return scalar

@@ -13,9 +13,9 @@ import numpy as np
 
 from hpctrain.backend.arithmetic import Arithmetic
 from hpctrain.backend.cuda.device import Argument, DeviceArray, Extent, pack_width
-from hpctrain.backend.cuda.operator import CudaOperator, Request
+from hpctrain.backend.cuda.operator import CudaOperator
 from hpctrain.backend.cuda.runtime import THREADS, CudaRuntime
-from hpctrain.backend.operators import Buffers, CallsHost, InPlace, StepContext
+from hpctrain.backend.operators import Buffers, CallsHost, InPlace, Request, StepContext
 from hpctrain.backend.specs import BatchNormSpec, TensorSpec, item_bytes, parameter_dtype
 
 #: coefficients of a channel in batch_norm.cu
@@ -194,7 +194,7 @@ def _flags(grad: DeviceArray | None, accumulates: bool, asked: int, added: int) 
 
 
 class CudaSynchronisedBatchNorm(CallsHost, CudaBatchNorm):
-    """As `CudaBatchNorm`, with moments and sums that the host merges over ranks. On a rank that is alone it is that very one.
+    """`CudaBatchNorm` with moments and sums that the host merges over ranks. On a single rank both are the same.
 
     Collective: `forward` and `backward_input` call the merger once each, on every rank, and wait for it. What crosses is
     (2, channels) in float64, each way.

@@ -9,13 +9,14 @@ import numpy as np
 
 from hpctrain.backend.arithmetic import Arithmetic
 from hpctrain.backend.cuda.device import DeviceArray, pack_width
-from hpctrain.backend.cuda.operator import ColumnSums, CudaOperator, Request, carve, check_images, row_launch, total_bytes
+from hpctrain.backend.cuda.operator import ColumnSums, CudaOperator, carve, check_images, row_launch, total_bytes
 from hpctrain.backend.cuda.runtime import TAGS, CudaFetch, CudaRuntime, FetchBuffers, Staging
 from hpctrain.backend.operators import (
     Buffers,
     LossOperator,
     LossSums,
     MixedLabels,
+    Request,
     StepContext,
     SufficientFactors,
     checked_labels,
@@ -51,27 +52,6 @@ class CudaLinear(SufficientFactors, CudaOperator):
         assert weight.dtype == self.dtype, f"the weight of a linear layer in {self.dtype} is {weight.dtype}"
         self._weight = weight
 
-    def _gemm(
-        self,
-        a: DeviceArray,
-        b: DeviceArray,
-        c: DeviceArray,
-        *,
-        transpose_a: bool = False,
-        transpose_b: bool = False,
-        accumulate: bool = False,
-    ) -> None:
-        self.runtime.device.gemm(
-            self.runtime.stream,
-            a,
-            b,
-            c,
-            transpose_a=transpose_a,
-            transpose_b=transpose_b,
-            accumulate=accumulate,
-            precision=self.runtime.precision,
-        )
-
     def forward(self, context: StepContext) -> None:
         y = self.buffers.output
         if not y.size:
@@ -80,7 +60,7 @@ class CudaLinear(SufficientFactors, CudaOperator):
         if self._product[0] == y.shape:
             (product,) = carve(self.buffers.scratch, [self._product])
         assert self._weight is not None
-        self._gemm(self.buffers.inputs[0], self._weight, product)
+        self.runtime.multiply(self.buffers.inputs[0], self._weight, product)
         if self.linear.bias:
             self._add_bias(product, y)
 
@@ -95,7 +75,7 @@ class CudaLinear(SufficientFactors, CudaOperator):
     def backward_parameters(self) -> None:
         dy, gradient = self.output_grad, self.buffers.gradients["weight"]
         if dy.size:
-            self._gemm(self.buffers.inputs[0], dy, gradient, transpose_a=True)
+            self.runtime.multiply(self.buffers.inputs[0], dy, gradient, transpose_a=True)
         else:
             self._arithmetic.fill(gradient, 0.0)
         if self._sums is not None:
@@ -106,7 +86,7 @@ class CudaLinear(SufficientFactors, CudaOperator):
         grad = self.input_grad()
         if grad is not None and grad.size:
             assert self._weight is not None
-            self._gemm(self.output_grad, self._weight, grad, transpose_b=True, accumulate=self.accumulates())
+            self.runtime.multiply(self.output_grad, self._weight, grad, transpose_b=True, accumulate=self.accumulates())
 
 
 _CLASSES_OF_A_WARP, _WARP, _MOST_THREADS = 128, 32, 256
@@ -128,7 +108,7 @@ class CudaLossHandle:
 
 
 class _Rows:
-    """Memory for the labels, losses and ranks of up to so many rows."""
+    """Memory for the labels, losses and ranks of up to `capacity` rows."""
 
     def __init__(self, runtime: CudaRuntime, capacity: int) -> None:
         def memory(dtype: str, item_bytes: int) -> DeviceArray:
@@ -153,7 +133,7 @@ class CudaSoftmaxCrossEntropy(LossOperator):
     def run(
         self, logits: DeviceArray, labels: np.ndarray | MixedLabels, global_count: int, d_logits: DeviceArray | None
     ) -> CudaLossHandle:
-        assert not isinstance(labels, MixedLabels), "a configuration that mixes images is refused beside this set"
+        assert not isinstance(labels, MixedLabels), "a configuration that mixes images is refused for this set"
         count, classes = logits.shape
         if count == 0:
             return CudaLossHandle(None, 0)

@@ -11,25 +11,25 @@ from typing import Literal
 import numpy as np
 
 from hpctrain.backend.arithmetic import Arithmetic
-from hpctrain.backend.cuda.arithmetic import copy_box
 from hpctrain.backend.cuda.device import PLAN_ALIGNMENT_BYTES, ConvolutionKey, DeviceArray, DeviceConvolution, pack_width
-from hpctrain.backend.cuda.operator import ColumnSums, CudaOperator, CudaOperatorBase, Request, carve, total_bytes
+from hpctrain.backend.cuda.operator import ColumnSums, CudaOperator, CudaOperatorBase, carve, total_bytes
 from hpctrain.backend.cuda.runtime import THREADS, CudaRuntime
-from hpctrain.backend.operators import Buffers, OutputReadOnce, StepContext
+from hpctrain.backend.operators import Buffers, OutputReadOnce, Request, StepContext
 from hpctrain.backend.specs import Conv2dSpec, Spec, TensorSpec, WithRelu, item_bytes
 
 
 class CudaConv2d(OutputReadOnce, CudaOperatorBase):
     """y (N, Ho, Wo, K) from x (N, H, W, C), weight (K, R, S, C / groups), bias (K), all in the dtype of activations.
 
-    A ReLU behind it is computed by the plan that adds the bias. Backward then reads the output, turns the output's gradient into
+    A ReLU after it is computed by the plan that adds the bias. Backward then reads the output, turns the output's gradient into
     that before the ReLU, and sums it up for the bias in the same pass.
 
-    Plans write their results. So the input's gradient is not added to what is there (it is no `Accumulating`): scratch for it
-    would be as large as x in every convolution, while a plan has a partial only where several gradients meet, and the traffic is
-    the same. The weight's gradient is written in bfloat16 beside bfloat16 and then cast: cuDNN 9.19 has no plan from bfloat16
-    to float32. Parameters lie without gaps in their group, but plans read and write at multiples of 16 bytes: those that do not
-    begin at one go by way of scratch. Without pixels there is no plan: the output is empty, gradients of parameters are zero.
+    Plans write their results. So the input's gradient is not added to what is there (the operator is no `Accumulating`): scratch
+    for it would be as large as x in every convolution, while a plan has a partial gradient only where several gradients meet,
+    and the traffic is the same. For bfloat16 activations the weight's gradient is written in bfloat16 and then cast: cuDNN 9.19
+    has no plan from bfloat16 to float32. Parameters lie without gaps in their group, but plans read and write at multiples of 16
+    bytes: parameters that do not begin at one are copied to or from scratch. Without pixels there is no plan: the output is
+    empty, gradients of parameters are zero.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class CudaConv2d(OutputReadOnce, CudaOperatorBase):
         return self.runtime.device.convolution(key)
 
     def _fused(self) -> Literal["", "bias", "bias_relu"]:
-        """Part of the plan of forward. A ReLU alone is not: cuDNN 9.19 would have to compile that at run time."""
+        """Return what the plan of forward includes. Not a ReLU alone: cuDNN 9.19 would have to compile that at run time."""
         if not self.conv.bias:
             return ""
         return "bias_relu" if self._relu else "bias"
@@ -140,7 +140,7 @@ class CudaConv2d(OutputReadOnce, CudaOperatorBase):
         self._finished = True
 
     def _aligned(self, role: str, copy: DeviceArray) -> DeviceArray:
-        """A parameter's values where plans can read them: its own memory, or a copy."""
+        """Return a parameter's values where plans can read them: its own memory, or a copy."""
         value = self._values[role]
         if _is_aligned(value):
             return value
@@ -183,9 +183,6 @@ class _Products(CudaOperator):
         assert self._values is not None
         return self._values.reshape(self.conv.channels_out, -1)
 
-    def _multiply(self, a: DeviceArray, b: DeviceArray, c: DeviceArray, **options: bool) -> None:
-        self.runtime.device.gemm(self.runtime.stream, a, b, c, precision=self.runtime.precision, **options)
-
 
 class CudaPointwiseConv2d(_Products):
     """A convolution of single pixels: stride 1, no padding, one group.
@@ -203,20 +200,20 @@ class CudaPointwiseConv2d(_Products):
 
     def forward(self, context: StepContext) -> None:
         if self.output.size:
-            self._multiply(_rows(self.buffers.inputs[0]), self._weight, _rows(self.buffers.output), transpose_b=True)
+            self.runtime.multiply(_rows(self.buffers.inputs[0]), self._weight, _rows(self.buffers.output), transpose_b=True)
 
     def backward_parameters(self) -> None:
         gradient = self.buffers.gradients["weight"]
         if self.output.size:
             gradient = gradient.reshape(self.conv.channels_out, -1)
-            self._multiply(_rows(self.output_grad), _rows(self.buffers.inputs[0]), gradient, transpose_a=True)
+            self.runtime.multiply(_rows(self.output_grad), _rows(self.buffers.inputs[0]), gradient, transpose_a=True)
         else:
             self._arithmetic.fill(gradient, 0.0)
 
     def backward_input(self) -> None:
         grad = self.input_grad()
         if grad is not None and grad.size:
-            self._multiply(_rows(self.output_grad), self._weight, _rows(grad), accumulate=self.accumulates())
+            self.runtime.multiply(_rows(self.output_grad), self._weight, _rows(grad), accumulate=self.accumulates())
 
 
 class CudaPatchConv2d(_Products):
@@ -261,8 +258,8 @@ class CudaPatchConv2d(_Products):
         padded = self.scratch[0] if self.training else self.scratch[1]
         self._arithmetic.fill(padded, 0.0)
         weight = self._weight
-        copy_box(self.runtime, padded, _whole(weight), weight, _whole(weight))
-        self._multiply(self._patches, padded, _rows(self.buffers.output), transpose_b=True)
+        self._arithmetic.copy_box(padded, _whole(weight), weight, _whole(weight))
+        self.runtime.multiply(self._patches, padded, _rows(self.buffers.output), transpose_b=True)
 
     def backward_parameters(self) -> None:
         gradient = self.buffers.gradients["weight"]
@@ -270,8 +267,8 @@ class CudaPatchConv2d(_Products):
             self._arithmetic.fill(gradient, 0.0)
             return
         gradient, padded = gradient.reshape(self.conv.channels_out, -1), self.scratch[1]
-        self._multiply(_rows(self.output_grad), self._patches, padded, transpose_a=True)
-        copy_box(self.runtime, gradient, _whole(gradient), padded, _whole(gradient))
+        self.runtime.multiply(_rows(self.output_grad), self._patches, padded, transpose_a=True)
+        self._arithmetic.copy_box(gradient, _whole(gradient), padded, _whole(gradient))
 
     def backward_input(self) -> None:
         assert self.input_grad() is None, "the input of these convolutions has no gradient"

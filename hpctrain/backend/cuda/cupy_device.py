@@ -119,10 +119,10 @@ def nccl_fault(device: str) -> str | None:
 
 
 def _nccl() -> Any:
-    """CuPy's module; None where its library is not there."""
+    """Return CuPy's module of NCCL; None if its library is missing."""
     _load_wheel()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # in which CuPy tells of a library that is not there
+        warnings.simplefilter("ignore")  # CuPy warns of a library that is missing
         try:
             from cupy.cuda import nccl
         except ImportError:

@@ -23,14 +23,14 @@ from hpctrain.backend.specs import item_bytes
 
 
 def bfloat16_bits(values: np.ndarray) -> np.ndarray:
-    """float32 or float64 values rounded to bfloat16, to nearest even (float64 by way of float32); NaN becomes 0x7FFF."""
+    """Round float32 or float64 values to bfloat16, to nearest even (float64 by way of float32); NaN becomes 0x7FFF."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     rounded = ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
     return np.where((bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000), np.uint16(0x7FFF), rounded)
 
 
 def bfloat16_values(bits: np.ndarray) -> np.ndarray:
-    """The float32 values of bfloat16 bits (uint16): exact."""
+    """Return the float32 values of bfloat16 bits (uint16): exact."""
     return (np.ascontiguousarray(bits, np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
@@ -74,7 +74,7 @@ class DeviceArray:
         return DeviceArray(self.pointer + start * row, (max(0, stop - start), *self.shape[1:]), self.dtype, self.owner)
 
     def reshape(self, *shape: Any) -> DeviceArray:
-        """The same elements in another shape; -1 stands for what is left."""
+        """Return the same elements in another shape; -1 stands for what is left."""
         wanted: Shape = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
         if wanted.count(-1) == 1 and (known := -math.prod(wanted)):
             wanted = tuple(self.size // known if n == -1 else n for n in wanted)
@@ -83,7 +83,7 @@ class DeviceArray:
         return DeviceArray(self.pointer, wanted, self.dtype, self.owner)
 
     def view(self, dtype: str) -> DeviceArray:
-        """The same bytes as a flat array of another dtype; they must be whole elements of it."""
+        """Return the same bytes as a flat array of another dtype; they must be whole elements of it."""
         count, rest = divmod(self.nbytes, item_bytes(dtype))
         if rest:
             raise ValueError(f"{self.nbytes} bytes are no whole number of {dtype} elements.")
@@ -98,7 +98,7 @@ class DeviceArray:
     __array__ = __array_ufunc__ = __setitem__ = __iter__ = __float__ = __int__ = __bool__ = __contains__ = _refuse
 
 
-#: what a kernel takes: a place in the device's memory (None: nowhere), or a NumPy scalar of the parameter's very type
+#: what a kernel takes: a place in the device's memory (None: nowhere), or a NumPy scalar of exactly the parameter's type
 Argument = DeviceArray | np.generic | None
 Extent = tuple[int, ...]  # of a grid or a block, up to three dims
 
@@ -134,7 +134,7 @@ class DeviceStream(Protocol):
         ...
 
     def wait(self, event: DeviceEvent) -> None:
-        """Work from here on begins after what the event marks now; the host goes on."""
+        """Let later work begin after what the event marks now; the host does not wait."""
         ...
 
     def synchronize(self) -> None:
@@ -204,19 +204,19 @@ class LinkMaker(Protocol):
     """The part of a device that joins others."""
 
     def fault(self) -> str | None:
-        """Why this device cannot exchange arrays with others by itself, in one clause; None where it can."""
+        """Return the reason why this device cannot exchange arrays with others by itself, in one clause; None if it can."""
         ...
 
     def join(self, peers: Peers, stream: DeviceStream) -> DeviceLinks:
-        """This device's links to those of its peers, whose work is enqueued on that stream. Collective; waits for all of them."""
+        """Link this device to those of its peers; work of the links is enqueued on `stream`. Collective; waits for all peers."""
         ...
 
 
 class Device(Protocol):
-    """A GPU, or what stands in for one.
+    """A GPU, or the emulated device.
 
     Attributes:
-        name: as the vendor gives it. identity: no other device has it, on any node. capability: (major, minor).
+        name: the vendor's. identity: no other device has it, on any node. capability: (major, minor).
         multiprocessors: that run blocks at once.
         dtypes: that kernels compute in. memory_bytes: of the whole device.
         versions: of the libraries that it computes by, and its name as "device", for a run's records.
@@ -235,11 +235,11 @@ class Device(Protocol):
     def groups(self) -> LinkMaker: ...
 
     def allocate(self, size_bytes: int) -> DeviceArray:
-        """Zeroed uint8 memory, aligned to ALIGNMENT_BYTES."""
+        """Return zeroed uint8 memory, aligned to ALIGNMENT_BYTES."""
         ...
 
     def pinned(self, size_bytes: int) -> np.ndarray:
-        """uint8 host memory that copies to and from the device may use without waiting."""
+        """Return uint8 memory of the host that copies to and from the device may use without waiting."""
         ...
 
     def stream(self, name: str) -> DeviceStream: ...
@@ -247,7 +247,7 @@ class Device(Protocol):
     def event(self) -> DeviceEvent: ...
 
     def kernel(self, source: str, name: str) -> DeviceKernel:
-        """The kernel `name` of kernels/<source>.cu, compiled at first use."""
+        """Return the kernel `name` of kernels/<source>.cu, compiled at first use."""
         ...
 
     def upload(self, stream: DeviceStream, target: DeviceArray, source: np.ndarray) -> None:
@@ -263,7 +263,7 @@ class Device(Protocol):
         ...
 
     def convolution(self, key: ConvolutionKey) -> DeviceConvolution:
-        """The plan for a key, from a cache.
+        """Return the plan for a key, from a cache.
 
         Raises:
             BackendError: no plan exists.
@@ -286,21 +286,21 @@ class Device(Protocol):
         ...
 
     def capture(self, stream: DeviceStream) -> AbstractContextManager[CapturedGraph]:
-        """Inside: what is enqueued on `stream` is recorded and not done. Allocating and waiting are refused."""
+        """Record what is enqueued on `stream` inside this context, instead of doing it. Allocating and waiting are refused."""
         ...
 
     def memory_used(self) -> int:
-        """Bytes of the device's memory that are in use."""
+        """Return the bytes of the device's memory that are in use."""
         ...
 
 
 def grid_for(items: int, block: int, multiprocessors: int, *, waves: int = 8) -> Extent:
-    """The grid of a kernel that strides over `items`: as many blocks as they fill, up to `waves` for each multiprocessor."""
+    """Return the grid of a kernel that strides over `items`: the blocks that they fill, at most `waves` per multiprocessor."""
     return (min(-(-items // block), waves * multiprocessors),)
 
 
 def pack_width(dtype_bytes: int, channels: int, arrays: Sequence[DeviceArray | None] = ()) -> int:
-    """Elements that one thread moves at once: 16 bytes of them where rows and addresses allow it, else one."""
+    """Return the elements that one thread moves at once: 16 bytes of them if rows and addresses allow it, else one."""
     width = 16 // dtype_bytes
     fits = channels % width == 0 and all(array is None or array.pointer % 16 == 0 for array in arrays)
     return width if fits else 1

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from hpctrain.backend.cuda.device import DeviceArray, pack_width
-from hpctrain.backend.cuda.operator import CudaOperator, CudaView
+from hpctrain.backend.cuda.operator import CudaOperator
 from hpctrain.backend.cuda.runtime import CudaRuntime, StepBlock
-from hpctrain.backend.operators import InPlace, Operator, StepContext
+from hpctrain.backend.operators import InPlace, StepContext
 from hpctrain.backend.specs import AddSpec, DropoutSpec, ReluSpec, TensorSpec, parameter_dtype
 from hpctrain.core.errors import BackendError
 
@@ -22,7 +22,7 @@ class _Elementwise(InPlace, CudaOperator):
     """The launches that both share."""
 
     def _launch(self, kernel: str, *arrays: DeviceArray | None, adds: int | None = None) -> None:
-        """A kernel over all elements of these arrays; None stands for a gradient that nobody asks for."""
+        """Enqueue a kernel over all elements of these arrays; None stands for a gradient that is not wanted."""
         size, itemsize = self.output.size, self.output.item_bytes
         width = pack_width(itemsize, size, arrays)
         flags = () if adds is None else (np.int32(adds),)
@@ -66,20 +66,13 @@ class CudaAdd(_Elementwise):
         self._pass_back(f"add_{self._relu}backward", (first, second))
 
     def _asked(self, i: int) -> DeviceArray | None:
-        """The gradient of an input; none where it shares the buffer of the output's, which no ReLU changes: it is complete."""
+        """Return the gradient of an input; None if it is complete: it shares the buffer of the output's, and there is no ReLU."""
         grad = self.input_grad(i)
         shares = grad is not None and grad.pointer == self.output_grad.pointer
         return None if shares and not self._relu else grad
 
 
 _DIMS = 3
-
-
-def make_dropout(spec: DropoutSpec, x: TensorSpec, *, training: bool, runtime: CudaRuntime, block: StepBlock) -> Operator:
-    """Dropout, or the identity where nothing is dropped."""
-    if not training or spec.rate == 0:
-        return CudaView(spec, x)
-    return CudaDropout(spec, x, training=training, runtime=runtime, block=block)
 
 
 @dataclass(frozen=True)
@@ -96,16 +89,16 @@ class SamplePlace:
 
     @classmethod
     def of(cls, spec: DropoutSpec, x: TensorSpec) -> SamplePlace:
-        """The place of an activation `x` (N, ...).
+        """Return the place of an activation `x` (N, ...).
 
         Raises:
-            BackendError: a split activation with more than three dims beside N.
+            BackendError: a split activation with more than three dims in addition to N.
         """
         shape = x.shape[1:]
         if spec.unsplit_shape is None or spec.per_sample:
             return cls((1, 1, math.prod(shape)))
         if len(shape) > _DIMS:
-            raise BackendError(f"Split dropout on a device takes up to {_DIMS} dims beside the batch, not {len(shape)}.")
+            raise BackendError(f"Split dropout on a device takes up to {_DIMS} dims in addition to the batch, not {len(shape)}.")
         fill = _DIMS - len(shape)
         steps = [math.prod(spec.unsplit_shape[dim + 1 :]) for dim in range(len(shape))]
         first = sum(corner * step for corner, step in zip(spec.origin, steps, strict=True))

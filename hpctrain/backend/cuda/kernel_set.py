@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from hpctrain.backend.arithmetic import PinnedBytes
 from hpctrain.backend.cuda.arithmetic import CudaArithmetic
@@ -13,10 +13,9 @@ from hpctrain.backend.cuda.batch_norm import CudaBatchNorm, CudaSynchronisedBatc
 from hpctrain.backend.cuda.classifier import CudaLinear, CudaSoftmaxCrossEntropy
 from hpctrain.backend.cuda.conv2d import CudaConv2d, CudaPatchConv2d, CudaPointwiseConv2d
 from hpctrain.backend.cuda.device import ALIGNMENT_BYTES, CapturedGraph, DeviceStream
-from hpctrain.backend.cuda.elementwise import CudaAdd, CudaRelu, make_dropout
-from hpctrain.backend.cuda.operator import CudaView
+from hpctrain.backend.cuda.elementwise import CudaAdd, CudaDropout, CudaRelu
 from hpctrain.backend.cuda.pixel_input import CudaPixelInput, ring_bytes
-from hpctrain.backend.cuda.pool import CudaAdaptiveAveragePool, make_pool
+from hpctrain.backend.cuda.pool import CudaAdaptiveAveragePool, CudaAveragePool, CudaMaxPool
 from hpctrain.backend.cuda.runtime import CudaRuntime, StepBlock
 from hpctrain.backend.graph import Graph, fuse
 from hpctrain.backend.operators import (
@@ -28,6 +27,7 @@ from hpctrain.backend.operators import (
     Operator,
     PixelInput,
     StepContext,
+    ViewOperator,
 )
 from hpctrain.backend.pixels import PixelBatch
 from hpctrain.backend.specs import (
@@ -69,40 +69,33 @@ class CudaKernelSet(CapturesWork, PixelInput, KernelSet):
         self._pixels = CudaPixelInput(runtime)
 
     def make(self, spec: Spec, inputs: tuple[TensorSpec, ...], *, training: bool, input_gradient: bool = True) -> Operator:
+        common: dict[str, Any] = {"training": training, "runtime": self.runtime}
+        computing: dict[str, Any] = {**common, "arithmetic": self.arithmetic}
         match spec:
             case Conv2dSpec() if CudaPointwiseConv2d.fits(spec):
-                return CudaPointwiseConv2d(spec, *inputs, training=training, runtime=self.runtime, arithmetic=self.arithmetic)
+                return CudaPointwiseConv2d(spec, *inputs, **computing)
             case Conv2dSpec() if CudaPatchConv2d.fits(spec, *inputs, input_gradient=input_gradient and training):
-                return CudaPatchConv2d(spec, *inputs, training=training, runtime=self.runtime, arithmetic=self.arithmetic)
+                return CudaPatchConv2d(spec, *inputs, **computing)
             case Conv2dSpec() | WithRelu(inner=Conv2dSpec()):
-                return CudaConv2d(
-                    spec,
-                    *inputs,
-                    training=training,
-                    input_gradient=input_gradient,
-                    runtime=self.runtime,
-                    arithmetic=self.arithmetic,
-                )
+                return CudaConv2d(spec, *inputs, **computing, input_gradient=input_gradient)
             case LinearSpec():
-                return CudaLinear(spec, *inputs, training=training, runtime=self.runtime, arithmetic=self.arithmetic)
+                return CudaLinear(spec, *inputs, **computing)
             case BatchNormSpec(synchronised=True) if training:
-                return CudaSynchronisedBatchNorm(
-                    spec, *inputs, training=training, runtime=self.runtime, arithmetic=self.arithmetic
-                )
+                return CudaSynchronisedBatchNorm(spec, *inputs, **computing)
             case BatchNormSpec():
-                return CudaBatchNorm(spec, *inputs, training=training, runtime=self.runtime)
+                return CudaBatchNorm(spec, *inputs, **common)
             case PoolSpec():
-                return make_pool(spec, *inputs, training=training, runtime=self.runtime)
+                return (CudaMaxPool if spec.kind == "max" else CudaAveragePool)(spec, *inputs, **common)
             case AdaptiveAveragePoolSpec():
-                return CudaAdaptiveAveragePool(spec, *inputs, training=training, runtime=self.runtime)
-            case FlattenSpec():
-                return CudaView(spec, *inputs)
+                return CudaAdaptiveAveragePool(spec, *inputs, **common)
             case ReluSpec():
-                return CudaRelu(spec, *inputs, training=training, runtime=self.runtime)
+                return CudaRelu(spec, *inputs, **common)
             case AddSpec():
-                return CudaAdd(spec, *inputs, training=training, runtime=self.runtime)
-            case DropoutSpec():
-                return make_dropout(spec, *inputs, training=training, runtime=self.runtime, block=self.step_block)
+                return CudaAdd(spec, *inputs, **common)
+            case DropoutSpec() if training and spec.rate:
+                return CudaDropout(spec, *inputs, **common, block=self.step_block)
+            case DropoutSpec() | FlattenSpec():
+                return ViewOperator(spec, *inputs)
         raise BackendError(f"The cuda kernel set has no operator for {type(spec).__name__}.")
 
     def make_loss(self, spec: SoftmaxCrossEntropySpec) -> LossOperator:

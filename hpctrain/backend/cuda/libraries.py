@@ -54,7 +54,7 @@ def library() -> Library:
 
 
 def data_type(cudnn: Library, dtype: str) -> Any:
-    """cuDNN's name of a dtype.
+    """Return cuDNN's name of a dtype.
 
     Raises:
         BackendError: it has no convolutions in it.
@@ -66,7 +66,7 @@ def data_type(cudnn: Library, dtype: str) -> Any:
 
 
 def build(cudnn: Library, key: ConvolutionKey, **place: Any) -> Graph:
-    """The graph of a key, with its operation graph built: ready for plans.
+    """Return the graph of a key, with its operation graph built: ready for plans.
 
     Args:
         place: the handle of a device, or the properties of one that need not be here, as arguments of `cudnn.pygraph`.
@@ -107,7 +107,7 @@ def _convolution(graph: Graph, key: ConvolutionKey, a: Any, b: Any) -> Any:
 
 
 def _fused(graph: Graph, key: ConvolutionKey, out: Any, dtype: Any) -> Any:
-    """`out` with the key's bias and ReLU behind it; cuDNN takes the bias in the dtype of activations."""
+    """Add the key's bias and ReLU after `out`; cuDNN takes the bias in the dtype of activations."""
     if not key.fused:
         return out
     bias = graph.tensor(uid=BIAS, data_type=dtype, **_dims((1, 1, 1, key.y[3])))
@@ -116,13 +116,13 @@ def _fused(graph: Graph, key: ConvolutionKey, out: Any, dtype: Any) -> Any:
 
 
 def _dims(shape: Extent) -> dict[str, list[int]]:
-    """The dims and strides of NHWC memory: (N, H, W, C), or (K, R, S, C)."""
+    """Return the dims and strides of NHWC memory: (N, H, W, C), or (K, R, S, C)."""
     n, h, w, c = shape
     return {"dim": [n, c, h, w], "stride": [h * w * c, 1, w * c, c]}
 
 
 def describe(key: ConvolutionKey) -> str:
-    """The key in a line, the same everywhere and different for different keys: a name for records and between ranks."""
+    """Return the key in a line, the same everywhere and different for different keys: a name for records and between ranks."""
     shapes = " ".join(f"{name} {'x'.join(map(str, shape))}" for name, shape in (("x", key.x), ("w", key.w), ("y", key.y)))
     numbers = [("stride", key.stride), ("padding", key.padding), ("dilation", key.dilation), ("groups", (key.groups,))]
     window = " ".join(f"{name} {','.join(map(str, values))}" for name, values in numbers)
@@ -355,7 +355,7 @@ class MatrixProducts:
 
 
 def _number(known: Any, name: str) -> int:
-    """cuBLAS's number of a dtype or precision."""
+    """Return cuBLAS's number of a dtype or precision."""
     if name not in known:
         raise BackendError(f"GPUs multiply matrices in {' or '.join(known)} here, not in {name}.")
     number: int = known[name]

@@ -1,114 +1,58 @@
 """The base of the operators of the cuda set, and the launches that several of them share.
 
-`CudaView` operators (flatten, the identity) only give device memory another name. `row_launch` serves kernels that go over
+`row_launch` serves kernels that go over
 images row by row (images.cuh); `ColumnSums` adds up the rows of a matrix, for gradients of biases.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
+from typing import ClassVar
 
 import numpy as np
 
+from hpctrain.backend import operators
 from hpctrain.backend.cuda.device import ALIGNMENT_BYTES, DeviceArray, Extent, pack_width
 from hpctrain.backend.cuda.runtime import TAGS, THREADS, CudaRuntime
-from hpctrain.backend.operators import Accumulating, Buffers, InputView, Operator, StepContext
+from hpctrain.backend.operators import Accumulating, PlainOperator, Request
 from hpctrain.backend.specs import Shape, Spec, TensorSpec, item_bytes, parameter_dtype
 from hpctrain.core.errors import BackendError
 
-Request = tuple[Shape, str]  # shape, dtype
+NO_BUFFER = DeviceArray(0, (0,), "uint8", None)
 
 
-class CudaOperatorBase(Operator):
-    """An operator on plain NHWC memory of a device. A subclass's constructor calls `declare` last; `bind` then gives it arrays.
+def total_bytes(requests: Iterable[Request]) -> int:
+    """Return the bytes of a buffer that `carve` divides into these arrays."""
+    return operators.total_bytes(requests, ALIGNMENT_BYTES)
+
+
+def carve(buffer: DeviceArray | None, requests: Iterable[Request]) -> list[DeviceArray]:
+    """Return arrays of these shapes and dtypes, one after another in `buffer` (uint8), each aligned to ALIGNMENT_BYTES."""
+    return operators.carve(NO_BUFFER if buffer is None else buffer, requests, ALIGNMENT_BYTES)
+
+
+class CudaOperatorBase(PlainOperator):
+    """An operator on plain NHWC memory of a device.
 
     Calls enqueue work on the runtime's stream and never wait, so that a program can be captured: whatever changes from step to
     step is read from device memory, and no argument depends on the context.
 
     Attributes:
-        tag: of the activations' dtype, in the names of kernels. saved, scratch: the arrays that were declared.
+        tag: of the activations' dtype, in the names of kernels.
     """
 
+    array_alignment_bytes: ClassVar[int] = ALIGNMENT_BYTES
+    no_buffer: ClassVar[DeviceArray] = NO_BUFFER
+    saved: Sequence[DeviceArray]
+    scratch: Sequence[DeviceArray]
+
     def __init__(self, spec: Spec, inputs: tuple[TensorSpec, ...], *, training: bool, runtime: CudaRuntime) -> None:
-        self.spec = spec
-        self.inputs = tuple(x.plain() for x in inputs)
-        self.output = spec.output(*self.inputs)
-        self.dtype = self.inputs[0].dtype
-        self.training, self.runtime, self.tag = training, runtime, TAGS[self.dtype]
-        self.needs_inputs = (False,) * len(inputs)
-        self.saved: Sequence[DeviceArray] = ()
-        self.scratch: Sequence[DeviceArray] = ()
-        self._saved: Sequence[Request] = ()
-        self._scratch: Sequence[Request] = ()
-
-    def declare(self, *, saved: Sequence[Request] = (), scratch: Sequence[Request] = ()) -> None:
-        """Fix which arrays this operator keeps from forward to backward, and works with inside a call."""
-        self._saved, self._scratch = saved, scratch
-        self.saved_bytes = total_bytes(saved)
-        self.scratch_bytes = total_bytes(scratch)
-
-    def bind(self, buffers: Buffers) -> None:
-        self.buffers = buffers
-        self.saved = carve(buffers.saved, self._saved)
-        self.scratch = carve(buffers.scratch, self._scratch)
-
-    def input_grad(self, i: int = 0) -> DeviceArray | None:
-        """The buffer of the gradient of input i, None where nobody asks for it."""
-        grads = self.buffers.input_grads
-        grad: DeviceArray | None = grads[i] if i < len(grads) else None
-        return grad
-
-    def accumulates(self, i: int = 0) -> bool:
-        """True where the gradient of input i is added to what is there."""
-        return i < len(self.buffers.accumulate) and self.buffers.accumulate[i]
-
-    @property
-    def output_grad(self) -> DeviceArray:
-        """The buffer of the output's gradient."""
-        grad = self.buffers.output_grad
-        assert isinstance(grad, DeviceArray), f"{type(self).__name__} is bound without a gradient of its output"
-        return grad
+        super().__init__(spec, inputs, training=training)
+        self.runtime, self.tag = runtime, TAGS[self.dtype]
 
 
 class CudaOperator(Accumulating, CudaOperatorBase):
     """An operator whose `backward_input` adds where it is asked to, as all do that compute it by a kernel."""
-
-
-def _aligned_bytes(request: Request) -> int:
-    shape, dtype = request
-    return -(-math.prod(shape) * item_bytes(dtype) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
-def total_bytes(requests: Iterable[Request]) -> int:
-    """Bytes of a buffer that `carve` divides into these arrays."""
-    return sum(map(_aligned_bytes, requests))
-
-
-def carve(buffer: DeviceArray | None, requests: Iterable[Request]) -> list[DeviceArray]:
-    """Arrays of these shapes and dtypes, one after another in `buffer` (uint8), each aligned to ALIGNMENT_BYTES."""
-    arrays, start = [], 0
-    for shape, dtype in requests:
-        size = math.prod(shape) * item_bytes(dtype)
-        memory = DeviceArray(0, (0,), "uint8", None) if buffer is None else buffer[start : start + size]
-        assert memory.nbytes == size, "the buffer is smaller than what was declared"
-        arrays.append(memory.view(dtype).reshape(shape))
-        start += _aligned_bytes((shape, dtype))
-    return arrays
-
-
-class CudaView(InputView, Operator):
-    """The output is the input's memory under the output's shape."""
-
-    def __init__(self, spec: Spec, x: TensorSpec) -> None:
-        self.spec, self.inputs = spec, (x.plain(),)
-        self.output = spec.output(x.plain())
-
-    def forward(self, context: StepContext) -> None:
-        return None
-
-    def backward_input(self) -> None:
-        return None
 
 
 _THREADS = 256
@@ -144,7 +88,7 @@ def check_images(name: str, *shapes: Shape) -> None:
             )
 
 
-#: rows that a thread sums at least, where there are so many
+#: rows that a thread sums at least, if there are enough
 _ROWS = 4
 _COLUMN_WAVES = 8
 

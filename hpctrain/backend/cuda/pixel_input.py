@@ -58,9 +58,9 @@ class CudaPixelInput:
             self._runtime.stream.record(self._ring[-1].read)
 
     def _uploaded(self, parts: Sequence[np.ndarray]) -> list[DeviceArray]:
-        """Enqueue the upload of a batch's parts, in one copy; what the runtime's stream does from here on comes behind it.
+        """Enqueue the upload of a batch's parts, in one copy, before later work of the runtime's stream.
 
-        Gives their places on the device, uint8.
+        Returns their places on the device, uint8.
         """
         starts = _starts(parts)
         if not self._ring or self._ring[-1].memory.size < starts[-1]:
@@ -78,12 +78,12 @@ class CudaPixelInput:
     def _grow(self, size_bytes: int) -> None:
         if self._copies is None:
             self._copies = self._runtime.device.stream("pixels")
-        self._runtime.stream.synchronize()  # it is behind all uploads: nobody uses the memory that goes
+        self._runtime.stream.synchronize()  # it has waited for all uploads: no work uses the memory that is freed
         self._ring.clear()
         self._ring.extend(_Slot(self._runtime, size_bytes) for _ in range(RING))
 
     def _resize(self, resampling: Resampling, boxes: DeviceArray, stored: tuple[int, int]) -> tuple[Argument, ...]:
-        """Enqueue the table of taps of images that are `stored` as (h, w); gives the kernel's arguments that come of it."""
+        """Enqueue the table of taps of images `stored` as (h, w), and return the kernel's arguments for it."""
         most = max(most_taps(size, made) for size, made in zip(stored, resampling.size, strict=True))
         entries = len(resampling.boxes) * sum(resampling.size)
         if self._table is None or self._table.size < entries * (2 + most):
@@ -106,7 +106,7 @@ class CudaPixelInput:
 
 
 class _Slot:
-    """Memory of one batch. uploaded: all of it has come to the device. read: nobody needs it there any more."""
+    """Memory of one batch. uploaded: all of it is on the device. read: kernels have read it there."""
 
     def __init__(self, runtime: CudaRuntime, size_bytes: int) -> None:
         device = runtime.device
@@ -122,7 +122,7 @@ class _Slot:
 
 
 def _starts(parts: Sequence[np.ndarray]) -> list[int]:
-    """Where each part begins in a batch's memory, in bytes, and where the last one ends."""
+    """Return where each part begins in a batch's memory, in bytes, and where the last one ends."""
     return _places([part.nbytes for part in parts])
 
 
@@ -134,7 +134,7 @@ def _places(sizes_bytes: Sequence[int]) -> list[int]:
 
 
 def ring_bytes(samples: int, stored: tuple[int, int, int], dtype: str, *, resizes: bool) -> int:
-    """Pinned memory of all batches, of at most so many samples of `stored` (h, w, C); `dtype` of the images that are made."""
+    """Return the pinned bytes of all batches of at most `samples` images `stored` as (h, w, C). dtype: of the made images."""
     by_channel = stored[2] * np.dtype(dtype).itemsize
     boxes = 4 * np.dtype(np.int32).itemsize if resizes else 0
     sizes = by_channel, by_channel, samples * WINDOW.itemsize, samples * boxes, samples * math.prod(stored)

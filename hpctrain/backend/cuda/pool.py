@@ -18,16 +18,6 @@ _MOST_TAPS = 1 << 16
 _COLUMNS = (2, 3)
 
 
-def make_pool(spec: PoolSpec, x: TensorSpec, *, training: bool, runtime: CudaRuntime) -> CudaOperator:
-    """The operator of either kind.
-
-    Raises:
-        BackendError: a window or images that the kernels cannot count.
-    """
-    kind = CudaMaxPool if spec.kind == "max" else CudaAveragePool
-    return kind(spec, x, training=training, runtime=runtime)
-
-
 class _Pool(CudaOperator):
     """Launches over rows of the output forward, and of the input backward."""
 
@@ -37,7 +27,7 @@ class _Pool(CudaOperator):
         check_images(f"{spec.kind} pooling", x.shape, self.output.shape)
 
     def _dim(self, dim: int) -> tuple[np.int32, ...]:
-        """The arguments that describe a window in one dim: struct Dim of the kernels."""
+        """Return the arguments that describe a window in one dim: struct Dim of the kernels."""
         window, size = self.pool.window, self.inputs[0].shape[1 + dim]
         before, after = window.padding[2 * dim : 2 * dim + 2]
         counted = (-before, size + after) if self.pool.count_include_pad else (0, size)

@@ -1,7 +1,7 @@
 """What the operators of one set share: the device, launches, copies to and from the host, the step's numbers.
 
 Copies between the host and the device go through pinned memory that is used in turn (`Staging`); what the host asks for is
-fetched beside computation (`FetchBuffers`). The step block holds the numbers of one step in the device's memory, so that
+fetched next to computation (`FetchBuffers`). The step block holds the numbers of one step in the device's memory, so that
 kernels read them where arguments are fixed: a captured graph repeats the arguments of its launches, so what changes from step
 to step lies at places that never move.
 """
@@ -70,19 +70,33 @@ class CudaRuntime:
         grid = grid_for(items, self.threads, self.device.multiprocessors)
         self.launch(source, kernel, grid, (self.threads,), *arguments, np.int64(items))
 
+    def multiply(
+        self,
+        a: DeviceArray,
+        b: DeviceArray,
+        c: DeviceArray,
+        *,
+        transpose_a: bool = False,
+        transpose_b: bool = False,
+        accumulate: bool = False,
+    ) -> None:
+        """Enqueue c := op(a) op(b), plus c if `accumulate`, in the runtime's precision: `Device.gemm`."""
+        options = {"transpose_a": transpose_a, "transpose_b": transpose_b, "accumulate": accumulate}
+        self.device.gemm(self.stream, a, b, c, **options, precision=self.precision)
+
 
 def host_dtype(array: DeviceArray) -> np.dtype:
-    """The dtype of the bits of an array on the host: uint16 for bfloat16."""
+    """Return the dtype of the bits of an array on the host: uint16 for bfloat16."""
     return np.dtype("uint16" if array.dtype == "bfloat16" else array.dtype)
 
 
 def host_values(array: DeviceArray, bits: np.ndarray) -> np.ndarray:
-    """The numbers behind such bits: bfloat16 becomes float32, all else stays."""
+    """Return the numbers that such bits stand for: bfloat16 becomes float32, other dtypes stay."""
     return bfloat16_values(bits) if array.dtype == "bfloat16" else bits
 
 
 class PinnedBuffer:
-    """Pinned memory with the event behind the latest copy from or to it."""
+    """Pinned memory, and the event after the latest copy from or to it."""
 
     def __init__(self, runtime: CudaRuntime, size_bytes: int) -> None:
         self._runtime = runtime
@@ -90,7 +104,7 @@ class PinnedBuffer:
         self.event: DeviceEvent = runtime.device.event()
 
     def bits(self, array: DeviceArray) -> np.ndarray:
-        """A flat view of the memory's beginning that holds the bits of `array`."""
+        """Return a flat view of the memory's beginning that holds the bits of `array`."""
         bits: np.ndarray = self._memory[: array.nbytes].view(host_dtype(array))
         return bits
 
@@ -109,11 +123,11 @@ class PinnedBuffer:
 
 
 class Staging:
-    """So many pinned buffers in turn. An array that is larger than one is copied piece by piece.
+    """Pinned buffers that are used in turn. An array that is larger than a buffer is copied piece by piece.
 
     Args:
-        size_bytes: of one buffer, at least one element's. count: of buffers: so many copies may be on their way before the host
-            waits. most: how many there may become, by what is reserved; `count` unless it is given.
+        size_bytes: of one buffer, at least one element's. count: of buffers: the host waits if as many copies are pending.
+            most: buffers that `reserve` may make; `count` by default.
     """
 
     def __init__(self, runtime: CudaRuntime, size_bytes: int, count: int, most: int = 0) -> None:
@@ -121,7 +135,7 @@ class Staging:
         self._buffers = deque(PinnedBuffer(runtime, size_bytes) for _ in range(count))
 
     def reserve(self, size_bytes: int) -> None:
-        """Make as many buffers as may be for so many bytes, so that all of them can be on their way while the host goes on."""
+        """Make buffers for `size_bytes`, as many as allowed, so that a copy of this size need not wait."""
         while len(self._buffers) < min(self._most, -(-size_bytes // self._size_bytes)):
             self._buffers.append(PinnedBuffer(self._runtime, self._size_bytes))
 
@@ -132,7 +146,7 @@ class Staging:
             self._next().upload(places[low:high], values[low:high])
 
     def download(self, source: DeviceArray) -> np.ndarray:
-        """The elements in a new array of the host, bfloat16 as float32. Waits for the stream."""
+        """Return the elements in a new array of the host, bfloat16 as float32. Waits for the stream."""
         bits, places = np.empty(source.size, host_dtype(source)), source.reshape(-1)
         waiting: deque[tuple[PinnedBuffer, int, int]] = deque()
         for low, high in self._pieces(source):
@@ -158,7 +172,7 @@ class Staging:
         return self._buffers[-1]
 
 
-#: gives what is asked for from the elements that came
+#: computes what is asked for from the elements that have arrived
 Reading = Callable[[np.ndarray], np.ndarray]
 
 
@@ -167,14 +181,14 @@ class CudaFetch:
 
     Args:
         buffer: that the elements of `source` are copied to. reading: is applied to them.
-        kept: arrays that the work before the copy reads by address; their memory is not given back before the fetch is.
+        kept: arrays that the work before the copy reads by address; the fetch keeps their memory in use.
     """
 
     def __init__(self, buffer: PinnedBuffer, source: DeviceArray, reading: Reading, kept: Sequence[DeviceArray] = ()) -> None:
         self._buffer, self._source, self._reading, self._kept = buffer, source, reading, tuple(kept)
 
     def result(self) -> np.ndarray:
-        """Wait for the copy and give the elements in the source's shape (bfloat16 as float32), read only, after the reading."""
+        """Wait for the copy and return the elements in the source's shape (bfloat16 as float32), after the reading, read only."""
         self._buffer.event.synchronize()
         values = host_values(self._source, self._buffer.bits(self._source))
         values = self._reading(values.reshape(self._source.shape))
@@ -195,7 +209,7 @@ class FetchBuffers:
         return CudaFetch(self._first, source, reading, kept)
 
 
-#: keys, and at least so many sample ids, that one area has room for
+#: keys, and the least number of sample ids, that one area has room for
 KEYS, LEAST_IDS = 64, 1024
 
 _HEADER = 1  # words before the keys: whether the step is one of training
@@ -215,7 +229,7 @@ class StepPlaces:
 
 
 class _Area:
-    """Memory for so many keys and ids; it never moves and never grows."""
+    """Memory for `KEYS` keys and for ids; it never moves and never grows."""
 
     def __init__(self, runtime: CudaRuntime, ids: int) -> None:
         words = _HEADER + KEYS + ids
@@ -254,7 +268,7 @@ class StepBlock:
         self._areas: list[_Area] = []
 
     def register(self, seed: int, layer: str, ids: int) -> StepPlaces:
-        """Places for the dropout stream of (seed, layer) and for the first `ids` sample ids of each step."""
+        """Return places for the dropout stream of (seed, layer) and for the first `ids` sample ids of each step."""
         stream = seed, layer
         for area in self._areas:
             if area.has_room(stream, ids):

@@ -26,13 +26,13 @@ _INCLUDE = re.compile(r'#include "([\w.]+)"')
 
 
 def names() -> tuple[str, ...]:
-    """Names of all sources, sorted."""
+    """Return the names of all sources, sorted."""
     return tuple(sorted(path.stem for path in FOLDER.glob("*.cu")))
 
 
 @cache
 def text(name: str, folder: Path = FOLDER) -> str:
-    """<folder>/<name>.cu with the headers of kernels/ put in, each once; other headers stay as they are.
+    """Return <folder>/<name>.cu with the headers of this package put in, each once; other headers stay as they are.
 
     Compilers name lines as they are in the files.
     """

@@ -19,11 +19,27 @@ from hpctrain.backend.cuda.device import DeviceEvent, DeviceStream
 from hpctrain.backend.cuda.runtime import CudaRuntime, host_dtype
 
 
+class EventPool:
+    """Events for reuse, after the last question about them: a stream that waits for an event waits for what it marked then."""
+
+    def __init__(self, runtime: CudaRuntime) -> None:
+        self._runtime = runtime
+        self._free: list[DeviceEvent] = []
+
+    def take(self) -> DeviceEvent:
+        """Take a free event, or a new one."""
+        return self._free.pop() if self._free else self._runtime.device.event()
+
+    def give_back(self, event: DeviceEvent) -> None:
+        """Let the next one have it."""
+        self._free.append(event)
+
+
 @dataclass(frozen=True)
 class CudaTransit:
     """Implements `Transit`.
 
-    begun: behind the work of kernels before the operation. copied: behind its copies to the host; None where there are none.
+    begun: after the work of kernels before the operation. copied: after its copies to the host; None if there are none.
     """
 
     begun: DeviceEvent
@@ -35,7 +51,7 @@ class CudaTransit:
 
 @dataclass
 class _Place:
-    """The mirror of the memory of an array, and the event behind the latest copies from it, if any.
+    """The mirror of the memory of an array, and the event after the latest copies from it, if any.
 
     pointer: where the array begins on the device. memory: pinned, uint8, as long as the array.
     """
@@ -45,11 +61,11 @@ class _Place:
     read: DeviceEvent | None = None
 
     def has(self, array: Array) -> bool:
-        """Whether all of the array lies in this one."""
+        """Return whether the whole array lies in this one."""
         return bool(self.pointer <= array.pointer and array.pointer + array.nbytes <= self.pointer + self.memory.size)
 
     def mirror(self, array: Array) -> np.ndarray:
-        """The part of the mirror that is an array's, flat."""
+        """Return the part of the mirror that is an array's, flat."""
         begin = array.pointer - self.pointer
         part: np.ndarray = self.memory[begin : begin + array.nbytes].view(host_dtype(array))
         return part
@@ -65,7 +81,7 @@ class CudaMirrors:
         self._from_host = runtime.device.stream("from the host")
         self._places: dict[tuple[int, int], _Place] = {}  # by address and bytes of an array
         self._covered: list[_Place] = []
-        self._events: list[DeviceEvent] = []
+        self._pool = EventPool(runtime)
 
     def mirror(self, array: Array) -> np.ndarray:
         key = array.pointer, array.nbytes
@@ -75,7 +91,7 @@ class CudaMirrors:
         place = self._places[key]
         if place.read is not None:
             place.read.synchronize()
-            self._events.append(place.read)
+            self._pool.give_back(place.read)
             place.read = None
         return place.mirror(array)
 
@@ -87,7 +103,7 @@ class CudaMirrors:
 
     def _forget(self, place: _Place) -> None:
         if place.read is not None:
-            place.read.synchronize()  # or its memory would be given back while it is copied from
+            place.read.synchronize()  # its memory must not be freed while it is copied from
         self._covered.remove(place)
         self._places = {key: other for key, other in self._places.items() if other is not place}
         self.pinned_bytes -= place.memory.nbytes
@@ -97,11 +113,11 @@ class CudaMirrors:
         return _Place(array.pointer, self._runtime.device.pinned(array.nbytes))
 
     def leave(self, copies: Sequence[tuple[np.ndarray, Array]]) -> CudaTransit:
-        begun = self._event()
+        begun = self._pool.take()
         self._runtime.stream.record(begun)
         if not copies:
             return CudaTransit(begun, None)
-        copied = self._event()
+        copied = self._pool.take()
         self._to_host.wait(begun)
         for mirror, array in copies:
             assert mirror.dtype == host_dtype(array), f"{array!r} does not go to a mirror of {mirror.dtype}"
@@ -115,7 +131,7 @@ class CudaMirrors:
         if intervals:
             if transit.copied is None:  # else the host has seen that the work before the operation is done
                 self._from_host.wait(transit.begun)
-            place, flat, arrived = self._places[array.pointer, array.nbytes], array.reshape(-1), self._event()
+            place, flat, arrived = self._places[array.pointer, array.nbytes], array.reshape(-1), self._pool.take()
             mirror = place.mirror(array)
             for begin, end in intervals:
                 self._runtime.device.upload(self._from_host, flat[begin:end], mirror[begin:end])
@@ -123,31 +139,13 @@ class CudaMirrors:
             self._from_host.record(arrived)
             self._runtime.stream.wait(arrived)
             place.read = arrived
-        self._events += [event for event in (transit.begun, transit.copied) if event is not None]
-
-    def _event(self) -> DeviceEvent:
-        """One that nobody asks any more: a stream that waits for an event waits for what it marked then."""
-        return self._events.pop() if self._events else self._runtime.device.event()
-
-
-class EventPool:
-    """Events that nobody asks any more: a stream that waits for an event waits for what it marked then."""
-
-    def __init__(self, runtime: CudaRuntime) -> None:
-        self._runtime = runtime
-        self._free: list[DeviceEvent] = []
-
-    def take(self) -> DeviceEvent:
-        """One of them, or a new one."""
-        return self._free.pop() if self._free else self._runtime.device.event()
-
-    def give_back(self, event: DeviceEvent) -> None:
-        """Let the next one have it."""
-        self._free.append(event)
+        self._pool.give_back(transit.begun)
+        if transit.copied is not None:
+            self._pool.give_back(transit.copied)
 
 
 class CudaMark:
-    """Implements `WorkMark`: an event that is given back once it was seen to be done."""
+    """Implements `WorkMark`: an event that returns to the pool once it is found done."""
 
     __slots__ = ("_event", "_pool")
 

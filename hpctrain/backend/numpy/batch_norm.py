@@ -56,11 +56,11 @@ class NumpyBatchNorm(InPlace, NumpyOperator):
         self._normalise(mean, deviation)
 
     def _running_deviation(self) -> np.ndarray:
-        """1 / standard deviation by the running statistics."""
+        """Return 1 / standard deviation by the running statistics."""
         return np.asarray(1.0 / np.sqrt(self.buffers.statistics["running_var"].astype(np.float64) + self.norm.epsilon))
 
     def _measure(self) -> None:
-        """Mean, 1 / standard deviation and the batch statistics.
+        """Compute mean, 1 / standard deviation and the batch statistics.
 
         Deviations are taken from the mean of the first block: with b blocks that is within sqrt(b) standard deviations of the
         true one, so that the correction for it costs no digits that matter. Blocks are summed in float64.
@@ -83,7 +83,7 @@ class NumpyBatchNorm(InPlace, NumpyOperator):
         self.buffers.statistics["batch_var"][...] = m2 / max(merged - 1, 1)
 
     def _deviations(self, shift: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Sums of x - shift and of its square, per channel, float64."""
+        """Return the sums of x - shift and of its square, per channel, float64."""
         total, squares = self.blocks.sums(), self.blocks.sums()
         for x, work in zip(self.x, self.work, strict=True):
             np.subtract(x, shift[: x.shape[1]], out=work)
@@ -118,7 +118,7 @@ class NumpyBatchNorm(InPlace, NumpyOperator):
                 np.maximum(y, self.zeros[:width], out=y)
 
     def _masked(self, i: int) -> np.ndarray:
-        """Block i of dy, without what the ReLU stopped."""
+        """Return block i of dy, with zeros where the ReLU was inactive."""
         if not self.norm.relu:
             return self.dy[i]
         np.greater(self.y[i], 0, out=self.masks[i])
@@ -172,7 +172,7 @@ class NumpyBatchNorm(InPlace, NumpyOperator):
                 self._give(0, i, work)
 
     def _scale_gradient(self) -> None:
-        """The gradient of the input where mean and deviation do not depend on it."""
+        """Write the gradient of the input if mean and deviation do not depend on it."""
         scale = self.blocks.tile(self.buffers.parameters["weight"] * self._running_deviation(), self.dtype)
         for i, (x, work) in enumerate(zip(self.x, self.work, strict=True)):
             dy = self._masked(i)

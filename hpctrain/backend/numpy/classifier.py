@@ -83,7 +83,7 @@ class SoftmaxCrossEntropy(LossOperator):
 
 
 def _shares(labels: Array | MixedLabels, classes: int) -> list[tuple[float, np.ndarray]]:
-    """Labels (N,), with the share that they have of the target."""
+    """Return labels (N,), each with its share of the target."""
     if not isinstance(labels, MixedLabels):
         return [(1.0, checked_labels(labels, classes))]
     pairs = (labels.weight, labels.first), (1.0 - labels.weight, labels.second)
@@ -91,7 +91,7 @@ def _shares(labels: Array | MixedLabels, classes: int) -> list[tuple[float, np.n
 
 
 def _ranks(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """Logits before the label's: greater, or equal at a smaller index; `classes` (always wrong) for rows that hold NaN."""
+    """Count logits that rank before the label's: greater, or equal at a smaller index; `classes` (wrong) for rows with NaN."""
     classes = logits.shape[1]
     own = logits[np.arange(labels.size), labels][:, None]
     earlier = np.arange(classes) < labels[:, None]

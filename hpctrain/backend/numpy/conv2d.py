@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hpctrain.backend.numpy.operator import NumpyOperator, Request, carve, column_sums, total_bytes
+from hpctrain.backend.numpy.operator import NumpyOperator, column_sums
 from hpctrain.backend.numpy.windows import COLUMN_BYTES, ColumnChunk, Columns, OutputBlock, blocks, taps
-from hpctrain.backend.operators import Buffers, StepContext
+from hpctrain.backend.operators import Buffers, Request, StepContext, carve, total_bytes
 from hpctrain.backend.specs import Conv2dSpec, TensorSpec, Window
 
 #: Write the product of the first two arrays, (groups, m, k) and (groups, k, n), to the third, (groups, m, n).
@@ -51,7 +51,7 @@ class NumpyConv2d(NumpyOperator):
             self.scratch_bytes = max(self.scratch_bytes, total_bytes(self.back.scratch))
 
     def _turning_costs(self, weight_size: int) -> bool:
-        """Whether to turn the weights would take longer than the product with them: they leave the cache, for few pixels."""
+        """Return whether turning the weights takes longer than the product with them: large weights, and few pixels."""
         return math.prod(self.output.shape[:3]) < self.conv.channels_out and weight_size >= MANY_WEIGHTS
 
     def bind(self, buffers: Buffers) -> None:
@@ -151,7 +151,7 @@ class _Part:
 
 @dataclass
 class _Scattered:
-    """dx of a strided convolution: dy times the weights gives columns, whose taps are added to the pixels they read."""
+    """dx of a strided convolution: dy times the weights are columns, whose taps are added to the pixels they read."""
 
     spec: Conv2dSpec
     x: TensorSpec
@@ -175,7 +175,7 @@ class _Scattered:
         self.parts = [self._part(block) for block in self.blocks]
 
     def _part(self, block: OutputBlock) -> _Part:
-        """The product of one block and the additions that bring it home."""
+        """Return the product of one block and the additions that bring it home."""
         spec, (_, ho, wo, _) = self.spec, self.y.shape
         groups, depth = spec.groups, self.weight.shape[2]
         start, size = (block.n0 * ho + block.o0) * wo, _pixels(block, wo)
@@ -209,10 +209,10 @@ def _pixels(block: OutputBlock, columns: int) -> int:
 
 
 def _grouped_weight(weight: np.ndarray, spec: Conv2dSpec) -> np.ndarray:
-    """(K, R, S, C / groups) as (groups, K / groups, R * S * C / groups)."""
+    """View (K, R, S, C / groups) as (groups, K / groups, R * S * C / groups)."""
     return weight.reshape(spec.groups, spec.channels_out // spec.groups, -1)
 
 
 def _grouped_pixels(image: np.ndarray, groups: int) -> np.ndarray:
-    """(N, H, W, C) as (groups, N * H * W, C / groups), a view."""
+    """View (N, H, W, C) as (groups, N * H * W, C / groups)."""
     return image.reshape(math.prod(image.shape[:3]), groups, image.shape[3] // groups).transpose(1, 0, 2)

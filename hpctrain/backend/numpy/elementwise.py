@@ -11,14 +11,14 @@ import math
 import numpy as np
 
 from hpctrain.backend.counter_random import keep_mask, key
-from hpctrain.backend.numpy.operator import NumpyOperator, Request, RowBlocks, View
+from hpctrain.backend.numpy.operator import NumpyOperator, RowBlocks
 from hpctrain.backend.numpy.windows import split
-from hpctrain.backend.operators import Buffers, InPlace, Operator, StepContext
+from hpctrain.backend.operators import Buffers, InPlace, Request, StepContext
 from hpctrain.backend.specs import AddSpec, DropoutSpec, ReluSpec, Shape, TensorSpec
 
 
 def flat_blocks(array: np.ndarray) -> list[np.ndarray]:
-    """The elements of a contiguous array, in 2-D views that a near cache holds."""
+    """Return the elements of a contiguous array, in 2-D views that a near cache holds."""
     return RowBlocks((array.size, 1)).views(array)
 
 
@@ -96,7 +96,7 @@ class Add(InPlace, NumpyOperator):
 
 
 def zeros_beside(views: list[np.ndarray], dtype: str) -> np.ndarray:
-    """Zeros as wide as the widest block: the maximum of two arrays is three times as fast as that of an array and a number."""
+    """Return zeros as wide as the widest block: np.maximum of two arrays is three times as fast as with a number."""
     return np.zeros(max((view.shape[1] for view in views), default=0), dtype)
 
 
@@ -156,17 +156,8 @@ class NumpyStochasticDepth(InPlace, NumpyOperator):
 _MASK_ELEMENTS = 1 << 18
 
 
-def make_dropout(spec: DropoutSpec, x: TensorSpec, *, training: bool) -> Operator:
-    """Dropout, or the identity where nothing is dropped."""
-    if not training or spec.rate == 0:
-        return View(spec, x)
-    if spec.per_sample:
-        return NumpyStochasticDepth(spec, x, training=training)
-    return NumpyDropout(spec, x, training=training)
-
-
 def sample_indices(shape: Shape, unsplit_shape: Shape | None, origin: Shape) -> range | np.ndarray:
-    """Where the elements of one sample's block lie in its unsplit activation: a range of neighbours, else int64 (size,).
+    """Return where the elements of one sample's block lie in its unsplit activation: a range if they are neighbours, else int64.
 
     Args:
         shape: of the block. unsplit_shape: of the whole, None where it is not split. origin: the block's first corner.

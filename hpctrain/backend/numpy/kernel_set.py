@@ -9,10 +9,10 @@ from hpctrain.backend.host_arithmetic import HostArithmetic
 from hpctrain.backend.numpy.batch_norm import NumpyBatchNorm
 from hpctrain.backend.numpy.classifier import NumpyLinear, SoftmaxCrossEntropy
 from hpctrain.backend.numpy.conv2d import NumpyConv2d
-from hpctrain.backend.numpy.elementwise import Add, Relu, make_dropout
-from hpctrain.backend.numpy.operator import View, allocate
-from hpctrain.backend.numpy.pool import NumpyAdaptiveAveragePool, make_pool
-from hpctrain.backend.operators import Array, KernelSet, LossOperator, Operator
+from hpctrain.backend.numpy.elementwise import Add, NumpyDropout, NumpyStochasticDepth, Relu
+from hpctrain.backend.numpy.operator import allocate
+from hpctrain.backend.numpy.pool import NumpyAdaptiveAveragePool, NumpyAveragePool, NumpyMaxPool
+from hpctrain.backend.operators import Array, KernelSet, LossOperator, Operator, ViewOperator
 from hpctrain.backend.specs import (
     AdaptiveAveragePoolSpec,
     AddSpec,
@@ -53,17 +53,18 @@ class NumpyKernelSet(KernelSet):
             case BatchNormSpec():
                 return NumpyBatchNorm(spec, *inputs, training=training)
             case PoolSpec():
-                return make_pool(spec, *inputs, training=training)
+                kind = NumpyMaxPool if spec.kind == "max" else NumpyAveragePool
+                return kind(spec, *inputs, training=training)
             case AdaptiveAveragePoolSpec():
                 return NumpyAdaptiveAveragePool(spec, *inputs, training=training)
             case ReluSpec():
                 return Relu(spec, *inputs, training=training)
             case AddSpec():
                 return Add(spec, *inputs, training=training)
-            case DropoutSpec():
-                return make_dropout(spec, *inputs, training=training)
-            case FlattenSpec():
-                return View(spec, *inputs)
+            case DropoutSpec() if training and spec.rate:
+                return (NumpyStochasticDepth if spec.per_sample else NumpyDropout)(spec, *inputs, training=training)
+            case DropoutSpec() | FlattenSpec():
+                return ViewOperator(spec, *inputs)
         raise BackendError(f"The numpy kernel set has no operator for {type(spec).__name__}.")
 
     def make_loss(self, spec: SoftmaxCrossEntropySpec) -> LossOperator:

@@ -9,18 +9,12 @@ import math
 
 import numpy as np
 
-from hpctrain.backend.numpy.operator import NumpyOperator, Request
+from hpctrain.backend.numpy.operator import NumpyOperator
 from hpctrain.backend.numpy.windows import OutputBlock, PlaneBlock, Planes, blocks, split
-from hpctrain.backend.operators import Buffers, Operator, StepContext
+from hpctrain.backend.operators import Buffers, Request, StepContext
 from hpctrain.backend.specs import AdaptiveAveragePoolSpec, PoolSpec, TensorSpec
 
 _BLOCK_ELEMENTS = 1 << 15
-
-
-def make_pool(spec: PoolSpec, x: TensorSpec, *, training: bool) -> Operator:
-    """The operator of either kind."""
-    kind = NumpyMaxPool if spec.kind == "max" else NumpyAveragePool
-    return kind(spec, x, training=training)
 
 
 class _Pool(NumpyOperator):
@@ -62,7 +56,7 @@ class _Pool(NumpyOperator):
         raise NotImplementedError
 
     def _work(self, i: int, like: np.ndarray) -> np.ndarray:
-        """Scratch array i in the shape of a block."""
+        """Return scratch array i in the shape of a block."""
         return self.scratch[i][: like.size].reshape(like.shape)
 
 
@@ -94,7 +88,7 @@ class NumpyMaxPool(_Pool):
                     np.maximum(y, values, out=y)
 
     def _contest(self, planes: PlaneBlock, y: np.ndarray, winners: np.ndarray) -> None:
-        """From the last tap to the first: "greater or equal" then leaves the first of equals, and the codes only grow."""
+        """Compare from the last tap to the first: "greater or equal" then leaves the first of equals, and the codes only grow."""
         wins, codes = self._work(1, y), self._work(2, y)
         for code, values in enumerate(reversed(planes.taps[:-1]), start=2):
             np.greater_equal(values, y, out=wins)
@@ -157,7 +151,7 @@ _ADAPTIVE_BLOCK_ELEMENTS = 1 << 18
 
 
 def averaging_matrix(outputs: int, size: int, dtype: str) -> np.ndarray:
-    """(outputs, size): row i averages the inputs [floor(i size / outputs), ceil((i + 1) size / outputs))."""
+    """Return (outputs, size): row i averages the inputs [floor(i size / outputs), ceil((i + 1) size / outputs))."""
     i = np.arange(outputs)[:, None]
     start, stop = i * size // outputs, -(-(i + 1) * size // outputs)
     position = np.arange(size)

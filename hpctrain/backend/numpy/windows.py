@@ -22,15 +22,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from hpctrain.backend.numpy.operator import Request, Shape
-from hpctrain.backend.specs import Pair, Window
+from hpctrain.backend.operators import Request
+from hpctrain.backend.specs import Pair, Shape, Window
 
 
 @dataclass(frozen=True)
 class TapRange:
     """Outputs [first, stop) of one dim whose input through one tap lies inside the image, and those inputs as a slice.
 
-    The converse of `hpctrain.parallel.layout`, which gives the inputs of some outputs through all taps.
+    The converse of `hpctrain.parallel.layout`, which returns the inputs of some outputs through all taps.
     """
 
     first: int
@@ -47,7 +47,7 @@ class TapRange:
         return self.first == self.stop
 
     def within(self, low: int, high: int) -> TapRange:
-        """The part that serves outputs [low, high), which are counted from `low` on."""
+        """Return the part that serves outputs [low, high), which are counted from `low` on."""
         first, stop = max(self.first, low), min(self.stop, high)
         if stop <= first:
             return TapRange(0, 0, slice(0, 0, self.inputs.step))
@@ -57,7 +57,7 @@ class TapRange:
 
 
 def tap_range(tap: int, size: int, outputs: int, stride: int, padding: int, dilation: int) -> TapRange:
-    """The inputs of a tap: output o reads input o * stride - padding + tap * dilation; those inside [0, size) are kept."""
+    """Return the inputs of a tap: output o reads input o * stride - padding + tap * dilation; those inside [0, size) are kept."""
     offset = tap * dilation - padding
     first = max(0, -(offset // stride))
     stop = max(first, min(outputs, (size - 1 - offset) // stride + 1))
@@ -82,7 +82,7 @@ class Tap:
 
 
 def taps(window: Window, size: Pair, outputs: Pair) -> Iterator[Tap]:
-    """The taps of `window` on images of `size`, in row-major order, those that never meet the image left out."""
+    """Yield the taps of `window` on images of `size`, in row-major order, those that never meet the image left out."""
     for r in range(window.kernel[0]):
         rows = tap_range(r, size[0], outputs[0], window.stride[0], window.padding[0], window.dilation[0])
         for s in range(window.kernel[1]):
@@ -108,7 +108,7 @@ class Span:
 
 
 def span(first: int, size: int, image: int) -> Span:
-    """Positions [first, first + size) of an image of `image` positions, zeros elsewhere."""
+    """Return the span of positions [first, first + size) of an image of `image` positions; there are zeros outside it."""
     start = min(max(first, 0), image)
     stop = max(start, min(first + size, image))
     before = min(max(start - first, 0), size)
@@ -116,7 +116,7 @@ def span(first: int, size: int, image: int) -> Span:
 
 
 def split(size: int, limit: int) -> Iterator[tuple[int, int]]:
-    """[0, size) in parts of nearly equal size, of at most `limit`."""
+    """Split [0, size) into parts of nearly equal size, of at most `limit`."""
     parts = -(-size // max(1, limit))
     for i in range(parts):
         yield i * size // parts, (i + 1) * size // parts
@@ -141,7 +141,7 @@ class OutputBlock:
 
 
 def blocks(images: int, outputs: Pair, limit: int) -> Iterator[OutputBlock]:
-    """All output pixels in blocks of about `limit`: some whole images, or some rows of one; none where there are no pixels."""
+    """Yield all output pixels in blocks of about `limit`: some whole images, or some rows of one; nothing without pixels."""
     ho, wo = outputs
     if 0 in (images, ho, wo):
         return
@@ -215,7 +215,7 @@ class Columns:
         self.count = len(self._blocks) if not self._direct else min(1, self.pixels)
 
     def bind(self, image: np.ndarray, column_buffer: np.ndarray, padded_buffer: np.ndarray) -> list[ColumnChunk]:
-        """The chunks, in order, covering all pixels; none where there are no pixels. They share the buffers."""
+        """Return the chunks, in order, covering all pixels; none where there are no pixels. They share the buffers."""
         if self.pixels == 0:
             return []
         if self._direct:
@@ -259,14 +259,14 @@ class Columns:
         return ColumnChunk(start, start + self._pixels(block), matrix, zeros, copies)
 
     def _windows(self, source: np.ndarray) -> np.ndarray:
-        """Windows (n, o, Wo, R, S, groups, C / groups) as a view of (n, rows, columns, C)."""
+        """Return windows (n, o, Wo, R, S, groups, C / groups), a view of (n, rows, columns, C)."""
         (stride_h, stride_w), (dilation_h, dilation_w) = self._window.stride, self._window.dilation
         view = sliding_window_view(source, self._window.extent, axis=(1, 2))
         view = view[:, ::stride_h, ::stride_w, :, ::dilation_h, ::dilation_w].transpose(0, 1, 2, 4, 5, 3)
         return view.reshape(*view.shape[:5], self._groups, -1, copy=False)
 
     def _matrix(self, block: OutputBlock, buffer: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """A chunk's column buffer, as windows to be written and as the matrix to be multiplied."""
+        """Return a chunk's column buffer, as windows to be written and as the matrix to be multiplied."""
         r, s = self._window.kernel
         groups, channels = self._groups, self._image[3] // self._groups
         n, o, pixels = block.n1 - block.n0, block.o1 - block.o0, self._pixels(block)
@@ -324,7 +324,7 @@ class Planes:
         self.scratch: Request = ((size,), dtype)
 
     def bind(self, image: np.ndarray, buffer: np.ndarray) -> list[PlaneBlock]:
-        """One for each block; they share the buffer."""
+        """Return the planes of each block; they share the buffer."""
         return [self._block(block, image, buffer) for block in self._blocks]
 
     def _shape(self, block: OutputBlock) -> Shape:

@@ -1,4 +1,4 @@
-"""Batch normalisation (Ioffe and Szegedy 2015), with a ReLU or a residual sum and a ReLU behind it.
+"""Batch normalisation (Ioffe and Szegedy 2015), with a ReLU, or a residual sum and a ReLU, after it.
 
 oneDNN has no kernel for the residual sum, so it is one more primitive: y = bn(x), then y = max(y + r, 0) in place. Backward masks
 dy by y straight into the gradient of r, and batch norm's backward reads it from there.
@@ -122,7 +122,7 @@ class BatchNormOperator(InPlace, JointBackward, LibraryOperator):
         target = buffers.input_grads[0]
         memories = self._common(buffers)
         memories[c.ARG_DIFF_DST] = (self._values, gradient)
-        # Where nobody asks for the input's gradient it overwrites the output's, which has no other reader.
+        # An input's gradient that is not wanted overwrites the output's, which has no other reader.
         memories[c.ARG_DIFF_SRC] = (self._values, gradient if target is None else target)
         memories[c.ARG_DIFF_SCALE] = (self._channels, buffers.gradients["weight"])
         memories[c.ARG_DIFF_SHIFT] = (self._channels, buffers.gradients["bias"])
@@ -145,7 +145,7 @@ class BatchNormOperator(InPlace, JointBackward, LibraryOperator):
         self._run_backward()
 
     def _run_backward(self) -> None:
-        """The parameters' gradients and the input's at once, when the first is asked for: they share their passes over memory."""
+        """Compute all gradients at once, when the first one is asked for: they share their passes over memory."""
         if self._backward_done:
             return
         if self._apply_mask is not None:

@@ -41,7 +41,7 @@ class Version(ctypes.Structure):
 
 
 def candidates() -> list[str]:
-    """Where the library may lie, most wanted first: the environment's word, this Python's prefix, the dynamic loader's own paths.
+    """Return where the library may lie, in order: the environment's path, this Python's prefixes, the dynamic loader's paths.
 
     A bare name is the loader's to look up. `ctypes.util.find_library` would start ldconfig, gcc and ld for each look, also in
     every rank after MPI has started.
@@ -54,7 +54,7 @@ def candidates() -> list[str]:
 
 
 def load() -> ctypes.CDLL:
-    """The library.
+    """Return the library.
 
     Raises:
         OSError: absent, of another version than 3, or not loadable; the message says for each place why.
@@ -74,14 +74,14 @@ def load() -> ctypes.CDLL:
 
 
 def version(library: ctypes.CDLL) -> Version:
-    """The version that dnnl_version() gives."""
+    """Return the library's version, from dnnl_version()."""
     library.dnnl_version.restype = ctypes.POINTER(Version)
     result: Version = library.dnnl_version().contents
     return result
 
 
 def processor_flags(cpuinfo: str = "/proc/cpuinfo") -> frozenset[str]:
-    """Instruction sets of the first processor; empty where the system does not tell."""
+    """Return the instruction sets of the first processor; empty if the system does not say."""
     try:
         with open(cpuinfo, encoding="ascii", errors="replace") as file:
             line = next((line for line in file if line.startswith("flags")), "")
@@ -91,7 +91,7 @@ def processor_flags(cpuinfo: str = "/proc/cpuinfo") -> frozenset[str]:
 
 
 def available() -> str | None:
-    """None where oneDNN can be used here; else one sentence that says why not."""
+    """Return None if oneDNN can be used here; else one sentence that says why not."""
     machine = platform.machine()
     if sys.platform != "linux" or machine not in ("x86_64", "AMD64"):
         return f"oneDNN kernels need Linux on x86-64, this is {sys.platform} on {machine}."
@@ -169,7 +169,7 @@ _SIGNATURES: dict[str, list[Any]] = {
 
 
 def dims(values: Sequence[int]) -> Any:
-    """A dnnl_dims_t."""
+    """Return a dnnl_dims_t."""
     return Dims(*values)
 
 
@@ -276,14 +276,14 @@ class Descriptor:
 
     @classmethod
     def tagged(cls, engine: Engine, shape: Sequence[int], tag: str) -> Descriptor:
-        """By a named format; "any" leaves the choice to the primitive."""
+        """Make a descriptor by a named format; "any" leaves the choice to the primitive."""
         what = f"a descriptor of {tuple(shape)} as {tag}"
         create = "dnnl_memory_desc_create_with_tag"
         return cls(engine, engine.create(create, what, len(shape), dims(shape), c.F32, c.FORMAT_TAG[tag]))
 
     @classmethod
     def strided(cls, engine: Engine, shape: Sequence[int], strides: Sequence[int]) -> Descriptor:
-        """By strides in elements."""
+        """Make a descriptor by strides in elements."""
         what = f"a descriptor of {tuple(shape)} with strides {tuple(strides)}"
         create = "dnnl_memory_desc_create_with_strides"
         made = cls(engine, engine.create(create, what, len(shape), dims(shape), c.F32, dims(strides)))
@@ -297,11 +297,11 @@ class Descriptor:
 
     @property
     def extent_bytes(self) -> int:
-        """Bytes from the first to the last element; oneDNN's size counts the gaps behind the last one as well."""
+        """Bytes from the first to the last element; oneDNN's size also counts the gaps after the last one."""
         return self.size_bytes if self._extent_bytes is None else self._extent_bytes
 
     def equals(self, other: Descriptor) -> bool:
-        """Same dims, type and format."""
+        """Return whether dims, type and format are the same."""
         return bool(self.engine.library.dnnl_memory_desc_equal(self.handle, other.handle))
 
 
@@ -348,7 +348,7 @@ class Primitive:
         engine.own(self, "dnnl_primitive_destroy", self.primitive)
 
     def descriptor(self, query: int, index: int = 0) -> Descriptor:
-        """The format chosen for one of its arguments (a copy)."""
+        """Return the format chosen for one of its arguments (a copy)."""
         found = self.engine.library.dnnl_primitive_desc_query_md(self.handle, query, index)
         handle = self.engine.create("dnnl_memory_desc_clone", f"a descriptor of {self.what}", found)
         return Descriptor(self.engine, handle)
@@ -371,7 +371,7 @@ class Primitive:
         return self.descriptor(c.QUERY_SCRATCHPAD_MD).size_bytes
 
     def bind(self, memories: Mapping[int, tuple[Descriptor, Array]], scratch: Array | None = None) -> Call:
-        """A call on fixed memory: execution argument -> (format, array whose first byte the memory starts at)."""
+        """Return a call on fixed memory: execution argument -> (format, array whose first byte the memory starts at)."""
         every = dict(memories)
         if self.scratchpad_bytes:
             assert scratch is not None, self.what

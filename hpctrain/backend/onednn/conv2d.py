@@ -17,7 +17,7 @@ import numpy as np
 from hpctrain.backend.numpy.conv2d import MANY_WEIGHTS, NumpyConv2d
 from hpctrain.backend.onednn import constants as c
 from hpctrain.backend.onednn.binding import Attributes, Descriptor, Engine, Primitive, Unimplemented
-from hpctrain.backend.onednn.elementwise import ReluMask
+from hpctrain.backend.onednn.elementwise import GradientMask
 from hpctrain.backend.onednn.operator import (
     BACKWARD_DATA,
     BACKWARD_WEIGHTS,
@@ -32,7 +32,6 @@ from hpctrain.backend.onednn.operator import (
     allocate,
     blocked_layout,
     convolution_geometry,
-    elements,
     images,
     in_layout,
     part,
@@ -58,7 +57,7 @@ _DIRECT_WEIGHTS_SPEED = 0.7
 
 
 def describe(spec: Conv2dSpec, x: TensorSpec) -> str:
-    """For errors and reports."""
+    """Describe a convolution, for errors and reports."""
     kernel = "x".join(map(str, spec.window.kernel))
     return f"conv2d {spec.channels_in}->{spec.channels_out} {kernel} on {x.shape}"
 
@@ -67,8 +66,8 @@ class Convolution:
     """The three primitives of one convolution between images in given layouts.
 
     Attributes:
-        forward, backward_data, backward_weights: the latter two None in evaluation, the second where nobody asks for the
-            input's gradient.
+        forward, backward_data, backward_weights: the latter two None in evaluation, the second also if the input's gradient is
+            not wanted.
         weights: the format that `forward` reads, as `backward_data_weights` in backward, and `diff_weights` that is written.
         adding: computes the input's gradient as a convolution of the output's and adds it; None where there is no such kernel.
         winograd, winograd_data, winograd_weights: take the place of the three in training where they are faster; else None.
@@ -120,7 +119,7 @@ class Convolution:
 
     @property
     def phases(self) -> dict[str, Primitive | None]:
-        """The primitive that computes each phase; None where nobody asks for it, or Winograd takes its place."""
+        """The primitive that computes each phase; None if it is not wanted, or Winograd takes its place."""
         return {
             FORWARD: None if self.winograd is not None else self.forward,
             BACKWARD_DATA: None if self.winograd_data is not None else self.backward_data,
@@ -138,7 +137,7 @@ class Convolution:
         return shape if spec.groups == 1 else (spec.groups, *shape)
 
     def _plain_weights(self) -> Descriptor:
-        """KRSC memory under oneDNN's dims (groups, K, C, R, S)."""
+        """Describe KRSC memory under oneDNN's dims (groups, K, C, R, S)."""
         _, r, s, channels = self.spec.weight_shape
         strides: tuple[int, ...] = (r * s * channels, 1, s * channels, channels)
         grouped = self._weight_dims()
@@ -171,7 +170,7 @@ class Convolution:
         return Primitive(self._engine, "convolution_backward_weights", what, *arguments)
 
     def _make_adding(self) -> None:
-        """dx += conv(dy, turned and transposed weights): oneDNN's backward kernels cannot add, its forward kernels can."""
+        """Make dx += conv(dy, turned and transposed weights): oneDNN's backward kernels cannot add, its forward kernels can."""
         window = adjoint(self.spec.window)
         if window is None or self.spec.groups != 1:
             return
@@ -215,7 +214,7 @@ class Convolution:
 def choose(
     engine: Engine, spec: Conv2dSpec, x: TensorSpec, *, training: bool, relu: bool, input_gradient: bool = True
 ) -> Convolution:
-    """The first layout without slow kernels, of those that oneDNN has fast ones for; else the one with the fewest.
+    """Return the first layout without slow kernels, of those that oneDNN has fast ones for; else the one with the fewest.
 
     Raises:
         Unimplemented: no layout at all can be computed.
@@ -289,7 +288,7 @@ _ADDING = "backward data, adding"
 def make_conv2d(
     engine: Engine, spec: Conv2dSpec | WithRelu, x: TensorSpec, *, training: bool, input_gradient: bool = True
 ) -> Conv2dOperator:
-    """The operator on images of `x`, whatever layout they come in."""
+    """Return the operator on images of `x`, whatever layout they come in."""
     inner = spec.inner if isinstance(spec, WithRelu) else spec
     assert isinstance(inner, Conv2dSpec)
     relu = isinstance(spec, WithRelu)
@@ -311,12 +310,12 @@ class Conv2dOperator(OutputReadOnce, ParameterCopies, FollowsOperator, LibraryOp
         self._turns = plan.spec.window.kernel != (1, 1)
         self.inputs, self.output = (plan.x,), plan.y
         self.needs_output = relu
-        self._mask = ReluMask(engine, f"{self._what} backward", elements(engine, plan.y)) if relu and training else None
+        self._mask = GradientMask(engine, self._what, plan.y) if relu and training else None
         self._first: Conv2dOperator | None = None
         self._place_memory()
 
     def _place_memory(self) -> None:
-        """Scratch: the library's own, one blocked copy of weights or their gradient, and the turned kernel."""
+        """Place scratch: the library's own, one blocked copy of weights or their gradient, and the turned kernel."""
         plan = self._plan
         formats = [plan.weights]
         turned_bytes = 0
@@ -353,9 +352,8 @@ class Conv2dOperator(OutputReadOnce, ParameterCopies, FollowsOperator, LibraryOp
             self._bind_weights(buffers, library, blocked)
         if buffers.input_grads and buffers.input_grads[0] is not None:
             self._bind_input(buffers, library, blocked)
-        if self._mask is not None and buffers.output_grad is not None:
-            self._apply_mask = self._mask.bind(buffers.output, buffers.output_grad, buffers.output_grad)
-        self._masked = False
+        if self._mask is not None:
+            self._mask.bind(buffers)
 
     def _bind_forward(self, buffers: Buffers, library: Array, blocked: Array) -> Work:
         plan, weight = self._plan, buffers.parameters["weight"]
@@ -374,7 +372,7 @@ class Conv2dOperator(OutputReadOnce, ParameterCopies, FollowsOperator, LibraryOp
         return plan.forward.bind(memories, library)
 
     def _prepare(self, use: str, source: Descriptor, plain: Array, target: Descriptor, room: Array) -> tuple[Work | None, Array]:
-        """(what copies the weights, where the kernel reads them): nothing to copy where the formats agree, or others have."""
+        """Return (copy of the weights, where the kernel reads them); no copy if formats agree, or another operator has one."""
         if source.equals(target):
             return None, plain
         copied = None if self._first is None else self._first._copied.get(use)
@@ -384,7 +382,7 @@ class Conv2dOperator(OutputReadOnce, ParameterCopies, FollowsOperator, LibraryOp
         return Copy(self._engine, f"{self._what} weights", source, target).bind(plain, room), room
 
     def _leading(self, product: Product | None) -> tuple[Product, Array] | None:
-        """One of the plan's products, and where it keeps its weights."""
+        """Return one of the plan's products, and where it keeps its weights."""
         return None if product is None else (product, self.buffers.scratch)
 
     def _bind_weights(self, buffers: Buffers, library: Array, blocked: Array) -> None:
@@ -453,13 +451,12 @@ class Conv2dOperator(OutputReadOnce, ParameterCopies, FollowsOperator, LibraryOp
             self._load()
             self._stale = False
         self._forward()
-        self._masked = False
+        if self._mask is not None:
+            self._mask.begin_forward()
 
     def _mask_gradient(self) -> None:
-        """Once per backward, whichever half comes first."""
-        if self._mask is not None and not self._masked:
-            self._apply_mask()
-            self._masked = True
+        if self._mask is not None:
+            self._mask.apply()
 
     def backward_parameters(self) -> None:
         self._mask_gradient()

@@ -40,9 +40,37 @@ class ReluMask:
         assert self.primitive.scratchpad_bytes == 0, what
 
     def bind(self, y: Array, dy: Array, dx: Array) -> Call:
-        """The call on fixed memory."""
+        """Return the call on fixed memory."""
         values = self._values
         return self.primitive.bind({c.ARG_DST: (values, y), c.ARG_DIFF_DST: (values, dy), c.ARG_DIFF_SRC: (values, dx)})
+
+
+class GradientMask:
+    """The backward pass of a ReLU after an operator: it masks the output's gradient in place, once per backward.
+
+    Both halves of backward read the masked gradient, and either may come first: each calls `apply`.
+    """
+
+    def __init__(self, engine: Engine, what: str, y: TensorSpec) -> None:
+        self._mask = ReluMask(engine, f"{what} backward", elements(engine, y))
+        self._call: Call | None = None
+        self._applied = False
+
+    def bind(self, buffers: Buffers) -> None:
+        """Prepare the call, if the operator's output has a gradient."""
+        if buffers.output_grad is not None:
+            self._call = self._mask.bind(buffers.output, buffers.output_grad, buffers.output_grad)
+
+    def begin_forward(self) -> None:
+        """Let the next backward mask again."""
+        self._applied = False
+
+    def apply(self) -> None:
+        """Mask the gradient, unless this backward has done so."""
+        if not self._applied:
+            assert self._call is not None
+            self._call()
+            self._applied = True
 
 
 class Addition:
@@ -55,7 +83,7 @@ class Addition:
         assert self.primitive.scratchpad_bytes == 0, what
 
     def bind(self, a: Array, b: Array, y: Array) -> Call:
-        """The call on fixed memory."""
+        """Return the call on fixed memory."""
         values = self._values
         return self.primitive.bind({c.ARG_SRC: (values, a), c.ARG_SRC_1: (values, b), c.ARG_DST: (values, y)})
 
@@ -122,7 +150,7 @@ class AddOperator(InPlace, Accumulating, LibraryOperator):
         self._backward: Sequence[Call] = self._backward_calls() if any(g is not None for g in buffers.input_grads) else ()
 
     def _backward_calls(self) -> list[Call]:
-        """The masked gradient goes straight to the first target that is written, and from there to the other."""
+        """Return the masked gradient goes straight to the first target that is written, and from there to the other."""
         buffers = self.buffers
         calls: list[Call] = []
         gradient: Array = buffers.output_grad
@@ -149,7 +177,7 @@ class AddOperator(InPlace, Accumulating, LibraryOperator):
 
 
 class RectifiedOperator(Accumulating, OutputReadOnce, Operator):
-    """y = max(inner(x), 0), in place behind the inner operator; in plain memory.
+    """y = max(inner(x), 0), in place after the inner operator; in plain memory.
 
     Args:
         inner: the operator of `spec.inner`.
@@ -162,25 +190,20 @@ class RectifiedOperator(Accumulating, OutputReadOnce, Operator):
         self.inputs, self.output = inner.inputs, inner.output
         self.needs_inputs = inner.needs_inputs
         self.saved_bytes, self.scratch_bytes = inner.saved_bytes, inner.scratch_bytes
-        self._mask = ReluMask(engine, f"relu {self.output.shape} backward", elements(engine, self.output))
-        self._masked = False
+        self._mask = GradientMask(engine, f"relu {self.output.shape}", self.output)
 
     def bind(self, buffers: Buffers) -> None:
         super().bind(buffers)
         self._inner.bind(buffers)
-        if buffers.output_grad is not None:
-            self._apply_mask = self._mask.bind(buffers.output, buffers.output_grad, buffers.output_grad)
+        self._mask.bind(buffers)
 
     def forward(self, context: StepContext) -> None:
         self._inner.forward(context)
         np.maximum(self.buffers.output, 0, out=self.buffers.output)
-        self._masked = False
+        self._mask.begin_forward()
 
     def finish_output_grad(self) -> None:
-        """Once per backward, whichever half comes first."""
-        if not self._masked:
-            self._apply_mask()
-            self._masked = True
+        self._mask.apply()
 
     def backward_parameters(self) -> None:
         self.finish_output_grad()

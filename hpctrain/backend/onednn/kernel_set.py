@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from threadpoolctl import threadpool_limits
 
@@ -18,8 +17,8 @@ from hpctrain.backend.onednn.conv2d import ProductConv2d, make_conv2d, products_
 from hpctrain.backend.onednn.elementwise import AddOperator, RectifiedLinearOperator, RectifiedOperator, ReluOperator
 from hpctrain.backend.onednn.linear import LinearOperator
 from hpctrain.backend.onednn.operator import LibraryOperator, ReorderOperator, allocate
-from hpctrain.backend.onednn.pool import IdentityOperator, PoolOperator, plain_pool
-from hpctrain.backend.operators import Array, KernelSet, LossOperator, Operator, SufficientFactors
+from hpctrain.backend.onednn.pool import PoolOperator, plain_pool
+from hpctrain.backend.operators import Array, KernelSet, LossOperator, Operator, SufficientFactors, ViewOperator
 from hpctrain.backend.specs import (
     NHWC,
     AdaptiveAveragePoolSpec,
@@ -69,16 +68,6 @@ class OnednnKernelSet(KernelSet):
         threadpool_limits(limits=1, user_api="blas")
         self._fused = fused
         self._fallback = NumpyKernelSet()
-        self._makers: dict[type, Callable[[Any, _Inputs, bool, bool], Operator | str]] = {
-            Conv2dSpec: self._conv2d,
-            LinearSpec: self._linear,
-            WithRelu: self._with_relu,
-            BatchNormSpec: self._batch_norm,
-            PoolSpec: self._pool,
-            AdaptiveAveragePoolSpec: self._pool,
-            ReluSpec: self._relu,
-            AddSpec: self._add,
-        }
 
     @property
     def version(self) -> str:
@@ -107,19 +96,44 @@ class OnednnKernelSet(KernelSet):
         return operator
 
     def _choose(self, spec: Spec, inputs: _Inputs, training: bool, input_gradient: bool) -> Operator | str:
-        """The library's operator, or why there is none that is worth taking."""
-        maker = self._makers.get(type(spec))
-        if maker is None:
-            return "oneDNN has no such operation"
-        if any(0 in x.shape for x in inputs) or 0 in _output(spec, inputs).shape:
+        """Return the library's operator, or why there is none that is worth taking."""
+        if any(0 in x.shape for x in inputs) or 0 in spec.output(*(x.plain() for x in inputs)).shape:
             return "it is empty"
-        inner = spec.inner if isinstance(spec, WithRelu) else spec
-        if training and isinstance(inner, Conv2dSpec) and products_pay(inner, inputs[0]):
-            return _PRODUCTS_REASON
-        made = maker(spec, inputs, training, input_gradient)
+        made = self._make(spec, inputs, training, input_gradient)
         if isinstance(made, LibraryOperator) and made.plain_loops:
             return f"oneDNN has only plain loops for its {' and '.join(made.plain_loops)}"
         return made
+
+    def _make(self, spec: Spec, inputs: _Inputs, training: bool, input_gradient: bool) -> Operator | str:
+        """Return the library's operator whatever kernels it has, or why there is none."""
+        engine, x = self._engine, inputs[0]
+        match spec:
+            case Conv2dSpec() | WithRelu(inner=Conv2dSpec()):
+                inner = spec.inner if isinstance(spec, WithRelu) else spec
+                if training and isinstance(inner, Conv2dSpec) and products_pay(inner, x):
+                    return _PRODUCTS_REASON
+                return make_conv2d(engine, spec, x, training=training, input_gradient=input_gradient)
+            case LinearSpec() | WithRelu():
+                return LinearOperator(engine, spec, x, training=training)
+            case BatchNormSpec(synchronised=True) if training:
+                return "its statistics are those of several ranks"
+            case BatchNormSpec(fixed=True) if training:
+                return "its statistics are fixed, and a gradient goes back through it"
+            case BatchNormSpec():
+                return BatchNormOperator(engine, spec, x, training=training)
+            case PoolSpec() | AdaptiveAveragePoolSpec():
+                plain = plain_pool(spec, x)
+                if plain is None:
+                    adaptive = isinstance(spec, AdaptiveAveragePoolSpec)
+                    return "its windows change in size" if adaptive else "its windows hang over the edge and count padding"
+                if math.prod(plain.window.kernel) == 1 and plain.window.stride == (1, 1) and not any(plain.window.padding):
+                    return ViewOperator(spec, x, keeps_layout=True)
+                return PoolOperator(engine, spec, x, training=training)
+            case ReluSpec():
+                return ReluOperator(engine, spec, x)
+            case AddSpec():  # in a layout of the library's own, if one of the inputs has one
+                return AddOperator(engine, spec, next((other for other in inputs if other.layout != NHWC), x))
+        return "oneDNN has no such operation"
 
     def multiply(self, a: Array, b: Array, out: Array) -> None:
         """Write the product of float32 matrices to `out`: `Engine.multiply`."""
@@ -137,43 +151,3 @@ class OnednnKernelSet(KernelSet):
 
     def allocate(self, size_bytes: int) -> Array:
         return allocate(size_bytes)
-
-    def _conv2d(self, spec: Conv2dSpec, inputs: _Inputs, training: bool, input_gradient: bool) -> Operator:
-        return make_conv2d(self._engine, spec, inputs[0], training=training, input_gradient=input_gradient)
-
-    def _linear(self, spec: LinearSpec, inputs: _Inputs, training: bool, input_gradient: bool) -> Operator:
-        return LinearOperator(self._engine, spec, inputs[0], training=training)
-
-    def _with_relu(self, spec: WithRelu, inputs: _Inputs, training: bool, input_gradient: bool) -> Operator:
-        if isinstance(spec.inner, Conv2dSpec):
-            return make_conv2d(self._engine, spec, inputs[0], training=training, input_gradient=input_gradient)
-        return LinearOperator(self._engine, spec, inputs[0], training=training)
-
-    def _batch_norm(self, spec: BatchNormSpec, inputs: _Inputs, training: bool, input_gradient: bool) -> Operator | str:
-        if spec.synchronised and training:
-            return "its statistics are those of several ranks"
-        if spec.fixed and training:
-            return "its statistics are fixed, and a gradient goes back through it"
-        return BatchNormOperator(self._engine, spec, inputs[0], training=training)
-
-    def _pool(
-        self, spec: PoolSpec | AdaptiveAveragePoolSpec, inputs: _Inputs, training: bool, input_gradient: bool
-    ) -> Operator | str:
-        plain = plain_pool(spec, inputs[0])
-        if plain is None:
-            adaptive = isinstance(spec, AdaptiveAveragePoolSpec)
-            return "its windows change in size" if adaptive else "its windows hang over the edge and count padding"
-        if math.prod(plain.window.kernel) == 1 and plain.window.stride == (1, 1) and not any(plain.window.padding):
-            return IdentityOperator(spec, inputs[0])
-        return PoolOperator(self._engine, spec, inputs[0], training=training)
-
-    def _relu(self, spec: ReluSpec, inputs: _Inputs, training: bool, input_gradient: bool) -> Operator:
-        return ReluOperator(self._engine, spec, inputs[0])
-
-    def _add(self, spec: AddSpec, inputs: _Inputs, training: bool, input_gradient: bool) -> Operator:
-        own = next((x for x in inputs if x.layout != NHWC), inputs[0])
-        return AddOperator(self._engine, spec, own)
-
-
-def _output(spec: Spec, inputs: _Inputs) -> TensorSpec:
-    return spec.output(*(x.plain() for x in inputs))

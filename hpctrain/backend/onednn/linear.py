@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from hpctrain.backend.onednn import constants as c
 from hpctrain.backend.onednn.binding import Attributes, Call, Descriptor, Engine, Primitive
-from hpctrain.backend.onednn.elementwise import ReluMask
+from hpctrain.backend.onednn.elementwise import GradientMask
 from hpctrain.backend.onednn.operator import (
     BACKWARD_DATA,
     BACKWARD_WEIGHTS,
     FORWARD,
     LibraryOperator,
     Regions,
-    elements,
     part,
     vector,
 )
@@ -36,7 +35,7 @@ class LinearOperator(SufficientFactors, LibraryOperator):
         self._weights = Descriptor.tagged(engine, (inner.features_out, inner.features_in), "ba")
         self._bias = vector(engine, inner.features_out) if inner.bias else None
         self.primitives = self._make_primitives(engine, what, relu)
-        self._mask = ReluMask(engine, f"{what} backward", elements(engine, self.output)) if relu and training else None
+        self._mask = GradientMask(engine, what, self.output) if relu and training else None
         scratch = Regions()
         self._library_part = scratch.add(max(primitive.scratchpad_bytes for primitive in self.primitives.values()))
         self.scratch_bytes = scratch.total_bytes
@@ -68,7 +67,6 @@ class LinearOperator(SufficientFactors, LibraryOperator):
         if self._bias is not None:
             memories[c.ARG_BIAS] = (self._bias, buffers.parameters["bias"])
         self._forward = self._forward_primitive.bind(memories, library)
-        self._masked = False
         self._backward_data: Call | None = None
         if buffers.output_grad is not None and self._training:
             self._bind_backward(buffers, library)
@@ -76,7 +74,7 @@ class LinearOperator(SufficientFactors, LibraryOperator):
     def _bind_backward(self, buffers: Buffers, library: Array) -> None:
         dy = (self._y, buffers.output_grad)
         if self._mask is not None:
-            self._apply_mask = self._mask.bind(buffers.output, buffers.output_grad, buffers.output_grad)
+            self._mask.bind(buffers)
         if buffers.gradients:
             memories = {c.ARG_SRC: (self._x, buffers.inputs[0]), c.ARG_DIFF_DST: dy}
             memories[c.ARG_DIFF_WEIGHTS] = (self._weights, buffers.gradients["weight"])
@@ -90,13 +88,12 @@ class LinearOperator(SufficientFactors, LibraryOperator):
 
     def forward(self, context: StepContext) -> None:
         self._forward()
-        self._masked = False
+        if self._mask is not None:
+            self._mask.begin_forward()
 
     def finish_output_grad(self) -> None:
-        """Once per backward, whichever half comes first."""
-        if self._mask is not None and not self._masked:
-            self._apply_mask()
-            self._masked = True
+        if self._mask is not None:
+            self._mask.apply()
 
     def backward_parameters(self) -> None:
         self.finish_output_grad()

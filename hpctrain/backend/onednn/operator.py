@@ -42,7 +42,7 @@ _HUGE_PAGE_BYTES = 2 << 20
 
 
 def allocate(size_bytes: int) -> np.ndarray:
-    """A zeroed uint8 array; from 2 MiB on aligned to 2 MiB and offered to the kernel for huge pages, else aligned to 64 bytes.
+    """Return a zeroed uint8 array, aligned to 64 bytes; from 2 MiB on to 2 MiB, and offered to the system for huge pages.
 
     Zeroed pages are the operating system's: they take memory when they are first touched.
     """
@@ -61,7 +61,7 @@ def _aligned(room: np.ndarray, size_bytes: int, alignment_bytes: int) -> np.ndar
 
 
 class Regions:
-    """Parts of a buffer that is allocated later: `add` gives each its place, `total_bytes` is what the buffer must hold.
+    """Parts of a buffer that is allocated later: `add` returns the place of each, `total_bytes` is the buffer's size.
 
     Args:
         begin: where the first part lies, a multiple of 64.
@@ -71,14 +71,14 @@ class Regions:
         self.total_bytes = begin
 
     def add(self, size_bytes: int) -> slice:
-        """The place of the next part."""
+        """Return the place of the next part."""
         start = self.total_bytes
         self.total_bytes = start + aligned(size_bytes)
         return slice(start, start + size_bytes)
 
 
 def part(buffer: Array | None, place: slice) -> Array:
-    """The bytes at `place`; an empty place needs no buffer."""
+    """Return the bytes at `place`; an empty place needs no buffer."""
     if buffer is None:
         assert place.start == place.stop
         return None
@@ -86,13 +86,13 @@ def part(buffer: Array | None, place: slice) -> Array:
 
 
 def convolution_geometry(window: Window) -> tuple[Any, Any, Any, Any]:
-    """Strides, dilations (0 is dense), leading and trailing padding."""
+    """Return strides, dilations (0 is dense), leading and trailing padding."""
     top, bottom, left, right = window.padding
     return dims(window.stride), dims([d - 1 for d in window.dilation]), dims((top, left)), dims((bottom, right))
 
 
 def adjoint(window: Window) -> Window | None:
-    """The window of the convolution of the output's gradient with the turned kernel that gives the input's; None for strides."""
+    """Return the window of the convolution of dy with the turned kernel that computes dx; None for strides above 1."""
     if window.stride != (1, 1):
         return None
     height, width = window.extent
@@ -125,12 +125,12 @@ BLOCKS = {"nChw8c": 8, "nChw16c": 16}
 
 
 def blocked_layout(engine: Engine) -> str:
-    """The token of the blocked layout that this processor's kernels prefer."""
+    """Return the token of the blocked layout that this processor's kernels prefer."""
     return f"nChw{engine.block}c"
 
 
 def in_layout(spec: TensorSpec, layout: str) -> TensorSpec:
-    """The same images (N, H, W, C) in `layout`; plain where the memory is the same byte for byte."""
+    """Return the same images (N, H, W, C) in `layout`; plain where the memory is the same byte for byte."""
     n, h, w, channels = spec.shape
     if layout == NHWC or (layout == NCHW and (channels == 1 or h * w == 1)):
         return spec.plain()
@@ -142,24 +142,24 @@ def in_layout(spec: TensorSpec, layout: str) -> TensorSpec:
 
 
 def images(engine: Engine, spec: TensorSpec, layout: str | None = None) -> Descriptor:
-    """The format of images (N, H, W, C) in `spec.layout`, or under another token for the same memory."""
+    """Return the format of images (N, H, W, C) in `spec.layout`, or under another token for the same memory."""
     n, h, w, channels = spec.shape
     return Descriptor.tagged(engine, (n, channels, h, w), TAGS[spec.layout if layout is None else layout])
 
 
 def rows(engine: Engine, spec: TensorSpec) -> Descriptor:
-    """Anything in plain memory as pixels with the last dim as channels: (M, C, 1, 1)."""
+    """Describe plain memory as pixels with the last dim as channels: (M, C, 1, 1)."""
     channels = spec.shape[-1]
     return Descriptor.tagged(engine, (math.prod(spec.shape[:-1]), channels, 1, 1), TAGS[NHWC])
 
 
 def elements(engine: Engine, spec: TensorSpec) -> Descriptor:
-    """A tensor for element-wise work: its elements in memory order, padding included."""
+    """Return a tensor for element-wise work: its elements in memory order, padding included."""
     return Descriptor.tagged(engine, (spec.size,), "a")
 
 
 def vector(engine: Engine, size: int) -> Descriptor:
-    """(size,) in plain memory."""
+    """Describe (size,) in plain memory."""
     return Descriptor.tagged(engine, (size,), "a")
 
 
@@ -180,7 +180,7 @@ class Copy:
         return self._primitive.scratchpad_bytes
 
     def bind(self, source: Array, target: Array, scratch: Array | None = None) -> Call:
-        """The call on fixed memory."""
+        """Return the call on fixed memory."""
         return self._primitive.bind({c.ARG_SRC: (self.source, source), c.ARG_DST: (self.target, target)}, scratch)
 
 

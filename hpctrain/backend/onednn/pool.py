@@ -14,12 +14,12 @@ from hpctrain.backend.onednn.operator import (
     part,
     pooling_geometry,
 )
-from hpctrain.backend.operators import Buffers, InputView, Operator, StepContext
+from hpctrain.backend.operators import Buffers, StepContext
 from hpctrain.backend.specs import AdaptiveAveragePoolSpec, PoolSpec, TensorSpec, Window
 
 
 def plain_pool(spec: PoolSpec | AdaptiveAveragePoolSpec, x: TensorSpec) -> PoolSpec | None:
-    """The same pooling as windows of one size that oneDNN counts as we do; None where there is none."""
+    """Return the same pooling as windows of one size that oneDNN counts as we do; None where there is none."""
     if isinstance(spec, AdaptiveAveragePoolSpec):
         _, h, w, _ = x.shape
         if h % spec.size[0] or w % spec.size[1]:
@@ -91,16 +91,3 @@ def _algorithm(spec: PoolSpec) -> int:
     if spec.kind == "max":
         return c.POOLING_MAX
     return c.POOLING_AVERAGE_INCLUDE_PADDING if spec.count_include_pad else c.POOLING_AVERAGE_EXCLUDE_PADDING
-
-
-class IdentityOperator(InputView, Operator):
-    """The output is the input, in whatever layout: pooling over windows of one element."""
-
-    def __init__(self, spec: PoolSpec | AdaptiveAveragePoolSpec, x: TensorSpec) -> None:
-        self.spec, self.inputs, self.output = spec, (x,), x
-
-    def forward(self, context: StepContext) -> None:
-        """The memory is shared."""
-
-    def backward_input(self) -> None:
-        """The memory is shared."""

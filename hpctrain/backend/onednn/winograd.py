@@ -36,7 +36,9 @@ _CHUNK_BYTES = 48 << 20
 
 @dataclass(frozen=True)
 class Form:
-    """The shape of chunks that have the same kernels: tiles (images, rows, columns) and how much of x and y is theirs.
+    """The shape of a chunk: tiles (images, rows, columns), and the rows of x and y that belong to them.
+
+    Primitives are made for a shape. Chunks of one form share them; a convolution has few forms, whatever its number of chunks.
 
     Attributes:
         above: rows of zeros above the first row of x. read: rows of x, of each image. written: rows of y, of each image.
@@ -95,12 +97,15 @@ class Tiling:
     @property
     def items(self) -> tuple[int, int, int]:
         """Floats of one tile before and after the transform of x, and after that of y."""
+        # The first array holds the patches of x, and later the 2x2 outputs of y: never both at once.
         return max(16 * self.channels_in, 4 * self.channels_out), 16 * self.channels_in, 16 * self.channels_out
 
     def chunks(self) -> list[Chunk]:
-        """Every tile once: whole images as many as fit at a time or, where one is too large, rows of its tiles, one at least."""
+        """Return chunks of all tiles: as many whole images as fit or, if one is too large, rows of its tiles, at least one."""
+        # A row of tiles takes its tiles in all forms and two rows of the padded images; each chunk has two more rows of these, as
+        # 4x4 patches of 2x2 outputs overlap by two.
         rows, columns = self.tiles
-        edge = 4 * self.channels_in * (2 * columns + 2)  # a row of padded images
+        edge = 4 * self.channels_in * (2 * columns + 2)
         row = 4 * columns * sum(self.items) + 2 * edge
         images, fitting = _CHUNK_BYTES // (rows * row + 2 * edge), (_CHUNK_BYTES - 2 * edge) // row
         if images:
@@ -109,7 +114,8 @@ class Tiling:
         return [self._chunk(image, 1, start, count) for image in range(self.batch) for start, count in cut]
 
     def _chunk(self, image: int, images: int, row: int, rows: int) -> Chunk:
-        """Tile rows [row, row + rows): only those at an image's edges see zeros above it, or lie over its end."""
+        """Return tile rows [row, row + rows): only those at an image's edges read zeros above it, or lie over its end."""
+        # Rows of x that the patches cover; those outside of the image are zeros of `scratch.padded`.
         begin, end = 2 * row - self.padding[0], 2 * (row + rows) + 2 - self.padding[0]
         read_row = max(0, begin)
         read = min(end, self.size[0]) - read_row
@@ -118,10 +124,10 @@ class Tiling:
         return Chunk(image, read_row, 2 * row, Form(images, rows, self.tiles[1], read_row - begin, read, written))
 
     def pays(self, direct_speed: float) -> bool:
-        """Whether this beats a direct kernel that runs at the given share of the 1x1 kernels' speed.
+        """Return whether this is faster than a direct kernel that runs at the given share of the 1x1 kernels' speed.
 
-        In operations that take the same time: the transforms cost 130 for each element of a tile of x, 40 of y, 65 of the
-        weights, measured with AVX2. A rule rather than a timing, so that every rank takes the same way.
+        Compares operations that take the same time: the transforms cost 130 for each element of a tile of x, 40 of y, 65 of the
+        weights, measured with AVX2. A rule rather than a timing, so that every rank chooses alike.
         """
         product = self.channels_in * self.channels_out
         transforms = 130 * self.channels_in + 40 * self.channels_out
@@ -132,7 +138,7 @@ class Tiling:
 
 
 def _parts(total: int, limit: int) -> Iterator[tuple[int, int]]:
-    """(start, count) of the fewest parts of at most `limit`; counts differ by one at most, the larger ones come first."""
+    """Yield (start, count) of the fewest parts of at most `limit`; counts differ by at most one, larger ones first."""
     number = -(-total // limit)
     start = 0
     for part in range(number):
@@ -143,7 +149,14 @@ def _parts(total: int, limit: int) -> Iterator[tuple[int, int]]:
 
 @dataclass
 class WinogradScratch:
-    """float32 scratch: weights by tile position and by tap, the padded images, tiles before and after their transform."""
+    """float32 scratch of one convolution.
+
+    Attributes:
+        library: uint8, the library's own scratch. weights: by tile position (16). bias: the gradient of one chunk.
+        taps: weights by tap (9). padded: a chunk's images among zeros.
+        plain: tiles before the transform of x or dy, or after that of y.
+        left, right: transformed tiles of x, and of y or dy.
+    """
 
     library: Array
     weights: Array
@@ -156,11 +169,11 @@ class WinogradScratch:
 
 
 class ScratchPlan:
-    """Divides the scratch. `left` holds the transformed tiles of x, `right` those of y or dy.
+    """Divides a buffer of scratch into the arrays of `WinogradScratch`.
 
     Args:
-        forms: of the chunks, each of which has all the room for tiles.
-        taps_alone: there are no tiles while the weights lie tap by tap, so both take the same place.
+        forms: of the chunks; each chunk may use all scratch for tiles.
+        taps_alone: no tiles exist while the weights lie tap by tap, so that both may share their place.
     """
 
     def __init__(
@@ -176,8 +189,9 @@ class ScratchPlan:
         self._places += [taps, *(of_tiles.add(4 * count) for count in (padded, *(tiles * items for items in tiling.items)))]
         self.total_bytes = max(regions.total_bytes, of_tiles.total_bytes)
 
-    def room(self, scratch: Array) -> WinogradScratch:
-        return WinogradScratch(scratch[self._library], *(scratch[place].view(np.float32) for place in self._places))
+    def carve(self, buffer: Array) -> WinogradScratch:
+        """Return the arrays of the plan in a buffer of `total_bytes`."""
+        return WinogradScratch(buffer[self._library], *(buffer[place].view(np.float32) for place in self._places))
 
 
 Work = Callable[[], object]
@@ -207,7 +221,7 @@ class Matrix:
 
 
 class _Grid:
-    """Tiles of one form or part of their images, (images, channels, rows, columns), and copies of it between memories."""
+    """Tiles of one form, or pixels of their images, as (images, channels, rows, columns), and strided copies of them."""
 
     def __init__(self, engine: Engine, what: str, tiling: Tiling, form: Form, channels: int) -> None:
         self._engine, self._what, self._form, self._channels = engine, f"{what}, tiles", form, channels
@@ -215,24 +229,28 @@ class _Grid:
 
     @property
     def by_tile(self) -> tuple[int, ...]:
-        """Strides in elements, of (image, block, row, column), where tiles lie one behind the other."""
+        """Strides in elements, of (image, block, row, column), of tiles that lie one after the other."""
         form, block = self._form, self.block
         return form.rows * form.columns * block, form.tiles * block, form.columns * block, block
 
     def by_pixel(self, size: Pair, spread: int = 1) -> tuple[int, ...]:
-        """Strides in elements in images of `size`, of every pixel or of every other one."""
+        """Return the strides in elements in images of `size`, of every pixel or of every other one."""
         row = size[1] * self.block
         return self._channels * size[0] * size[1], size[0] * row, spread * row, spread * self.block
 
     def copy(self, size: Pair, source: Sequence[int], target: Sequence[int], *, accumulate: bool = False) -> Copy:
-        """A copy of (rows, columns) in all images and channels, between memories with these strides."""
+        """Return a copy of (rows, columns) in all images and channels, between memories with these strides."""
         shape = (self._form.images, self._channels // self.block, *size, self.block)
         forms = [Descriptor.strided(self._engine, shape, (*strides, 1)) for strides in (source, target)]
         return Copy(self._engine, self._what, forms[0], forms[1], accumulate=accumulate)
 
 
 class Patches:
-    """room.left = (Bt x Bt) of the overlapping 4x4 patches of x, of the chunks of one form."""
+    """scratch.left = (Bt x Bt) of the overlapping 4x4 patches of x, of the chunks of one form.
+
+    A reorder gathers one of the 16 positions of all patches at once, with stride 2 between tiles. It cannot leave parts
+    of patches out at an image's edge, so the chunk's part of x is copied among zeros first, where every patch is whole.
+    """
 
     def __init__(self, engine: Engine, what: str, tiling: Tiling, form: Form) -> None:
         channels = tiling.channels_in
@@ -249,18 +267,19 @@ class Patches:
         self._transform = Matrix(engine, what, np.kron(_BT, _BT), self._items)
         self.primitives = [self._transform.primitive]
 
-    def load(self, chunk: Chunk, x: Array, room: WinogradScratch) -> list[Work]:
-        """room.padded = the chunk's part of x among zeros."""
+    def load(self, chunk: Chunk, x: Array, scratch: WinogradScratch) -> list[Work]:
+        """Prepare scratch.padded = the chunk's part of x among zeros."""
+        # Scratch holds anything at first, and what was written there for another chunk or operator.
         first = x.reshape(-1)[chunk.image * self._image + chunk.read_row * self._row :]
-        return [partial(room.padded[: self._all].fill, 0.0), self._inside.bind(first, room.padded[self._begin :])]
+        return [partial(scratch.padded[: self._all].fill, 0.0), self._inside.bind(first, scratch.padded[self._begin :])]
 
-    def transform(self, room: WinogradScratch) -> list[Work]:
-        """The calls that follow, the same for each chunk."""
+    def transform(self, scratch: WinogradScratch) -> list[Work]:
+        """Prepare the calls that follow, which are the same for each chunk."""
         gathers = [
-            self._gather.bind(room.padded[corner:], room.plain[position * self._items :])
+            self._gather.bind(scratch.padded[corner:], scratch.plain[position * self._items :])
             for position, corner in enumerate(self._corners)
         ]
-        return [*gathers, self._transform.bind(room.plain, room.left, room.library)]
+        return [*gathers, self._transform.bind(scratch.plain, scratch.left, scratch.library)]
 
 
 class _Corners:
@@ -278,10 +297,10 @@ class _Corners:
         return bool(self._form.written % 2 or self._width % 2)
 
     def _places(self) -> Iterator[tuple[int, int, Pair]]:
-        """(elements from the tiles' start, elements from the chunk's first in an image, rows and columns).
+        """Yield (elements from the tiles' start, elements from the chunk's first in an image, rows and columns).
 
-        oneDNN counts a row's whole stride as its own, so where the last row has no follower it goes by itself; so does the last
-        pixel of an image that is one row.
+        oneDNN takes a row for as long as its stride. The last row of an image would then end outside of it, unless another row
+        follows, and is copied by itself; so is the last pixel of an image of one row.
         """
         height, width, block = self._form.written, self._width, self._grid.block
         for number in range(4):
@@ -296,11 +315,11 @@ class _Corners:
                         yield tile, ((2 * first + down) * width + 2 * left + right) * block, (count, many)
 
     def gathering(self) -> list[tuple[Copy, int, int]]:
-        """(copy to tiles, elements from the chunk's first in an image, elements from the tiles' start)."""
+        """Return (copy to tiles, elements from the chunk's first in an image, elements from the tiles' start)."""
         return [(self._grid.copy(size, self._by_pixel, self._grid.by_tile), start, at) for at, start, size in self._places()]
 
     def scattering(self, accumulate: bool) -> list[tuple[Copy, int, int]]:
-        """The same from tiles."""
+        """Return the same from tiles."""
         by_tile = self._grid.by_tile
         return [
             (self._grid.copy(size, by_tile, self._by_pixel, accumulate=accumulate), start, at)
@@ -308,12 +327,16 @@ class _Corners:
         ]
 
     def first(self, chunk: Chunk, y: Array) -> Array:
-        """y flat from the chunk's first output on."""
+        """Return y flat from the chunk's first output on."""
         return y.reshape(-1)[chunk.image * self._by_pixel[0] + chunk.write_row * self._width * self._grid.block :]
 
 
 class Outputs:
-    """y = (At x At) room.right, or added to y, of the chunks of one form."""
+    """y = (At x At) scratch.right, or added to y, of the chunks of one form.
+
+    The transform writes 2x2 outputs of each tile, position by position; a reorder scatters one of the four positions to every
+    other pixel, without those over the edge.
+    """
 
     def __init__(self, engine: Engine, what: str, tiling: Tiling, form: Form, *, relu: bool) -> None:
         self._corners = _Corners(engine, what, tiling, form)
@@ -321,20 +344,20 @@ class Outputs:
         self._copies: dict[bool, list[tuple[Copy, int, int]]] = {}
         self.primitives = [self._transform.primitive]
 
-    def transform(self, room: WinogradScratch) -> list[Work]:
-        """Comes first, the same for each chunk."""
-        return [self._transform.bind(room.right, room.plain, room.library)]
+    def transform(self, scratch: WinogradScratch) -> list[Work]:
+        """Prepare the transform, which comes first and is the same for each chunk."""
+        return [self._transform.bind(scratch.right, scratch.plain, scratch.library)]
 
-    def store(self, chunk: Chunk, y: Array, room: WinogradScratch, *, accumulate: bool) -> list[Work]:
-        """Writes the chunk's part of y."""
+    def store(self, chunk: Chunk, y: Array, scratch: WinogradScratch, *, accumulate: bool) -> list[Work]:
+        """Prepare the calls that write the chunk's part of y."""
         if accumulate not in self._copies:
             self._copies[accumulate] = self._corners.scattering(accumulate)
         first = self._corners.first(chunk, y)
-        return [copy.bind(room.plain[at:], first[start:]) for copy, start, at in self._copies[accumulate]]
+        return [copy.bind(scratch.plain[at:], first[start:]) for copy, start, at in self._copies[accumulate]]
 
 
 class OutputGradients:
-    """room.right = (A x A) dy, of the chunks of one form."""
+    """scratch.right = (A x A) dy, of the chunks of one form."""
 
     def __init__(self, engine: Engine, what: str, tiling: Tiling, form: Form) -> None:
         self._corners = _Corners(engine, what, tiling, form)
@@ -343,17 +366,17 @@ class OutputGradients:
         self._transform = Matrix(engine, what, np.kron(_AT.T, _AT.T), self._items)
         self.primitives = [self._transform.primitive]
 
-    def load(self, chunk: Chunk, dy: Array, room: WinogradScratch) -> list[Work]:
-        """Reads the chunk's part of dy."""
+    def load(self, chunk: Chunk, dy: Array, scratch: WinogradScratch) -> list[Work]:
+        """Prepare the calls that read the chunk's part of dy."""
         works: list[Work] = []
-        if self._corners.overhang:
-            works.append(partial(room.plain[: 4 * self._items].fill, 0.0))
+        if self._corners.overhang:  # outputs over the edge do not exist, and have no gradient
+            works.append(partial(scratch.plain[: 4 * self._items].fill, 0.0))
         first = self._corners.first(chunk, dy)
-        return [*works, *(copy.bind(first[start:], room.plain[at:]) for copy, start, at in self._copies)]
+        return [*works, *(copy.bind(first[start:], scratch.plain[at:]) for copy, start, at in self._copies)]
 
-    def transform(self, room: WinogradScratch) -> list[Work]:
-        """The calls that follow, the same for each chunk."""
-        return [self._transform.bind(room.plain, room.right, room.library)]
+    def transform(self, scratch: WinogradScratch) -> list[Work]:
+        """Prepare the calls that follow, which are the same for each chunk."""
+        return [self._transform.bind(scratch.plain, scratch.right, scratch.library)]
 
 
 _G = np.array([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]], np.float32)
@@ -383,22 +406,24 @@ class _Products:
         self._left = Descriptor.tagged(engine, (1, channels, self._tiles, 1), tiling.tag)
         self._right = Descriptor.tagged(engine, (1, k, self._tiles, 1), tiling.tag)
         self._bias, self._backward = vector(engine, k), backward
-        geometry, own = convolution_geometry(Window((1, 1), (1, 1), (0, 0, 0, 0))), Attributes(engine)
+        geometry, attributes = convolution_geometry(Window((1, 1), (1, 1), (0, 0, 0, 0))), Attributes(engine)
 
         def make(weights: Descriptor, with_bias: bool) -> Primitive:
             formats = (self._left, weights, self._bias if with_bias else None, self._right)
             head = (c.FORWARD_TRAINING, c.CONVOLUTION_DIRECT)
             if not backward:
-                return Primitive(engine, "convolution_forward", what, *head, *formats, *geometry, own)
+                return Primitive(engine, "convolution_forward", what, *head, *formats, *geometry, attributes)
+            # The library wants the forward primitive as a hint, in a weight format of its own choice.
             free = Descriptor.tagged(engine, (k, channels, 1, 1), "any")
             hint = Primitive(
-                engine, "convolution_forward", what, *head, self._left, free, formats[2], self._right, *geometry, own
+                engine, "convolution_forward", what, *head, self._left, free, formats[2], self._right, *geometry, attributes
             )
-            return Primitive(engine, "convolution_backward_weights", what, head[1], *formats, *geometry, hint, own)
+            return Primitive(engine, "convolution_backward_weights", what, head[1], *formats, *geometry, hint, attributes)
 
         wanted = weights if weights is not None else Descriptor.tagged(engine, (k, channels, 1, 1), "any")
         self.plain = make(wanted, False)
         self.weights = self.plain.descriptor(c.QUERY_DIFF_WEIGHTS_MD if backward else c.QUERY_WEIGHTS_MD)
+        # Both primitives read one array of weights, so the second takes the format that the first has chosen.
         self.biased = make(self.weights, True) if bias else None
         self.weight_items = self.weights.size_bytes // 4
 
@@ -406,7 +431,7 @@ class _Products:
     def primitives(self) -> list[Primitive]:
         return [self.plain] if self.biased is None else [self.plain, self.biased]
 
-    def bind(self, room: WinogradScratch, bias: Array | None) -> list[Work]:
+    def bind(self, scratch: WinogradScratch, bias: Array | None) -> list[Work]:
         tiling, works = self._tiling, list[Work]()
         names = (
             (c.ARG_SRC, c.ARG_DIFF_WEIGHTS, c.ARG_DIFF_DST, c.ARG_DIFF_BIAS)
@@ -415,15 +440,15 @@ class _Products:
         )
         for position in range(16):
             memories = {
-                names[0]: (self._left, room.left[position * tiling.channels_in * self._tiles :]),
-                names[1]: (self.weights, room.weights[position * self.weight_items :]),
-                names[2]: (self._right, room.right[position * tiling.channels_out * self._tiles :]),
+                names[0]: (self._left, scratch.left[position * tiling.channels_in * self._tiles :]),
+                names[1]: (self.weights, scratch.weights[position * self.weight_items :]),
+                names[2]: (self._right, scratch.right[position * tiling.channels_out * self._tiles :]),
             }
             primitive = self.plain
             if position == _BIAS_POSITION and self.biased is not None:
                 primitive = self.biased
                 memories[names[3]] = (self._bias, bias)
-            works.append(primitive.bind(memories, room.library))
+            works.append(primitive.bind(memories, scratch.library))
         return works
 
 
@@ -445,19 +470,21 @@ class _Winograd:
         self._patches = {form: Patches(engine, self._what, tiling, form) for form in self._forms}
         self._products: dict[int, _Products] = {}
         weights: Descriptor | None = None
+        # Weights lie in scratch once for all chunks, so all products take the format of the first.
         for tiles in dict.fromkeys(form.tiles for form in self._forms):
             made = _Products(engine, self._what, tiling, tiles, weights=weights, bias=bias, backward=backward)
             self._products[tiles], weights = made, made.weights
         assert weights is not None
         self._weights, self._items = weights, weights.size_bytes // 4
+        # Dims of one element may have any stride that is not smaller than the others.
         shape = (tiling.channels_out, tiling.channels_in, 1, 1)
         self._plain_weights = Descriptor.strided(engine, shape, (*strides, max(strides), max(strides)))
 
-    def _place(self, own: Sequence[Primitive], *, taps_alone: bool) -> None:
-        """Divides the scratch, given the direction's own primitives that may need some of the library's."""
+    def _place(self, primitives: Sequence[Primitive], *, taps_alone: bool) -> None:
+        """Divide the scratch. primitives: of this direction alone."""
         shared = [each for parts in (self._products, self._patches) for part in parts.values() for each in part.primitives]
-        self._scratch = ScratchPlan(self._tiling, self._forms, self._items, [*shared, *own], taps_alone)
-        self.scratch_bytes = self._scratch.total_bytes
+        self._scratch_plan = ScratchPlan(self._tiling, self._forms, self._items, [*shared, *primitives], taps_alone)
+        self.scratch_bytes = self._scratch_plan.total_bytes
 
 
 class Product(_Winograd):
@@ -478,8 +505,8 @@ class Product(_Winograd):
         super().__init__(engine, what, tiling, strides, first, step, bias=bias, backward=False)
         self._outputs = {form: Outputs(engine, self._what, tiling, form, relu=relu) for form in self._forms}
         self._transform = Matrix(engine, self._what, np.kron(_G, _G), self._items)
-        own = [each for outputs in self._outputs.values() for each in outputs.primitives]
-        self._place([*own, self._transform.primitive], taps_alone=True)
+        primitives = [primitive for outputs in self._outputs.values() for primitive in outputs.primitives]
+        self._place([*primitives, self._transform.primitive], taps_alone=True)
 
     def bind(
         self,
@@ -487,37 +514,38 @@ class Product(_Winograd):
         weight: Array,
         bias: Array | None,
         y: Array,
-        scratch: Array,
+        buffer: Array,
         *,
         accumulate: bool = False,
         leader: tuple[Product, Array] | None = None,
     ) -> Work:
-        """The convolution on fixed memory, weights included.
+        """Return the convolution on fixed memory, weights included.
 
-        leader: (another one, its scratch), which always runs just before with the same weights; None: there is none.
+        leader: (another convolution, its buffer), which always runs just before with the same weights, so that these need no
+            transform of their own if their format is the same.
         """
-        room, works = self._scratch.room(scratch), list[Work]()
+        scratch, works = self._scratch_plan.carve(buffer), list[Work]()
         if leader is not None and self._weights.equals(leader[0]._weights):
-            room = replace(room, weights=leader[0]._scratch.room(leader[1]).weights)
+            scratch = replace(scratch, weights=leader[0]._scratch_plan.carve(leader[1]).weights)
         else:
-            works += self._load(weight.reshape(-1), room)
-        between = {form: self._between(form, bias, room) for form in self._forms}
+            works += self._load(weight.reshape(-1), scratch)
+        between = {form: self._between(form, bias, scratch) for form in self._forms}
         for chunk in self._chunks:
-            works += self._patches[chunk.form].load(chunk, x, room)
+            works += self._patches[chunk.form].load(chunk, x, scratch)
             works += between[chunk.form]
-            works += self._outputs[chunk.form].store(chunk, y, room, accumulate=accumulate)
+            works += self._outputs[chunk.form].store(chunk, y, scratch, accumulate=accumulate)
         return CallSequence(works)
 
-    def _load(self, plain: Array, room: WinogradScratch) -> list[Work]:
-        """room.weights = (G x G) weights."""
+    def _load(self, plain: Array, scratch: WinogradScratch) -> list[Work]:
+        """Prepare scratch.weights = (G x G) weights."""
         copy = Copy(self._engine, f"{self._what} weights", self._plain_weights, self._weights)
-        works: list[Work] = [copy.bind(plain[at:], room.taps[tap * self._items :]) for tap, at in enumerate(self._taps)]
-        return [*works, self._transform.bind(room.taps, room.weights, room.library)]
+        works: list[Work] = [copy.bind(plain[at:], scratch.taps[tap * self._items :]) for tap, at in enumerate(self._taps)]
+        return [*works, self._transform.bind(scratch.taps, scratch.weights, scratch.library)]
 
-    def _between(self, form: Form, bias: Array | None, room: WinogradScratch) -> list[Work]:
-        """The calls that do not depend on where a chunk lies, so that all of one form share them."""
-        transforms, products = self._patches[form].transform(room), self._products[form.tiles].bind(room, bias)
-        return [*transforms, *products, *self._outputs[form].transform(room)]
+    def _between(self, form: Form, bias: Array | None, scratch: WinogradScratch) -> list[Work]:
+        """Return the calls that do not depend on where a chunk lies, so that all of one form share them."""
+        transforms, products = self._patches[form].transform(scratch), self._products[form.tiles].bind(scratch, bias)
+        return [*transforms, *products, *self._outputs[form].transform(scratch)]
 
 
 class WeightGradient(_Winograd):
@@ -528,31 +556,31 @@ class WeightGradient(_Winograd):
     ) -> None:
         super().__init__(engine, f"{what} backward weights", tiling, strides, first, step, bias=bias, backward=True)
         self._gradients = {form: OutputGradients(engine, self._what, tiling, form) for form in self._forms}
-        own = [each for gradients in self._gradients.values() for each in gradients.primitives]
+        primitives = [primitive for gradients in self._gradients.values() for primitive in gradients.primitives]
         back = np.kron(_G.T, _G.T)
         self._write, self._add = (Matrix(engine, self._what, back, self._items, add=add) for add in (False, True))
-        # The gradients of several chunks add up while tiles come and go.
-        self._place([*own, self._write.primitive, self._add.primitive], taps_alone=len(self._chunks) == 1)
+        # With several chunks, gradients by tap add up while tiles are written and read.
+        self._place([*primitives, self._write.primitive, self._add.primitive], taps_alone=len(self._chunks) == 1)
 
-    def bind(self, x: Array, dy: Array, weight: Array, bias: Array | None, scratch: Array) -> Work:
-        """The gradients on fixed memory."""
-        room, plain = self._scratch.room(scratch), weight.reshape(-1)
-        patches = {form: self._patches[form].transform(room) for form in self._forms}
-        adding = {form: self._behind(form, bias, room, add=True) for form in {chunk.form for chunk in self._chunks[1:]}}
+    def bind(self, x: Array, dy: Array, weight: Array, bias: Array | None, buffer: Array) -> Work:
+        """Return the gradients on fixed memory."""
+        scratch, plain = self._scratch_plan.carve(buffer), weight.reshape(-1)
+        patches = {form: self._patches[form].transform(scratch) for form in self._forms}
+        adding = {form: self._gradients_of(form, bias, scratch, add=True) for form in {chunk.form for chunk in self._chunks[1:]}}
         works: list[Work] = []
         for number, chunk in enumerate(self._chunks):
-            works += [*self._patches[chunk.form].load(chunk, x, room), *patches[chunk.form]]
-            works += self._gradients[chunk.form].load(chunk, dy, room)
-            works += adding[chunk.form] if number else self._behind(chunk.form, bias, room, add=False)
+            works += [*self._patches[chunk.form].load(chunk, x, scratch), *patches[chunk.form]]
+            works += self._gradients[chunk.form].load(chunk, dy, scratch)
+            works += adding[chunk.form] if number else self._gradients_of(chunk.form, bias, scratch, add=False)
         store = Copy(self._engine, f"{self._what} weights", self._weights, self._plain_weights)
-        works += [store.bind(room.taps[tap * self._items :], plain[at:]) for tap, at in enumerate(self._taps)]
+        works += [store.bind(scratch.taps[tap * self._items :], plain[at:]) for tap, at in enumerate(self._taps)]
         return CallSequence(works)
 
-    def _behind(self, form: Form, bias: Array | None, room: WinogradScratch, *, add: bool) -> list[Work]:
-        """The calls that follow the reading of a chunk: they write the gradients, or add to those of earlier chunks."""
-        products = self._products[form.tiles].bind(room, room.bias if add else bias)
-        works = [*self._gradients[form].transform(room), *products]
+    def _gradients_of(self, form: Form, bias: Array | None, scratch: WinogradScratch, *, add: bool) -> list[Work]:
+        """Return the calls that follow the reading of a chunk: they write the gradients, or add to those of earlier chunks."""
+        products = self._products[form.tiles].bind(scratch, scratch.bias if add else bias)
+        works = [*self._gradients[form].transform(scratch), *products]
         if add and bias is not None:
-            works.append(partial(np.add, bias, room.bias, bias))
+            works.append(partial(np.add, bias, scratch.bias, bias))
         transform = self._add if add else self._write
-        return [*works, transform.bind(room.weights, room.taps, room.library)]
+        return [*works, transform.bind(scratch.weights, scratch.taps, scratch.library)]

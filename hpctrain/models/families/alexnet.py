@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from hpctrain.core.errors import OptionError
-from hpctrain.models.parts import check_dropout, scaled
+from hpctrain.models.parts import check_dropout, normal_linear, scaled
 from hpctrain.nn import initialise
-from hpctrain.nn.layers import AdaptiveAveragePool, Conv2d, Dropout, Flatten, Layer, Linear, MaxPool, ReLU, Sequential
+from hpctrain.nn.layers import AdaptiveAveragePool, Conv2d, Dropout, Flatten, Layer, MaxPool, ReLU, Sequential
 
 IMAGE_SHAPE = (227, 227, 3)
 
@@ -90,16 +90,11 @@ def _classifier(image_shape: tuple[int, int, int], hidden: int, classes: int, dr
     return Sequential(
         [
             Dropout(dropout, seed),
-            _linear(rows * columns * channels, hidden, 1.0, image_shape),
+            normal_linear(rows * columns * channels, hidden, image_shape, bias=1.0),
             ReLU(),
             Dropout(dropout, seed),
-            _linear(hidden, hidden, 1.0),
+            normal_linear(hidden, hidden, bias=1.0),
             ReLU(),
-            _linear(hidden, classes, 0.0),
+            normal_linear(hidden, classes),
         ]
     )
-
-
-def _linear(features_in: int, features_out: int, first_bias: float, image_shape: tuple[int, int, int] | None = None) -> Linear:
-    weight, bias = initialise.normal(_DEVIATION), initialise.constant(first_bias)
-    return Linear(features_in, features_out, image_shape=image_shape, weight_values=weight, bias_values=bias)

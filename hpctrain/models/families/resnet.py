@@ -6,12 +6,13 @@ The module also holds the wide forms (Zagoruyko and Komodakis 2016) and ResNeXt 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 from hpctrain.core.errors import OptionError
 from hpctrain.models.parts import (
     MOST_CHANNELS,
     Norm,
-    basic_block,
+    basic_stage,
     bottleneck_block,
     check_depth,
     projection,
@@ -33,7 +34,7 @@ VARIANTS: Mapping[str, Mapping[str, object]] = {
 _CHANNELS = (64, 128, 256, 512)
 _BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}  # per stage
 _FIRST_BOTTLENECK = 50  # from this depth on
-_EXPANSION = 4  # channels out of a bottleneck over the published ones inside
+_EXPANSION = 4  # channels out of a bottleneck, divided by the published ones inside
 _PUBLISHED_WIDTH = 64  # of the groups together, in the first stage
 
 
@@ -79,11 +80,12 @@ def build(
         "relu": ReLU(),
         "maxpool": MaxPool(3, 2, padding=1),
     }
+    branch = partial(projection, norm=norm)
     ends = stochastic_depths(stochastic_depth, sum(_BLOCKS[depth]), seed)
     for stage, (count, published) in enumerate(zip(_BLOCKS[depth], _CHANNELS, strict=True)):
         stride, basic = 1 if stage == 0 else 2, scaled(published, width)
         if depth < _FIRST_BOTTLENECK:
-            layers[f"layer{stage + 1}"] = _basic_stage(count, channels, basic, stride, norm, ends)
+            layers[f"layer{stage + 1}"] = basic_stage(count, (channels, basic), stride, norm, branch, ends)
             channels = basic
         else:
             inside = max(1, basic * width_per_group // _PUBLISHED_WIDTH) * groups
@@ -98,7 +100,7 @@ def _check_groups(depth: int, groups: int, width_per_group: int) -> None:
     """Raise unless both numbers are at least 1 and, for a network without bottlenecks, the published ones.
 
     Raises:
-        OptionError: numbers below 1, or other than the published ones for a network without bottlenecks.
+        OptionError: they are not, or make too many channels.
     """
     for option, value, published in (("groups", groups, 1), ("width_per_group", width_per_group, _PUBLISHED_WIDTH)):
         if value < 1:
@@ -118,22 +120,10 @@ def _check_groups(depth: int, groups: int, width_per_group: int) -> None:
         )
 
 
-def _basic_stage(
-    count: int, channels_in: int, channels: int, stride: int, norm: Norm, ends: Iterator[Mapping[str, Layer]]
-) -> Layer:
-    """`count` blocks of two convolutions, the first block with the stride."""
-    blocks: list[Layer] = []
-    for _ in range(count):
-        shortcut = projection(channels_in, channels, stride, norm)
-        blocks.append(basic_block(channels_in, channels, stride, norm, shortcut, next(ends)))
-        channels_in, stride = channels, 1
-    return Sequential(blocks)
-
-
 def _bottleneck_stage(
     count: int, channels: tuple[int, int, int], stride: int, groups: int, norm: Norm, ends: Iterator[Mapping[str, Layer]]
 ) -> Layer:
-    """`count` bottlenecks, the first with the stride. channels: as `bottleneck_block` has them, of the first one."""
+    """Return `count` bottlenecks, the first with the stride. channels: of the first one, as `bottleneck_block` takes them."""
     channels_in, inside, channels_out = channels
     blocks: list[Layer] = []
     for _ in range(count):

@@ -47,7 +47,7 @@ def build(
 
 
 def _stage(channels_in: int, channels: int, norm: Norm, *, halved: bool, block: bool) -> Layer:
-    """A convolution; halved: its image is halved by the maximum of 2 x 2 pixels; block: a residual block follows."""
+    """Return a convolution; halved: a max pool of 2 x 2 pixels follows; block: a residual block follows."""
     layers = _convolution(channels_in, channels, norm)
     if halved:
         layers["pool"] = MaxPool(2)
@@ -65,7 +65,7 @@ def _convolution(channels_in: int, channels: int, norm: Norm) -> dict[str, Layer
 
 
 def _residual(channels: int, norm: Norm) -> Residual:
-    """Two convolutions, each with batch norm and ReLU, beside the identity; nothing follows the sum."""
+    """Return two convolutions, each with batch norm and ReLU, added to the identity; nothing follows the sum."""
     body: dict[str, Layer] = {
         "conv1": Conv2d(channels, channels, 3, padding=1, bias=False),
         "bn1": norm.layer(channels),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Literal
 
-from hpctrain.models.parts import Norm, basic_block, check_depth, projection, scaled, stochastic_depths
+from hpctrain.models.parts import Norm, basic_stage, check_depth, projection, scaled, stochastic_depths
 from hpctrain.nn.layers import AdaptiveAveragePool, AveragePool, Conv2d, Flatten, Layer, Linear, PadChannels, ReLU, Sequential
 
 IMAGE_SHAPE = (32, 32, 3)
@@ -51,35 +52,19 @@ def build(
         "bn1": norm.layer(channels),
         "relu": ReLU(),
     }
+    branch = partial(projection, norm=norm) if shortcut == "projection" else _padding
     count = (depth - 2) // 6
     ends = stochastic_depths(stochastic_depth, count * len(_CHANNELS), seed)
     for stage, published in enumerate(_CHANNELS):
         channels_out = scaled(published, width)
-        layers[f"layer{stage + 1}"] = _stage(count, (channels, channels_out), 1 if stage == 0 else 2, norm, shortcut, ends)
+        layers[f"layer{stage + 1}"] = basic_stage(count, (channels, channels_out), 1 if stage == 0 else 2, norm, branch, ends)
         channels = channels_out
     layers |= {"avgpool": AdaptiveAveragePool(1), "flatten": Flatten(), "fc": Linear(channels, classes)}
     return Sequential(layers)
 
 
-def _stage(
-    count: int, inout: tuple[int, int], stride: int, norm: Norm, shortcut: str, ends: Iterator[Mapping[str, Layer]]
-) -> Layer:
-    """`count` blocks, the first with the stride, from the channels `inout[0]` to `inout[1]`."""
-    channels_in, channels = inout
-    blocks: list[Layer] = []
-    for _ in range(count):
-        branch = (
-            projection(channels_in, channels, stride, norm)
-            if shortcut == "projection"
-            else _padding(channels_in, channels, stride)
-        )
-        blocks.append(basic_block(channels_in, channels, stride, norm, branch, next(ends)))
-        channels_in, stride = channels, 1
-    return Sequential(blocks)
-
-
 def _padding(channels_in: int, channels: int, stride: int) -> Layer | None:
-    """Option A: every `stride`-th pixel (a pool of one pixel), the new channels half before and half behind."""
+    """Return option A: every `stride`-th pixel (a pool of one pixel), half of the new channels before and half after the old."""
     layers: dict[str, Layer] = {}
     if stride > 1:
         layers["subsample"] = AveragePool(1, stride)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from hpctrain.models.parts import Norm, check_depth, check_dropout, scaled
-from hpctrain.nn import initialise
-from hpctrain.nn.layers import AdaptiveAveragePool, Conv2d, Dropout, Flatten, Layer, Linear, MaxPool, ReLU, Sequential
+from hpctrain.models.parts import Norm, check_depth, check_dropout, normal_linear, scaled
+from hpctrain.nn.layers import AdaptiveAveragePool, Conv2d, Dropout, Flatten, Layer, MaxPool, ReLU, Sequential
 
 IMAGE_SHAPE = (224, 224, 3)
 
@@ -78,17 +77,12 @@ def _features(depth: int, channels_in: int, width: float, norm: Norm | None) -> 
 def _classifier(image_shape: tuple[int, int, int], hidden: int, classes: int, dropout: float, seed: int) -> Layer:
     return Sequential(
         [
-            _linear(math.prod(image_shape), hidden, image_shape),
+            normal_linear(math.prod(image_shape), hidden, image_shape),
             ReLU(),
             Dropout(dropout, seed),
-            _linear(hidden, hidden),
+            normal_linear(hidden, hidden),
             ReLU(),
             Dropout(dropout, seed),
-            _linear(hidden, classes),
+            normal_linear(hidden, classes),
         ]
     )
-
-
-def _linear(features_in: int, features_out: int, image_shape: tuple[int, int, int] | None = None) -> Linear:
-    weight, bias = initialise.normal(0.01), initialise.constant(0.0)
-    return Linear(features_in, features_out, image_shape=image_shape, weight_values=weight, bias_values=bias)

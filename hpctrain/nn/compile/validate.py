@@ -468,7 +468,7 @@ class _Backward(_Pass):
         step, memory = self.plan.steps[k], self.plan.memory[k]
         tensor = step.inputs[i]
         if (target is None) is self.plan.needs_grad[tensor]:
-            verb = "has no place" if target is None else "has a place that nobody asked for"
+            verb = "has no place" if target is None else "has a place that nothing reads"
             raise self.facts.error(action, k, f"{verb} where {self.facts.name(tensor)} is read")
         if target is None:
             return

@@ -24,7 +24,6 @@ from hpctrain.planner.tasks import (
     Compute,
     EndBackward,
     EndExchange,
-    Exchange,
     Happens,
     Merge,
     NeedsParameters,
@@ -155,9 +154,9 @@ class StepTasks:
     # -- exchanges and small messages --------------------------------------------------------------------------------------------
 
     def _begin_exchange(self, task: BeginExchange) -> Stretch:
-        exchange = task.exchange
-        stages = self._exchange_stages(exchange)
-        self._exchanges[task.number] = self._post(self._group("split"), exchange.purpose, "split", stages)
+        exchange, group = task.exchange, self._group("split")
+        stages = self._stages_of("exchange", group, max(exchange.sent_bytes, exchange.received_bytes), exchange.peers)
+        self._exchanges[task.number] = self._post(group, exchange.purpose, "split", stages)
         yield from ()
 
     def _end_exchange(self, task: EndExchange) -> Stretch:
@@ -173,10 +172,6 @@ class StepTasks:
             yield from self._process.wait(self._message)
         group = self._group("all")
         self._message = self._post(group, "step message", "step message", self._stages_of("message", group, task.bytes))
-
-    def _exchange_stages(self, exchange: Exchange) -> tuple[Stage, ...]:
-        n_bytes = max(exchange.sent_bytes, exchange.received_bytes)
-        return self._stages_of("exchange", self._group("split"), n_bytes, exchange.peers)
 
     def _stages_of(self, kind: Kind, group: SimulatedGroup, n_bytes: int, peers: int | None = None) -> tuple[Stage, ...]:
         key = (str(kind), n_bytes, peers)
@@ -216,7 +211,7 @@ def simulate(program: StepProgram, machine: Machine, options: SimulationOptions 
 
 
 def _check(program: StepProgram, options: SimulationOptions) -> None:
-    size = program.all_ranks.ranks
+    size = program.placements.all_ranks.ranks
     for rank, factor in options.slow.items():
         if not 0 <= rank < size:
             raise ConfigError(

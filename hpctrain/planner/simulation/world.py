@@ -53,7 +53,7 @@ def places(program: StepProgram, ranks_per_node: int, *, single: bool = False) -
     Raises:
         ConfigError: too many ranks to be simulated one by one.
     """
-    size, height = program.all_ranks.ranks, program.split.ranks
+    size, height = program.placements.all_ranks.ranks, program.placements.split.ranks
     if single and size > MOST_SINGLE_RANKS:
         raise ConfigError(
             f"Slow ranks and jitter need {size:,} ranks simulated one by one, but at most {MOST_SINGLE_RANKS} can be; leave them "
@@ -76,7 +76,7 @@ def _folded(
     program: StepProgram, classes: Sequence[int], ranks_per_node: int, nodes: Sequence[Hashable]
 ) -> tuple[SimulatedPlace, ...]:
     """Return the processes of ranks alike. nodes: the kind of each node."""
-    size, height = program.all_ranks.ranks, program.split.ranks
+    size, height = program.placements.all_ranks.ranks, program.placements.split.ranks
     splits = [_kind(classes[begin : begin + height]) for begin in range(0, size, height)]
     datas = [_kind(classes[r::height]) for r in range(height)]
     surroundings = [
@@ -107,7 +107,7 @@ def class_of_ranks(program: StepProgram) -> list[int]:
     A class begins at its split rank. Several classes that begin at the same one differ in their samples: the first data ranks
     have the first class. Further split ranks of a class follow if no other class begins there.
     """
-    size, height = program.all_ranks.ranks, program.split.ranks
+    size, height = program.placements.all_ranks.ranks, program.placements.split.ranks
     width = size // height
     left = [one.ranks for one in program.classes]
     result = [-1] * size
@@ -168,8 +168,7 @@ class SimulatedWorld:
 
     def group(self, place: SimulatedPlace, ranks: str) -> SimulatedGroup:
         """Return the ranks with which a process exchanges: "all", "data" or "split"."""
-        placements = {"all": self.program.all_ranks, "data": self.program.data, "split": self.program.split}
-        return self._group(place, _key(place, ranks), placements[ranks])
+        return self._group(place, _key(place, ranks), self.program.placements.of(ranks))
 
     def averaged_group(self, place: SimulatedPlace, name: str) -> SimulatedGroup:
         """Return the ranks with which a process averages a parameter group."""
@@ -177,8 +176,8 @@ class SimulatedWorld:
 
     def _group(self, place: SimulatedPlace, key: Hashable, placement: GroupPlacement) -> SimulatedGroup:
         share = place.node_ranks / max(1, placement.per_node * placement.alike)
-        everybody = placement.ranks == self.program.all_ranks.ranks
-        lane = "all" if everybody else "split" if placement is self.program.split else "data"
+        everybody = placement.ranks == self.program.placements.all_ranks.ranks
+        lane = "all" if everybody else "split" if placement is self.program.placements.split else "data"
         return SimulatedGroup(key, self._members[key], placement, share, lane)
 
     def _keys(self, place: SimulatedPlace) -> list[Hashable]:
@@ -190,7 +189,7 @@ class SimulatedWorld:
 
     def _averaged_key(self, place: SimulatedPlace, name: str) -> Hashable:
         """Return a group's key; groups of fewer than all ranks are data groups."""
-        everybody = self.program.groups[name].placement.ranks == self.program.all_ranks.ranks
+        everybody = self.program.groups[name].placement.ranks == self.program.placements.all_ranks.ranks
         return (name, "all") if everybody else (name, "data", place.data_group)
 
 

@@ -527,3 +527,34 @@ def test_a_gather_that_cannot_start_holds_up_no_reduction(ranks: int) -> None:
     assert _front_wait(Priority, sizes, beta, ranks, late_free=True) < 1.15 * gathers
     for mutant in (OneStream, OneStreamAsBefore):
         assert _front_wait(mutant, sizes, beta, ranks, late_free=True) > 1.5 * gathers
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (Blocking, {}),
+        (Blocking, {"wire": "bfloat16"}),
+        (Overlap, {}),
+        (Overlap, {"wire": "float16"}),
+        (Bucketed, {}),
+        (Bucketed, {"wire": "bfloat16"}),
+        (Bucketed, {"wire": "bfloat16", "two_level": False}),
+        (Sharded, {"fc_exchange": "never"}),
+        (Sharded, {"fc_exchange": "always", "two_level": False, "wire_parameters": "bfloat16"}),
+        (Priority, {"fc_exchange": "never", "wire": "float16"}),
+        (Lazy, {"fc_exchange": "never"}),
+        (Sparse, {"compress": "always", "least_elements": 4}),
+    ],
+)
+def test_costs_of_a_strategy_are_those_of_its_plans(kind: type[Strategy], options: dict[str, object]) -> None:
+    strategy = planned(kind, make_group(), 4, nodes=(0, 0, 1, 1), nominal_batch=9, **options)
+    costs, schedule = kind.costs(strategy.options), strategy.plan(None)
+    assert costs.in_levels == (strategy.levels is not None)
+    rounding, planned_rounding = costs.rounding(1 if strategy.levels is None else strategy.levels.per_node), strategy.rounding
+    assert (rounding is None) == (planned_rounding is None)
+    if planned_rounding is not None:
+        assert rounding == replace(planned_rounding, cuts_allreduces=False)
+    posted = {OperationKind.ALLREDUCE} if schedule is None else {operation.kind for operation in schedule.operations}
+    assert (OperationKind.INPUTS in posted) == (costs.fc_exchange == "always")
+    assert (OperationKind.SPARSE in posted) == (costs.density is not None)
+    assert set(costs.kinds) == posted - {OperationKind.INPUTS, OperationKind.ERRORS, OperationKind.SPARSE}

@@ -17,11 +17,7 @@ from hpctrain.backend.cuda.arithmetic import (
     ArrayTable,
     CudaArithmetic,
     checksum_of_zeros,
-    copy_box,
-    spread_pixels,
-    sum_pixels,
 )
-from hpctrain.backend.cuda.arithmetic import TILE as CHECKSUM_TILE
 from hpctrain.backend.cuda.device import DeviceArray, bfloat16_bits
 from hpctrain.backend.cuda.kernel_set import CudaKernelSet
 from hpctrain.backend.cuda.operator import ColumnSums, carve, total_bytes
@@ -310,7 +306,7 @@ def test_few_rows_need_one_launch(emulated_device, rows: int, launches: int) -> 
     assert grids[0][1] == max(1, plan.scratch[0][0])
 
 
-CHECKSUM_SIZES = (0, 5, CHECKSUM_TILE + 3, 0, 255, 256, 257, 2 * CHECKSUM_TILE, 1, 3 * CHECKSUM_TILE - 1, 0)
+CHECKSUM_SIZES = (0, 5, TILE + 3, 0, 255, 256, 257, 2 * TILE, 1, 3 * TILE - 1, 0)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
@@ -430,7 +426,7 @@ def test_boxes(cuda_kernels: CudaKernelsFactory, case: str, dtype: str, accumula
         target, source = (kernels.arithmetic.zeros(x.size, dtype).reshape(x.shape) for x in (old, new))
         kernels.arithmetic.from_host(target, old)
         kernels.arithmetic.from_host(source, new)
-        copy_box(kernels.runtime, target, target_box, source, source_box, accumulate=accumulate)
+        kernels.arithmetic.copy_box(target, target_box, source, source_box, accumulate=accumulate)
         np.testing.assert_array_equal(kernels.arithmetic.to_host(target), expected)
         np.testing.assert_array_equal(kernels.arithmetic.to_host(source), new)
 
@@ -438,7 +434,7 @@ def test_boxes(cuda_kernels: CudaKernelsFactory, case: str, dtype: str, accumula
 def _refused(kernels: CudaKernelSet, target_box: Box, source_box: Box, dtype: str = "float32") -> str:
     target, source = (kernels.arithmetic.zeros(6, name).reshape(2, 3) for name in ("float32", dtype))
     with pytest.raises(AssertionError) as error:
-        copy_box(kernels.runtime, target, target_box, source, source_box)
+        kernels.arithmetic.copy_box(target, target_box, source, source_box)
     return str(error.value)
 
 
@@ -530,10 +526,10 @@ def test_sums_and_what_is_spread(cuda_kernels: CudaKernelsFactory, shape: tuple[
         image, mean = (arithmetic.zeros(x.size + first, dtype)[first:].reshape(x.shape) for x in (images, means))
         arithmetic.from_host(image, images)
         arithmetic.from_host(mean, np.full_like(means, 9.0))
-        sum_pixels(kernels.runtime, mean, image, 1 / 40)
+        kernels.arithmetic.sum_pixels(mean, image, 1 / 40)
         summed = arithmetic.to_host(mean).copy()
         arithmetic.from_host(mean, means)
-        spread_pixels(kernels.runtime, image, mean, 1 / 40)
+        kernels.arithmetic.spread_pixels(image, mean, 1 / 40)
         found.append((summed, arithmetic.to_host(image).copy()))
     for pair in found:
         for ours, first_ones in zip(pair, found[0], strict=True):
@@ -547,7 +543,7 @@ def test_values_that_do_not_fit_the_images_are_refused(cuda_kernels: CudaKernels
     kernels = cuda_kernels()
     images, means = (kernels.arithmetic.zeros(24, "float32").reshape(shape) for shape in ((2, 3, 2, 2), (24, 1, 1, 1)))
     with pytest.raises(AssertionError, match="has not one pixel for each of"):
-        sum_pixels(kernels.runtime, means, images, 1.0)
+        kernels.arithmetic.sum_pixels(means, images, 1.0)
     halves = kernels.arithmetic.zeros(4, "bfloat16").reshape(2, 1, 1, 2)
     with pytest.raises(AssertionError, match="has not the dtype of"):
-        spread_pixels(kernels.runtime, images, halves, 1.0)
+        kernels.arithmetic.spread_pixels(images, halves, 1.0)

@@ -305,7 +305,7 @@ def test_where_nothing_is_dropped_no_data_moves(cuda_kernels: CudaKernelsFactory
 def test_aligned_runs_are_found() -> None:
     place = SamplePlace.of(DropoutSpec(0.5, "a", unsplit_shape=(9, 3, 16), origin=(4, 0, 8)), TensorSpec((2, 4, 3, 8)))
     assert (place.first, place.step0, place.step1, place.run) == (200, 48, 16, 8)
-    with pytest.raises(BackendError, match="up to 3 dims beside the batch, not 4"):
+    with pytest.raises(BackendError, match="up to 3 dims in addition to the batch, not 4"):
         SamplePlace.of(DropoutSpec(0.5, "a", unsplit_shape=(2, 2, 2, 2), origin=(0,) * 4), TensorSpec((2, 1, 2, 2, 2)))
 
 

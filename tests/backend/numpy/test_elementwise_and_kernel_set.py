@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from hpctrain.backend.numpy.elementwise import sample_indices
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
-from hpctrain.backend.numpy.operator import allocate, carve, column_sums, total_bytes
+from hpctrain.backend.numpy.operator import allocate, column_sums
 from hpctrain.backend.numpy.windows import Columns
-from hpctrain.backend.operators import Buffers, InputView, StepContext
+from hpctrain.backend.operators import Buffers, InputView, StepContext, carve, total_bytes
 from hpctrain.backend.specs import (
     AdaptiveAveragePoolSpec,
     AddSpec,

@@ -230,5 +230,5 @@ def test_large_images_take_no_more_scratch_than_small_ones(onednn: OnednnKernelS
     tiling = Tiling(2, (pixels, pixels), 64, 64, (1, 1, 1, 1), engine.block, TAGS[blocked_layout(engine)])
     weights = (16 + 9) * 4 * 64 * 64  # by tile position and by tap
     for made in (Product(engine, "test", tiling, *_TAPS), WeightGradient(engine, "test", tiling, *_TAPS, bias=True)):
-        library = made._scratch._library
+        library = made._scratch_plan._library
         assert made.scratch_bytes <= _DEFAULT_BYTES + weights + (library.stop - library.start) + 64 * 10  # of aligned parts

@@ -35,7 +35,7 @@ FAULTS = (
         "build",
         ("source pool: ", "nonsense"),
         ("--device", "emulated", "--only", "build"),
-        "hpctrain/backend/cuda/kernels/pool.cu",
+        "hpctrain/backend/cuda/pool.cu",
         "#include",
         "nonsense;\n#include",
     ),

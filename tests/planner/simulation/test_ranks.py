@@ -19,7 +19,7 @@ from hpctrain.planner.machine import OperatorClass, OperatorRate
 from hpctrain.planner.simulation.operations import Posted, group_tasks
 from hpctrain.planner.simulation.processes import EventRecorder, SimulatedProcess, Stretch
 from hpctrain.planner.simulation.world import MOST_PLACES, MOST_SINGLE_RANKS, SimulatedWorld, class_of_ranks, places
-from hpctrain.planner.tasks import AveragedGroup, RankClass, StepProgram
+from hpctrain.planner.tasks import AveragedGroup, GridPlacements, RankClass, StepProgram
 from hpctrain.trace.time_table import tabulate
 from hpctrain.trace.tracer import Category
 from tests.support.simulated import ITEM_BYTES, allreduces, link, machine, placement, program, sharded
@@ -31,9 +31,7 @@ def _program(split: int, *classes: tuple[int, int]) -> StepProgram:
     return StepProgram(
         tuple(RankClass(f"class {k}", count, begin, 1, ()) for k, (count, begin) in enumerate(classes)),
         {},
-        placement(ranks),
-        placement(split),
-        placement(ranks // split),
+        GridPlacements(placement(ranks), placement(split), placement(ranks // split)),
     )
 
 

@@ -77,7 +77,7 @@ def filled(meta: Any, seed: int) -> Any:
             continue
         values = random.standard_normal(tuple(tensor.shape), np.float32)
         if key.endswith("running_var") or (key.endswith("weight") and values.ndim == 1):
-            values = 0.5 + np.abs(values)
+            values = np.float32(0.5) + np.abs(values)
         elif values.ndim > 1:
             values *= np.float32(np.sqrt(2.0 / values[0].size))
         state[key] = torch.from_numpy(values)

@@ -18,15 +18,11 @@ from hpctrain.comm.progress import ProgressEngine
 from hpctrain.config.load import load
 from hpctrain.core.errors import DataError
 from hpctrain.data.image_file import ImageFile
-from hpctrain.doctor import files, ranks
-from hpctrain.doctor import files as directories
-from hpctrain.doctor import files as scratch
-from hpctrain.doctor import nodes as clocks
-from hpctrain.doctor import nodes as gpu
-from hpctrain.doctor import nodes as kernels
-from hpctrain.doctor.check import OwnPlace
+from hpctrain.doctor import files as file_checks
+from hpctrain.doctor import nodes as node_checks
+from hpctrain.doctor import ranks as rank_checks
+from hpctrain.doctor.check import OwnPlace, Severity
 from hpctrain.doctor.files import DirectoryFacts, Hdf5Facts, ScratchFacts
-from hpctrain.doctor.findings import Severity
 from hpctrain.doctor.nodes import AWARE, UNAWARE, GpuFacts, KernelFacts
 from hpctrain.doctor.ranks import CoreFacts
 from hpctrain.launch.launcher import Launcher
@@ -48,7 +44,7 @@ _SECOND = 10**9
     ],
 )
 def test_clocks_that_are_surely_apart_are_named(offset_ns: int, error_ns: int, skewed: bool, words: str) -> None:
-    [found] = clocks.judge_clocks(view(1, 1), [Offset(0, 0, 0), Offset(0, offset_ns, error_ns)])
+    [found] = node_checks.judge_clocks(view(1, 1), [Offset(0, 0, 0), Offset(0, offset_ns, error_ns)])
     assert found.key == ("clock-skew" if skewed else "")
     assert words.replace(",", "") in found.sentence.replace(",", "")
     if skewed:
@@ -64,7 +60,7 @@ def test_a_node_whose_clock_is_late_is_found(monkeypatch: pytest.MonkeyPatch) ->
 
         return measure_offset(place.world, progress.wait_handle, clock_ns=lambda: time.time_ns() - late, rounds=5)
 
-    [found] = clocks.judge_clocks(view(1, 1, 1), run_virtual(3, program))
+    [found] = node_checks.judge_clocks(view(1, 1, 1), run_virtual(3, program))
     assert found.key == "clock-skew"
     assert "The clock of nid2 is 2.0 s behind that of nid0" in found.sentence
 
@@ -72,9 +68,9 @@ def test_a_node_whose_clock_is_late_is_found(monkeypatch: pytest.MonkeyPatch) ->
 def test_ranks_of_one_machine_are_not_apart() -> None:
     def program(comm: ThreadCommunicator) -> Offset:
         place: Any = SimpleNamespace(world=comm, progress=ProgressEngine(rank=comm.rank, deadline_seconds=30, abort=comm.abort))
-        return clocks.gather_clocks(place)
+        return node_checks.gather_clocks(place)
 
-    assert clocks.judge_clocks(view(3), run_virtual(3, program))[0].key == ""
+    assert node_checks.judge_clocks(view(3), run_virtual(3, program))[0].key == ""
 
 
 def rank(cpus: Sequence[int], threads: int | None = 1, variables: Mapping[str, str] | None = None, **pools: int) -> CoreFacts:
@@ -84,18 +80,21 @@ def rank(cpus: Sequence[int], threads: int | None = 1, variables: Mapping[str, s
 
 def test_ranks_with_cores_of_their_own_are_well() -> None:
     facts = [rank([0, 1]), rank([2, 3]), rank([0, 1]), rank([2, 3])]
-    assert (keys(ranks.judge_binding(view(2, 2), facts)), keys(ranks.judge_threads(view(2, 2), facts))) == ([""], [""])
+    assert (keys(rank_checks.judge_binding(view(2, 2), facts)), keys(rank_checks.judge_threads(view(2, 2), facts))) == (
+        [""],
+        [""],
+    )
 
 
 def test_ranks_that_share_all_cores_are_unbound() -> None:
-    [found] = ranks.judge_binding(view(2), [rank(range(8))] * 2)
+    [found] = rank_checks.judge_binding(view(2), [rank(range(8))] * 2)
     assert (found.key, found.severity, found.mend) == ("unbound", Severity.REMARK, "mpiexec -bind-to core:2 -n 2 ...")
     assert "shared by 2 ranks" in found.sentence
 
 
 def test_cores_in_common_are_worse_than_no_binding() -> None:
     facts = [rank(range(8))] * 2 + [rank([0, 1, 2, 3]), rank([2, 3, 4, 5])]
-    [found] = ranks.judge_binding(view(2, 2), facts)
+    [found] = rank_checks.judge_binding(view(2, 2), facts)
     assert (found.key, found.severity) == ("overlapping-cores", Severity.WARNING)
     assert "they overlap" in found.sentence
 
@@ -110,7 +109,7 @@ def test_cores_in_common_are_worse_than_no_binding() -> None:
     ],
 )
 def test_the_line_that_binds_is_the_launchers(name: str, line: str) -> None:
-    assert ranks.bind_line(view(2, launcher=Launcher(name, 2, 0)), 4) == line
+    assert rank_checks.bind_line(view(2, launcher=Launcher(name, 2, 0)), 4) == line
 
 
 @given(
@@ -122,7 +121,7 @@ def test_the_line_that_binds_is_the_launchers(name: str, line: str) -> None:
 )
 def test_threads_fit_where_no_node_has_more_than_cores(nodes: list[list[tuple[set[int], int]]]) -> None:
     facts = [rank(sorted(cpus), threads) for node in nodes for cpus, threads in node]
-    [found] = ranks.judge_threads(view(*map(len, nodes)), facts)
+    [found] = rank_checks.judge_threads(view(*map(len, nodes)), facts)
     over = [node for node in nodes if sum(threads for _, threads in node) > len({cpu // 2 for cpus, _ in node for cpu in cpus})]
     assert bool(found.key) == bool(over)
     if over:
@@ -133,19 +132,19 @@ def test_threads_fit_where_no_node_has_more_than_cores(nodes: list[list[tuple[se
 def test_the_variables_that_are_too_large_are_named() -> None:
     variables = {"OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "8"}
     facts = [rank(range(8), 2, variables, openblas=8)] * 2
-    [found] = ranks.judge_threads(view(2), facts)
+    [found] = rank_checks.judge_threads(view(2), facts)
     assert found.sentence == "2 ranks compute with 16 threads on 4 cores (OPENBLAS_NUM_THREADS=8)."
     assert found.mend == "export OPENBLAS_NUM_THREADS=2"
 
 
 def test_threads_that_a_training_refuses_are_named_by_its_sentence() -> None:
     facts = CoreFacts(frozenset({0}), frozenset({"0"}), None, {}, "threads: 8 does not fit; at most 1 can be asked for.", {})
-    [found] = ranks.judge_threads(view(1), [facts])
+    [found] = rank_checks.judge_threads(view(1), [facts])
     assert (found.key, found.mend) == ("threads-refused", "At most 1 can be asked for.")
 
 
 def test_pools_that_have_started_are_counted(tmp_path: object) -> None:
-    facts = ranks.gather_cores(OwnPlace(HYDRA, None, None, 1, "", {"OMP_NUM_THREADS": "1"}))
+    facts = rank_checks.gather_cores(OwnPlace(HYDRA, None, None, 1, "", {"OMP_NUM_THREADS": "1"}))
     assert facts.cpus
     assert facts.cores
     assert facts.most_threads >= 1
@@ -156,22 +155,22 @@ ALONE = Launcher("none")
 
 
 def test_a_directory_is_tried_where_it_will_be_made(tmp_path: Path) -> None:
-    facts = directories.gather_directory(OwnPlace(ALONE, None, tmp_path / "not" / "yet"))
+    facts = file_checks.gather_directory(OwnPlace(ALONE, None, tmp_path / "not" / "yet"))
     assert (facts.directory, facts.error, facts.matches) == (str(tmp_path), 0, True)
     assert list(tmp_path.iterdir()) == []
-    assert directories.gather_directory(OwnPlace(Launcher("x", 2, 1, 2, 1), None, tmp_path)) is None
+    assert file_checks.gather_directory(OwnPlace(Launcher("x", 2, 1, 2, 1), None, tmp_path)) is None
 
 
 def test_a_file_that_reads_otherwise_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(directories, "write_bytes", lambda path, content: path.write_bytes(content[:-1]))
-    facts = directories.gather_directory(OwnPlace(ALONE, None, tmp_path))
+    monkeypatch.setattr(file_checks, "write_bytes", lambda path, content: path.write_bytes(content[:-1]))
+    facts = file_checks.gather_directory(OwnPlace(ALONE, None, tmp_path))
     assert facts is not None
-    assert directories.judge_directory(view(1), [facts])[0].key == "read-back"
+    assert file_checks.judge_directory(view(1), [facts])[0].key == "read-back"
 
 
 def test_a_file_in_the_way_is_an_error_of_the_system(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    facts = directories.gather_directory(OwnPlace(ALONE, None, tmp_path / "file"))
+    facts = file_checks.gather_directory(OwnPlace(ALONE, None, tmp_path / "file"))
     assert facts.error == errno.ENOTDIR
 
 
@@ -186,7 +185,7 @@ def test_a_file_in_the_way_is_an_error_of_the_system(tmp_path: Path) -> None:
     ],
 )
 def test_outcomes_are_judged(facts: DirectoryFacts, key: str, mend: str) -> None:
-    [found] = directories.judge_directory(view(1, 1), [facts, None])
+    [found] = file_checks.judge_directory(view(1, 1), [facts, None])
     assert found.key == key
     assert found.mend.startswith(mend)
     if facts.error:
@@ -198,37 +197,37 @@ def test_nodes_that_do_not_see_the_directory_are_named(tmp_path: Path, blind: tu
     def program(comm: ThreadCommunicator) -> bool | None:
         place = OwnPlace(Launcher("x", 3, comm.rank, 1, 0), None, tmp_path)
         joined: Any = SimpleNamespace(world=comm, node=SimpleNamespace(rank=0), own=place)
-        return directories.gather_shared(joined)
+        return file_checks.gather_shared(joined)
 
     facts = run_virtual(3, program) if not blind else [rank not in blind for rank in range(3)]
-    [found] = directories.judge_shared(view(1, 1, 1), facts)
+    [found] = file_checks.judge_shared(view(1, 1, 1), facts)
     assert found.key == ("not-shared" if blind else "")
     assert all((f"nid{rank}" in found.sentence) == (rank in blind) for rank in (0, 1, 2))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_nothing_is_said_of_sharing_where_nothing_can_be_written() -> None:
-    assert "cannot write" in directories.judge_shared(view(1, 1), [None, None])[0].sentence
+    assert "cannot write" in file_checks.judge_shared(view(1, 1), [None, None])[0].sentence
 
 
 CRAY = "MPICH ERROR [Rank 0]: MPIDI_CRAY_init: GPU_SUPPORT_ENABLED is requested, but GTL library is not linked"
 
 
 def test_nodes_without_gpus_are_well() -> None:
-    assert gpu.judge_gpus(view(2), [GpuFacts()] * 2)[0].sentence == "No node shows a GPU."
+    assert node_checks.judge_gpus(view(2), [GpuFacts()] * 2)[0].sentence == "No node shows a GPU."
 
 
 def test_gpus_are_counted_by_node() -> None:
     facts = [GpuFacts(("0", "1"), probe=AWARE), GpuFacts(("0", "1")), GpuFacts(("0",))]
-    [found] = gpu.judge_gpus(view(2, 1), facts)
+    [found] = node_checks.judge_gpus(view(2, 1), facts)
     assert (found.key, found.sentence) == ("", "GPUs per node: 1 to 2; MPI takes messages from their memory (transport mpi).")
 
 
 def test_crays_missing_library_is_named_with_its_cure() -> None:
-    [found] = gpu.judge_gpus(view(2), [GpuFacts(("0",), probe=CRAY), GpuFacts(("0",))])
+    [found] = node_checks.judge_gpus(view(2), [GpuFacts(("0",), probe=CRAY), GpuFacts(("0",))])
     assert (found.key, found.severity) == ("no-gtl", Severity.FAULT)
     assert "export MPICH_GPU_SUPPORT_ENABLED=0" in found.mend
-    assert gpu.from_start("all is well") is None
+    assert node_checks.from_start("all is well") is None
 
 
 @pytest.mark.parametrize(
@@ -244,12 +243,15 @@ def test_crays_missing_library_is_named_with_its_cure() -> None:
     ],
 )
 def test_backend_cuda_needs_a_gpu_for_each_rank(facts: list[GpuFacts], key: str) -> None:
-    [found] = gpu.judge_gpus(view(len(facts), config=configuration("backend=cuda")), facts)
-    assert (found.key, keys(gpu.judge_gpus(view(len(facts), config=configuration("backend=numpy")), facts))) == (key, [""])
+    [found] = node_checks.judge_gpus(view(len(facts), config=configuration("backend=cuda")), facts)
+    assert (found.key, keys(node_checks.judge_gpus(view(len(facts), config=configuration("backend=numpy")), facts))) == (
+        key,
+        [""],
+    )
 
 
 def test_an_mpi_that_takes_no_gpu_memory_is_a_remark_with_the_reason() -> None:
-    [found] = gpu.judge_gpus(view(1), [GpuFacts(("0",), probe=f"{UNAWARE}: Segmentation fault")])
+    [found] = node_checks.judge_gpus(view(1), [GpuFacts(("0",), probe=f"{UNAWARE}: Segmentation fault")])
     assert (found.key, found.severity) == ("not-gpu-aware", Severity.REMARK)
     assert "on nid0: Segmentation fault." in found.sentence
 
@@ -259,11 +261,11 @@ def test_the_environment_names_the_gpus(visible: str, names: tuple[str, ...], mo
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.delenv("MPICH_GPU_SUPPORT_ENABLED", raising=False)
     follower = OwnPlace(Launcher("x", 2, 1, 2, 1), None, Path("runs"))  # who starts no process
-    assert gpu.gather_gpus(follower) == GpuFacts(names, True)
+    assert node_checks.gather_gpus(follower) == GpuFacts(names, True)
 
 
 def looked(folder: Path, *overrides: str) -> Hdf5Facts:
-    facts = files.gather_hdf5(OwnPlace(ALONE, load(folder / "tiny.yaml", overrides)[0], folder / "runs"))
+    facts = file_checks.gather_hdf5(OwnPlace(ALONE, load(folder / "tiny.yaml", overrides)[0], folder / "runs"))
     assert facts is not None
     return facts
 
@@ -271,7 +273,7 @@ def looked(folder: Path, *overrides: str) -> Hdf5Facts:
 def test_files_in_order_are_counted(folder: Path) -> None:
     facts = looked(folder)
     assert (facts.data, facts.failure, facts.files) == ((), "", 2)
-    assert files.judge_hdf5(view(1), [facts])[0].sentence == "Locks work in the run directory; 2 data files can be opened."
+    assert file_checks.judge_hdf5(view(1), [facts])[0].sentence == "Locks work in the run directory; 2 data files can be opened."
     assert not list(folder.glob(".hpctrain*"))
 
 
@@ -283,7 +285,7 @@ def test_a_lock_that_cannot_be_had_is_told_from_other_faults(folder: Path, monke
 
     with monkeypatch.context() as patch:
         patch.setattr(ImageFile, "open", refuse)
-        found = files.judge_hdf5(view(1), [looked(folder)])
+        found = file_checks.judge_hdf5(view(1), [looked(folder)])
     assert (keys(found), found[0].mend) == (["hdf5-lock"], "export HDF5_USE_FILE_LOCKING=FALSE")
     with (folder / "train.h5").open("rb+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -292,7 +294,7 @@ def test_a_lock_that_cannot_be_had_is_told_from_other_faults(folder: Path, monke
 
 def test_missing_and_damaged_files_have_their_own_sentence(folder: Path) -> None:
     (folder / "train.h5").write_bytes(b"no HDF5")
-    found = files.judge_hdf5(view(1), [looked(folder, "data.test=nowhere.h5")])
+    found = file_checks.judge_hdf5(view(1), [looked(folder, "data.test=nowhere.h5")])
     assert keys(found) == ["data-file", "data-file"]
     assert "damaged" in found[0].sentence
     assert found[1].sentence == "There is no data file nowhere.h5."
@@ -305,13 +307,13 @@ def test_made_up_images_need_no_file(folder: Path) -> None:
 
 def test_a_file_system_without_locks_is_a_warning_with_its_node() -> None:
     facts = Hdf5Facts("/scratch/runs", "unable to lock file, errno = 38")
-    [found] = files.judge_hdf5(view(1, 1), [Hdf5Facts("/scratch/runs"), facts])
+    [found] = file_checks.judge_hdf5(view(1, 1), [Hdf5Facts("/scratch/runs"), facts])
     assert (found.key, found.mend) == ("no-hdf5-locks", "export HDF5_USE_FILE_LOCKING=FALSE")
     assert "in /scratch/runs on nid1: unable to lock file, errno = 38." in found.sentence
 
 
 def test_a_directory_that_cannot_be_written_is_not_taken_for_one_without_locks(tmp_path: Path) -> None:
-    assert files._probe(tmp_path / "nowhere") == ""
+    assert file_checks._probe(tmp_path / "nowhere") == ""
 
 
 FAST = KernelFacts("onednn")
@@ -328,7 +330,7 @@ SLOW = KernelFacts("numpy", "The oneDNN library cannot be loaded (no file); inst
     ],
 )
 def test_nodes_without_onednn_are_named(facts: list[KernelFacts | None], overrides: list[str], key: str) -> None:
-    [found] = kernels.judge_kernels(view(2, 2, config=configuration(*overrides)), facts)
+    [found] = node_checks.judge_kernels(view(2, 2, config=configuration(*overrides)), facts)
     assert found.key == key
     if key:
         assert (found.mend, "(nid1)" in found.sentence) == ("Install onednn-cpu-gomp or set X.", facts[0] is FAST)
@@ -343,13 +345,13 @@ def test_nodes_without_onednn_are_named(facts: list[KernelFacts | None], overrid
     ],
 )
 def test_the_configuration_decides(overrides: list[str], facts: KernelFacts) -> None:
-    assert kernels.gather_kernels(OwnPlace(Launcher("none"), configuration(*overrides), Path("runs"))) == facts
+    assert node_checks.gather_kernels(OwnPlace(Launcher("none"), configuration(*overrides), Path("runs"))) == facts
 
 
 def test_the_library_is_asked_once_per_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "available", lambda: "There is none.")
-    assert kernels.gather_kernels(OwnPlace(Launcher("none"), None, Path("runs"))) == KernelFacts("numpy", "There is none.")
-    assert kernels.gather_kernels(OwnPlace(Launcher("x", 2, 1, 2, 1), None, Path("runs"))) is None
+    monkeypatch.setattr(node_checks, "available", lambda: "There is none.")
+    assert node_checks.gather_kernels(OwnPlace(Launcher("none"), None, Path("runs"))) == KernelFacts("numpy", "There is none.")
+    assert node_checks.gather_kernels(OwnPlace(Launcher("x", 2, 1, 2, 1), None, Path("runs"))) is None
 
 
 ROOM = ScratchFacts("/tmp", "", 0, 10**10)
@@ -367,7 +369,7 @@ ROOM = ScratchFacts("/tmp", "", 0, 10**10)
     ],
 )
 def test_each_place_is_judged_with_its_node(fact: ScratchFacts, key: str, mend: str) -> None:
-    [found] = scratch.judge_scratch(view(2, 1), [[ROOM], None, [fact]])
+    [found] = file_checks.judge_scratch(view(2, 1), [[ROOM], None, [fact]])
     assert found.key == key
     assert found.mend.startswith(mend)
     assert ("of nid1" in found.sentence) == bool(key)
@@ -377,12 +379,12 @@ def test_the_first_variable_that_is_set_counts(tmp_path: Path, monkeypatch: pyte
     monkeypatch.delenv("SLURM_TMPDIR", raising=False)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     config = configuration(f"flight={tmp_path}/flights")
-    places = scratch.gather_scratch(OwnPlace(ALONE, config, Path("runs")))
+    places = file_checks.gather_scratch(OwnPlace(ALONE, config, Path("runs")))
     assert (places[0].path, places[0].variable, places[0].error) == (str(tmp_path), "TMPDIR", 0)
     assert (places[-1].path, places[-1].variable) == (str(tmp_path), "flight")
     assert places[0].free_bytes > 0
     monkeypatch.setenv("SLURM_TMPDIR", str(tmp_path / "nowhere"))
-    places = scratch.gather_scratch(OwnPlace(ALONE, None, Path("runs")))
+    places = file_checks.gather_scratch(OwnPlace(ALONE, None, Path("runs")))
     assert (places[0].variable, places[0].error) == ("SLURM_TMPDIR", errno.ENOENT)
-    assert (keys(scratch.judge_scratch(view(1), [places]))[0], list(tmp_path.iterdir())) == ("no-scratch", [])
-    assert scratch.gather_scratch(OwnPlace(Launcher("x", 2, 1, 2, 1), None, Path("runs"))) is None
+    assert (keys(file_checks.judge_scratch(view(1), [places]))[0], list(tmp_path.iterdir())) == ("no-scratch", [])
+    assert file_checks.gather_scratch(OwnPlace(Launcher("x", 2, 1, 2, 1), None, Path("runs"))) is None

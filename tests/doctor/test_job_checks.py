@@ -13,18 +13,11 @@ from hypothesis import strategies as st
 
 from hpctrain.comm.progress_mode import OverlapMeasurement, ProgressMode
 from hpctrain.config.load import parse
-from hpctrain.doctor import nodes
-from hpctrain.doctor import nodes as progress
-from hpctrain.doctor import nodes as start_up
-from hpctrain.doctor import nodes as versions
-from hpctrain.doctor import ranks as grid
-from hpctrain.doctor import ranks as launcher
-from hpctrain.doctor import ranks as mpi_library
-from hpctrain.doctor.check import JobView, OwnPlace
-from hpctrain.doctor.findings import Severity
+from hpctrain.doctor import nodes as node_checks
+from hpctrain.doctor import ranks as rank_checks
+from hpctrain.doctor.check import Check, JobView, OwnPlace, Severity, StartFacts
 from hpctrain.doctor.nodes import MemoryFacts
 from hpctrain.doctor.ranks import LauncherFacts, LibraryFacts
-from hpctrain.doctor.start_facts import StartFacts
 from hpctrain.job import same_start
 from hpctrain.launch.launcher import Launcher
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
@@ -36,7 +29,7 @@ from tests.support.doctored import configuration, keys, view
 @given(st.integers(1, 12), st.integers(1, 6), st.integers(1, 6))
 def test_a_grid_fits_where_it_multiplies_to_the_ranks(ranks: int, rows: int, cols: int) -> None:
     config = configuration(f"grid.rows={rows}", f"grid.cols={cols}")
-    [found] = grid.judge_grid(view(ranks, config=config), [None] * ranks)
+    [found] = rank_checks.judge_grid(view(ranks, config=config), [None] * ranks)
     assert found.key == ("" if rows * cols == ranks else "wrong-grid")
     if found.key:
         assert f"must be {ranks}, the nearest legal grid is" in found.mend
@@ -44,28 +37,28 @@ def test_a_grid_fits_where_it_multiplies_to_the_ranks(ranks: int, rows: int, col
 
 def test_a_batch_that_is_smaller_than_the_ranks_is_named() -> None:
     config = configuration("batch=2", "micro_batches=1")
-    [found] = grid.judge_grid(view(3, config=config), [None] * 3)
+    [found] = rank_checks.judge_grid(view(3, config=config), [None] * 3)
     assert found.key == "wrong-grid"
     assert "smallest batch is 3" in found.mend
 
 
 @pytest.mark.parametrize("overrides", [["grid=auto"], ["plan=auto"]])
 def test_what_is_chosen_at_the_start_is_no_fault(overrides: list[str]) -> None:
-    assert keys(grid.judge_grid(view(5, config=configuration(*overrides)), [None] * 5)) == [""]
-    assert keys(grid.judge_grid(view(5), [None] * 5)) == [""]
+    assert keys(rank_checks.judge_grid(view(5, config=configuration(*overrides)), [None] * 5)) == [""]
+    assert keys(rank_checks.judge_grid(view(5), [None] * 5)) == [""]
 
 
 def test_where_each_rank_is_alone_the_grid_is_judged_by_what_was_asked_for() -> None:
     config = configuration("grid.rows=2", "grid.cols=2")
     alone = Launcher("Open MPI mpiexec", 4, 0)
-    assert keys(grid.judge_grid(view(1, launcher=alone, config=config), [None])) == [""]
+    assert keys(rank_checks.judge_grid(view(1, launcher=alone, config=config), [None])) == [""]
 
 
 @pytest.mark.parametrize(("batch", "key"), [(1, "single-value"), (39, "short-batch"), (4, "")])
 def test_batch_norms_of_a_single_value_are_told(batch: int, key: str) -> None:
     config = parse(CONFIG, overrides=[f"batch={batch}"])[0]
-    facts = grid.gather_grid(OwnPlace(Launcher("none"), config, Path()))
-    [found] = grid.judge_grid(view(1, config=config), [facts])
+    facts = rank_checks.gather_grid(OwnPlace(Launcher("none"), config, Path()))
+    [found] = rank_checks.judge_grid(view(1, config=config), [facts])
     assert found.key == key
     assert ("layer4.0.bn1" in found.sentence) is bool(key)
 
@@ -95,9 +88,9 @@ def libraries(**changes: Any) -> list[LibraryFacts | None]:
 
 
 #: by what is judged: the job, its facts, the key, words of the sentence, and of what mends it
-JUDGED: list[tuple[Any, JobView, Sequence[Any], str, str, str]] = [
+JUDGED: list[tuple[Check, JobView, Sequence[Any], str, str, str]] = [
     *(
-        (launcher, view(1, launcher=by), [facts], "singletons", EACH_ALONE.format(by.name), mend)
+        (rank_checks.LAUNCHER, view(1, launcher=by), [facts], "singletons", EACH_ALONE.format(by.name), mend)
         for by, facts, mend in (
             (OPEN_MPI, OWN, "/venv/bin/mpiexec -n 4 python -m mpi4py"),
             (OPEN_MPI, NONE, "mpi-lib-version"),
@@ -105,61 +98,82 @@ JUDGED: list[tuple[Any, JobView, Sequence[Any], str, str, str]] = [
         )
     ),
     (
-        launcher,
+        rank_checks.LAUNCHER,
         view(2, launcher=Launcher("MPICH hydra mpiexec", 3, 0, overruled_size=2)),
         [OWN] * 2,
         *("world-size", "", "Start as many as HPCTRAIN_EXPECT_RANKS says, or unset it."),
     ),
-    (launcher, view(1, launcher=Launcher("none", 3)), [OWN], "world-size", "", ""),
-    (launcher, view(1, launcher=ALONE), [LauncherFacts("/venv/bin/mpiexec", 5)], "singletons", "", "/venv/bin/mpiexec -n 5 "),
-    (launcher, view(1, launcher=ALONE), [OWN], "alone", "", ""),
-    (launcher, view(2, 2), [OWN] * 4, "", f"4 ranks on 2 nodes, {STARTED}", ""),
-    (launcher, view(1), [OWN], "", f"1 rank on 1 node, {STARTED}", ""),
-    (mpi_library, view(2), libraries(), "", "MPICH Version: 5.0.2, thread level serialized.", ""),
+    (rank_checks.LAUNCHER, view(1, launcher=Launcher("none", 3)), [OWN], "world-size", "", ""),
     (
-        mpi_library,
+        rank_checks.LAUNCHER,
+        view(1, launcher=ALONE),
+        [LauncherFacts("/venv/bin/mpiexec", 5)],
+        "singletons",
+        "",
+        "/venv/bin/mpiexec -n 5 ",
+    ),
+    (rank_checks.LAUNCHER, view(1, launcher=ALONE), [OWN], "alone", "", ""),
+    (rank_checks.LAUNCHER, view(2, 2), [OWN] * 4, "", f"4 ranks on 2 nodes, {STARTED}", ""),
+    (rank_checks.LAUNCHER, view(1), [OWN], "", f"1 rank on 1 node, {STARTED}", ""),
+    (rank_checks.MPI_LIBRARY, view(2), libraries(), "", "MPICH Version: 5.0.2, thread level serialized.", ""),
+    (
+        rank_checks.MPI_LIBRARY,
         view(1, library=""),
         libraries(error="MPI cannot be started (no libmpi.so.12); install one with `pip install mpich`.")[:1],
         *("no-mpi-library", "", "Install one with `pip install mpich`."),
     ),
-    (mpi_library, view(1, library=""), [LibraryFacts()], "no-mpi-library", "", ""),
-    (mpi_library, view(1, library=""), [FACTS], "", "", ""),  # it has not started, but it is there
-    (mpi_library, view(2), libraries(launchers=OTHER), "other-mpiexec", OTHER_MPI, "export PATH=/venv/bin:$PATH"),
-    (mpi_library, view(2), libraries(launchers=OTHER, beside=""), "other-mpiexec", OTHER_MPI, "export PATH=/venv/bin:$PATH"),
-    (mpi_library, view(2), libraries(launchers=OTHER[:1], beside=""), "other-mpiexec", OTHER_MPI, "Use the mpiexec of MPICH."),
+    (rank_checks.MPI_LIBRARY, view(1, library=""), [LibraryFacts()], "no-mpi-library", "", ""),
+    (rank_checks.MPI_LIBRARY, view(1, library=""), [FACTS], "", "", ""),  # it has not started, but it is there
+    (rank_checks.MPI_LIBRARY, view(2), libraries(launchers=OTHER), "other-mpiexec", OTHER_MPI, "export PATH=/venv/bin:$PATH"),
     (
-        mpi_library,
+        rank_checks.MPI_LIBRARY,
+        view(2),
+        libraries(launchers=OTHER, beside=""),
+        "other-mpiexec",
+        OTHER_MPI,
+        "export PATH=/venv/bin:$PATH",
+    ),
+    (
+        rank_checks.MPI_LIBRARY,
+        view(2),
+        libraries(launchers=OTHER[:1], beside=""),
+        "other-mpiexec",
+        OTHER_MPI,
+        "Use the mpiexec of MPICH.",
+    ),
+    (
+        rank_checks.MPI_LIBRARY,
         view(2),
         libraries(launchers=(("/x/mpiexec", ""), *OTHER), beside="/a b/mpiexec"),
         *("other-mpiexec", OTHER_MPI, "export PATH='/a b':$PATH"),
     ),
-    (mpi_library, view(2), libraries(launchers=(("/x/mpiexec", ""),)), "", "", ""),  # which says nothing
+    (rank_checks.MPI_LIBRARY, view(2), libraries(launchers=(("/x/mpiexec", ""),)), "", "", ""),  # which says nothing
     *(
-        (progress, view(2), hides(0.8, none=0.0, thread=1.2), "", words, "")
+        (node_checks.PROGRESS, view(2), hides(0.8, none=0.0, thread=1.2), "", words, "")
         for words in (
             "messages move by themselves while layers compute: nothing",
             "messages move whenever a layer is done: 80%",
             "a thread moves messages while layers compute: 100%",
         )
     ),
-    (progress, view(2), hides(0.2, none=-1.0), "nothing-hides", "", ""),
-    (progress, view(2), hides(-0.5, none=-1.0), "nothing-hides", "", ""),
-    (progress, view(2), hides(0.3, none=-1.0), "", "", ""),
-    (progress, view(1), [None], "", "", ""),
-    (start_up, view(1, 1, 1), starts(4.9), "", LOADED.format(4.9), ""),
-    (start_up, view(1, 1, 1), starts(5.1), "slow-import", LOADED.format(5.1), ""),
-    (start_up, view(1), [None], "", "", ""),  # not measured
+    (node_checks.PROGRESS, view(2), hides(0.2, none=-1.0), "nothing-hides", "", ""),
+    (node_checks.PROGRESS, view(2), hides(-0.5, none=-1.0), "nothing-hides", "", ""),
+    (node_checks.PROGRESS, view(2), hides(0.3, none=-1.0), "", "", ""),
+    (node_checks.PROGRESS, view(1), [None], "", "", ""),
+    (node_checks.START_UP, view(1, 1, 1), starts(4.9), "", LOADED.format(4.9), ""),
+    (node_checks.START_UP, view(1, 1, 1), starts(5.1), "slow-import", LOADED.format(5.1), ""),
+    (node_checks.START_UP, view(1), [None], "", "", ""),  # not measured
 ]
 
 
 def test_a_start_that_was_not_measured_has_no_facts() -> None:
-    assert start_up.gather_start_up(OwnPlace(ALONE, None, Path("runs"))) is None
+    assert node_checks.gather_start_up(OwnPlace(ALONE, None, Path("runs"))) is None
 
 
 @pytest.mark.parametrize("number", range(len(JUDGED)))
 def test_a_job_is_judged(number: int) -> None:
-    subject, job, facts, key, words, mend = JUDGED[number]
-    [found] = subject.judge(job, facts)
+    check, job, facts, key, words, mend = JUDGED[number]
+    [found] = check.judge(job, facts)
     assert found.key == key
     assert words in found.sentence
     assert mend in found.mend
@@ -179,12 +193,12 @@ def test_a_job_is_judged(number: int) -> None:
     ],
 )
 def test_a_launcher_of_another_mpi_is_known_by_names(name: str, library: str, wrong: bool) -> None:
-    found = launcher.wrong_launcher(Launcher(name, 4, 0), library, "/venv/bin/mpiexec")
+    found = rank_checks.wrong_launcher(Launcher(name, 4, 0), library, "/venv/bin/mpiexec")
     assert (found is not None) == wrong
     if found is not None:
         assert found.mend == "/venv/bin/mpiexec -n 4 python -m mpi4py -m hpctrain ..."
-        general = launcher.wrong_launcher(Launcher(name, 4, 0), library, "")
-        assert general.mend == launcher.WRONG_LAUNCHER.remedy
+        general = rank_checks.wrong_launcher(Launcher(name, 4, 0), library, "")
+        assert general.mend == rank_checks.WRONG_LAUNCHER.remedy
 
 
 GB = 10**9
@@ -195,7 +209,7 @@ TWO_PASSES = configuration("batch=64", "micro_batches=2")
 def test_what_mends_it_fits(ranks: int, node_gb: int, pass_gb: int, held_gb: int, samples: int) -> None:
     """The second node has the least room, or both have enough; TWO_PASSES has two micro-batches."""
     facts = [MemoryFacts(10**15, pass_gb * GB, held_gb * GB, samples), *[None] * (ranks - 1), MemoryFacts(node_gb * GB)]
-    [found] = nodes.judge_memory(view(ranks, ranks, config=TWO_PASSES), [*facts, *[None] * (ranks - 1)])
+    [found] = node_checks.judge_memory(view(ranks, ranks, config=TWO_PASSES), [*facts, *[None] * (ranks - 1)])
     need = ranks * (pass_gb + held_gb)
     assert found.key == ("too-little-memory" if need > node_gb else "tight-memory" if need > 0.85 * node_gb else "")
     assert (found.severity is Severity.FAULT) == (need > node_gb)
@@ -210,18 +224,18 @@ def test_what_mends_it_fits(ranks: int, node_gb: int, pass_gb: int, held_gb: int
 
 
 def test_a_rank_needs_less_for_a_pass_where_more_share_the_batch() -> None:
-    one, held, _ = nodes.planned_bytes(configuration("batch=64"), 1)
-    four, held_by_four, samples = nodes.planned_bytes(configuration("batch=64"), 4)
+    one, held, _ = node_checks.planned_bytes(configuration("batch=64"), 1)
+    four, held_by_four, samples = node_checks.planned_bytes(configuration("batch=64"), 4)
     assert 3 < one / four < 5
     assert held == held_by_four > 0
     assert samples == 16
-    micro, *_ = nodes.planned_bytes(configuration("batch=64", "micro_batches=4"), 1)
+    micro, *_ = node_checks.planned_bytes(configuration("batch=64", "micro_batches=4"), 1)
     assert 3 < one / micro < 5
 
 
 def test_ranks_that_split_layers_hold_less() -> None:
-    _, held, _ = nodes.planned_bytes(configuration("batch=64"), 2)
-    _, split, _ = nodes.planned_bytes(configuration("batch=64", "grid.rows=2", "plan.default=model"), 2)
+    _, held, _ = node_checks.planned_bytes(configuration("batch=64"), 2)
+    _, split, _ = node_checks.planned_bytes(configuration("batch=64", "grid.rows=2", "plan.default=model"), 2)
     assert split < held
 
 
@@ -230,11 +244,11 @@ def test_ranks_that_split_layers_hold_less() -> None:
     [(["grid=auto"], "the plan is auto"), (["backend=cuda"], "backend cuda"), (["batch=1", "grid.cols=1"], "")],
 )
 def test_where_there_is_no_plan_nothing_is_said(overrides: list[str], reason: str) -> None:
-    facts = nodes.gather_memory(OwnPlace(Launcher("none"), configuration(*overrides), Path("runs")))
+    facts = node_checks.gather_memory(OwnPlace(Launcher("none"), configuration(*overrides), Path("runs")))
     assert reason in facts.reason
-    assert (bool(facts.reason), nodes.judge_memory(view(1), [facts])[0].key) == (bool(reason), "")
-    assert nodes.gather_memory(OwnPlace(Launcher("x", 2, 1, 2, 1), None, Path("runs"))) is None
-    leader = nodes.gather_memory(OwnPlace(Launcher("x", 2, 1, 1, 0), None, Path("runs")))
+    assert (bool(facts.reason), node_checks.judge_memory(view(1), [facts])[0].key) == (bool(reason), "")
+    assert node_checks.gather_memory(OwnPlace(Launcher("x", 2, 1, 2, 1), None, Path("runs"))) is None
+    leader = node_checks.gather_memory(OwnPlace(Launcher("x", 2, 1, 1, 0), None, Path("runs")))
     assert leader.node_bytes > 0
 
 
@@ -244,7 +258,7 @@ def test_where_there_is_no_plan_nothing_is_said(overrides: list[str], reason: st
 def test_a_low_thread_level_is_a_fault_where_a_thread_is_wanted(level: str, asked: str, progress: str | None) -> None:
     config = None if progress is None else configuration(f"progress={progress}")
     library = f"MPICH Version: 5.0.2, thread level {level}"
-    [found] = mpi_library.judge_library(view(1, library=library, config=config), [replace(FACTS, level_asked=asked)])
+    [found] = rank_checks.judge_library(view(1, library=library, config=config), [replace(FACTS, level_asked=asked)])
     needed = "thread-level-needed" if progress in ("thread", "posting") else "thread-level"
     assert found.key == (needed if level in ("single", "funneled") else "")
     if found.key:
@@ -263,7 +277,7 @@ def test_a_low_thread_level_is_a_fault_where_a_thread_is_wanted(level: str, aske
     ],
 )
 def test_families_are_known_by_their_words(text: str, name: str) -> None:
-    assert mpi_library.family(text) == name
+    assert rank_checks.family(text) == name
 
 
 @pytest.mark.job
@@ -274,10 +288,10 @@ def test_the_launchers_on_the_path_are_asked(tmp_path: Path, monkeypatch: pytest
         (tmp_path / folder / "mpiexec").write_text(f"#!/bin/sh\n{line}\n")
         (tmp_path / folder / "mpiexec").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}/a:{tmp_path}/b:{tmp_path}/nowhere")
-    facts = mpi_library.gather_library(OwnPlace(Launcher("none"), None, tmp_path))
+    facts = rank_checks.gather_library(OwnPlace(Launcher("none"), None, tmp_path))
     assert facts.launchers == ((f"{tmp_path}/a/mpiexec", "Open MPI"), (f"{tmp_path}/b/mpiexec", ""))
-    assert mpi_library.family(facts.library), "the tests' own MPI is known"
-    assert mpi_library.gather_library(OwnPlace(Launcher("x", 2, 1, 2, 1), None, tmp_path)) is None
+    assert rank_checks.family(facts.library), "the tests' own MPI is known"
+    assert rank_checks.gather_library(OwnPlace(Launcher("x", 2, 1, 2, 1), None, tmp_path)) is None
 
 
 PLACE = OwnPlace(Launcher("x", 3, 0, 1, 0), None, Path("runs"))
@@ -286,13 +300,13 @@ PLACE = OwnPlace(Launcher("x", 3, 0, 1, 0), None, Path("runs"))
 def gathered(ranks: int) -> list[tuple[str, str]]:
     def program(comm: ThreadCommunicator) -> tuple[str, str]:
         place: Any = SimpleNamespace(world=comm, own=PLACE)
-        return versions.gather_versions(place)
+        return node_checks.gather_versions(place)
 
     return run_virtual(ranks, program)
 
 
 def test_nodes_that_are_alike_show_their_versions() -> None:
-    [found] = versions.judge_versions(view(1, 1, 1), gathered(3))
+    [found] = node_checks.judge_versions(view(1, 1, 1), gathered(3))
     assert found.key == ""
     assert found.sentence.startswith("The same on all ranks: python 3.")
 
@@ -312,7 +326,7 @@ def test_a_node_that_differs_is_named_with_rank_and_host(monkeypatch: pytest.Mon
         return {"numpy": 2 if len(calls) == 3 else 1}
 
     monkeypatch.setattr(same_start, kind, facts)
-    [found] = versions.judge_versions(view(1, 1, 1), gathered(3))
+    [found] = node_checks.judge_versions(view(1, 1, 1), gathered(3))
     assert (found.key, found.mend) == ("mismatch", mend)
     assert "numpy" in found.sentence
     assert "(rank " in found.sentence

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.core.errors import CheckpointError, DataError
-from hpctrain.report.run_record import RunRecord, Summary, read_runs, summary
 from hpctrain.runs.directory import RunDirectory
 from hpctrain.runs.records import read_hashes
+from hpctrain.runs.results import RunRecord, Summary, read_runs, summary
 from hpctrain.storage.checkpoint import CheckpointContent, checkpoints, read
 
 #: stands for a key that a run does not have
@@ -19,25 +19,29 @@ ABSENT = "-"
 
 @dataclass(frozen=True)
 class ComparedSetting:
-    """One key. values: of each run."""
+    """One key.
+
+    Attributes:
+        values: of each run.
+    """
 
     key: str
     values: tuple[str, ...]
 
     @property
     def differs(self) -> bool:
-        """Whether runs have different values."""
+        """Return whether runs have different values."""
         return len(set(self.values)) > 1
 
 
 def side_by_side(of_runs: Sequence[Mapping[str, str]]) -> tuple[ComparedSetting, ...]:
-    """All keys that a run has, in the order of their first appearance."""
+    """Return all keys that a run has, in the order of their first appearance."""
     keys = dict.fromkeys(key for settings in of_runs for key in settings)
     return tuple(ComparedSetting(key, tuple(settings.get(key, ABSENT) for settings in of_runs)) for key in keys)
 
 
 def differences(of_runs: Sequence[Mapping[str, str]]) -> tuple[ComparedSetting, ...]:
-    """Those that differ."""
+    """Return the keys that differ."""
     return tuple(setting for setting in side_by_side(of_runs) if setting.differs)
 
 
@@ -46,13 +50,13 @@ _PARAMETERS = "parameters/"
 
 @dataclass(frozen=True)
 class SameBits:
-    """The state of a run after some steps beside that of the first run, by hashes or by the tensors of checkpoints.
+    """The state of a run after some steps, compared with that of the first run, by hashes or by the tensors of checkpoints.
 
     Args:
-        run: its place among the runs. step: the first at which both are known to differ, or the latest of both where they differ
-            at none; None: they have none in common. different: keys of tensors that differ there, or that only one has,
-            parameters first. same_step: the latest that has the same bits before; None: none has. reason: why nothing was
-            compared; "" where it was. by: what was compared at `step`: "hashes" or "checkpoints".
+        run: its place among the runs. step: the first at which both are known to differ, or the latest of both if they differ at
+            none; None: they have no step in common. different: keys of tensors that differ there, or that only one run has,
+            parameters first. same_step: the latest earlier step with the same bits; None: none. reason: why nothing was compared;
+            "" if it was. by: what was compared at `step`: "hashes" or "checkpoints".
     """
 
     run: int
@@ -63,7 +67,7 @@ class SameBits:
     by: str = "checkpoints"
 
     def sentence(self, names: Sequence[str]) -> str:
-        """The result for people."""
+        """Return the result as a sentence."""
         name, first = names[self.run], names[0]
         if self.reason:
             return f"{name}: {self.reason}"
@@ -87,7 +91,7 @@ class SameBits:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The comparison of runs, in the order in which they were given; bits are compared with the first one's."""
+    """The comparison of runs, in the order given; bits are compared with those of the first run."""
 
     names: tuple[str, ...]
     summaries: tuple[Summary, ...]
@@ -96,7 +100,7 @@ class Comparison:
     bits: tuple[SameBits, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """The comparison as plain values."""
+        """Return the comparison as plain values."""
         return {
             "runs": [{"name": name, **asdict(figures)} for name, figures in zip(self.names, self.summaries, strict=True)],
             "configuration": {setting.key: list(setting.values) for setting in self.configuration},
@@ -122,7 +126,7 @@ def compared(paths: Sequence[Path]) -> Comparison:
 
 
 def told(key: str) -> str:
-    """A tensor's key for people: a parameter by its name alone."""
+    """Return a tensor's key for people: a parameter by its name alone."""
     kind, _, name = key.partition("/")
     if kind != "optimizer":
         return {"parameters": "", "statistics": "running statistic "}.get(kind, f"{kind.replace('_', ' ')} ") + name
@@ -154,10 +158,10 @@ def _bits(records: Sequence[RunRecord]) -> Iterator[SameBits]:
 
 
 def _by_hashes(run: int, first: RunRecord, other: RunRecord) -> SameBits | None:
-    """The comparison by hashes, of the steps that both runs have of them; None where there are none.
+    """Return the comparison by hashes, of the steps for which both runs have hashes; None if there are none.
 
     Raises:
-        DataError: a file of hashes that cannot be read.
+        DataError: a file of hashes cannot be read.
     """
     here, there = (read_hashes(RunDirectory(record.state.path).hashes_path) for record in (first, other))
     common = sorted(here.keys() & there.keys())
@@ -171,7 +175,7 @@ def _by_hashes(run: int, first: RunRecord, other: RunRecord) -> SameBits | None:
 
 
 def _between(by_hashes: SameBits | None, steps: Sequence[int]) -> list[int]:
-    """The steps of checkpoints that may tell more than hashes: behind the last equal ones, before the first that differ."""
+    """Return the steps of checkpoints that may tell more than hashes: after the last equal ones, before the first that differ."""
     if by_hashes is None:
         return list(steps)
     if by_hashes.different:
@@ -182,7 +186,7 @@ def _between(by_hashes: SameBits | None, steps: Sequence[int]) -> list[int]:
 
 
 def _narrowed(by_hashes: SameBits | None, by_checkpoints: SameBits) -> SameBits:
-    """The comparison by hashes, with what the checkpoints of `_between` add to it."""
+    """Return the comparison by hashes, extended by the checkpoints of `_between`."""
     if by_hashes is None:
         return by_checkpoints
     if not by_checkpoints.different:
@@ -193,10 +197,10 @@ def _narrowed(by_hashes: SameBits | None, by_checkpoints: SameBits) -> SameBits:
 
 
 def _parting(run: int, common: Sequence[tuple[int, Path, Path]]) -> SameBits:
-    """The comparison of checkpoints, the latest step first, as far back as they differ.
+    """Compare checkpoints, the latest step first, as far back as they differ.
 
     Raises:
-        CheckpointError: one of them cannot be read.
+        CheckpointError: a checkpoint cannot be read.
     """
     step, different = common[0][0], tuple[str, ...]()
     for earlier, here, there in common:
@@ -215,7 +219,7 @@ def _stored(record: RunRecord) -> dict[int, Path]:
 
 
 def _different(one: CheckpointContent, other: CheckpointContent) -> list[str]:
-    """Keys of tensors that are not the same in both, parameters first."""
+    """Return the keys of tensors that are not the same in both, parameters first."""
     keys = dict.fromkeys([*one.tensors, *other.tensors])
     return sorted((key for key in keys if not _is_same(one, other, key)), key=lambda key: not key.startswith(_PARAMETERS))
 

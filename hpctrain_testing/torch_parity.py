@@ -66,7 +66,7 @@ def our_step(network: Network, batch: Batch) -> StepResult:
     program = network.program(count, training=True)
     program.x[...] = batch.x
     arrays = {"logits": program.forward(_context(count, True)).copy()}
-    loss = program.loss(batch.labels, count).loss / count
+    loss = program.loss(batch.labels, count).result().loss / count
     program.backward()
     for name, parameter in network.parameters.items():
         arrays[f"grad/{name}"] = parameter.spec.interchange.export(parameter.grad)

@@ -19,13 +19,13 @@ from hpctrain.cli.result_tables import comparison_lines
 from hpctrain.core.errors import CheckpointError, DataError
 from hpctrain.report import figures as theme
 from hpctrain.report import page
-from hpctrain.report.comparison import ABSENT, ComparedSetting, compared, side_by_side, told
 from hpctrain.report.page import Cell, result_of
-from hpctrain.report.run_record import MOST_POINTS, TEST, TRAINING, UNKNOWN, panels, read_runs, summary, summary_texts, thinned
 from hpctrain.run.evaluation import JudgedImage, Judgement
 from hpctrain.runs import directory
+from hpctrain.runs.comparison import ABSENT, ComparedSetting, compared, side_by_side, told
 from hpctrain.runs.directory import BestRecord, RunDirectory
 from hpctrain.runs.records import HashFile
+from hpctrain.runs.results import MOST_POINTS, TEST, TRAINING, UNKNOWN, panels, read_runs, summary, summary_texts, thinned
 from tests.support.runs import confusion_of, write_checkpoint, write_run, write_trace
 
 
@@ -39,8 +39,9 @@ def test_all_that_a_run_has_is_read(tmp_path: Path) -> None:
     assert record.name == run.path.name
     assert record.settings == {"batch": "8", "data.augment.0.name": "flip", "data.sizes": "[1, 2]", "test": "null"}
     assert record.versions == {"numpy": "2.4", "mpi": "MPICH", "revision": "abc"}
-    assert [(stored.step, bool(stored.best)) for stored in record.checkpoints] == [(10, False), (20, True)]
-    assert record.checkpoints[0].megabytes > 0.0
+    assert [stored.step for stored in record.checkpoints] == [10, 20]
+    assert record.best[0] == best.name
+    assert record.checkpoints[0].n_bytes > 0
     assert len(record.tables) == 4
     assert record.trace == run.path / "trace.json"
 

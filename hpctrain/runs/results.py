@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,26 +20,12 @@ import numpy as np
 
 from hpctrain.core.errors import CheckpointError, ConfigError, DataError
 from hpctrain.core.files import json_object, read_bytes
+from hpctrain.core.text import duration_text, loss_text
 from hpctrain.core.yaml_source import read_yaml
-from hpctrain.run.trace_report import TABLE_FILE, TRACE_FILE
-from hpctrain.runs import directory as best_record
-from hpctrain.runs.directory import RunDirectory
+from hpctrain.runs.directory import TABLE_FILE, TRACE_FILE, RunDirectory, StoredCheckpoint, read_best, stored_checkpoints
 from hpctrain.runs.state import Record, RunReader, RunState
-from hpctrain.storage.checkpoint import checkpoints
 from hpctrain.trace import time_table
 from hpctrain.trace.time_table import TimeTable
-from hpctrain.train.progress_bar import duration_text, loss_text
-
-
-@dataclass(frozen=True)
-class StoredCheckpoint:
-    """A checkpoint on the disk. written: seconds of the wall clock. best: what makes it the best one; "" where it is not."""
-
-    step: int
-    name: str
-    megabytes: float
-    written: float
-    best: str
 
 
 @dataclass(frozen=True)
@@ -49,8 +34,9 @@ class RunRecord:
 
     Args:
         name: of its directory. state: at the time of reading. settings: of its configuration, by dotted key, as text.
-        versions: of what computed, its source's revision among them. tables: where the time of a traced step went, of all ranks
-            together and then of each; none where it was not traced. trace: the file of its events; None: there is none.
+        versions: of what computed, including the revision of its source. best: name of the best checkpoint, and what makes it the
+            best; empty texts without one. tables: where the time of a traced step went, of all ranks together and then of each;
+            empty if it was not traced. trace: the file of its events; None: there is none.
     """
 
     name: str
@@ -58,16 +44,17 @@ class RunRecord:
     settings: Mapping[str, str]
     versions: Mapping[str, str]
     checkpoints: tuple[StoredCheckpoint, ...]
+    best: tuple[str, str]
     tables: tuple[TimeTable, ...]
     trace: Path | None
 
 
 def read_runs(paths: Sequence[Path]) -> tuple[RunRecord, ...]:
-    """The records of runs, each of which is told apart by its name.
+    """Return the records of runs.
 
     Raises:
-        CheckpointError: a directory is that of no run. DataError: a configuration or a record that cannot be read, or the same
-            run twice.
+        CheckpointError: a directory is no run directory. DataError: a configuration or a record cannot be read, or a run is given
+            twice.
     """
     records = tuple(_read(RunDirectory.open(path)) for path in paths)
     resolved = [record.state.path.resolve() for record in records]
@@ -83,7 +70,8 @@ def _read(directory: RunDirectory) -> RunRecord:
         RunReader(directory).read(time.time()),
         dict(_flat("", _settings(directory))),
         _versions(directory.path),
-        tuple(_checkpoints(directory.checkpoints)),
+        tuple(stored_checkpoints(directory.checkpoints)),
+        _best_mark(directory.checkpoints),
         _tables(directory.path / TABLE_FILE),
         directory.path / TRACE_FILE if (directory.path / TRACE_FILE).is_file() else None,
     )
@@ -97,7 +85,7 @@ def _settings(directory: RunDirectory) -> object:
 
 
 def _flat(prefix: str, value: object) -> Iterator[tuple[str, str]]:
-    """(dotted key, text) of each value; a list of plain values is one."""
+    """Yield (dotted key, text) of each value; a list of plain values is one value."""
     if isinstance(value, Mapping) and value:
         for key, item in value.items():
             yield from _flat(f"{prefix}.{key}" if prefix else str(key), item)
@@ -117,28 +105,20 @@ def _versions(path: Path) -> dict[str, str]:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """A JSON object; an empty one where the file is not there, or is none."""
+    """Return a JSON object; an empty one if the file does not exist or is none."""
     try:
         return json_object(read_bytes(path)) or {}
     except (DataError, OSError):
         return {}
 
 
-def _checkpoints(directory: Path) -> Iterator[StoredCheckpoint]:
-    """The checkpoints by step; one that is deleted meanwhile is left out."""
+def _best_mark(directory: Path) -> tuple[str, str]:
+    """Return the name of the best checkpoint and what makes it the best; empty texts if none is recorded."""
     try:
-        best = best_record.read_best(directory)
-        stored = checkpoints(directory)
+        best = read_best(directory)
     except (CheckpointError, OSError):
-        return
-    for step, path in stored:
-        try:
-            files = [entry.stat() for entry in os.scandir(path)] if path.is_dir() else [path.stat()]
-            written = path.stat().st_mtime
-        except OSError:
-            continue
-        mark = str(best) if best is not None and best.checkpoint == path.name else ""
-        yield StoredCheckpoint(step, path.name, sum(file.st_size for file in files) / 1e6, written, mark)
+        best = None
+    return ("", "") if best is None else (best.checkpoint, str(best))
 
 
 def _tables(path: Path) -> tuple[TimeTable, ...]:
@@ -158,16 +138,16 @@ LONGEST_STEP_SECONDS = 600.0
 
 @dataclass(frozen=True)
 class Summary:
-    """The figures; None: not known. Accuracies are fractions.
+    """The figures of a run. None: unknown. Accuracies are fractions.
 
     Args:
-        end: how the run ended, or that it goes on. epochs: that were completed. steps: that were done. ranks, hosts: of the
-        latest start. best_epoch: of the evaluation with the highest top1. seconds: of training, without pauses between jobs.
+        end: how the run ended, or that it continues. epochs: completed. steps: done. ranks, hosts: of the latest start.
+            best_epoch: of the evaluation with the highest top1. seconds: of training, without pauses between jobs.
         images_per_second: the median of the epochs, or of the intervals. step_seconds, exposed_seconds: of a step, and waited for
-        messages in it; predicted_step_seconds: as the run had it simulated at its end.
-        peak_bytes: resident at most, of the rank that held most; device_bytes: of its GPU; both of the latest end.
-        data_share, most_data_share: of the time, in which steps waited for data, in the mean of the ranks and on the one that
-        waited longest in each epoch.
+            messages in it; predicted_step_seconds: as simulated by the run at its end.
+        peak_bytes: most resident memory, of the rank that held most; device_bytes: of its GPU; both of the latest end.
+        data_share, most_data_share: share of the time in which steps waited for data, as the mean over ranks, and on the rank
+            that waited longest in each epoch.
     """
 
     end: str
@@ -192,13 +172,13 @@ class Summary:
 
 
 def summary(record: RunRecord) -> Summary:
-    """The figures of a run."""
+    """Return the figures of a run."""
     records = record.state.records
-    evaluations = [entry for entry in records if entry.get("kind") == "evaluation"]
+    evaluations = record.state.of_kind("evaluation")
     last = evaluations[-1] if evaluations else {}
     ranked = [entry for entry in evaluations if isinstance(entry.get("top1"), int | float)]
     best = max(ranked, key=lambda entry: entry["top1"], default=None)
-    epochs = [entry for entry in records if entry.get("kind") == "epoch"]
+    epochs = record.state.of_kind("epoch")
     step, memory = record.state.latest("steps"), record.state.latest("memory")
     return Summary(
         end=record.state.end or "goes on, or nobody knows",
@@ -211,7 +191,7 @@ def summary(record: RunRecord) -> Summary:
         top5=_number(last, "top5"),
         best_top1=None if best is None else float(best["top1"]),
         best_epoch=None if best is None else _whole(best, "epoch"),
-        images_per_second=_rate(epochs) or _rate([entry for entry in records if entry.get("kind") == "interval"]),
+        images_per_second=_rate(epochs) or _rate(record.state.of_kind("interval")),
         seconds=_seconds(records),
         step_seconds=_number(step, "measured_step_seconds"),
         exposed_seconds=_number(step, "measured_exposed_seconds"),
@@ -224,7 +204,7 @@ def summary(record: RunRecord) -> Summary:
 
 
 def summary_texts(summaries: Sequence[Summary]) -> list[tuple[str, list[str]]]:
-    """(heading, the text of each run) of all figures, for people."""
+    """Return (heading, the text of each run) of all figures, for people."""
     return [
         ("state", [figures.end for figures in summaries]),
         ("ranks", [_text(figures.ranks, "d") for figures in summaries]),
@@ -251,7 +231,7 @@ def _text(value: float | None, form: str) -> str:
 
 
 def _hosts(hosts: Sequence[str]) -> str:
-    """A few hosts by name, many by their number."""
+    """Return a few hosts by name, or the number of many."""
     if not hosts:
         return UNKNOWN
     return ", ".join(hosts) if len(hosts) <= MOST_HOSTS else f"{len(hosts):,}, {hosts[0]} first"
@@ -266,7 +246,7 @@ def _megabytes(size_bytes: float | None) -> str:
 
 
 def _of_gpus(summaries: Sequence[Summary]) -> list[tuple[str, list[str]]]:
-    """The memory of GPUs, where a run had some."""
+    """Return the memory of GPUs, if a run had some."""
     of_runs = [figures.device_bytes for figures in summaries]
     return [] if all(one is None for one in of_runs) else [("memory of a GPU", [_megabytes(one) for one in of_runs])]
 
@@ -313,7 +293,11 @@ MOST_POINTS = 400
 
 @dataclass(frozen=True)
 class Curve:
-    """One measure of one run. run: its place among those of the report. part: of what, such as `TRAINING`; xs: in epochs."""
+    """One measure of one run.
+
+    Attributes:
+        run: its place among those of the report. part: of what, such as `TRAINING`. xs: in epochs.
+    """
 
     run: int
     part: str
@@ -323,7 +307,11 @@ class Curve:
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves that share their axes. key: a word for it. unit: of the values, "" for none. percent: they are fractions."""
+    """Curves that share their axes.
+
+    Attributes:
+        key: a word for it. percent: whether values are fractions, to be shown in percent.
+    """
 
     key: str
     title: str
@@ -332,7 +320,7 @@ class Panel:
 
 
 def panels(records: Sequence[RunRecord]) -> tuple[Panel, ...]:
-    """A panel for each measure that a run has."""
+    """Return a panel for each measure that a run has."""
     kinds = (("loss", "Loss", False), ("top1", "Top-1 accuracy", True), ("top5", "Top-5 accuracy", True))
     learning = [
         Panel(key, title, tuple(curve for run, record in enumerate(records) for curve in _learning(run, record, key)), percent)
@@ -346,7 +334,7 @@ def panels(records: Sequence[RunRecord]) -> tuple[Panel, ...]:
 
 
 def thinned(xs: Sequence[float], ys: Sequence[float], most: int = MOST_POINTS) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """At most so many points: of each stretch its least and its greatest value, in order, and both ends."""
+    """Return at most `most` points: the least and the greatest value of each stretch, in order, and both ends."""
     if len(xs) <= most:
         return tuple(xs), tuple(ys)
     values = np.asarray(ys)
@@ -360,7 +348,7 @@ def thinned(xs: Sequence[float], ys: Sequence[float], most: int = MOST_POINTS) -
 def _learning(run: int, record: RunRecord, key: str) -> Iterator[Curve]:
     records = record.state.records
     yield from _curve(run, TRAINING, _training(records, key))
-    evaluations = [entry for entry in records if entry.get("kind") == "evaluation"]
+    evaluations = record.state.of_kind("evaluation")
     for part, name in ((TEST, key), (AVERAGED, f"ema_{key}")):
         yield from _curve(run, part, [(entry.get("epoch"), entry.get(name)) for entry in evaluations])
 
@@ -368,12 +356,12 @@ def _learning(run: int, record: RunRecord, key: str) -> Iterator[Curve]:
 def _plain(run: int, record: RunRecord, key: str) -> Iterator[Curve]:
     records = record.state.records
     samples = samples_per_epoch(records)
-    entries = [entry for entry in records if entry.get("kind") == "interval"]
+    entries = record.state.of_kind("interval")
     yield from _curve(run, TRAINING, [(_place(entry, samples), entry.get(key)) for entry in entries])
 
 
 def _curve(run: int, part: str, points: Sequence[tuple[object, object]]) -> Iterator[Curve]:
-    """The curve of all points whose both numbers are known and finite, the last one of each place; none where there are none."""
+    """Yield the curve of all points whose two numbers are known and finite, with the last one of each place."""
     known = {float(x): float(y) for x, y in points if _is_number(x) and _is_number(y)}
     if known:
         xs, ys = zip(*sorted(known.items()), strict=True)
@@ -385,14 +373,14 @@ def _is_number(value: object) -> TypeGuard[int | float]:
 
 
 def samples_per_epoch(records: Sequence[Record]) -> int:
-    """Images of an epoch, as a run's metrics tell; 0 where they do not."""
+    """Return the images per epoch according to a run's metrics; 0 if they do not tell."""
     told = [entry.get("samples") for entry in records if entry.get("kind") == "start"]
     told += [entry.get("images") for entry in records if entry.get("kind") == "epoch"]
     return max((count for count in told if isinstance(count, int)), default=0)
 
 
 def _place(entry: Record, samples: int) -> float | None:
-    """Where in the training an interval ends, in epochs."""
+    """Return where in the training an interval ends, in epochs."""
     epoch, images = entry.get("epoch"), entry.get("images")
     if not samples or not isinstance(epoch, int) or not isinstance(images, int):
         return None
@@ -400,7 +388,7 @@ def _place(entry: Record, samples: int) -> float | None:
 
 
 def _training(records: Sequence[Record], key: str) -> list[tuple[object, object]]:
-    """(place, mean) of each interval alone: a record has the mean over its epoch so far."""
+    """Return (place, mean) of each interval alone: a record has the mean over its epoch so far."""
     samples = samples_per_epoch(records)
     points: list[tuple[object, object]] = []
     epoch, images, total = 0, 0, 0.0

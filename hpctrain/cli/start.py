@@ -1,0 +1,113 @@
+"""The start of a rank, in the order that its steps must have. `main` runs steps 1 to 6, and `start_job` steps 7 to 11.
+
+1. Hold signals back. Until then a signal ends the process without a word; every later thread inherits the mask.
+2. Open closed standard streams. Else the next file would get the number of one, and messages of MPI would be written to it.
+3. Fork: the parent keeps the rank. A fork copies one thread only, so it comes before all threads, NumPy's included, and before
+   MPI.
+4. Begin the flight record, so that the end of every later step is recorded.
+5. Let a full disk refuse standard output, and print stacks at a crash.
+6. Start the thread that takes signals. It comes after the fork, which would lose it, and before anything that takes long.
+7. Read the configuration. It loads pydantic and YAML, but not NumPy, as it contains the number of threads.
+8. Set the number of threads. BLAS and OpenMP read it from the environment once, when NumPy loads them.
+9. Load the program: NumPy, the kernels, and h5py, which starts a process. No rank waits for another yet, so one slow file
+   system does not delay all of them.
+10. Start processes: git, and a trial of MPI with a GPU's memory. Under MPI that is unsafe: a fork copies memory that a network
+    has registered.
+11. Start MPI. From here on steps are collective. An error of steps 7 and 8 is raised now, on all ranks alike.
+
+Only light modules are imported at the top: until step 1 a signal ends the process.
+"""
+
+from __future__ import annotations
+
+import sys
+
+TYPE_CHECKING = False  # as in typing, which takes milliseconds to load
+if TYPE_CHECKING:
+    from hpctrain.cli.job_process import ConfiguredProcess, ReadConfig
+
+# Commands whose process computes: their signals are held back before anything else is loaded.
+_COMPUTING = (["train"], ["eval"], ["script"], ["bench", "engine"])
+# Commands that run on ranks: a small parent process reports every rank that ends without an explanation.
+_RANKS = ("train", "eval", "script")
+# pydantic looks for plugins in a file of each installed package, on every rank. A user's own program may have some.
+_NO_PLUGINS = ("PYDANTIC_DISABLE_PLUGINS", "__all__")
+
+
+def main() -> None:
+    """Run the command line."""
+    words = sys.argv[1:]
+    if any(words[: len(command)] == command for command in _COMPUTING):
+        _start_computing(words[0])
+        return
+    from hpctrain.launch.streams import open_closed_streams
+
+    open_closed_streams()
+    from hpctrain.cli.main import cli
+
+    cli(obj=None)
+
+
+def _start_computing(command: str) -> None:
+    """Run steps 1 to 6, then the command."""
+    from hpctrain.launch.signal_mask import HELD, OF_PROGRAMS, hold
+
+    held = hold(OF_PROGRAMS if command == "script" else HELD)  # step 1
+    from hpctrain.launch.streams import continue_without_output, open_closed_streams
+
+    open_closed_streams()  # step 2
+    import contextlib
+    import faulthandler
+    import gc
+    import os
+
+    from hpctrain.flight import start_records
+    from hpctrain.flight.ring import mark_end
+    from hpctrain.launch.keeper import Keeper, keep
+    from hpctrain.launch.launcher import started_by
+    from hpctrain.launch.signals import SignalWatch, of_process
+
+    if command in ("train", "eval"):
+        gc.disable()  # until all modules are loaded (`start_job`): there is no garbage to collect among them
+    if command != "script":
+        os.environ.setdefault(*_NO_PLUGINS)
+    launcher, keeper, recording = started_by(os.environ), Keeper(), contextlib.ExitStack()
+    if command in _RANKS:
+        record = start_records.place_of_start(os.environ, launcher)
+        keeper = keep(launcher.rank, held, mark_end, record)  # step 3: from here on this process is the child
+        recording.enter_context(start_records.recorded(record, launcher))  # step 4
+    continue_without_output()  # step 5
+    faulthandler.enable()  # also prints stacks if the keeper ends a process that hangs
+    watch = SignalWatch(held, rank=launcher.rank, at_once=command != "train").start()  # step 6
+    if command == "script":
+        of_process(watch)
+    try:
+        with recording:
+            from hpctrain.cli.main import cli
+
+            cli(obj=watch)
+    finally:
+        gc.enable()
+        watch.close()
+        keeper.finished()
+
+
+def start_job(process: ConfiguredProcess, read: ReadConfig, *, trains: bool = False) -> None:
+    """Run steps 7 to 11 in a process that has a configuration.
+
+    Args:
+        read: returns the configuration and the places of its values. It may set the threads, and load NumPy then.
+        trains: load what a training needs.
+    """
+    process.prepare(read)  # steps 7 and 8
+    process.load(trains=trains)  # step 9
+    import gc
+
+    if not gc.isenabled():
+        gc.freeze()  # the objects that exist now stay: no collection needs to look at them
+        gc.enable()
+    process.start_processes()  # step 10
+    process.flight.phase("")
+    process.start_world(process.deadline_seconds)  # step 11
+    # Called while the segments of MPI are still written down: a rank that is killed in it leaves some.
+    process.exits.callback(process.end_mpi)

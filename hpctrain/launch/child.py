@@ -1,0 +1,178 @@
+"""Fork a child that becomes the rank, and let the parent watch it: where MPI hangs or ends the rank, the parent can report it.
+
+The fork must come before MPI, NumPy and any thread: a child has no thread but the one that forked, and MPI does not survive a
+fork. The system ends the child together with its parent, so no rank outlives the process that the launcher watches.
+
+`hpctrain.launch.keeper` keeps a training's rank. `run_watched` runs a short job in a child: the child leaves notes of its
+progress, and the parent passes on what the child writes to standard error, remembers the last of it, and ends the child after a
+time limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import pickle
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from signal import Signals
+from typing import Any
+
+from hpctrain.launch.process_end import BUG, FINISHED, USER_ERROR
+
+#: environment variable: 0 forks no parent, for example for a debugger that follows the process it started
+SWITCH = "HPCTRAIN_KEEPER"
+
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)  # loaded here: a child between its fork and its program must not load libraries
+
+_LOOK_SECONDS = 0.1
+_MOST_WORDS = 1 << 14
+_SIZE_BYTES = 8
+
+
+def may_fork() -> bool:
+    """Return whether this process may fork a rank: MPI has not started in it, it has no threads, and SWITCH is not 0."""
+    if os.environ.get(SWITCH) == "0" or "mpi4py.MPI" in sys.modules or sys.platform != "linux":
+        return False
+    return len(os.listdir("/proc/self/task")) == 1
+
+
+def fork_child() -> int:
+    """Fork, and return the number of the child; 0 in the child, which the system ends together with this process."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    parent = os.getpid()
+    child = os.fork()
+    if not child:
+        end_with_parent(signal.SIGKILL)
+        if os.getppid() != parent:  # the parent ended before the system was told
+            os._exit(BUG)
+    return child
+
+
+def end_with_parent(number: Signals) -> None:
+    """Have the system send this signal to the calling process when its parent ends."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class RankEnd:
+    """The end of a rank that reached no conclusion.
+
+    Attributes:
+        code: as `Popen.returncode`; None: the time limit passed. words: the last text that it wrote to standard error.
+        note: its last note; None: it left none.
+    """
+
+    code: int | None
+    words: str
+    note: Any
+
+    @property
+    def in_words(self) -> str:
+        """Return the end as the verb of a sentence."""
+        if self.code is None:
+            return "did not end"
+        if self.code < 0:
+            return f"was ended by {Signals(-self.code).name}"
+        return f"left with exit code {self.code}"
+
+
+class Notebook:
+    """The child's side: each note replaces the one before. Without a descriptor notes are dropped."""
+
+    def __init__(self, descriptor: int | None = None) -> None:
+        self._descriptor = descriptor
+
+    def write(self, note: object) -> None:
+        """Leave a picklable note."""
+        if self._descriptor is None:
+            return
+        text = pickle.dumps(note)
+        view = memoryview(len(text).to_bytes(_SIZE_BYTES, "little") + text)
+        while view:
+            view = view[os.write(self._descriptor, view) :]
+
+
+def run_watched(work: Callable[[Notebook], int], explain: Callable[[RankEnd], int], seconds: float) -> int:
+    """Do the work in a child; return its exit code, or that of `explain` if the child reaches no conclusion.
+
+    Returns in both processes: in the child with its work's code, so that it leaves as any process does. MPI says goodbye to the
+    launcher when a process exits, and a launcher kills the other ranks of one that is gone without that. If no process may be
+    forked (`may_fork`), the work is done in this process, and nothing watches it.
+
+    Args:
+        explain: reports the end of the child, in the parent. seconds: time limit, after which the child is killed.
+    """
+    if not may_fork():
+        return work(Notebook())
+    notes_out, notes_in = os.pipe()
+    errors_out, errors_in = os.pipe()
+    child = fork_child()
+    if not child:
+        os.close(notes_out)
+        os.close(errors_out)
+        os.dup2(errors_in, 2)
+        os.close(errors_in)
+        return work(Notebook(notes_in))
+    os.close(notes_in)
+    os.close(errors_in)
+    end = _Watch(child, notes_out, errors_out).until_end(seconds)
+    return end.code if end.code in (FINISHED, USER_ERROR) else explain(end)
+
+
+class _Watch:
+    """The parent's side."""
+
+    def __init__(self, child: int, notes: int, errors: int) -> None:
+        self._child, self._notes_out, self._errors_out = child, notes, errors
+        self._notes = b""
+        self._words = b""
+
+    def until_end(self, seconds: float) -> RankEnd:
+        """Listen until the child ends, or kill it after the time limit; return how it ended."""
+        end = time.monotonic() + seconds
+        code: int | None = None
+        while True:
+            ended, status = os.waitpid(self._child, os.WNOHANG)
+            self._listen(0 if ended else _LOOK_SECONDS)
+            if ended:
+                code = os.waitstatus_to_exitcode(status)
+                break
+            if time.monotonic() >= end:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._child, signal.SIGKILL)
+                os.waitpid(self._child, 0)
+                break
+        return RankEnd(code, self._words.decode(errors="replace"), self._last_note())
+
+    def _listen(self, seconds: float) -> None:
+        """Read all that is there, and pass on what the child wrote to standard error."""
+        waiting = seconds
+        while ready := select.select([self._notes_out, self._errors_out], [], [], waiting)[0]:
+            texts = {descriptor: os.read(descriptor, _MOST_WORDS) for descriptor in ready}
+            self._notes += texts.get(self._notes_out, b"")
+            words = texts.get(self._errors_out, b"")
+            self._words = (self._words + words)[-_MOST_WORDS:]
+            if words:
+                os.write(2, words)
+            if not any(texts.values()):  # the child has closed both
+                time.sleep(seconds)
+                return
+            waiting = 0
+
+    def _last_note(self) -> Any:
+        """Return the last complete note."""
+        rest, note = self._notes, None
+        while len(rest) >= _SIZE_BYTES:
+            size = int.from_bytes(rest[:_SIZE_BYTES], "little")
+            text, rest = rest[_SIZE_BYTES : _SIZE_BYTES + size], rest[_SIZE_BYTES + size :]
+            if len(text) == size:
+                note = pickle.loads(text)
+        return note
