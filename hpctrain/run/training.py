@@ -238,8 +238,7 @@ def _run_phases(session: Session, watch: SignalWatch, state: ShrinkState, asked:
         enter(session, RunPhase.INTRODUCE)
         _introduce(session, setup, reporter, (nothing_to_choose(session.config, len(setup.loader)), limit.sentence))
         state.tell(reporter, position, session.world.size)
-        _introduce_start(session, setup, reporter, start, asked.resume)
-        reporter.say(f"run directory {directory.path}")
+        _introduce_start(session, setup, reporter, start, asked.resume, directory)
         watch.keeps(partial(kept_clause, directory))
         flight_records.keep(session, directory, reporter, shrunk=state.shrunk)
         enter(session, RunPhase.MEASURE)
@@ -495,13 +494,16 @@ def _introduce(session: Session, setup: TrainingSetup, reporter: Reporter, notes
         reporter.say(note)
 
 
-def _introduce_start(session: Session, setup: TrainingSetup, reporter: Reporter, start: Start | None, resume: str | None) -> None:
-    """Say from where the run goes on, where it was asked to."""
+def _introduce_start(
+    session: Session, setup: TrainingSetup, reporter: Reporter, start: Start | None, resume: str | None, directory: RunDirectory
+) -> None:
+    """Say from where the run continues, if it was asked to, and where its files lie."""
     if start is not None:
         introduce(start, session.config, setup.loader.sampler.samples, reporter)
     elif resume is not None:
         place = session.config.output
         reporter.say(f"nothing to resume: no run named {session.config.name} in {place} has a checkpoint yet")
+    reporter.say(f"run directory {directory.path}")
 
 
 def _start_measuring(session: Session, setup: TrainingSetup, directory: RunDirectory, reporter: Reporter) -> ProgressMode:
