@@ -61,7 +61,7 @@ class RankCounts(click.ParamType):
 @click.option(
     "--launcher",
     metavar="COMMAND",
-    help='Command that starts a job, such as "srun -n {ranks}"; by default the mpiexec beside this Python.',
+    help='Command that starts a job, such as "srun -n {ranks}"; by default the mpiexec next to this Python.',
 )
 @click.option(
     "--threads",
@@ -80,7 +80,7 @@ class RankCounts(click.ParamType):
     type=OutputFile(streams=True),
     default=Path("scaling.json"),
     show_default=True,
-    help="File to which all figures are written as JSON; the plot is written beside it.",
+    help="File to which all figures are written as JSON; the plot is written next to it.",
 )
 @click.option(
     "--timeout-seconds",

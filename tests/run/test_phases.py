@@ -103,7 +103,8 @@ def test_all_ranks_enter_the_same_phases_and_runs_enter_all_that_there_are(file:
         train(file, recorders, resume)
         assert [recorder.entered for recorder in recorders] == [recorders[0].entered] * RANKS
         entered |= {*recorders[0].entered}
-    assert entered == {*RunPhase} - {RunPhase.GO_BACK}  # which values that are not finite lead to
+    # Values that are not finite lead to the one, a checkpoint that is still being written when steps go on to the other.
+    assert entered >= {*RunPhase} - {RunPhase.GO_BACK, RunPhase.STATUS}
 
 
 @pytest.mark.parametrize(
