@@ -23,7 +23,7 @@ from hpctrain.comm.transports import Transport
 from hpctrain.core.errors import BackendError, DivergedError
 from hpctrain.core.log import get_logger
 from hpctrain.data.loader import Batch, BatchSource, LoaderRank
-from hpctrain.flight.recorder import FlightNotes
+from hpctrain.flight.recorder import FlightNotes, RunPhase
 from hpctrain.nn.network import ALL, MODEL, Network
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.ema import EmaRule, with_ema
@@ -101,6 +101,7 @@ class LoopState:
         self._count(cause, lr)
         exchanges = self._saver is not None and self._status >= self._saver.size
         if self._saver is not None and exchanges:
+            self._notes.phase(RunPhase.STATUS)
             drain()
             self._saver.exchange_status()
         self._status = 0
