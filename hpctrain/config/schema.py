@@ -211,7 +211,7 @@ class DataConfig(Section):
 
     @staticmethod
     def of_synthetic() -> dict[str, Any]:
-        """The section that the one word stands for."""
+        """Return the section that the one word stands for."""
         return {"train": SYNTHETIC, "test": SYNTHETIC}
 
 

@@ -187,7 +187,7 @@ _POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a text; kB, MB, GB and TB are powers of 1000, KiB and so on of 1024.
+    """Return bytes of a text; kB, MB, GB and TB are powers of 1000, KiB and so on of 1024.
 
     Raises:
         ValueError: it is none.
@@ -235,7 +235,7 @@ _SECONDS = (86_400, 3_600, 60, 1)
 
 
 def parse_duration(text: str) -> float:
-    """Seconds of a text.
+    """Return seconds of a text.
 
     Raises:
         ValueError: it is none.
