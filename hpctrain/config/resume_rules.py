@@ -147,7 +147,7 @@ def check(differences: Iterable[Change], *, between_epochs: bool, begun_epochs: 
     refusals = list(_refusals(differences, between_epochs, begun_epochs))
     if refusals:
         raise CheckpointError(
-            f"The run cannot go on from {place} with other values: {'; '.join(refusals)}. "
+            f"The run cannot resume from {place} with other values: {'; '.join(refusals)}. "
             f"Give the values of the checkpoint, or start a new training without --resume."
         )
 
@@ -172,7 +172,7 @@ def _refusals(differences: Iterable[Change], between_epochs: bool, begun_epochs:
         if change.key == "epochs" and change.new < begun_epochs:
             yield f"{change} (the smallest value is {begun_epochs}: that many epochs are done or begun)"
         elif change.key == "optimizer.momentum" and 0 in (change.old, change.new):
-            yield f"{change} (may not change from or to 0: there are no velocities to go on with then)"
+            yield f"{change} (may not change from or to 0: there are no velocities to continue with then)"
         elif rule.when is When.NEVER:
             yield f"{change} (may not change: {rule.reason})"
         elif rule.when is When.BETWEEN_EPOCHS and not between_epochs:

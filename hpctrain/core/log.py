@@ -94,7 +94,7 @@ class RankLog(logging.Handler):
                 self._write()
             except OSError as error:
                 if not self._refused:
-                    _log.warning("The log %s cannot be written (%s); the run goes on without it.", self._path, error.strerror)
+                    _log.warning("The log %s cannot be written (%s); the run continues without it.", self._path, error.strerror)
                 self._refused = True
             else:
                 self._refused = False

@@ -188,7 +188,7 @@ def _extend_path(*directories: Path) -> None:
 
 
 def _places() -> str:
-    beside = [f" or in {directory}, beside the configuration" for directory in _beside if directory.resolve() != Path.cwd()]
+    beside = [f" or in {directory}, next to the configuration" for directory in _beside if directory.resolve() != Path.cwd()]
     return "".join(["the working directory", *beside])
 
 

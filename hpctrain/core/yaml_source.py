@@ -170,7 +170,7 @@ class _Reader:
             if node.flow_style and _lacks_blank(key, value):
                 name, _, rest = key.value.partition(":")
                 raise ConfigError(
-                    f'{self._place(key)}: The key "{key.value}" has no value, as a blank is missing behind the colon; '
+                    f'{self._place(key)}: The key "{key.value}" has no value, as a blank is missing after the colon; '
                     f"write {name}: {rest}."
                 )
             if not isinstance(key, yaml.ScalarNode) or not isinstance(self._scalar(key), str):

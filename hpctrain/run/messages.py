@@ -176,7 +176,7 @@ def _measured(rank: StartedRank, network: Network, samples: int) -> ChosenProgre
         shared, measurement = True, _measure(rank, network, samples)
     shared, measurement = rank.world.broadcast_object((shared, measurement))
     if not shared:
-        return ChosenProgress(ProgressMode.TEST, "nobody shares the batch: no gradients travel", matters=False)
+        return ChosenProgress(ProgressMode.TEST, "no ranks share the batch: no gradients travel", matters=False)
     if measurement is None:
         reason = f"all gradients travel in less than {_WORTH_SECONDS * 1e3:g} ms: there is nothing to hide"
         return ChosenProgress(ProgressMode.TEST, reason, matters=False)

@@ -122,7 +122,7 @@ def of_checkpoint(path: Path, name: str | None = None, *, averaged: bool = False
     data = data_of(content)
     if data is None:
         raise CheckpointError(
-            f"{path} has format version 1 and does not know its classes; go on from it for an epoch, and export the next one."
+            f"{path} has format version 1 and does not know its classes; resume from it for an epoch, and export the next one."
         )
     shape = _image_shape(config, data)
     channels = data.shape[2]

@@ -218,7 +218,7 @@ class Job(StartedRank):
             ConfigError: `start` was not asked to take signals.
         """
         if self.watch is None:
-            raise ConfigError("Signals end this program as usual, so nobody can ask it to stop; give `start` signals=True.")
+            raise ConfigError("Signals end this program as usual, so it cannot be asked to stop; give `start` signals=True.")
         return any(loop.stop_requested for loop in self.loops)
 
     def stop(self) -> NoReturn:

@@ -221,7 +221,7 @@ def check_kept_record(world: Communicator, meta: Mapping[str, Any], present: Map
         differing = [f"{name}: {before[name]} -> {value}" for name, value in present.items() if before[name] != value]
         if differing:
             raise CheckpointError(
-                f"A run with exact cannot go on from {place} with {'; '.join(differing)}, as its bits would be others. Start it "
+                f"A run with exact cannot resume from {place} with {'; '.join(differing)}, as its bits would be others. Start it "
                 "with what it had, on any number of ranks, or start a new training without --resume."
             )
 

@@ -72,7 +72,7 @@ def shortened(config: Config, ranks: int) -> SmokeTrial:
     chosen = small if _has_same_parameters(small, full, ranks) else full
     size = f"{chosen.data.synthetic.height} x {chosen.data.synthetic.width}"
     stored = f"{images.shape[0]} x {images.shape[1]}"
-    of_size = f"made-up images of {size}{'' if size == stored else f' in place of {stored}'}, {images.classes} classes"
+    of_size = f"synthetic images of {size}{'' if size == stored else f' in place of {stored}'}, {images.classes} classes"
     of_sizes = _told_sizes(config, chosen)
     notes = (*of_time, of_size, *of_sizes, *images.notes, *of_weights, *of_grid)
     return SmokeTrial(chosen, tuple(f"smoke: {note}" for note in notes))
@@ -135,7 +135,7 @@ def _factor(config: Config, images: RecipeImages) -> float:
 
 
 def _on_images(config: Config, images: RecipeImages, factor: float) -> Config:
-    """Return the configuration on made-up images, scaled with all crops."""
+    """Return the configuration on synthetic images, scaled with all crops."""
     augment, evaluate = (
         [_scaled(step, factor) for step in steps] for steps in (config.data.augment, config.data.evaluate_augment)
     )

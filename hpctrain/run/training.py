@@ -135,7 +135,7 @@ def stop_lines(reason: StopReason, outcome: Outcome, epochs: int, directory: Pat
     return [
         f"stopped by {reason} after step {position.global_step}, in epoch {min(position.epoch + 1, epochs)} of {epochs}",
         f"checkpoint {checkpoint}",
-        f"go on with the same command and --resume {directory} (exit code {STOPPED})",
+        f"continue with the same command and --resume {directory} (exit code {STOPPED})",
     ]
 
 
@@ -580,7 +580,7 @@ def _steps_reached(outcome: Outcome, epochs: int, directory: RunDirectory) -> st
     position = outcome.position
     end = "" if outcome.evaluation is not None else "\nno evaluation was made: these come at ends of epochs"
     where = f"after step {position.global_step}, in epoch {min(position.epoch + 1, epochs)} of {epochs}"
-    return f"ended {where}, as --steps asked{end}\ngo on with the same command and --resume {directory.path}"
+    return f"ended {where}, as --steps asked{end}\ncontinue with the same command and --resume {directory.path}"
 
 
 def _skipped(position: Position) -> str:

@@ -60,7 +60,7 @@ def _rollback(record: Mapping[str, Any]) -> str:
 
 def _shrink(record: Mapping[str, Any]) -> str:
     lost = spans(record.get("lost") or ())
-    return f"lost rank {lost}; went on with {record.get('ranks')} from step {record.get('step')}"
+    return f"lost rank {lost}; continued with {record.get('ranks')} from step {record.get('step')}"
 
 
 def _checkpoint(record: Mapping[str, Any]) -> str:
