@@ -314,19 +314,19 @@ class ReduceScatterStrategy(Strategy):
     def __init__(self, group: PlannedGroup, options: Any = None) -> None:
         super().__init__(group, options)
         self.apart: frozenset[str] = frozenset()
-        chosen = self.options
-        if chosen.fc_exchange == "always" and group.micro_batches > 1:
+        options = self.options
+        if options.fc_exchange == "always" and group.micro_batches > 1:
             raise OptionError(
                 f"fc_exchange is always, but micro_batches is {group.micro_batches}; the exchange needs micro_batches 1, "
                 f"or set fc_exchange to auto or never.",
                 "fc_exchange",
             )
-        two_level = chosen.two_level and group.shards is None  # the order of shards is independent of nodes
+        two_level = options.two_level and group.shards is None  # the order of shards is independent of nodes
         self._levels = levels(group.nodes) if two_level and group.nodes is not None else None
         # In two levels a node counts as one rank: the rule is about what crosses its link.
         links = group.ranks if self._levels is None else self._levels.nodes
         sent_share = 1.0 if self.rounding is None else self.rounding.sent_share(group.layout.item_bytes)
-        exchange: FcExchange = "never" if chosen.fc_exchange == "auto" and not group.on_host else chosen.fc_exchange
+        exchange: FcExchange = "never" if options.fc_exchange == "auto" and not group.on_host else options.fc_exchange
         exchange = exchange if group.shards is None else "never"  # products of inputs and errors add up in another order
         self.exchanging = exchanging_layers(group.layout, links, exchange, group.nominal_batch, group.micro_batches, sent_share)
 

@@ -312,11 +312,11 @@ class LazyAverager(ReduceScatterAverager):
 
 @dataclass(frozen=True)
 class LazyOptions(ShardedOptions):
-    """Options of `lazy`, beside those of `sharded`.
+    """Options of `lazy`, in addition to those of `sharded`.
 
     Args:
-        layers: Number of layers, counted from the input, whose gradients are summed over several steps; of a network that has
-            fewer, all.
+        layers: Number of layers, counted from the input, whose gradients are summed over several steps; all layers of
+            a network with fewer.
         max_interval: Most steps between two averagings of these layers; 1 averages them in every step.
         check_every: Number of averagings from one check of the interval to the next.
 
@@ -364,8 +364,8 @@ class Lazy(Sharded):
         return f"lazy, layers {self.options.layers} with {len(self._lazy)} parameters of this group, {options}"
 
     def shared(self, comm: Communicator, progress: ProgressEngine, members: int) -> LazyInterval:
-        chosen = self.options
-        return LazyInterval(comm, progress, members, max_interval=chosen.max_interval, check_every=chosen.check_every)
+        options = self.options
+        return LazyInterval(comm, progress, members, max_interval=options.max_interval, check_every=options.check_every)
 
     def averager(self, setup: AveragerSetup, agreement: Agreement) -> GradientAverager:
         interval: LazyInterval | None = setup.shared
