@@ -76,7 +76,7 @@ class ReduceScatterStep:
 
 
 class ReduceScatterAverager(GradientAverager):
-    """Each rank updates its own part of every slice; the parameters are gathered from all of them.
+    """Update this rank's own part of every slice, and gather the parameters from all ranks.
 
     Args:
         exchanging: weight -> biases of the linear layers that exchange inputs and errors. nominal_batch: samples of a step.
@@ -292,7 +292,9 @@ def _posting(schedule: CollectiveSchedule) -> list[tuple[Operation, Dependencies
 
 
 class ReduceScatterStrategy(Strategy):
-    """Reduce-scatter, own update, allgather; linear layers may exchange sufficient factors instead of gradients.
+    """The base of strategies of reduce-scatter, update by the owner and allgather.
+
+    Linear layers may exchange sufficient factors instead of gradients.
 
     A strategy defines `words`. It may choose `streams`, sizes (`slice_elements`), an `urgency` or an `order`, a `window`, other
     `slices` and `operations`, and an averager that takes `averager_arguments`. Besides its own, its options have `fc_exchange`,
@@ -382,12 +384,12 @@ class ReduceScatterStrategy(Strategy):
 
     @property
     def posted_streams(self) -> tuple[Stream, ...]:
-        """Norms of some parameters have a stream of their own, so that no reduction and no gather of others waits for them."""
+        """The streams of schedules; norms of some parameters have one of their own, so that nothing else waits for them."""
         return (*self.streams, Stream.NORMS) if self._layer_norms else self.streams
 
     @property
     def _layer_norms(self) -> bool:
-        """An update waits for the norms of its layers only.
+        """Whether an update waits for the norms of its layers only.
 
         Norms of several groups of parameters travel together. On one rank nothing travels, and a device is waited for once.
         """

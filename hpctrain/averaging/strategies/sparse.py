@@ -55,7 +55,7 @@ SELECTION_SECONDS = 3e-9
 
 @dataclass(frozen=True)
 class PartOnLink:
-    """A part that crosses between nodes.
+    """A part of a slice on the links between nodes.
 
     Attributes:
         elements: d. nodes: m. item_bytes: b_v. selection_seconds: c, of an element; 0: bytes and messages alone decide.
@@ -185,7 +185,7 @@ class SparsePart:
 
 
 class SparseOperations(OwnerOperations):
-    """Those of owners, with the exchange of largest elements. Making it is collective.
+    """The operations of owners, and the exchange of largest elements. Making it is collective.
 
     Args:
         two: the levels of the streams; None: every rank is a node.
@@ -374,7 +374,7 @@ _STEPS = "sparse_steps"
 
 
 class SparseAverager(ReduceScatterAverager):
-    """Each rank updates its part of every slice: its own 1/P of a dense one, its node's share of a compressed one.
+    """Update this rank's part of every slice: its own 1/P of a dense one, its node's share of a compressed one.
 
     Holders of what is kept back are the nodes; each rank has its part of its node's.
 
@@ -551,7 +551,7 @@ class Sparse(ReduceScatterStrategy):
 
     @property
     def nodes(self) -> int:
-        """Those that exchange: the ranks themselves, where there is one level."""
+        """Number of those that exchange: the nodes or, with one level, the ranks."""
         return self.group.ranks if self.levels is None else self.levels.nodes
 
     def slices(self, link: LinkModel | None) -> tuple[Slice, ...]:
