@@ -255,7 +255,7 @@ def engine(
 ) -> None:
     """Time the training steps of a model.
 
-    Times whole steps and each operator in one process, on made-up images, without MPI and data.
+    Times whole steps and each operator in one process, on synthetic images, without MPI and data.
     """
     from hpctrain.launch.launcher import detect
     from hpctrain.launch.threads import set_threads

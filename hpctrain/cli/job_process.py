@@ -282,7 +282,7 @@ class ConfiguredProcess(JobProcess):
         self.flight.phase("reading the configuration")
         try:
             begin_log(self._log_ranks, self.launcher)
-            self.exits.callback(log.end)
+            self.exits.callback(log.end_rank_log)
             self._log_start()
             self._prepared = self._checked(*read())
             self._config = self._prepared[0]

@@ -59,7 +59,7 @@ _PRINTED = "-"  # in place of a file's name
 @click.option(
     "--smoke",
     is_flag=True,
-    help="Try FILE within a minute: all of it for a few steps on small made-up images; its run directory is removed then.",
+    help="Try FILE within a minute: all of it for a few steps on small synthetic images; its run directory is removed then.",
 )
 @click.option(
     "--progress",
