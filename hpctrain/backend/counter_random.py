@@ -63,7 +63,7 @@ class _WordScratch:
         return self._view(0, size), self._view(1, size)
 
     def rounds(self, stream: Key, even: np.ndarray, odd: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ten rounds; the result lies in buffers of this object."""
+        """Compute the ten rounds; the result lies in buffers of this object."""
         size = even.shape[1]
         product, spare = self._view(2, size), self._view(3, size)
         for i in range(_ROUNDS):

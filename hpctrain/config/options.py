@@ -202,10 +202,12 @@ def _spoken(value: object) -> str:
 
 
 def _options(entry: Callable[..., Any], left_out: Collection[str]) -> tuple[Option, ...]:
-    taker = options_of(entry)
-    meanings = _meanings(taker)
+    options_type = options_of(entry)
+    meanings = _meanings(options_type)
     return tuple(
-        _option(parameter, meanings.get(name, "")) for name, parameter in parameters_of(taker).items() if name not in left_out
+        _option(parameter, meanings.get(name, ""))
+        for name, parameter in parameters_of(options_type).items()
+        if name not in left_out
     )
 
 

@@ -51,19 +51,9 @@ def run_calibration(world: Communicator, threads: int, seconds: float, out: Path
         OSError: the file cannot be written; raised before anything is measured.
     """
     raise_on_all_ranks(world, lambda: check_target(out, streams=True) if world.rank == 0 else None)
-    progress = ProgressEngine(rank=world.rank, deadline_seconds=deadline_seconds, abort=world.abort)
     backend = make_backend("auto", place=NodePlace(world.size))
     begin = time.perf_counter()
-    machine = calibrate(
-        world,
-        progress,
-        facts_here(),
-        lambda before: calibration.measure_rates_of(backend.kernels, threads, before),
-        name=out.stem,
-        when=time.strftime("%Y-%m-%d"),
-        seconds=seconds,
-        physical_cores=usable_cores,
-    )
+    machine = measured(world, backend.kernels, threads, deadline_seconds, seconds, out.stem)
     if world.rank == 0:
         machine_file.write(out, machine)
         print_machine(machine)
@@ -147,14 +137,21 @@ def _memory_bytes() -> int:
 NAME = "measured at the run"
 
 _WHOLE_SECONDS = 60.0
-# Links have a part of it alone; rates are known then.
+# Rates are known then, and links get a part of the time.
 _HASTE_SECONDS = 3.0
 
 
-def measured(world: Communicator, kernels: KernelSet, threads: int, deadline_seconds: float) -> Machine:
-    """Measure links, memory and rates, within a minute. Collective; the same on every rank."""
+def measured(
+    world: Communicator,
+    kernels: KernelSet,
+    threads: int,
+    deadline_seconds: float,
+    seconds: float = _WHOLE_SECONDS,
+    name: str = NAME,
+) -> Machine:
+    """Measure links, memory and rates, within `seconds`. Collective; the same on every rank."""
     return _calibrated(
-        world, lambda before: calibration.measure_rates_of(kernels, threads, before), _WHOLE_SECONDS, deadline_seconds
+        world, lambda before: calibration.measure_rates_of(kernels, threads, before), seconds, deadline_seconds, name
     )
 
 
@@ -163,13 +160,13 @@ def measured_in_haste(world: Communicator, rates: MeasureRates, deadline_seconds
     return _calibrated(world, rates, _HASTE_SECONDS, deadline_seconds)
 
 
-def _calibrated(world: Communicator, rates: MeasureRates, seconds: float, deadline_seconds: float) -> Machine:
+def _calibrated(world: Communicator, rates: MeasureRates, seconds: float, deadline_seconds: float, name: str = NAME) -> Machine:
     return calibrate(
         world,
         ProgressEngine(rank=world.rank, deadline_seconds=deadline_seconds, abort=world.abort),
         facts_here(),
         rates,
-        name=NAME,
+        name=name,
         when=time.strftime("%Y-%m-%d"),
         seconds=seconds,
         physical_cores=usable_cores,

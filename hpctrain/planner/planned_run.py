@@ -70,18 +70,32 @@ def job(task: PlannedRun) -> Job:
     """Return the training, independent of its grid, plan and averager."""
     config = task.config
     optimizer = OPTIMIZERS.create(config.optimizer.name, config.optimizer.options)
+    averages = config.ema.decay is not None
+    return _job(config.model.name, task.graph_of, task.specs, task.kernels, task.image_shape, config.batch, optimizer, averages)
+
+
+def _job(
+    model: str,
+    graph_of: Callable[[int], Graph],
+    specs: Mapping[str, ParameterSpec],
+    kernels: KernelSet,
+    image_shape: Image,
+    batch: int,
+    optimizer: Optimizer,
+    averages: bool,
+) -> Job:
     return Job(
-        model=config.model.name,
-        graph_of=task.graph_of,
-        specs=task.specs,
-        kernels=task.kernels,
-        dtype=task.graph_of(1).tensors[0].dtype,
-        image_shape=task.image_shape,
-        batch=config.batch,
-        norms_needed=optimizer.norms_needed,
-        strategy=make_strategy,
-        momentum=optimizer.momentum,
-        state_arrays=state_arrays(optimizer, averages=config.ema.decay is not None),
+        model,
+        graph_of,
+        specs,
+        kernels,
+        graph_of(1).tensors[0].dtype,
+        image_shape,
+        batch,
+        optimizer.norms_needed,
+        make_strategy,
+        optimizer.momentum,
+        state_arrays(optimizer, averages=averages),
     )
 
 
@@ -124,19 +138,7 @@ def of_network(
         return builder.build(model.lower(builder, 0, ""))
 
     specs, _ = declared(model, graph_of(1))
-    return Job(
-        type(model).__name__,
-        graph_of,
-        specs,
-        kernels,
-        dtype,
-        image_shape,
-        batch,
-        norms_needed=optimizer.norms_needed,
-        strategy=make_strategy,
-        momentum=optimizer.momentum,
-        state_arrays=state_arrays(optimizer, averages=averages),
-    )
+    return _job(type(model).__name__, graph_of, specs, kernels, image_shape, batch, optimizer, averages)
 
 
 def candidate(task: PlannedRun) -> Candidate:

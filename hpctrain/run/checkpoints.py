@@ -170,8 +170,8 @@ class BestCheckpoint:
     def to_meta(self, step: int) -> dict[str, Any]:
         """For the metadata of a checkpoint of `step`, before which none is being written: what is known of all there are."""
         self._leave_out_lost()
-        there = {step, *self._steps()}
-        self._evaluations = {number: each for number, each in self._evaluations.items() if number in there}
+        existing = {step, *self._steps()}
+        self._evaluations = {number: each for number, each in self._evaluations.items() if number in existing}
         entries = [self._evaluations[number].to_meta() for number in sorted(self._evaluations)]
         return {EVALUATIONS: entries} if entries else {}
 
@@ -302,13 +302,16 @@ class RunCheckpoints(Observer):
         self._sequence, self._identity = 0, None if (marker := marker_of(directory.path)) is None else marker.identity
         self._files = small_files(directory) if session.is_root else {}
 
-    def go_on(self, start: Start, changed: Collection[str] = ()) -> None:
-        """Take what is known of earlier checkpoints from the one that the run goes on from. changed: keys, since then."""
+    def take_up(self, start: Start | None) -> None:
+        """Take over what is known of a run's earlier checkpoints from the one that it resumes from; nothing for a new run."""
+        if start is None or start.directory is None:
+            return
         best, complete = self.best, start.position.samples == self._parts.loader.sampler.samples
+        path, meta, changed = start.path, start.content.meta, [change.key for change in start.changes]
 
         def take() -> None:
             if best is not None:
-                best.go_on(start.path, start.content.meta, changed, evaluates=complete)
+                best.go_on(path, meta, changed, evaluates=complete)
 
         raise_on_all_ranks(self._session.world, take)
 
@@ -495,13 +498,12 @@ class Rollback:
         Raises:
             DivergedError: the run has come here too often. CheckpointError: no checkpoint can be read.
         """
-        self._session.progress.notes.phase("a checkpoint")
         self._checkpoints.saver.settle()
         start = find_start(self._session, str(self._directory.path))
         assert start is not None, "a directory was named"
-        there = start.position
-        self._times = self._times + 1 if there.global_step == self._step else 1
-        self._step = there.global_step
+        target = start.position
+        self._times = self._times + 1 if target.global_step == self._step else 1
+        self._step = target.global_step
         if self._times > self._most:
             raise DivergedError(
                 f"{error} The run has gone back to step {self._step} {self._most} times, each time in another order, without "
@@ -509,27 +511,27 @@ class Rollback:
                 ranks=error.ranks,
             )
         raise_on_all_ranks(self._session.world, partial(self._parts.replica.load, start.content))
-        number = 1 + max((change.number for change in (*position.reorderings, *there.reorderings)), default=0)
-        there = replace(there, reorderings=(*there.reorderings, Reordering(there.epoch, there.samples, number)))
-        self._cut_records(there)
-        self._checkpoints.go_on(start.without_tensors())
-        self._report(error, position.global_step, there, number)
-        return there
+        number = 1 + max((change.number for change in (*position.reorderings, *target.reorderings)), default=0)
+        target = replace(target, reorderings=(*target.reorderings, Reordering(target.epoch, target.samples, number)))
+        self._cut_records(target)
+        self._checkpoints.take_up(start)
+        self._report(error, position.global_step, target, number)
+        return target
 
-    def _cut_records(self, there: Position) -> None:
+    def _cut_records(self, target: Position) -> None:
         """Rank 0 takes out of the run what lies behind the position."""
 
         def cut() -> None:
             if self._session.is_root:
                 require_owned(self._directory)
-                checkpoint.set_aside(self._directory.checkpoints, there.global_step)
-                self._directory.cut_metrics(there.epoch, there.global_step, goes_back=True)
+                checkpoint.set_aside(self._directory.checkpoints, target.global_step)
+                self._directory.cut_metrics(target.epoch, target.global_step, goes_back=True)
 
         raise_on_all_ranks(self._session.world, cut)
 
-    def _report(self, error: DivergedError, from_step: int, there: Position, number: int) -> None:
-        epoch, step = there.epoch + 1, there.global_step
-        record = {"epoch": epoch, "step": step, "from_step": from_step, "samples": there.samples, "order": number}
+    def _report(self, error: DivergedError, from_step: int, target: Position, number: int) -> None:
+        epoch, step = target.epoch + 1, target.global_step
+        record = {"epoch": epoch, "step": step, "from_step": from_step, "samples": target.samples, "order": number}
         self._reporter.record("rollback", {**record, "error": str(error)})
         self._reporter.say(f"went back from step {from_step} to step {step}, and on in order {number}: {error}")
 

@@ -206,12 +206,12 @@ class RowNames:
         self._known = set(self.layers)
         self._cache: dict[str, str] = {}
 
-    def of(self, what: str) -> str:
+    def of(self, operation: str) -> str:
         """Return the row of an operation that is posted or waited for."""
-        if what not in self._cache:
-            found = {layer for word in _WORD.findall(what) if (layer := self._layer(word)) is not None}
-            self._cache[what] = found.pop() if len(found) == 1 else what
-        return self._cache[what]
+        if operation not in self._cache:
+            found = {layer for word in _WORD.findall(operation) if (layer := self._layer(word)) is not None}
+            self._cache[operation] = found.pop() if len(found) == 1 else operation
+        return self._cache[operation]
 
     def _layer(self, word: str) -> str | None:
         owner = word.strip(".").rpartition(".")[0]

@@ -163,8 +163,8 @@ class Tracer:
 
     def events(self) -> Events:
         """Return a copy of the recorded events; those of a second thread come last."""
-        own = self._own_events()
-        return own if self._beside is None else joined(own, self._beside.events())
+        own_events = self._own_events()
+        return own_events if self._beside is None else joined(own_events, self._beside.events())
 
     def _own_events(self) -> Events:
         return Events(

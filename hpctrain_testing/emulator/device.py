@@ -1,4 +1,4 @@
-"""A device that is this CPU: the CUDA sources built by g++, and all that can go wrong on a GPU made likely to go wrong here."""
+"""A device that is this CPU: it runs the CUDA sources, built by g++, and makes the errors likely that can happen on a GPU."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class EmulatedDevice:
         stream: DeviceStream,
         action: Callable[[], None],
         text: str,
-        kept: Sequence[DeviceArray] = (),
+        keep_alive: Sequence[DeviceArray] = (),
         *,
         reads: tuple[np.ndarray, ...] = (),
         writes: tuple[np.ndarray, ...] = (),
@@ -132,7 +132,7 @@ class EmulatedDevice:
             self._recent[text] += 1
             action()
 
-        self._streams.enqueue(stream, Work(text, run, kept=kept, reads=reads, writes=writes, goes_on=goes_on))
+        self._streams.enqueue(stream, Work(text, run, keep_alive=keep_alive, reads=reads, writes=writes, goes_on=goes_on))
 
     def _check_memory(self, *, always: bool = True) -> None:
         """Raise if memory is damaged. always: False skips the check while there was too little work since the latest one."""

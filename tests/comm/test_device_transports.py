@@ -348,7 +348,7 @@ def test_texts_name_the_phase() -> None:
     _, mirrors, comm = _scene()
     first, second = comm.iallreduce(_Elsewhere(3)), comm.iallreduce(np.zeros(4))
     assert str(first) == "allreduce of 3 elements, waiting for the device"
-    assert str(second) == "allreduce of 4 elements, waiting for its turn behind operations that wait for the device"
+    assert str(second) == "allreduce of 4 elements, waiting for its turn after operations that wait for the device"
     mirrors.transits[0].done = True
     assert isinstance(comm, Communicator)
     assert first.test()

@@ -131,7 +131,7 @@ def _nccl() -> Any:
 
 
 def _load_wheel() -> None:
-    """Load NCCL where a wheel has brought it, so that CuPy's module finds it by its name."""
+    """Load NCCL from an installed wheel, so that CuPy's module finds it by its name."""
     try:
         spec = importlib.util.find_spec("nvidia.nccl")
     except ModuleNotFoundError:  # no package of NVIDIA's at all
@@ -308,7 +308,7 @@ class CupyDevice:
         return CupyEvent()
 
     def kernel(self, source: str, name: str, *, text: str | None = None) -> CupyKernel:
-        """Return the kernel `name` of kernels/<source>.cu, or of `text`. Load the source's binary at the first request.
+        """Return the kernel `name` of <source>.cu, or of `text`. Load the source's binary at the first request.
 
         Raises:
             BackendError: as `cubins.binary`.
@@ -376,7 +376,7 @@ class CupyDevice:
         precision: Precision,
     ) -> None:
         pointer = _stream(stream).ptr
-        if not a.size and not accumulate:  # sums over nothing, for which cuBLAS promises nothing
+        if not a.size and not accumulate:  # empty sums, which cuBLAS does not define
             if c.size:
                 _runtime.memsetAsync(c.pointer, 0, c.nbytes, pointer)
             return
