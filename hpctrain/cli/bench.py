@@ -61,18 +61,18 @@ class RankCounts(click.ParamType):
 @click.option(
     "--launcher",
     metavar="COMMAND",
-    help='Command that starts a job, such as "srun -n {ranks}"; by default the mpiexec beside this Python.',
+    help='Command that starts a job, such as "srun -n {ranks}"; by default the mpiexec next to this Python.',
 )
 @click.option(
     "--threads",
     type=click.IntRange(min=1),
-    help="Number of threads per rank; by default this machine's cores over the most ranks.",
+    help="Number of threads per rank; by default this machine's cores divided by the largest number of ranks.",
 )
 @click.option(
     "--machine",
     type=FilePath(),
     metavar="FILE|NAME",
-    help="Machine that steps are predicted with, a file of `hpctrain calibrate` or an installed one; by default each job "
+    help="Machine model used to predict step times: a file of `hpctrain calibrate` or an installed one; by default each job "
     "measures its links.",
 )
 @click.option(
@@ -80,14 +80,14 @@ class RankCounts(click.ParamType):
     type=OutputFile(streams=True),
     default=Path("scaling.json"),
     show_default=True,
-    help="File to which all figures are written as JSON; the plot is written beside it.",
+    help="File to which all figures are written as JSON; the plot is written next to it.",
 )
 @click.option(
     "--timeout-seconds",
     type=Seconds(min=1),
     default=3600.0,
     show_default=True,
-    help="Longest time that one run may take, in seconds.",
+    help="Time limit of one run, in seconds.",
 )
 def scaling(
     overrides: tuple[str, ...],
@@ -103,8 +103,8 @@ def scaling(
 ) -> None:
     """Compare several numbers of ranks.
 
-    Prints efficiency, exposed communication and the limit for each number of ranks. Each number runs twice: as it is, and with
-    --compute-only. OVERRIDES such as averager=sharded win over the file.
+    Prints efficiency, exposed communication and the limit for each number of ranks. Each number runs twice: normally, and with
+    --compute-only. OVERRIDES such as averager=sharded override keys of the file.
     """
     from hpctrain.bench import scaling as study
 
@@ -144,7 +144,7 @@ class ThreadCounts(RankCounts):
     type=ThreadCounts(),
     help="Numbers of threads that make a batch, such as 1,2,4; by default 1, 2, 4 and so on up to this machine's cores.",
 )
-@click.option("--no-step", is_flag=True, help="Time no training step to compare with.")
+@click.option("--no-step", is_flag=True, help="Do not time a training step for comparison.")
 @click.option("--json", "as_json", is_flag=True, help="Print all figures as JSON.")
 @click.option("--out", type=OutputFile(streams=True), help="File to which all figures are written as JSON.")
 def data(
@@ -152,8 +152,8 @@ def data(
 ) -> None:
     """Time the way of images to a batch.
 
-    Prints images per second of each stage for several numbers of threads, and tells which stage limits FILE's training, with
-    OVERRIDES, in one process and without MPI.
+    Prints images per second of each stage for several numbers of threads, and which stage limits FILE's training with OVERRIDES,
+    in one process and without MPI.
     """
     from hpctrain.cli.arguments import load_config
     from hpctrain.launch.launcher import detect
@@ -238,7 +238,7 @@ def _folded(sentences: list[str]) -> list[str]:
     show_default=True,
     help="Number of timed steps (two warm-up steps run first).",
 )
-@click.option("--vs", "versus", type=click.Choice(["torch"]), help="Compare with PyTorch, whose steps take turns with these.")
+@click.option("--vs", "versus", type=click.Choice(["torch"]), help="Compare with PyTorch; the steps of both alternate.")
 @click.option("--peer-python", default=sys.executable, help="Python interpreter that has PyTorch; by default this one.")
 @click.option("--out", type=OutputFile(streams=True), help="File to which all figures are written as JSON.")
 def engine(
@@ -255,7 +255,7 @@ def engine(
 ) -> None:
     """Time the training steps of a model.
 
-    Times whole steps and each operator in one process, on made-up images, without MPI and data.
+    Times whole steps and each operator in one process, on synthetic images, without MPI and data files.
     """
     from hpctrain.launch.launcher import detect
     from hpctrain.launch.threads import set_threads

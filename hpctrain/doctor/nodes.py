@@ -106,7 +106,7 @@ def judge_memory(job: JobView, facts: Sequence[MemoryFacts | None]) -> list[Doct
     planned = facts[0]
     assert planned is not None, "the first rank looks"
     if planned.reason:
-        return [fine(f"Not looked at: {planned.reason}.")]
+        return [fine(f"Not checked: {planned.reason}.")]
     ranks_of = {ranks[0]: len(ranks) for ranks in job.nodes.values()}
     rank_bytes = planned.pass_bytes + planned.held_bytes
     shares = {rank: ranks_of.get(rank, 1) * rank_bytes / fact.node_bytes for rank, fact in present(facts)}
@@ -134,7 +134,7 @@ def _mend_memory(config: Config | None, planned: MemoryFacts, ranks: int, node_b
             return f"Train with micro_batches={micro_batches}, or start fewer ranks on a node."
     fitting = int(_TIGHT * node_bytes // (planned.pass_bytes + planned.held_bytes))
     if not fitting:
-        return "Take nodes with more memory, or a smaller network."
+        return "Use nodes with more memory, or a smaller network."
     return f"Start at most {'1 rank' if fitting == 1 else f'{fitting} ranks'} on a node."
 
 
@@ -146,9 +146,9 @@ MEMORY = Check(
 NO_GTL = FindingKind(
     "no-gtl",
     Severity.FAULT,
-    "Cray MPICH is asked to take messages from GPUs (`MPICH_GPU_SUPPORT_ENABLED=1`), but its library for them is not loaded: "
-    "MPI ends each rank when it starts.",
-    "`export MPICH_GPU_SUPPORT_ENABLED=0`: trainings send through the host's memory then. Or link mpi4py to the site's "
+    "Cray MPICH is configured to send messages from GPUs (`MPICH_GPU_SUPPORT_ENABLED=1`), but its library for them is not "
+    "loaded: MPI ends each rank when it starts.",
+    "`export MPICH_GPU_SUPPORT_ENABLED=0`: trainings then send through the host's memory. Or link mpi4py to the site's "
     "libmpi_gtl_cuda.so.",
 )
 FEW_GPUS = FindingKind(
@@ -160,8 +160,8 @@ FEW_GPUS = FindingKind(
 HOST_MEMORY = FindingKind(
     "not-gpu-aware",
     Severity.REMARK,
-    "MPI takes no messages from the GPU's memory: trainings send through the host's (`transport: staged`).",
-    "Use an MPI that was built for GPUs, or `transport: nccl`.",
+    "MPI cannot send from the GPU's memory: trainings send through the host's (`transport: staged`).",
+    "Use an MPI with GPU support, or `transport: nccl`.",
 )
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -198,7 +198,7 @@ def from_start(text: str) -> DoctorFinding | None:
     """Return the finding that follows from MPI's last words; None if they do not concern GPUs."""
     if GTL_WORDS not in text:
         return None
-    return NO_GTL.found("MPI says at its start: GPU support is asked for, but the GTL library is not linked.")
+    return NO_GTL.found("MPI reports at its start: GPU support is requested, but the GTL library is not linked.")
 
 
 def judge_gpus(job: JobView, facts: Sequence[GpuFacts]) -> list[DoctorFinding]:
@@ -210,14 +210,14 @@ def judge_gpus(job: JobView, facts: Sequence[GpuFacts]) -> list[DoctorFinding]:
     unaware = [rank for rank, fact in enumerate(facts) if fact.probe.startswith(UNAWARE)]
     if unaware:
         reason = facts[unaware[0]].probe.partition(": ")[2]
-        found.append(HOST_MEMORY.found(f"MPI takes no messages from GPU memory on {job.hosts[unaware[0]]}: {reason}."))
+        found.append(HOST_MEMORY.found(f"MPI cannot send from GPU memory on {job.hosts[unaware[0]]}: {reason}."))
     if found:
         return found
     counts = [_gpus_of(facts, ranks) for ranks in job.nodes.values()]
     if not any(counts):
         return [fine("No node shows a GPU.")]
     most = f"{min(counts)} to {max(counts)}" if min(counts) != max(counts) else f"{counts[0]}"
-    aware = "; MPI takes messages from their memory (transport mpi)" if any(fact.probe == AWARE for fact in facts) else ""
+    aware = "; MPI can send from their memory (transport mpi)" if any(fact.probe == AWARE for fact in facts) else ""
     return [fine(f"GPUs per node: {most}{aware}.")]
 
 
@@ -261,13 +261,13 @@ NO_ONEDNN = FindingKind(
 SLOW_KERNELS = FindingKind(
     "slow-kernels",
     Severity.WARNING,
-    "oneDNN cannot be used, so that NumPy computes, several times slower.",
+    "oneDNN cannot be used; NumPy computes instead, several times slower.",
     "pip install onednn-cpu-gomp==2023.2.0",
 )
 UNLIKE_KERNELS = FindingKind(
     "unlike-kernels",
     Severity.FAULT,
-    "Ranks would compute with different kernels: the slowest node holds up all others, and results depend on the node.",
+    "Ranks would compute with different kernels: the slowest node delays all others, and results depend on the node.",
     "Give all nodes the same environment, or set `backend` to numpy.",
 )
 
@@ -323,7 +323,7 @@ KERNELS = Check(
 MISMATCH = FindingKind(
     "mismatch",
     Severity.FAULT,
-    "Ranks have other packages, other files of hpctrain or another configuration than rank 0: a training is refused.",
+    "Ranks have different packages, files of hpctrain or configurations than rank 0: a training is refused.",
     "Give all nodes the same environment.",
 )
 
@@ -361,8 +361,8 @@ VERSIONS = Check(
 SLOW_IMPORT = FindingKind(
     "slow-import",
     Severity.WARNING,
-    "The slowest rank took more than 5 s to load Python and all modules of a training, on a core that it had.",
-    "Copy the environment to the nodes' own disks before the job, such as by `sbcast` of an archive, and start from there.",
+    "The slowest rank took more than 5 s to load Python and all modules of a training, while it had a core.",
+    "Copy the environment to the nodes' own disks before the job, for example with `sbcast` of an archive, and start from there.",
 )
 
 _MOST_START_SECONDS = 5.0
@@ -393,8 +393,8 @@ START_UP = Check(
 SKEW = FindingKind(
     "clock-skew",
     Severity.WARNING,
-    "The wall clocks of nodes are apart: the autopsy of a failed job would put events of different nodes in the wrong order.",
-    "Ask for a time service (chrony) on these nodes, or leave them out: `srun --exclude=NODES`.",
+    "The wall clocks of nodes differ: the autopsy of a failed job would order events of different nodes wrongly.",
+    "Have a time service (chrony) installed on these nodes, or leave them out: `srun --exclude=NODES`.",
 )
 
 _ROUNDS = 10
@@ -435,7 +435,7 @@ CLOCKS = Check(
 NOTHING_HIDES = FindingKind(
     "nothing-hides",
     Severity.REMARK,
-    "In no progress mode do messages move while layers compute: their time adds to that of a step.",
+    "No progress mode moves messages while layers compute: their time adds to that of a step.",
     "Leave a core of each rank free, or on Cray: `export MPICH_ASYNC_PROGRESS=1 MPICH_MAX_THREAD_SAFETY=multiple`.",
 )
 
@@ -467,7 +467,7 @@ def judge_progress(job: JobView, facts: Sequence[OverlapMeasurement | None]) -> 
     """Return one finding, with the share that each mode hides."""
     measured = facts[0]
     if measured is None:
-        return [fine("One rank: nothing travels.")]
+        return [fine("One rank: no messages.")]
     shares = {mode: measured.hidden(mode) for mode in measured.by_round}
     told = "; ".join(f"{mode.in_words}: {_share(shares[mode])}" for mode in sorted(shares, key=list(ProgressMode).index))
     sentence = f"Of {measured.wire_seconds * 1e3:.0f} ms of messages, hidden under as much computing: {told}."

@@ -29,7 +29,7 @@ from hpctrain.launch.threads import core_names
 SINGLETONS = FindingKind(
     "singletons",
     Severity.FAULT,
-    "Each process is rank 0 of a world of its own: N of them would train N times the same, and write over each other.",
+    "Each process is rank 0 of its own world: N of them would train N times the same, and overwrite each other's files.",
     "Use the mpiexec of the MPI that mpi4py loads, or give srun the `--mpi` option of that MPI.",
 )
 WORLD_SIZE = FindingKind(
@@ -47,7 +47,7 @@ ONE_OF_SEVERAL = FindingKind(
 ALONE = FindingKind(
     "alone",
     Severity.REMARK,
-    "One process without a launcher: nothing is said of several ranks.",
+    "One process without a launcher: several ranks were not checked.",
     "mpiexec -n 2 python -m mpi4py -m hpctrain doctor",
 )
 
@@ -122,14 +122,14 @@ def judge_launcher(job: JobView, facts: Sequence[LauncherFacts]) -> list[DoctorF
         return [WORLD_SIZE.found(f"{fault[0]}.", _line(fault[1]))]
     if launcher.name == "none" and first.siblings > 1:
         sentence = (
-            f"{first.siblings} processes of this command run side by side, and each is rank 0 of 1: "
-            "what started them is no launcher that MPI here knows."
+            f"{first.siblings} processes of this command run at the same time, and each is rank 0 of 1: "
+            "this MPI does not know what started them."
         )
         return [SINGLETONS.found(sentence, f"{first.beside or 'mpiexec'} -n {first.siblings} python -m mpi4py -m hpctrain ...")]
     if launcher.name == "none" and first.alone is not None:
         return [ONE_OF_SEVERAL.from_error(first.alone)]
     if launcher.name == "none":
-        return [ALONE.found("One process without a launcher: nothing can be said of several ranks.")]
+        return [ALONE.found("One process without a launcher: several ranks were not checked.")]
     count = "1 rank" if job.size == 1 else f"{job.size} ranks"
     nodes = len(job.nodes)
     return [fine(f"{count} on {'1 node' if nodes == 1 else f'{nodes} nodes'}, started by {launcher.name}.")]
@@ -195,7 +195,7 @@ THREAD_LEVEL = FindingKind(
 THREAD_NEEDED = FindingKind(
     "thread-level-needed",
     Severity.FAULT,
-    "The same, and the configuration's `progress` is a mode with a thread: the training is refused.",
+    "As above, and the configuration's `progress` is a mode with a thread: the training is refused.",
     "unset MPI4PY_RC_THREAD_LEVEL",
 )
 
@@ -292,7 +292,7 @@ def _thread_level(library: str, facts: LibraryFacts, config: Config | None) -> l
     if facts.level_asked:
         return [kind.found(f"MPI has started at thread level {level}, as {_LEVEL} asks{wish}.", f"unset {_LEVEL}")]
     sentence = f"MPI has started at thread level {level}, though serialized was asked for{wish}."
-    return [kind.found(sentence, "export MPICH_MAX_THREAD_SAFETY=multiple, or use an MPI that was built for threads.")]
+    return [kind.found(sentence, "export MPICH_MAX_THREAD_SAFETY=multiple, or use an MPI with thread support.")]
 
 
 MPI_LIBRARY = Check(
@@ -307,7 +307,7 @@ MPI_LIBRARY = Check(
 TOO_MANY_THREADS = FindingKind(
     "too-many-threads",
     Severity.FAULT,
-    "The threads of BLAS or OpenMP of all ranks of a node outnumber its cores: they take turns, and a step takes far longer.",
+    "The threads of BLAS or OpenMP of all ranks of a node outnumber its cores: they take turns, and a step takes much longer.",
     "Leave `OMP_NUM_THREADS` and `OPENBLAS_NUM_THREADS` unset, or set them to the cores of a rank.",
 )
 TOO_MANY_RANKS = FindingKind(
@@ -325,13 +325,13 @@ THREADS_REFUSED = FindingKind(
 OVERLAP = FindingKind(
     "overlapping-cores",
     Severity.WARNING,
-    "Ranks of a node are bound to sets of cores that differ, but have cores in common.",
+    "Ranks of a node are bound to different sets of cores that overlap.",
     "Let the launcher bind each rank to cores of its own.",
 )
 UNBOUND = FindingKind(
     "unbound",
     Severity.REMARK,
-    "The ranks of a node may all run on the same cores: the system moves their threads about.",
+    "The ranks of a node may all run on the same cores: the system moves their threads between cores.",
     "Let the launcher bind each rank to cores of its own.",
 )
 
@@ -479,7 +479,7 @@ def judge_grid(job: JobView, facts: Sequence[SingleValues | None]) -> list[Docto
     """Return one finding."""
     config = job.config
     if config is None:
-        return [fine("Not looked at: no configuration was given.")]
+        return [fine("Not checked: no configuration was given.")]
     if "grid" in config.automatic or "plan" in config.automatic:
         return [fine("Chosen when a training starts (auto).")]
     ranks = job.launcher.expected_size or job.size  # where each is alone, the grid is not what is wrong

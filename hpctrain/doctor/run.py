@@ -78,7 +78,7 @@ class DoctorRank:
         from hpctrain.doctor import job, nodes
 
         notes = job.RankNotes(notebook, place.config)
-        notes.phase("looking at what it sees by itself")
+        notes.phase("examining what it sees by itself")
         if not isinstance(configuration, HpctrainError):
             notes.facts = job.gather_alone(place)
         if place.leads_job and nodes.from_start(str(notes.facts.get(nodes.GPUS.name))) is not None:
@@ -112,7 +112,7 @@ class DoctorRank:
 
         place = OwnPlace(self.launcher, None, self.directory or _DEFAULT_DIRECTORY)
         if isinstance(end.note, job.Progression) and end.note.concluded:
-            self._say(place, f"After its report, the doctor {end.in_words} while it was {end.note.phase}.")
+            self._say(place, f"After its report, the doctor {end.in_words} while {end.note.phase}.")
             return USER_ERROR
         found, examine = job.explained(place, end)
         if place.leads_job:

@@ -200,9 +200,9 @@ def _nobody_absent(rank: int, absence: _Absence, by_rank: Mapping[int, FlightRec
     posted = f"All ranks posted what {waited}, {_text(absence, record)}"
     still = [other for other in by_rank.values() if _is_still(other, record)]
     if not still:
-        return Autopsy((f"{posted}: the transport has not moved it, as where a link is cut.",))
+        return Autopsy((f"{posted}: the transport did not complete it; a link may be cut.",))
     ranks, latest = tuple(other.rank for other in still), latest_seconds([*by_rank.values()])
-    sentences = [f"{posted}; {named(ranks)} did not drive it any more."]
+    sentences = [f"{posted}; {named(ranks)} stopped driving it."]
     for other in still:
         silent = silent_seconds(other, latest)
         sentences.append(silence(other, silent) if silent else f"{_whereabouts(other)}.")
@@ -246,11 +246,13 @@ def autopsy(records: Sequence[FlightRecord]) -> Autopsy:
     missing = sorted(set(range(max(ranks, key=ranks.count))) - {record.rank for record in records})
     unlike = _mismatch(records)  # first: an MPI may end a rank for it, hang, or go on with other numbers
     if unlike is None and not missing and all(record.end is End.FINISHED for record in records):
-        return Autopsy((f"The job finished: {named(range(len(records)))} ended in good order.",))
+        return Autopsy((f"The job finished: {named(range(len(records)))} ended normally.",))
     findings = unlike or _failed(records) or held_up(records) or _silent(records) or _stuck(records)
     sentences = list(findings.sentences)
     if missing:
-        sentences.append(f"{named(missing).capitalize()} left no record here: never started, or on nodes that keep their own.")
+        sentences.append(
+            f"{named(missing).capitalize()} left no record here: they never started, or their nodes keep their own records."
+        )
     return Autopsy(tuple(sentences), findings.blamed)
 
 
@@ -379,7 +381,7 @@ class FoundRecords:
         if len(self.damaged) > _MOST_NOTES:
             lines.append(f"{len(self.damaged) - _MOST_NOTES} more records cannot be read.")
         if self.others:
-            lines.append(f"{self.others} {'entry is' if self.others == 1 else 'entries are'} no flight record, and left out.")
+            lines.append(f"{self.others} {'entry is' if self.others == 1 else 'entries are'} no flight record, and was left out.")
         return lines
 
 

@@ -329,7 +329,7 @@ def _end_hung(child: _Rank) -> NoReturn:
     place = child.place(record)
     _say(
         child.rank,
-        f"the process is stopped, or hangs without letting go of Python's lock: it is ended, as its time is over.{place}",
+        f"the process is stopped, or hangs without releasing Python's lock: it is killed at its deadline.{place}",
     )
     os.kill(child.process, signal.SIGABRT)
     end = time.monotonic() + _STACKS_SECONDS

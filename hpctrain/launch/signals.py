@@ -139,7 +139,7 @@ class SignalWatch:
             self._stop(number, now)
         elif number == STACKS and now - self._stacks_at >= _STACKS_SECONDS:
             self._stacks_at = now
-            process_end.say_last_words(self._rank, [f"{number.name} received, the run goes on; stacks of all threads:"])
+            process_end.say_last_words(self._rank, [f"{number.name} received, the run continues; stacks of all threads:"])
 
     def _run(self) -> None:
         while not self._closed:
@@ -158,7 +158,7 @@ class SignalWatch:
         if first:
             self._say(
                 f"{number.name} received: {self._answer}; SIGINT (Ctrl-C) after {AGAIN_SECONDS:g} s more ends it at once, "
-                f"without one."
+                f"without a checkpoint."
             )
         elif not self._patience_asked and now - self._since >= AGAIN_SECONDS:
             self._patience_asked = True

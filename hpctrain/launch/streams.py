@@ -90,7 +90,7 @@ class ForgivingFile(io.RawIOBase):
                 raise
             if not self._told:
                 self._told = True
-                said = f"hpctrain: the standard output cannot be written ({error.strerror}); the run goes on without it.\n"
+                said = f"hpctrain: the standard output cannot be written ({error.strerror}); the run continues without it.\n"
                 with contextlib.suppress(OSError):
                     os.write(2, said.encode())
             return len(data)

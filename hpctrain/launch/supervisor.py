@@ -59,7 +59,7 @@ class TrainCommand:
         if len(places) != 1:
             found = "no training" if not places else f"{len(places)} trainings"
             raise LaunchError(
-                f'The command "{" ".join(words)}" has {found} in it; it must have the words hpctrain train FILE once, as in '
+                f'The command "{" ".join(words)}" has {found} in it; it must contain the words hpctrain train FILE once, as in '
                 "mpiexec -n 4 python -m mpi4py -m hpctrain train FILE."
             )
         return cls(tuple(words), places[0])
@@ -191,7 +191,7 @@ class SupervisedCommand:
         now = time.monotonic()
         if self.request is None:
             self.request, self._asked_at = number, now
-            self._say(f"{number.name} received: the training saves and ends, and is not started again")
+            self._say(f"{number.name} received: the training saves a checkpoint and ends, and is not restarted")
             self._send(process, PASSED_ON)
         elif number == Signals.SIGINT and now - self._asked_at >= AGAIN_SECONDS:
             self._say(f"{number.name} received again: the training ends at once")
@@ -387,12 +387,12 @@ class Supervisor:
         if self._runner.request is not None:
             return None, f"stopped by {self._runner.request.name}"
         if code == USER_ERROR:
-            return None, "its own words say what to mend; another start would fail alike"
+            return None, "its message says what to change; another start would fail the same way"
         if code == STOPPED and not self._rules.requeue:
             return None, "stopped with a checkpoint"
         if code == STOPPED and progress:
             self._state.failures = 0
-            return 0.0, "stopped with a checkpoint, and goes on"
+            return 0.0, "stopped with a checkpoint; continues"
         return self._failed(traces, progress=progress)
 
     def _failed(self, traces: AttemptOutcome, *, progress: bool) -> tuple[float | None, str]:
@@ -406,7 +406,7 @@ class Supervisor:
         pause_seconds = min(LONGEST_PAUSE_SECONDS, rules.pause_seconds * 2 ** (state.failures - 1))
         without = f" without {', '.join(state.excluded)}" if state.excluded else ""
         place = f"the newest checkpoint of {state.run}" if state.run is not None else "the beginning, as there is no checkpoint"
-        return pause_seconds, f"starts again in {pause_seconds:g} s{without} from {place}"
+        return pause_seconds, f"restarts in {pause_seconds:g} s{without} from {place}"
 
 
 def summary(attempts: Sequence[Attempt]) -> list[str]:

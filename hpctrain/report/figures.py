@@ -331,7 +331,7 @@ def layer_drawing(table: TimeTable, key: str, name: str) -> Drawing:
     left = len(table.rows) - len(rows)
     more = f", and {left} more that are not shown" if left else ""
     exposed = table.total.exposed_seconds / table.step_seconds if table.step_seconds else 0.0
-    words = f"Lines of the time table that took most{more}. Waits for messages are {exposed:.1%} of a step."
+    words = f"Rows of the time table that took most{more}. Waits for messages are {exposed:.1%} of a step."
 
     def draw(figure: Figure, style: Style) -> None:
         axes = figure.add_subplot()

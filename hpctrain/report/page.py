@@ -134,7 +134,7 @@ def _words(judgement: Judgement, *, whole: bool) -> str:
         return words
     mistakes = confusion.largest_confusions(_MOST_CONFUSIONS)
     told = "; ".join(f"{names[label]} for {_taken_for(rival, names)} {count:,} times" for label, rival, count in mistakes)
-    return f"{words} Most often taken: {told}." if told else words
+    return f"{words} Most frequent mistakes: {told}." if told else words
 
 
 def _taken_for(prediction: int, names: tuple[str, ...]) -> str:
@@ -367,7 +367,7 @@ def _events(records: Sequence[RunRecord]) -> PagePart:
             lines.append(Line((when, event.text) if len(records) == 1 else (when, record.name, event.text)))
     headings = ("time", "event") if len(records) == 1 else ("time", "run", "event")
     tables = (Table("", headings, tuple(lines)),) if lines else ()
-    return PagePart("events", "Events", tables=tables, sentences=() if lines else ("Nothing out of the ordinary was recorded.",))
+    return PagePart("events", "Events", tables=tables, sentences=() if lines else ("No unusual events were recorded.",))
 
 
 def _checkpoints(records: Sequence[RunRecord]) -> PagePart:

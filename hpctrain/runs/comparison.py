@@ -148,7 +148,7 @@ def _bits(records: Sequence[RunRecord]) -> Iterator[SameBits]:
             yield by_hashes or SameBits(
                 run,
                 None,
-                reason=f"no hashes and no checkpoint of a step that {records[0].name} has such of, so no bits are compared",
+                reason=f"no step has hashes or checkpoints both here and in {records[0].name}, so no bits were compared",
             )
             continue
         try:

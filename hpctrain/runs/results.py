@@ -181,7 +181,7 @@ def summary(record: RunRecord) -> Summary:
     epochs = record.state.of_kind("epoch")
     step, memory = record.state.latest("steps"), record.state.latest("memory")
     return Summary(
-        end=record.state.end or "goes on, or nobody knows",
+        end=record.state.end or "running, or unknown",
         epochs=max((_whole(entry, "epoch") for entry in epochs), default=0),
         steps=max((_whole(entry, "step") for entry in records), default=0),
         ranks=record.state.ranks[0].ranks if record.state.ranks else None,

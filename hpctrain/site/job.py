@@ -165,7 +165,7 @@ def _time(site: Site, asked: str | None, *, least: int) -> str:
         )
     if seconds <= least:
         raise ConfigError(
-            f"{label} is {text!r}, which is {_clock(int(seconds))}, but a training is to save a checkpoint {least} s before the "
+            f"{label} is {text!r}, which is {_clock(int(seconds))}, but a training saves a checkpoint {least} s before the "
             f"end; the nearest legal value is {_clock(least + 1)}."
         )
     return _clock(int(seconds))
@@ -310,7 +310,9 @@ def render(site: Site, job: SiteJob) -> str:
     for name, text in (("site", site.name), *_texts("", vars(job)), *_texts("profile.", site.profile.model_dump())):
         character = forbidden(text)
         if character is not None:
-            raise ConfigError(f"{name} is {shortened(text)}, which has {character} and cannot stand in a job script; remove it.")
+            raise ConfigError(
+                f"{name} is {shortened(text)}, which has {character} and is not allowed in a job script; remove it."
+            )
     template = _environment().get_template(_TEMPLATES[site.profile.scheduler])
 
     def line(setting: str, comment: str, edit: bool = True) -> str:
@@ -359,7 +361,7 @@ def _directive(text: str) -> str:
         ConfigError: the text has a backslash, which in a path also disables Slurm's replacements, such as that of %j.
     """
     if "\\" in text:
-        raise ConfigError(f"output is {shortened(text)}, but Slurm takes backslashes away; choose a directory without one.")
+        raise ConfigError(f"output is {shortened(text)}, but Slurm removes backslashes; choose a directory without one.")
     return shell_word(text)
 
 

@@ -57,7 +57,7 @@ def test_whole_ones_are_verified_and_damaged_ones_are_named(run: Path) -> None:
     assert str(damaged) in result.output
     whole = checkpoint_path(run / "checkpoints", 2)
     assert f"hpctrain: 1 of 3 checkpoints cannot be used; the newest whole one is {whole}." in result.output
-    assert "none is left to go on from" in _call("verify", str(damaged)).output
+    assert "none is left to resume from" in _call("verify", str(damaged)).output
 
 
 def test_position_and_tensors_are_shown(run: Path) -> None:
@@ -95,7 +95,7 @@ def test_the_best_is_marked(run: Path, best: Path) -> None:
     assert len({line.index(str(run)) for line in lines}) == 1, "the paths stand below each other"
     best.unlink()
     last = _call("list", str(run)).output.splitlines()[-1]
-    assert last == "the best checkpoint, checkpoint-00000001.h5 (top1 50.00% after epoch 1), is not there any more"
+    assert last == "the best checkpoint, checkpoint-00000001.h5 (top1 50.00% after epoch 1), no longer exists"
 
 
 def test_the_best_is_pruned_on_request_only(run: Path, best: Path) -> None:

@@ -363,7 +363,7 @@ def test_many_classes_are_told_by_their_largest_confusions(monkeypatch: pytest.M
     assert result.confusion == ()
     assert "top-1 60.00%. The outputs for 5 images are not finite." in result.words
     assert result.words.endswith(
-        "Most often taken: class 0 for no class 5 times; class 2 for class 0 3 times; class 0 for class 1 2 times."
+        "Most frequent mistakes: class 0 for no class 5 times; class 2 for class 0 3 times; class 0 for class 1 2 times."
     )
 
 
