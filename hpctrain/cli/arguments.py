@@ -21,6 +21,7 @@ from hpctrain.core import log as rank_log
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.files import expanded
 from hpctrain.core.sentences import nearest
+from hpctrain.core.text import counted
 from hpctrain.launch.launcher import Launcher
 
 if TYPE_CHECKING:
@@ -190,7 +191,8 @@ def names_rank(text: str, size: int, rank: int) -> bool:
         if int(first) > int(last):
             raise ConfigError(f"--log-ranks has {span}, whose first rank is above its last; the nearest is {last}-{first}.")
         if int(last) >= size:
-            ranks = "1 rank" if size == 1 else f"{size} ranks"
-            raise ConfigError(f"--log-ranks names rank {int(last)}, but the job has {ranks}; the largest number is {size - 1}.")
+            raise ConfigError(
+                f"--log-ranks names rank {int(last)}, but the job has {counted(size, 'rank')}; the largest number is {size - 1}."
+            )
         is_named = is_named or int(first) <= rank <= int(last)
     return is_named

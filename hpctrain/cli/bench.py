@@ -18,7 +18,7 @@ import click
 
 from hpctrain.cli.arguments import FILE, OVERRIDES, FilePath, OutputFile, Seconds
 from hpctrain.cli.failure import Commands
-from hpctrain.core.text import echo, echo_block
+from hpctrain.core.text import counted, echo, echo_block, folded
 
 if TYPE_CHECKING:
     from hpctrain.bench.data import DataRates
@@ -174,7 +174,7 @@ def data(
     if as_json:
         echo_block(json.dumps(content, indent=1))
     else:
-        for line in (*rates_table(rates), *_folded(sentences)):
+        for line in (*rates_table(rates), *(line for one in sentences for line in folded(one.split(", "), _COLUMNS, ", "))):
             echo(line)
     if out is not None:
         write_json(out, content)
@@ -189,21 +189,11 @@ def rates_table(rates: DataRates) -> list[str]:
     at_once = (_COLUMNS - _NAME) // _NUMBER
     for begin in range(0, len(rates.threads), at_once):
         counts = rates.threads[begin : begin + at_once]
-        lines.append("stage".ljust(_NAME) + "".join(_threads(count).rjust(_NUMBER) for count in counts))
+        lines.append("stage".ljust(_NAME) + "".join(counted(count, "thread").rjust(_NUMBER) for count in counts))
         for stage in rates.names:
             name = "read, decode" if stage == READ and rates.decodes else stage
             lines.append(name.ljust(_NAME) + "".join(f"{rates.rate(stage, count):,.0f}".rjust(_NUMBER) for count in counts))
     return lines
-
-
-def _threads(count: int) -> str:
-    return f"{count} thread" if count == 1 else f"{count} threads"
-
-
-def _folded(sentences: list[str]) -> list[str]:
-    from hpctrain.core.text import folded
-
-    return [line for sentence in sentences for line in folded(sentence.split(", "), _COLUMNS, ", ")]
 
 
 @click.command()

@@ -207,45 +207,43 @@ def convert() -> None:
     """
 
 
-def _keep_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    text = "Store the picture files as they are instead of pixels; they are decoded to the same pixels when they are read."
-    return click.option("--keep-jpeg", "keep_files", is_flag=True, help=text)(command)
-
-
-def _names_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    text = "Text file with one class name per line, in UTF-8, or another data file with the classes."
-    return click.option("--class-names", "names_file", type=_INPUT, help=text)(command)
-
-
-def _pixels_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    text = "Largest number of pixels of an image to decode; by default 178,956,970."
-    return click.option("--max-pixels", type=click.IntRange(1), help=text)(command)
-
-
-def _json_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    text = "Print what was written and left out as one JSON object, with all names."
-    return click.option("--json", "as_json", is_flag=True, help=text)(command)
-
-
-def _overwrite_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    return click.option("--overwrite", is_flag=True, help="Replace OUT if it exists; otherwise an existing OUT is an error.")(
-        command
-    )
-
-
-def _threads_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    return click.option(
-        "--threads", type=click.IntRange(1), help="Number of threads that decode images; by default one per core."
-    )(command)
+_KEEP = click.option(
+    "--keep-jpeg",
+    "keep_files",
+    is_flag=True,
+    help="Store the picture files as they are instead of pixels; they are decoded to the same pixels when they are read.",
+)
+_CLASS_NAMES = click.option(
+    "--class-names",
+    "names_file",
+    type=_INPUT,
+    help="Text file with one class name per line, in UTF-8, or another data file with the classes.",
+)
+_MAX_PIXELS = click.option(
+    "--max-pixels", type=click.IntRange(1), help="Largest number of pixels of an image to decode; by default 178,956,970."
+)
+_JSON = click.option(
+    "--json", "as_json", is_flag=True, help="Print what was written and left out as one JSON object, with all names."
+)
+_OVERWRITE = click.option("--overwrite", is_flag=True, help="Replace OUT if it exists; otherwise an existing OUT is an error.")
+_THREADS = click.option(
+    "--threads", type=click.IntRange(1), help="Number of threads that decode images; by default one per core."
+)
+_FIT = click.option(
+    "--fit", type=_FITS, default="crop", show_default=True, help="Crop the centre (crop), or change the aspect ratio (squash)."
+)
+_CHANNELS = click.option(
+    "--channels", type=click.Choice(["1", "3"]), default="3", show_default=True, help="Number of channels: grey (1) or RGB (3)."
+)
 
 
 @convert.command("idx")
 @click.argument("images", type=_INPUT)
 @click.argument("labels", type=_INPUT)
 @click.argument("out", type=_OUTPUT)
-@_names_option
-@_overwrite_option
-@_json_option
+@_CLASS_NAMES
+@_OVERWRITE
+@_JSON
 def convert_idx(images: Path, labels: Path, out: Path, names_file: Path | None, overwrite: bool, as_json: bool) -> None:
     """Convert IDX files (such as MNIST).
 
@@ -262,8 +260,8 @@ def convert_idx(images: Path, labels: Path, out: Path, names_file: Path | None, 
 @click.argument("out", type=_OUTPUT)
 @click.option("--split", type=click.Choice(["train", "test"]), required=True, help="Split whose images are converted.")
 @click.option("--coarse", is_flag=True, help="Take the 20 superclasses of CIFAR-100 as classes.")
-@_overwrite_option
-@_json_option
+@_OVERWRITE
+@_JSON
 def convert_cifar(directory: Path, out: Path, split: Any, coarse: bool, overwrite: bool, as_json: bool) -> None:
     """Convert CIFAR-10 or CIFAR-100.
 
@@ -285,9 +283,9 @@ def convert_cifar(directory: Path, out: Path, split: Any, coarse: bool, overwrit
     type=click.Choice(["nhwc", "nchw"]),
     help="Position of the channels; by default where the only dimension of 1, 3 or 4 is.",
 )
-@_names_option
-@_overwrite_option
-@_json_option
+@_CLASS_NAMES
+@_OVERWRITE
+@_JSON
 def convert_hdf5(
     file: Path, out: Path, images: str, labels: str, layout: Any, names_file: Path | None, overwrite: bool, as_json: bool
 ) -> None:
@@ -313,19 +311,15 @@ def convert_hdf5(
 @click.argument("file", type=_INPUT)
 @click.argument("out", type=_OUTPUT)
 @click.option("--size", type=_SIDE, help="Side of the square images, in pixels; without it images keep their size.")
-@click.option(
-    "--fit", type=_FITS, default="crop", show_default=True, help="Crop the centre (crop), or change the aspect ratio (squash)."
-)
-@click.option(
-    "--channels", type=click.Choice(["1", "3"]), default="3", show_default=True, help="Number of channels: grey (1) or RGB (3)."
-)
-@_keep_option
-@_pixels_option
+@_FIT
+@_CHANNELS
+@_KEEP
+@_MAX_PIXELS
 @click.option("--limit", type=click.IntRange(1), help="Number of images to convert, counted from the first; by default all.")
-@_names_option
-@_threads_option
-@_overwrite_option
-@_json_option
+@_CLASS_NAMES
+@_THREADS
+@_OVERWRITE
+@_JSON
 def convert_npz(
     file: Path,
     out: Path,
@@ -373,21 +367,17 @@ def convert_npz(
 @click.argument("directory", type=_INPUT)
 @click.argument("out", type=_OUTPUT)
 @click.option("--size", type=_SIDE, required=True, help="Side of the square images, in pixels.")
-@click.option(
-    "--fit", type=_FITS, default="crop", show_default=True, help="Crop the centre (crop), or change the aspect ratio (squash)."
-)
-@click.option(
-    "--channels", type=click.Choice(["1", "3"]), default="3", show_default=True, help="Number of channels: grey (1) or RGB (3)."
-)
-@_keep_option
-@_pixels_option
+@_FIT
+@_CHANNELS
+@_KEEP
+@_MAX_PIXELS
 @click.option(
     "--skip-unreadable", is_flag=True, help="Leave out and list images that cannot be read or decoded; the exit code is then 2."
 )
-@_names_option
-@_threads_option
-@_overwrite_option
-@_json_option
+@_CLASS_NAMES
+@_THREADS
+@_OVERWRITE
+@_JSON
 def convert_folder(
     directory: Path,
     out: Path,

@@ -26,7 +26,7 @@ from hpctrain.core.text import sentence as sentence_of
 from hpctrain.flight.start_records import hint
 from hpctrain.launch import process_end
 from hpctrain.launch import process_end as exit_codes
-from hpctrain.launch.launcher import EXPECT_RANKS, Launcher, detect, environment_fault, place_of
+from hpctrain.launch.launcher import EXPECT_RANKS, detect, environment_fault, place_of
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -181,15 +181,10 @@ def _is_said_by_another(error: Exception, *, in_job: bool) -> bool:
     """
     if environment_fault(os.environ) is not None:  # there are no other ranks
         return False
-    launcher = _launcher()
+    launcher = detect({name: value for name, value in os.environ.items() if name != EXPECT_RANKS})  # which may be wrong
     if not in_job:
         return bool(launcher.rank)
     return isinstance(error, LaunchError) and bool(launcher.local_rank)
-
-
-def _launcher() -> Launcher:
-    environ = {name: value for name, value in os.environ.items() if name != EXPECT_RANKS}  # which may be what is wrong
-    return detect(environ)
 
 
 class _Left(SystemExit):

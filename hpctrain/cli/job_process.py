@@ -283,17 +283,13 @@ class ConfiguredProcess(JobProcess):
         try:
             begin_log(self._log_ranks, self.launcher)
             self.exits.callback(log.end)
-            self._log_start()
+            _log.debug("flight record until there is a run directory: %s", self.flight.begun_at)
+            facts = (os.getpid(), platform.node(), __version__, self.launcher.name, " ".join(sys.argv[1:]))
+            _log.debug("process %d on %s, hpctrain %s, launcher %s: %s", *facts)
             self._prepared = self._checked(*read())
             self._config = self._prepared[0]
         except HpctrainError as error:
             self._prepared = error
-
-    def _log_start(self) -> None:
-        """Log what this process is to its file, and where its flight record is until the run has a directory."""
-        _log.debug("flight record until there is a run directory: %s", self.flight.begun_at)
-        words, host = " ".join(sys.argv[1:]), platform.node()
-        _log.debug("process %d on %s, hpctrain %s, launcher %s: %s", os.getpid(), host, __version__, self.launcher.name, words)
 
     def _checked(self, config: Config, source: Source) -> tuple[Config, ThreadPlan]:
         """Set the threads; return them with the configuration, checked and with all defaults."""

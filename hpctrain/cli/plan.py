@@ -354,19 +354,6 @@ def _print(study: SimulatedStudy, points: Sequence[SimulatedPoint], *, as_json: 
 _RANKS = click.option(
     "--ranks", type=click.IntRange(min=1), help="Number of ranks of the job; by default that of the configured grid."
 )
-_IMAGE = click.option(
-    "--image",
-    nargs=3,
-    type=click.IntRange(min=1),
-    metavar="H W C",
-    help="Size of the images as the network sees them; by default that of the training file's, augmented, or the model's own "
-    "without such a file.",
-)
-_CLASSES = click.option(
-    "--classes",
-    type=click.IntRange(min=1),
-    help="Number of classes; by default that of the training file, or the model's own without such a file.",
-)
 _PER_NODE = click.option(
     "--ranks-per-node", type=click.IntRange(min=1), help="Number of ranks on each node; by default all ranks are on one."
 )
@@ -420,8 +407,8 @@ plan.add_command(simulate)
 @FILE
 @OVERRIDES
 @_RANKS
-@_IMAGE
-@_CLASSES
+@IMAGE
+@CLASSES
 @_ALPHA
 @_BETA
 @_PER_NODE
@@ -463,8 +450,8 @@ def show(
 @FILE
 @OVERRIDES
 @_RANKS
-@_IMAGE
-@_CLASSES
+@IMAGE
+@CLASSES
 @_ALPHA
 @_BETA
 @_PER_NODE

@@ -251,13 +251,12 @@ def schedule_lines(task: PlannedRun, averaged: Sequence[GroupSchedule], link: Li
         yield f"exchanged: {_range(group.exchanged)} elements per rank and step"
         yield "slice  [start, stop)  elements of ranks 0, 1, ..."
         for number, piece in enumerate(group.schedule.slices):
-            owned = _runs(group.owned(piece)) if _has_owners(group) else "all of it, on every rank"
+            owned = (
+                _runs(group.owned(piece))
+                if any(operation.kind.value != "allreduce" for operation in group.schedule.operations)
+                else "all of it, on every rank"
+            )
             yield f"{number:5}  [{piece.start}, {piece.stop})  {owned}"
-
-
-def _has_owners(group: GroupSchedule) -> bool:
-    assert group.schedule is not None
-    return not all(operation.kind.value == "allreduce" for operation in group.schedule.operations)
 
 
 def _runs(counts: Sequence[int]) -> str:

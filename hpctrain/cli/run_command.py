@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,18 +92,14 @@ def _output_and_name(command: TrainCommand) -> tuple[Path, str]:
     from hpctrain.cli.arguments import load_config
     from hpctrain.cli.train import train
 
-    words = _asked(command.training)
+    words = list(command.training)
+    if "--help" in words or "-h" in words:
+        raise click.UsageError("--help in the command starts no training; run hpctrain train --help instead.")
     given: dict[str, Any] = train.make_context("hpctrain train", words).params
     if given["compute_only"]:
         raise click.UsageError("--compute-only trains nothing that could be restarted; leave it out.")
     config, _ = load_config(given["file"], given["overrides"])
     return Path(config.output), config.name
-
-
-def _asked(words: Sequence[str]) -> list[str]:
-    if "--help" in words or "-h" in words:
-        raise click.UsageError("--help in the command starts no training; run hpctrain train --help instead.")
-    return list(words)
 
 
 def _keep(output: Path, name: str, attempt: Attempt) -> None:

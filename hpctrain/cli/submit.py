@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hpctrain.cli.arguments import OVERRIDES, FilePath, complete_sites, load_config
-from hpctrain.core.text import echo, echo_block
+from hpctrain.core.text import counted, echo, echo_block
 
 if TYPE_CHECKING:
     from hpctrain.site.profile import Site
@@ -123,7 +123,7 @@ def submit(
         echo_block(render(site, job))
         return
     submission = hand_over(site, job)
-    ranks = f"{job.nodes} {'node' if job.nodes == 1 else 'nodes'} with {job.ranks} {'rank' if job.ranks == 1 else 'ranks'} each"
+    ranks = f"{counted(job.nodes, 'node')} with {counted(job.ranks, 'rank')} each"
     echo(f"job {submission.number} on {site.name}: {ranks}")
     echo(f"script: {submission.script}")
     for line in submission.lines:

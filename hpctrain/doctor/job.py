@@ -201,14 +201,11 @@ def explained(place: OwnPlace, end: RankEnd) -> tuple[DoctorFinding, Callable[[]
         ended = ranks.wrong_launcher(place.launcher, library.library, library.beside)
     if ended is None:
         words = f": {last_line(end.words)}" if end.code is not None and end.words.strip() else ""
-        sentence = f"{_rank_of(place)} {end.in_words} while {note.phase}{words}"
+        rank = "The process" if place.launcher.rank is None else f"Rank {place.launcher.rank} ({platform.node()})"
+        sentence = f"{rank} {end.in_words} while {note.phase}{words}"
         ended = (HANGS if end.code is None else ENDED).found(f"{sentence.removesuffix('.')}.")
     configured = replace(place, config=note.config)
     return ended, lambda: examine_alone(configured, note.facts, note.library, ended=ended)
-
-
-def _rank_of(place: OwnPlace) -> str:
-    return "The process" if place.launcher.rank is None else f"Rank {place.launcher.rank} ({platform.node()})"
 
 
 class RankNotes:

@@ -20,7 +20,7 @@ from hpctrain.comm.progress_mode import OverlapMeasurement, ProgressMode
 from hpctrain.config.grid import columns
 from hpctrain.config.schema import Config
 from hpctrain.core.errors import ConfigError, HpctrainError
-from hpctrain.core.text import spans
+from hpctrain.core.text import counted, spans
 from hpctrain.doctor.check import (
     Check,
     DoctorFinding,
@@ -116,7 +116,7 @@ def judge_memory(job: JobView, facts: Sequence[MemoryFacts | None]) -> list[Doct
     count = ranks_of.get(worst, 1)
     need = count * rank_bytes / 1e9
     told = (
-        f"{'1 rank' if count == 1 else f'{count} ranks'} on {job.hosts[worst]} {'needs' if count == 1 else 'need'} "
+        f"{counted(count, 'rank')} on {job.hosts[worst]} {'needs' if count == 1 else 'need'} "
         f"{need:{'.1f' if need >= 0.1 else '.2g'}} GB by the plan of a step; it has {node.node_bytes / 1e9:.1f} GB."
     )
     if shares[worst] <= _TIGHT:
@@ -135,7 +135,7 @@ def _mend_memory(config: Config | None, planned: MemoryFacts, ranks: int, node_b
     fitting = int(_TIGHT * node_bytes // (planned.pass_bytes + planned.held_bytes))
     if not fitting:
         return "Use nodes with more memory, or a smaller network."
-    return f"Start at most {'1 rank' if fitting == 1 else f'{fitting} ranks'} on a node."
+    return f"Start at most {counted(fitting, 'rank')} on a node."
 
 
 MEMORY = Check(
@@ -226,7 +226,7 @@ def _cuda(job: JobView, facts: Sequence[GpuFacts]) -> list[DoctorFinding]:
     for ranks in job.nodes.values():
         gpus = _gpus_of(facts, ranks)
         if gpus < len(ranks):
-            told = f"{job.hosts[ranks[0]]} has {gpus} {'GPU' if gpus == 1 else 'GPUs'} for {len(ranks)} ranks"
+            told = f"{job.hosts[ranks[0]]} has {counted(gpus, 'GPU')} for {len(ranks)} ranks"
             most = f"at most {gpus} ranks on a node, or ask for {len(ranks)} GPUs" if gpus else "on nodes with GPUs"
             return [FEW_GPUS.found(f"{told}, and backend is cuda.", f"Start {most}: --gpus-per-task=1.")]
     return []
@@ -449,18 +449,14 @@ def gather_progress(place: JoinedPlace) -> OverlapMeasurement | None:
     """Return the measurement on rank 0, None on others and on one rank. Collective; takes two or three seconds."""
     if place.world.size == 1:
         return None
-    modes = [ProgressMode.TEST, ProgressMode.NONE, *([ProgressMode.THREAD] if _threads_may_call() else [])]
+    from hpctrain.comm import mpi
+
+    modes = [ProgressMode.TEST, ProgressMode.NONE, *([ProgressMode.THREAD] if mpi.threads_may_call() else [])]
     measured = progress_mode.measure(
         place.world, place.progress, modes, operator_seconds=_OPERATOR_SECONDS, most_bytes=_MESSAGE_BYTES
     )
     progress_mode.apply(place.progress, ProgressMode.TEST)
     return measured if place.world.rank == 0 else None
-
-
-def _threads_may_call() -> bool:
-    from hpctrain.comm import mpi
-
-    return mpi.threads_may_call()
 
 
 def judge_progress(job: JobView, facts: Sequence[OverlapMeasurement | None]) -> list[DoctorFinding]:

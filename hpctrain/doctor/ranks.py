@@ -20,10 +20,12 @@ from hpctrain.config.grid import check_batch, columns, describe, parallel_plan
 from hpctrain.config.images import SingleValues, single_values_of
 from hpctrain.config.schema import Config
 from hpctrain.core.errors import HpctrainError
+from hpctrain.core.text import counted
 from hpctrain.doctor.check import Check, DoctorFinding, FindingKind, JobView, OwnPlace, Severity, capital, fine
 from hpctrain.job.session import describe_cores
 from hpctrain.launch.control_groups import whole_quota
 from hpctrain.launch.launcher import Launcher, lone_fault, without_launcher, world_fault
+from hpctrain.launch.processes import status_of
 from hpctrain.launch.threads import core_names
 
 SINGLETONS = FindingKind(
@@ -130,9 +132,7 @@ def judge_launcher(job: JobView, facts: Sequence[LauncherFacts]) -> list[DoctorF
         return [ONE_OF_SEVERAL.from_error(first.alone)]
     if launcher.name == "none":
         return [ALONE.found("One process without a launcher: several ranks were not checked.")]
-    count = "1 rank" if job.size == 1 else f"{job.size} ranks"
-    nodes = len(job.nodes)
-    return [fine(f"{count} on {'1 node' if nodes == 1 else f'{nodes} nodes'}, started by {launcher.name}.")]
+    return [fine(f"{counted(job.size, 'rank')} on {counted(len(job.nodes), 'node')}, started by {launcher.name}.")]
 
 
 LAUNCHER = Check(
@@ -150,21 +150,11 @@ def _line(mend: str) -> str:
 
 def _siblings(process: int) -> list[int]:
     """Return the other processes with the parent and the command line of this one."""
-    parent, words = _parent(process), _words(process)
-    found = []
-    for entry in Path("/proc").iterdir():
-        number = int(entry.name) if entry.name.isdecimal() else process
-        if number != process and _parent(number) == parent and _words(number) == words:
-            found.append(number)
-    return found
-
-
-def _parent(process: int) -> int | None:
-    try:
-        # "pid (name) state parent ...", where the name may hold blanks and brackets
-        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
-    except (OSError, ValueError, IndexError):
-        return None
+    own, words = status_of(process), _words(process)
+    numbers = [int(entry.name) for entry in Path("/proc").glob("[0-9]*") if entry.name != str(process)]
+    statuses = {number: status_of(number) for number in numbers}
+    parent = None if own is None else own.parent
+    return [number for number, status in statuses.items() if status and status.parent == parent and _words(number) == words]
 
 
 def _words(process: int) -> bytes | None:
@@ -416,14 +406,14 @@ def judge_threads(job: JobView, facts: Sequence[CoreFacts]) -> list[DoctorFindin
         if threads > cores:
             return [_too_many(job, facts, ranks, threads, cores)]
     threads, cores = facts[0].most_threads, len(facts[0].cores)
-    return [fine(f"{threads} {'thread' if threads == 1 else 'threads'} per rank, which may run on {_cores(cores)}.")]
+    return [fine(f"{counted(threads, 'thread')} per rank, which may run on {counted(cores, 'core')}.")]
 
 
 def _too_many(job: JobView, facts: Sequence[CoreFacts], ranks: Sequence[int], threads: int, cores: int) -> DoctorFinding:
     most = max(ranks, key=lambda rank: facts[rank].most_threads)
     fact = facts[most]
     place = f"on {job.hosts[most]} " if len(job.nodes) > 1 else ""
-    told = f"{'1 rank' if len(ranks) == 1 else f'{len(ranks)} ranks'} {place}compute with {threads} threads on {_cores(cores)}"
+    told = f"{counted(len(ranks), 'rank')} {place}compute with {threads} threads on {counted(cores, 'core')}"
     if fact.most_threads == 1:
         return TOO_MANY_RANKS.found(f"{told}.", f"Start at most {cores} on a node, or ask for more cores per rank.")
     fitting = max(1, cores // len(ranks))
@@ -431,10 +421,6 @@ def _too_many(job: JobView, facts: Sequence[CoreFacts], ranks: Sequence[int], th
     because = f" ({', '.join(f'{name}={fact.variables[name]}' for name in guilty)})" if guilty else ""
     names = guilty or ["OMP_NUM_THREADS"]
     return TOO_MANY_THREADS.found(f"{told}{because}.", f"export {' '.join(f'{name}={fitting}' for name in names)}")
-
-
-def _cores(count: int) -> str:
-    return "1 core" if count == 1 else f"{count} cores"
 
 
 BINDING = Check("binding", "the cores that each rank may run on", (OVERLAP, UNBOUND), gather_cores, judge_binding)

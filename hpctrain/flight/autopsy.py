@@ -116,7 +116,8 @@ def _absence(record: FlightRecord, by_rank: Mapping[int, FlightRecord]) -> _Abse
     flying = [recorded for recorded in record.operations if recorded.started_ns and not recorded.done_ns]
     flying = [] if awaited.started_ns else sorted(flying, key=lambda recorded: recorded.started_ns)
     for operation in flying or [awaited]:
-        absent = _absent(operation, record, by_rank)
+        members = _ranks(operation.queue.rpartition(" of ")[2], record, by_rank)
+        absent = tuple(rank for rank in members if rank not in by_rank or not _has_started(by_rank[rank], operation))
         if absent:
             return _Absence(operation, absent)
     return _Absence(flying[0] if flying else awaited, ())
@@ -127,12 +128,6 @@ def awaited_operation(record: FlightRecord) -> RecordedOperation | None:
     return (
         next((recorded for recorded in record.operations if recorded.number == record.wait_number), None) if record.wait else None
     )
-
-
-def _absent(operation: RecordedOperation, record: FlightRecord, by_rank: Mapping[int, FlightRecord]) -> tuple[int, ...]:
-    _, _, ranks = operation.queue.rpartition(" of ")
-    members = _ranks(ranks, record, by_rank)
-    return tuple(rank for rank in members if rank not in by_rank or not _has_started(by_rank[rank], operation))
 
 
 def _ranks(text: str, record: FlightRecord, by_rank: Mapping[int, FlightRecord]) -> tuple[int, ...]:
@@ -306,13 +301,12 @@ def _unlike(queue: str, sequence: int, posted: Mapping[int, RecordedOperation], 
     for rank, text in texts.items():
         groups.setdefault(text, []).append(rank)
     ordered = sorted(groups.values(), key=lambda ranks: (-len(ranks), ranks))
-    said = "; ".join(f"{named(ranks)} {_posted(posted[ranks[0]])}" for ranks in ordered)
+    said = "; ".join(
+        f"{named(ranks)} the {posted[ranks[0]].operation} for {posted[ranks[0]].purpose}{posted_at(posted[ranks[0]])}"
+        for ranks in ordered
+    )
     others = [rank for ranks in ordered[1:] for rank in ranks]
     return Autopsy((f"Ranks posted different operations as number {sequence} of {queue}: {said}.",), tuple(others))
-
-
-def _posted(operation: RecordedOperation) -> str:
-    return f"the {operation.operation} for {operation.purpose}{posted_at(operation)}"
 
 
 def _silent(records: Sequence[FlightRecord]) -> Autopsy | None:
@@ -336,12 +330,10 @@ def _stuck(records: Sequence[FlightRecord]) -> Autopsy:
     for of_phase in by_phase.values():
         longest = max((record.last_ns - record.phase_since_ns) * 1e-9 for record in of_phase)
         which = named([record.rank for record in of_phase])
-        sentences.append(f"{which.capitalize()} {_were(of_phase)} in {place(of_phase[0])} for {longest:.0f} s.")
+        sentences.append(
+            f"{which.capitalize()} {'was' if len(of_phase) == 1 else 'were'} in {place(of_phase[0])} for {longest:.0f} s."
+        )
     return Autopsy(tuple(sentences), tuple(record.rank for record in gave_up))
-
-
-def _were(records: Sequence[FlightRecord]) -> str:
-    return "was" if len(records) == 1 else "were"
 
 
 _ENDS = {

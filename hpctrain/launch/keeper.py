@@ -188,11 +188,9 @@ def current_keeper() -> Keeper:
     return _OF_PROCESS[-1] if _OF_PROCESS else Keeper()
 
 
-def _mark_nothing(path: Path, number: int, end: End, process: int) -> bool:
-    return False
-
-
-def keep(rank: int | None, held: frozenset[Signals], mark: Mark = _mark_nothing, record: Path | None = None) -> Keeper:
+def keep(
+    rank: int | None, held: frozenset[Signals], mark: Mark = lambda path, number, end, process: False, record: Path | None = None
+) -> Keeper:
     """Fork; return the keeper in the child. The parent does not return.
 
     Has no effect if the process has threads (a child would lack them), if MPI has started, or if `child.SWITCH` is 0.
@@ -286,8 +284,11 @@ def _watch(child: _Rank, held: frozenset[Signals]) -> NoReturn:
             if child.pulse.look(_LOOK_SECONDS):
                 _end_hung(child)
             lost = child.lost_launcher()
-            if lost is not None:
-                _end_without_launcher(child, lost)
+            if lost is not None:  # the launcher would neither forward the rank's output nor react to the end of any rank
+                record, _ = child.words()
+                os.kill(child.process, signal.SIGKILL)
+                os.waitpid(child.process, 0)
+                _leave_without_launcher(child, record, lost)
 
 
 def _leave_as(child: _Rank, code: int) -> NoReturn:
@@ -339,14 +340,6 @@ def _end_hung(child: _Rank) -> NoReturn:
         os.kill(child.process, signal.SIGKILL)
     _await_launcher(child, record)
     os._exit(DEADLINE)
-
-
-def _end_without_launcher(child: _Rank, lost: WatchedProcess) -> NoReturn:
-    """End a child whose launcher is gone or stopped, and would neither forward its output nor react to the end of any rank."""
-    record, _ = child.words()
-    os.kill(child.process, signal.SIGKILL)
-    os.waitpid(child.process, 0)
-    _leave_without_launcher(child, record, lost)
 
 
 def _leave_without_launcher(child: _Rank, record: Path | None, lost: WatchedProcess) -> NoReturn:

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpctrain.core.text import counted
 from hpctrain.launch.processes import process_namespace as _namespace
 from hpctrain.launch.processes import start_ticks as _begun
 
@@ -39,9 +40,8 @@ class Removed:
     n_bytes: int = 0
 
     def __str__(self) -> str:
-        noun = "segment" if self.count == 1 else "segments"
         size = f"{self.n_bytes / 1e6:,.1f} MB"
-        return f"removed {self.count} {noun} of shared memory ({size}) that killed jobs of yours have left here"
+        return f"removed {counted(self.count, 'segment')} of shared memory ({size}) that killed jobs of yours have left here"
 
 
 @dataclass(frozen=True)

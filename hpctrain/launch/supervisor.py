@@ -29,6 +29,7 @@ from typing import Any, Protocol
 from hpctrain.core.errors import LaunchError
 from hpctrain.launch.child import end_with_parent
 from hpctrain.launch.process_end import FINISHED, SIGNALLED, STOPPED, USER_ERROR
+from hpctrain.launch.processes import status_of
 from hpctrain.launch.signal_mask import HELD, STOPS, release
 from hpctrain.launch.signals import AGAIN_SECONDS
 
@@ -76,16 +77,16 @@ class TrainCommand:
 
     def resumed(self, run: Path) -> TrainCommand:
         """Return the same command, resuming from the newest checkpoint of a run directory."""
-        before, rest = self.words[: self.train_at + 1], _without(self.training, (_RESUME,))
+        before, rest = self.words[: self.train_at + 1], _split(self.training, (_RESUME,))[0]
         return TrainCommand((*before, _RESUME, str(run), *rest), self.train_at)
 
     def excluding(self, nodes: Iterable[str]) -> TrainCommand:
         """Return the same command under `srun` without these nodes and without those it already leaves out."""
-        given = _values(self.words[1 : self.train_at], _EXCLUDE)
+        others, given = _split(self.words[1 : self.train_at], _EXCLUDE)
         names = list(dict.fromkeys((*given, *nodes)))
         if not names:
             return self
-        before = (self.words[0], f"{_EXCLUDE[0]}={','.join(names)}", *_without(self.words[1 : self.train_at], _EXCLUDE))
+        before = (self.words[0], f"{_EXCLUDE[0]}={','.join(names)}", *others)
         return TrainCommand((*before, *self.words[self.train_at :]), len(before))
 
 
@@ -103,14 +104,6 @@ def _split(words: Sequence[str], options: Sequence[str]) -> tuple[list[str], lis
         else:
             values += [following for following in [next(rest, None)] if following is not None]
     return kept, values
-
-
-def _without(words: Sequence[str], options: Sequence[str]) -> list[str]:
-    return _split(words, options)[0]
-
-
-def _values(words: Sequence[str], options: Sequence[str]) -> list[str]:
-    return _split(words, options)[1]
 
 
 #: the request that every launcher passes on to its ranks, and none takes for its own
@@ -226,13 +219,8 @@ class SupervisedCommand:
 
 def _children() -> list[int]:
     """Return the processes whose parent is this one, including zombies."""
-    this, children = os.getpid(), []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            with contextlib.suppress(OSError, ValueError, IndexError):
-                if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == this:
-                    children.append(int(entry.name))
-    return children
+    numbers = [int(entry.name) for entry in Path("/proc").glob("[0-9]*")]
+    return [number for number in numbers if (status := status_of(number)) is not None and status.parent == os.getpid()]
 
 
 LONGEST_PAUSE_SECONDS = 300.0

@@ -24,7 +24,7 @@ from hpctrain.core.files import json_object, read_bytes
 from hpctrain.runs.results import AVERAGED, TEST, TRAINING, Curve, Panel
 from hpctrain.storage.atomic_write import write_bytes
 from hpctrain.trace.chrome import MESSAGES, PROGRAM, StepLanes, last_steps
-from hpctrain.trace.time_table import Row, TimeTable
+from hpctrain.trace.time_table import TimeTable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -327,7 +327,9 @@ _SHORTEST = 1 / 1500
 
 def layer_drawing(table: TimeTable, key: str, name: str) -> Drawing:
     """Return a figure of the time computed and waited, in milliseconds per step, of the layers and operations that took most."""
-    rows = sorted(table.rows, key=_weight, reverse=True)[:_MOST_LAYERS]
+    rows = sorted(table.rows, key=lambda row: row.compute_seconds + row.messages_seconds + row.exposed_seconds, reverse=True)[
+        :_MOST_LAYERS
+    ]
     left = len(table.rows) - len(rows)
     more = f", and {left} more that are not shown" if left else ""
     exposed = table.total.exposed_seconds / table.step_seconds if table.step_seconds else 0.0
@@ -340,7 +342,7 @@ def layer_drawing(table: TimeTable, key: str, name: str) -> Drawing:
         axes.barh(places, computed, color=style.colour("forward"), label="computed")
         waited = [1e3 * row.exposed_seconds for row in rows]
         axes.barh(places, waited, left=computed, color=style.colour("waiting"), label="waited for messages")
-        axes.set_yticks(places, [_short(row.name) for row in rows])
+        axes.set_yticks(places, [row.name if len(row.name) <= 24 else f"{row.name[:9]}...{row.name[-12:]}" for row in rows])
         axes.invert_yaxis()
         axes.set_xlabel("ms of a step")
         axes.grid(visible=True, axis="x", linewidth=0.6)
@@ -408,11 +410,3 @@ def _coarse(intervals: Sequence[tuple[float, float]], shortest: float) -> list[t
         else:
             joined.append((first, last))
     return [(first, last) for first, last in joined if last - first >= shortest / 2]
-
-
-def _weight(row: Row) -> float:
-    return row.compute_seconds + row.messages_seconds + row.exposed_seconds
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= 24 else f"{name[:9]}...{name[-12:]}"

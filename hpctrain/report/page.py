@@ -133,12 +133,11 @@ def _words(judgement: Judgement, *, whole: bool) -> str:
     if whole:
         return words
     mistakes = confusion.largest_confusions(_MOST_CONFUSIONS)
-    told = "; ".join(f"{names[label]} for {_taken_for(rival, names)} {count:,} times" for label, rival, count in mistakes)
+    told = "; ".join(
+        f"{names[label]} for {names[rival] if rival < len(names) else 'no class'} {count:,} times"
+        for label, rival, count in mistakes
+    )
     return f"{words} Most frequent mistakes: {told}." if told else words
-
-
-def _taken_for(prediction: int, names: tuple[str, ...]) -> str:
-    return names[prediction] if prediction < len(names) else "no class"
 
 
 def _lines(judgement: Judgement) -> Iterator[ConfusionLine]:

@@ -214,7 +214,13 @@ def summary_texts(summaries: Sequence[Summary]) -> list[tuple[str, list[str]]]:
         ("test loss", [UNKNOWN if figures.test_loss is None else loss_text(figures.test_loss) for figures in summaries]),
         ("test top-1", [_text(figures.top1, ".2%") for figures in summaries]),
         ("test top-5", [_text(figures.top5, ".2%") for figures in summaries]),
-        ("best test top-1", [_best(figures.best_top1, figures.best_epoch) for figures in summaries]),
+        (
+            "best test top-1",
+            [
+                f"{_text(figures.best_top1, '.2%')} (epoch {figures.best_epoch})" if figures.best_top1 is not None else UNKNOWN
+                for figures in summaries
+            ],
+        ),
         ("images/s", [_text(figures.images_per_second, ",.0f") for figures in summaries]),
         ("step", [_milliseconds(figures.step_seconds) for figures in summaries]),
         ("waited in a step", [_milliseconds(figures.exposed_seconds) for figures in summaries]),
@@ -249,10 +255,6 @@ def _of_gpus(summaries: Sequence[Summary]) -> list[tuple[str, list[str]]]:
     """Return the memory of GPUs, if a run had some."""
     of_runs = [figures.device_bytes for figures in summaries]
     return [] if all(one is None for one in of_runs) else [("memory of a GPU", [_megabytes(one) for one in of_runs])]
-
-
-def _best(value: float | None, epoch: int | None) -> str:
-    return UNKNOWN if value is None else f"{value:.2%} (epoch {epoch})"
 
 
 def _waits(share: float | None, most: float | None) -> str:

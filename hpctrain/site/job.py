@@ -316,9 +316,12 @@ def render(site: Site, job: SiteJob) -> str:
     template = _environment().get_template(_TEMPLATES[site.profile.scheduler])
 
     def line(setting: str, comment: str, edit: bool = True) -> str:
-        return _line(setting, comment, edit=edit and job.train is None)
+        """Return a setting followed by its comment, or below it if both are too long. Mark settings that a person is to edit."""
+        words = " ".join(word for word in ("<--" if edit and job.train is None else "", comment) if word)
+        text = f"{setting:{_COMMENT_AT}}  # {words}" if words else setting
+        return text if len(text) <= _COLUMNS else f"{_comment(words)}\n{setting}"
 
-    account = ACCOUNT if _needs_account(site) else ""
+    account = ACCOUNT if site.profile.account is not None and site.profile.account.needed else ""
     text = template.render(site=site.name, profile=site.profile, job=job, account=account, line=line)
     return "\n".join(each.rstrip() for each in text.strip().split("\n")) + "\n"
 
@@ -350,10 +353,6 @@ def _texts(name: str, value: Any) -> Iterator[tuple[str, str]]:
             yield from _texts(name, item)
 
 
-def _needs_account(site: Site) -> bool:
-    return site.profile.account is not None and site.profile.account.needed
-
-
 def _directive(text: str) -> str:
     """Return a text quoted as one word of an #SBATCH line. Slurm reads quotes as a shell does, but removes backslashes in them.
 
@@ -368,13 +367,6 @@ def _directive(text: str) -> str:
 def _comment(text: str) -> str:
     """Return lines of comment."""
     return "\n".join(textwrap.wrap(text, _COLUMNS, initial_indent="# ", subsequent_indent="# ", break_long_words=False))
-
-
-def _line(setting: str, comment: str, *, edit: bool) -> str:
-    """Return a setting followed by its comment, or below it if both are too long; mark settings that a person is to edit."""
-    words = " ".join(word for word in ("<--" if edit else "", comment) if word)
-    line = f"{setting:{_COMMENT_AT}}  # {words}" if words else setting
-    return line if len(line) <= _COLUMNS else f"{_comment(words)}\n{setting}"
 
 
 _FOLDER = "jobs"
