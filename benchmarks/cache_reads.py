@@ -25,8 +25,8 @@ import numpy as np
 
 import hpctrain
 from benchmarks.lab import Lab, take_down_at_termination
-from hpctrain.data import image_file as data_format
 from hpctrain.data import readers
+from hpctrain.data.writer import write_data_file
 from tests.support.jobs import clean_environment
 
 CACHES: dict[str, dict[str, Any]] = {
@@ -139,7 +139,7 @@ def main() -> None:
         generator = np.random.default_rng(1)
         images = generator.integers(0, 256, (arguments.samples, *_SHAPE), np.uint8)
         labels = generator.integers(0, 4, arguments.samples)
-        data_format.write(path, len(images), _SHAPE, [f"class {number}" for number in range(4)], [(images, labels)])
+        write_data_file(path, len(images), _SHAPE, [f"class {number}" for number in range(4)], [(images, labels)])
         results = measure(lab, path, arguments)
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(results, indent=1) + "\n")

@@ -24,7 +24,7 @@ import numpy as np
 
 from benchmarks.pairs import interval
 from hpctrain.bench.interleaved import machine_facts
-from hpctrain.data import image_file as data_format
+from hpctrain.data.writer import write_data_file
 from hpctrain.storage.atomic_write import write_json
 from tests.support.jobs import clean_environment, find_mpiexec
 
@@ -90,7 +90,7 @@ def write_made_up(path: Path, images: int) -> None:
     """A data file of noise in the shape of CIFAR-10's images."""
     random = np.random.default_rng(1)
     pixels, labels = random.integers(0, 256, (images, *_SHAPE), np.uint8), random.integers(0, _CLASSES, images)
-    data_format.write(path, images, _SHAPE, [f"class {number}" for number in range(_CLASSES)], [(pixels, labels)])
+    write_data_file(path, images, _SHAPE, [f"class {number}" for number in range(_CLASSES)], [(pixels, labels)])
 
 
 def train(case: Case, path: Path, folder: Path, chosen: argparse.Namespace) -> Waits:

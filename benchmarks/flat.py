@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain.bench.interleaved import machine_facts
-from hpctrain.data import image_file as data_format
+from hpctrain.data.writer import write_data_file
 from hpctrain.storage.atomic_write import write_json
 from tests.support.jobs import run_job
 
@@ -51,7 +51,7 @@ def measure(folder: Path, steps: int) -> dict[str, dict[str, dict[str, int]]]:
     """Looks at the processes of a training, by rank and step."""
     random, samples = np.random.default_rng(0), _BATCH * _STEPS_OF_AN_EPOCH
     images = random.integers(0, 256, (samples, 9, 8, 1), dtype=np.uint8)
-    data_format.write(folder / "train.h5", samples, (9, 8, 1), ["a", "b", "c"], [(images, random.integers(0, 3, samples))])
+    write_data_file(folder / "train.h5", samples, (9, 8, 1), ["a", "b", "c"], [(images, random.integers(0, 3, samples))])
     (folder / "flat.yaml").write_text(_CONFIG)
     program = str(Path(__file__).with_name("flat_ranks.py"))
     words = [program, str(folder / "looks"), str(steps), str(_EVERY), "train", "flat.yaml"]

@@ -29,10 +29,11 @@ from benchmarks.compress import Work, measure
 from benchmarks.crops import MEAN, OURS, SIDE, STD, table, with_opencv
 from hpctrain.bench.interleaved import machine_facts
 from hpctrain.data import decoding
-from hpctrain.data import image_file as data_format
+from hpctrain.data.image_file import ImageFile
 from hpctrain.data.loader import Loader
 from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.sampler import Sampler
+from hpctrain.data.writer import write_data_file
 from hpctrain.storage.atomic_write import write_json
 
 STORED, COUNT, BATCH = 232, 64, 16
@@ -52,10 +53,10 @@ def encoded(images: np.ndarray) -> list[bytes]:
     return files
 
 
-def written(images: np.ndarray, path: Path) -> data_format.ImageFile:
+def written(images: np.ndarray, path: Path) -> ImageFile:
     """The images as a data file of pixels."""
-    data_format.write(path, len(images), images.shape[1:], ["all"], [(images, np.zeros(len(images), np.int64))])
-    return data_format.ImageFile.open(path)
+    write_data_file(path, len(images), images.shape[1:], ["all"], [(images, np.zeros(len(images), np.int64))])
+    return ImageFile.open(path)
 
 
 def of_jpeg(files: list[bytes]) -> dict[str, Work]:
@@ -78,7 +79,7 @@ def of_jpeg(files: list[bytes]) -> dict[str, Work]:
     return {OURS: lambda: run(leaves_pixels=False), PIXELS: lambda: run(leaves_pixels=True)}
 
 
-def of_file(file: data_format.ImageFile) -> dict[str, Work]:
+def of_file(file: ImageFile) -> dict[str, Work]:
     """Ours, of a data file: the loader of a training."""
 
     def work(*, leaves_pixels: bool) -> Work:

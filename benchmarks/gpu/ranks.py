@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks.gpu.child import watch
 from benchmarks.gpu.settings import Settings, SkippedError
 from benchmarks.gpu.stage_report import StageReport
-from hpctrain.data import image_file as data_format
+from hpctrain.data.writer import write_data_file
 from hpctrain.runs.directory import latest
 
 _CONFIG = """
@@ -95,7 +95,7 @@ def make_data(folder: Path) -> None:
     for name, count in (("train", 100), ("test", 20)):
         labels = random.integers(0, 3, count)
         images = (patterns[labels] + random.integers(0, 56, (count, 14, 14, 1))).astype(np.uint8)
-        data_format.write(folder / f"{name}.h5", count, (14, 14, 1), ["a", "b", "c"], [(images, labels)])
+        write_data_file(folder / f"{name}.h5", count, (14, 14, 1), ["a", "b", "c"], [(images, labels)])
 
 
 def train(

@@ -27,7 +27,7 @@ _MOST_BYTES = 1 << 28  # of the normalised images of a batch
 _STEP_IMAGES, _STEPS = 16, 3
 
 #: runs a stage for the batch with this number
-Stage = Callable[[int], object]
+PipelineStage = Callable[[int], object]
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def _pipeline(config: Config, augment: tuple[AugmentConfig, ...], facts: DataFac
 
 def _stages(
     config: Config, file: ImageFile, pipelines: dict[int, Pipeline], plain: dict[int, Pipeline], images: int
-) -> dict[tuple[str, int], Stage]:
+) -> dict[tuple[str, int], PipelineStage]:
     """Return the timed work, by stage and threads; "prepare" is augmentation and normalisation together.
 
     plain: pipelines that only normalise.
@@ -152,10 +152,10 @@ def _stages(
             return np.take(pixels, ids(number), axis=0, out=raw, mode="clip")
         return pixels.take(ids(number), raw)
 
-    def through(pipeline: Pipeline, stored: np.ndarray) -> Stage:
+    def through(pipeline: Pipeline, stored: np.ndarray) -> PipelineStage:
         return lambda number: pipeline(stored, np.arange(images), number, out)
 
-    stages: dict[tuple[str, int], Stage] = {(READ, 1): read}
+    stages: dict[tuple[str, int], PipelineStage] = {(READ, 1): read}
     for count, pipeline in pipelines.items():
         stages[NORMALISE, count] = through(plain[count], augmented)
         stages[_PREPARE, count] = through(pipeline, raw)
@@ -180,7 +180,7 @@ class _Batches:
         return batch
 
 
-def _timed(stages: dict[tuple[str, int], Stage]) -> dict[tuple[str, int], tuple[float, float]]:
+def _timed(stages: dict[tuple[str, int], PipelineStage]) -> dict[tuple[str, int], tuple[float, float]]:
     """Return the median wall and CPU seconds of a batch, of stages that take turns."""
     found: dict[tuple[str, int], list[tuple[float, float]]] = {key: [] for key in stages}
     repeats = {key: _repeats(stage) for key, stage in stages.items()}
@@ -196,7 +196,7 @@ def _timed(stages: dict[tuple[str, int], Stage]) -> dict[tuple[str, int], tuple[
     return {key: (median(wall for wall, _ in times), median(cpu for _, cpu in times)) for key, times in found.items()}
 
 
-def _repeats(stage: Stage) -> int:
+def _repeats(stage: PipelineStage) -> int:
     """Return how many batches take long enough to be timed; the first batch makes buffers."""
     stage(0)
     begin = time.perf_counter()

@@ -24,7 +24,7 @@ from hpctrain.backend.onednn.binding import load
 from hpctrain.backend.onednn.kernel_set import OnednnKernelSet
 from hpctrain.backend.operators import KernelSet
 from hpctrain.backend.specs import item_bytes
-from hpctrain.bench.engine_step import EngineStep, LayerTime, Workload, gemm_peak, stand_ins, time_layers, timed
+from hpctrain.bench.engine_step import EngineStep, LayerTime, Workload, fallbacks, gemm_peak, time_layers, timed
 from hpctrain.bench.interleaved import Rounds, SteppingError, interleave, ours, peer, with_threads
 from hpctrain.launch.control_groups import peak_resident_bytes
 
@@ -149,7 +149,7 @@ class Measurement:
         reorder_seconds, reorders: time and number of all copies between layouts (of images, weights and gradients) in a step.
             These three are None if the kernel set does not measure them.
         own_operators: number of operators of the kernel set itself.
-        stand_ins: the layers whose operators fall back to NumPy, by reason.
+        fallbacks: the layers whose operators fall back to NumPy, by reason.
     """
 
     model: str
@@ -171,7 +171,7 @@ class Measurement:
     reorder_seconds: float | None
     reorders: int | None
     own_operators: int
-    stand_ins: Mapping[str, Sequence[str]]
+    fallbacks: Mapping[str, Sequence[str]]
     layers: Sequence[LayerTime]
 
     def as_dict(self) -> dict[str, Any]:
@@ -201,7 +201,7 @@ def measure(task: Workload, backend: str, steps: int, threads: int, precision: s
     primitives = profile(step.run, steps) if step.backend == "onednn" else None
     kernel, reorder, count = _account(primitives)
     multiply = step.kernels.multiply if isinstance(step.kernels, OnednnKernelSet) else np.matmul
-    own_operators, others = stand_ins(step.program, on_host=step.kernels.arithmetic.on_host)
+    own_operators, others = fallbacks(step.program, on_host=step.kernels.arithmetic.on_host)
     return Measurement(
         model=task.model,
         backend=step.backend,
@@ -222,7 +222,7 @@ def measure(task: Workload, backend: str, steps: int, threads: int, precision: s
         reorder_seconds=reorder,
         reorders=count,
         own_operators=own_operators,
-        stand_ins=others,
+        fallbacks=others,
         layers=layers,
     )
 
@@ -313,9 +313,9 @@ def _whose(found: Measurement) -> Sequence[str]:
     """Return the operators that are not the kernel set's own, and why; nothing for NumPy."""
     if found.backend == "numpy":
         return ()
-    if not found.stand_ins:
+    if not found.fallbacks:
         return (f"all {found.own_operators} operators run on {found.backend}",)
-    others = [f"{', '.join(layers)} ({reason})" for reason, layers in found.stand_ins.items()]
+    others = [f"{', '.join(layers)} ({reason})" for reason, layers in found.fallbacks.items()]
     return (f"{found.own_operators} operators run on {found.backend}; in NumPy: {'; '.join(others)}",)
 
 

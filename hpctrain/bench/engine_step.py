@@ -206,12 +206,14 @@ def time_layers(step: EngineStep, steps: int, clock: Callable[[], float] = time.
     return found
 
 
-def stand_ins(program: Program, *, on_host: bool = True) -> tuple[int, dict[str, list[str]]]:
-    """Return the number of the kernel set's own operators, and the layers of the others, by reason. Views compute nothing.
+def fallbacks(program: Program, *, on_host: bool = True) -> tuple[int, dict[str, list[str]]]:
+    """Return the number of the kernel set's own operators, and the layers that fall back to others, by reason.
+
+    Views compute nothing, and count as neither.
 
     Args:
-        on_host: whether the arrays of the kernel set are NumPy's. Otherwise a layer that brings its own operator computes
-            with the kernel set's arithmetic service, and so with the kernel set.
+        on_host: whether the arrays of the kernel set are NumPy's. Otherwise a layer with its own operator computes with the
+            kernel set's arithmetic service, and so with the kernel set.
     """
     own, others = 0, dict[str, list[str]]()
     for step in program.plan.steps:

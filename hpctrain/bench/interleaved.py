@@ -133,8 +133,8 @@ class Stepper:
         self._process.kill()
         code = self._process.wait()
         self._errors.seek(0)
-        said = self._errors.read().decode(errors="replace")[-_TAIL:].strip()
-        return f"The process {self.name!r} ended with code {code} instead of running steps; its output: {said or 'none'}"
+        output = self._errors.read().decode(errors="replace")[-_TAIL:].strip()
+        return f"The process {self.name!r} ended with code {code} instead of running steps; its output: {output or 'none'}"
 
 
 @dataclass

@@ -156,14 +156,14 @@ def _measure(task: ScalingStudy, config: Config, ranks: int, threads: int | None
 
 def _job(task: ScalingStudy, ranks: int, arguments: Sequence[str], result: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Run one job in a temporary directory; return the content of `result`, and the job's `steps` metrics, if any."""
-    with tempfile.TemporaryDirectory(prefix="hpctrain-scaling-", dir=Path.cwd()) as output:
+    with tempfile.TemporaryDirectory(prefix="hpctrain-scaling-", dir=Path.cwd()) as folder:
         program = [sys.executable, "-m", "mpi4py", "-m", "hpctrain", "train", str(task.file)]
-        command = [*_launcher(task, ranks), *program, *arguments, "--steps", str(task.steps), f"output={output}"]
-        code, said = _run(command, task.timeout_seconds)
+        command = [*_launcher(task, ranks), *program, *arguments, "--steps", str(task.steps), f"output={folder}"]
+        code, output = _run(command, task.timeout_seconds)
         if code != 0:
-            end = "\n".join(said.strip().splitlines()[-12:])
+            end = "\n".join(output.strip().splitlines()[-12:])
             raise LaunchError(f"The job of {ranks} ranks ended with exit code {code}: {shlex.join(command)}\n{end}")
-        found = list(Path(output).glob(f"*/{result}"))
+        found = list(Path(folder).glob(f"*/{result}"))
         if len(found) != 1:
             raise LaunchError(f"The job of {ranks} ranks left no {result}: {shlex.join(command)}")
         content: dict[str, Any] = json.loads(read_text(found[0]))
@@ -178,8 +178,8 @@ def _launcher(task: ScalingStudy, ranks: int) -> list[str]:
         if "{ranks}" not in task.launcher:
             raise LaunchError(f'The launcher {task.launcher!r} must contain the place of the number, as in "srun -n {{ranks}}".')
         return shlex.split(task.launcher.replace("{ranks}", str(ranks)))
-    beside = Path(sys.executable).with_name("mpiexec")
-    found = str(beside) if beside.exists() else shutil.which("mpiexec")
+    own = Path(sys.executable).with_name("mpiexec")
+    found = str(own) if own.exists() else shutil.which("mpiexec")
     if found is None:
         raise LaunchError('There is no mpiexec, neither next to this Python nor on PATH; give one with --launcher "... {ranks}".')
     return [found, "-n", str(ranks)]
@@ -192,7 +192,7 @@ def _run(command: Sequence[str], timeout_seconds: float) -> tuple[int, str]:
             command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
         ) as process:
             try:
-                said, _ = process.communicate(timeout=timeout_seconds)
+                output, _ = process.communicate(timeout=timeout_seconds)
             except BaseException:
                 os.killpg(process.pid, signal.SIGKILL)
                 raise
@@ -201,7 +201,7 @@ def _run(command: Sequence[str], timeout_seconds: float) -> tuple[int, str]:
         raise LaunchError(sentence) from None
     except OSError as error:
         raise LaunchError(f"{command[0]} cannot be started ({error.strerror}).") from error
-    return process.returncode, said
+    return process.returncode, output
 
 
 def lines(points: Sequence[Point], mode: Mode) -> list[str]:
@@ -210,11 +210,11 @@ def lines(points: Sequence[Point], mode: Mode) -> list[str]:
     made = [f"{head} {'limit/step':>10} {'images/s':>9}  {mode} efficiency"]
     for each in points:
         predicted = "-" if each.predicted_seconds is None else f"{each.predicted_seconds * 1e3:.2f}"
-        told = "oversubscribed" if each.oversubscribed else "-" if each.efficiency is None else f"{each.efficiency:.1%}"
+        efficiency = "oversubscribed" if each.oversubscribed else "-" if each.efficiency is None else f"{each.efficiency:.1%}"
         made.append(
             f"{each.ranks:6d} {each.batch:7d} {each.step_seconds * 1e3:9.2f} {predicted:>12} "
             f"{each.compute_only_seconds * 1e3:11.2f} {each.exposed_seconds * 1e3:11.2f} {each.limit_seconds * 1e3:9.2f} "
-            f"{each.limit_seconds / each.step_seconds:10.2f} {each.images_per_second:9.0f}  {told}"
+            f"{each.limit_seconds / each.step_seconds:10.2f} {each.images_per_second:9.0f}  {efficiency}"
         )
     if any(each.oversubscribed for each in points):
         made.append("oversubscribed: ranks share cores, so the times say nothing about scaling")

@@ -1,7 +1,7 @@
-"""Whole training steps of PyTorch, as a process that steps when it is told to: what the engine's benchmarks compare with.
+"""Run whole training steps of PyTorch on request, as a process: the peer of the engine's benchmarks.
 
-Runs in any Python with PyTorch, with or without hpctrain: a file of its own, started by its path. Reads JSON lines and answers
-with JSON lines, as `interleaved.py` says. The networks are those of the catalogue.
+Runs in any Python with PyTorch, with or without hpctrain, started by its path. It reads JSON lines and answers with JSON lines;
+`interleaved.py` states the protocol. The networks are those of the catalogue.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class RankSeries(RankCounts):
         """Return the numbers that the dots stand for."""
         around = words[max(0, place - 2) : place] + words[place + 1 : place + 2]
         if len(around) < 3 or not all(word.isdecimal() and int(word) >= 1 for word in around):
-            self.fail(f"{value!r} must have two numbers before the dots and one behind them, as 1,2,...,8192", param, ctx)
+            self.fail(f"{value!r} must have two numbers before the dots and one after them, as 1,2,...,8192", param, ctx)
         first, second, last = map(int, around)
         if second <= first or second % first or last < second:
             self.fail(f"{value!r} must grow by a whole factor up to the dots and beyond, as 1,2,...,8192", param, ctx)

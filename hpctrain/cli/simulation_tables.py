@@ -1,4 +1,4 @@
-"""Print predictions and the result of a search: tables in which every figure is said to be simulated, and sentences below them.
+"""Print predictions and the result of a search: tables whose figures are labelled as simulated, and sentences below them.
 
 A search shows the best choices, their plans in words, and why each next one loses.
 """

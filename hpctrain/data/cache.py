@@ -316,7 +316,7 @@ class SampleCache(ReadImages):
 class FillingPlan:
     """Samples 0 .. samples - 1 in chunks, one after another; in a round every rank reads one and sends it to the other memories.
 
-    It follows from numbers that every rank knows, so nobody asks anybody.
+    It follows from numbers that every rank knows, so that ranks need not communicate.
 
     Args:
         samples: that every memory has a place for. at_once: samples of a chunk.
@@ -333,16 +333,16 @@ class FillingPlan:
         return -(-self.samples // (self.at_once * len(self.memory_of)))
 
     def done_after(self, rounds: int) -> int:
-        """Samples that every memory holds after so many rounds."""
+        """Return the number of samples that every memory holds after some rounds."""
         return min(self.samples, rounds * self.at_once * len(self.memory_of))
 
     def chunk(self, turn: int, rank: int) -> tuple[int, int]:
-        """The first sample that a rank reads in a round, and the one behind its last; both are the same where it reads none."""
+        """Return the interval [first, stop) of samples that a rank reads in a round; empty if it reads none."""
         first = min(self.samples, self._number(turn, rank) * self.at_once)
         return first, min(self.samples, first + self.at_once)
 
     def receivers(self, turn: int, rank: int) -> tuple[int, ...]:
-        """The ranks to which a rank sends what it reads in a round: one of each other memory, all of them in turn."""
+        """Return the ranks to which a rank sends what it reads in a round: one of each other memory, in turn."""
         first, stop = self.chunk(turn, rank)
         if first == stop:
             return ()
@@ -351,7 +351,7 @@ class FillingPlan:
         return tuple(ranks[number % len(ranks)] for ranks in others)
 
     def senders(self, turn: int, rank: int) -> tuple[int, ...]:
-        """The ranks whose chunks a rank receives in a round."""
+        """Return the ranks whose chunks a rank receives in a round."""
         others = (other for other, memory in enumerate(self.memory_of) if memory != self.memory_of[rank])
         return tuple(other for other in others if rank in self.receivers(turn, other))
 

@@ -29,7 +29,7 @@ class FileFinding:
     Attributes:
         kind: "changed", "unreadable", "undecodable", "decoder", "label", "contents", "duplicate", "duplicate across classes" or
             "empty class". damage: the file is not as it was written, or cannot be trained from.
-        sentence: for people. samples: that it concerns; empty where it concerns none by number.
+        sentence: for people. samples: that it concerns; empty if it concerns none by number.
     """
 
     kind: str
@@ -38,7 +38,7 @@ class FileFinding:
     samples: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON can hold it."""
+        """Return the finding as JSON-compatible data."""
         return asdict(self)
 
 
@@ -53,7 +53,7 @@ class CheckedFile:
 
     @property
     def damaged(self) -> bool:
-        """True where a finding is damage."""
+        """True if a finding is damage."""
         return any(finding.damage for finding in self.findings)
 
 
@@ -79,7 +79,7 @@ def check_file(path: Path, threads: int = 1, advance: Advance = lambda count: No
 
 
 def _of_contents(path: Path, contents: Stored) -> Iterator[FileFinding]:
-    """Findings about everything but the images."""
+    """Yield findings about everything but the images."""
     changed = changed_datasets(contents)
     if changed:
         yield FileFinding("changed", True, f"{', '.join(changed)} changed since the file was written")
@@ -141,7 +141,7 @@ class _Samples:
         if changed:
             verb = "has" if len(changed) == 1 else "have"
             yield FileFinding("changed", True, f"{_numbers(changed)} {verb} changed since the file was written", tuple(changed))
-        elif not unreadable and digest.hexdigest() != self._expected():
+        elif not unreadable and digest.hexdigest() != self.file.stored_digest:
             yield FileFinding(
                 "changed", True, "images changed since the file was written; which, a file without checksums cannot say"
             )
@@ -153,9 +153,6 @@ class _Samples:
                 f"{_numbers(others)} {verb} to other pixels with the libraries of this machine than where the file was made"
             )
             yield FileFinding("decoder", True, sentence, tuple(others))
-
-    def _expected(self) -> str:
-        return self.file.manifest["blob" if self._decodes else "images"]
 
     def _decode(self, contents: dict[int, bytes], undecodable: dict[int, str], others: list[int]) -> None:
         """Note the pixels of picture files, by sample, and which of them cannot be decoded, or to other pixels."""
@@ -183,7 +180,7 @@ class _Samples:
 
 
 def _duplicates(samples: _Samples) -> Iterator[FileFinding]:
-    """Groups of samples of the same pixels; those of several classes by themselves."""
+    """Yield groups of samples with the same pixels; those of several classes apart."""
     groups: defaultdict[int, list[int]] = defaultdict(list)
     for sample in np.flatnonzero(samples.sound).tolist():
         groups[int(samples.pixel_sums[sample])].append(sample)
@@ -206,7 +203,7 @@ def _duplicates(samples: _Samples) -> Iterator[FileFinding]:
 
 
 def _same(samples: _Samples, candidates: Sequence[int]) -> list[list[int]]:
-    """Those of the candidates that have the same pixels, in groups of two and more."""
+    """Return the candidates that have the same pixels, in groups of two and more."""
     groups: defaultdict[bytes, list[int]] = defaultdict(list)
     for sample in candidates:
         groups[hashlib.sha256(np.ascontiguousarray(samples.reader[sample]).data).digest()].append(sample)

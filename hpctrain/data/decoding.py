@@ -52,7 +52,7 @@ FOREIGN_SUFFIXES = frozenset((
 MAX_PIXELS = 178_956_970
 # Some other formats of Pillow start programs (EPS), or accept any bytes as an image (TGA).
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "DIB", "TIFF", "GIF", "PPM", "JPEG2000", "AVIF")
-#: largest picture file: so many bytes per pixel, and so many more for metadata
+#: size limit of a picture file: bytes per pixel, and bytes of metadata
 _BYTES_OF_PIXEL, _BYTES_OF_METADATA = 4, 16 << 20
 
 _JPEG = b"\xff\xd8\xff"
@@ -138,13 +138,13 @@ def read_picture(path: Path, max_pixels: int | None = None) -> bytes:
 
 
 def versions() -> str:
-    """The libraries that decode here, for sentences."""
+    """Return the names and versions of the libraries that decode here, for messages."""
     plain = "" if simplejpeg is None else f"simplejpeg {simplejpeg.__version__}, "
     return f"{plain}Pillow {PIL.__version__} with libjpeg-turbo {features.version('libjpeg_turbo')}"
 
 
 def _jpeg(content: bytes, channels: int, max_pixels: int) -> np.ndarray | None:
-    """The pixels (H, W, C) of a plain JPEG file, C of 3 or 1; None where it is another file, or one for Pillow to judge."""
+    """Return the pixels (H, W, C) of a plain JPEG file, C of 3 or 1; None for files that Pillow must judge."""
     if simplejpeg is None or not content.startswith(_JPEG):
         return None
     applications = _applications(content)
@@ -317,14 +317,14 @@ def _eight_bits(image: Image.Image, depth: int) -> Image.Image:
 
 
 def _plain(image: Image.Image, mode: str) -> Image.Image:
-    """The image in `mode`, "RGB" or "L"; transparency is dropped."""
+    """Return the image in `mode`, "RGB" or "L", without transparency."""
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")
     return image if image.mode == mode else image.convert(mode)
 
 
 def _central_box(size: tuple[int, int], target: tuple[int, int]) -> tuple[float, float, float, float]:
-    """The largest central window of (width, height) `size` with the aspect of `target`: left, upper, right, lower."""
+    """Return the largest central window (left, upper, right, lower) of (width, height) `size` with the aspect of `target`."""
     if size[0] * target[1] <= size[1] * target[0]:  # in integers: rounding would leave the image by a hair
         upper = max(0.0, (size[1] - size[0] * target[1] / target[0]) / 2)
         return 0.0, upper, float(size[0]), size[1] - upper
@@ -372,7 +372,7 @@ class EncodedReader(BlockReader):
         self._pool_threads = 0
 
     def take(self, samples: np.ndarray, out: np.ndarray) -> np.ndarray:
-        """Whole images of samples (n,), written to `out` (n, H, W, C), which is returned.
+        """Write whole images of samples (n,) to `out` (n, H, W, C), and return it.
 
         Raises:
             UnreadableError: a sample cannot be read or decoded, and none may stand in for it.
@@ -429,7 +429,7 @@ class EncodedReader(BlockReader):
         return {number: failed[number] for number in sorted(failed)}
 
     def _map_threads(self, function: Callable[[int], str | None], numbers: list[int]) -> Iterator[str | None]:
-        """Results in the order of the numbers."""
+        """Return results in the order of the numbers."""
         if self.threads == 1 or len(numbers) < 2:
             return map(function, numbers)
         if self._pool is None or self._pool_threads != self.threads:

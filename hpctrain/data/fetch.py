@@ -62,11 +62,11 @@ SPLITS: Mapping[str, Split] = {
     ),
 }
 
-#: gives a directory with all files of `splits`, or None where it cannot; may write into the directory it is given
+#: returns a directory with all files of `splits`, or None if it cannot; may write into the directory that it receives
 Source = Callable[[Path, Mapping[str, Split]], Path | None]
 
 
-#: shows progress: description, total and what is counted -> what is told of each few more
+#: shows progress: description, total and what is counted -> a function to call with the number of those just done
 Bar = Callable[[str, int, str], AbstractContextManager[Advance]]
 _BYTES_AT_ONCE = 1 << 18
 _MOST_BYTES = 1 << 28
@@ -74,7 +74,7 @@ _MOST_BYTES = 1 << 28
 
 @contextmanager
 def no_bar(description: str, total: int, noun: str) -> Iterator[Advance]:
-    """A `Bar` that shows nothing."""
+    """Show no progress (a `Bar`)."""
     yield no_progress
 
 
@@ -87,7 +87,7 @@ def fetch(
     overwrite: bool = False,
     bar: Bar = no_bar,
 ) -> dict[str, Path]:
-    """Make sure that out/train.h5 and out/test.h5 exist; give their paths by split. Does nothing where both are there.
+    """Make sure that out/train.h5 and out/test.h5 exist; return their paths by split. No effect if both exist.
 
     Args:
         sources: asked in turn for the IDX files; by default the directory itself, Debian's package where it is installed, the
@@ -125,17 +125,17 @@ def _fetch(
 
 
 def already_there(out: Path, splits: Mapping[str, Split]) -> Path | None:
-    """IDX files in the output directory itself."""
+    """Return the output directory if it has the IDX files itself."""
     return out if _has_all(out, splits) else None
 
 
 def debian_package(out: Path, splits: Mapping[str, Split]) -> Path | None:
-    """Files of Debian's package, where it is installed."""
+    """Return the directory of Debian's package if it is installed."""
     return PACKAGE_DIRECTORY if _has_all(PACKAGE_DIRECTORY, splits) else None
 
 
 def install_package(out: Path, splits: Mapping[str, Split]) -> Path | None:
-    """Install Debian's package; only as root, where there is apt-get."""
+    """Install Debian's package, if this is root and there is apt-get, and return its directory."""
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
         return None
     _log.info("installing %s", PACKAGE)
@@ -147,7 +147,7 @@ def install_package(out: Path, splits: Mapping[str, Split]) -> Path | None:
 
 
 def download(out: Path, splits: Mapping[str, Split], url: str = URL, bar: Bar = no_bar) -> Path | None:
-    """Fetch the gzipped files from the data set's own site into the output directory; None where it cannot be reached.
+    """Fetch the gzipped files from the data set's own site into the output directory; None if it cannot be reached.
 
     Raises:
         DataError: what arrived is not the expected file.
@@ -170,7 +170,7 @@ LOCAL_SOURCES: tuple[Source, ...] = (already_there, debian_package, install_pack
 
 
 def _read(response: http.client.HTTPResponse, name: str, bar: Bar) -> bytes:
-    """All that a site sends.
+    """Read the whole response of a site.
 
     Raises:
         http.client.HTTPException: the response ends too early. DataError: the response is larger than any of the files.
@@ -192,7 +192,7 @@ def _read(response: http.client.HTTPResponse, name: str, bar: Bar) -> bytes:
 
 
 def _is_there(path: Path, names: Sequence[str]) -> bool:
-    """True for the data file itself, False where there is nothing.
+    """Return whether the data file itself is there; False if there is nothing.
 
     Raises:
         DataError: something else, which is not to be lost.
@@ -242,7 +242,7 @@ def _check(content: bytes, digest: str, origin: str) -> None:
 
 
 def _run(command: Sequence[str]) -> bool:
-    """Run a command of the package manager without questions; True where it worked."""
+    """Run a command of the package manager without questions; True if it worked."""
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     try:
         done = subprocess.run(

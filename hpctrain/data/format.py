@@ -5,7 +5,7 @@ A data file is an HDF5 file with all images of a split in one contiguous block, 
 | object        | shape          | type    | what it holds |
 |---------------|----------------|---------|---------------|
 | `images`      | (N, H, W, C)   | uint8   | version 2: pixels, contiguous, unfiltered: readable by offset |
-| `blob`        | (bytes,)       | uint8   | version 3: JPEG and PNG files one behind another, in place of `images` |
+| `blob`        | (bytes,)       | uint8   | version 3: JPEG and PNG files in a row, in place of `images` |
 | `offsets`     | (N + 1,)       | int64   | version 3: of each file in `blob`, and of its end |
 | `labels`      | (N,)           | int64   | 0 .. classes - 1 |
 | `class_names` | (classes,)     | UTF-8   | of fixed length, padded with zero bytes |
@@ -60,7 +60,7 @@ class StoredImages:
     """Where the images lie.
 
     Attributes:
-        shape, dtype: as the file says. offset: of the first byte in the file; None where they do not lie in one block.
+        shape, dtype: as the file says. offset: of the first byte in the file; None if they do not lie in one block.
         stored_bytes: that the file keeps for them.
         offsets: (N + 1,) of each picture file in the block, and of the block's end; None: the block holds pixels.
     """
@@ -85,7 +85,7 @@ class Stored:
         labels, mean, std: arrays of whatever shape and dtype the file says. class_names: decoded.
         digests: sha256 of each dataset, in hexadecimal; of a file of picture files also "images", which stands for what the
             pictures decode to.
-        fit: how pictures were brought to the images' size ("crop", "squash"); None: they have their own, or nobody knows.
+        fit: how pictures were brought to the images' size ("crop", "squash"); None: they have their own, or it is unknown.
         sums: (N,) crc32 of each sample's stored bytes; None: the file has none. pixel_sums: (N,) of what pictures decode to.
         max_pixels: size limit of a picture that is decoded; None: the decoder's own limit.
     """
@@ -107,8 +107,8 @@ def text(value: object) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
-def read(file: h5py.File) -> Stored:
-    """Everything that an open HDF5 file says.
+def read_stored(file: h5py.File) -> Stored:
+    """Return everything that an open HDF5 file says, but its pixels.
 
     Raises:
         Exception: whatever h5py raises where the file is damaged.
@@ -190,8 +190,11 @@ def check_structure(path: Path, contents: Stored) -> None:
     for sums in (contents.sums, contents.pixel_sums):
         if sums is not None and (sums.shape != labels.shape or sums.dtype.kind != "u"):
             raise DataError(f"{path} does not hold one checksum for each of {len(labels)} images; convert it again.")
-    if images.offsets is not None:
-        _check_offsets(path, images.offsets)
+    offsets = images.offsets
+    if offsets is not None and (
+        offsets.ndim != 1 or offsets.dtype.kind != "i" or offsets[0] != 0 or (np.diff(offsets) < 1).any()
+    ):
+        raise DataError(f"{path} does not hold offsets (N + 1,) int64 that rise from 0; convert it again.")
 
 
 def check_statistics(origin: str, mean: np.ndarray, std: np.ndarray) -> None:
@@ -247,34 +250,34 @@ def check_labels(path: Path, labels: np.ndarray, classes: int, first: int = 0) -
 
 
 def changed(path: Path, names: Sequence[str]) -> DataError:
-    """The error for datasets that do not have their checksum."""
+    """Return the error for datasets that do not match their checksum."""
     return DataError(f"In {path} {', '.join(names)} changed since the file was written; make it again.")
 
 
 def chunks(shape: tuple[int, ...]) -> Iterator[slice]:
-    """Slices of the first dim of a uint8 array, of about 16 MiB each."""
+    """Yield slices of the first dim of a uint8 array, of about 16 MiB each."""
     samples = max(1, _CHUNK_BYTES // max(1, int(np.prod(shape[1:], dtype=np.int64))))
     for start in range(0, shape[0], samples):
         yield slice(start, min(start + samples, shape[0]))
 
 
 def digest_of(values: np.ndarray) -> str:
-    """sha256 of an array's bytes."""
+    """Return the sha256 of an array's bytes."""
     return hashlib.sha256(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data).hexdigest()
 
 
 def sum_of(values: np.ndarray) -> int:
-    """crc32 of an array's bytes."""
+    """Return the crc32 of an array's bytes."""
     return zlib.crc32(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
 
 
 def names_digest(names: Sequence[str]) -> str:
-    """sha256 of class names."""
+    """Return the sha256 of class names."""
     return hashlib.sha256(json.dumps(list(names), ensure_ascii=False).encode()).hexdigest()
 
 
 def changed_datasets(contents: Stored) -> list[str]:
-    """The names of datasets, all but the images, that do not have their checksum."""
+    """Return the names of the datasets, other than the images, that do not match their checksum."""
     actual = {
         "labels": digest_of(contents.labels.astype("<i8", copy=False)),
         "mean": digest_of(contents.mean.astype("<f8", copy=False)),
@@ -289,13 +292,8 @@ def changed_datasets(contents: Stored) -> list[str]:
     return [name for name, digest in actual.items() if contents.digests[name] != digest]
 
 
-def _check_offsets(path: Path, offsets: np.ndarray) -> None:
-    if offsets.ndim != 1 or offsets.dtype.kind != "i" or offsets[0] != 0 or (np.diff(offsets) < 1).any():
-        raise DataError(f"{path} does not hold offsets (N + 1,) int64 that rise from 0; convert it again.")
-
-
 def check_place(path: Path, images: StoredImages) -> None:
-    """Make sure that the images are where they are said to be.
+    """Make sure that the images lie where the file says.
 
     Raises:
         DataError: the file has fewer bytes than they need.

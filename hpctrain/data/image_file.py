@@ -19,13 +19,21 @@ import numpy as np
 
 from hpctrain.backend.counter_random import key, words
 from hpctrain.core.errors import DataError
-from hpctrain.data import format
 from hpctrain.data.files import require_file, system_errors_as
-from hpctrain.data.format import ENCODED_VERSION, FORMAT, VERSION, Stored, changed, check, digest_of, names_digest, normal_name
+from hpctrain.data.format import (
+    ENCODED_VERSION,
+    FORMAT,
+    VERSION,
+    Stored,
+    changed,
+    check,
+    digest_of,
+    names_digest,
+    normal_name,
+    read_stored,
+    text,
+)
 from hpctrain.data.readers import BlockReader, Extents, MappedReader, ReadImages, UnreadableError, reason
-from hpctrain.data.writer import EncodedFileWriter, ImageFileWriter, write
-
-__all__ = ["FORMAT", "VERSION", "EncodedFileWriter", "ImageFile", "ImageFileWriter", "write"]
 
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
@@ -41,7 +49,7 @@ class ImageFile:
             not give back ends the process; what trains reads `pixels`.
         pixels: the same images, by what raises an error then. labels: (N,) int64, in memory.
         class_names: one per class. mean, std: (C,) float64, in units of 0..1.
-        fit: how pictures were brought to the images' size ("crop", "squash"); None: nobody knows.
+        fit: how pictures were brought to the images' size ("crop", "squash"); None: unknown.
         sums: (N,) crc32 of each sample's stored bytes; None: the file has none.
     """
 
@@ -87,12 +95,12 @@ class ImageFile:
         return self.manifest["blob" if "blob" in self.manifest else "images"]
 
     def decode_by(self, threads: int) -> None:
-        """From now on so many threads decode pictures, where the file holds picture files."""
+        """Let `threads` threads decode pictures from now on, if the file holds picture files."""
         if isinstance(self.pixels, BlockReader):
             self.pixels.threads = threads
 
     def take_labels(self, samples: np.ndarray, out: np.ndarray) -> None:
-        """The labels of samples (n,), written to `out` (n,): of those that were read in their places where they could not be."""
+        """Write the labels of samples (n,) to `out` (n,): of those that were read in place of unreadable ones."""
         if isinstance(self.pixels, BlockReader) and (replaced := self.pixels.replaced):
             samples = np.array([replaced.get(sample, sample) for sample in samples.tolist()], np.int64)
         # "clip" because "raise" makes NumPy gather into a copy first; a sampler's samples are in range.
@@ -112,7 +120,7 @@ class ImageFile:
 
     @classmethod
     def of(cls, path: Path, contents: Stored) -> ImageFile:
-        """The file with these contents, whose structure was checked.
+        """Return the file with these contents, whose structure was checked.
 
         Raises:
             DataError: it cannot be mapped into memory.
@@ -141,7 +149,7 @@ class ImageFile:
 
 
 def read_contents(path: Path) -> Stored:
-    """All of a data file but its images, unchecked.
+    """Read all of a data file but its images, unchecked.
 
     Raises:
         DataError: missing, not readable, truncated, empty, or not of this format.
@@ -173,7 +181,7 @@ def _read(path: Path) -> Stored:
             "`hpctrain data convert hdf5`."
         )
     with h5py.File(path, "r", locking=False) as opened:
-        if format.text(opened.attrs.get("format")) != FORMAT:
+        if text(opened.attrs.get("format")) != FORMAT:
             raise DataError(
                 f"{path} is an HDF5 file, but not a data file of hpctrain; make one with `hpctrain data convert hdf5`."
             )
@@ -183,7 +191,7 @@ def _read(path: Path) -> Stored:
                 f"{path} has version {version} of the data format, this hpctrain reads versions {VERSION} and "
                 f"{ENCODED_VERSION}; convert it again."
             )
-        return format.read(opened)
+        return read_stored(opened)
 
 
 def _damaged(path: Path, state: str = "damaged, or not an HDF5 file") -> DataError:
@@ -191,7 +199,7 @@ def _damaged(path: Path, state: str = "damaged, or not an HDF5 file") -> DataErr
 
 
 def _map(path: Path, contents: Stored) -> tuple[ImageArray, ReadImages]:
-    """The images, and what reads them out of the one block in which they lie."""
+    """Return the images, and what reads them from the one block that holds them."""
     images = contents.images
     assert images.offset is not None, "checked"
     with system_errors_as(f"The data file {path} cannot be mapped into memory"):
@@ -210,9 +218,9 @@ def _map(path: Path, contents: Stored) -> tuple[ImageArray, ReadImages]:
 
 
 def class_difference(names: Sequence[str], others: Sequence[str]) -> str | None:
-    """How two lists of class names differ, in words; None where they are the same, be it in another order.
+    """Return how two lists of class names differ, in words; None if they are the same names in any order.
 
-    Where a name stands for several classes the order, too, must be the same: it is all that tells them apart.
+    If a name stands for several classes, the order must be the same as well: nothing else distinguishes them.
     """
     names, others = [*map(normal_name, names)], [*map(normal_name, others)]
     if len(names) != len(others):
@@ -229,7 +237,7 @@ def _only(names: Sequence[str], others: Sequence[str]) -> str:
 
 
 def with_class_order(file: ImageFile, names: Sequence[str], origin: str) -> ImageFile:
-    """The same file with the classes in the order of `names`, which `origin` has: its labels are mapped by name.
+    """Return the same file with the classes in the order of `names`, which `origin` has: its labels are mapped by name.
 
     Raises:
         DataError: it has other classes, or another number of them; the message names the first difference.
@@ -279,7 +287,7 @@ class DataFacts:
 
     @classmethod
     def of(cls, file: ImageFile) -> DataFacts:
-        """Those of an open file; reads no image."""
+        """Return the facts of an open file; reads no image."""
         return cls(
             samples=len(file),
             shape=file.shape,
@@ -293,12 +301,12 @@ class DataFacts:
 
     @classmethod
     def from_meta(cls, values: Mapping[str, Any]) -> DataFacts:
-        """From what JSON has made of `to_meta`."""
+        """Return the facts from JSON's version of `to_meta`."""
         plain: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
         return cls(**plain)
 
     def to_meta(self) -> dict[str, Any]:
-        """As JSON can hold it, to the last bit."""
+        """Return the facts as JSON can hold them, to the last bit."""
         values = asdict(self)
         if self.fit is None:
             del values["fit"]  # which earlier versions of hpctrain do not know
@@ -318,18 +326,18 @@ class ImageForm:
 
     @classmethod
     def of(cls, file: ImageFile | DataFacts) -> ImageForm:
-        """The form of a data file's images; where it does not say how it was made, as the converters do by default."""
+        """Return the form of a data file's images; if it does not say how it was made, the converters' default."""
         height, width, channels = file.shape
         return cls((height, width, channels), file.fit or "crop")
 
     @classmethod
     def from_meta(cls, values: Mapping[str, Any]) -> ImageForm:
-        """From what JSON has made of `to_meta`."""
+        """Return the form from JSON's version of `to_meta`."""
         height, width, channels = values["shape"]
         return cls((height, width, channels), values["fit"])
 
     def to_meta(self) -> dict[str, Any]:
-        """As JSON can hold it."""
+        """Return the form as JSON can hold it."""
         return asdict(self)
 
 
@@ -397,7 +405,7 @@ class SyntheticImages:
         self._stripes = brightness.astype(np.uint8)[:, stripe]
 
     def __getitem__(self, index: int | slice | tuple[int | slice, slice, slice]) -> np.ndarray:
-        """Pixels of one sample (h, w, C) or of several (n, h, w, C): whole, or a region of them."""
+        """Return pixels of one sample (h, w, C) or of several (n, h, w, C), whole or a region of them."""
         samples, *region = index if isinstance(index, tuple) else (index,)
         rows, columns = region or (slice(None), slice(None))
         if isinstance(samples, slice):
@@ -411,13 +419,13 @@ class SyntheticImages:
         return out
 
     def take(self, samples: Sequence[int] | np.ndarray, out: np.ndarray) -> np.ndarray:
-        """Whole images of samples, written to `out` (n, H, W, C), which is returned."""
+        """Write whole images of samples to `out` (n, H, W, C), and return it."""
         for sample, target in zip(samples, out, strict=True):
             self._write(int(sample), slice(None), slice(None), target)
         return out
 
     def _pixels(self, sample: int) -> np.ndarray:
-        """View of the noise of an image."""
+        """Return a view of the noise of an image."""
         begin = self._begins[sample]
         return self._pool[begin : begin + self._size].reshape(self.shape[1:])
 
@@ -427,7 +435,7 @@ class SyntheticImages:
 
 
 def synthetic_file(split: Split, samples: int, shape: tuple[int, int, int], classes: int) -> ImageFile:
-    """Made-up images as if they were in a data file; no file is read.
+    """Return synthetic images as if they were in a data file; no file is read.
 
     Args:
         samples: images, of which sample n is of class n modulo `classes`. shape: (H, W, C).

@@ -73,7 +73,7 @@ class Batch:
 
 
 class LoaderRank(TypedDict):
-    """A rank's place among those that share the batches out, as loaders are told it (see `Loader`)."""
+    """A rank's place among those that divide the batches, as keywords of a loader (see `Loader`)."""
 
     rank: int
     ranks: int
@@ -83,16 +83,16 @@ class LoaderRank(TypedDict):
 
 
 class BatchSource(Protocol):
-    """Anything that gives this rank's batches, epoch by epoch: a `Loader`, or an `ArrayLoader`."""
+    """Anything that yields this rank's batches, epoch by epoch: a `Loader`, or an `ArrayLoader`."""
 
     sampler: Sampler
 
     def epoch(self, epoch: int, first: int = 0) -> Generator[Batch, None, None]:
-        """The batches of one epoch from its sample `first` on; every rank yields the same number of them."""
+        """Yield the batches of one epoch from its sample `first` on; every rank yields the same number of them."""
 
 
 def cut(images: np.ndarray, box: Box) -> np.ndarray:
-    """The elements of a box of images (N, H, W, C); zeros where it reaches beyond them. A copy."""
+    """Return a copy of the elements of a box of images (N, H, W, C); zeros where it reaches beyond them."""
     out = np.zeros([stop - start for start, stop in box], images.dtype)
     inside = clip(box, images.shape)
     if size_of(inside):
@@ -101,7 +101,7 @@ def cut(images: np.ndarray, box: Box) -> np.ndarray:
 
 
 def _gathered(images: ImageArray, ids: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """Whole images of samples in `out`."""
+    """Write whole images of samples to `out`, and return it."""
     if isinstance(images, np.ndarray):
         return np.take(images, ids, axis=0, out=out, mode="clip")
     return images.take(ids, out)
@@ -127,7 +127,7 @@ class Loader:
         file: the images; the loader keeps a reference to its map.
         split_size: neighbouring ranks that form a split group. tiles: the box that each of them reads of the group's images, as
             they come out of the pipeline; zeros beyond them. None: each rank reads its own samples.
-        shards: a step's samples are shared out over so many shards, a multiple of the ranks; None: over the ranks themselves.
+        shards: number of shards over which a step's samples are divided, a multiple of the ranks; None: over the ranks.
         prefetch: batches made ahead of the one in use; 0: none, and no thread.
         pixels: the images of the file as they are read: through levels that keep some of them. None: from the file itself.
         mixing: of the images of a step with each other; None: they are not mixed.
@@ -193,7 +193,7 @@ class Loader:
         self._images = pixels
 
     def epoch(self, epoch: int, first: int = 0) -> Generator[Batch, None, None]:
-        """The batches of one epoch from its sample `first` on; every rank yields the same number of them.
+        """Yield the batches of one epoch from its sample `first` on; every rank yields the same number of them.
 
         An error in the thread is raised here. Closing the generator early ends the thread. One epoch at a time.
         """
@@ -223,7 +223,7 @@ class Loader:
             self._box_of, self._ring = {}, []
 
     def _allocate(self, first: int) -> None:
-        """Memory for the batches of whole epochs and of one that begins at `first`, whose last batch may have another size."""
+        """Allocate memory for the batches of whole epochs and of one that begins at `first`, whose last batch may be smaller."""
         shares = {share.counts: share for start in (0, first) for share in self._shares(start)}
         if self._ring and shares.keys() <= self._box_of.keys():
             return
@@ -240,7 +240,7 @@ class Loader:
         return _Slot(np.empty(size, dtype), np.empty(self.max_count, np.int64), *partners)
 
     def _shares(self, first: int) -> list[Share]:
-        """One share for each size of batch from the epoch's sample `first` on."""
+        """Return one share for each size of batch from the epoch's sample `first` on."""
         steps = self.sampler.steps(first)
         return [self._share(self.sampler.global_count(step, first)) for step in {0, steps - 1} if 0 <= step < steps]
 
@@ -274,20 +274,20 @@ class Loader:
         return Batch(x, slot.y[: len(own_ids)], group_ids, all_counts, total, epoch, number, share, mixed, self.image_shape)
 
     def _pixels_of(self, slot: _Slot, ids: np.ndarray, epoch: int) -> PixelBatch:
-        """The batch of `ids`, its pixels in a slot."""
+        """Return the batch of `ids`, with its pixels in a slot."""
         shape = len(ids), *self._pixel_shape
         pixels = slot.x[: math.prod(shape)].reshape(shape)
         raw = _gathered(self._images, ids, pixels if self._pipeline.keeps_pixels else self._raw[: len(ids)])
         return self._pipeline.unfinished(raw, ids, epoch, pixels)
 
     def _images_of(self, slot: _Slot, ids: np.ndarray, epoch: int, box: Box) -> np.ndarray:
-        """The elements of `box` of the images of a split group's samples, in a slot."""
+        """Return the elements of `box` of the images of a split group's samples, in a slot."""
         x = slot.x[: size_of(box)].reshape(shape_of(box))
         self._fill(ids[slice(*box[0])], epoch, box, x)
         return x
 
     def _fill(self, ids: np.ndarray, epoch: int, box: Box, x: np.ndarray) -> None:
-        """The elements of `box` of the images of `ids`, as the pipeline makes them."""
+        """Write the elements of `box` of the images of `ids`, as the pipeline makes them, to x."""
         if self._is_whole(box):
             raw = _gathered(self._images, ids, self._raw[: len(ids)])
             self._pipeline(raw, ids, epoch, x)
@@ -344,7 +344,7 @@ class _Failure:
 
 
 def _ahead(ring: list[_Slot], steps: range, make: Callable[[_Slot, int], Batch]) -> Iterator[Batch]:
-    """Batches of `steps`, made in a thread into the slots of `ring`; a slot is filled again once its batch was consumed."""
+    """Yield batches of `steps`, made in a thread in the slots of `ring`; a slot is filled again once its batch is consumed."""
     free: queue.SimpleQueue[_Slot | None] = queue.SimpleQueue()
     ready: queue.SimpleQueue[Batch | _Failure] = queue.SimpleQueue()
     for slot in ring:
@@ -475,7 +475,7 @@ class ArrayLoader:
         labels: (N,) integers from 0. sampler: of N samples.
         split_size: neighbouring ranks that form a split group. tiles: the box that each of them reads of the group's images;
             None: each rank reads its own samples.
-        shards: a step's samples are shared out over so many shards, a multiple of the ranks; None: over the ranks themselves.
+        shards: number of shards over which a step's samples are divided, a multiple of the ranks; None: over the ranks.
         mixing: of the images of a step with each other; None: they are not mixed.
 
     Raises:
@@ -508,7 +508,7 @@ class ArrayLoader:
         return self.sampler.steps_per_epoch
 
     def epoch(self, epoch: int, first: int = 0) -> Generator[Batch, None, None]:
-        """The batches of one epoch from its sample `first` on; every rank yields the same number of them."""
+        """Yield the batches of one epoch from its sample `first` on; every rank yields the same number of them."""
         for step in range(self.sampler.steps(first)):
             yield self._make(epoch, step, first)
 
@@ -539,6 +539,6 @@ class ArrayLoader:
         return Batch(x, labels, ids[of_group], of_all_ranks, len(ids), epoch, number, share, mixed, shape)
 
     def _cut(self, ids: np.ndarray, box: Box | None) -> np.ndarray:
-        """A copy of the images of samples, or of a box of these."""
+        """Return a copy of the images of samples, or of a box of these."""
         images = self._images[ids]
         return images if box is None else cut(images, box)

@@ -1,6 +1,6 @@
 """A copy of samples on the local disk of a node, written as they are first read from the data file.
 
-The file is read and written by system calls, never mapped: a disk that is full, or a file that somebody cuts short, is an
+The file is read and written by system calls, never mapped: a disk that is full, or a file that is cut short, is an
 error of a call and no signal. Each sample has a checksum in memory of the node, so that bytes that have changed are noticed,
 and read from the data file again.
 
@@ -180,7 +180,7 @@ class _Prepared:
 
 
 def open_local(node: Communicator, file: ImageFile, request: LocalRequest) -> LocalFile:
-    """The local copy of a file for the ranks of a node; where there can be none, why. Collective over the node; start-up only."""
+    """Return the local copy of a file for the ranks of a node, or why there is none. Collective over the node; start-up only."""
     known_by = _identity(file)
     mine = _prepare(file, request, known_by) if node.rank == 0 else _Prepared()
     prepared, process = node.broadcast_object((mine, os.getpid()))
@@ -206,7 +206,7 @@ def open_local(node: Communicator, file: ImageFile, request: LocalRequest) -> Lo
 
 
 def _prepare(file: ImageFile, request: LocalRequest, known_by: Mapping[str, object]) -> _Prepared:
-    """A file in the directory, and how many samples it has room for."""
+    """Make a file in the directory, and determine how many samples it has room for."""
     image_bytes, wanted = int(np.prod(file.shape)), len(file) - request.first
     if wanted <= 0:
         return _Prepared()
@@ -214,7 +214,9 @@ def _prepare(file: ImageFile, request: LocalRequest, known_by: Mapping[str, obje
     try:
         directory = _directory(request.directory)
         descriptor, path = _make(directory, known_by, kept=request.kept)
-        room = _room(descriptor)
+        system = os.fstatvfs(descriptor)
+        # Most of what is free on the disk, and what the file has already.
+        room = int(_SHARE_OF_DISK * system.f_bavail * system.f_frsize) + os.fstat(descriptor).st_blocks * 512
     except OSError as error:
         _close(descriptor)
         return _Prepared(denied=f"{request.directory} cannot be used: {error.strerror or error}")
@@ -225,7 +227,7 @@ def _prepare(file: ImageFile, request: LocalRequest, known_by: Mapping[str, obje
 
 
 def _directory(name: str) -> Path:
-    """The directory that a name with variables stands for, which is made where it is missing.
+    """Return the directory that a name with variables stands for; makes it if it is missing.
 
     Raises:
         OSError: a variable is not set, or there can be no such directory.
@@ -239,7 +241,7 @@ def _directory(name: str) -> Path:
 
 
 def _make(directory: Path, known_by: Mapping[str, object], *, kept: bool) -> tuple[int, Path | None]:
-    """A file for this job alone: the kept one of that data; where another job has it, or none is asked for, a nameless one."""
+    """Make a file for this job alone: the kept one of that data; a nameless one if another job uses that or none is kept."""
     if kept:
         name = hashlib.sha256(json.dumps(known_by, sort_keys=True).encode()).hexdigest()[:16]
         path = directory / f"{_PREFIX}{name}.samples"
@@ -255,14 +257,8 @@ def _make(directory: Path, known_by: Mapping[str, object], *, kept: bool) -> tup
     return descriptor, None
 
 
-def _room(descriptor: int) -> int:
-    """The bytes that a file may have: most of what is free on its disk, and what it has already."""
-    system = os.fstatvfs(descriptor)
-    return int(_SHARE_OF_DISK * system.f_bavail * system.f_frsize) + os.fstat(descriptor).st_blocks * 512
-
-
 def _identity(file: ImageFile) -> dict[str, object]:
-    """The marks of a data file: the checksum of what it stores, the images' shape, its size and time."""
+    """Return what identifies a data file: the checksum of its samples, the images' shape, its size and time."""
     status = os.stat(file.path)
     return {
         "images": file.stored_digest,
@@ -273,7 +269,7 @@ def _identity(file: ImageFile) -> dict[str, object]:
 
 
 def _load(copy: LocalCopy, index: Path, known_by: Mapping[str, object]) -> int:
-    """Take what an earlier run has written down of a kept file; give how many samples there are."""
+    """Load the index of a kept file, which an earlier run has written; return the number of samples."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         header, _, tables = index.read_bytes().partition(b"\n")
         values = json.loads(header)
@@ -288,7 +284,7 @@ def _load(copy: LocalCopy, index: Path, known_by: Mapping[str, object]) -> int:
 
 
 def _number(descriptor: int) -> tuple[int, int]:
-    """The number of an open file in the system."""
+    """Return the number of an open file in the system."""
     status = os.fstat(descriptor)
     return status.st_dev, status.st_ino
 

@@ -15,7 +15,7 @@ cv2.setNumThreads(0)
 
 
 def enlarge(image: np.ndarray, out: np.ndarray) -> None:
-    """Bilinear resize of an image (h, w, C) uint8 to `out` (H, W, C), with H >= h and W >= w.
+    """Resize an image (h, w, C) uint8 bilinearly to `out` (H, W, C), with H >= h and W >= w.
 
     Each pixel is rounded once, in whole-number arithmetic: the same bits on every processor, and where an image's other pixels
     change.
@@ -30,12 +30,12 @@ def enlarge(image: np.ndarray, out: np.ndarray) -> None:
 
 
 def mirror(image: np.ndarray, out: np.ndarray) -> None:
-    """Left and right of an image (H, W, C) uint8 exchanged, in `out`; they do not overlap."""
+    """Write an image (H, W, C) uint8 with left and right exchanged to `out`; they do not overlap."""
     _keep(cv2.flip(image, 1, dst=_target(out)), out)
 
 
 def look_up(image: np.ndarray, table: np.ndarray, out: np.ndarray) -> None:
-    """`table[0, value, channel]` of each element of an image (H, W, C) uint8, in `out`.
+    """Write `table[0, value, channel]` of each element of an image (H, W, C) uint8 to `out`.
 
     Args:
         table: (1, 256, C) float32 or float64, as `out`.
@@ -44,7 +44,7 @@ def look_up(image: np.ndarray, table: np.ndarray, out: np.ndarray) -> None:
 
 
 def _target(out: np.ndarray) -> np.ndarray | None:
-    """Where OpenCV can write to, which drops a last dim of 1; None: to an array of its own."""
+    """Return `out` if OpenCV can write to it, which drops a last dim of 1; None if it must return an array of its own."""
     return out if out.flags.c_contiguous and out.shape[-1] > 1 else None
 
 

@@ -38,7 +38,7 @@ class OperationRanges:
     translation: float | None
 
     def magnitude(self, name: str, position: int, bins: int, size: tuple[int, int]) -> float:
-        """The magnitude of an operation at the position 0 .. bins - 1, for images of `size` (H, W)."""
+        """Return the magnitude of an operation at the position 0 .. bins - 1, for images of `size` (H, W)."""
         if name == "posterize":
             return float(_MOST_POSTERIZED_BITS - round(position / ((bins - 1) / self.posterized_bits)))
         if name == "solarize":
@@ -57,7 +57,7 @@ class OperationRanges:
 
 
 def _between(start: float, stop: float, position: int, bins: int) -> float:
-    """Element `position` of `bins` from start to stop in single precision, as torch.linspace rounds it.
+    """Return element `position` of `bins` from start to stop in single precision, as torch.linspace rounds it.
 
     The last bit counts: torchvision moves by whole pixels, and of its 32 the middle one of 31 steps is 15.999999, thus 15. The
     product is not rounded, as processors add and multiply at once.
@@ -130,7 +130,7 @@ SIGNED = frozenset((*NAMES[1:6], *ENHANCEMENTS))
 
 
 def changed(image: np.ndarray, choices: Iterable[tuple[str, float]], interpolation: str) -> np.ndarray:
-    """An image (H, W, C) uint8, C 1 or 3, after operations of these names and magnitudes; it may be the same array.
+    """Return an image (H, W, C) uint8, C 1 or 3, after the named operations; it may be the same array.
 
     Args:
         interpolation: one of `RESAMPLING`.

@@ -48,7 +48,7 @@ def picture_files(places: Sequence[Path]) -> tuple[Path, ...]:
 def _below(directory: Path) -> list[Path]:
     search = Search()
     found = search.pictures(directory)
-    closed = [f"{path}: {reason}" for path, reason in search.unreadable if not _is_picture(path)]
+    closed = [f"{path}: {reason}" for path, reason in search.unreadable if path.suffix.lower() not in SUFFIXES | FOREIGN_SUFFIXES]
     if closed:
         raise DataError(f"In {directory} {listed('place', closed)} cannot be read; make them readable, or name the pictures.")
     pictures = sorted([*found, *(path for path, _ in search.unreadable)])
@@ -59,10 +59,6 @@ def _below(directory: Path) -> list[Path]:
     for note in notes:
         _log.warning("%s: %s", directory, note)
     return pictures
-
-
-def _is_picture(path: Path) -> bool:
-    return path.suffix.lower() in SUFFIXES | FOREIGN_SUFFIXES
 
 
 def picture_facts(files: Sequence[Path]) -> dict[str, str]:

@@ -40,7 +40,7 @@ CHUNK_BYTES = 1 << 21
 #: for each thread, where chunks are not too small then: some samples take longer than others
 _CHUNKS_PER_THREAD = 2
 _LEAST_CHUNK_BYTES = 1 << 18
-#: of threads, where nobody asks for a number: from so many cores on one more does not help
+#: number of threads by default: more do not help
 _MOST_BY_DEFAULT = 8
 _CORES_PER_THREAD = 4
 
@@ -49,7 +49,7 @@ Work = Callable[[int, int, int], None]
 
 
 def default_threads(cores: int) -> int:
-    """Threads that make batches where a rank has so many cores: most of them compute at the same time."""
+    """Return how many threads make batches on a rank with `cores` cores: most cores compute at the same time."""
     return max(1, min(_MOST_BY_DEFAULT, cores // _CORES_PER_THREAD))
 
 
@@ -65,7 +65,7 @@ class BatchThreads:
         self._others: ThreadPoolExecutor | None = None
 
     def run(self, samples: int, sample_bytes: int, work: Work) -> None:
-        """Have `work` make all samples, in chunks; an error of any of them is raised once nobody works any more.
+        """Have `work` make all samples, in chunks; an error of any of them is raised once all threads have ended their work.
 
         Args:
             sample_bytes: of one sample, from which the chunks' length follows.
@@ -90,13 +90,13 @@ class BatchThreads:
 
 
 def _make(thread: int, chunks: Iterator[int], length: int, samples: int, work: Work) -> None:
-    """Make chunks until none is left; the iterator of a range gives each of them to one thread."""
+    """Make chunks until none is left; the iterator of a range yields each of them to one thread."""
     for first in chunks:
         work(thread, first, min(samples, first + length))
 
 
 def first_deferred(steps: Sequence[Augmentation]) -> int:
-    """The number of the first step that may be left: windows are all that follow it, and it resizes images or is one itself."""
+    """Return the number of the first step that may be deferred: only windows follow it, and it is a resize or a window itself."""
     made = [number for number, step in enumerate(steps, 1) if not isinstance(step, WindowAugmentation)]
     if not made:
         return 0
@@ -104,13 +104,13 @@ def first_deferred(steps: Sequence[Augmentation]) -> int:
 
 
 def leaves_resize(steps: Sequence[Augmentation]) -> bool:
-    """Whether the first of the steps that may be left resizes images."""
+    """Return whether the first of the steps that may be deferred resizes images."""
     first = first_deferred(steps)
     return first < len(steps) and isinstance(steps[first], ResamplingAugmentation)
 
 
 def resampled(step: Augmentation, size: tuple[int, int], u: np.ndarray) -> Resampling | None:
-    """The resize of images of `size` (H, W) that a step is, by the numbers u (count, draws); None: it is none."""
+    """Return the resize of images of `size` (H, W) that a step is, from the numbers u (count, draws); None if it is none."""
     if not isinstance(step, ResamplingAugmentation):
         return None
     height, width, _ = step.output_shape(*size, 0)
@@ -118,12 +118,12 @@ def resampled(step: Augmentation, size: tuple[int, int], u: np.ndarray) -> Resam
 
 
 def can_defer(normalised: Sequence[NormalisedAugmentation]) -> bool:
-    """Whether steps behind normalisation are at most one rectangle of one number."""
+    """Return whether the steps after normalisation are at most one rectangle of one number."""
     return not normalised or (len(normalised) == 1 and filling(normalised) is not None)
 
 
 def filling(normalised: Sequence[NormalisedAugmentation]) -> FillingAugmentation | None:
-    """The step that fills a rectangle with one number, where it is the first one."""
+    """Return the step that fills a rectangle with one number, if it is the first one; else None."""
     first = normalised[0] if normalised else None
     return first if isinstance(first, FillingAugmentation) and first.fill is not None else None
 
@@ -131,7 +131,7 @@ def filling(normalised: Sequence[NormalisedAugmentation]) -> FillingAugmentation
 def composed(
     count: int, size: tuple[int, int], steps: Iterable[tuple[Augmentation, np.ndarray]]
 ) -> tuple[np.ndarray, tuple[int, int]]:
-    """Windows (count,) of `WINDOW` that show what all steps together show of images of `size` (H, W), and the size of results.
+    """Return one window for each image of `size` (H, W) that shows what all steps together show, and the size of results.
 
     Args:
         steps: windows, with the numbers (count, draws) that were drawn for them.
@@ -161,7 +161,7 @@ def _show(windows: np.ndarray, top: np.ndarray, left: np.ndarray, direction: np.
 
 
 def mirrored_box(box: Box, width: int) -> Box:
-    """A box of an image (H, W) so wide, in its mirror image."""
+    """Return where a box of an image of that width lies in its mirror image."""
     rows, (left, right) = box
     return rows, (width - right, width - left)
 
@@ -178,7 +178,7 @@ class Pipeline:
     Args:
         specs: (name, options) pairs, of `AUGMENTATIONS`.
         mean, std: (C,), in units of 0..1; a channel whose std is 0 is only centred.
-        dtype: "float32" or "float64" of the result, which is finite: augmentations give uint8, and mean and std are checked.
+        dtype: "float32" or "float64" of the result, which is finite: augmentations return uint8, and mean and std are checked.
 
     Raises:
         ConfigError: see `Registry.create`; or an augmentation of normalised pixels that others follow. DataError: mean or std
@@ -207,12 +207,14 @@ class Pipeline:
         spread = np.where(np.asarray(std) > 0, std, 1.0)
         self._scale = 1 / (255 * spread)
         self._shift = -np.asarray(mean) / spread
-        self._table = self._look_up_table()
+        self._table: np.ndarray = (
+            np.arange(256, dtype=np.uint8)[:, np.newaxis] * self._scale.astype(self.dtype) + self._shift.astype(self.dtype)
+        )[np.newaxis]
         self._scratch: dict[tuple[int, int], np.ndarray] = {}
         self._threads, self._reading = BatchThreads(), Lock()
 
     def output_shape(self, h: int, w: int, c: int) -> tuple[int, int, int]:
-        """(H, W, C) of the result for images of (h, w, c).
+        """Return the shape (H, W, C) of the results for images of (h, w, c).
 
         Raises:
             ShapeError: too small for a crop, or with channels for which there is no mean.
@@ -224,7 +226,7 @@ class Pipeline:
         return h, w, c
 
     def stored_shape(self, h: int, w: int, c: int) -> tuple[int, int, int]:
-        """(H, W, C) of the pixels of an `unfinished` batch, for images of (h, w, c)."""
+        """Return the shape (H, W, C) of the pixels of an `unfinished` batch, for images of (h, w, c)."""
         for augmentation in self.augmentations[: first_deferred(self.augmentations)]:
             h, w, c = augmentation.output_shape(h, w, c)
         return h, w, c
@@ -240,11 +242,11 @@ class Pipeline:
         return not first_deferred(self.augmentations)
 
     def share_out(self, threads: int) -> None:
-        """From now on so many threads make each batch, the calling one included; augmentations are called by all of them."""
+        """Let `threads` threads make each batch from now on, the calling one included; all of them call augmentations."""
         self._threads = BatchThreads(threads)
 
     def mirrored(self) -> Pipeline:
-        """The same pipeline with left and right exchanged behind it: of each sample it gives the mirror image."""
+        """Return the same pipeline with left and right exchanged at its end: it makes the mirror image of each sample."""
         other = copy.copy(self)
         other.augmentations = (*self.augmentations, Flip(probability=1.0))
         other._scratch, other._threads, other._reading = {}, BatchThreads(self._threads.count), Lock()
@@ -252,9 +254,9 @@ class Pipeline:
         return other
 
     def resized(self, side: int) -> Pipeline:
-        """The same pipeline with results of side x side pixels: its last augmentation that makes a size makes this one.
+        """Return the same pipeline with results of side x side pixels: the last augmentation that determines a size is changed.
 
-        Where none does, images are resized behind all augmentations but those of normalised pixels. Random numbers are the same.
+        If none does, images are resized after all augmentations but those of normalised pixels. Random numbers are the same.
         """
         other = copy.copy(self)
         other.augmentations = _resized(self.augmentations, side)
@@ -262,7 +264,7 @@ class Pipeline:
         return other
 
     def source(self, shape: tuple[int, int, int], region: Box) -> Box:
-        """The part of images of `shape` (H, W, C) that a region of their results may need, whatever is drawn."""
+        """Return the part of images of `shape` (H, W, C) that a region of their results may need, whatever is drawn."""
         for size, augmentation in reversed(list(zip(self._sizes(shape), self.augmentations, strict=False))):
             region = augmentation.source(size, None, region)
         return region
@@ -270,16 +272,16 @@ class Pipeline:
     def part(
         self, read: Read, shape: tuple[int, int, int], sample_ids: np.ndarray, epoch: int, region: Box, out: np.ndarray
     ) -> np.ndarray:
-        """A region of what a call makes of images of `shape` (H, W, C), into `out` (N, h, w, C); reads what it needs of each.
+        """Write a region of what a call makes of images of `shape` (H, W, C) to `out` (N, h, w, C); reads only what it needs.
 
         Args:
-            read: gives a region of a sample's image. region: inside the resulting images.
+            read: returns a region of a sample's image. region: inside the resulting images.
         """
         sizes = self._sizes(shape)
         draws = [self._draws(position, one, sample_ids, epoch) for position, one in enumerate(self.augmentations)]
 
         def made(count: int, number: int, wanted: Box) -> np.ndarray:
-            """A region of one image after `count` augmentations."""
+            """Return a region of one image after `count` augmentations."""
             if count == 0:
                 with self._reading:  # files are read by one thread at a time
                     return read(int(sample_ids[number]), wanted)
@@ -301,7 +303,7 @@ class Pipeline:
         return out
 
     def _sizes(self, shape: tuple[int, int, int]) -> list[tuple[int, int]]:
-        """(H, W) before each augmentation, and after the last one."""
+        """Return (H, W) before each augmentation, and after the last one."""
         sizes = [shape[:2]]
         for augmentation in self.augmentations:
             shape = augmentation.output_shape(*shape)
@@ -313,7 +315,7 @@ class Pipeline:
         return counter_random.uniform(stream, sample_ids, range(augmentation.draws))
 
     def _changed(self, out: np.ndarray, size: tuple[int, int], region: Box, sample_ids: np.ndarray, epoch: int) -> np.ndarray:
-        """`out` (N, h, w, C), a region of normalised images of `size` (H, W), with what follows normalisation."""
+        """Apply what follows normalisation to `out` (N, h, w, C), a region of normalised images of `size` (H, W); return it."""
         pixels = out
         if self._mirrored:  # the mirror image of what is changed without
             rows, (left, right) = region
@@ -340,7 +342,7 @@ class Pipeline:
         return out
 
     def unfinished(self, images: np.ndarray, sample_ids: np.ndarray, epoch: int, out: np.ndarray) -> PixelBatch:
-        """The same batch as a call makes of images (N, H, W, C), with its last steps left to be done to its pixels.
+        """Return the batch that a call makes of images (N, H, W, C), with its last steps left to be done to its pixels.
 
         Not unless `can_defer`.
 
@@ -367,7 +369,7 @@ class Pipeline:
         return PixelBatch(out, windows, size, scale, shift, self._fill(windows, size, sample_ids, epoch), resampling)
 
     def _fill(self, windows: np.ndarray, size: tuple[int, int], sample_ids: np.ndarray, epoch: int) -> float:
-        """Set the boxes of images of `size` (H, W) that are filled with a number, and give that."""
+        """Set the boxes of images of `size` (H, W) that are filled with a number, and return that number."""
         step = filling(self.normalised)
         if step is None:
             return 0.0
@@ -380,7 +382,7 @@ class Pipeline:
     def _augmented(
         self, thread: int, images: np.ndarray, draws: Sequence[np.ndarray], out: np.ndarray | None = None
     ) -> np.ndarray:
-        """Images behind the augmentations of uint8 for which there are draws, in `out`, or else in scratch of the thread.
+        """Return images after the uint8 augmentations for which there are draws, in `out`, or else in scratch of the thread.
 
         draws: of these images, for each augmentation.
         """
@@ -393,7 +395,7 @@ class Pipeline:
         return images
 
     def _normalise(self, images: np.ndarray, out: np.ndarray) -> np.ndarray:
-        """Both ways give the same bits: a table has what arithmetic gives for each value."""
+        """Normalise images, by a table or by arithmetic: both have the same bits."""
         n, h, w, c = images.shape
         if h * w * c >= LEAST_FOR_OPENCV and 1 < c <= 4:
             from hpctrain.data import opencv
@@ -406,11 +408,6 @@ class Pipeline:
             np.multiply(images.reshape(n, h, w * c), np.tile(self._scale, w).astype(self.dtype), out=rows)
             np.add(rows, np.tile(self._shift, w).astype(self.dtype), out=rows)
         return out
-
-    def _look_up_table(self) -> np.ndarray:
-        values = np.arange(256, dtype=np.uint8)[:, np.newaxis]
-        table: np.ndarray = values * self._scale.astype(self.dtype) + self._shift.astype(self.dtype)
-        return table[np.newaxis]
 
     def _buffer(self, thread: int, position: int, count: int, shape: tuple[int, ...]) -> np.ndarray:
         buffer = self._scratch.get((thread, position))
@@ -472,21 +469,21 @@ class ImageSizes:
             raise ConfigError(f"Size {fault[0]} of images, {self.steps[fault[0]]}, {fault[1]}.")
 
     def at(self, epoch: int) -> int:
-        """The side in an epoch, counted from 0."""
+        """Return the side in an epoch, counted from 0."""
         return self.steps[bisect_right([first for first, _ in self.steps], epoch) - 1][1]
 
     def changes_at(self, epoch: int) -> bool:
-        """Whether an epoch, counted from 0, has another size than the one before; True for the first."""
+        """Return whether an epoch, counted from 0, has another size than the one before; True for the first."""
         return epoch == 0 or self.at(epoch) != self.at(epoch - 1)
 
     def largest(self, epochs: int) -> int:
-        """The largest side that a training of so many epochs comes to."""
+        """Return the largest side in a training of `epochs` epochs."""
         return max(side for first, side in self.steps if first < max(1, epochs))
 
     def shapes(
         self, pipeline: Pipeline, stored: tuple[int, int, int], epochs: int | None = None
     ) -> tuple[tuple[int, int, int], ...]:
-        """(H, W, C) of each size that a pipeline makes of images as they are stored, the largest first.
+        """Return the shape (H, W, C) of each size that a pipeline makes of stored images, the largest first.
 
         epochs: of the training; None: it comes to all sizes.
 
@@ -508,7 +505,7 @@ def _shape_at(pipeline: Pipeline, stored: tuple[int, int, int], side: int) -> tu
 
 
 def first_fault(steps: tuple[tuple[int, int], ...]) -> tuple[int, str] | None:
-    """(number of a step, its fault as the second half of a sentence) of the first step at fault; None: there is none."""
+    """Return (number of the first faulty step, its fault as the second half of a sentence); None if there is none."""
     for number, (before, (epoch, side)) in enumerate(pairwise(((-1, 1), *steps))):
         if number == 0 and epoch != 0:
             return number, f"begins at epoch {epoch}, but images need a size from the first epoch on, which is 0"

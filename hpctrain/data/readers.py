@@ -3,7 +3,7 @@
 A file that becomes unreadable under a memory map (an error of its disk, a file that is cut short, a file system that is gone)
 ends the process that touches it by SIGBUS, without a word of the file. So the map is never touched from here: the system
 copies out of it (`process_vm_readv` of this very process, one call for up to 1,024 pieces of a batch), and says where it could
-not go on. What is missing then is read from the file, again after some pauses, which tells the reason.
+not go on. What is missing then is read from the file, again after some pauses, which yields the reason.
 
 `Extents` says where the bytes of each sample lie, `ReadPolicy` how often a sample is tried and whether others may replace it.
 `MappedReader` reads pixels as an array's are read; `decoding.EncodedReader` decodes picture files.
@@ -36,7 +36,7 @@ ImageIndex = int | slice | tuple[int | slice, slice, slice]
 PAUSES_SECONDS = (0.1, 0.4, 1.6)
 #: of the deadline, that pauses for one sample may take in all
 _SHARE_OF_DEADLINE = 0.25
-# The text of HDF5 for what a system call has said.
+# HDF5's text for the error of a system call.
 _HDF5_REASON = re.compile(r"error message = '([^']*)'")
 
 
@@ -89,7 +89,7 @@ class ReadPolicy:
 
 
 def pauses_within(deadline_seconds: float) -> tuple[float, ...]:
-    """The pauses that leave a deadline most of its time."""
+    """Return the pauses that leave most of the time of a deadline."""
     return tuple(_fitting(deadline_seconds * _SHARE_OF_DEADLINE))
 
 
@@ -102,7 +102,7 @@ def _fitting(seconds: float) -> Iterator[float]:
 
 
 def reason(error: BaseException) -> str | None:
-    """The words of the operating system for an error of it or of HDF5, as "Input/output error"; None where it is another."""
+    """Return the operating system's words for an error of it or of HDF5, such as "Input/output error"; None for other errors."""
     if not isinstance(error, OSError):
         return None
     found = _HDF5_REASON.search(str(error))
@@ -115,7 +115,7 @@ def reason(error: BaseException) -> str | None:
 
 @dataclass(frozen=True)
 class Extents:
-    """The stored bytes of samples, which lie one behind another in one block of a file.
+    """The stored bytes of samples, which lie in a row in one block of a file.
 
     Attributes:
         first: place of the block's first byte in the file. count: samples. stride: bytes of each sample; None: they differ.
@@ -129,12 +129,12 @@ class Extents:
 
     @classmethod
     def fixed(cls, first: int, count: int, stride: int) -> Extents:
-        """Extents of samples that all have `stride` bytes, as pixels do."""
+        """Return extents of samples that all have `stride` bytes, as pixels do."""
         return cls(first, count, stride)
 
     @classmethod
     def rising(cls, first: int, offsets: np.ndarray) -> Extents:
-        """Extents of samples of different sizes; offsets: (N + 1,) int64, rising from 0."""
+        """Return extents of samples of different sizes; offsets: (N + 1,) int64, rising from 0."""
         return cls(first, len(offsets) - 1, None, offsets)
 
     def __len__(self) -> int:
@@ -147,22 +147,22 @@ class Extents:
 
     @property
     def end(self) -> int:
-        """Place behind the block in the file."""
+        """Place after the block in the file."""
         return self.first + self.size_bytes
 
     def starts(self, samples: np.ndarray) -> np.ndarray:
-        """(n,) int64: places of the first bytes of samples (n,) in the block; the file has them at `first` + these."""
+        """Return the places (n,) int64 of the first bytes of samples (n,) in the block; add `first` for places in the file."""
         return samples * np.int64(self.stride or 0) if self.offsets is None else self.offsets[samples]
 
     def sizes(self, samples: np.ndarray) -> np.ndarray:
-        """(n,) int64: stored bytes of samples (n,)."""
+        """Return the stored bytes (n,) int64 of samples (n,)."""
         if self.offsets is None:
             return np.full(len(samples), self.stride, np.int64)
         sizes: np.ndarray = self.offsets[samples + 1] - self.offsets[samples]
         return sizes
 
     def samples_of(self, start: int, stop: int) -> range:
-        """The samples that have bytes in start .. stop - 1 of the block."""
+        """Return the samples that have bytes in start .. stop - 1 of the block."""
         if stop <= start or not self.count:
             return range(0)
         if self.offsets is None:
@@ -213,7 +213,7 @@ class BlockReader(ReadImages):
         self._gathers = False
 
     def stored(self, sample: int) -> bytes:
-        """The stored bytes of a sample, as they are, whatever stands in for it.
+        """Return the stored bytes of a sample itself, whether or not another one replaces it.
 
         Raises:
             UnreadableError: they cannot be read.
@@ -253,7 +253,7 @@ class BlockReader(ReadImages):
         return stored_sum
 
     def blocks(self) -> Iterator[tuple[np.ndarray, np.ndarray, Mapping[int, str]]]:
-        """All samples in order, in chunks of about 16 MiB: numbers (n,), stored bytes, flat, and why some could not be read."""
+        """Yield all samples in order, in chunks of about 16 MiB: numbers (n,), stored bytes, flat, and reasons of failures."""
         first, count = 0, self.extents.count
         while first < count:
             begin = int(self.extents.starts(np.array([first], np.int64))[0])
@@ -304,7 +304,7 @@ class BlockReader(ReadImages):
         """Read until every sample, or one that stands in for it, is there.
 
         Args:
-            attempt: reads samples (m,) to the places (m,) of a batch; it is told whether to be patient, and gives those that
+            attempt: reads samples (m,) to the places (m,) of a batch; it receives whether to be patient, and returns those that
                 cannot be read, by their number, with the reason.
 
         Raises:
@@ -312,20 +312,16 @@ class BlockReader(ReadImages):
         """
         pending, patient = np.arange(len(samples)), True
         while len(pending):
-            actual = self._standing(samples[pending])
+            actual = samples[pending]
+            if self.replaced:
+                actual = np.array([self.replaced.get(sample, sample) for sample in actual.tolist()], np.int64)
             failed = attempt(actual, pending, patient)
             for position, why in failed.items():
                 self._replace(int(samples[pending[position]]), int(actual[position]), why)
             pending, patient = pending[list(failed)], False
 
-    def _standing(self, samples: np.ndarray) -> np.ndarray:
-        """The samples that are read for these."""
-        if not self.replaced:
-            return samples
-        return np.array([self.replaced.get(sample, sample) for sample in samples.tolist()], np.int64)
-
     def _gather(self, wanted: np.ndarray, out: np.ndarray) -> int:
-        """Copy pieces out of the map as far as that is possible; give how many.
+        """Copy pieces out of the map as far as possible; return how many.
 
         Args:
             wanted: (3, pieces) int64: where each begins in the block and in `out`, and its bytes.
@@ -384,7 +380,7 @@ class BlockReader(ReadImages):
             self._close = weakref.finalize(self, os.close, opened)
 
     def sentence(self, sample: int, why: str) -> str:
-        """The sentence for a sample that cannot be read."""
+        """Return the sentence for a sample that cannot be read."""
         return f"Sample {sample} of the data file {self._path} cannot be read: {why}{self.policy.place}."
 
     def _replace(self, sample: int, actual: int, why: str) -> None:
@@ -415,7 +411,7 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 
 
 def _system_copy() -> Callable[..., int]:
-    """The system's copy from one process to another, which here are the same."""
+    """Return the system's function that copies from one process to another, which are the same here."""
     copy = ctypes.CDLL(None, use_errno=True).process_vm_readv
     address, number = ctypes.c_void_p, ctypes.c_ulong
     copy.argtypes, copy.restype = [ctypes.c_int, address, number, address, number, number], ctypes.c_ssize_t
@@ -437,7 +433,7 @@ class MappedReader(BlockReader):
         self.shape: tuple[int, ...] = images.shape
 
     def take(self, samples: np.ndarray, out: np.ndarray) -> np.ndarray:
-        """Whole images of samples (n,), written to `out` (n, H, W, C), which is contiguous and is returned.
+        """Write whole images of samples (n,) to `out` (n, H, W, C), contiguous, and return it.
 
         Raises:
             UnreadableError: a sample cannot be read, and none may stand in for it.
@@ -447,7 +443,7 @@ class MappedReader(BlockReader):
         return out
 
     def __getitem__(self, index: int | slice | tuple[int | slice, slice, slice]) -> np.ndarray:
-        """Pixels of a sample or of several, of whole images or of a region, as of an array; errors as of `take`."""
+        """Return pixels of a sample or of several, of whole images or of a region, as an array does; errors as of `take`."""
         wanted, *region = index if isinstance(index, tuple) else (index,)
         rows, columns = (
             slice(*part.indices(size)) for part, size in zip(region or [slice(None)] * 2, self.shape[1:3], strict=True)
@@ -472,7 +468,7 @@ class MappedReader(BlockReader):
         self._complete(samples, attempt)
 
     def _pieces(self, rows: slice, columns: slice) -> tuple[np.ndarray, int]:
-        """Where the neighbouring bytes of a region of an image begin, and how many there are of each."""
+        """Return where the contiguous runs of bytes of a region of an image begin, and their length."""
         width, channels = self.shape[2:]
         if columns.stop - columns.start == width:
             return np.array([rows.start * width * channels], np.int64), (rows.stop - rows.start) * width * channels

@@ -21,11 +21,11 @@ from hpctrain.core.intervals import Box, even, relative, size_of
 
 
 def counts(samples: int, ranks: int, split_size: int = 1, shards: int | None = None) -> tuple[int, ...]:
-    """`samples` over `ranks` as evenly as possible, larger shares first; zeros where there are fewer samples than ranks.
+    """Return `samples` over `ranks` as evenly as possible, larger shares first; zeros if there are fewer samples than ranks.
 
     split_size: neighbouring ranks that form a split group and work on each other's samples: the groups get even shares first,
         then the ranks of each group.
-    shards: a multiple of `ranks`: the samples are shared out over so many shards, and each rank has as many neighbouring ones;
+    shards: a multiple of `ranks`: the samples are divided over this many shards, and each rank has as many neighbouring ones;
         None: over the ranks themselves.
     """
     if shards is not None:
@@ -40,14 +40,14 @@ def counts(samples: int, ranks: int, split_size: int = 1, shards: int | None = N
 
 
 def share_of(ids: NDArray[np.int64], rank: int, ranks: int, split_size: int = 1, shards: int | None = None) -> NDArray[np.int64]:
-    """The contiguous share of one rank, as long as `counts` says; a view."""
+    """Return the contiguous share of one rank, as long as `counts` says; a view."""
     of_all_ranks = counts(len(ids), ranks, split_size, shards)
     start = sum(of_all_ranks[:rank])
     return ids[start : start + of_all_ranks[rank]]
 
 
 class Reordering(NamedTuple):
-    """From sample `first` of an epoch on, and in all epochs behind it, samples come in the `number`-th other order."""
+    """From sample `first` of an epoch on, and in all epochs after it, samples come in the `number`-th other order."""
 
     epoch: int
     first: int
@@ -86,7 +86,7 @@ class Sampler:
         self._cached: tuple[int, NDArray[np.int64]] | None = None
 
     def reorder(self, reorderings: Iterable[Reordering]) -> None:
-        """Follow these from now on, and no others; in the order in which they came to be. While nobody reads."""
+        """Follow these reorderings, in the order in which they arose, and no others. No epoch may be in progress."""
         self._reorderings, self._cached = tuple(reorderings), None
 
     @property
@@ -95,15 +95,15 @@ class Sampler:
         return self.steps()
 
     def steps(self, first: int = 0) -> int:
-        """Batches of an epoch from its sample `first` on, the short one included; 0 where none is left."""
+        """Return the batches of an epoch from its sample `first` on, the short one included; 0 if none is left."""
         return max(0, -(-(self.samples - first) // self.batch))
 
     def global_count(self, step: int, first: int = 0) -> int:
-        """Samples of one step over all ranks; the steps begin at the epoch's sample `first`."""
+        """Return the samples of one step over all ranks; the steps begin at the epoch's sample `first`."""
         return max(0, min(self.batch, self.samples - first - step * self.batch))
 
     def order(self, epoch: int) -> NDArray[np.int64]:
-        """All sample ids in the order of an epoch, (samples,) int64, read-only. The latest epoch's is kept."""
+        """Return all sample ids in the order of an epoch, (samples,) int64, read-only. The latest epoch's are kept."""
         cached = self._cached
         if cached is None or cached[0] != epoch:
             order = self._reordered(epoch) if self.shuffle else np.arange(self.samples, dtype=np.int64)
@@ -112,13 +112,13 @@ class Sampler:
         return cached[1]
 
     def ids(self, epoch: int, step: int, first: int = 0) -> NDArray[np.int64]:
-        """Sample ids of one global batch, (global_count(step, first),) int64, a read-only view."""
+        """Return the sample ids of one global batch, (global_count(step, first),) int64, a read-only view."""
         assert 0 <= step < self.steps(first), f"step {step} of {self.steps(first)} from sample {first}"
         begin = first + step * self.batch
         return self.order(epoch)[begin : begin + self.batch]
 
     def _reordered(self, epoch: int) -> NDArray[np.int64]:
-        """The order of an epoch: that of the last reordering before it, and from some samples on those of it."""
+        """Return the order of an epoch: that of the last reordering before it, and from some samples on those within it."""
         before = [change.number for change in self._reorderings if change.epoch < epoch]
         order = self._shuffled(epoch, *before[-1:])
         for change in self._reorderings:
@@ -197,11 +197,11 @@ class Mixing:
 
     @property
     def mixes(self) -> bool:
-        """True where any step may be mixed."""
+        """True if any step may be mixed."""
         return (self.mixup > 0 or self.cutmix > 0) and self.probability > 0
 
     def draw(self, epoch: int, first: int, height: int, width: int) -> Mix | None:
-        """The mixing of the step that begins with the epoch's sample `first`; None: it is not mixed.
+        """Return the mixing of the step that begins with the epoch's sample `first`; None if it is not mixed.
 
         Args:
             height, width: of the images that come out of the pipeline.
@@ -219,7 +219,7 @@ class Mixing:
 
 
 def _box(weight: float, place: tuple[float, float], size: tuple[int, int]) -> Box:
-    """A box of 1 - weight of the area around a place that is uniform over the image, clipped; timm's rand_bbox."""
+    """Return a clipped box of 1 - weight of the area around a place that is uniform over the image; timm's rand_bbox."""
     ratio = (1.0 - weight) ** 0.5
     intervals = []
     for u, length in zip(place, size, strict=True):
@@ -229,7 +229,7 @@ def _box(weight: float, place: tuple[float, float], size: tuple[int, int]) -> Bo
 
 
 def _beta(alpha: float, uniforms: Iterator[float]) -> float:
-    """A draw from Beta(alpha, alpha), by the method of Joehnk (1964)."""
+    """Draw from Beta(alpha, alpha), by the method of Joehnk (1964)."""
     while True:
         x, y = next(uniforms) ** (1.0 / alpha), next(uniforms) ** (1.0 / alpha)
         if 0.0 < x + y <= 1.0:
@@ -237,7 +237,7 @@ def _beta(alpha: float, uniforms: Iterator[float]) -> float:
 
 
 def _uniforms(stream: counter_random.Key, sample: int) -> Iterator[float]:
-    """Numbers in [0, 1), without end."""
+    """Yield numbers in [0, 1), without end."""
     begin = 0
     while True:
         indices = range(begin, begin + _UNIFORMS_AT_ONCE)

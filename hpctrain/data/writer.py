@@ -87,9 +87,9 @@ class UnfinishedFile:
             raise
 
     def kept(self) -> Iterator[tuple[dict[str, Any], np.ndarray]]:
-        """The chunks that are there already, in order: what `append` was told of each, and its bytes. To be read to the end.
+        """Yield the existing chunks in order: what `append` received for each, and its bytes. Must be read to the end.
 
-        Whatever lies behind the last whole one is cut off.
+        Whatever follows the last whole one is cut off.
         """
         if self._journal is None:
             return
@@ -115,20 +115,20 @@ class UnfinishedFile:
         _write_all(self._descriptor, bytes(BLOCK_OFFSET), 0)  # an interrupted end may have written there
 
     def append(self, block: memoryview, of: dict[str, Any]) -> None:
-        """Add a chunk; of: what `kept` is to give with it, as JSON can hold it.
+        """Add a chunk. of: what `kept` is to yield with it, as JSON can hold it.
 
         Raises:
             OSError: it cannot be written.
         """
         _write_all(self._descriptor, block, BLOCK_OFFSET + self.size)
-        if self._journal is not None:  # behind the bytes, so that a line speaks of bytes that are there
+        if self._journal is not None:  # after the bytes, so that a line describes bytes that are there
             line = _line({"bytes": len(block), "crc32": zlib.crc32(block), "of": of})
             _write_all(self._journal, line, self._journal_size)
             self._journal_size += len(line)
         self.size += len(block)
 
     def read(self, start: int, count: int) -> bytes:
-        """Bytes of the block.
+        """Return bytes of the block.
 
         Raises:
             OSError: they cannot be read.
@@ -140,7 +140,7 @@ class UnfinishedFile:
         return b"".join(parts)
 
     def clear(self) -> None:
-        """Empty the file, whose block is to be written elsewhere in it.
+        """Empty the file, because the block will be written elsewhere in it.
 
         Raises:
             OSError: that is refused.
@@ -189,7 +189,7 @@ class UnfinishedFile:
             )
 
     def _chunk(self, record: dict[str, Any]) -> np.ndarray | None:
-        """The bytes of the next chunk; None where they are not those that were written."""
+        """Return the bytes of the next chunk; None if they are not those that were written."""
         with contextlib.suppress(OSError):
             block = self.read(self.size, record["bytes"])
             if len(block) == record["bytes"] and zlib.crc32(block) == record["crc32"]:
@@ -198,13 +198,13 @@ class UnfinishedFile:
 
 
 def _line(content: dict[str, Any]) -> bytes:
-    """A line of the journal, with its own checksum in front."""
+    """Return a line of the journal, beginning with its own checksum."""
     text = json.dumps(content, separators=(",", ":")).encode()
     return b"%08x %s\n" % (zlib.crc32(text), text)
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-    """The content of a line; None where it is not whole."""
+    """Return the content of a line; None if it is not whole."""
     if not line.endswith(b"\n") or line[:9] != b"%08x " % zlib.crc32(line[9:-1]):
         return None
     record: dict[str, Any] = json.loads(line[9:])
@@ -227,7 +227,7 @@ class DataFileWriter:
     """Writes a data file in chunks; the file appears, complete and on disk, only when the block ends without an error.
 
     Use as a context manager. An error leaves nothing. An interruption (KeyboardInterrupt, a kill) leaves the beginning, if
-    `source` is given, and the next writer with the same `path` and `source` goes on behind it.
+    `source` is given, and the next writer with the same `path` and `source` continues after it.
 
     Args:
         path: the file to make or replace; its directory is made where it is missing. count: samples at most.
@@ -335,7 +335,7 @@ class DataFileWriter:
         raise NotImplementedError
 
     def _block(self, file: h5py.File, name: str, shape: tuple[int, ...]) -> h5py.Dataset:
-        """The dataset of the samples, whose bytes are in the file already."""
+        """Return the dataset of the samples, whose bytes are in the file already."""
         created = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         created.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
         created.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
@@ -343,7 +343,7 @@ class DataFileWriter:
         space = h5py.h5s.create_simple(shape)
         dataset = h5py.Dataset(h5py.h5d.create(file.id, name.encode(), h5py.h5t.STD_U8LE, space, created))
         if dataset.id.get_offset() != BLOCK_OFFSET:
-            assert self._file.size < _PAGE_BYTES, "large objects begin on the first page behind the structures"
+            assert self._file.size < _PAGE_BYTES, "large objects begin on the first page after the structures"
             dataset[...] = np.frombuffer(self._file.read(0, self._file.size), np.uint8).reshape(shape)
             self._file.clear()
         dataset.attrs["sha256"] = np.bytes_(self._digest.hexdigest())
@@ -441,7 +441,7 @@ class EncodedFileWriter(DataFileWriter):
         file.attrs["version"] = ENCODED_VERSION
 
 
-def write(
+def write_data_file(
     path: str | Path,
     count: int,
     shape: tuple[int, int, int],
@@ -456,7 +456,7 @@ def write(
 
 
 def histogram(images: np.ndarray) -> np.ndarray:
-    """(C, 256) int64: how often each value is in each channel of images (n, H, W, C) uint8."""
+    """Return how often each value is in each channel of images (n, H, W, C) uint8: (C, 256) int64."""
     channels = range(images.shape[3])
     return np.stack([np.bincount(images[..., channel].reshape(-1), minlength=256) for channel in channels]).astype(np.int64)
 
@@ -472,12 +472,12 @@ def _check(path: Path, count: int, shape: tuple[int, int, int], names: Sequence[
 
 
 def _put(file: h5py.File, name: str, values: np.ndarray) -> None:
-    """A dataset with its checksum."""
+    """Write a dataset with its checksum."""
     file.create_dataset(name, data=values).attrs["sha256"] = np.bytes_(digest_of(values))
 
 
 def _moments(histogram: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and population standard deviation per channel of values 0..255 scaled to 0..1; exact sums, in integers."""
+    """Return mean and population standard deviation per channel of values 0..255 scaled to 0..1, from exact integer sums."""
     mean, std = [], []
     for counts in histogram.tolist():
         n = sum(counts)

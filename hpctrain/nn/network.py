@@ -209,12 +209,10 @@ class Network:
         self.parameter_specs, statistic_specs = declared(model, graph)
         self.shards = {name: self.distribution.shard(name) for name in self.parameter_specs}
         parameter_specs = {name: local_spec(spec, self.shards[name]) for name, spec in self.parameter_specs.items()}
-        self.groups, self.frozen_groups = (self._make_groups(parameter_specs, frozen) for frozen in (False, True))
-        self.parameters: dict[str, Parameter] = {
-            name: group.parameters[name]
-            for name, group in ((n, g) for n in parameter_specs for g in self._all_groups())
-            if name in group.parameters
-        }
+        self.groups = self._make_groups(parameter_specs, are_frozen=False)
+        self.frozen_groups = self._make_groups(parameter_specs, are_frozen=True)
+        grouped = {name: parameter for group in self._all_groups() for name, parameter in group.parameters.items()}
+        self.parameters: dict[str, Parameter] = {name: grouped[name] for name in parameter_specs}
         statistic_specs = {
             name: replace(spec, momentum=0.0) if layer_of(name) in self.frozen else spec for name, spec in statistic_specs.items()
         }
@@ -379,13 +377,12 @@ class Network:
     def _all_groups(self) -> tuple[FlatGroup, ...]:
         return (*self.groups.values(), *self.frozen_groups.values())
 
-    def _make_groups(self, specs: Mapping[str, ParameterSpec], frozen: bool) -> dict[str, FlatGroup]:
+    def _make_groups(self, specs: Mapping[str, ParameterSpec], *, are_frozen: bool) -> dict[str, FlatGroup]:
         orders = {name: order for order, name in enumerate(specs)}
         members: dict[str, dict[str, ParameterSpec]] = {}
         for name, spec in specs.items():
-            if (layer_of(name) in self.frozen) is not frozen:
-                continue
-            members.setdefault(ALL if self.shards[name] is None else MODEL, {})[name] = spec
+            if (layer_of(name) in self.frozen) is are_frozen:
+                members.setdefault(ALL if self.shards[name] is None else MODEL, {})[name] = spec
         arithmetic, shadow_dtype = self.kernels.arithmetic, self.kernels.shadow_dtype
         return {
             group: FlatGroup(inside, self.parameter_dtype, arithmetic=arithmetic, shadow_dtype=shadow_dtype, orders=orders)

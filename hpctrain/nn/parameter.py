@@ -92,7 +92,7 @@ class Parameter:
         name: torchvision's dotted name.
         data, grad: views into the flat buffers of its group, of `spec.shape`.
         order: forward position, 0 nearest the input: the priority key.
-        shadow: view of its group's, where that has one.
+        shadow: view of its group's shadow, if there is one.
     """
 
     name: str
@@ -109,7 +109,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Segment:
-    """Elements [start, stop) of a flat buffer that belong to one parameter; a part of it, where it is sliced or sharded."""
+    """Elements [start, stop) of a flat buffer that belong to one parameter, or to a part of it if it is sliced or sharded."""
 
     parameter: str
     start: int
@@ -246,7 +246,7 @@ class FlatStatistics:
     """Views into two flat arrays of one layout: `running`, on the host, and `batch`, which training forwards write.
 
     A step blends once: running = (1 - momentum) running + momentum * (count-weighted mean of the batch statistics over all ranks
-    and micro-batches), so replicas agree bit by bit. Evaluation reads `running` only, or a copy of it where kernels can.
+    and micro-batches), so replicas agree bit by bit. Evaluation reads `running` only; kernels of a device read a copy of it.
 
     Args:
         specs: by full name. parts: of split statistics, the interval of channels that this rank computes.
@@ -321,7 +321,7 @@ class FlatStatistics:
         """Return this rank's terms of the step's sums (float64, flat): batch statistics times the samples that they are of.
 
         Args:
-            count: samples of its own. group_count: those of its split group.
+            count: this rank's samples. group_count: those of its split group.
             batch: the result of `fetch_batch`; None: it is fetched here, which waits.
         """
         if batch is None:

@@ -1,6 +1,6 @@
-"""Seconds of averaging gradients, layer by layer, before any schedule is planned: bytes times what a byte of a slice costs.
+"""Price the averaging of gradients layer by layer, before any schedule is planned: bytes times the cost of a byte of a slice.
 
-What a strategy sends is its own account (`StrategyCosts`), so a user's own strategy has a price, too.
+A strategy declares what it sends (`StrategyCosts`), so that a user's own strategy has a price, too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hpctrain.planner.tasks import GridPlacements, GroupPlacement
 
 @dataclass(frozen=True)
 class LinearSize:
-    """A linear layer's weight as a rank's group averages it. inputs, outputs: K and M, of the part that the rank holds."""
+    """A linear layer's weight as a rank's group averages it. inputs, outputs: K and M of the part that the rank holds."""
 
     inputs: int
     outputs: int
@@ -30,9 +30,12 @@ class LinearSize:
 
 @dataclass(frozen=True)
 class AveragedParts:
-    """Parameters of a stretch of a network that one rank averages. linear: its linear weights, which count in elements too.
+    """Parameters of a part of a network that one rank averages.
 
-    elements: of parameters. messages: parameters of several elements each.
+    Attributes:
+        elements: number of elements.
+        messages: number of parameters, of several elements each.
+        linear: weights of linear layers, which also count in `elements`.
     """
 
     elements: int = 0
@@ -45,7 +48,7 @@ class AveragedParts:
 
 @dataclass(frozen=True)
 class AveragingSeconds:
-    """program: of the rank's core, for messages and updates. wire: until its messages have moved, one after the other."""
+    """Seconds of averaging. program: of the rank's core, for messages and updates. wire: of its messages, one after another."""
 
     program: float
     wire: float
@@ -58,8 +61,10 @@ class AveragingCosts:
     """Costs of averaging on a grid with one averager.
 
     Args:
-        total_bytes: of all gradients. batch: samples of a step over all ranks. item_bytes: of a parameter.
-        exchange: micro-batches and options allow linear layers to exchange inputs and errors.
+        total_bytes: bytes of all gradients.
+        batch: samples of a step over all ranks.
+        item_bytes: bytes of an element.
+        exchange: whether micro-batches and options allow linear layers to exchange inputs and errors.
     """
 
     def __init__(
@@ -83,7 +88,7 @@ class AveragingCosts:
         }
 
     def seconds(self, parts: AveragedParts, *, split: bool) -> AveragingSeconds:
-        """The costs of parts that all ranks hold, or (split) those of a data group."""
+        """Return the costs of parts that all ranks hold, or (split) of those of a data group."""
         group, item = self._groups[split], self._item_bytes
         exchanging = [size for size in parts.linear if self._exchanged(size, group)]
         elements = parts.elements - sum(size.inputs * size.outputs for size in exchanging)
@@ -106,7 +111,7 @@ class AveragingCosts:
 
 
 class _GroupCosts:
-    """Costs of the operations of a parameter group. links: ranks that cross a link: nodes, where sums are made in two levels."""
+    """Costs of the operations of a parameter group. links: ranks that cross a link; with two levels, nodes."""
 
     def __init__(
         self, machine: Machine, placement: GroupPlacement, strategy: StrategyCosts, total_bytes: int, item_bytes: int
@@ -124,24 +129,24 @@ class _GroupCosts:
             self._of_slice = _less(self._of_slice, self._compressed(Compression(self.links, strategy.density)))
 
     def _compressed(self, compression: Compression) -> AveragingSeconds:
-        """Seconds of a slice of which the largest elements cross between nodes."""
+        """Return the seconds of a slice whose largest elements alone cross between nodes."""
         kinds = (OperationKind.REDUCE_SCATTER, OperationKind.SPARSE, OperationKind.ALLGATHER)
         chosen = _sum(self.operation(kind, self._slice_bytes, compression) for kind in kinds)
         elements = self._slice_bytes / self._item_bytes / (self.ranks // compression.nodes)
         return chosen + AveragingSeconds(self._costs.choice_seconds(elements, compression), 0.0)
 
     def averaged(self, n_bytes: float) -> AveragingSeconds:
-        """Seconds of so many bytes of gradients, as a share of slices."""
+        """Return the seconds of `n_bytes` bytes of gradients, as a share of slices."""
         share = n_bytes / self._slice_bytes
         return AveragingSeconds(self._of_slice.program * share, self._of_slice.wire * share)
 
     def latency(self, messages: int) -> AveragingSeconds:
-        """Seconds of messages that carry next to nothing."""
+        """Return the seconds of almost empty messages."""
         small = _sum(self.operation(kind, 64) for kind in self._kinds)
         return AveragingSeconds(small.program * messages, small.wire * messages)
 
     def operation(self, kind: OperationKind, n_bytes: float, compression: Compression | None = None) -> AveragingSeconds:
-        """Seconds of one operation."""
+        """Return the seconds of one operation."""
         priced = self._costs.stages(kind, n_bytes, compression)
         return AveragingSeconds(sum(stage.cpu_seconds for stage in priced), unhindered_seconds(priced))
 
@@ -151,12 +156,12 @@ def _sum(several: Iterable[AveragingSeconds]) -> AveragingSeconds:
 
 
 def _less(one: AveragingSeconds, other: AveragingSeconds) -> AveragingSeconds:
-    """The lesser of both kinds of seconds: small parameters go whole, large ones as it pays."""
+    """Return the lesser of both kinds of seconds: small parameters are sent whole, large ones in the cheaper way."""
     return AveragingSeconds(min(one.program, other.program), min(one.wire, other.wire))
 
 
 def _levels(placement: GroupPlacement) -> Levels | None:
-    """Those of `two_level.levels`; without them where nodes hold unlike numbers of ranks."""
+    """Return the levels of `two_level.levels`; None if nodes hold different numbers of ranks."""
     if placement.nodes * placement.per_node != placement.ranks:
         return None
     return levels([rank // placement.per_node for rank in range(placement.ranks)])

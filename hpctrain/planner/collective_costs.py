@@ -71,7 +71,7 @@ _LEVELLED = (OperationKind.REDUCE_SCATTER, OperationKind.ALLGATHER, OperationKin
 
 
 @dataclass(frozen=True)
-class Stage:
+class CollectiveStage:
     """A stage of a collective: it begins when the stage before it is complete, on all ranks of the group together.
 
     Attributes:
@@ -110,7 +110,7 @@ class Stage:
         return max(self.latency_seconds + self.wire_seconds, self.cpu_seconds)
 
 
-def unhindered_seconds(stages: Iterable[Stage], burst_seconds: float = 0.0) -> float:
+def unhindered_seconds(stages: Iterable[CollectiveStage], burst_seconds: float = 0.0) -> float:
     """Return the time of an operation of these stages if ranks do nothing but wait for it.
 
     Args:
@@ -131,7 +131,7 @@ def stages(
     placement: GroupPlacement,
     levels: Levels | None = None,
     peers: int | None = None,
-) -> tuple[Stage, ...]:
+) -> tuple[CollectiveStage, ...]:
     """Return the stages of one operation, one after another; none if there is one rank or nothing to move.
 
     Args:
@@ -159,7 +159,9 @@ def stages(
     return _priced(machine, rounds, placement, spread=levels is not None)
 
 
-def _in_two_levels(machine: Machine, kind: Kind, n_bytes: float, placement: GroupPlacement, levels: Levels) -> tuple[Stage, ...]:
+def _in_two_levels(
+    machine: Machine, kind: Kind, n_bytes: float, placement: GroupPlacement, levels: Levels
+) -> tuple[CollectiveStage, ...]:
     """Return a reduction within nodes, then across them; a gather in the reverse order. Across nodes, each rank has its share."""
     within = stages(machine, kind, n_bytes, within_nodes(placement, levels.per_node))
     across = stages(machine, kind, n_bytes / levels.per_node, across_nodes(placement, levels.nodes, levels.per_node))
@@ -279,7 +281,7 @@ def _power_below(ranks: int) -> int:
     return 1 << (ranks.bit_length() - 1)
 
 
-def _priced(machine: Machine, rounds: Sequence[_Round], placement: GroupPlacement, spread: bool) -> tuple[Stage, ...]:
+def _priced(machine: Machine, rounds: Sequence[_Round], placement: GroupPlacement, spread: bool) -> tuple[CollectiveStage, ...]:
     """Return a stage for each run of rounds in which messages leave nodes, and for each run of rounds in which none does."""
     runs: list[list[tuple[_Round, float]]] = []
     for one in rounds:
@@ -291,7 +293,7 @@ def _priced(machine: Machine, rounds: Sequence[_Round], placement: GroupPlacemen
     return tuple(_stage(machine, run, placement, posts=position == 0) for position, run in enumerate(runs))
 
 
-def _stage(machine: Machine, run: Sequence[tuple[_Round, float]], placement: GroupPlacement, *, posts: bool) -> Stage:
+def _stage(machine: Machine, run: Sequence[tuple[_Round, float]], placement: GroupPlacement, *, posts: bool) -> CollectiveStage:
     """Return the stage of rounds, each with its share of messages that leave their node: all shares are 0, or none."""
     rounds = [one for one, _ in run]
     sent = sum(one.messages * one.n_bytes for one in rounds)
@@ -311,7 +313,7 @@ def _stage(machine: Machine, run: Sequence[tuple[_Round, float]], placement: Gro
     unattended = None
     if largest.unattended_bytes is not None:  # messages of a round move side by side
         unattended = largest.unattended_bytes * max(one.messages / one.rounds for one in rounds) * wire / sent
-    return Stage(
+    return CollectiveStage(
         between=between,
         latency_seconds=latency + summed,
         wire_bytes=wire,
@@ -371,7 +373,7 @@ class MessageCosts:
     item_bytes: int
     rounding: Rounding | None = None
 
-    def stages(self, kind: OperationKind, n_bytes: float, compression: Compression | None = None) -> tuple[Stage, ...]:
+    def stages(self, kind: OperationKind, n_bytes: float, compression: Compression | None = None) -> tuple[CollectiveStage, ...]:
         """Return the stages of one operation.
 
         Args:
@@ -385,7 +387,7 @@ class MessageCosts:
             return self._whole(kind, n_bytes)
         elements = n_bytes / self.item_bytes
         write, read = (count * elements for count in _ROUNDING_BYTES[wire])
-        if kind is OperationKind.ALLREDUCE:  # each sum is rounded once more by its owner, and read by everybody
+        if kind is OperationKind.ALLREDUCE:  # each sum is rounded once more by its owner, and read by all
             return self._allreduce(n_bytes, write, read)
         if kind is OperationKind.REDUCE_SCATTER:
             return self._reduce(n_bytes, write + read)
@@ -417,15 +419,17 @@ class MessageCosts:
     def _sent(self, n_bytes: float) -> float:
         return 2 * n_bytes / self.item_bytes
 
-    def _whole(self, kind: OperationKind, n_bytes: float) -> tuple[Stage, ...]:
+    def _whole(self, kind: OperationKind, n_bytes: float) -> tuple[CollectiveStage, ...]:
         return stages(self.machine, kind, n_bytes, self.placement, self.levels)
 
-    def _exchange(self, n_bytes: float, work_bytes: float, placement: GroupPlacement | None = None) -> tuple[Stage, ...]:
+    def _exchange(
+        self, n_bytes: float, work_bytes: float, placement: GroupPlacement | None = None
+    ) -> tuple[CollectiveStage, ...]:
         """Return the stages of rounded parts that travel to their owners, who add them up."""
         exchanged = stages(self.machine, OperationKind.INPUTS, self._sent(n_bytes), placement or self.placement)
         return self._working(exchanged, work_bytes)
 
-    def _reduce(self, n_bytes: float, work_bytes: float) -> tuple[Stage, ...]:
+    def _reduce(self, n_bytes: float, work_bytes: float) -> tuple[CollectiveStage, ...]:
         if self.levels is None:
             return self._exchange(n_bytes, work_bytes)
         per_node = self.levels.per_node
@@ -433,7 +437,7 @@ class MessageCosts:
         across = across_nodes(self.placement, self.levels.nodes, per_node)
         return (*within, *self._exchange(n_bytes / per_node, work_bytes / per_node, across))
 
-    def _allreduce(self, n_bytes: float, write: float, read: float) -> tuple[Stage, ...]:
+    def _allreduce(self, n_bytes: float, write: float, read: float) -> tuple[CollectiveStage, ...]:
         """Return the stages of a sum whose parts and results travel rounded.
 
         Args:
@@ -449,7 +453,7 @@ class MessageCosts:
         within = stages(self.machine, kind, n_bytes, within_nodes(self.placement, two.per_node))
         return (*self._reduce(n_bytes, write + read), *self._working(gathered, work), *within)
 
-    def _compressed(self, kind: OperationKind, n_bytes: float, compression: Compression) -> tuple[Stage, ...]:
+    def _compressed(self, kind: OperationKind, n_bytes: float, compression: Compression) -> tuple[CollectiveStage, ...]:
         """Return stages of sums and parameters within nodes, or of values and positions across them."""
         nodes = compression.nodes
         per_node = self.placement.ranks // nodes
@@ -459,7 +463,7 @@ class MessageCosts:
         kept = compression.kept(-(-round(n_bytes / self.item_bytes) // per_node))
         return stages(self.machine, OperationKind.ALLGATHER, nodes * kept * (self.item_bytes + INDEX_BYTES), across)
 
-    def _working(self, stages_of: tuple[Stage, ...], work_bytes: float) -> tuple[Stage, ...]:
+    def _working(self, stages_of: tuple[CollectiveStage, ...], work_bytes: float) -> tuple[CollectiveStage, ...]:
         """Return the stages with work of a core added to the first of them."""
         if not stages_of:
             return ()

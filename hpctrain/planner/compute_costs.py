@@ -56,7 +56,7 @@ class ComputeCosts(Protocol):
 # Elements of parameters' size that an update with momentum reads (weight, gradient, momentum, and the weight once more for the
 # look at finite numbers) and writes (weight, momentum).
 _UPDATE_ACCESSES = 6
-# Calls of about an operator's own cost in a step beside its operators: loss, sums, message, learning rate, input.
+# Calls in a step with about the cost of an operator's call: loss, sums, message, learning rate, input.
 _CALLS_OF_A_STEP = 20
 
 

@@ -1,9 +1,9 @@
-"""The planner's work for a configuration: costs, the search for a grid, plan and averager, and simulated scaling.
+"""Search and simulate for a configuration: costs, the search for grid, plan and averager, and simulated scaling.
 
-Computation costs measured times where there are some, a machine's rates elsewhere. A candidate becomes keys of the
-configuration: what `train` takes so that it runs as was planned. A scaling study simulates one step on several numbers of
-ranks and needs neither MPI nor data. Its efficiency compares with the smallest number of ranks, as in `bench/scaling.py`:
-T(R0) / T(R) where each rank has a batch of its own (weak scaling), R0 T(R0) / (R T(R)) where all share one (strong scaling).
+Computation costs measured times if there are some, otherwise the rates of the machine. A candidate becomes keys of the
+configuration, with which `train` runs it as planned. A scaling study simulates one step on several numbers of ranks and needs
+neither MPI nor data. Its efficiency compares with the smallest number of ranks, as in `bench/scaling.py`: T(R0) / T(R) if each
+rank has a batch of its own (weak scaling), R0 T(R0) / (R T(R)) if all share one (strong scaling).
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ from hpctrain.trace.chrome import ChromeTrace
 
 
 def configured_costs(machine: Machine, task: PlannedRun, compute: float = 1.0) -> ComputeCosts:
-    """The costs of a job's operators on a machine: measured ones from the user's cache where it is this one, else by its rates.
+    """Return the costs of a job's operators: measured times from the user's cache on this machine, otherwise its rates.
 
     Args:
-        machine: as it is, not scaled. compute: ranks compute so many times as fast.
+        machine: the machine, not scaled.
+        compute: how many times as fast ranks compute.
     """
     rates = RateCosts(machine.scaled(compute=compute), task.config.dtype)
     if not is_here(machine):
@@ -48,7 +49,7 @@ def configured_costs(machine: Machine, task: PlannedRun, compute: float = 1.0) -
 
 
 def is_here(machine: Machine) -> bool:
-    """True where the machine's rates were measured on a processor like this one: its times hold there."""
+    """Return whether the machine's rates were measured on a processor like this one, whose times are then valid there."""
     sources = [source for key, source in machine.sources.items() if key.startswith("rates")]
     return any(source.startswith("measured") and processor_model() in source for source in sources)
 
@@ -62,10 +63,13 @@ def configured_setting(machine: Machine, task: PlannedRun) -> Setting:
 
 @dataclass(frozen=True)
 class SearchTask:
-    """A search that is asked for.
+    """A search for a configuration.
 
-    machine: as it is; factors: keywords of `Machine.scaled`, by which it is changed. keep: sections of the configuration that
-    stay as they are. image: (H, W, C), and classes: None as in `prepare`.
+    Attributes:
+        machine: the machine, not scaled.
+        factors: keywords of `Machine.scaled`.
+        keep: sections of the configuration that stay as they are.
+        image, classes: (H, W, C) and number of classes; None as in `prepare`.
     """
 
     config: Config
@@ -87,10 +91,10 @@ class PlannedSearch:
 
 
 def job_of(task: SearchTask) -> PlannedRun:
-    """The job on a grid that it can be planned on: what is searched for is not asked of the configuration.
+    """Return the job on some grid on which it can be planned, without the configured values of what is searched.
 
     Raises:
-        HpctrainError: what the configuration and the data do not agree on.
+        HpctrainError: configuration and data do not agree.
     """
     config, ranks = task.config, task.ranks
     rows = next(rows for rows in range(1, ranks + 1) if ranks % rows == 0 and ranks // rows <= config.batch)
@@ -102,7 +106,7 @@ def run_search(task: SearchTask) -> PlannedSearch:
     """Search.
 
     Raises:
-        ConfigError: no grid has a place for so many ranks, or a job that fits in no plan.
+        ConfigError: no grid has work for each rank, or the job fits in no plan.
     """
     job = job_of(task)
     costs = configured_costs(task.machine, job, task.factors.get("compute", 1.0))
@@ -154,7 +158,13 @@ _MOST_LEVEL_LABELS = 6  # of an axis; more stand aslant
 
 @dataclass(frozen=True)
 class SimulatedPoint:
-    """A number of ranks. averager: its label. batch: of a step over all ranks. grid: (Pr, Pc)."""
+    """The simulated step on a number of ranks.
+
+    Attributes:
+        averager: its label.
+        batch: samples of a step over all ranks.
+        grid: (Pr, Pc).
+    """
 
     averager: str
     ranks: int
@@ -175,11 +185,11 @@ class SimulatedPoint:
         return self.batch / self.step_seconds
 
     def efficiency(self, base: SimulatedPoint) -> float:
-        """Images per second and rank, compared with `base`."""
+        """Return images per second and rank, relative to `base`."""
         return (self.images_per_second / self.ranks) / (base.images_per_second / base.ranks)
 
     def facts(self, base: SimulatedPoint) -> dict[str, Any]:
-        """Everything as plain data."""
+        """Return everything as plain data."""
         return {
             "averager": self.averager,
             "ranks": self.ranks,
@@ -197,11 +207,14 @@ class SimulatedPoint:
 
 @dataclass(frozen=True)
 class SimulatedStudy:
-    """The jobs that are simulated.
+    """The jobs of a study.
 
-    configs: by label, one for each averager. mode: "weak": the configured batch is each rank's own, as in `bench scaling`.
-    machine: as it is; factors: keywords of `Machine.scaled`, by which it is changed. image: (H, W, C), and classes: None as in
-    `prepare`.
+    Attributes:
+        configs: by label, one for each averager.
+        mode: "weak": the configured batch is that of each rank, as in `bench scaling`.
+        machine: the machine, not scaled.
+        factors: keywords of `Machine.scaled`.
+        image, classes: (H, W, C) and number of classes; None as in `prepare`.
     """
 
     configs: Mapping[str, Config]
@@ -215,13 +228,13 @@ class SimulatedStudy:
 
     @property
     def title(self) -> str:
-        """Model, machine and mode, said to be simulated."""
+        """Model, machine and mode, labelled as simulated."""
         model = next(iter(self.configs.values())).model.name
         changed = "".join(f", {name} x {factor:g}" for name, factor in self.factors.items() if factor != 1)
         return f"simulated: {model} on {self.machine.name}{changed}, {self.mode} scaling"
 
     def tasks(self) -> Iterator[tuple[str, PlannedRun]]:
-        """The label and the plan of each job.
+        """Yield the label and the plan of each job.
 
         Raises:
             HpctrainError: a number of ranks on which it cannot run.
@@ -232,7 +245,7 @@ class SimulatedStudy:
                 yield label, prepare(with_best(search), ranks, self.image, self.classes)
 
     def search_task(self, label: str, ranks: int) -> SearchTask:
-        """The search for what the configuration of a label leaves open (auto) on so many ranks; all else is kept."""
+        """Return the search for what the configuration of a label leaves open (auto) on `ranks` ranks; all else is kept."""
         config = self.configs[label]
         batch = config.batch * ranks if self.mode == "weak" else config.batch
         keep = kept_sections(config)
@@ -241,10 +254,10 @@ class SimulatedStudy:
 
 
 def run(study: SimulatedStudy, say: Callable[[str], None] = lambda line: None) -> list[SimulatedPoint]:
-    """All points, those of one averager after another's.
+    """Simulate all points, averager by averager.
 
     Raises:
-        HpctrainError: a number of ranks on which it cannot run; before anything is simulated.
+        HpctrainError: a number of ranks on which it cannot run; raised before anything is simulated.
     """
     machine = study.machine.scaled(**study.factors)
     points = []
@@ -258,7 +271,7 @@ def run(study: SimulatedStudy, say: Callable[[str], None] = lambda line: None) -
 
 
 def facts(study: SimulatedStudy, points: Sequence[SimulatedPoint]) -> dict[str, Any]:
-    """Everything as plain data. Efficiency compares with the first point of the same averager."""
+    """Return everything as plain data. Efficiency compares with the first point of the same averager."""
     return {
         "simulated": True,
         "machine": study.machine.name,
@@ -269,7 +282,7 @@ def facts(study: SimulatedStudy, points: Sequence[SimulatedPoint]) -> dict[str, 
 
 
 def write_trace(path: Path, point: SimulatedPoint, title: str) -> Path:
-    """The simulated step of a point, each class of ranks a process of the file. Gives the path.
+    """Write the simulated step of a point, with a process of the file for each class of ranks, and return the path.
 
     Raises:
         OSError: the file cannot be written.
@@ -287,7 +300,7 @@ def write_trace(path: Path, point: SimulatedPoint, title: str) -> Path:
 
 
 def by_averager(points: Sequence[SimulatedPoint]) -> dict[str, list[SimulatedPoint]]:
-    """The points of each averager, in order."""
+    """Return the points of each averager, in order."""
     return {name: [point for point in points if point.averager == name] for name in dict.fromkeys(map(_averager, points))}
 
 
@@ -296,7 +309,7 @@ def _averager(point: SimulatedPoint) -> str:
 
 
 def plot(path: Path, points: Sequence[SimulatedPoint], title: str) -> Path | None:
-    """Images per second and the step's time over ranks, a line for each averager. None without matplotlib.
+    """Plot images per second and step time over ranks, with a line for each averager. Return None without matplotlib.
 
     Raises:
         OSError: the file cannot be written.
@@ -333,14 +346,14 @@ def plot(path: Path, points: Sequence[SimulatedPoint], title: str) -> Path | Non
 
 
 def _draw(axes: Any, points: Sequence[SimulatedPoint], value: Callable[[SimulatedPoint], float], style: str, suffix: str) -> None:
-    """A line for each averager, in the same colours whatever the style. Values of 0 have no place on a logarithmic axis."""
+    """Draw a line for each averager, with the same colours for all styles. Zeros are left out, as the axis is logarithmic."""
     for number, (name, line) in enumerate(by_averager(points).items()):
         numbers = [point.ranks for point in line], [value(point) or float("nan") for point in line]
         axes.plot(*numbers, style, color=f"C{number}", markersize=4, label=f"{name}{suffix}")
 
 
 def keys_of(candidate: Candidate) -> dict[str, Any]:
-    """The sections grid, plan and averager as wholes, and micro_batches, as plain data."""
+    """Return the sections grid, plan and averager, and micro_batches, as plain data."""
     plan = candidate.plan
     return {
         "grid": _grid(plan),
@@ -360,22 +373,22 @@ def _grid(plan: ParallelPlan) -> dict[str, Any]:
 
 
 def with_candidate(config: Config, candidate: Candidate) -> Config:
-    """The configuration that runs the candidate, whatever it said about grid, plan, averager and micro-batches before."""
+    """Return the configuration that runs the candidate, with its grid, plan, averager and micro-batches."""
     return Config.model_validate({**config.model_dump(mode="json"), **keys_of(candidate)})
 
 
 def overrides(candidate: Candidate) -> tuple[str, ...]:
-    """The keys as overrides of a command line, each one word of it: "grid={rows: 2, cols: 4}"."""
+    """Return the keys as overrides of a command line, each in one word: "grid={rows: 2, cols: 4}"."""
     return tuple(f"{key}={flow(value)}" for key, value in keys_of(candidate).items())
 
 
 def command_line(file: str, words: tuple[str, ...], ranks: int) -> str:
-    """The command that trains a configuration on so many ranks, as a shell takes it."""
+    """Return the command that trains a configuration on `ranks` ranks, quoted for a shell."""
     start = f"mpiexec -n {ranks} python -m mpi4py -m hpctrain train"
     return " ".join((start, *(shlex.quote(word) for word in (file, *words))))
 
 
 def written(config: Config, candidate: Candidate, head: tuple[str, ...]) -> str:
-    """The whole configuration with the candidate's keys as YAML, behind lines of comments."""
+    """Return the whole configuration with the candidate's keys as YAML, after lines of comments."""
     comments = "".join(f"# {line}\n" for line in head)
     return comments + dump(with_candidate(config, candidate))

@@ -66,7 +66,7 @@ class AveragerChoice:
 
     @cached_property
     def costs(self) -> StrategyCosts:
-        """The strategy's own account of its messages."""
+        """The strategy's declaration of what it sends."""
         return strategy_costs(self.name, self.options)
 
     def __reduce__(self) -> tuple[type[AveragerChoice], tuple[str, dict[str, Any]]]:

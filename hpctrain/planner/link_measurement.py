@@ -86,22 +86,22 @@ def _point(passes: Sequence[_Raw]) -> MessagePoint:
 class LinkProbe:
     """Two ranks that exchange messages.
 
-    All ranks of `everybody` call `measure` at the same time; those without a partner (`pair` None) wait for the others.
+    All ranks of `all_ranks` call `measure` at the same time; those without a partner (`pair` None) wait for the others.
 
     Args:
-        everybody: the ranks that decide together.
+        all_ranks: the ranks that decide together.
         progress: the progress engine; its queues must be idle.
         at_once: all ranks with partners, if they are to begin together; None: each pair by itself.
     """
 
     def __init__(
         self,
-        everybody: Communicator,
+        all_ranks: Communicator,
         pair: Communicator | None,
         progress: ProgressEngine,
         at_once: Communicator | None = None,
     ) -> None:
-        self._everybody, self._pair, self._progress = everybody, pair, progress
+        self._all_ranks, self._pair, self._progress = all_ranks, pair, progress
         self._meeting = pair if at_once is None else at_once
         self._queue = None if pair is None else progress.queue(pair)
         self._written = np.zeros(0 if pair is None else _CACHE_BYTES // 4, np.float32)
@@ -111,7 +111,7 @@ class LinkProbe:
     ) -> list[MessagePoint]:
         """Return a point for each size: medians over the ranks that have partners. Collective.
 
-        Repeats passes over all sizes, at least two, within the time budget on rank 0 of everybody: a disturbance of one pass
+        Repeats passes over all sizes, at least two, within the time budget on their rank 0: a disturbance of one pass
         is over in the next. Sizes end when a message takes too long; at least two sizes are measured.
         """
         begin = self._progress.now()
@@ -125,16 +125,16 @@ class LinkProbe:
 
     def _go_on(self, begin: float, passes: int, budget_seconds: float) -> bool:
         spent = self._progress.now() - begin
-        return bool(self._everybody.broadcast_object(not passes or spent * (passes + 1) / passes < budget_seconds))
+        return bool(self._all_ranks.broadcast_object(not passes or spent * (passes + 1) / passes < budget_seconds))
 
     def _pass(self, sizes: Sequence[int], polls: bool, end: float) -> list[_Raw]:
         """Measure each size; stop early if a size takes too long or the time is over."""
         numbers: list[_Raw] = []
         for n_bytes in sizes:
-            of_all = self._everybody.allgather_object(None if self._pair is None else self._measure_size(n_bytes, polls))
+            of_all = self._all_ranks.allgather_object(None if self._pair is None else self._measure_size(n_bytes, polls))
             known = [raw for raw in of_all if raw is not None]
             numbers.append(_Raw(n_bytes, *(median(column) for column in zip(*(raw[1:] for raw in known), strict=True))))
-            over = self._everybody.broadcast_object(self._progress.now() > end)
+            over = self._all_ranks.broadcast_object(self._progress.now() > end)
             if len(numbers) > 1 and (over or numbers[-1].one > _MOST_MESSAGE_SECONDS):
                 break
         return numbers
@@ -226,18 +226,18 @@ def _busy(seconds: float) -> None:
         pass
 
 
-# Messages that take so many polls more than the time between polls explains move in chunks, one between two polls.
+# Messages that take this many polls more than their time explains move in chunks, one between two polls.
 _CHUNKED_POLLS = 7
-# A second message of the largest size takes longer than the first by no more than this, for what a pause saves; of a smaller one
-# that is a larger share.
+# Largest share by which a second message of the largest size may take longer than the first, because a pause saves time; of
+# smaller messages that is a larger share.
 _LONGER = 0.1
-# Messages from this share of the largest on have the rate of large ones, which follows from those that are so far apart.
+# Messages from this share of the largest on have the rate of large ones; the rate follows from pairs this far apart.
 _LARGE, _APART = 0.25, 0.5
-# A burst is a little larger than it seems: what it lets pass takes time as well.
+# A burst is a little larger than it seems, because what it lets pass takes time as well.
 _COVERED = 1.25
-# Bytes that seem to pass at once are none where they are less than this share of all.
+# Bytes that seem to pass at once count only from this share of all bytes on.
 _LEAST_BURST = 0.2
-_BURST_SIZES = (512 << 10, 2 << 20)  # a smaller message may fit into buffers on the way, and of a larger one it is a small share
+_BURST_SIZES = (512 << 10, 2 << 20)  # smaller messages may fit into buffers, and of larger ones a burst is a small share
 
 
 def link(points: Sequence[MessagePoint], *, bursts: bool = True) -> Link:
@@ -280,15 +280,15 @@ def segments(points: Sequence[MessagePoint], burst_bytes: int = 0) -> tuple[Link
         first, second = points[here].n_bytes, points[there].n_bytes
         if burst_bytes:
             beta = rate
-            alpha = sum(_beside(points[k].n_bytes, times[k], rate, burst_bytes) for k in (here, there)) / 2
+            alpha = sum(_uncovered_seconds(points[k].n_bytes, times[k], rate, burst_bytes) for k in (here, there)) / 2
         else:
             beta = (times[there] - times[here]) / (second - first)
             alpha = times[here] - beta * first
-            if alpha < 0:  # a jump to another protocol lies between: the line goes on to where that begins
+            if alpha < 0:  # a jump to another protocol lies between: the line continues until that begins
                 alpha, beta = 0.0, times[here] / first
         unattended, polls = _between_polls(points[here])
         chunk, _ = _between_polls(points[there])
-        if chunk is not None and abs(points[here].polls - 1 - first / chunk) < 1:  # it fits into a few of its neighbour's chunks
+        if chunk is not None and abs(points[here].polls - 1 - first / chunk) < 1:  # it fits into a few chunks of its neighbour
             unattended, polls = chunk, 1
         made.append(LinkSegment(0 if position == 0 else first, alpha, beta, unattended, polls))
     last, (unattended, polls) = points[-1], _between_polls(points[-1])
@@ -296,9 +296,9 @@ def segments(points: Sequence[MessagePoint], burst_bytes: int = 0) -> tuple[Link
     return _joined(made)
 
 
-def _beside(n_bytes: int, seconds: float, rate: float, burst_bytes: int) -> float:
-    """Time of a message after a pause, beside the bytes that the burst does not cover."""
-    covered = n_bytes < _COVERED * burst_bytes  # the time of a message that just fits is none of the link's rate
+def _uncovered_seconds(n_bytes: int, seconds: float, rate: float, burst_bytes: int) -> float:
+    """Return the time of a message after a pause, without the bytes that the burst does not cover."""
+    covered = n_bytes < _COVERED * burst_bytes  # a message that just fits does not wait for the rate of the link
     return seconds if covered else max(0.0, seconds - rate * (n_bytes - burst_bytes))
 
 
@@ -326,7 +326,7 @@ def _numbers(segment: LinkSegment) -> tuple[float | None, ...]:
 
 
 def _rising(times: Sequence[float]) -> list[float]:
-    """Times of which none is above a later one: a smaller message that seems slower was disturbed."""
+    """Return times that do not decrease: a smaller message that seems slower was disturbed."""
     return [min(times[position:]) for position in range(len(times))]
 
 
@@ -355,5 +355,5 @@ def _byte_seconds(points: Sequence[MessagePoint]) -> float:
 
 
 def _sum_seconds(points: Sequence[MessagePoint]) -> float:
-    """Seconds of a core per byte added up, from what reduce-scatters of large messages take beside allgathers."""
+    """Return the seconds of a core per byte added up: those of reduce-scatters of large messages minus those of allgathers."""
     return median(max(0.0, point.summing_core_seconds - point.core_seconds) / point.n_bytes for point in points[-3:])

@@ -1,10 +1,9 @@
-"""Measurements for plans: a machine by the ranks of a job, and times of operators by ranks or by processes of their own.
+"""Measure for plans: a machine by the ranks of a job, and times of operators by ranks or by separate processes.
 
-`run_calibration` is the job of `hpctrain calibrate`; a started job measures its machine whole for a choice at the start, or in
-haste for the account at its end. Times of operators come from the file of earlier ones, else they are measured by as many
-processes
-at the same time as a node has ranks of the job: caches, memory and cores are then as busy as in a step. The processes of
-`plan search --measure` need no MPI: they meet at barriers only.
+`run_calibration` is the job of `hpctrain calibrate`. A started job measures its whole machine for a choice at the start, or its
+links in haste for the account at the end. Times of operators come from the file of earlier ones; others are measured by as many
+processes at the same time as a node has ranks of the job, so that caches, memory and cores are as busy as in a step. The
+processes of `plan search --measure` need no MPI: they meet at barriers only.
 """
 
 from __future__ import annotations
@@ -41,13 +40,15 @@ _COLUMNS = 80  # where there is no terminal, as under mpiexec
 
 
 def run_calibration(world: Communicator, threads: int, seconds: float, out: Path, deadline_seconds: float) -> Machine:
-    """Measure, write the machine's file and print a summary. Collective over `world`.
+    """Measure the machine, write its file and print a summary. Collective over `world`.
 
     Args:
-        threads: of this rank. seconds: that it may take. deadline_seconds: the longest that one wait may take.
+        threads: threads of this rank.
+        seconds: time limit of the measurement.
+        deadline_seconds: longest time of one wait.
 
     Raises:
-        OSError: the file cannot be written; told before anything is measured.
+        OSError: the file cannot be written; raised before anything is measured.
     """
     raise_on_all_ranks(world, lambda: check_target(out, streams=True) if world.rank == 0 else None)
     progress = ProgressEngine(rank=world.rank, deadline_seconds=deadline_seconds, abort=world.abort)
@@ -71,12 +72,12 @@ def run_calibration(world: Communicator, threads: int, seconds: float, out: Path
 
 
 def facts_here() -> RankFacts:
-    """The cores that this process may run on, its node's memory, and its processor's name."""
+    """Return the cores on which this process may run, its node's memory, and its processor's name."""
     return RankFacts(frozenset(os.sched_getaffinity(0)), _memory_bytes(), processor_model())
 
 
 def print_machine(machine: Machine) -> None:
-    """A table of every number of a machine, on stdout, and where it is from: beside the first of several from one source."""
+    """Print a table of every number of a machine and its source; a source that repeats is printed once."""
     from rich.table import Table  # not for the trainings that take facts from here
 
     from hpctrain.core.console import PlainConsole
@@ -84,16 +85,16 @@ def print_machine(machine: Machine) -> None:
     table = Table(title=f"{machine.name}: {machine.description}", title_justify="left", box=None)
     for heading in ("number", "value", "source"):
         table.add_column(heading, overflow="fold")
-    told = ""
+    previous = ""
     for key, value in _lines(machine):
         source = _source(machine, key)
-        table.add_row(key, value, "" if source == told else source)
-        told = source
+        table.add_row(key, value, "" if source == previous else source)
+        previous = source
     PlainConsole(file=sys.stdout, width=None if sys.stdout.isatty() else _COLUMNS).print(table)
 
 
 def _source(machine: Machine, key: str) -> str:
-    """Where a number is from, or the first one of a section."""
+    """Return the source of a number, or the first one of a section."""
     below = (name for name in machine.sources if name.startswith(f"{key}."))
     return machine_file.source_of(machine, next(below, key))
 
@@ -151,14 +152,14 @@ _HASTE_SECONDS = 3.0
 
 
 def measured(world: Communicator, kernels: KernelSet, threads: int, deadline_seconds: float) -> Machine:
-    """Links, memory and rates, within a minute. Collective; the same on every rank."""
+    """Measure links, memory and rates, within a minute. Collective; the same on every rank."""
     return _calibrated(
         world, lambda before: calibration.measure_rates_of(kernels, threads, before), _WHOLE_SECONDS, deadline_seconds
     )
 
 
 def measured_in_haste(world: Communicator, rates: MeasureRates, deadline_seconds: float) -> Machine:
-    """Links of a few sizes of messages, in two seconds, beside rates that are known. Collective; the same on every rank."""
+    """Measure links with a few sizes of messages, in two seconds; rates are known. Collective; the same on every rank."""
     return _calibrated(world, rates, _HASTE_SECONDS, deadline_seconds)
 
 
@@ -188,11 +189,13 @@ def measured_times(
     budget_seconds: float,
     deadline_seconds: float,
 ) -> OperatorTimes:
-    """Times of what the likely candidates compute, measured with all ranks at work; rank 0 keeps them. Collective.
+    """Measure what the likely candidates compute, while all ranks compute; rank 0 stores the times. Collective.
 
     Args:
-        threads: of a rank. memory_bytes: of a rank; candidates that take more are not measured.
-        budget_seconds: after which nothing more is begun. deadline_seconds: that a rank waits for the others.
+        threads: threads of a rank.
+        memory_bytes: memory of a rank; candidates that take more are not measured.
+        budget_seconds: time after which no further measurement begins.
+        deadline_seconds: longest wait of a rank for the others.
 
     Raises:
         ConfigError: no grid fits batch and ranks.
@@ -221,7 +224,7 @@ def measured_times(
 
 
 def _likely(job: Job, space: SearchSpace, ranks: int) -> Iterator[Candidate]:
-    """One use for all layers on each grid, or the plan that is fixed; data parallelism alone comes first."""
+    """Yield one use for all layers on each grid, or the fixed plan; data parallelism alone comes first."""
     micro_batches = space.fixed_micro_batches or 1
     shapes = sorted(grid_shapes(space, job.graph_of(1), ranks, job.batch))
     for rows, cols in shapes:
@@ -256,10 +259,11 @@ class _Work:
 
 
 def measure(task: SearchTask, candidates: Sequence[Candidate], budget_seconds: float) -> Coverage:
-    """Measure what the candidates compute and the user's cache does not know, for about so many seconds, and keep it there.
+    """Measure what the candidates compute and the user's cache does not contain, for about `budget_seconds`, and store it there.
 
     Raises:
-        ConfigError: the machine is not this one. OSError: the cache cannot be written.
+        ConfigError: the machine is not this one.
+        OSError: the cache cannot be written.
     """
     if not configured_search.is_here(task.machine):
         raise ConfigError(
@@ -271,7 +275,7 @@ def measure(task: SearchTask, candidates: Sequence[Candidate], budget_seconds: f
 
 
 def _in_processes(work: _Work, processes: int) -> Coverage:
-    """Run the work in so many processes; what the first of them says."""
+    """Run the work in this many processes, and return the result of the first of them."""
     context = multiprocessing.get_context("spawn")
     barrier, decision, results = context.Barrier(processes), context.Value("b", 1), context.SimpleQueue()
     before = {name: os.environ.get(name) for name in _THREADS}
@@ -291,13 +295,13 @@ def _in_processes(work: _Work, processes: int) -> Coverage:
             if value is not None:
                 os.environ[name] = value
     if any(member.exitcode for member in members):
-        raise ConfigError("The operators could not be measured, as is told above; leave --measure out.")
+        raise ConfigError("The operators could not be measured (see above); leave --measure out.")
     coverage: Coverage = results.get()
     return coverage
 
 
 def _measure(work: _Work, number: int, barrier: Any, decision: Any, results: Any) -> None:
-    """The work of one process. One that fails ends the others' waits."""
+    """Do the work of one process. A process that fails ends the others' waits."""
     try:
         _measure_with_others(work, number, barrier, decision, results)
     except BaseException:
@@ -306,7 +310,7 @@ def _measure(work: _Work, number: int, barrier: Any, decision: Any, results: Any
 
 
 def _measure_with_others(work: _Work, number: int, barrier: Any, decision: Any, results: Any) -> None:
-    """The first process decides for all when to stop, and keeps the times."""
+    """Measure with the other processes; the first one decides for all when to stop, and stores the times."""
 
     def agree(go_on: bool) -> bool:
         if number == 0:

@@ -58,7 +58,7 @@ def move_traffic(operator: Operator, action: Action, *, accumulate: bool = False
     """
     item_bytes, share = operator.inputs[0].item_bytes, transfer_of(operator)
     owned, wanted = operator.inputs[0].size, operator.output.size
-    if isinstance(operator.spec, ReduceScatterSpec):  # the adjoint of a move from the owners to everybody
+    if isinstance(operator.spec, ReduceScatterSpec):  # the adjoint of a move from the owners to all ranks
         owned, wanted = wanted, owned
         action = {Action.FORWARD: Action.INPUT, Action.INPUT: Action.FORWARD}.get(action, action)
     if action is Action.FORWARD:

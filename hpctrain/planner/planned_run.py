@@ -1,8 +1,7 @@
-"""A configuration as a job that can be planned: without MPI, and without the data's images.
+"""Plan a configuration as a job, without MPI and without the images of its data.
 
-`prepare` puts a configuration on a grid, with everything that plans follow from; `job` and `candidate` are that in the
-planner's
-terms; `description`, `group_schedules` and `pinned_memory` tell what it means on each rank.
+`prepare` puts a configuration on a grid, with everything that plans follow from. `job` and `candidate` are the same in the
+planner's terms; `description`, `group_schedules` and `pinned_memory` state what it means on each rank.
 """
 
 from __future__ import annotations
@@ -49,9 +48,12 @@ Image = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A configuration on a grid. image_shape: (H, W, C) as the network sees it. counts: samples of a step by position.
+    """A configuration on a grid.
 
-    assumption: a sentence that says what the plan assumes because the data are not there; empty where it assumes nothing.
+    Attributes:
+        image_shape: (H, W, C) as the network sees it.
+        counts: samples of a step by position.
+        assumption: a sentence that states what the plan assumes because the data do not exist yet; empty if it assumes nothing.
     """
 
     config: Config
@@ -65,7 +67,7 @@ class PlannedRun:
 
 
 def job(task: PlannedRun) -> Job:
-    """The training, whatever its grid, plan and averager."""
+    """Return the training, independent of its grid, plan and averager."""
     config = task.config
     optimizer = OPTIMIZERS.create(config.optimizer.name, config.optimizer.options)
     return Job(
@@ -84,10 +86,10 @@ def job(task: PlannedRun) -> Job:
 
 
 def state_arrays(optimizer: Optimizer, *, averages: bool) -> int:
-    """The numbers that a bound optimiser keeps for each element; binds it to a parameter of one number, to count them.
+    """Return the number of elements that an optimiser keeps per parameter element; binds it to a parameter of one element.
 
     Args:
-        averages: an average of the weights is kept, too.
+        averages: whether an average of the weights is kept as well.
     """
     group = FlatGroup({"weight": ParameterSpec((1,), constant(0.0))})
     optimizer.bind(group, group.segments)
@@ -105,11 +107,13 @@ def of_network(
     optimizer: Optimizer,
     averages: bool = False,
 ) -> Job:
-    """The training of a network that was made in Python.
+    """Return the training of a network that was made in Python.
 
     Args:
-        dtype: of activations. batch: samples of a step over all ranks. optimizer: of no replica. averages: an average of the
-            weights is kept.
+        dtype: dtype of activations.
+        batch: samples of a step over all ranks.
+        optimizer: an optimiser that belongs to no replica.
+        averages: whether an average of the weights is kept.
 
     Raises:
         ShapeError: layers that do not fit each other or the images.
@@ -136,17 +140,17 @@ def of_network(
 
 
 def candidate(task: PlannedRun) -> Candidate:
-    """The grid, plan and averager that are configured."""
+    """Return the configured grid, plan and averager."""
     averager = task.config.averager
     return Candidate(task.plan, AveragerChoice(averager.name, averager.options), task.config.micro_batches)
 
 
 def plan_for(config: Config, ranks: int | None) -> ParallelPlan:
-    """The configured plan on so many ranks; None: on as many as the configured grid has.
+    """Return the configured plan on `ranks` ranks; None: the size of the configured grid.
 
     Raises:
-        ConfigError: neither the grid nor anybody says what grid.cols is, or a batch that cannot be shared.
-        ShapeError: a grid that does not multiply to the ranks; the message gives the nearest one that does.
+        ConfigError: grid.cols is unknown, or the batch cannot be shared.
+        ShapeError: a grid that does not multiply to the ranks; the message contains the nearest one that does.
     """
     if config.automatic:
         raise ConfigError(
@@ -164,14 +168,14 @@ def plan_for(config: Config, ranks: int | None) -> ParallelPlan:
 
 
 def prepare(config: Config, ranks: int | None, image: Image | None = None, classes: int | None = None) -> PlannedRun:
-    """Everything that plans follow from.
+    """Put a configuration on a grid, with everything that plans follow from.
 
     Args:
-        image, classes: (H, W, C) of the images as the network sees them, and their classes; None: from the header of the
-            configured training file, or the model's own where there is no such file.
+        image, classes: (H, W, C) of the images as the network sees them, and number of classes; None: from the header of the
+            configured training file, or the model's own if there is no such file.
 
     Raises:
-        HpctrainError: what the configuration, the file and the grid do not agree on.
+        HpctrainError: configuration, file and grid do not agree.
     """
     plan = plan_for(config, ranks)
     assumption = ""
@@ -200,7 +204,7 @@ def prepare(config: Config, ranks: int | None, image: Image | None = None, class
 
 
 def _header(config: Config) -> tuple[Image, int]:
-    """Shape after augmentation, and classes; reads no image."""
+    """Return the shape after augmentation, and the number of classes; reads no image."""
     file = open_images(config, "train")
     steps = [(step.name, step.options) for step in config.data.augment]
     pipeline = Pipeline(steps, seed=config.seed, mean=file.mean, std=file.std, dtype=config.dtype)
@@ -208,7 +212,7 @@ def _header(config: Config) -> tuple[Image, int]:
 
 
 def _of_the_model(config: Config) -> tuple[Image, int]:
-    """The images that the model is meant for, as the configured augmentations leave them, and the classes that it has."""
+    """Return the images for which the model is meant, after the configured augmentations, and its number of classes."""
     options = catalogue.check(config.model.name, config.model.options)
     height, width, channels = catalogue.image_shape(config.model.name)
     shape = (height, width, int(options.get("channels_in", channels)))
@@ -229,19 +233,19 @@ def _assumption(config: Config, image: Image, classes: int) -> str:
 
 
 def description(task: PlannedRun) -> PlanReport:
-    """The owners of everything, the bytes that move and the memory that it takes."""
+    """Return the owners of everything, the bytes that move and the memory."""
     shapes = {name: spec.shape for name, spec in task.specs.items()}
     return report_plan(task.graph_of, task.plan, micro_counts(task), shapes, task.kernels)
 
 
 def micro_counts(task: PlannedRun) -> tuple[int, ...]:
-    """Samples of the first micro-batch, the largest, by position."""
+    """Return the samples of the first micro-batch, which is the largest, by position."""
     parts = task.config.micro_batches
     return tuple(-(-count // parts) for count in task.counts)
 
 
 def group_schedules(task: PlannedRun, link: LinkModel, ranks_per_node: int | None = None) -> tuple[GroupSchedule, ...]:
-    """The schedule of each averager's first steps over a link, from sizes alone. ranks_per_node: None: all on one node.
+    """Return the schedules of all averagers' first steps over a link, from sizes alone. ranks_per_node: None: all on one node.
 
     Raises:
         ConfigError: an averager that a run would refuse.
@@ -250,13 +254,13 @@ def group_schedules(task: PlannedRun, link: LinkModel, ranks_per_node: int | Non
 
 
 def averaging_bytes(task: PlannedRun, planned: Sequence[GroupSchedule]) -> tuple[int, ...]:
-    """Bytes that each position exchanges in a step to average gradients, norms left out."""
+    """Return the bytes that each position exchanges in a step to average gradients, without norms."""
     item_bytes = dtypes.item_bytes(dtypes.parameter_dtype(task.config.dtype))
     return schedules.averaging_bytes(planned, task.plan.rows, len(task.counts), item_bytes)
 
 
 def rank_map(plan: ParallelPlan, ranks_per_node: int | None) -> tuple[tuple[int, int, int], ...]:
-    """(r, c, node) by world rank, where nodes hold consecutive ranks; None: all on one node."""
+    """Return (r, c, node) by world rank, with consecutive ranks on nodes; None: all on one node."""
     size = plan.rows * plan.cols
     node_of = tuple(rank // (ranks_per_node or size) for rank in range(size))
     return tuple((r, c, node) for (r, c), node in zip(coordinates(node_of, plan.rows), node_of, strict=True))
@@ -268,10 +272,10 @@ _UNTOLD = ("lazy", "sparse")
 
 @dataclass(frozen=True)
 class PlannedPinnedMemory:
-    """Bytes by position. messages: mirrors of what travels between devices. images: batches of stored pixels.
+    """Pinned memory in bytes, by position. messages: mirrors of what travels between devices. images: batches of stored pixels.
 
-    None where they are known in the run only: `messages` with several nodes of several ranks, split layers, exchanged inputs and
-    errors, the averagers lazy and sparse, and another transport than staged; `images` where the data files are not there yet.
+    None if only a run knows them: `messages` with several nodes of several ranks, split layers, exchanged inputs and errors, the
+    averagers lazy and sparse, and other transports than staged; `images` if the data files do not exist yet.
     """
 
     messages: tuple[int, ...] | None
@@ -279,7 +283,7 @@ class PlannedPinnedMemory:
 
 
 def pinned_memory(task: PlannedRun, averaged: Sequence[GroupSchedule]) -> PlannedPinnedMemory | None:
-    """The pinned memory of a run; None where it computes in the memory of the host.
+    """Return the pinned memory of a run; None if it computes in the memory of the host.
 
     Raises:
         HpctrainError: data files that cannot be read.
@@ -302,7 +306,7 @@ def _of_messages(task: PlannedRun, averaged: Sequence[GroupSchedule]) -> tuple[i
 
 
 def _of_images(task: PlannedRun) -> tuple[int, ...] | None:
-    """Batches of training and of evaluation go through the same memory."""
+    """Return the memory of batches of training and of evaluation, which share it."""
     config = task.config
     splits = [("train", config.data.train), *([("test", config.data.test)] if config.data.test is not None else [])]
     if any(path != SYNTHETIC and not Path(str(path)).exists() for _, path in splits):
@@ -320,7 +324,7 @@ def _of_images(task: PlannedRun) -> tuple[int, ...] | None:
 
 
 def _of_batches(task: PlannedRun, file: ImageFile, pipeline: Pipeline, batch: int, parts: int) -> list[int]:
-    """By position, of batches of a file in so many parts."""
+    """Return, by position, the memory of batches of a file in this many parts."""
     of_ranks = counts(min(batch, len(file)), len(task.counts), task.plan.rows)
     if task.plan.rows > 1 or not pipeline.can_defer or not isinstance(task.kernels, PixelInput):
         return [0] * len(of_ranks)

@@ -125,7 +125,7 @@ class _PassTasks:
         names = self._parameters(step)
         if names:
             self._tasks.append(NeedsParameters(self._facts.groups[names[0]], names))
-        if self._gives_factors(k):
+        if self._exchanges_factors(k):
             self._pack(k, EventKind.INPUTS, self._plan.tensors[step.inputs[0]].size)
         merge = self._merge(step, "batch statistics", 1)
         if is_move(step.operator):
@@ -155,7 +155,7 @@ class _PassTasks:
     def _parameter_gradients(self, k: int) -> None:
         step = self._plan.steps[k]
         names = self._parameters(step)
-        if self._gives_factors(k):
+        if self._exchanges_factors(k):
             self._pack(k, EventKind.GRADIENT, self._plan.tensors[step.output].size)
             return
         self._compute(step, Action.PARAMETERS, self._seconds(k, Action.PARAMETERS))
@@ -230,10 +230,10 @@ class _PassTasks:
             return None
         return Merge(purpose, spec.merge, _MOMENT_BYTES * (2 * spec.channels + counts))
 
-    def _gives_factors(self, k: int) -> bool:
+    def _exchanges_factors(self, k: int) -> bool:
         step = self._plan.steps[k]
-        gives = isinstance(step.operator, SufficientFactors) and self._plan.memory[k].output_grad is not None
-        return gives and any(name in self._facts.exchanging for name in self._parameters(step))
+        factors = isinstance(step.operator, SufficientFactors) and self._plan.memory[k].output_grad is not None
+        return factors and any(name in self._facts.exchanging for name in self._parameters(step))
 
     def _pack(self, k: int, kind: EventKind, elements: int) -> None:
         """Add the copy of inputs or errors to the buffer from which they are sent."""

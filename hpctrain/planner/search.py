@@ -24,9 +24,9 @@ from hpctrain.planner.tasks import Prediction, SimulationOptions
 from hpctrain.trace.time_table import TimeTable
 
 _GIBIBYTE = 1 << 30
-# Predictions that differ by less are not told apart.
+# Predictions that differ by a smaller share count as equal.
 _EQUAL_SHARE = 0.005
-#: of a step: predictions of other layers' parallelism may be wrong by so much, one against the other
+#: share of a step by which predictions of different parallelism may be wrong, relative to each other
 UNCERTAIN_SHARE = 0.05
 
 

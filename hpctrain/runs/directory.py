@@ -71,7 +71,7 @@ FLIGHT_POINTER = "flight-directory"
 
 
 def software_versions(**others: str) -> dict[str, str]:
-    """Versions of Python and of the packages that compute; `others` (kernel set, MPI library) are added as given."""
+    """Return the versions of Python and of the packages that compute, with `others` (kernel set, MPI library) as given."""
     found = {"python": platform.python_version(), "hpctrain": __version__}
     for package in ("numpy", "mpi4py", "h5py"):
         try:
@@ -82,7 +82,7 @@ def software_versions(**others: str) -> dict[str, str]:
 
 
 def git_state(directory: Path | None = None) -> dict[str, object]:
-    """{"revision", "dirty"} of the repository around `directory` (the current one by default); {} where there is none.
+    """Return {"revision", "dirty"} of the repository around `directory` (by default the current one); {} if there is none.
 
     Starts processes: call it before MPI starts.
     """
@@ -95,7 +95,7 @@ def git_state(directory: Path | None = None) -> dict[str, object]:
 
 
 def _git(directory: Path | None, *words: str) -> str:
-    # Without optional locks a reader never disturbs somebody's work in the repository.
+    # Without optional locks a reader never disturbs others' work in the repository.
     command = ["git", "--no-optional-locks", *words]
     done = subprocess.run(
         command, cwd=directory, capture_output=True, text=True, timeout=_GIT_SECONDS, check=True, preexec_fn=release
@@ -141,7 +141,8 @@ class RunDirectory:
             run.checkpoints.mkdir()
             write_json(run.path / "versions.json", dict(versions))
             write_json(run.path / "git.json", dict(git))
-            mark(run.path, RunMarker(secrets.token_hex(8), _later_than_all(Path(output))))
+            later_than_all = max([time.time_ns(), *(1 + order_of(other.path) for other in runs(Path(output), None))])
+            mark(run.path, RunMarker(secrets.token_hex(8), later_than_all))
             # Last, since the configuration, with the marker, makes the directory a run.
             write_text(run.path / "config.yaml", config)
         except OSError as error:
@@ -152,7 +153,7 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
-        """An existing run.
+        """Return an existing run.
 
         Raises:
             CheckpointError: `path` is no run directory.
@@ -198,11 +199,11 @@ class RunDirectory:
         return self.path / "flight"
 
     def log_path(self, rank: int) -> Path:
-        """The log file of a rank, where it keeps one."""
+        """Return the log file of a rank that keeps one."""
         return self.path / "logs" / f"rank-{rank:04d}.log"
 
     def point_to_flight(self, directory: Path | None) -> None:
-        """Remember that flight records lie in this directory; None: in the run.
+        """Record that flight records lie in this directory; None: in the run.
 
         Raises:
             OSError: that cannot be written.
@@ -232,21 +233,21 @@ class RunDirectory:
         write_text(self.schedule_path(group), schedule)
 
     def schedule_path(self, group: str) -> Path:
-        """The schedule of a parameter group's averager."""
+        """Return the path of the schedule of a parameter group's averager."""
         return self.path / f"schedule-{group}.json"
 
     def schedules(self) -> dict[str, str]:
-        """The schedules (JSON text) that were written, by parameter group."""
+        """Return the stored schedules (JSON text), by parameter group."""
         pattern = self.schedule_path("*").name
         begin, end = pattern.split("*")
         return {path.name[len(begin) : -len(end)]: read_text(path) for path in sorted(self.path.glob(pattern))}
 
     def config(self) -> str:
-        """The resolved configuration's text."""
+        """Return the text of the resolved configuration."""
         return read_text(self.path / "config.yaml", TEXT_BYTES)
 
     def follow_config(self, config: str, step: int, earlier: str) -> None:
-        """From `step` on the run has this configuration; `earlier`, which it had until then, is kept beside it if it is another.
+        """Make `config` the run's configuration from `step` on; keep `earlier`, the previous one, next to it if it differs.
 
         Removes configurations of later steps, whose metrics are removed as well. Files that no run wrote stay.
 
@@ -282,13 +283,13 @@ class RunDirectory:
         records.append_lines(self.metrics_path, json.dumps(_finite(record), allow_nan=False) + "\n")
 
     def cut_metrics(self, epoch: int, step: int, *, evaluates: bool = False, goes_back: bool = False) -> None:
-        """Before a run goes on from a checkpoint: metrics and hashes end where it was taken (see `metrics_file.cut_back`)."""
+        """Cut metrics and hashes back to the checkpoint from which the run resumes (see `records.cut_back`)."""
         require_owned(self)
         for path in (self.metrics_path, self.hashes_path):
             records.cut_back(path, epoch, step, evaluates=evaluates, goes_back=goes_back)
 
     def metrics(self) -> list[dict[str, object]]:
-        """All complete lines; a last one that a kill has torn is left out.
+        """Return all complete lines; a last one that a kill has torn is left out.
 
         Raises:
             DataError: another line is no JSON object, or the file is not a regular one.
@@ -296,13 +297,13 @@ class RunDirectory:
         if not self.metrics_path.exists():
             return []
         *lines, _torn = read_bytes(self.metrics_path).split(b"\n")
-        return [self._parsed(number, line) for number, line in enumerate(lines, 1)]
-
-    def _parsed(self, number: int, line: bytes) -> dict[str, object]:
-        record = json_object(line)
-        if record is None:
-            raise DataError(f"Line {number} of {self.metrics_path} is no JSON object; delete the line.")
-        return record
+        records = []
+        for number, line in enumerate(lines, 1):
+            record = json_object(line)
+            if record is None:
+                raise DataError(f"Line {number} of {self.metrics_path} is no JSON object; delete the line.")
+            records.append(record)
+        return records
 
 
 @dataclass(frozen=True)
@@ -438,11 +439,6 @@ def runs(output: Path, name: str | None) -> Iterable[RunDirectory]:
     return [RunDirectory(path) for *_, path in sorted(ordered, reverse=True)]
 
 
-def _later_than_all(output: Path) -> int:
-    """Return the place of a new run in the order of runs: after all runs below `output`."""
-    return max([time.time_ns(), *(1 + order_of(run.path) for run in runs(output, None))])
-
-
 def run_of_checkpoint(path: Path, meta: Mapping[str, object]) -> RunDirectory | None:
     """Return the run that the checkpoint `path` belongs to; None if it lies in no run, or in the directory of another run.
 
@@ -472,7 +468,7 @@ def _has_config(run: RunDirectory, config: str) -> bool:
 
 
 def _name_in(path: Path) -> str | None:
-    """The name in a run's configuration; None where it has none that can be read. The rest is not parsed: there may be many."""
+    """Return the name in a run's configuration; None if it cannot be read. Parses that line alone, as there may be many runs."""
     try:
         line = _NAME.search(read_text(path, TEXT_BYTES))
         return None if line is None else str(yaml.safe_load(line[0])["name"])
@@ -481,12 +477,12 @@ def _name_in(path: Path) -> str | None:
 
 
 def latest(output: Path, name: str) -> RunDirectory | None:
-    """The newest run of that name; None where there is none."""
+    """Return the newest run of that name; None if there is none."""
     return next(iter(runs(output, name)), None)
 
 
 def resumable(output: Path, name: str) -> tuple[Path, CheckpointContent] | None:
-    """The newest valid checkpoint of the newest run of that name that has one, and its content; None where there is none.
+    """Return the newest valid checkpoint, and its content, of the newest run of that name that has one; else None.
 
     A run that ended before its first checkpoint is passed over.
     """
@@ -541,7 +537,7 @@ def write_best(directory: Path, best: BestRecord | None) -> None:
 
 
 def read_best(directory: Path) -> BestRecord | None:
-    """The record in a directory of checkpoints; None where there is none.
+    """Return the record in a directory of checkpoints; None if there is none.
 
     Raises:
         CheckpointError: it is not readable.
@@ -558,7 +554,7 @@ def read_best(directory: Path) -> BestRecord | None:
 
 
 def find_best(output: Path, name: str) -> Path:
-    """The best checkpoint of the newest run of that name that has one.
+    """Return the best checkpoint of the newest run of that name that has one.
 
     Raises:
         CheckpointError: no run has one, or the file is gone.

@@ -221,7 +221,8 @@ def living_owner(run: Path) -> Owner | None:
     Does not wait for a sign of life, so that the owner may be dead.
     """
     record = _latest(run)
-    return None if record is None or _is_over(record) else record.owner
+    over = record is None or record.released or _process_lives(record) is False
+    return None if record is None or over else record.owner
 
 
 def was_owned_by_job(run: Path, job: SchedulerJob) -> bool:
@@ -337,7 +338,7 @@ class Contender:
 
 
 class Ownership:
-    """The right to write to a run, until `release`. A thread gives signs of life.
+    """The right to write to a run, until `release`. A thread shows signs of life.
 
     Attributes:
         run: the directory. owner: the content of this process's record.
@@ -483,10 +484,6 @@ def _process_lives(record: _Record) -> bool | None:
         return None
     lives = mark.lives
     return None if (lives and not record.is_file) or (lives is False and owner.outlives) else lives
-
-
-def _is_over(record: _Record) -> bool:
-    return record.released or _process_lives(record) is False
 
 
 def _last_line(values: dict[str, int]) -> bytes:

@@ -7,7 +7,7 @@ at the end. Checkpoints are no such files.
 The file of a run's hashes has one line for each step that has them, in as few bytes as that takes:
 
     {"tensors": ["parameters/conv1.weight", ...]}                        the keys of the lines below, until the next such line
-    {"step": 100, "epoch": 1, "all": "5f0c...", "hashes": "91b2..."}     16 digits for each tensor, one behind the other
+    {"step": 100, "epoch": 1, "all": "5f0c...", "hashes": "91b2..."}     16 digits for each tensor, in a row
 
 One process writes. Nothing here communicates.
 """
@@ -33,19 +33,19 @@ _log = get_logger(__name__)
 
 
 class Bookkeeping:
-    """Tries to write, and remembers what it has told. One thread at a time."""
+    """Writes files that the run can do without, and remembers which failures it has logged. One thread at a time."""
 
     def __init__(self) -> None:
         self._failing: dict[str, str] = {}
 
     def attempt(self, what: str, write: Callable[[], object]) -> bool:
-        """Call `write`; False where the system refused it, which is told unless the last attempt at the same ended alike.
+        """Call `write`; return False, and warn, if the system refuses it. Does not warn of the same reason twice in a row.
 
         Args:
             what: is written, for the sentence: "metrics".
 
         Raises:
-            BrokenPipeError: nobody reads any more.
+            BrokenPipeError: the pipe has no reader any more.
         """
         try:
             write()
@@ -62,7 +62,7 @@ class Bookkeeping:
         return True
 
     def lost(self, what: str, extent: str) -> None:
-        """Say at the end what is missing. extent: as in "3 lines"."""
+        """Log at the end what is missing. extent: such as "3 lines"."""
         _log.warning("%s of the %s could not be written (%s) and are lost.", extent, what, self._failing.get(what, "no reason"))
 
 
@@ -87,7 +87,7 @@ class PatientRecords:
         self._bookkeeping.attempt(self._what, self._write)
 
     def close(self) -> None:
-        """The last attempt; say what is lost. May be called twice."""
+        """Write what waits for the last time, and log what is lost. May be called twice."""
         if self._waiting:
             self._bookkeeping.attempt(self._what, self._write)
         lost = len(self._waiting) + self._dropped
@@ -102,7 +102,7 @@ class PatientRecords:
 
 
 def reason(error: OSError) -> str:
-    """The system's words."""
+    """Return the system's words."""
     return error.strerror or str(error)
 
 
@@ -171,12 +171,12 @@ def cut_back(path: Path, epoch: int, step: int, *, evaluates: bool = False, goes
 
 
 def unreadable_path(path: Path) -> Path:
-    """Where lines of `path` go that are no JSON objects."""
+    """Return the path of the file to which lines of `path` that are no JSON objects are moved."""
     return path.with_name(f"{path.stem}-unreadable.txt")
 
 
 def _is_behind(record: Mapping[str, object], epoch: int, step: int, evaluates: bool, goes_back: bool) -> bool:
-    """Whether a run that goes on from the position records this again.
+    """Return whether a run that resumes at the position records this again.
 
     A checkpoint at an epoch's last step may be older than the end of the epoch: then its epoch is still that one.
     """
@@ -193,7 +193,7 @@ def _is_behind(record: Mapping[str, object], epoch: int, step: int, evaluates: b
         return its_epoch > epoch or evaluates
     if record.get("kind") == "image_size":  # of the epoch that begins here
         return True
-    if record.get("kind") == "rollback":  # to here, from steps behind
+    if record.get("kind") == "rollback":  # to here, from later steps
         return not goes_back
     return False
 
@@ -214,10 +214,10 @@ DIGITS = 16
 
 @dataclass(frozen=True)
 class HashRecord:
-    """The hashes of a run's state after so many steps.
+    """The hashes of a run's state after `step` steps.
 
     Attributes:
-        keys: of the tensors, as a checkpoint has them, parameters first. digests: `DIGITS` of each, one behind the other.
+        keys: of the tensors, as a checkpoint has them, parameters first. digests: `DIGITS` of each, in a row.
         whole: one hash of all.
     """
 
@@ -227,11 +227,11 @@ class HashRecord:
     whole: str
 
     def by_key(self) -> dict[str, str]:
-        """The hash of each tensor."""
+        """Return the hash of each tensor."""
         return {key: self.digests[DIGITS * place : DIGITS * (place + 1)] for place, key in enumerate(self.keys)}
 
     def different(self, other: HashRecord) -> tuple[str, ...]:
-        """Keys of tensors whose hashes are not the same in both, or that only one has, parameters first."""
+        """Return the keys of tensors whose hashes differ, or that only one has, parameters first."""
         if (self.keys, self.digests) == (other.keys, other.digests):
             return ()
         here, there = self.by_key(), other.by_key()
@@ -246,7 +246,7 @@ class HashFile:
         self._keys: tuple[str, ...] | None = None
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Append a record, whole or not at all; nothing where an earlier part of the run ends with that of the same step.
+        """Append a record, whole or not at all; nothing if an earlier part of the run ends with that of the same step.
 
         Args:
             record: "step", "epoch", "all", and "hashes" by key.
@@ -266,7 +266,7 @@ class HashFile:
         self._keys = keys
 
     def _latest(self) -> tuple[tuple[str, ...], int | None]:
-        """The keys that an earlier part of the run has last, and its last step; nothing where there is none that can be read."""
+        """Return the last keys of an earlier part of the run, and its last step; ((), None) if they cannot be read."""
         try:
             records = read_hashes(self._path)
             *_, (keys, _) = _lines(self._path, read_bytes(self._path))
@@ -276,7 +276,7 @@ class HashFile:
 
 
 def read_hashes(path: Path) -> dict[int, HashRecord]:
-    """All complete records of a file, by step; none where there is no file. A last line that a kill has torn is left out.
+    """Return all complete records of a file, by step; {} if there is no file. A last line that a kill has torn is left out.
 
     Raises:
         DataError: another line is no record.
@@ -292,7 +292,7 @@ def _record(keys: tuple[str, ...], line: Mapping[str, Any]) -> HashRecord:
 
 
 def _lines(path: Path, content: bytes) -> Iterator[tuple[tuple[str, ...], Mapping[str, Any] | None]]:
-    """(keys, record) of each complete line; no record in a line that has keys."""
+    """Yield (keys, record) of each complete line; no record for a line that has keys."""
     keys: tuple[str, ...] = ()
     *lines, _torn = content.split(b"\n")
     for number, text in enumerate(lines, 1):

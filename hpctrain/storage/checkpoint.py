@@ -77,7 +77,9 @@ def remove_left(
     """
     own = None if of is None or _OF_A_RUN.fullmatch(of.name) else of.name
     paths = [path for path in directory.iterdir() if path != but] if directory.is_dir() else []
-    left = [path for path in paths if _is_left(path.name, own) or (owned and _is_of_a_process(path))]
+    left = [path for path in paths if _is_left(path.name, own)]
+    if owned:
+        left += [path for path in paths if path not in left and path.name.endswith(PARTIAL) and writer_of(path) is not None]
     if not left:
         return []
     now = _now(directory)
@@ -97,11 +99,6 @@ def _is_left(name: str, own: str | None) -> bool:
     if match is None:
         return False
     return match["of"] == own if own is not None else _OF_A_RUN.fullmatch(match["of"]) is not None
-
-
-def _is_of_a_process(path: Path) -> bool:
-    """Return whether a path is an unfinished file that names the process that has begun it."""
-    return path.name.endswith(PARTIAL) and writer_of(path) is not None
 
 
 def _is_over(path: Path, now: float, least_age_seconds: float, *, owned: bool) -> bool:
@@ -125,11 +122,11 @@ def _now(directory: Path) -> float:
 
 
 def _last_write_seconds(path: Path) -> float:
-    """The time of the last write to a file, or to a directory and its files."""
+    """Return the time of the last write to a file, or to a directory and its files."""
     try:
         files = list(path.iterdir()) if path.is_dir() else []
         return max(each.stat().st_mtime for each in (path, *files))
-    except OSError:  # somebody is at it
+    except OSError:  # another process deletes it meanwhile
         return math.inf
 
 
@@ -159,37 +156,37 @@ class CheckpointContent:
 
 
 def parameter_key(name: str) -> str:
-    """Key of a parameter."""
+    """Return the key of a parameter."""
     return f"parameters/{name}"
 
 
 def statistic_key(name: str) -> str:
-    """Key of a running statistic."""
+    """Return the key of a running statistic."""
     return f"statistics/{name}"
 
 
 def averaged_statistic_key(name: str) -> str:
-    """Key of the average of a running statistic, beside those of weights."""
+    """Return the key of the average of a running statistic, which goes with averages of weights."""
     return f"averaged_statistics/{name}"
 
 
 def optimizer_key(state: str, parameter: str) -> str:
-    """Key of an optimiser's state ("momentum") of one parameter."""
+    """Return the key of an optimiser's state ("momentum") of one parameter."""
     return f"optimizer/{state}/{parameter}"
 
 
 def checkpoint_path(directory: Path, global_step: int, *, sharded: bool = False) -> Path:
-    """Where the checkpoint after `global_step` steps lies: a file, or a directory of shards."""
+    """Return the path of the checkpoint after `global_step` steps: a file, or a directory of shards."""
     return directory / f"checkpoint-{global_step:08d}{SUFFIX if sharded else '.h5'}"
 
 
 def is_sharded(path: Path) -> bool:
-    """Whether a path is that of a directory of shards, by its name."""
+    """Return whether a path is that of a directory of shards, by its name."""
     return path.suffix == SUFFIX
 
 
 def checkpoints(directory: Path) -> list[tuple[int, Path]]:
-    """(global step, path) of all checkpoints in `directory`, damaged ones too, oldest step first; none where it is missing."""
+    """Return (global step, path) of all checkpoints in `directory`, damaged ones too, oldest step first."""
     return _matching(directory, _NAME)
 
 
@@ -363,7 +360,7 @@ def _may_be_pruned(path: Path, *, is_run: bool) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint; nothing where there is none.
+    """Delete a checkpoint; nothing if there is none.
 
     Raises:
         OSError: it cannot be deleted.
@@ -375,7 +372,7 @@ def remove(path: Path) -> None:
 
 
 def set_aside(directory: Path, step: int) -> list[Path]:
-    """Rename the checkpoints behind `step`, which a run that goes on from there will not come by; give their new names.
+    """Rename the checkpoints of later steps than `step`, at which a run resumes on another course; return their new names.
 
     Left as they are, the next `read_newest` would take one of them for the run's newest. One process writes in a directory.
 
@@ -404,7 +401,7 @@ def set_aside(directory: Path, step: int) -> list[Path]:
 def restore(
     content: CheckpointContent, key: str, shape: tuple[int, ...], dtype: str | np.dtype, box: Box | None = None
 ) -> np.ndarray:
-    """The tensor of that key, of exactly that shape and dtype, or the part of it in `box`.
+    """Return the tensor of that key, of exactly that shape and dtype, or the part of it in `box`.
 
     Raises:
         CheckpointError: it is not there, or is another.
@@ -431,7 +428,7 @@ def restore(
 
 
 def facts(content: CheckpointContent, key: str) -> tuple[tuple[int, ...], np.dtype]:
-    """Shape and dtype of a tensor; shards are not read for that."""
+    """Return shape and dtype of a tensor; reads no shard."""
     if isinstance(content.tensors, ShardedTensors):
         return content.tensors.facts(key)
     tensor = content.tensors[key]
@@ -487,7 +484,7 @@ def _write_shards(out: Path, content: CheckpointContent, shards: int) -> None:
 
 
 def _parts(content: CheckpointContent, number: int, shards: int) -> dict[str, Part]:
-    """The parts of one shard."""
+    """Return the parts of one shard."""
     shares, parts = WriteShares(number, shards), {}
     for key in content.tensors:
         shape, dtype = facts(content, key)

@@ -27,14 +27,15 @@ import numpy as np
 from hpctrain.core.errors import CheckpointError
 from hpctrain.version import __version__
 
+#: bytes that one call writes, right after their checksum was taken
+_BLOCK = 1 << 22
 
-class Hdf5Target(io.RawIOBase):
-    """A new, empty file, open for reading and writing at any place. It replaces one of its name.
 
-    A subclass says where the file ends (`_end`), and reads and writes at `_at`.
+class StoreFile(io.RawIOBase):
+    """A new file, as HDF5 sees it. `place` brings arrays to the disk, and `finish` what HDF5 has written.
 
     Args:
-        keep: leave the bytes in place that a file of this name has.
+        keep: whether bytes of a file of this name stay where they are, if HDF5 puts nothing else there.
 
     Raises:
         OSError: the file cannot be made.
@@ -42,7 +43,8 @@ class Hdf5Target(io.RawIOBase):
 
     def __init__(self, path: Path, *, keep: bool = False) -> None:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | (0 if keep else os.O_TRUNC), 0o666)
-        self._at = 0
+        self._written: list[tuple[int, bytes]] = []
+        self._at = self._size = 0
 
     def seekable(self) -> bool:
         return True
@@ -55,44 +57,15 @@ class Hdf5Target(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         if whence != os.SEEK_SET:
-            offset += self._at if whence == os.SEEK_CUR else self._end()
+            offset += self._at if whence == os.SEEK_CUR else self._size
         self._at = offset
         return self._at
 
     def tell(self) -> int:
         return self._at
 
-    def _end(self) -> int:
-        """The size of the file in bytes, as HDF5 sees it."""
-        raise NotImplementedError
-
-    def _release(self) -> bool:
-        """Let go of the file without waiting for the disk; False where that was done before."""
-        if self.closed:
-            return False
-        super().close()
-        os.close(self._descriptor)
-        return True
-
-
-#: bytes that one call writes, right after their checksum was taken
-_BLOCK = 1 << 22
-
-
-class StoreFile(Hdf5Target):
-    """The file, as HDF5 sees it. `place` brings arrays to the disk, and `finish` what HDF5 has written.
-
-    Args:
-        keep: arrays that lie in a file of this name already stay where they are, if HDF5 puts nothing else there.
-    """
-
-    def __init__(self, path: Path, *, keep: bool = False) -> None:
-        super().__init__(path, keep=keep)
-        self._written: list[tuple[int, bytes]] = []
-        self._size = 0
-
     def readinto(self, buffer: Any) -> int:
-        """The bytes that HDF5 has written there; zeros elsewhere."""
+        """Read the bytes that HDF5 has written there; zeros elsewhere."""
         view = memoryview(buffer).cast("B")
         view[:] = bytes(len(view))
         for offset, data in self._written:
@@ -140,11 +113,10 @@ class StoreFile(Hdf5Target):
         os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """Let go of the file; without `finish`, nothing can read it."""
-        self._release()
-
-    def _end(self) -> int:
-        return self._size
+        """Let go of the file, without waiting for the disk; without `finish`, nothing can read it. May be called twice."""
+        if not self.closed:
+            super().close()
+            os.close(self._descriptor)
 
     def _write_all(self, offset: int, data: memoryview) -> None:
         done = 0
@@ -188,18 +160,18 @@ class StoreIndex:
 
 
 def _little_endian(array: np.ndarray) -> np.ndarray:
-    """The array itself, or one copy of it where it is not C-contiguous or of another byte order."""
+    """Return the array itself, or one copy of it if it is not C-contiguous or of another byte order."""
     assert array.dtype.kind in "biuf", f"dtype {array.dtype} has no place in a checkpoint"
     return np.asarray(array, array.dtype.newbyteorder("<"), order="C")
 
 
 def begun_digest(dtype: np.dtype, shape: tuple[int, ...]) -> hashlib._Hash:
-    """sha256 over dtype and shape of an array; its elements follow."""
+    """Return a sha256 over dtype and shape of an array, to be updated with its elements."""
     return hashlib.sha256(f"{dtype.str} {shape}\n".encode())
 
 
 def digest_of(array: np.ndarray) -> str:
-    """sha256 over dtype, shape and elements of a C-contiguous array."""
+    """Return the sha256 over dtype, shape and elements of a C-contiguous array."""
     state = begun_digest(array.dtype, array.shape)
     state.update(array.reshape(-1).view(np.uint8).data)
     return state.hexdigest()
@@ -211,14 +183,14 @@ def _list_digest(digests: Mapping[str, str]) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Numbers of NumPy as JSON's; json calls it for what it does not know."""
+    """Return a number of NumPy as JSON's; json calls it for types that it does not know."""
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"{type(value).__name__} has no place in a checkpoint's metadata")
 
 
 def write_store(path: Path, tensors: Mapping[str, np.ndarray], meta: Mapping[str, object]) -> str:
-    """Write a new file `path` and synchronise it with the disk; give its root's checksum.
+    """Write a new file `path` and synchronise it with the disk; return its root's checksum.
 
     `tensors` is read once, one at a time, in its own order: a lazy mapping never needs them together.
     Names have a group ("group/name"). Takes no memory beyond the tensor at hand and at most one copy of it. Neither Python's lock
@@ -281,7 +253,7 @@ def read_store_meta(path: Path) -> dict[str, object]:
 
 
 def _text(item: h5py.Group | h5py.Dataset, attribute: str) -> str:
-    """An attribute's text; empty where there is none."""
+    """Return an attribute's text; empty if there is none."""
     value = item.attrs.get(attribute, b"")
     return value.decode() if isinstance(value, bytes) else str(value)
 
@@ -326,7 +298,7 @@ def index_store(path: Path) -> StoreIndex:
 
 
 def _place(tensor: h5py.Dataset, sha256: str, file_size: int) -> TensorPlace:
-    offset = tensor.id.get_offset()  # None where there are no elements
+    offset = tensor.id.get_offset()  # None if there are no elements
     # Sparse or compressed tensors, which `write_store` never writes, may claim any number of bytes.
     if tensor.nbytes and (offset is None or offset + tensor.nbytes > file_size):
         raise ValueError(f"{tensor.name[1:]} has more bytes than the file")

@@ -43,7 +43,7 @@ class WriteShares:
         self._number, self._loads = number, [0] * holders
 
     def own(self, box: Box, itemsize: int) -> Box | None:
-        """The box of this holder within one that all of them hold; None: nothing of it. Asked alike on each."""
+        """Return this holder's box within one that all of them hold; None if it has none. Every holder must ask alike."""
         size, holders = size_of(box) * itemsize, len(self._loads)
         lengths = shape_of(box)
         dim = int(np.argmax(lengths)) if lengths else 0
@@ -108,10 +108,10 @@ class ShardReader:
     """Reads parts of one shard, which is opened once.
 
     A part that is read whole is always compared with its checksum. Of a smaller piece only its own bytes are read once all of the
-    shard was compared, here (`verify`) or by somebody who told the places; until then the whole part is.
+    shard was compared, here (`verify`) or by the reader from which the places come; until then the whole part is.
 
     Args:
-        places: of all its parts, from a reader that has compared them; None: nobody has yet.
+        places: of all its parts, from a reader that has compared them; None: none has yet.
 
     Raises:
         CheckpointError: the file is missing, truncated, damaged, or belongs to another checkpoint.
@@ -143,7 +143,7 @@ class ShardReader:
         return self._places
 
     def read(self, key: str, box: Box) -> np.ndarray:
-        """The elements of a box, which lies in the part of that key, as a new array."""
+        """Return the elements of a box, which lies in the part of that key, as a new array."""
         _, dtype, held = self._shard.parts[key]
         place = self._places[key]
         if box != held and not self._verified:
@@ -184,7 +184,7 @@ class ShardReader:
 
 
 def _open(path: Path, size: int) -> int:
-    """A descriptor of a file of exactly that size."""
+    """Return a descriptor of a file of exactly that size."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except FileNotFoundError as error:
@@ -199,7 +199,7 @@ def _open(path: Path, size: int) -> int:
 
 
 def contiguous_runs(held: Box, box: Box, itemsize: int) -> tuple[int, Iterator[int]]:
-    """The bytes of a box in a C-contiguous array that holds `held`: the length of a run of them, and where each run begins.
+    """Return the length of the contiguous runs of a box in a C-contiguous array that holds `held`, and where each begins.
 
     The runs come in the order of the box's elements. Both boxes are in the same coordinates.
     """
@@ -224,7 +224,7 @@ _MOST_READERS = 64
 class ShardedTensors(Mapping[str, np.ndarray]):
     """Tensors by key, whole (`tensors[key]`) or a piece of them (`part`). Reading opens the shards that have it.
 
-    Several readers of one checkpoint may share its verification: each verifies some of the shards and is told the places of the
+    Several readers of one checkpoint may share its verification: each verifies some of the shards and receives the places of the
     others' (`trust`). Until a shard is verified, its parts are read whole, and compared.
 
     Args:
@@ -258,7 +258,7 @@ class ShardedTensors(Mapping[str, np.ndarray]):
         return key in self._facts
 
     def facts(self, key: str) -> tuple[tuple[int, ...], np.dtype]:
-        """Shape and dtype of a tensor; nothing is read."""
+        """Return shape and dtype of a tensor; reads nothing."""
         return self._facts[key]
 
     @property
@@ -267,7 +267,7 @@ class ShardedTensors(Mapping[str, np.ndarray]):
         return self._shards
 
     def part(self, key: str, box: Box) -> np.ndarray:
-        """The elements of a box of a tensor, in a new array."""
+        """Return the elements of a box of a tensor, in a new array."""
         if [place for _, place in self._places[key]] == [box]:
             return self._reader(self._places[key][0][0]).read(key, box)
         values = np.empty(shape_of(box), self._facts[key][1])
@@ -325,7 +325,7 @@ def read_file(path: Path) -> tuple[dict[str, np.ndarray], Mapping[str, object]]:
 
 
 def shares(sizes: Sequence[int], ranks: int) -> list[list[int]]:
-    """Numbers of things of these sizes, shared out over so many ranks: the largest first, each to who has least so far."""
+    """Return numbers of things of these sizes for each rank: the largest first, each to the rank with the least so far."""
     loads = [0] * ranks
     numbers: list[list[int]] = [[] for _ in range(ranks)]
     for number in sorted(range(len(sizes)), key=lambda number: (-sizes[number], number)):
@@ -336,7 +336,7 @@ def shares(sizes: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 SUFFIX = ".shards"
-#: in the name of a checkpoint that gives way to another one of its step
+#: in the name of a checkpoint that is replaced by another one of its step
 BEFORE = "-before"
 MANIFEST, _DIGEST = "manifest.json", "manifest.sha256"
 _FORMAT, _VERSION = "hpctrain-sharded-checkpoint", 1
@@ -348,7 +348,7 @@ def unfinished(path: Path, token: str) -> Path:
 
 
 def moved_away(path: Path) -> Path:
-    """The name under which a checkpoint waits until another one of its step has taken its place. It is read as one, too."""
+    """Return the name under which a checkpoint waits until another one of its step has taken its place; it can be read there."""
     return path.with_name(f"{path.stem}{BEFORE}{path.suffix}")
 
 
@@ -393,7 +393,7 @@ def delete(path: Path) -> None:
 
 
 def open_sharded(path: Path) -> tuple[ShardedTensors, dict[str, object]]:
-    """Tensors, which are read when they are asked for, and metadata, which are verified now.
+    """Return tensors, which are read on access, and metadata, which are verified now.
 
     Raises:
         CheckpointError: there is none, or its manifest is damaged or of another version.
@@ -430,7 +430,7 @@ def _shard(entry: Mapping[str, Any]) -> ShardFacts:
 
 
 def _check_complete(shards: Sequence[ShardFacts]) -> None:
-    """All elements of all tensors are there, each once: a fault of ours otherwise."""
+    """Assert that all elements of all tensors are there, each once."""
     sizes: dict[str, int] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for shard in shards:

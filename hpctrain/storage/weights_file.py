@@ -24,7 +24,7 @@ SAFETENSORS = ".safetensors"
 TORCH = (".pt", ".pth")
 SUFFIXES = (SAFETENSORS, *TORCH)
 
-#: under which a PyTorch file may hold its state dictionary beside other things
+#: keys under which a PyTorch file may hold its state dictionary, next to other things
 _INNER_KEYS = ("state_dict", "model_state_dict", "model")
 _WRAPPER = "module."  # put before each name by torch's DataParallel and DistributedDataParallel
 #: parts of names that torch.compile, FSDP and activation checkpointing insert at a wrapped layer
@@ -41,7 +41,7 @@ class WeightsFile:
 
 
 def read(path: Path) -> WeightsFile:
-    """All tensors of a file. Those of 16 bits are given in float32, which holds them exactly.
+    """Read all tensors of a file. Those of 16 bits are returned in float32, which holds them exactly.
 
     Removes the parts that PyTorch's wrappers of models and layers, however nested, insert into names. Names in files that
     `ModelWeights` wrote stay.
@@ -55,7 +55,8 @@ def read(path: Path) -> WeightsFile:
         raise CheckpointError(f"There is no file of weights {path}; give the path of one that ends in {_listed(SUFFIXES)}.")
     content = _read_safetensors(path) if suffix == SAFETENSORS else _read_torch(path)
     tensors = content.tensors if "model" in content.metadata else _unwrapped(content.tensors, path)
-    return WeightsFile({name: _widened(array) for name, array in tensors.items()}, content.metadata)
+    wide = {name: array.astype(np.float32) if array.dtype == np.float16 else array for name, array in tensors.items()}
+    return WeightsFile(wide, content.metadata)
 
 
 def write(path: Path, content: WeightsFile) -> None:
@@ -81,7 +82,7 @@ def write(path: Path, content: WeightsFile) -> None:
 
 
 def checksum(path: Path) -> str:
-    """The sha256 of a file's bytes.
+    """Return the sha256 of a file's bytes.
 
     Raises:
         OSError: it cannot be read.
@@ -94,7 +95,7 @@ def checksum(path: Path) -> str:
 
 
 def check_suffix(path: Path, known: tuple[str, ...]) -> str:
-    """The ending of a file's name, which says what kind it is.
+    """Return the ending of a file's name, which says what kind it is.
 
     Raises:
         CheckpointError: it is not one of those that are known.
@@ -165,10 +166,6 @@ def _unwrapped(tensors: Mapping[str, np.ndarray], path: Path) -> dict[str, np.nd
 def _to_numpy(torch: ModuleType, tensor: Any) -> np.ndarray:
     plain = tensor.detach().float() if tensor.dtype is torch.bfloat16 else tensor.detach()
     return np.ascontiguousarray(plain.numpy()).reshape(tuple(tensor.shape))
-
-
-def _widened(array: np.ndarray) -> np.ndarray:
-    return array.astype(np.float32) if array.dtype == np.float16 else array
 
 
 def _torch(path: Path) -> Any:

@@ -29,19 +29,19 @@ class Observer:
     """
 
     def begin(self, position: Position) -> None:
-        """Training begins at a position. The replica is settled, and known to be finite and alike on all ranks."""
+        """Follow the start of a training at a position. The replica is settled, and known to be finite and alike on all ranks."""
 
     def before_epoch(self, position: Position) -> None:
-        """An epoch begins, or goes on, at a position. Local."""
+        """Follow the start of an epoch, or of its rest, at a position. Local."""
 
     def before_batch(self) -> None:
-        """The trainer asks its loader for the next batch. Local."""
+        """Follow the request for the next batch. Local."""
 
     def before_step(self, batch: Batch, *, whole: bool) -> None:
-        """A batch has come, and its step begins. Local. whole: it has the configured size, and images of the network's."""
+        """Follow the start of a step. Local. whole: its batch has the configured size, and images of the network's."""
 
     def after_step(self, position: Position, *, usual: bool) -> None:
-        """A step has ended at a position. Local. usual: it had a whole batch and nothing else to do, such as a checkpoint."""
+        """Follow the end of a step at a position. Local. usual: with a whole batch, and without a checkpoint or the like."""
 
     def reads_state(self, step: int) -> bool:
         """Return whether `read_state` is to be called after `step` steps. The same on every rank. Local."""
@@ -51,13 +51,13 @@ class Observer:
         """Read the state of the replica, whose sums are settled; called between steps where `reads_state` is true."""
 
     def after_epoch(self, position: Position) -> None:
-        """An epoch has ended, and is not evaluated yet; the position is behind it."""
+        """Follow the end of an epoch, which is not evaluated yet. position: behind it."""
 
     def after_evaluation(self, position: Position, sums: RunningSums) -> None:
-        """An evaluation at a position has given these sums over all ranks."""
+        """Follow an evaluation at a position. sums: over all ranks."""
 
     def finish(self, position: Position) -> None:
-        """Training has ended at a position, and the last checkpoint is written. Not called after an error."""
+        """Follow the end of a training at a position, with its last checkpoint written. Not called after an error."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class StepTimes(Observer):
         self._seconds[place], self._waited[place], self._messages[place] = seconds, waited_seconds, messages_seconds
 
     def measured(self) -> MeasuredStep | None:
-        """Medians of the steps so far, without the first few; None where there is none."""
+        """Return medians of the steps so far, without the first few; None if there is none."""
         if not self._seconds:
             return None
         return MeasuredStep(median(self._seconds), median(self._waited), len(self._seconds), median(self._messages))
@@ -228,5 +228,5 @@ class OperatorSample(Observer):
         self._taken += wanted
 
     def events(self) -> Events:
-        """The events of the steps that were recorded so far."""
+        """Return the events of the steps that were recorded so far."""
         return self._trace.events()

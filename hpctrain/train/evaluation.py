@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import repeat
 
 import numpy as np
@@ -54,7 +55,7 @@ class ClassScore:
 
     @property
     def top1(self) -> float | None:
-        """Share of its samples that were taken for it; None where it has no sample."""
+        """Share of its samples that were taken for it; None if it has no sample."""
         return self.hits / self.samples if self.samples else None
 
 
@@ -78,24 +79,24 @@ class ConfusionMatrix:
         return int(self.counts[self.predictions == self.classes].sum())
 
     def of_label(self, label: int) -> np.ndarray:
-        """How often samples of a class were taken for each, (classes + 1,) int64; the last is for no class."""
+        """Return how often samples of a class were taken for each, (classes + 1,) int64; the last is for no class."""
         cells = slice(*np.searchsorted(self.labels, [label, label + 1]))
         counts = np.zeros(self.classes + 1, np.int64)
         counts[self.predictions[cells]] = self.counts[cells]
         return counts
 
     def scores(self) -> list[ClassScore]:
-        """The results of all classes, by label."""
+        """Return the results of all classes, by label."""
         predictions = np.zeros(self.classes + 1, np.int64)
         np.add.at(predictions, self.predictions, self.counts)
         return [self._score(label, int(predictions[label])) for label in range(self.classes)]
 
     def worst_first(self) -> list[ClassScore]:
-        """The same, the lowest accuracy first; classes without samples last."""
+        """Return the same, the lowest accuracy first and classes without samples last."""
         return sorted(self.scores(), key=lambda score: (score.top1 is None, score.top1, score.label))
 
     def largest_confusions(self, most: int) -> list[tuple[int, int, int]]:
-        """(label, prediction, count) of the most frequent mistakes, the most frequent first."""
+        """Return (label, prediction, count) of the most frequent mistakes, the most frequent first."""
         wrong = np.flatnonzero(self.labels != self.predictions)
         order = wrong[np.argsort(-self.counts[wrong], kind="stable")][:most]
         return [(int(self.labels[cell]), int(self.predictions[cell]), int(self.counts[cell])) for cell in order]
@@ -126,14 +127,14 @@ class ConfusionCounts:
         """Count samples: labels (N,), and scores (N, classes), logits or their like, of which the first of the largest counts."""
         if not len(labels):
             return
-        # As the loss counts hits: of equal scores the first, and nothing where there is a NaN.
+        # As the loss counts hits: of equal scores the first, and nothing if there is a NaN.
         predictions = np.where(np.isnan(scores).any(axis=1), self.classes, scores.argmax(axis=1))
         self._pending.append(labels.astype(np.int64) * (self.classes + 1) + predictions)
         if sum(map(len, self._pending)) >= _MOST_PENDING:
             self._gather()
 
     def summed(self, comm: Communicator, progress: ProgressEngine) -> ConfusionMatrix:
-        """The counts of all ranks, on every rank. Collective."""
+        """Return the counts of all ranks, on every rank. Collective."""
         self._gather()
         width = self.classes + 1
         cells: list[np.ndarray] = []
@@ -144,7 +145,7 @@ class ConfusionCounts:
             in_block = slice(*np.searchsorted(self._cells, [begin, stop]))
             block = np.zeros(stop - begin, np.int64)
             block[self._cells[in_block] - begin] = self._counts[in_block]
-            _add_over_ranks(block, comm, progress)
+            progress.wait(progress.queue(comm).post(partial(comm.iallreduce, block), "confusion matrix"))
             filled = np.flatnonzero(block)
             cells.append(filled + begin)
             counts.append(block[filled])
@@ -162,16 +163,11 @@ class ConfusionCounts:
         self._cells, self._counts, self._pending = cells, counts, []
 
 
-def _add_over_ranks(counts: np.ndarray, comm: Communicator, progress: ProgressEngine) -> None:
-    queue = progress.queue(comm)
-    progress.wait(queue.post(lambda: comm.iallreduce(counts), "confusion matrix"))
-
-
 _LOG_2 = math.log(2.0)
 
 
 def pairs(loader: BatchSource, mirrored: BatchSource | None) -> Iterator[tuple[Batch, Batch | None]]:
-    """Each batch of all samples, with the batch of its mirror images where there are any.
+    """Yield each batch of all samples, with the batch of its mirror images if there are any.
 
     mirrored: the same samples in the same order, mirrored; None: there are none.
     """
@@ -182,7 +178,7 @@ def pairs(loader: BatchSource, mirrored: BatchSource | None) -> Iterator[tuple[B
 
 
 def forward(network: Network, batch: Batch) -> Program:
-    """A program that has computed the logits of a rank's own samples. Collective over the split group.
+    """Return a program that has computed the logits of a rank's own samples. Collective over the split group.
 
     Not for a batch of which no rank of the split group has a sample.
     """
@@ -193,12 +189,12 @@ def forward(network: Network, batch: Batch) -> Program:
 
 
 def host_logits(network: Network, program: Program) -> np.ndarray:
-    """The logits (N, classes) that a program has computed, bfloat16 as float32, read only, valid until the next pass."""
+    """Return the logits (N, classes) of a program, bfloat16 as float32, read-only and valid until the next pass."""
     return network.kernels.arithmetic.to_host(program.logits)
 
 
 def log_probabilities(network: Network, batch: Batch, mirror: Batch | None = None) -> np.ndarray:
-    """Logarithms of the probabilities of a rank's own samples, (N, classes) float64. Collective over the split group.
+    """Return log probabilities of a rank's own samples, (N, classes) float64. Collective over the split group.
 
     With mirror images they are those of the mean of both probabilities (Simonyan and Zisserman, ICLR 2015, section 3.2): like
     every mean of distributions it is one, so that probabilities still add up to 1, and the loss is never above the mean of both.
@@ -206,7 +202,7 @@ def log_probabilities(network: Network, batch: Batch, mirror: Batch | None = Non
     Args:
         mirror: the mirror images of the same samples; None: the images alone count.
     """
-    if not sum(batch.share.counts):  # of the split group: nobody computes anything
+    if not sum(batch.share.counts):  # of the split group: no rank computes anything
         return np.zeros((0, network.classes))
     scores = log_softmax(host_logits(network, forward(network, batch)))
     if mirror is None:
@@ -217,7 +213,7 @@ def log_probabilities(network: Network, batch: Batch, mirror: Batch | None = Non
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """Logarithms of softmax over the last dim, float64; NaN for a sample of which a logit is NaN or +infinity."""
+    """Return the logarithm of softmax over the last dim, float64; NaN for a sample with a logit of NaN or +infinity."""
     with np.errstate(invalid="ignore", over="ignore"):
         shifted = logits.astype(np.float64)
         shifted -= shifted.max(axis=-1, keepdims=True)
@@ -236,7 +232,7 @@ def evaluate(
     advance: Callable[[int], None] = lambda done: None,
     shards: ShardsOfRank | None = None,
 ) -> RunningSums:
-    """Sums over all samples of all ranks, each sample once. Collective.
+    """Return sums over all samples of all ranks, each sample once. Collective.
 
     Args:
         network: this rank's copy, with all parameters up to date (drained). loader: this rank's share, in order.
@@ -276,7 +272,7 @@ def evaluate(
 class _Sums:
     """Loss, hits and count of this rank: one sum for each of its shards, or one.
 
-    What a kernel gives is asked for when the next one is enqueued.
+    The result of a kernel is fetched when the next one is enqueued.
     """
 
     def __init__(self, shards: ShardsOfRank | None) -> None:
@@ -286,7 +282,7 @@ class _Sums:
         self._latest: tuple[int, LossHandle] | None = None
 
     def parts(self, batch: Batch) -> Iterator[Batch]:
-        """A batch in as many parts as there are sums."""
+        """Yield a batch in as many parts as there are sums."""
         if len(self._rows) == 1:
             yield batch
             return
@@ -300,7 +296,7 @@ class _Sums:
         self._row = (self._row + 1) % len(self._rows)
 
     def add(self, handle: LossHandle) -> None:
-        """The sums of one part."""
+        """Add the sums of one part."""
         self._take_latest()
         self._latest = self._row, handle
 
@@ -312,7 +308,7 @@ class _Sums:
             self._latest = None
 
     def over_ranks(self, comm: Communicator, progress: ProgressEngine) -> np.ndarray:
-        """The sums of all ranks. Collective."""
+        """Return the sums of all ranks. Collective."""
         self._take_latest()
         queue, shards = progress.queue(comm), self._shards
         if shards is None:
@@ -352,7 +348,7 @@ def predict(
     *,
     mirrored: BatchSource | None = None,
 ) -> Iterator[TopClasses]:
-    """The most probable classes of all samples, each batch on every rank. Collective, batch by batch.
+    """Yield the most probable classes of all samples, each batch on every rank. Collective, batch by batch.
 
     Args:
         network: this rank's copy, with all parameters up to date. loader: this rank's share, in order.
@@ -368,7 +364,7 @@ def predict(
 
 
 def _gathered(own: np.ndarray, counts: Sequence[int], comm: Communicator, progress: ProgressEngine) -> np.ndarray:
-    """The arrays (N, width) of all ranks, which hold `counts` samples, one after another. Collective."""
+    """Return the arrays (N, width) of all ranks, which hold `counts` samples, one after another. Collective."""
     width = own.shape[1]
     of_all = np.empty((sum(counts), width), np.float64)
     queue, pieces = progress.queue(comm), [count * width for count in counts]
@@ -377,7 +373,7 @@ def _gathered(own: np.ndarray, counts: Sequence[int], comm: Communicator, progre
 
 
 def _top(logarithms: np.ndarray, top: int) -> np.ndarray:
-    """Labels, then probabilities, of the K most probable classes of each sample: (N, 2 K) float64."""
+    """Return labels, then probabilities, of the K most probable classes of each sample: (N, 2 K) float64."""
     labels = np.argsort(-logarithms, axis=1, kind="stable")[:, :top]
     probabilities = np.exp(np.take_along_axis(logarithms, labels, axis=1))
     probabilities[np.isnan(logarithms).any(axis=1)] = np.nan
@@ -409,7 +405,7 @@ class WeightAverage:
         }
 
     def blend(self, weighted_sums: np.ndarray, count: float) -> None:
-        """As `Statistics.blend`, and an update of their average; nothing where count is 0."""
+        """Blend as `Statistics.blend`, and update the average of the statistics; no effect if count is 0."""
         statistics = self._network.statistics
         if count == 0:
             return
@@ -420,7 +416,7 @@ class WeightAverage:
         self._running[...] = (self._running - statistics.running) * self._rule.kept(self._updates) + statistics.running
 
     def weights_changed(self) -> None:
-        """Weights or statistics were written from outside of steps: until its first update the average is what they are."""
+        """Take over weights or statistics that were written outside of steps: before its first update the average equals them."""
         if self._weight_updates():
             return
         for averager in self._averagers.values():
@@ -428,19 +424,19 @@ class WeightAverage:
         self._running[...] = self._network.statistics.running
 
     def go_on(self) -> None:
-        """The averagers have loaded a checkpoint, and `views` were written: the statistics have had as many updates."""
+        """Continue after the averagers have loaded a checkpoint, and `views` were written."""
         self._updates = self._weight_updates()
 
     def _weight_updates(self) -> int:
-        """The updates of averages of weights so far."""
+        """Return the number of updates of averages of weights so far."""
         counters = (averager.counters() for averager in self._averagers.values())
         return next(counters, {}).get("updates", 0)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside, parameters and running statistics are the averages. Collective, at both ends; after a drain."""
+        """Put averages in place of parameters and running statistics during the block. Collective at both ends; after a drain."""
         self._swap()
-        yield  # behind an error of this rank alone nobody would answer, and the job ends
+        yield  # after an error of this rank alone no other would answer, and the job ends
         self._swap()
 
     def _swap(self) -> None:
@@ -460,11 +456,11 @@ def evaluated_with(
     confusion: ConfusionCounts | None,
     advance: Callable[[int], None],
 ) -> RunningSums:
-    """The sums of an evaluation; with an average of the weights `EvaluationSums`, by a second pass with that. Collective.
+    """Return the sums of an evaluation; with an average of the weights `EvaluationSums`, by a second pass. Collective.
 
     Args:
         evaluate: makes one pass, with these keywords. confusion: counts in the pass with the weights themselves.
-        advance: told how many samples are done; those of the second pass count on from those of the first.
+        advance: is called with the number of samples done; the second pass counts on from the first.
     """
     sums = evaluate(confusion=confusion, advance=advance)
     if average is None:

@@ -65,7 +65,7 @@ class FiniteCheck:
     flags: Fetch
 
     def faults(self) -> list[tuple[Held, str]]:
-        """Those that are not finite. Waits."""
+        """Return those that are not finite. Waits."""
         return [holder for holder, finite in zip(self.holders, self.flags.result(), strict=True) if not finite]
 
 
@@ -89,7 +89,7 @@ class Cause:
         return _some(self.sources, self.world)
 
     def facts(self) -> dict[str, Any]:
-        """For programs: the layer, null where only losses tell, what is not finite, the ranks that saw it, and the sources."""
+        """Return the cause for programs: layer (null if only losses tell), what is not finite, ranks that saw it, and sources."""
         layer, held = (None, "loss") if self.fault is None else (self.fault.layer, str(self.fault.held))
         return {"layer": layer, "held": held, "ranks": list(self.ranks), "sources": list(self.sources)}
 
@@ -140,19 +140,16 @@ class Finiteness:
         """
         held = [entry for averager in self._averagers.values() for entry in averager.held_gradients().items()]
         holders, arrays = [(Held.GRADIENTS, name) for name, _ in held], [array for _, array in held]
-        if not self._all_finite_at_once():
+        # On the host fewer and larger arrays are checked at once; only if they are not all finite, each parameter is.
+        if not (self._arithmetic.on_host and self._arithmetic.fetch_finite(self._runs).result().all()):
             holders, arrays = [*self._holders, *holders], [*self._arrays, *arrays]
         return FiniteCheck(holders, self._arithmetic.fetch_finite(arrays))
 
-    def _all_finite_at_once(self) -> bool:
-        """Whether all parameters are known to be finite without waiting: on the host, which looks at fewer and larger arrays."""
-        return self._arithmetic.on_host and bool(self._arithmetic.fetch_finite(self._runs).result().all())
-
     def end(self, step: int, look: FiniteCheck | None, *, loss: float = 0.0, statistics: Iterable[str] = ()) -> bool:
-        """Whether all is finite; what is not is kept, the first time, for `error`. Waits for what has begun.
+        """Return whether everything is finite; the first finding is kept for `error`. Waits for what has begun.
 
         Args:
-            step: steps done. look: at this rank's parameters; None: in this micro-batch nobody looks at them.
+            step: steps done. look: at this rank's parameters; None: this micro-batch has none.
             loss: of this rank's samples. statistics: names of those that are not finite.
         """
         faults = [self._fault(Held.STATISTICS, name) for name in statistics]
@@ -164,7 +161,7 @@ class Finiteness:
         return not faults and not bad_loss
 
     def cause(self, step: int, seen: Sequence[tuple[Held, str]], *, finite: bool, gather: Gather) -> Cause:
-        """The cause of a step that is to be left out, told by gradients where they tell. Collective, after a drain.
+        """Return the cause of a step that is to be left out, from gradients if they show it. Collective, after a drain.
 
         Args:
             step: that has just been done, counted from 1. seen: by a look after its update.
@@ -188,7 +185,7 @@ class Finiteness:
         self.finding = None
 
     def error(self, gather: Gather, advice: str) -> DivergedError | None:
-        """The sentence about what any rank saw first, the same on every rank; None where none has. Collective; after a drain.
+        """Return the error about what any rank saw first, the same on every rank; None if none has. Collective; after a drain.
 
         Args:
             advice: ends the sentence.
@@ -212,7 +209,7 @@ class Finiteness:
         return DivergedError(said, ranks=self._origin(first, len(findings)))
 
     def _origin(self, first: Sequence[Finding], world: int) -> tuple[int, ...]:
-        """The ranks at which it began, of so many; empty where that is not certain, or all of them.
+        """Return the ranks at which it began; empty if that is uncertain, or if they are all ranks.
 
         An owner's parameters hold what the gradients of any rank have brought. Where every rank makes the same update, one
         whose parameters alone are not finite has not got that from others.
@@ -226,12 +223,12 @@ class Finiteness:
         return _some(sorted(statistics | {seen.rank for seen in first if seen.loss}), world)
 
     def _gradient_faults(self) -> list[LayerFault]:
-        """Faults in gradients, as far as this rank updates their parameters."""
+        """Return faults in gradients, as far as this rank updates their parameters."""
         look = FiniteCheck(self._holders, self._arithmetic.fetch_finite(self._owned(lambda group: group.grad)))
         return [self._fault(Held.GRADIENTS, name) for _, name in look.faults()]
 
     def _owned(self, flat_of: Callable[[FlatGroup], Array]) -> list[Array]:
-        """Parts of flat buffers, one for each of the holders."""
+        """Return parts of flat buffers, one for each of the holders."""
         return [
             flat_of(averager.group)[segment.start : segment.stop]
             for averager in self._averagers.values()
@@ -245,17 +242,17 @@ class Finiteness:
 
 
 def _layer(name: str) -> str:
-    """The layer of a parameter or statistic."""
+    """Return the layer of a parameter or statistic."""
     return name.rpartition(".")[0] or name
 
 
 def _some(ranks: Sequence[int], world: int) -> tuple[int, ...]:
-    """Ranks, unless they are all of so many: those are nobody in particular."""
+    """Return the ranks, or none if they are all of them."""
     return tuple(ranks) if len(ranks) < world else ()
 
 
 def _first_layer(by_rank: Mapping[int, LayerFault], step: int, ranks: int) -> str:
-    """The first layer of all, and the ranks that saw it."""
+    """Return the words on the first layer of all, and the ranks that saw it."""
     fault = min(by_rank.values())
     holders = sorted(rank for rank, other in by_rank.items() if other == fault)
     when = f"in step {step + 1}"
@@ -265,7 +262,7 @@ def _first_layer(by_rank: Mapping[int, LayerFault], step: int, ranks: int) -> st
 
 
 def _sentence(fault: LayerFault, when: str, holders: Sequence[int], ranks: int) -> str:
-    """The layer, and who saw it, of so many ranks."""
+    """Return the words on a layer, and the ranks that saw it."""
     return (
         f"layer {fault.layer} is the first, in forward order, whose {fault.held} are not finite {when}{on_ranks(holders, ranks)}"
     )

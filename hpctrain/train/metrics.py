@@ -98,7 +98,7 @@ class StepReduction:
 
         Args:
             statistics: float64, weighted by the samples that they stand for; left out where not all is finite.
-            finite: whether all that this rank trains is finite, beside the loss.
+            finite: whether all that this rank trains, except the loss, is finite.
         """
         row = self._current[self._added]
         if self._shards is not None:
@@ -117,7 +117,7 @@ class StepReduction:
         return not self._current[:, 4].any()
 
     def gather(self, value: Any) -> list[Any]:
-        """Everyone's picklable value, in the order of the communicator. Collective; waits, so not in an ordinary step."""
+        """Return the picklable values of all ranks, in the order of the communicator. Collective; waits."""
         return self._comm.allgather_object(value)
 
     def post(self, *, stop: bool, status: int = 0, checks: np.ndarray | None = None) -> None:
@@ -137,7 +137,7 @@ class StepReduction:
         self._turn = 1 - self._turn
 
     def read(self) -> StepTotals | None:
-        """Wait for the message that is on its way; return None where there is none.
+        """Wait for the message that is on its way; return None if there is none.
 
         The statistics are valid until the next `clear` but one.
         """
@@ -170,7 +170,7 @@ class RunningSums:
             self.count += totals.count
 
     def means(self) -> dict[str, float]:
-        """loss, top1 and top5 by sample (fractions); nan where there was no sample."""
+        """Return loss, top1 and top5 by sample (fractions); nan if there was no sample."""
         if not self.count:
             return {"loss": float("nan"), "top1": float("nan"), "top5": float("nan")}
         return {"loss": self.loss / self.count, "top1": self.top1 / self.count, "top5": self.top5 / self.count}
@@ -184,11 +184,11 @@ class EvaluationSums(RunningSums):
 
     @classmethod
     def of(cls, sums: RunningSums, averaged: RunningSums) -> EvaluationSums:
-        """Those with the weights, and with their average."""
+        """Return the sums with the weights, and with their average."""
         return cls(sums.loss, sums.top1, sums.top5, sums.count, averaged)
 
     def means(self) -> dict[str, float]:
-        """Also ema_loss, ema_top1 and ema_top5: those with the averaged weights."""
+        """Return the means, and ema_loss, ema_top1 and ema_top5 with the averaged weights."""
         averaged = {} if self.averaged is None else self.averaged.means()
         return super().means() | {f"ema_{name}": value for name, value in averaged.items()}
 
@@ -199,24 +199,24 @@ class Reporter:
     A constructor may take the keywords `directory`, the run's, and `done_steps`, those of earlier parts of the run.
 
     Attributes:
-        width: columns of the terminal that it writes to; None where there is none.
+        width: columns of the terminal that it writes to; None if there is none.
     """
 
     width: int | None = None
 
     def start(self, epochs: int, samples_per_epoch: int, done_samples: int, last_sample: int) -> None:
-        """Training begins, or goes on behind `done_samples`; it will end behind `last_sample`, counted over all epochs."""
+        """Report that training begins after `done_samples`; it will end after `last_sample`, counted over all epochs."""
 
     def step(self, epoch: int, step: int, sums: RunningSums, lr: float, images_per_second: float) -> None:
-        """The totals of one step are known; epochs and steps count from 1. `sums` are the epoch's so far."""
+        """Report the totals of a step; epochs and steps count from 1. sums: the epoch's so far."""
 
     @contextmanager
     def evaluation(self, samples: int) -> Iterator[Callable[[int], None]]:
-        """While this lasts, so many samples are evaluated; what it gives is called with the number of those that are done."""
+        """Report an evaluation of `samples` samples during the block; yield a function to call with the number done."""
         yield lambda done: None
 
     def flush(self) -> None:
-        """Training ends inside an epoch: the latest step is recorded, too."""
+        """Record the latest step, because training ends inside an epoch."""
 
     def record(self, kind: str, values: Mapping[str, Any]) -> None:
         """Write one line of metrics.
@@ -226,10 +226,10 @@ class Reporter:
         """
 
     def say(self, text: str) -> None:
-        """One line for people."""
+        """Print one line for people."""
 
     def close(self) -> None:
-        """The run ends, in whatever way."""
+        """Release everything, because the run ends, in whatever way."""
 
 
 class Rate:
@@ -249,6 +249,6 @@ class Rate:
         self._count += count
 
     def per_second(self) -> float:
-        """Images per second since `restart`."""
+        """Return images per second since `restart`."""
         elapsed = self._clock() - self._begin
         return self._count / elapsed if elapsed > 0 else 0.0

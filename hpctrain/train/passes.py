@@ -39,7 +39,7 @@ class MicroBatch:
 
 
 def micro_batches_of(share: Share, micro_batches: int) -> Iterator[MicroBatch]:
-    """A rank's share of a step in micro-batches; every rank of the split group makes the same ones."""
+    """Yield a rank's share of a step in micro-batches; every rank of the split group makes the same ones."""
     sizes = [even(count, micro_batches) for count in share.counts]
     starts = [0] * len(share.counts)
     offsets = [sum(share.counts[:rank]) for rank in range(len(share.counts))]
@@ -55,7 +55,7 @@ def micro_batches_of(share: Share, micro_batches: int) -> Iterator[MicroBatch]:
 
 
 def ranks_fault(shards: int, ranks: int) -> str | None:
-    """The sentence that refuses a number of ranks; None where each can have as many shards as the others."""
+    """Return the sentence that refuses a number of ranks; None if all can have equally many shards."""
     if shards % ranks == 0:
         return None
     fitting = [fewer for fewer in range(1, shards + 1) if shards % fewer == 0]
@@ -68,7 +68,7 @@ def ranks_fault(shards: int, ranks: int) -> str | None:
 
 
 def split_fault(rows: int) -> str | None:
-    """The sentence that refuses ranks that share samples."""
+    """Return the sentence that refuses ranks that share samples; None if they do not."""
     if rows == 1:
         return None
     return (
@@ -78,7 +78,7 @@ def split_fault(rows: int) -> str | None:
 
 
 def check_exact(shards: int, network: Network, groups: GridGroups) -> None:
-    """Nothing, where a training can have the same bits on any number of ranks.
+    """Raise unless a training can have the same bits on any number of ranks.
 
     Raises:
         ConfigError: it cannot.
@@ -98,7 +98,7 @@ def check_exact(shards: int, network: Network, groups: GridGroups) -> None:
 
 
 def check_counts(of_ranks: Sequence[int], shards: int) -> None:
-    """Nothing, where a step's samples are shared out over shards, as a loader does that was told of them.
+    """Raise unless a step's samples are divided over shards as a loader does that knows of them.
 
     Args:
         of_ranks: samples of each rank.
@@ -119,7 +119,7 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def statistics_fault(names: Iterable[str]) -> str | None:
-    """The sentence that refuses batch norms whose statistics are taken over several ranks. names: of these layers."""
+    """Return the sentence that refuses batch norms with statistics over several ranks. names: of these layers."""
     first = next(iter(names), None)
     if first is None:
         return None
@@ -130,12 +130,12 @@ def statistics_fault(names: Iterable[str]) -> str | None:
 
 
 def backend_fault(name: str) -> str:
-    """The sentence that refuses a backend whose arrays do not lie on the host."""
+    """Return the sentence that refuses a backend whose arrays do not lie on the host."""
     return f"The sums of exact are made on the host, which arrays of backend {name} do not reach; set backend to onednn or numpy."
 
 
 def synchronised(network: Network) -> tuple[str, ...]:
-    """The batch norms of a network whose statistics are those of several ranks."""
+    """Return the names of the batch norms of a network whose statistics are those of several ranks."""
     nodes = network.graph(1).nodes
     return tuple(
         node.name for node in nodes if isinstance(node.spec, BatchNormSpec) and node.spec.synchronised and not node.spec.fixed
@@ -157,7 +157,7 @@ class Passes:
 
     @staticmethod
     def of(micro_batches: int, shards: int | None, network: Network, groups: GridGroups) -> Passes:
-        """As asked for: with shards, a rank's are computed side by side, in as many passes as there are to be micro-batches.
+        """Return the configured passes: with shards, a rank's are computed side by side, in at most `micro_batches` passes.
 
         Raises:
             ConfigError: with shards, what `check_exact` refuses.
@@ -169,7 +169,7 @@ class Passes:
 
     @staticmethod
     def over(parts: int, passes: int, shards: int) -> Passes:
-        """A rank's `parts` of all `shards`, in at most so many passes."""
+        """Return a rank's `parts` of all `shards`, in at most `passes` passes."""
         return Passes(parts, shards, -(-parts // min(parts, passes)))
 
     @property
@@ -178,16 +178,16 @@ class Passes:
         return -(-self.micro_batches // self.together)
 
     def among(self, comm: Communicator) -> ShardsOfRank | None:
-        """This rank's shards, where the ranks of `comm` have all that count; None where there are none."""
+        """Return this rank's shards, if the ranks of `comm` have all that count; None without shards."""
         return None if self.shards is None else ShardsOfRank(comm.rank, comm.size, self.micro_batches * comm.size)
 
     def gradients(self, group: FlatGroup, comm: Communicator) -> ShardGradients | None:
-        """The sums of one group's gradients over this rank's shards. comm: the ranks that average the group."""
+        """Return the sums of one group's gradients over this rank's shards. comm: the ranks that average the group."""
         shards = self.among(comm)
         return None if shards is None else ShardGradients(group, shards, homes=self.following == 1)
 
     def check(self, of_ranks: Sequence[int]) -> None:
-        """Nothing, where a step's samples are shared out as passes need.
+        """Raise unless a step's samples are divided as passes need.
 
         Raises:
             ConfigError: as `check_counts`.
@@ -201,7 +201,7 @@ _CHECKED: list[tuple[weakref.ref[Network], int]] = []
 
 
 def check_memory(network: Network, batch: int, micro_batches: int) -> None:
-    """Nothing, where a step of `batch` samples in so many micro-batches fits into the device's memory, or where none is limited.
+    """Raise unless a step of `batch` samples fits into the device's memory, or no memory is limited.
 
     Parameters and gradients are allocated already; the optimiser's state, of the size of the parameters, is not.
 
@@ -229,7 +229,7 @@ def check_memory(network: Network, batch: int, micro_batches: int) -> None:
 
 
 def planned() -> str | None:
-    """The needs, in words, of the network that this process trains, by its plan; None where there is none, or no plan yet."""
+    """Return the memory needs, in words, of the network that this process trains; None if there is none, or no plan yet."""
     network = _CHECKED[-1][0]() if _CHECKED else None
     if network is None:
         return None
@@ -245,7 +245,7 @@ def planned() -> str | None:
 
 
 def _fitting(network: Network, samples: int, arena: int, available: int) -> int:
-    """The largest number of samples that is found to fit, guessed from the bytes of larger ones; 0 where there is none."""
+    """Return the largest number of samples found to fit, guessed from the bytes of larger ones; 0 if there is none."""
     while samples > 1 and arena > available:
         samples = max(1, min(samples - 1, samples * max(available, 0) // arena))
         arena = network.arena_bytes(samples, training=True)

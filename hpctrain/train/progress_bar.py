@@ -30,7 +30,7 @@ class TimeLeft:
         self._begin = clock()
 
     def seconds(self, done: int) -> float | None:
-        """None where nothing has been done by this run yet."""
+        """Return the seconds left; None if this run has not done anything yet."""
         if done <= self._before:
             return None
         pace = (self._clock() - self._begin) / (done - self._before)
@@ -42,7 +42,7 @@ PassStyle = Literal["bar", "none"]
 #: is called with the number of samples that are done
 Advance = Callable[[int], None]
 
-# What a bar needs beside its facts: itself, the percentage, and the spaces between.
+# What a bar needs in addition to its facts: itself, the percentage, and the spaces between.
 _NARROWEST_BAR = 8
 _BAR_ROOM = _NARROWEST_BAR + len(" 100% ") + 2
 
@@ -81,18 +81,18 @@ class ProgressBar:
         self._progress.start()
 
     def begin(self, description: str, total: int, done: int = 0) -> None:
-        """The line is of this work from now on. total, done: in any unit."""
+        """Let the line show this work from now on. total, done: in any unit."""
         self._task = self._progress.add_task(description, total=total, completed=done, note="")
 
     def show(self, description: str, done: int, facts: Sequence[tuple[int, str]]) -> None:
-        """The line of the work at its next redrawing. facts: as `fitting` takes; those without room are left out."""
+        """Show the work at the next redrawing. facts: as `fitting` takes; those without room are left out."""
         assert self._task is not None, "it has begun"
         note = fitting(facts, self._console.width - len(description) - _BAR_ROOM)
         self._progress.update(self._task, description=description, completed=done, note=note)
 
     @contextmanager
     def pass_over(self, description: str, samples: int) -> Iterator[Advance]:
-        """While this lasts, the line is of a pass over so many samples; then it is again of what it was of before."""
+        """Let the line show a pass over `samples` samples during the block, and then its former work again."""
         before = self._task
         if before is not None:
             self._progress.update(before, visible=False)
@@ -113,7 +113,7 @@ class ProgressBar:
 
 
 def _facts(done: int, left: TimeLeft, elapsed_seconds: float) -> list[tuple[int, str]]:
-    """The rate of a pass and the time that it has left."""
+    """Return the rate of a pass and the time that it has left."""
     facts = [(1, f"{done / elapsed_seconds:,.0f} images/s")] if done and elapsed_seconds > 0 else []
     seconds = left.seconds(done)
     return facts if seconds is None else [*facts, (0, f"{duration_text(seconds)} left")]
@@ -121,7 +121,7 @@ def _facts(done: int, left: TimeLeft, elapsed_seconds: float) -> list[tuple[int,
 
 @contextmanager
 def pass_on_stderr(style: PassStyle | None, samples: int, *, visible: bool, description: str) -> Iterator[Advance]:
-    """While this lasts, stderr shows a pass over so many samples, and nothing of it stays; stdout is as it would be without.
+    """Show a pass over `samples` samples on stderr during the block; nothing of it stays, and stdout is unaffected.
 
     Args:
         style: None: a bar where stderr is a terminal, nothing elsewhere; "bar": one there, too. visible: False on ranks that show
@@ -144,4 +144,4 @@ def pass_on_stderr(style: PassStyle | None, samples: int, *, visible: bool, desc
 
 
 def _nothing(done: int) -> None:
-    """Nobody looks."""
+    """No-op callback."""

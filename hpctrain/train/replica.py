@@ -144,10 +144,10 @@ class Optimizers:
 def make_optimizers(
     make: Callable[[], Optimizer] | None, network: Network, progress: ProgressEngine, ema: EmaRule | None
 ) -> Optimizers:
-    """One for each group of parameters; none where `make` is None.
+    """Return one optimiser for each group of parameters; none if `make` is None.
 
     Args:
-        make: gives one that is not bound yet. ema: of an average of the weights that they keep; None: there is none.
+        make: returns one that is not bound yet. ema: rule of an average of the weights that they keep; None: there is none.
 
     Raises:
         BackendError: they cannot compute where the arrays of the network lie.
@@ -169,7 +169,7 @@ def make_strategies(
     nominal_batch: int | None,
     passes: Passes,
 ) -> dict[str, Strategy]:
-    """The strategy of each group of parameters that has an optimiser; none where `make` is None.
+    """Return the strategy of each group of parameters that has an optimiser; none if `make` is None.
 
     Raises:
         ConfigError: a strategy that cannot do what is asked for. BackendError: one that the network's kernels do not take.
@@ -206,7 +206,7 @@ def _planned_group(
     name: str,
     optimizer: Optimizer,
 ) -> PlannedGroup:
-    """A group of parameters, by name, as a strategy plans for it. optimizer: not bound yet."""
+    """Return a group of parameters, by name, as a strategy plans for it. optimizer: not bound yet."""
     return PlannedGroup(
         network.groups[name],
         groups.gradients[name].size,
@@ -232,7 +232,7 @@ def make_averagers(
     transport: Transport,
     passes: Passes,
 ) -> dict[str, GradientAverager]:
-    """The averagers of all groups of parameters, which have agreed on what they post. Collective.
+    """Return the averagers of all groups of parameters, which have agreed on what they post. Collective.
 
     Args:
         strategies: by group. optimizers: of the same groups. stored: schedules of an earlier run, by group; used where they fit.
@@ -260,7 +260,7 @@ def make_averagers(
 
 
 def _transport_of(name: str, network: Network, transport: Transport) -> Transport:
-    """The way of one group of parameters. NCCL takes one group alone, the one that all ranks hold alike where there is any.
+    """Return the transport of one group of parameters; NCCL takes a single group, preferably the one alike on all ranks.
 
     Two groups have a queue each, in which updates and gathers begin when sums are seen to be complete: another moment on each
     rank, so their operations could be enqueued in another order on another rank, where each then waits for the other.
@@ -270,7 +270,7 @@ def _transport_of(name: str, network: Network, transport: Transport) -> Transpor
 
 
 def usable(optimizer: Optimizer, network: Network) -> Optimizer:
-    """The optimiser itself.
+    """Return the optimiser itself.
 
     Raises:
         BackendError: it cannot compute where the arrays of the network lie.
@@ -285,7 +285,7 @@ def usable(optimizer: Optimizer, network: Network) -> Optimizer:
 
 
 def slices_of(averagers: Mapping[str, GradientAverager]) -> dict[str, list[int]]:
-    """By parameter, the slices of all schedules that hold some of it, numbered through; none where a rank is alone."""
+    """Return the numbers of all schedules' slices that hold each parameter; none if a rank is alone."""
     slices: dict[str, list[int]] = {}
     pieces = (piece for averager in averagers.values() if averager.comm.size > 1 for piece in _pieces(averager))
     for number, names in enumerate(pieces):
@@ -295,7 +295,7 @@ def slices_of(averagers: Mapping[str, GradientAverager]) -> dict[str, list[int]]
 
 
 def _pieces(averager: GradientAverager) -> list[tuple[str, ...]]:
-    """The parameters of each slice of a schedule; without one every parameter is a slice."""
+    """Return the parameters of each slice of a schedule; without one every parameter is a slice."""
     if averager.schedule is None:
         return [(name,) for name in averager.group.parameters]
     return [(*piece.parameters, *piece.replicated) for piece in averager.schedule.slices]
@@ -325,7 +325,7 @@ class Replica:
         exact_shards: of a step, in `micro_batches` passes; their sums have one order on any number of ranks. None: no order.
         checks: of what ranks must hold alike, and of what one rank alone holds; by default none. With checks, what else than
             steps and loading writes to parameters or to the optimiser's state calls `parameters_written`.
-        skips: steps that are not finite on any rank change nothing, and are told by `update`, instead of ending the training.
+        skips: steps that are not finite on any rank change nothing; `update` returns the cause. Else they end the training.
         ema: of an average of the weights, which owners keep and evaluations are made with, too; None: there is none.
         loop: the state of the loop that calls `step`; by default one without stop requests and checkpoints.
 
@@ -333,7 +333,7 @@ class Replica:
         strategies, averagers: by parameter group. shards: split parameters as whole ones and back.
         passes: that a rank's samples are split into. loop: as given.
         transport: of arrays that lie on a device; may be set until `agree`.
-        distribution: what this rank does of the model, where ranks share samples. tiles: what they read of them; None where each
+        distribution: what this rank does of the model, where ranks share samples. tiles: what they read of them; None if each
             reads its own. average: of the weights; None without. watch: of checks; None without.
         global_step: steps done. lr: the learning rate of the last of them. kept_step: of the newest checkpoint, for messages.
 
@@ -359,7 +359,7 @@ class Replica:
         loop: LoopState | None = None,
     ) -> None:
         if not network.kernels.arithmetic.on_host:
-            groups = groups.local_where_alone()  # where nobody else is there nothing is staged
+            groups = groups.local_where_alone()  # groups of one rank stage nothing
         self.network, self.groups, self.progress = network, groups, progress
         self.loop = LoopState(progress.notes) if loop is None else loop
         self.distribution = network.distribution if isinstance(network.distribution, GridDistribution) else None
@@ -420,13 +420,13 @@ class Replica:
         return LoaderRank(rank=self.groups.position, ranks=ranks, split_size=size, tiles=self.tiles, shards=shards)
 
     def step(self, batch: Batch, lr: float) -> StepTotals | None:
-        """One update. Collective.
+        """Do one update. Collective.
 
         Args:
             batch: this rank's share of the step; without samples where it has none. lr: the learning rate.
 
         Returns:
-            The sums over all ranks of the step before; None where `settle` gave them.
+            The sums over all ranks of the step before; None if `settle` gave them.
 
         Raises:
             DivergedError: a loss, parameter, gradient or statistic of the step before is not finite, or more steps were skipped,
@@ -445,7 +445,7 @@ class Replica:
 
     @_without_warnings
     def update(self, batch: Batch, lr: float) -> Cause | None:
-        """The first part of a step: its update. `settle` and `post` follow, in this order. Collective.
+        """Do the first part of a step, its update. `settle` and `post` follow, in this order. Collective.
 
         Returns:
             The cause if the step was undone, else None. Only a replica that skips non-finite steps undoes any. The sums of an
@@ -485,7 +485,7 @@ class Replica:
         return totals
 
     def post(self, *, stop: bool = False, status: int = 0) -> None:
-        """The last part of a step: send its sums. Collective; does not wait.
+        """Do the last part of a step: send its sums. Collective; does not wait.
 
         Args:
             stop: whether this rank was asked to stop; all ranks read how many were. status: all ranks read the sum.
@@ -536,7 +536,7 @@ class Replica:
         confusion: ConfusionCounts | None = None,
         advance: Callable[[int], None] = lambda done: None,
     ) -> RunningSums:
-        """Sums over a data set, each sample once, with running statistics, over all ranks. Collective.
+        """Return sums over a data set, each sample once, with running statistics, over all ranks. Collective.
 
         The last step's sums, where they are wanted, are to be had from `settle` before. mirrored: as `evaluate` takes it;
         confusion, advance: as `evaluated_with` does.
@@ -552,7 +552,7 @@ class Replica:
         return evaluated_with(self.average, run, confusion, advance)
 
     def state(self, position: Position, meta: Mapping[str, Any], *, keep: bool = True, copied: bool = False) -> CheckpointContent:
-        """Parameters, running statistics and optimiser state, whole. Collective; after `drain`.
+        """Return parameters, running statistics and optimiser state, whole. Collective; after `drain`.
 
         Args:
             position, meta: go into the content's metadata.
@@ -563,12 +563,12 @@ class Replica:
         return snapshot.take(network, averagers, self.shards, position, meta, average=self.average, keep=keep, copied=copied)
 
     def own_parts(self, position: Position, meta: Mapping[str, Any]) -> tuple[dict[str, Part], dict[str, Any]]:
-        """The parts of `state` that this rank writes where each rank writes some, copied; and all metadata. Collective, as it."""
+        """Return copies of the parts of `state` that this rank writes if every rank writes some, and all metadata. Collective."""
         parts = owned_parts.take_parts(self.network, self.averagers, self.shards, self.groups, self.average)
         return parts, snapshot.full_meta(self.averagers, position, meta)
 
     def load(self, content: CheckpointContent) -> Position:
-        """Restore what `state` gave, on whatever grid, also after `DivergedError`; give the position in it. Not collective.
+        """Restore what `state` returned, on any grid, also after `DivergedError`; return the position in it. Not collective.
 
         Raises:
             CheckpointError: a tensor that is missing, of another shape or dtype, or that nothing here has a place for.
@@ -583,7 +583,7 @@ class Replica:
         return position
 
     def parameters_written(self) -> None:
-        """Tell that the program has written to parameters or optimiser state: after `drain`, alike on all ranks. Local."""
+        """Announce changes of parameters or optimiser state outside `step` and `load`: after `drain`, alike on all ranks."""
         self.network.parameters_changed()
         if self.average is not None:
             self.average.weights_changed()

@@ -72,7 +72,7 @@ class ConsoleReporter(Reporter):
         self._unrecorded: dict[str, Any] | None = None
 
     def start(self, epochs: int, samples_per_epoch: int, done_samples: int, last_sample: int) -> None:
-        """Training begins, or goes on behind `done_samples`; it will end behind `last_sample`, counted over all epochs."""
+        """Report that training begins after `done_samples`; it will end after `last_sample`, counted over all epochs."""
         self._epochs = epochs
         self._samples = samples_per_epoch
         self._left = TimeLeft(done_samples, last_sample, self._clock)
@@ -106,7 +106,7 @@ class ConsoleReporter(Reporter):
 
     @contextmanager
     def evaluation(self, samples: int) -> Iterator[Advance]:
-        """While this lasts, the bar is of an evaluation of so many samples; where there are lines, its result has one."""
+        """Show an evaluation of `samples` samples in the bar during the block; without a bar only its result is reported."""
         if self._bar is None:
             with super().evaluation(samples) as advance:
                 yield advance
@@ -125,7 +125,7 @@ class ConsoleReporter(Reporter):
             self.say(fitting([(0, where), (0, f"step {record['step']}"), *facts], LOG_COLUMNS))
 
     def _facts(self, record: Mapping[str, Any]) -> tuple[str, list[tuple[int, str]]]:
-        """The epoch, and what is said of a step, each with its rank: 0 is the most important."""
+        """Return the epoch, and the facts of a step, each with its rank: 0 is the most important."""
         seconds = self._left.seconds((record["epoch"] - 1) * self._samples + record["images"])
         facts = [
             (0, f"loss {loss_text(record['loss'])}"),
@@ -172,7 +172,7 @@ class Lines:
 
 
 def make_console(style: ProgressStyle | None) -> Console | Lines:
-    """Stdout, where nothing is cut; a bar that was asked for is drawn even where stdout is no terminal (under mpiexec)."""
+    """Return stdout, where nothing is cut; a requested bar is drawn even if stdout is no terminal (under mpiexec)."""
     if style != "bar" and not sys.stdout.isatty() and not any(name in os.environ for name in _FORCING):
         return Lines()
     from hpctrain.core.console import PlainConsole

@@ -54,13 +54,13 @@ class BackgroundWriter:
         self._thread.start()
 
     def wait(self, seconds: float) -> bool:
-        """Wait for the end of the work, so long at most; True where none is under way."""
+        """Wait for the end of the work, so long at most; True if none is under way."""
         if self._thread is not None:
             self._thread.join(seconds)
         return not self.busy
 
     def result(self) -> Any:
-        """The result of the latest work, once it is done.
+        """Return the result of the latest work, once it is done.
 
         Raises:
             Exception: the one with which it ended.
@@ -93,8 +93,8 @@ class Writing:
 
     Args:
         step: of the position. path: where it will be.
-        own: writes this rank's part, and gives what the others have to know of it; None where this rank writes nothing.
-        publish: on rank 0, called with what `own` gave on each rank, makes the checkpoint visible; None where `own` has done so.
+        own: writes this rank's part, and returns what the others have to know of it; None if this rank writes nothing.
+        publish: on rank 0, called with what `own` gave on each rank, makes the checkpoint visible; None if `own` has done so.
     """
 
     step: int
@@ -127,7 +127,7 @@ class Saver:
     Args:
         world: of all ranks. notes: the heartbeat's. reporter: of rank 0.
         asynchronous: a checkpoint is written in the background. What it writes must be copies then.
-        deadline_seconds: after which a write is said to take long, and for which the end of a run waits.
+        deadline_seconds: after which a write is reported as slow, and for which the end of a run waits.
 
     Attributes:
         asynchronous: as given. last_seconds: that the latest write in the background has taken, as far as this rank knows.
@@ -145,7 +145,7 @@ class Saver:
         self._publishes = False
         self._begin_seconds = 0.0
         self._told: str | None = None  # this rank's failure that all know of
-        self._sentence = ""  # the latest failure that was told
+        self._sentence = ""  # the latest failure that was reported
         self._told_late = False
         self._pause_seconds = 0.0
         self._retry_at = 0.0
@@ -157,7 +157,7 @@ class Saver:
         return self._world.size
 
     def ready(self, step: int) -> bool:
-        """Whether a checkpoint of `step` can be begun; else it is left out, and that is told. Waits for the one before it."""
+        """Return whether a checkpoint of `step` can begin; if not, report that it is left out. Waits for the one before it."""
         before = self._writing
         if before is None:
             return True
@@ -173,7 +173,7 @@ class Saver:
         return True
 
     def begin(self, writing: Writing) -> None:
-        """Write a checkpoint, or begin to, after `ready` said so.
+        """Write a checkpoint, or begin to, after `ready` returned True.
 
         Raises:
             CheckpointError: it cannot be written. In the background, or if another process removes its files, the failure is
@@ -324,11 +324,11 @@ class Saver:
         self._start((lambda: publish(results)) if self._world.rank == 0 else None)
 
     def _let_go(self) -> None:
-        """Nothing is to be written any more: the copies of tensors are not kept, as the next ones take as much memory."""
+        """Release the copies of tensors, as the next ones take as much memory."""
         self._writing = self._work = None
 
     def _tell_failures(self, writing: Writing, states: Sequence[_State]) -> None:
-        """Failures, once for each sentence; this rank tries its own again at the next step, then after pauses."""
+        """Report failures, once for each sentence; this rank retries its own at the next step, then after pauses."""
         own = states[self._world.rank].failure
         if own is not None and own != self._told:
             self._told, self._retry_at = own, time.monotonic() + self._pause_seconds
@@ -341,7 +341,7 @@ class Saver:
             self._tell(writing.step, f"{sentence} It is tried again while the run goes on.")
 
     def _tell_late(self, writing: Writing, states: Sequence[_State]) -> None:
-        """Once, that the disk is slow."""
+        """Report once that the disk is slow."""
         seconds = states[0].seconds
         busy = [rank for rank, state in enumerate(states) if not state.done]
         if self._told_late or seconds <= self._deadline_seconds or not busy:
@@ -365,7 +365,7 @@ def _write_now(world: Communicator, writing: Writing) -> None:
 
 
 def _require(missing: str | None) -> None:
-    """Nothing, unless the last checkpoint was left out: a sentence says so."""
+    """Raise if the last checkpoint was left out. missing: a sentence that says so."""
     if missing is not None:
         raise CheckpointError(f"{missing}; look after the disk, and resume from the checkpoint before it.")
 

@@ -43,7 +43,7 @@ class Shards:
     """The tensors of one network, parameters or anything of their shape.
 
     Args:
-        holders: the ranks that hold the parts, in order; None where nothing is split.
+        holders: the ranks that hold the parts, in order; None if nothing is split.
     """
 
     def __init__(self, network: Network, holders: Communicator | None, progress: ProgressEngine) -> None:
@@ -51,25 +51,25 @@ class Shards:
         self._lengths: dict[str, list[int]] | None = None
 
     def whole_shape(self, name: str) -> tuple[int, ...]:
-        """The parameter's, as the model declares it."""
+        """Return the parameter's shape, as the model declares it."""
         return self._network.parameter_specs[name].shape
 
     def is_whole(self, name: str) -> bool:
-        """Whether this rank, as all others, holds all of it."""
+        """Return whether every rank holds all of it."""
         return self._network.shards[name] is None
 
     def box(self, name: str) -> Box:
-        """The place of this rank's part in the whole."""
+        """Return the place of this rank's part in the whole."""
         shape, shard = self.whole_shape(name), self._network.shards[name]
         return whole(shape) if shard is None else replace_dim(whole(shape), shard.dim, shard.interval)
 
     def part(self, name: str, whole: np.ndarray) -> np.ndarray:
-        """The part of it that this rank holds; a view."""
+        """Return the part of it that this rank holds; a view."""
         shard = self._network.shards[name]
         return whole if shard is None else whole[shard.index]
 
     def whole(self, name: str, part: np.ndarray) -> np.ndarray:
-        """All of it, from each rank's part in its parameter's shape; the part itself where nothing is split. Collective."""
+        """Return all of it, from each rank's part in its parameter's shape; the part itself if nothing is split. Collective."""
         shard = self._network.shards[name]
         if shard is None:
             return part
@@ -86,7 +86,7 @@ class Shards:
         return np.ascontiguousarray(np.moveaxis(joined, 0, shard.dim))
 
     def most(self, name: str, counts: Sequence[int]) -> list[int]:
-        """The greatest that any rank has of each of `counts`, which are of a split parameter. Collective."""
+        """Return the greatest value on any rank of each of `counts`, which are of a split parameter. Collective."""
         assert self._holders is not None, f"{name} is split, but there is nobody who holds the rest"
         of_ranks = np.empty((self._holders.size, len(counts)), np.int64)
         handle = self._holders.iallgather(np.array(counts, np.int64), of_ranks.reshape(-1), [len(counts)] * self._holders.size)
@@ -94,7 +94,7 @@ class Shards:
         return [int(count) for count in of_ranks.max(axis=0)]
 
     def _agree(self, holders: Communicator) -> dict[str, list[int]]:
-        """For each split parameter, how much each rank holds."""
+        """Return how much each rank holds of each split parameter."""
         split = {name: shard for name, shard in self._network.shards.items() if shard is not None}
         of_holders: list[dict[str, Shard]] = holders.allgather_object(split)
         for name in split:
@@ -165,18 +165,18 @@ class Position:
     stagnation: Stagnation | None = None
 
     def in_steps(self, samples_per_epoch: int, batch: int) -> float:
-        """How far training is, in steps of `batch`, had all been of it: a whole number where they were, to the last bit."""
+        """Return how far training is, in steps of `batch`, had all been of it: a whole number if they were, to the last bit."""
         return self.epoch * -(-samples_per_epoch // batch) + self.samples / batch
 
     def to_meta(self) -> dict[str, Any]:
-        """The position as a checkpoint's metadata holds it, for `from_meta`."""
+        """Return the position as a checkpoint's metadata holds it, for `from_meta`."""
         values = asdict(self)
         empty = [name for name in _LATER_FIELDS if not values[name]]
         return {name: value for name, value in values.items() if name not in empty}
 
     @classmethod
     def from_meta(cls, meta: Mapping[str, Any]) -> Position:
-        """The position in a checkpoint's metadata."""
+        """Return the position in a checkpoint's metadata."""
         values = dict(meta["position"])
         values["sums"] = RunningSums(**values["sums"])
         values["reorderings"] = tuple(Reordering(*each) for each in values.get("reorderings", ()))
@@ -199,7 +199,7 @@ def take(
     keep: bool = True,
     copied: bool = False,
 ) -> CheckpointContent:
-    """All that a resume needs, one whole array per tensor. After a drain; collective where anything is sharded.
+    """Return all that a resume needs, one whole array per tensor. After a drain; collective if anything is sharded.
 
     keep: False on ranks that do not write: they get no tensors, and hold one at a time.
     copied: no array is one that training goes on with.
@@ -227,14 +227,14 @@ def take(
 
 
 def statistics_of(network: Network, average: WeightAverage | None) -> dict[str, np.ndarray]:
-    """Running statistics, and their averages where there are any, by key."""
+    """Return running statistics, and their averages if there are any, by key."""
     statistics = {statistic_key(name): statistic for name, statistic in network.statistics.views.items()}
     averaged = {} if average is None else average.views
     return statistics | {averaged_statistic_key(name): statistic for name, statistic in averaged.items()}
 
 
 def full_meta(averagers: Mapping[str, GradientAverager], position: Position, meta: Mapping[str, Any]) -> dict[str, Any]:
-    """The metadata of a checkpoint: what is not a tensor."""
+    """Return the metadata of a checkpoint: what is not a tensor."""
     counters = {group: counts for group, averager in averagers.items() if (counts := averager.counters())}
     return {**meta, "position": position.to_meta(), _COUNTERS: counters}
 
@@ -246,7 +246,7 @@ def put(
     shards: Shards,
     average: WeightAverage | None = None,
 ) -> Position:
-    """Restore a snapshot, whatever grid and plan it was taken on; give the position in it.
+    """Restore a snapshot, whatever grid and plan it was taken on; return the position in it.
 
     An average of weights that the snapshot does not have begins with its weights.
 
@@ -294,14 +294,14 @@ def _put_exact(content: CheckpointContent, network: Network, shards: Shards, nam
 
 
 def _exact(content: CheckpointContent, name: str, network: Network, shards: Shards) -> np.ndarray:
-    """This rank's part of a parameter, with what rounding took away where it was rounded."""
+    """Return this rank's part of a parameter, with what rounding took away if it was rounded."""
     values = _part(content, parameter_key(name), name, network, shards)
     key = optimizer_key(PARAMETER_ERROR, name)
     return values + _part(content, key, name, network, shards) if key in content.tensors else values
 
 
 def _put_counters(content: CheckpointContent, averagers: Mapping[str, GradientAverager]) -> None:
-    """Counters go by parameter group; on another grid, with other groups, any group's do, as names in several count alike."""
+    """Load counters by parameter group; those of any group serve groups of another grid, as names in several count alike."""
     stored: Mapping[str, Mapping[str, int]] = content.meta.get(_COUNTERS) or {}  # type: ignore[assignment]
     of_all = {name: count for counters in stored.values() for name, count in counters.items()}
     for group, averager in averagers.items():
@@ -309,7 +309,7 @@ def _put_counters(content: CheckpointContent, averagers: Mapping[str, GradientAv
 
 
 def _kept_back(content: CheckpointContent, key: str, name: str, network: Network, shards: Shards, holders: int) -> np.ndarray:
-    """Gradients of parameter `name` that are kept back, (holders, elements of this rank's part); zeros where there are none.
+    """Return gradients of parameter `name` that are kept back, (holders, elements of this rank's part); zeros without any.
 
     Each holder's own, where as many wrote the checkpoint; else the first one gets the sum.
     """
@@ -325,7 +325,7 @@ def _kept_back(content: CheckpointContent, key: str, name: str, network: Network
 
 
 def _refuse_leftovers(content: CheckpointContent, expected: set[str]) -> None:
-    """Nothing, where all state of the checkpoint that is not zero has a place, or is an average of weights.
+    """Raise unless all state of the checkpoint that is not zero has a place, or is an average of weights.
 
     Raises:
         CheckpointError: gradients or momentum would be lost; the message says whose, and how they are not.
@@ -378,7 +378,7 @@ def put_weights(content: CheckpointContent, network: Network, shards: Shards, *,
 
 
 def averaged_keys(content: CheckpointContent) -> dict[str, str]:
-    """Keys of the averages that a checkpoint holds, by the keys of what they are of. Frozen layers are their own average.
+    """Return the keys of the averages in a checkpoint, by the keys of what they are of. Frozen layers are their own average.
 
     Raises:
         CheckpointError: it holds none.
@@ -391,7 +391,7 @@ def averaged_keys(content: CheckpointContent) -> dict[str, str]:
 
 
 def _part(content: CheckpointContent, key: str, name: str, network: Network, shards: Shards) -> np.ndarray:
-    """The part that this rank holds of a tensor that has the shape of parameter `name`."""
+    """Return the part that this rank holds of a tensor that has the shape of parameter `name`."""
     return restore(content, key, shards.whole_shape(name), network.parameter_dtype, shards.box(name))
 
 
@@ -402,7 +402,7 @@ def take_parts(
     groups: GridGroups,
     average: WeightAverage | None = None,
 ) -> dict[str, Part]:
-    """This rank's parts, copied. After a drain; collective where optimiser state is sharded."""
+    """Return copies of this rank's parts. After a drain; collective if optimiser state is sharded."""
     everyone = groups.all_ranks
     parts: dict[str, Part] = {}
     for key, shape, held, values, shares in _held(network, averagers, shards, groups, average):
@@ -422,7 +422,7 @@ def _held(
     groups: GridGroups,
     average: WeightAverage | None,
 ) -> Iterator[tuple[str, tuple[int, ...], Box, np.ndarray, WriteShares]]:
-    """(key, shape of the tensor, box that this rank holds, its values, those who hold it, too)."""
+    """Yield (key, shape of the tensor, box that this rank holds, its values, those that hold it, too)."""
     to_host, for_all = network.kernels.arithmetic.to_host, _shares(groups.all_ranks)
     for averager in averagers.values():
         of_group = _shares(averager.comm)

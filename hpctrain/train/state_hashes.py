@@ -53,7 +53,7 @@ class PartPosition:
 
     @classmethod
     def of(cls, shape: Sequence[int], box: Box) -> PartPosition:
-        """The positions of a box in an array of that shape, cut in one dim at most."""
+        """Return the positions of a box in an array of that shape, cut in one dim at most."""
         split = [dim for dim, (interval, size) in enumerate(zip(box, shape, strict=True)) if interval != (0, size)]
         assert len(split) <= 1, f"the box {box} is cut in several dims of {tuple(shape)}"
         if not split:
@@ -76,7 +76,7 @@ class ElementHash:
         self._places = np.arange(CHUNK, dtype=np.uint64) << _UPPER_HALF
 
     def sum_of(self, values: np.ndarray, start: int, position: PartPosition) -> int:
-        """The sum of the numbers of some elements, modulo 2^64; sums over parts of an array add up to that of the array.
+        """Return the sum of the numbers of some elements, modulo 2^64; sums over parts of an array add up to that of the array.
 
         Args:
             values: 1-D and contiguous, on the host, of a dtype of 4 or 8 bytes; it is read only. An element of 8 bytes is two
@@ -97,7 +97,7 @@ class ElementHash:
         return total % MODULUS
 
     def _positions(self, size: int, begin: int, first: int, run: int, gap: int) -> np.ndarray:
-        """Positions times 2^32, modulo 2^64, of the words of a part from its word `begin` on."""
+        """Return positions times 2^32, modulo 2^64, of the words of a part from its word `begin` on."""
         mixed = self._mixed[:size]
         np.add(self._places[:size], np.uint64((begin + first) % (1 << 32) << 32), out=mixed)
         if gap and (begin + size - 1) // run:  # else all of them are in the first run
@@ -114,20 +114,20 @@ class ElementHash:
 
 
 def digest(total: int, shape: Sequence[int], dtype: str) -> str:
-    """The hash of a whole array from the sum over its elements: 16 hexadecimal digits, of its shape and dtype, too."""
+    """Return the hash of a whole array from the sum over its elements: 16 hexadecimal digits, of its shape and dtype, too."""
     header = hashlib.blake2b(f"{dtype} {tuple(shape)}".encode(), digest_size=8)
     return f"{(total + int.from_bytes(header.digest(), 'little')) % MODULUS:016x}"
 
 
 def hash_of(values: np.ndarray) -> str:
-    """The hash of an array of the host that is whole, such as a tensor of a checkpoint."""
+    """Return the hash of a whole array of the host, such as a tensor of a checkpoint."""
     flat = np.ascontiguousarray(values).reshape(-1)
     position = PartPosition.of(values.shape, tuple((0, size) for size in values.shape))
     return digest(ElementHash().sum_of(flat, 0, position), values.shape, str(values.dtype))
 
 
 def hash_of_all(digests: Mapping[str, str]) -> str:
-    """One hash of all tensors, from each one's by its key, whatever their order: 16 hexadecimal digits."""
+    """Return one hash of all tensors from each one's by its key, in any order: 16 hexadecimal digits."""
     lines = "".join(f"{key} {digests[key]}\n" for key in sorted(digests))
     return hashlib.blake2b(lines.encode(), digest_size=8).hexdigest()
 
@@ -185,31 +185,29 @@ class StateHashes:
         return {state: [name for name in names if (state, name) in anywhere] for state in sorted({pair[0] for pair in anywhere})}
 
     def take(self) -> dict[str, str]:
-        """The hash of each tensor, 16 hexadecimal digits, by key, parameters first and in forward order.
+        """Return the hash of each tensor, 16 hexadecimal digits, by key, parameters first and in forward order.
 
         Collective; between steps, after `settle` and `drain`.
         """
         sums = [0] * len(self._index)
         for piece in self._pieces:
-            sums[self._index[piece.key]] += self._hash.sum_of(self._on_host(piece.values), piece.start, piece.position)
+            # Statistics lie on the host already.
+            values = piece.values if isinstance(piece.values, np.ndarray) else self._to_host(piece.values)
+            sums[self._index[piece.key]] += self._hash.sum_of(values, piece.start, piece.position)
         # In halves, so that no sum over ranks leaves the range of the integers that travel.
         halves = np.array([[total & _HALF, total >> _HALF_BITS & _HALF] for total in sums], np.int64)
         self._progress.wait_handle(self._comm.iallreduce(halves.reshape(-1)), "hashes")
         totals = ((int(low) + (int(high) << _HALF_BITS)) % MODULUS for low, high in halves)
         return {key: digest(total, *header) for (key, header), total in zip(self._headers.items(), totals, strict=True)}
 
-    def _on_host(self, values: Array) -> np.ndarray:
-        """The values; they may lie on the host already, as statistics do."""
-        return values if isinstance(values, np.ndarray) else self._to_host(values)
-
 
 def state_hashes(replica: Replica) -> dict[str, str]:
-    """The hashes of a replica once, as `StateHashes.take` gives them. Collective; between steps, after `settle` and `drain`."""
+    """Return the hashes of a replica as `StateHashes.take`. Collective; between steps, after `settle` and `drain`."""
     return StateHashes(replica).take()
 
 
 def _shapes(replica: Replica, states: Mapping[str, Sequence[str]]) -> dict[str, tuple[int, ...]]:
-    """The shape of each whole tensor by its key: parameters, statistics, states of optimisers, each in forward order."""
+    """Return the shape of each whole tensor by its key: parameters, statistics, states of optimisers, each in forward order."""
     shapes = {name: spec.shape for name, spec in replica.network.parameter_specs.items()}
     statistics = statistics_of(replica.network, replica.average)
     return {
@@ -243,13 +241,13 @@ def _pieces(replica: Replica, with_state: Mapping[str, Sequence[str]]) -> Iterat
 
 
 def _place(replica: Replica, segment: Segment, whole: Segment) -> tuple[str, int, PartPosition]:
-    """(name, place of the segment in this rank's part of the parameter, position of the part)."""
+    """Return (name, place of the segment in this rank's part of the parameter, position of the part)."""
     name, shards = segment.parameter, replica.shards
     return name, segment.start - whole.start, PartPosition.of(shards.whole_shape(name), shards.box(name))
 
 
 def _statistics(replica: Replica) -> Iterable[_Piece]:
-    """Statistics are whole on every rank: each is taken account of on one, in turn. They lie on the host."""
+    """Yield statistics, which are whole on every rank and lie on the host: each one on one rank, in turn."""
     comm = replica.groups.all_ranks
     for number, (key, values) in enumerate(statistics_of(replica.network, replica.average).items()):
         if number % comm.size == comm.rank:

@@ -55,7 +55,7 @@ class TracingHooks(StepHooks):
         self._recorded = self._ready = self._clock_ns()
 
     def lap(self, category: Category, name: str) -> None:
-        """Everything since the last record was this."""
+        """Record everything since the last record as this."""
         now = self._clock_ns()
         self._trace.add(category, name, self._recorded, now)
         self._recorded = self._ready = now
@@ -120,20 +120,20 @@ class Sum(Protocol):
     """The sum of one group's gradients over the parts of a step."""
 
     def buffer_for(self, parameter: Parameter, part: int) -> Array:
-        """The place that the gradient of one parameter over a part is to be written to."""
+        """Return the buffer to which the gradient of one parameter over a part is to be written."""
         ...
 
     def start(self) -> None:
-        """A step begins."""
+        """Begin a step."""
 
     def add(self, parameter: Parameter, part: int) -> None:
-        """The gradient of one parameter over a part that is not the last is there."""
+        """Add the gradient of one parameter over a part that is not the last."""
 
     def end_pass(self) -> None:
-        """The pass over a part that is not the last is done."""
+        """End the pass over a part that is not the last."""
 
     def complete(self, parameter: Parameter) -> None:
-        """The gradient of one parameter over the last part takes what the others add up to."""
+        """Add what the other parts have summed to the gradient of one parameter over the last part."""
 
 
 class GradientSum:
@@ -144,22 +144,22 @@ class GradientSum:
         self._total: Array = group.arithmetic.zeros(group.size, group.dtype)
 
     def buffer_for(self, parameter: Parameter, part: int) -> Array:
-        """The group's own buffer, for every micro-batch."""
+        """Return the group's own buffer, for every micro-batch."""
         return parameter.grad
 
     def start(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._group.arithmetic.fill(self._total, 0.0)
 
     def add(self, parameter: Parameter, part: int) -> None:
-        """Nothing yet."""
+        """Do nothing yet; `end_pass` adds all at once."""
 
     def end_pass(self) -> None:
-        """A micro-batch that is not the last has its gradient in the group's buffer."""
+        """Add the gradient of a micro-batch that is not the last, which is in the group's buffer."""
         self._group.arithmetic.add(self._total, self._group.grad)
 
     def complete(self, parameter: Parameter) -> None:
-        """The last gradient of one parameter takes the sum of those before it."""
+        """Add the sum of the gradients before it to the last gradient of one parameter."""
         segment = self._group.segment(parameter.name)
         self._group.arithmetic.add(parameter.grad.reshape(-1), self._total[segment.start : segment.stop])
 
@@ -191,20 +191,20 @@ class AveragingHooks(StepHooks):
         self._part, self.last = 0, True
 
     def buffer_for(self, parameter: Parameter, part: int) -> Array:
-        """The place that the program of a part writes a gradient to."""
+        """Return the buffer to which the program of a part writes a gradient."""
         return self._sum_of[parameter.name].buffer_for(parameter, part) if self._sums else parameter.grad
 
     def start(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         for total in self._sums:
             total.start()
 
     def turn(self, part: int) -> None:
-        """From now on events belong to this part."""
+        """Let events belong to this part from now on."""
         self._part, self.last = part, part == self._parts - 1
 
     def end_pass(self) -> None:
-        """The pass over the present part, and over others side by side with it, is done."""
+        """End the pass over the present part, and over others side by side with it."""
         if not self.last:
             for total in self._sums:
                 total.end_pass()
@@ -238,7 +238,7 @@ class AveragingHooks(StepHooks):
 
 
 def _labels(batch: Batch, own: slice) -> np.ndarray | MixedLabels:
-    """The labels of some of a batch's samples; two of each, where its images are mixed."""
+    """Return the labels of some of a batch's samples; two of each if its images are mixed."""
     if batch.mixed is None:
         return batch.y[own]
     return MixedLabels(batch.y[own], batch.mixed.labels[own], batch.mixed.weight)
@@ -254,10 +254,10 @@ class TrainingStep:
         passes: that one step's samples are split into; by default one. message: receives the sums.
         counts_of: samples on each rank of a parameter group's communicator, from those of all ranks.
         watch: takes checksums of what ranks hold alike and sums of what a step has read; None: no checks.
-        looks: at the parameters that the step before has made; False where somebody has looked already.
+        looks: whether to check the parameters that the step before has made; False if they were checked already.
 
     Attributes:
-        finiteness: looks at what this rank trains, once per step; the message tells the others.
+        finiteness: checks what this rank trains, once per step; the message informs the others.
     """
 
     def __init__(
@@ -285,11 +285,11 @@ class TrainingStep:
         self.record_operators(progress.trace)
 
     def record_operators(self, trace: Tracer | None) -> None:
-        """From now on record the operators of a step, and what lies between them; None: nothing is recorded."""
+        """Record the operators of steps, and what lies between them, from now on; None: record nothing."""
         self._tracing = None if trace is None else TracingHooks(self._hooks, trace)
 
     def run(self, batch: Batch, global_step: int, lr: float) -> None:
-        """One update with learning rate `lr`; leaves this rank's sums in the message, which the caller posts."""
+        """Do one update with learning rate `lr`; leaves this rank's sums in the message, which the caller posts."""
         if self._tracing is not None:
             self._tracing.begin()
         for group, averager in self._averagers.items():
@@ -309,7 +309,7 @@ class TrainingStep:
         self._lap(Category.AVERAGING, HOOKS)
 
     def _pass(self, batch: Batch, parts: Sequence[tuple[int, MicroBatch]], global_step: int) -> None:
-        """The pass over one part, or over several side by side."""
+        """Run the pass over one part, or over several side by side."""
         hooks = self._hooks if self._tracing is None else self._tracing
         self._lap(Category.AVERAGING, HOOKS)
         counts = [part.counts for _, part in parts]
@@ -356,7 +356,7 @@ class TrainingStep:
     def _add_to_message(
         self, global_step: int, loss: LossHandle, statistics: Fetch, look: FiniteCheck | None, group_count: int
     ) -> None:
-        """Ask for what was on its way to the host under backward: the only waits of a step, where kernels run elsewhere."""
+        """Wait for what was on its way to the host under backward: the only waits of a step if kernels run elsewhere."""
         sums = loss.result()
         terms = self._network.statistics.weighted(sums.count, group_count, statistics.result())
         not_finite = self._network.statistics.not_finite(terms)

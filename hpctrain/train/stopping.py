@@ -20,8 +20,9 @@ class Stagnation:
     """The evaluations of a run so far, by one metric.
 
     Attributes:
-        metric: as in `EarlyStop`. best: the value that later ones are measured by; None: none was finite. best_epoch: behind it.
-        evaluated_epoch: behind the latest one. waited: evaluations since then that were no better.
+        metric: as in `EarlyStop`. best: the value that later ones are compared with; None: none was finite.
+        best_epoch: epochs before it.
+        evaluated_epoch: epochs before the latest one. waited: evaluations since the best that were no better.
     """
 
     metric: str
@@ -45,7 +46,7 @@ class EarlyStop:
     min_delta: float = 0.0
 
     def after(self, before: Stagnation | None, epoch: int, means: Mapping[str, float]) -> Stagnation:
-        """Behind an evaluation after `epoch` epochs; another one of the same epoch changes nothing.
+        """Return the state after an evaluation that follows `epoch` epochs; another one of the same epoch changes nothing.
 
         before: None, or of another metric, where this is the first that counts.
         """
@@ -59,11 +60,11 @@ class EarlyStop:
         return Stagnation(self.metric, before.best, before.best_epoch, epoch, before.waited + 1)
 
     def ends(self, state: Stagnation | None) -> bool:
-        """Whether training is over."""
+        """Return whether training is over."""
         return state is not None and state.metric == self.metric and state.waited >= self.patience
 
     def sentence(self, state: Stagnation) -> str:
-        """Why training is over, for people."""
+        """Return why training is over, for people."""
         count = f"{state.waited} evaluation{'' if state.waited == 1 else 's'}"
         if state.best is None:
             return f"early stop after epoch {state.evaluated_epoch}: {count} had no finite {self.metric}"
@@ -117,7 +118,7 @@ class TimeLimit:
         return math.isfinite(self._end)
 
     def over(self, *, saves: bool = False, evaluates: bool = False) -> bool:
-        """True where the run has to end; to be called once a step, at its end.
+        """Return whether the run has to end. Call it once a step, at its end.
 
         A request is heard a step later, and not to ask now is to ask in the next one: two steps are still to come.
 
@@ -134,7 +135,7 @@ class TimeLimit:
 
     @contextmanager
     def saving(self, *, whole: bool = True) -> Iterator[None]:
-        """While this lasts, a checkpoint is written. whole: to its end; else `wrote` says how long that has taken."""
+        """Measure a checkpoint that is written during the block. whole: to its end; else `wrote` receives its time."""
         begin = self._clock()
         yield
         seconds = self._clock() - begin
@@ -143,13 +144,13 @@ class TimeLimit:
             self.wrote(seconds)
 
     def wrote(self, seconds: float) -> None:
-        """A checkpoint has taken so long."""
+        """Take note that a checkpoint has taken this time."""
         self._checkpoint_seconds = max(_CHECKPOINT_SLACK * seconds, self._checkpoint_seconds if self._saved else 0.0)
         self._saved = True
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """While this lasts, the network is evaluated."""
+        """Measure an evaluation that is made during the block."""
         begin = self._clock()
         yield
         seconds = self._clock() - begin
@@ -158,6 +159,6 @@ class TimeLimit:
 
 
 def _part(rule: tuple[float, float], seconds: float) -> float:
-    """A share of a time, up to a number of seconds."""
+    """Return a share of a time, up to a number of seconds."""
     share, most = rule
     return min(most, share * max(0.0, seconds))

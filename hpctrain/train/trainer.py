@@ -150,7 +150,7 @@ class Trainer:
         return Outcome(position, evaluation, evaluated_epochs, stopped, stopped and self._enough)
 
     def evaluate(self, position: Position) -> RunningSums | None:
-        """Sums over the test set, recorded; None where there is none."""
+        """Return sums over the test set, and record them; None if there is none."""
         if self._test_loader is None:
             return None
         self._notes.phase("evaluation")
@@ -185,14 +185,14 @@ class Trainer:
         return self._state.stop_requested
 
     def _next_batch(self, batches: Generator[Batch, None, None]) -> Batch | None:
-        """Return the next batch; None behind the epoch's last."""
+        """Return the next batch; None after the epoch's last."""
         self._notes.phase("data loading")
         for observer in self._observers:
             observer.before_batch()
         return next(batches, None)
 
     def _run_step(self, batch: Batch, position: Position) -> bool:
-        """Do one step, move the position on, and do what is due behind it; return whether it was a usual step."""
+        """Do one step, move the position on, and do what is due after it; return whether it was a usual step."""
         replica = self._replica
         # Neither an epoch's last one, nor of smaller images than those that the network was made for.
         whole = batch.global_count == self._loader.sampler.batch and batch.image_shape in (None, replica.network.image_shape)
@@ -224,7 +224,7 @@ class Trainer:
         return whole and not (exchanged or readers or saved)
 
     def _save_in_epoch(self, position: Position) -> bool:
-        """Write a checkpoint behind a step that has one; return whether it did."""
+        """Write a checkpoint after a step that has one; return whether it did."""
         every = self._cadence.checkpoint_steps
         if not (self._enough or (every and position.global_step % every == 0)):
             return False
@@ -232,7 +232,7 @@ class Trainer:
         return not self._state.stop_requested and self._save_once(position)
 
     def _time_is_over(self, position: Position, batch: Batch) -> bool:
-        """Whether this rank's limit asks for the end. position: before the step of `batch`, which ends."""
+        """Return whether this rank's limit asks for the end. position: before the step of `batch`, which ends."""
         if not self._limit.finite:
             return False
         cadence, epoch = self._cadence, position.epoch + 1
@@ -246,7 +246,7 @@ class Trainer:
         return self._limit.over(saves=saves, evaluates=evaluates)
 
     def _complete(self, position: Position) -> bool:
-        """The last epoch has ended, and nothing is left to be evaluated: a request to stop came too late."""
+        """Return whether a request to stop came too late: the last epoch has ended, and nothing is left to be evaluated."""
         whole = position.epoch == self._cadence.epochs - 1 and position.samples == self._loader.sampler.samples
         return whole and self._test_loader is None and not self._enough
 
@@ -255,7 +255,7 @@ class Trainer:
         self._reporter.say(f"step {cause.step} skipped: {cause}")
 
     def _last_sample(self, position: Position) -> int:
-        """Where this run will end if nobody stops it: samples, counted over all epochs."""
+        """Return where this run ends unless it is stopped: samples, counted over all epochs."""
         sampler, steps = self._loader.sampler, self._cadence.steps
         epoch, first = position.epoch, position.samples
         while steps and epoch < self._cadence.epochs:
@@ -266,12 +266,12 @@ class Trainer:
         return (epoch if self._cadence.steps else self._cadence.epochs) * sampler.samples
 
     def _rate_at(self, position: Position) -> float:
-        """The learning rate of the step that begins at a position: by samples, so that another batch makes no jump in it."""
+        """Return the learning rate of the step that begins at a position: by samples, so that another batch makes no jump."""
         sampler = self._loader.sampler
         return self._schedule.lr(position.in_steps(sampler.samples, sampler.batch))
 
     def _rate_before(self, position: Position) -> float:
-        """The learning rate of the step before a position: what is recorded of an epoch that ended with a checkpoint's step."""
+        """Return the learning rate of the step before a position, for the record of an epoch that ended with a checkpoint."""
         sampler = self._loader.sampler
         return self._schedule.lr(max(0, math.ceil(position.in_steps(sampler.samples, sampler.batch)) - 1))
 
@@ -315,7 +315,7 @@ class Trainer:
         return evaluation
 
     def _is_over(self, position: Position) -> bool:
-        """Whether there is nothing left to train behind a position."""
+        """Return whether there is nothing left to train after a position."""
         stops = self._early_stop is not None and self._early_stop.ends(position.stagnation)
         return position.epoch >= self._cadence.epochs or stops
 

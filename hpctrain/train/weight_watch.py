@@ -110,7 +110,7 @@ WatchedPart = tuple[WatchedPiece, ...]
 
 
 def cut(arrays: Sequence[WatchedPiece], *, most: int, least_bytes: int) -> tuple[WatchedPart, ...]:
-    """At most `most` parts of even size, in order, of `least_bytes` or more where there is as much; at least one."""
+    """Return at most `most` parts of even size, in order, each of `least_bytes` or more if there are as many; at least one."""
     total_bytes = sum(piece.values.nbytes for piece in arrays)
     parts = max(1, min(most, total_bytes // max(1, least_bytes)))
     intervals = even_intervals(sum(piece.values.size for piece in arrays), parts)
@@ -118,7 +118,7 @@ def cut(arrays: Sequence[WatchedPiece], *, most: int, least_bytes: int) -> tuple
 
 
 def _inside(arrays: Sequence[WatchedPiece], begin: int, end: int) -> Iterable[WatchedPiece]:
-    """Pieces that make up elements [begin, end) of all arrays, one behind the other."""
+    """Yield pieces that make up elements [begin, end) of all arrays in a row."""
     start = 0
     for piece in arrays:
         low, high = max(begin - start, 0), min(end - start, piece.values.size)
@@ -259,13 +259,13 @@ class RankReport:
 
 @dataclass(frozen=True)
 class ReplicaDifference:
-    """A sentence that lacks its remedy, and the ranks of the world that are wrong; all that differ where no majority tells."""
+    """A sentence without its remedy, and the ranks of the world that are wrong; all that differ if there is no majority."""
 
     text: str
     ranks: tuple[int, ...]
 
     def sentence(self, kept_step: int | None) -> str:
-        """The sentence of an error. kept_step: of the newest checkpoint; None where there is none."""
+        """Return the sentence of an error. kept_step: of the newest checkpoint; None if there is none."""
         remedy = "start again, as this run has no checkpoint yet"
         if kept_step is not None:
             remedy = f"resume from the checkpoint of step {kept_step}"
@@ -275,7 +275,7 @@ class ReplicaDifference:
 def difference(
     reports: Sequence[RankReport], alike: Sequence[Sequence[Sequence[int]]], world_ranks: Sequence[int], step: int
 ) -> ReplicaDifference:
-    """The first that is wrong, in what a rank alone holds, then in what several hold.
+    """Return the first fault, in what one rank alone holds, then in what several hold.
 
     Args:
         reports: by position; something in them is wrong. alike: by kind, the positions that must hold the same.
@@ -293,7 +293,7 @@ def difference(
 
 
 def _of_owner(report: RankReport, rank: int, step: int) -> ReplicaDifference | None:
-    """The changes that a rank has found in what it alone holds; None where there are none."""
+    """Return the changes that a rank has found in what it alone holds; None if there are none."""
     if not report.found:
         return None
     text = (
@@ -304,7 +304,7 @@ def _of_owner(report: RankReport, rank: int, step: int) -> ReplicaDifference | N
 
 
 def _among(looks: Sequence[Checksums], ranks: Sequence[int], step: int) -> ReplicaDifference | None:
-    """The first thing that differs among some ranks, and on whom; None where nothing does."""
+    """Return the first thing that differs among some ranks, and on which; None if nothing does."""
     table = np.array([look.digests for look in looks])
     differing = np.flatnonzero((table != table[0]).any(axis=0)).tolist()
     if not differing:
@@ -333,7 +333,7 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def _others(names: Iterable[str]) -> str:
-    """How many more there are than the first."""
+    """Return how many more there are than the first, in words."""
     more = len(set(names)) - 1
     return f" (and {more} more)" if more > 0 else ""
 
@@ -615,7 +615,7 @@ class WeightWatch:
         """Return the error about the latest comparison, the same on every rank, with the ranks that are wrong. After a drain.
 
         Args:
-            kept_step: of the newest checkpoint; None where there is none.
+            kept_step: of the newest checkpoint; None if there is none.
         """
         self.verify()  # an owner may not yet have compared its arrays with what it wrote
         changed = tuple(name for guard in self._guards for name in guard.found)
@@ -627,7 +627,7 @@ class WeightWatch:
     # -- parts of these --------------------------------------------------------------------------------------------------------
 
     def _compared(self, kind: int, parts: Sequence[WatchedPart]) -> WatchedPart:
-        """All pieces of a kind, where there is somebody to compare them with."""
+        """Return all pieces of a kind, if there are others to compare them with."""
         alone = all(len(positions) == 1 for positions in self._alike[kind])
         return () if alone else tuple(piece for part in parts for piece in part)
 
@@ -683,7 +683,7 @@ def _statistics(network: Network, average: WeightAverage | None) -> list[Watched
 
 
 def _pieces(averager: GradientAverager) -> list[WatchedPiece]:
-    """All that an averager keeps equal on its ranks: parameters, and the optimiser's state where every rank has all of it."""
+    """Return all that an averager keeps equal on its ranks: parameters, and optimiser state that every rank has whole."""
     group, pieces = averager.group, list[WatchedPiece]()
     for segment in group.segments:
         values = group.data[segment.start : segment.stop]
@@ -695,17 +695,17 @@ def _pieces(averager: GradientAverager) -> list[WatchedPiece]:
 
 
 def _frozen_pieces(group: FlatGroup) -> list[WatchedPiece]:
-    """Parameters that nothing writes to."""
+    """Return parameters that nothing writes to."""
     of_segments = ((segment, group.data[segment.start : segment.stop]) for segment in group.segments)
     return [WatchedPiece(f"parameter {segment.parameter}", data, arithmetic=group.arithmetic) for segment, data in of_segments]
 
 
 def _replicates_state(averager: GradientAverager) -> bool:
-    """Whether every rank of its communicator holds all of the optimiser's state, and the same: so where it owns all there is."""
+    """Return whether every rank of its communicator holds the same optimiser state, all of it: so if it owns all there is."""
     return type(averager).owned is GradientAverager.owned
 
 
 def _keeps_parameters(averager: GradientAverager) -> bool:
-    """Whether nothing but the next update changes what an update has made of this rank's part of the parameters."""
+    """Return whether only the next update changes what an update has made of this rank's part of the parameters."""
     rounding = None if averager.schedule is None else averager.schedule.rounding
     return averager.comm.size == 1 or rounding is None or rounding.parameters == "float32"

@@ -19,13 +19,13 @@ from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.bench import data, engine, scaling
 from hpctrain.bench.data import AUGMENT, NORMALISE, READ, WHOLE, DataRates, StageRate
 from hpctrain.bench.engine import Measurement, device_gemm_peak, device_of, layer_table, measure
-from hpctrain.bench.engine_step import EngineStep, Laps, gemm_peak, stand_ins, time_layers, workload
+from hpctrain.bench.engine_step import EngineStep, Laps, fallbacks, gemm_peak, time_layers, workload
 from hpctrain.bench.interleaved import Rounds, SteppingError, Turn, interleave, ours, with_threads
 from hpctrain.bench.scaling import Point, ScalingStudy, with_efficiency
 from hpctrain.config.load import parse
 from hpctrain.config.schema import Config
 from hpctrain.core.errors import ConfigError, LaunchError
-from hpctrain.data import image_file as data_format
+from hpctrain.data.writer import write_data_file
 from tests.support.emulated import CudaKernelsFactory
 
 
@@ -64,10 +64,10 @@ def test_layers_are_timed_in_forward_order_with_their_floating_point_operations(
 
 def test_layers_that_bring_their_operators_are_computed_in_numpy_on_the_host_only() -> None:
     program = EngineStep(workload("resnet20", 1, 8, {"width": 0.125}), "numpy").program
-    own, others = stand_ins(program)
+    own, others = fallbacks(program)
     pads = ["layer2.0.downsample.pad", "layer3.0.downsample.pad"]
     assert others == {"its layer brings its own": pads}
-    assert stand_ins(program, on_host=False) == (own + len(pads), {})
+    assert fallbacks(program, on_host=False) == (own + len(pads), {})
 
 
 def test_the_peak_of_products_is_the_best_of_all() -> None:
@@ -211,7 +211,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("batch", [4, 11, 99])
 def test_stages_are_timed_for_each_number_of_threads(tmp_path: Path, batch: int) -> None:
     images = np.random.default_rng(0).integers(0, 256, (11, 9, 9, 3), np.uint8)
-    data_format.write(tmp_path / "train.h5", 11, (9, 9, 3), ["a", "b"], [(images, np.arange(11) % 2)])
+    write_data_file(tmp_path / "train.h5", 11, (9, 9, 3), ["a", "b"], [(images, np.arange(11) % 2)])
     rates = data.measure(_config(tmp_path / "train.h5", batch=batch), (1, 3), 1)
     assert (rates.images, rates.shape, rates.decodes) == (min(batch, 11), (9, 9, 3), False)
     assert (rates.names, rates.threads) == ((READ, AUGMENT, NORMALISE, WHOLE), (1, 3))

@@ -7,7 +7,7 @@ import h5py
 import numpy as np
 import pytest
 
-from hpctrain.data import image_file as data_format
+from hpctrain.data.writer import write_data_file
 from hpctrain.storage import checkpoint
 from tests.support.jobs import Outcome
 from tests.support.tiny_runs import accuracy, assert_same, hpctrain, newest_checkpoint, newest_run, sentence
@@ -36,7 +36,7 @@ def write_images(path: Path, count: int, seed: int, names: Sequence[str] = NAMES
     classes = random.integers(0, 3, count)
     images = (random.integers(0, 90, (count, height, 6, 1)) + 60 * classes[:, None, None, None]).astype(np.uint8)
     labels = np.array([list(names).index(NAMES[number]) if NAMES[number] in names else 2 for number in classes])
-    data_format.write(path, count, (height, 6, 1), list(names), [(images, labels)])
+    write_data_file(path, count, (height, 6, 1), list(names), [(images, labels)])
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from PIL import Image
 from hpctrain.cli.data import data
 from hpctrain.data import decoding
 from hpctrain.data import fetch as fetching
-from hpctrain.data import image_file as data_format
 from hpctrain.data.image_file import ImageFile
+from hpctrain.data.writer import write_data_file
 from tests.support.runs import write_pictures
 
 
@@ -42,7 +42,7 @@ def write_idx(path, array):
 def data_file(tmp_path):
     images = np.random.default_rng(0).integers(0, 256, (6, 7, 9, 3), np.uint8)
     labels = np.array([0, 1, 1, 2, 2, 2])
-    data_format.write(tmp_path / "a.h5", 6, (7, 9, 3), ["ant", "bee", "cow"], [(images, labels)])
+    write_data_file(tmp_path / "a.h5", 6, (7, 9, 3), ["ant", "bee", "cow"], [(images, labels)])
     return tmp_path / "a.h5"
 
 
@@ -340,7 +340,7 @@ def path(tmp_path):
     images = np.random.default_rng(0).integers(0, 256, (6, 7, 9, 3), np.uint8)
     images[4] = images[1]
     labels = np.array([0, 0, 0, 2, 2, 2])
-    data_format.write(tmp_path / "a.h5", 6, (7, 9, 3), ["ant", "bee", "cow"], [(images, labels)])
+    write_data_file(tmp_path / "a.h5", 6, (7, 9, 3), ["ant", "bee", "cow"], [(images, labels)])
     return tmp_path / "a.h5"
 
 

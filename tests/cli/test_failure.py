@@ -168,7 +168,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     import numpy as np
     from PIL import Image
 
-    from hpctrain.data import image_file as data_format
+    from hpctrain.data.writer import write_data_file
 
     (tmp_path / "file").write_text("neither YAML: nor: data\n")
     (tmp_path / "bytes").write_bytes(b"name: \xff\n")
@@ -177,7 +177,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "photos" / "ant").mkdir(parents=True)
     Image.new("RGB", (4, 4)).save(tmp_path / "photos" / "ant" / "a.png")
     images, labels = np.zeros((128, 28, 28, 1), np.uint8), np.arange(128) % 10
-    data_format.write(tmp_path / "good.h5", 128, (28, 28, 1), [str(i) for i in range(10)], [(images, labels)])
+    write_data_file(tmp_path / "good.h5", 128, (28, 28, 1), [str(i) for i in range(10)], [(images, labels)])
     monkeypatch.chdir(tmp_path)
     for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "NUMEXPR_NUM_THREADS"):
         monkeypatch.setenv(variable, "1")  # commands set these

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hpctrain.core.text import place
-from hpctrain.data import image_file as data_format
+from hpctrain.data.writer import write_data_file
 from hpctrain.storage import checkpoint
 from tests.support.here import run_here
 from tests.support.jobs import Outcome
@@ -49,7 +49,7 @@ def folder(tmp_path: Path) -> Path:
     random = np.random.default_rng(0)
     count = STEPS * 2 * RANKS
     images = random.integers(0, 256, (count, 9, 8, 1), dtype=np.uint8)
-    data_format.write(tmp_path / "train.h5", count, (9, 8, 1), ["a", "b", "c"], [(images, random.integers(0, 3, count))])
+    write_data_file(tmp_path / "train.h5", count, (9, 8, 1), ["a", "b", "c"], [(images, random.integers(0, 3, count))])
     (tmp_path / "many.yaml").write_text(CONFIG)
     return tmp_path
 

@@ -21,7 +21,7 @@ from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.config.checks import check_names
 from hpctrain.config.load import load
 from hpctrain.core.errors import ConfigError
-from hpctrain.data.image_file import write
+from hpctrain.data.writer import write_data_file
 from hpctrain.planner import machine_file
 from hpctrain.planner.planned_run import prepare
 from hpctrain.planner.program_timing import processor_model
@@ -67,7 +67,7 @@ def test_a_split_group_that_leaves_its_node_is_pointed_out() -> None:
 def test_image_and_classes_come_from_the_files_header(tmp_path: Path) -> None:
     path = tmp_path / "train.h5"
     images = np.zeros((4, 40, 40, 3), np.uint8)
-    write(path, 4, (40, 40, 3), ["cat", "dog", "eel"], [(images, np.zeros(4, np.int64))])
+    write_data_file(path, 4, (40, 40, 3), ["cat", "dog", "eel"], [(images, np.zeros(4, np.int64))])
     augment = "data.augment=[{name: random_resized_crop, size: 32}]"
     found = shown(RESNET, f"data.train={path}", augment, "grid.rows=2", "--ranks", "2", "plan.default=domain", "batch=4")
     layers = [entry for entry in found["entries"] if "layer" in entry]
@@ -388,7 +388,7 @@ def test_dots_go_on_by_the_factor_before_them(text: str, ranks: tuple[int, ...])
         ("1,2,...,13", "the nearest number is 16"),
         ("1,2,...,11", "the nearest number is 8"),
         ("1,...,8", "two numbers before the dots"),
-        ("1,2,...", "one behind them"),
+        ("1,2,...", "one after them"),
         ("2,3,...,8", "a whole factor"),
         ("2,2,...,8", "a whole factor"),
         ("1,4,...,2", "a whole factor"),

@@ -225,7 +225,7 @@ def test_the_engine_is_timed_on_it(folder: Path, emulated_device: EmulatedDevice
     assert "small, cuda on emulated, bfloat16, batch 2, 8 px" in " ".join(outcome.stdout.split())
     measured = json.loads((folder / "engine.json").read_text())
     assert measured["backend"] == "cuda"
-    assert not measured["stand_ins"]
+    assert not measured["fallbacks"]
     assert all(layer["forward_seconds"] > 0 for layer in measured["layers"] if layer["kind"] in ("Conv2d", "BatchNorm", "Linear"))
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hpctrain.data import image_file as data_format
 from hpctrain.data.convert.common import PictureForm, pack
 from hpctrain.data.image_file import ImageFile
+from hpctrain.data.writer import write_data_file
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def make_file(tmp_path):
         images = rng.integers(0, 256, (count, *shape), np.uint8)
         labels = rng.integers(0, classes, count)
         path = tmp_path / name
-        data_format.write(path, count, shape, [f"class {i}" for i in range(classes)], [(images, labels)])
+        write_data_file(path, count, shape, [f"class {i}" for i in range(classes)], [(images, labels)])
         return ImageFile.open(path), images, labels
 
     return make

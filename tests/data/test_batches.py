@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from hpctrain.config.schema import CacheConfig
 from hpctrain.core.errors import ConfigError, ShapeError
 from hpctrain.core.intervals import Box, even_interval, size_of
-from hpctrain.data import image_file as data_format
 from hpctrain.data import pipeline as batch_threads
 from hpctrain.data.cache import summed
 from hpctrain.data.image_file import ImageFile
 from hpctrain.data.loader import ArrayLoader, Batch, BatchSource, Loader, TileOfRank
 from hpctrain.data.pipeline import ImageSizes, Pipeline, first_fault
 from hpctrain.data.sampler import Mixing, Sampler
+from hpctrain.data.writer import write_data_file
 from hpctrain.run.data_cache import give_levels
 from tests.support.data_files import cached, in_memory
 from tests.support.runs import work_virtual
@@ -35,7 +35,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> ImageFile:
     path: Path = tmp_path_factory.mktemp("arrays") / "train.h5"
     random = np.random.default_rng(0)
     images = random.integers(0, 256, (SAMPLES, *SHAPE), dtype=np.uint8)
-    data_format.write(path, SAMPLES, SHAPE, ["a", "b"], [(images, random.integers(0, 2, SAMPLES))])
+    write_data_file(path, SAMPLES, SHAPE, ["a", "b"], [(images, random.integers(0, 2, SAMPLES))])
     return ImageFile.open(path)
 
 
@@ -105,7 +105,7 @@ def tall_file(tmp_path_factory: pytest.TempPathFactory) -> ImageFile:
     random, path = np.random.default_rng(0), tmp_path_factory.mktemp("mixing") / "train.h5"
     images = random.integers(0, 256, (SAMPLES, HEIGHT, WIDTH, 3), dtype=np.uint8)
     labels = random.integers(0, 4, SAMPLES)
-    data_format.write(path, SAMPLES, (HEIGHT, WIDTH, 3), list("abcd"), [(images, labels)])
+    write_data_file(path, SAMPLES, (HEIGHT, WIDTH, 3), list("abcd"), [(images, labels)])
     return ImageFile.open(str(path))
 
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from hpctrain.core.errors import DataError
-from hpctrain.data import image_file as data_format
 from hpctrain.data.check import check_file
 from hpctrain.data.format import digest_of
 from hpctrain.data.image_file import ImageFile
+from hpctrain.data.writer import write_data_file
 
 
 def kinds(checked):
@@ -82,7 +82,7 @@ def test_duplicates_are_named_and_those_across_classes_by_themselves(tmp_path):
     images[[3, 8]] = images[1]
     images[6] = images[5]
     labels = np.array([0, 1, 2, 1, 0, 2, 2, 1, 0, 0])
-    data_format.write(tmp_path / "a.h5", 10, (4, 5, 3), ["a", "b", "c", "d"], [(images, labels)])
+    write_data_file(tmp_path / "a.h5", 10, (4, 5, 3), ["a", "b", "c", "d"], [(images, labels)])
     checked = check_file(tmp_path / "a.h5")
     assert kinds(checked) == {
         ("duplicate", False): (5, 6),
@@ -98,7 +98,7 @@ def test_duplicates_are_named_and_those_across_classes_by_themselves(tmp_path):
 def test_samples_of_one_checksum_that_differ_are_no_duplicates(tmp_path, monkeypatch):
     images = np.random.default_rng(2).integers(0, 256, (6, 4, 5, 3), np.uint8)
     images[4] = images[2]
-    data_format.write(tmp_path / "a.h5", 6, (4, 5, 3), ["a"], [(images, np.zeros(6, np.int64))])
+    write_data_file(tmp_path / "a.h5", 6, (4, 5, 3), ["a"], [(images, np.zeros(6, np.int64))])
     change_dataset(tmp_path / "a.h5", "sums", lambda sums: sums.fill(7), keeps_digest=True)
     monkeypatch.setattr("hpctrain.data.check.sum_of", lambda content: 7)
     assert kinds(check_file(tmp_path / "a.h5")) == {("duplicate", False): (2, 4)}

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from hpctrain.core.errors import DataError
-from hpctrain.data import image_file as data_format
 from hpctrain.data.image_file import ImageFile
 from hpctrain.data.readers import UnreadableError
+from hpctrain.data.writer import write_data_file
 from tests.support.sampling import amount
 
 _NAMES = ("ant", "bée", "cow", "a class of a longer name", "e")
@@ -108,7 +108,7 @@ def outcomes(path, cases):
 @pytest.mark.parametrize("version", [2, 3])
 def test_damaged_files_are_refused_or_load_what_was_written(tmp_path, make_encoded, version):
     images, path = np.random.default_rng(0).integers(0, 256, (13, 7, 9, 3), np.uint8), tmp_path / "a.h5"
-    data_format.write(path, 13, (7, 9, 3), _NAMES, [(images, np.arange(13) % 5)])
+    write_data_file(path, 13, (7, 9, 3), _NAMES, [(images, np.arange(13) % 5)])
     path = {2: path, 3: make_encoded()[0].path}[version]
     extents = ImageFile.open(path).pixels.extents
     cases = list(damages(path.stat().st_size, (extents.first, extents.end)))

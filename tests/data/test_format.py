@@ -18,9 +18,8 @@ from hypothesis.extra import numpy as arrays
 
 from hpctrain.core.errors import DataError
 from hpctrain.data import format
-from hpctrain.data import image_file as data_format
-from hpctrain.data.image_file import DataFacts, ImageFile, ImageFileWriter, ImageForm, class_difference, with_class_order
-from hpctrain.data.writer import _moments
+from hpctrain.data.image_file import DataFacts, ImageFile, ImageForm, class_difference, with_class_order
+from hpctrain.data.writer import ImageFileWriter, _moments, write_data_file
 
 
 def random_images(count, shape=(7, 9, 3)):
@@ -50,7 +49,7 @@ def test_round_trip_does_not_depend_on_chunks(tmp_path, shape, sizes):
 
 def test_images_that_are_no_contiguous_array_are_written_as_they_look(tmp_path):
     images = random_images(6)[:, :, ::-1]
-    data_format.write(tmp_path / "a.h5", 6, (7, 9, 3), ["x"], [(images, np.zeros(6, np.int64))])
+    write_data_file(tmp_path / "a.h5", 6, (7, 9, 3), ["x"], [(images, np.zeros(6, np.int64))])
     file = ImageFile.open(tmp_path / "a.h5")
     assert np.array_equal(file.images, images)
     file.verify()
@@ -59,7 +58,7 @@ def test_images_that_are_no_contiguous_array_are_written_as_they_look(tmp_path):
 @pytest.mark.parametrize("written", [1, 7])
 def test_fewer_samples_than_announced_make_a_shorter_file(tmp_path, written):
     images, labels = random_images(written), np.arange(written)
-    data_format.write(tmp_path / "a.h5", 20, (7, 9, 3), [str(i) for i in range(7)], [(images, labels)])
+    write_data_file(tmp_path / "a.h5", 20, (7, 9, 3), [str(i) for i in range(7)], [(images, labels)])
     file = ImageFile.open(tmp_path / "a.h5")
     assert np.array_equal(file.images, images)
     assert np.array_equal(file.labels, labels)
@@ -86,7 +85,7 @@ def test_opens_while_another_holds_the_file_locked(make_file):
 def test_a_wrong_label_stops_the_writer_and_leaves_nothing(tmp_path, label):
     labels = np.array([0, 1, label, 4])
     with pytest.raises(DataError, match=rf"sample 2 has label {label}, which is outside 0\.\.4"):
-        data_format.write(tmp_path / "a.h5", 4, (7, 9, 3), list("abcde"), [(random_images(4), labels)])
+        write_data_file(tmp_path / "a.h5", 4, (7, 9, 3), list("abcde"), [(random_images(4), labels)])
     assert os.listdir(tmp_path) == []
 
 
@@ -98,7 +97,7 @@ def test_an_error_leaves_the_old_file_as_it_was(make_file):
         raise RuntimeError("power cut")
 
     with pytest.raises(RuntimeError, match="power cut"):
-        data_format.write(file.path, 4, (7, 9, 3), ["x"], chunks())
+        write_data_file(file.path, 4, (7, 9, 3), ["x"], chunks())
     assert np.array_equal(ImageFile.open(file.path).images, images)
     assert os.listdir(file.path.parent) == [file.path.name]
 
@@ -108,7 +107,7 @@ def test_the_name_is_given_after_the_bytes_are_on_disk(tmp_path, monkeypatch):
     sync, replace_file = os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda handle: (events.append(os.readlink(f"/proc/self/fd/{handle}")), sync(handle)))
     monkeypatch.setattr(os, "replace", lambda old, new: (events.append("rename"), replace_file(old, new)))
-    data_format.write(tmp_path / "a.h5", 2, (7, 9, 3), ["x"], [(random_images(2), np.zeros(2, np.int64))])
+    write_data_file(tmp_path / "a.h5", 2, (7, 9, 3), ["x"], [(random_images(2), np.zeros(2, np.int64))])
     assert len(events) == 3
     assert events[0].endswith(".tmp")
     assert events[1:] == ["rename", str(tmp_path)]
@@ -116,7 +115,7 @@ def test_the_name_is_given_after_the_bytes_are_on_disk(tmp_path, monkeypatch):
 
 def test_a_replaced_file_does_not_change_an_open_one(make_file):
     file, images, _ = make_file()
-    data_format.write(file.path, 2, (7, 9, 3), ["x"], [(random_images(2), np.zeros(2, np.int64))])
+    write_data_file(file.path, 2, (7, 9, 3), ["x"], [(random_images(2), np.zeros(2, np.int64))])
     assert np.array_equal(file.images, images)
     assert len(ImageFile.open(file.path)) == 2
 
@@ -132,14 +131,14 @@ def test_a_replaced_file_does_not_change_an_open_one(make_file):
 )
 def test_empty_files_are_refused(tmp_path, count, shape, names, message):
     with pytest.raises(DataError, match=message):
-        data_format.write(tmp_path / "a.h5", count, shape, names, [])
+        write_data_file(tmp_path / "a.h5", count, shape, names, [])
     assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("images", [np.zeros((1, 7, 9, 1), np.uint8), np.zeros((1, 7, 9, 3), np.float32)])
 def test_images_of_another_shape_or_type_are_refused(tmp_path, images):
     with pytest.raises(DataError, match=r"uint8 images of shape \(7, 9, 3\)"):
-        data_format.write(tmp_path / "a.h5", 1, (7, 9, 3), ["x"], [(images, np.zeros(1, np.int64))])
+        write_data_file(tmp_path / "a.h5", 1, (7, 9, 3), ["x"], [(images, np.zeros(1, np.int64))])
 
 
 def test_a_missing_file_is_named_with_the_way_to_make_it(tmp_path):
@@ -227,7 +226,7 @@ def test_files_with_wrong_content_are_refused(make_file, change, message):
 def test_a_file_that_ends_before_its_images_do_is_refused(make_file, place, message):
     path = make_file()[0].path
     with h5py.File(path) as opened:
-        contents = format.read(opened)
+        contents = format.read_stored(opened)
     with pytest.raises(DataError, match=message):
         format.check(path, replace(contents, images=replace(contents.images, **place)))
 
@@ -288,7 +287,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path, monkeypatch):
         with monkeypatch.context() as patched:
             patched.setattr(os, "pwrite", limited)
             with pytest.raises(DataError, match=r"The data file .*a\.h5 cannot be written: No space left on device\."):
-                data_format.write(tmp_path / "a.h5", 500, (32, 32, 3), ["x"], [(images, np.zeros(500, np.int64))])
+                write_data_file(tmp_path / "a.h5", 500, (32, 32, 3), ["x"], [(images, np.zeros(500, np.int64))])
         assert os.listdir(tmp_path) == []
 
 
@@ -303,25 +302,25 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path, monkeypatch):
 def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path, place, message):
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=message):
-        data_format.write(tmp_path / place, 1, (1, 1, 1), ["x"], [(random_images(1, (1, 1, 1)), np.zeros(1, np.int64))])
+        write_data_file(tmp_path / place, 1, (1, 1, 1), ["x"], [(random_images(1, (1, 1, 1)), np.zeros(1, np.int64))])
     assert os.listdir(tmp_path) == ["file"]
 
 
 @pytest.mark.parametrize("name", ["a\0b", "\udcff"])
 def test_class_names_that_cannot_be_stored_are_refused(tmp_path, name):
     with pytest.raises(DataError, match="valid Unicode without zero bytes"):
-        data_format.write(tmp_path / "a.h5", 1, (1, 1, 1), ["x", name], [])
+        write_data_file(tmp_path / "a.h5", 1, (1, 1, 1), ["x", name], [])
     assert os.listdir(tmp_path) == []
 
 
 def test_class_names_of_any_script_and_length(tmp_path):
     names = ["", "ant", "Käfer", "甲虫", "x" * 1000, " spaces "]
-    data_format.write(tmp_path / "a.h5", 1, (1, 1, 1), names, [(random_images(1, (1, 1, 1)), np.zeros(1, np.int64))])
+    write_data_file(tmp_path / "a.h5", 1, (1, 1, 1), names, [(random_images(1, (1, 1, 1)), np.zeros(1, np.int64))])
     assert ImageFile.open(tmp_path / "a.h5").class_names == tuple(names)
 
 
 def test_large_images_start_on_a_page(tmp_path):
-    data_format.write(tmp_path / "a.h5", 30, (32, 32, 3), ["x"], [(random_images(30, (32, 32, 3)), np.zeros(30, np.int64))])
+    write_data_file(tmp_path / "a.h5", 30, (32, 32, 3), ["x"], [(random_images(30, (32, 32, 3)), np.zeros(30, np.int64))])
     with h5py.File(tmp_path / "a.h5", "r") as file:
         assert file["images"].id.get_offset() % 4096 == 0
         assert file.attrs["version"] == 2
@@ -431,7 +430,7 @@ def test_no_image_is_read(make_file):
 
 def test_the_same_content_has_the_same_facts_in_any_file(make_file, tmp_path):
     file, images, labels = make_file()
-    data_format.write(
+    write_data_file(
         tmp_path / "again.h5",
         len(images),
         images.shape[1:],
@@ -452,7 +451,7 @@ def test_any_other_content_has_other_facts(make_file, tmp_path, what):
         labels = (labels + (np.arange(len(labels)) == 2)) % len(names)
     else:
         names[0] = "another"
-    data_format.write(tmp_path / "other.h5", len(images), images.shape[1:], names, [(images, labels)])
+    write_data_file(tmp_path / "other.h5", len(images), images.shape[1:], names, [(images, labels)])
     here, other = DataFacts.of(file), DataFacts.of(ImageFile.open(tmp_path / "other.h5"))
     assert getattr(here, what) != getattr(other, what)
 
@@ -461,7 +460,7 @@ def test_any_other_content_has_other_facts(make_file, tmp_path, what):
 def test_the_fit_of_pictures_is_kept_and_by_default_that_of_the_converters(make_file, tmp_path, fit):
     _, images, labels = make_file()
     path, names = tmp_path / "fitted.h5", [f"class {number}" for number in range(5)]
-    data_format.write(path, len(images), images.shape[1:], names, [(images, labels)], fit)
+    write_data_file(path, len(images), images.shape[1:], names, [(images, labels)], fit)
     file = ImageFile.open(path)
     facts = DataFacts.of(with_class_order(file, names[::-1], "another file"))
     assert (file.fit, facts.fit) == (fit, fit)

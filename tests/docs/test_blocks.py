@@ -49,8 +49,8 @@ from hpctrain.comm.base import SingleCommunicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.config.checks import check_names
 from hpctrain.config.load import parse
-from hpctrain.data import image_file as data_format
 from hpctrain.data.fetch import CLASS_NAMES
+from hpctrain.data.writer import write_data_file
 from hpctrain.nn.parameter import FlatGroup
 from hpctrain.optim.optimizers import Sgd
 from hpctrain.planner import machine_file
@@ -275,7 +275,7 @@ def after_make_train(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for split in ("train", "test"):
         images, labels = numbers.integers(0, 256, (40, 28, 28, 1), np.uint8), np.arange(40) % 10
         path = folder / "data" / "fashion-mnist" / f"{split}.h5"
-        data_format.write(path, 40, (28, 28, 1), CLASS_NAMES, [(images, labels)])
+        write_data_file(path, 40, (28, 28, 1), CLASS_NAMES, [(images, labels)])
     with h5py.File(folder / "theirs.h5", "w") as theirs:
         theirs["x"], theirs["y"] = numbers.integers(0, 256, (4, 3, 9, 9), np.uint8), np.eye(2)[[0, 1, 1, 0]]
     (folder / "cifar-10-batches-bin").mkdir()

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hpctrain.data import image_file as data_format
 from hpctrain.data.fetch import CLASS_NAMES
+from hpctrain.data.writer import write_data_file
 from tests.docs.test_blocks import BEGINNINGS, Block, blocks
 from tests.support import stand_ins, wheel
 from tests.support.jobs import find_mpiexec
@@ -137,7 +137,7 @@ def make_data(folder: Path) -> None:
     for split in ("train", "test"):
         images, labels = numbers.integers(0, 256, (300, 28, 28, 1), np.uint8), np.arange(300) % 10
         path = folder / "data" / "fashion-mnist" / f"{split}.h5"
-        data_format.write(path, 300, (28, 28, 1), CLASS_NAMES, [(images, labels)])
+        write_data_file(path, 300, (28, 28, 1), CLASS_NAMES, [(images, labels)])
     for split in ("train", "validation", "test"):
         for name in CLASSES:
             (folder / "photos" / split / name).mkdir(parents=True)

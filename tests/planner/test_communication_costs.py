@@ -21,7 +21,7 @@ from hpctrain.parallel import layout
 from hpctrain.parallel.layout import Layout
 from hpctrain.parallel.moves import RedistributeSpec, ReduceScatterSpec, moved, moved_back
 from hpctrain.planner.averaging_costs import AveragedParts, AveragingCosts, LinearSize
-from hpctrain.planner.collective_costs import Kind, MessageCosts, Stage, grid_placements, stages, unhindered_seconds
+from hpctrain.planner.collective_costs import CollectiveStage, Kind, MessageCosts, grid_placements, stages, unhindered_seconds
 from hpctrain.planner.compute_costs import RateCosts
 from hpctrain.planner.job import AveragerChoice
 from hpctrain.planner.machine import Link, LinkSegment, Machine
@@ -51,7 +51,7 @@ def machine(ranks_per_node: int = 1, ranks_per_card: int = 1, within: Link | Non
     )
 
 
-def wire_bytes(found: tuple[Stage, ...]) -> float:
+def wire_bytes(found: tuple[CollectiveStage, ...]) -> float:
     return sum(stage.wire_bytes for stage in found)
 
 
@@ -262,7 +262,7 @@ def costs(placement: GroupPlacement = FOUR, rounding: Rounding | None = None, *,
     return MessageCosts(WITHOUT_WORK, placement, TWO_LEVELS if in_levels else None, 4, rounding)
 
 
-def bytes_across(priced: tuple[Stage, ...], *, between: bool) -> float:
+def bytes_across(priced: tuple[CollectiveStage, ...], *, between: bool) -> float:
     return sum(stage.wire_bytes for stage in priced if stage.between is between)
 
 

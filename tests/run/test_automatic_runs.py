@@ -17,7 +17,7 @@ from hpctrain.comm.base import Communicator, SingleCommunicator
 from hpctrain.config.load import load
 from hpctrain.config.schema import Config
 from hpctrain.core.errors import CheckpointError, ConfigError
-from hpctrain.data import image_file as data_format
+from hpctrain.data.writer import write_data_file
 from hpctrain.job.automatic_choice import CHOICE_META, AutomaticChoice, PredictedStep, Resolved, machine_digest, model_digest
 from hpctrain.optim.optimizers import Lars, Sgd
 from hpctrain.parallel.parallel_plan import ParallelPlan
@@ -74,7 +74,7 @@ def _choice(candidate: Candidate, seconds: float) -> SimpleNamespace:
 def folder(tmp_path: Path) -> Path:
     random = np.random.default_rng(0)
     images = random.integers(0, 256, (16, 9, 8, 1), dtype=np.uint8)
-    data_format.write(tmp_path / "train.h5", 16, (9, 8, 1), ["a", "b", "c"], [(images, random.integers(0, 3, 16))])
+    write_data_file(tmp_path / "train.h5", 16, (9, 8, 1), ["a", "b", "c"], [(images, random.integers(0, 3, 16))])
     (tmp_path / "tiny.yaml").write_text(CONFIG.format(folder=tmp_path))
     machine_file.write(tmp_path / "machine.yaml", planned.machine())
     return tmp_path

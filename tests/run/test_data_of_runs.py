@@ -26,7 +26,6 @@ from hpctrain.config.images import open_images, training_images
 from hpctrain.config.load import parse
 from hpctrain.config.schema import CacheConfig
 from hpctrain.core.errors import ConfigError, HpctrainError
-from hpctrain.data import image_file as data_format
 from hpctrain.data import pipeline as batch_threads
 from hpctrain.data.cache import ReadCounts, SampleCache, bytes_for, summed
 from hpctrain.data.image_file import ImageFile
@@ -34,6 +33,7 @@ from hpctrain.data.loader import Loader
 from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.readers import UnreadableError
 from hpctrain.data.sampler import Mixing, Sampler
+from hpctrain.data.writer import write_data_file
 from hpctrain.job.session import Session
 from hpctrain.launch.process_end import STOPPED
 from hpctrain.launch.threads import ThreadPlan
@@ -72,7 +72,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cached")
     generator = np.random.default_rng(3)
     images, labels = generator.integers(0, 256, (N, *SHAPE), np.uint8), generator.integers(0, 4, N)
-    data_format.write(folder / "train.h5", N, SHAPE, [f"class {number}" for number in range(4)], [(images, labels)])
+    write_data_file(folder / "train.h5", N, SHAPE, [f"class {number}" for number in range(4)], [(images, labels)])
     (folder / "cached.yaml").write_text(_CONFIG)
     return folder
 

@@ -20,10 +20,10 @@ from hpctrain.config.load import load, parse
 from hpctrain.config.options import filled
 from hpctrain.config.schema import Config, ScheduleConfig
 from hpctrain.core.errors import ConfigError, DataError, ShapeError
-from hpctrain.data import image_file as data_format
 from hpctrain.data.loader import Share
 from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.sampler import counts
+from hpctrain.data.writer import write_data_file
 from hpctrain.job.automatic_choice import Resolved
 from hpctrain.job.session import Session
 from hpctrain.launch.launcher import Launcher
@@ -304,7 +304,7 @@ def configured(folder: Path, *overrides: str, model: str = "small", size: int = 
 
 def write_images(path: Path, shape: tuple[int, int, int], classes: list[str]) -> None:
     count = len(classes)
-    data_format.write(path, count, shape, classes, [(np.ones((count, *shape), np.uint8), np.arange(count))])
+    write_data_file(path, count, shape, classes, [(np.ones((count, *shape), np.uint8), np.arange(count))])
 
 
 def different(one: Any, other: Any, path: str = "") -> set[str]:

@@ -24,7 +24,7 @@ from hpctrain.comm.progress import ProgressEngine
 from hpctrain.config.load import load
 from hpctrain.config.schema import Config
 from hpctrain.core.errors import ConfigError, ShapeError
-from hpctrain.data import image_file as data_format
+from hpctrain.data.writer import write_data_file
 from hpctrain.flight.autopsy import records_in
 from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.flight.ring import file_name, read
@@ -98,7 +98,7 @@ def test_mixing_that_there_is_not_is_refused(mixing: dict[str, Any], sentence: s
 
 def test_images_of_a_file_are_mixed(tmp_path: Path) -> None:
     stored = np.random.default_rng(1).integers(0, 256, (16, 9, 7, 3), dtype=np.uint8)
-    data_format.write(tmp_path / "train.h5", 16, (9, 7, 3), list("abcd"), [(stored, LABELS)])
+    write_data_file(tmp_path / "train.h5", 16, (9, 7, 3), list("abcd"), [(stored, LABELS)])
     with hpctrain.start(batch=8) as job:
         replica = job.replica(nets.plain(), (9, 7, 3), backend="numpy")
         loader = job.loader(replica, tmp_path / "train.h5", mixing={"mixup": 1.0})
@@ -180,7 +180,7 @@ def test_a_replica_starts_from_weights_and_trains_what_is_not_frozen(tmp_path: P
 
 def test_images_of_a_file_have_sizes_by_epoch(tmp_path: Path) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (16, 9, 7, 3), np.uint8)
-    data_format.write(tmp_path / "train.h5", 16, (9, 7, 3), list("abcde"), [(pixels, LABELS)])
+    write_data_file(tmp_path / "train.h5", 16, (9, 7, 3), list("abcde"), [(pixels, LABELS)])
     with hpctrain.start(batch=8) as job:
         replica = job.replica(nets.residual(), (9, 7, 3), backend="numpy")
         loader = job.loader(replica, tmp_path / "train.h5", sizes=[(0, 5), (1, 7)])
@@ -210,7 +210,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A configuration, and 33 images: batches of 14, 14 and 5."""
     folder, random = tmp_path_factory.mktemp("nodes"), np.random.default_rng(0)
     images = random.integers(0, 256, (33, 9, 8, 1), dtype=np.uint8)
-    data_format.write(folder / "train.h5", 33, (9, 8, 1), ["a", "b", "c"], [(images, random.integers(0, 3, 33))])
+    write_data_file(folder / "train.h5", 33, (9, 8, 1), ["a", "b", "c"], [(images, random.integers(0, 3, 33))])
     (folder / "nodes.yaml").write_text(CONFIG.format(folder=folder))
     return folder / "nodes.yaml"
 

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from hpctrain.cli.main import cli
 from hpctrain.core.text import place
-from hpctrain.data import image_file as data_format
+from hpctrain.data.writer import write_data_file
 from hpctrain.runs.directory import RunDirectory, runs
 from hpctrain.storage import checkpoint
 from tests.support.jobs import Outcome, find_mpiexec
@@ -79,7 +79,7 @@ def folder(tmp_path: Path) -> Path:
     random = np.random.default_rng(0)
     for name, count in (("train", 120), ("test", 21)):
         images = random.integers(0, 256, (count, 9, 8, 1), dtype=np.uint8)
-        data_format.write(tmp_path / f"{name}.h5", count, (9, 8, 1), ["a", "b", "c"], [(images, random.integers(0, 3, count))])
+        write_data_file(tmp_path / f"{name}.h5", count, (9, 8, 1), ["a", "b", "c"], [(images, random.integers(0, 3, count))])
     (tmp_path / "tiny.yaml").write_text(CONFIG.format(folder=tmp_path))
     (tmp_path / "dying.py").write_text(DYING)
     return tmp_path

@@ -30,7 +30,7 @@ from hpctrain.config.load import load, parse
 from hpctrain.config.schema import Config
 from hpctrain.core.errors import CheckpointError, ConfigError, HpctrainError
 from hpctrain.core.registry import Registry
-from hpctrain.data import image_file as data_format
+from hpctrain.data.writer import write_data_file
 from hpctrain.models import catalogue
 from hpctrain.nn.parameter import GroupLayout, ParameterSpec
 from hpctrain.optim.base import NormsNeeded
@@ -411,7 +411,7 @@ def _planned(*overrides: str, ranks: int = 2, per_node: int | None = None) -> Pl
 
 def _write(count: int) -> None:
     images = np.zeros((count, 9, 8, 1), np.uint8)
-    data_format.write(Path("train.h5"), count, (9, 8, 1), ["a", "b"], [(images, np.zeros(count, np.int64))])
+    write_data_file(Path("train.h5"), count, (9, 8, 1), ["a", "b"], [(images, np.zeros(count, np.int64))])
 
 
 @pytest.mark.usefixtures("emulated_gpu")

@@ -129,7 +129,7 @@ def test_all_ranks_pass_over_a_damaged_one_and_are_told_one_reason(
         flip(newest / f"shard-{number:05d}.h5", content(7).tensors["parameters/w"][15 * number : 15 * number + 15])
     assert found_on(ranks, run, source) == [expected(5, ".shards")] * ranks
     [line] = lines
-    assert "Tensor parameters/w in the shard" in line
+    assert "Tensor parameters/w in " in line
     assert line.count("use an older checkpoint") == 1
     (older / "shard-00002.h5").unlink()
     assert (found_on(ranks, run, source), len(lines)) == ([expected(3, ".h5")] * ranks, 3)

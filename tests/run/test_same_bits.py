@@ -15,9 +15,9 @@ import pytest
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.onednn.kernel_set import OnednnKernelSet
 from hpctrain.core.errors import CheckpointError, ConfigError, DivergedError
-from hpctrain.data import image_file as data_format
 from hpctrain.data.loader import Batch
 from hpctrain.data.sampler import Reordering, Sampler
+from hpctrain.data.writer import write_data_file
 from hpctrain.launch.threads import ThreadPlan
 from hpctrain.run.accounts import RunHashes
 from hpctrain.run.reproducibility import EXACT_META, check_kept_record, check_same_record, reproducibility_record
@@ -51,7 +51,7 @@ def folder(tmp_path: Path) -> Path:
     random = np.random.default_rng(0)
     for name, count in (("train", SAMPLES), ("test", 21)):
         images = random.integers(0, 256, (count, 9, 8, 1), dtype=np.uint8)
-        data_format.write(tmp_path / f"{name}.h5", count, (9, 8, 1), ["a", "b", "c"], [(images, random.integers(0, 3, count))])
+        write_data_file(tmp_path / f"{name}.h5", count, (9, 8, 1), ["a", "b", "c"], [(images, random.integers(0, 3, count))])
     (tmp_path / "tiny.yaml").write_text(CONFIG.format(folder=tmp_path, batch=BATCH, seed=SEED))
     return tmp_path
 

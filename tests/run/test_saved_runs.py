@@ -22,7 +22,7 @@ from hpctrain.averaging.strategies.sharded import Sharded
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.cli.main import cli
 from hpctrain.core.errors import CheckpointError, DivergedError
-from hpctrain.data import image_file as data_format
+from hpctrain.data.writer import write_data_file
 from hpctrain.optim.optimizers import Sgd
 from hpctrain.run.python_job import LoopCheckpoints
 from hpctrain.runs.directory import RunDirectory, latest, runs
@@ -64,7 +64,7 @@ def write_images(folder: Path) -> None:
     """75 small ones."""
     random = np.random.default_rng(0)
     images = random.integers(0, 256, (75, 7, 6, 1), dtype=np.uint8)
-    data_format.write(folder / "train.h5", 75, (7, 6, 1), ["a", "b", "c"], [(images, random.integers(0, 3, 75))])
+    write_data_file(folder / "train.h5", 75, (7, 6, 1), ["a", "b", "c"], [(images, random.integers(0, 3, 75))])
 
 
 @pytest.fixture

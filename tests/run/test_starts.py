@@ -21,12 +21,12 @@ from hpctrain.comm.base import Communicator
 from hpctrain.config.load import load
 from hpctrain.core import user_code
 from hpctrain.core.errors import ConfigError, DataError, HpctrainError
-from hpctrain.data import image_file as data_format
 from hpctrain.data.convert.common import PictureForm, pack
 from hpctrain.data.format import digest_of
 from hpctrain.data.image_file import ImageFile, compared_facts
 from hpctrain.data.pictures import picture_facts
 from hpctrain.data.readers import BlockReader
+from hpctrain.data.writer import write_data_file
 from hpctrain.doctor import files as hdf5
 from hpctrain.job import same_start
 from hpctrain.job.same_start import (
@@ -184,7 +184,7 @@ COUNT, SHAPE, NAMES = 20, (7, 6, 1), ["a", "b", "c"]
 def write(path: Path, count: int = COUNT, shape: tuple[int, int, int] = SHAPE, names: Sequence[str] = NAMES) -> Path:
     random = np.random.default_rng(0)
     images = random.integers(0, 256, (COUNT + 1, *shape), dtype=np.uint8)[:count]
-    data_format.write(path, count, shape, list(names), [(images, np.arange(count) % 3)])
+    write_data_file(path, count, shape, list(names), [(images, np.arange(count) % 3)])
     return path
 
 
@@ -390,9 +390,7 @@ def test_picture_files_are_compared_as_they_are_stored(inputs: Path, formats: di
 
 
 def test_a_bounded_part_of_a_file_is_read_and_what_cannot_be_read_is_unknown(inputs: Path, tmp_path: Path, monkeypatch) -> None:
-    data_format.write(
-        tmp_path / "large.h5", 40, (300, 300, 3), ["a"], [(np.zeros((40, 300, 300, 3), np.uint8), np.zeros(40, int))]
-    )
+    write_data_file(tmp_path / "large.h5", 40, (300, 300, 3), ["a"], [(np.zeros((40, 300, 300, 3), np.uint8), np.zeros(40, int))])
     read: list[int] = []
     plain = BlockReader._read_piece
 

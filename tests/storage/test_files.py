@@ -38,7 +38,7 @@ from hpctrain.storage.atomic_write import (
     writer_of,
 )
 from hpctrain.storage.checkpoint import remove_left
-from hpctrain.storage.hdf5_store import Hdf5Target, StoreFile
+from hpctrain.storage.hdf5_store import StoreFile
 from hpctrain.storage.shards import WriteShares
 from hpctrain.train.saving import BackgroundWriter
 from tests.support.data_files import NODES, make_node
@@ -277,26 +277,23 @@ def test_an_error_of_the_disk_is_raised_and_the_file_let_go_of(tmp_path: Path, m
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-KINDS: tuple[type[Hdf5Target], ...] = (StoreFile,)
 MOVES = st.lists(
     st.tuples(st.sampled_from([os.SEEK_SET, os.SEEK_CUR, os.SEEK_END]), st.integers(0, 40), st.binary(min_size=1, max_size=20)),
     max_size=8,
 )
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @given(moves=MOVES)
 def test_places_and_contents_are_those_of_a_plain_file(
-    tmp_path_factory: pytest.TempPathFactory, kind: type[Hdf5Target], moves: list[tuple[int, int, bytes]]
+    tmp_path_factory: pytest.TempPathFactory, moves: list[tuple[int, int, bytes]]
 ) -> None:
     directory = tmp_path_factory.mktemp("target")
     (directory / "a").write_bytes(b"what was there")
-    with kind(directory / "a") as target, open(directory / "b", "wb+") as plain:
+    with StoreFile(directory / "a") as target, open(directory / "b", "wb+") as plain:
         for whence, offset, data in moves:
             assert (target.seek(offset, whence), target.write(data)) == (plain.seek(offset, whence), plain.write(data))
             assert target.tell() == plain.tell()
-        if isinstance(target, StoreFile):
-            target.finish()
+        target.finish()
     assert target.closed
     target.close()
     assert (directory / "a").read_bytes() == (directory / "b").read_bytes()

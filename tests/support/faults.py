@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 from hpctrain.backend.choice import DEVICE_VARIABLE
 from hpctrain.cli.main import cli
-from hpctrain.data import image_file as data_format
+from hpctrain.data.writer import write_data_file
 from hpctrain.flight.start_records import RECORDS
 from tests.support.jobs import Outcome, run_job
 
@@ -300,7 +300,7 @@ def prepare(folder: Path) -> None:
     """A configuration and 24 small images: 2 steps an epoch."""
     random = np.random.default_rng(0)
     images = random.integers(0, 256, (24, 9, 8, 1), dtype=np.uint8)
-    data_format.write(folder / "train.h5", 24, (9, 8, 1), ["a", "b", "c"], [(images, random.integers(0, 3, 24))])
+    write_data_file(folder / "train.h5", 24, (9, 8, 1), ["a", "b", "c"], [(images, random.integers(0, 3, 24))])
     (folder / "faulty.yaml").write_text(CONFIG)
 
 

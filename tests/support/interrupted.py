@@ -25,11 +25,11 @@ from hpctrain.comm.progress import ProgressEngine
 from hpctrain.config.images import Images
 from hpctrain.config.load import dump
 from hpctrain.config.schema import Config
-from hpctrain.data import image_file as data_format
 from hpctrain.data.image_file import DataFacts, ImageFile
 from hpctrain.data.loader import Batch, BatchSource, Loader
 from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.readers import MappedReader
+from hpctrain.data.writer import write_data_file
 from hpctrain.job.automatic_choice import Resolved
 from hpctrain.job.session import Session
 from hpctrain.launch.launcher import Launcher
@@ -353,7 +353,7 @@ def write_images(path: Path, task: Task) -> None:
     """The images of a task as a data file."""
     pixels, labels = stored(task)
     names = [f"class {number}" for number in range(task.classes)]
-    data_format.write(path, task.samples, task.image_shape, names, [(pixels, labels)])
+    write_data_file(path, task.samples, task.image_shape, names, [(pixels, labels)])
 
 
 def open_broken(path: Path, unreadable: Collection[int]) -> ImageFile:

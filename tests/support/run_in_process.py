@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpctrain.data import image_file as data_format
+from hpctrain.data.writer import write_data_file
 from hpctrain.train.metrics import RunningSums
 from hpctrain.train.replica import Replica
 from tests.support.runs import train_virtual
@@ -51,7 +51,7 @@ def prepare(folder: Path) -> None:
     random = np.random.default_rng(0)
     for name, count in (("train", SAMPLES), ("test", TEST_SAMPLES)):
         images = random.integers(0, 256, (count, 7, 6, 1), dtype=np.uint8)
-        data_format.write(folder / f"{name}.h5", count, (7, 6, 1), ["a", "b", "c"], [(images, random.integers(0, 3, count))])
+        write_data_file(folder / f"{name}.h5", count, (7, 6, 1), ["a", "b", "c"], [(images, random.integers(0, 3, count))])
     (folder / "tiny.yaml").write_text(CONFIG.format(folder=folder, batch=BATCH))
 
 

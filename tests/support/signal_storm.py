@@ -89,12 +89,12 @@ class Tally:
 
 def prepare(folder: Path, images: int = 1024, epochs: int = 6) -> None:
     """Data and configuration for jobs in `folder`."""
-    from hpctrain.data import image_file as data_format
+    from hpctrain.data.writer import write_data_file
 
     draws = np.random.default_rng(0)
     for name, count in (("train", images), ("test", 64)):
         pixels = draws.integers(0, 256, (count, 14, 14, 3), dtype=np.uint8)
-        data_format.write(folder / f"{name}.h5", count, (14, 14, 3), ["a", "b", "c"], [(pixels, draws.integers(0, 3, count))])
+        write_data_file(folder / f"{name}.h5", count, (14, 14, 3), ["a", "b", "c"], [(pixels, draws.integers(0, 3, count))])
     (folder / "storm.yaml").write_text(_CONFIG.format(folder=folder, epochs=epochs))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hpctrain.data import image_file as data_format
+from hpctrain.data.writer import write_data_file
 from hpctrain.runs.directory import RunDirectory, latest
 from hpctrain.storage import checkpoint
 from hpctrain.storage.checkpoint import CheckpointContent
@@ -25,7 +25,7 @@ def write_images(
     """Write a data file of random images, which the seed determines."""
     random = np.random.default_rng(seed)
     images = random.integers(0, 256, (count, *shape), dtype=np.uint8)
-    data_format.write(path, count, shape, list(names), [(images, random.integers(0, len(names), count))])
+    write_data_file(path, count, shape, list(names), [(images, random.integers(0, len(names), count))])
 
 
 def prepare(folder: Path, config: str, train: int = 75, test: int = 21, shape: tuple[int, int, int] = _SHAPE) -> Path:

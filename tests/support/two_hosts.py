@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.lab import Lab
 from benchmarks.lab import missing as missing_for_a_lab
-from hpctrain.data import image_file as data_format
+from hpctrain.data.writer import write_data_file
 from tests.support.jobs import clean_environment, find_mpiexec
 
 HOSTS = ("h0", "h1")
@@ -112,7 +112,7 @@ class TwoHosts:
         (self.folder / "hosts").write_text("".join(f"{host}\n" for host in HOSTS))
         random = np.random.default_rng(0)
         images = random.integers(0, 256, (240, 9, 8, 1), dtype=np.uint8)
-        data_format.write(self.folder / "train.h5", 240, (9, 8, 1), ["a", "b", "c"], [(images, random.integers(0, 3, 240))])
+        write_data_file(self.folder / "train.h5", 240, (9, 8, 1), ["a", "b", "c"], [(images, random.integers(0, 3, 240))])
         (self.folder / "tiny.yaml").write_text(_CONFIG.format(deadline=DEADLINE_SECONDS))
 
     def submit(self, *arguments: str) -> HostJob:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hpctrain.data import image_file as data_format
+from hpctrain.data.writer import write_data_file
 
 SAMPLES, SHAPE, CLASSES = 29, (6, 5, 1), ("a", "b", "c")
 STEPS = 3  # of the end, whatever its case's own number
@@ -110,7 +110,7 @@ def _write_data(folder: Path) -> None:
     random = np.random.default_rng(3)
     images = random.integers(0, 256, (SAMPLES, *SHAPE), dtype=np.uint8)
     labels = random.integers(0, len(CLASSES), SAMPLES)
-    data_format.write(folder / "train.h5", SAMPLES, SHAPE, list(CLASSES), [(images, labels)])
+    write_data_file(folder / "train.h5", SAMPLES, SHAPE, list(CLASSES), [(images, labels)])
 
 
 def _train(folder: Path, case: Case, steps: int, *more: str) -> None:

@@ -28,11 +28,11 @@ from hpctrain.backend.specs import parameter_dtype
 from hpctrain.comm.base import SingleCommunicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.core.errors import BackendError, DivergedError
-from hpctrain.data import image_file as data_format
 from hpctrain.data.image_file import ImageFile
 from hpctrain.data.loader import Loader
 from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.sampler import Sampler
+from hpctrain.data.writer import write_data_file
 from hpctrain.nn.layers import Layer
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.optimizers import Adamw, Lamb, Lars, Sgd
@@ -385,7 +385,7 @@ def file(tmp_path: Path) -> ImageFile:
     random = np.random.default_rng(0)
     images = random.integers(0, 256, (SAMPLES, *SHAPE), dtype=np.uint8)
     path = tmp_path / "images.h5"
-    data_format.write(path, SAMPLES, SHAPE, [*"abcde"], [(images, random.integers(0, 5, SAMPLES))])
+    write_data_file(path, SAMPLES, SHAPE, [*"abcde"], [(images, random.integers(0, 5, SAMPLES))])
     return ImageFile.open(path)
 
 

@@ -20,7 +20,7 @@ MOST_PIXELS = 1 << 15
 #: images of fewer bytes gain nothing from OpenCV that would be worth loading it
 LEAST_FOR_OPENCV = 1 << 14
 
-#: gives the first so many uniform 32-bit words of a sample, always the same ones
+#: returns the first `count` uniform 32-bit words of a sample, always the same ones
 Words = Callable[[int], NDArray[np.uint32]]
 
 
@@ -44,7 +44,7 @@ class Augmentation(ABC):
             cls.name = cls.__name__
 
     def output_shape(self, h: int, w: int, c: int) -> tuple[int, int, int]:
-        """(H, W, C) after it, for (h, w, c) before.
+        """Return the shape (H, W, C) of the results for images of (h, w, c).
 
         Raises:
             ShapeError: the images are too small.
@@ -52,7 +52,7 @@ class Augmentation(ABC):
         return h, w, c
 
     def resized(self, side: int) -> Augmentation | None:
-        """The same augmentation with results of side x side pixels; None: its results are as large as its images."""
+        """Return the same augmentation with results of side x side pixels; None if its results are as large as its images."""
         return None
 
     @abstractmethod
@@ -60,7 +60,7 @@ class Augmentation(ABC):
         """Write the augmented images to `out`; u: (N, draws) float64 in [0, 1)."""
 
     def source(self, size: tuple[int, int], u: np.ndarray | None, region: Box) -> Box:
-        """The part of an image of `size` (H, W) that is needed for a region of its result.
+        """Return the part of an image of `size` (H, W) that is needed for a region of its result.
 
         Args:
             u: (draws,), the sample's; None: whatever is drawn.
@@ -73,14 +73,14 @@ class Augmentation(ABC):
         """Write a region, which is not empty, of one image's result to `out`, the same pixels as `apply` makes.
 
         Args:
-            part: the region `source`, as `source` gives it, of an image of `size` (H, W). out: zeros.
+            part: the region `source`, as `source` returns it, of an image of `size` (H, W). out: zeros.
         """
         result = np.zeros((1, *self.output_shape(*part.shape)), np.uint8)
         self.apply(part[np.newaxis], u[np.newaxis], result)
         out[...] = result[0][slice(*region[0]), slice(*region[1])]
 
     def require(self, legal: bool, option: str, rule: str) -> None:
-        """Nothing, where the value of an option is legal.
+        """Raise unless the value of an option is legal.
 
         Raises:
             OptionError: it is not; the sentence has the value and `rule`.
@@ -96,7 +96,7 @@ class WindowAugmentation(Augmentation):
 
     @abstractmethod
     def windows(self, size: tuple[int, int], u: np.ndarray) -> NDArray[np.int64]:
-        """Where results begin in images of `size` (H, W), by the numbers u (N, draws): (N, 3).
+        """Return where results begin in images of `size` (H, W), from the numbers u (N, draws): (N, 3).
 
         Of each: the place of its pixel (0, 0), top and left, and 1, or -1 where the next pixel on the right is one on the left.
         """
@@ -113,11 +113,11 @@ class ResamplingAugmentation(Augmentation):
 
     @abstractmethod
     def source_boxes(self, size: tuple[int, int], u: np.ndarray) -> NDArray[np.int64]:
-        """The parts of images of `size` (H, W), by the numbers u (N, draws): (N, 4), of each top, left, height and width."""
+        """Return the parts of images of `size` (H, W) from the numbers u (N, draws): (N, 4), each top, left, height and width."""
 
 
 class NormalisedAugmentation(Augmentation):
-    """An augmentation of normalised pixels, behind all others: it changes some of an image and moves none."""
+    """An augmentation of normalised pixels, after all others: it changes some pixels of an image and moves none."""
 
     def apply(self, images: np.ndarray, u: np.ndarray, out: np.ndarray) -> None:
         out[...] = images
@@ -144,4 +144,4 @@ class FillingAugmentation(NormalisedAugmentation):
 
     @abstractmethod
     def box(self, size: tuple[int, int], u: np.ndarray) -> Box | None:
-        """The rectangle in an image of `size` (H, W), by the sample's numbers u (draws,); None: nothing is replaced."""
+        """Return the rectangle in an image of `size` (H, W) from the sample's numbers u (draws,); None if nothing is replaced."""

@@ -57,13 +57,13 @@ class PadCrop(WindowAugmentation):
         return dy, dx
 
     def _shifts(self, u: np.ndarray) -> NDArray[np.int64]:
-        """How far windows lie below and to the right of their images, by numbers u (..., 2)."""
+        """Return how far windows lie below and to the right of their images, from numbers u (..., 2)."""
         shifts: NDArray[np.int64] = (u * (2 * self.padding + 1)).astype(np.int64) - self.padding
         return shifts
 
 
 def _overlap(shift: int, size: int) -> tuple[slice, slice]:
-    """Source and target slices of a window moved by `shift` over an image of `size` (empty where they do not meet)."""
+    """Return source and target slices of a window moved by `shift` over an image of `size`; empty if they do not meet."""
     length = max(0, size - abs(shift))
     source, target = (shift, 0) if shift >= 0 else (0, -shift)
     return slice(source, source + length), slice(target, target + length)

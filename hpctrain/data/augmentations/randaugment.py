@@ -52,7 +52,7 @@ class RandAugment(Augmentation):
             target[...] = picture_operations.changed(image, self.choices(size, drawn), self.interpolation)
 
     def choices(self, size: tuple[int, int], u: np.ndarray) -> list[tuple[str, float]]:
-        """(operation, magnitude) in order, by the sample's numbers u (draws,), for an image of `size` (H, W)."""
+        """Return (operation, magnitude) in order, from the sample's numbers u (draws,), for an image of `size` (H, W)."""
         chosen = []
         for which, sign in u.reshape(-1, 2)[: self.operations].tolist():
             name = NAMES[int(which * len(NAMES))]

@@ -20,7 +20,7 @@ _QUANTILE_BITS = 16
 
 @dataclass(frozen=True)
 class RandomErasing(FillingAugmentation):
-    """A rectangle of random area and aspect, replaced behind normalisation, last in the list (Zhong et al., AAAI 2020).
+    """A rectangle of random area and aspect, replaced after normalisation, last in the list (Zhong et al., AAAI 2020).
 
     As torchvision has it: ten tries at a rectangle that is lower and narrower than the image; where none fits, nothing is erased.
 
@@ -89,7 +89,10 @@ class RandomErasing(FillingAugmentation):
 
 @cache
 def _quantiles() -> NDArray[np.float64]:
-    """The normal distribution in 65,536 steps of one chance: from a table numbers are the same wherever they are drawn."""
+    """Return the normal distribution in 65,536 steps of equal probability.
+
+    A table gives the same numbers on every machine.
+    """
     steps = 1 << _QUANTILE_BITS
     normal = NormalDist()
     return np.array([normal.inv_cdf((i + 0.5) / steps) for i in range(steps)])

@@ -75,7 +75,7 @@ class RandomResizedCrop(ResamplingAugmentation):
     def apply_region(
         self, part: np.ndarray, source: Box, size: tuple[int, int], u: np.ndarray, region: Box, out: np.ndarray
     ) -> None:
-        """As `_resize`, over the whole length of each pass for the same weights; zeros where they do not reach."""
+        """Resize as `_resize`, each pass over its whole length, for the same weights; zeros lie where they do not reach."""
         top, left, height, width = self._box(size, u)
         rows, columns = relative(source, ((top, 0), (left, 0)))
         (above, below), across = region[0], slice(*region[1])
@@ -106,7 +106,7 @@ class RandomResizedCrop(ResamplingAugmentation):
         return top, left, height, width
 
     def boxes(self, height: int, width: int, u: np.ndarray) -> NDArray[np.int64]:
-        """Windows (N, 4) int64: top, left, height, width, inside (height, width)."""
+        """Return windows (N, 4) int64 inside (height, width), each top, left, height and width."""
         area = height * width * (self.scale[0] + (self.scale[1] - self.scale[0]) * u[:, 0 : 2 * _RESIZE_TRIES : 2])
         low, high = math.log(self.ratio[0]), math.log(self.ratio[1])
         aspect = np.exp(low + (high - low) * u[:, 1 : 2 * _RESIZE_TRIES : 2])
@@ -129,7 +129,7 @@ class RandomResizedCrop(ResamplingAugmentation):
 
 
 def _resized(image: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Bilinear resize of (h, w, C) uint8 to (height, width, C): the columns, then the rows, rounded to uint8 after each.
+    """Return (h, w, C) uint8 resized bilinearly to (height, width, C): columns, then rows, rounded to uint8 after each.
 
     Two calls, because one call for both leaves the order to Pillow, which takes the rows first where that is less work. The order
     shows in the rounding, and a region of an image must get the pixels of the whole image.
@@ -143,7 +143,7 @@ def _resized(image: np.ndarray, height: int, width: int) -> np.ndarray:
 
 
 def _in_two_passes(image: np.ndarray, height: int, width: int) -> np.ndarray:
-    """The same for (h, w, 3), or one channel (h, w)."""
+    """Return the same for (h, w, 3), or for one channel (h, w)."""
     made = Image.fromarray(np.ascontiguousarray(image))
     for size in ((width, image.shape[0]), (width, height)):
         if made.size != size:
@@ -152,7 +152,7 @@ def _in_two_passes(image: np.ndarray, height: int, width: int) -> np.ndarray:
 
 
 def _filtered(interval: Interval, size: int, resized: int) -> Interval:
-    """Elements that the triangle filter may reach for `interval` of `resized` ones made of `size`; at most some too many."""
+    """Return the elements that the triangle filter may reach for `interval` of `resized` ones made of `size`, or a few more."""
     scale = size / resized
     reach = max(scale, 1.0) + 1.5
     start, stop = (interval[0] + 0.5) * scale - reach, (interval[1] - 0.5) * scale + reach

@@ -42,7 +42,7 @@ class TrivialAugmentWide(Augmentation):
             target[...] = picture_operations.changed(image, [self.choice(size, drawn)], self.interpolation)
 
     def choice(self, size: tuple[int, int], u: np.ndarray) -> tuple[str, float]:
-        """(operation, magnitude), by the sample's numbers u (draws,), for an image of `size` (H, W)."""
+        """Return (operation, magnitude) from the sample's numbers u (draws,), for an image of `size` (H, W)."""
         which, strength, sign = u.tolist()
         name = NAMES[int(which * len(NAMES))]
         magnitude = _RANGES.magnitude(name, int(strength * self.bins), self.bins, size)

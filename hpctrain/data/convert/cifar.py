@@ -11,9 +11,9 @@ from typing import Literal
 import numpy as np
 
 from hpctrain.core.errors import DataError
-from hpctrain.data import image_file as data_format
 from hpctrain.data.convert.common import Advance, no_progress, read_names
 from hpctrain.data.files import open_regular, require_directory, require_file, require_new, system_errors_as
+from hpctrain.data.writer import write_data_file
 
 Split = Literal["train", "test"]
 
@@ -54,7 +54,7 @@ def convert(
     if len(names) != layout.classes:
         raise DataError(f"{names_file} names {len(names)} classes, but the data set has {layout.classes}; fetch it again.")
     record = layout.label_bytes + _PIXELS
-    data_format.write(out, sum(_records(path, record) for path in paths), _SHAPE, names, _read(paths, layout, advance))
+    write_data_file(out, sum(_records(path, record) for path in paths), _SHAPE, names, _read(paths, layout, advance))
 
 
 def _layout(directory: Path, split: Split, coarse: bool) -> _RecordFormat:

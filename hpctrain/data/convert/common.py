@@ -41,7 +41,7 @@ _EXAMPLES = 5
 
 
 def no_progress(count: int) -> None:
-    """An `Advance` that shows nothing."""
+    """Show no progress (an `Advance`)."""
 
 
 def default_threads() -> int:
@@ -85,7 +85,7 @@ def require_memory(count: int, origin: object) -> None:
 
 
 def in_order(function: Callable[[Item], Result], items: Iterable[Item], threads: int) -> Iterator[Result]:
-    """Results in the order of the items, at most 4 * threads of them in the works; an error ends the whole."""
+    """Yield results in the order of the items, with at most 4 * threads of them in progress; an error ends all of it."""
     pending: deque[Future[Result]] = deque()
     with ThreadPoolExecutor(max(1, threads), thread_name_prefix="hpctrain-decode") as pool:
         try:
@@ -101,7 +101,7 @@ def in_order(function: Callable[[Item], Result], items: Iterable[Item], threads:
 
 
 def slices(images: np.ndarray, labels: np.ndarray, advance: Advance = no_progress) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Images that are one array (N, H, W, C), and their labels, in chunks (images, labels) of about 16 MiB."""
+    """Yield chunks (images, labels) of about 16 MiB of an array of images (N, H, W, C) and their labels."""
     step = max(1, _CHUNK_BYTES // max(1, images[:1].nbytes))
     for start in range(0, len(images), step):
         yield images[start : start + step], labels[start : start + step]
@@ -221,7 +221,7 @@ class PictureForm:
     max_pixels: int | None = None
 
     def picture(self, source: Path | bytes, label: int) -> DecodedPicture:
-        """A picture file decoded.
+        """Decode a picture file.
 
         Raises:
             DataError: it cannot be read or decoded; the sentence does not name it.
@@ -233,17 +233,17 @@ class PictureForm:
     def writer(
         self, out: Path, count: int, shape: tuple[int, int, int], class_names: Sequence[str], source: str
     ) -> ImageFileWriter | EncodedFileWriter:
-        """A writer of `count` such pictures, of `shape` (H, W, C); see `DataFileWriter`."""
+        """Return a writer of `count` such pictures, of `shape` (H, W, C); see `DataFileWriter`."""
         fit = None if self.size is None else self.fit
         if self.keep_files:
             return EncodedFileWriter(out, count, shape, class_names, fit, source, max_pixels=self.max_pixels)
         return ImageFileWriter(out, count, shape, class_names, fit, source)
 
     def source(self, items: object, class_names: Sequence[str], skips: bool = False) -> str:
-        """A name for all that a data file is made of and how.
+        """Return a name for all that a data file is made of and how.
 
         Args:
-            items: tells the pictures from others, as JSON can hold it. skips: those that cannot be decoded are left out.
+            items: identifies the pictures, as JSON can hold it. skips: whether those that cannot be decoded are left out.
         """
         how = [
             self.size,
@@ -270,9 +270,9 @@ class DecodedPicture:
 def pack(
     writer: ImageFileWriter | EncodedFileWriter, pictures: Iterable[DecodedPicture | str], advance: Advance, *, skip: bool = False
 ) -> list[str]:
-    """Append pictures; give the names of all that are strings, which stand for pictures that cannot be decoded.
+    """Append pictures; return all that are strings, which are names of pictures that cannot be decoded.
 
-    Unless these may be skipped nothing is appended behind the first, but all are read, so that all are named at once.
+    Unless these may be skipped, nothing is appended after the first, but all are read, so that all are named at once.
     """
     unreadable: list[str] = []
     gathered: list[DecodedPicture] = []

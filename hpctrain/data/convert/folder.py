@@ -210,7 +210,7 @@ def left_out(tree: Tree, unreadable: Sequence[str]) -> tuple[LeftOut, ...]:
 
 
 def _item(path: Path, label: int) -> list[object]:
-    """Facts that tell a file from another, or from one of its name that was changed."""
+    """Return facts that distinguish a file from another, and from one of its name that was changed."""
     try:
         status = path.stat()
     except OSError:  # decoding reports the reason

@@ -14,10 +14,10 @@ import h5py
 import numpy as np
 
 from hpctrain.core.errors import DataError
-from hpctrain.data import image_file as data_format
 from hpctrain.data.convert.common import Advance, no_progress, numbered_names, require_memory
 from hpctrain.data.files import require_file, require_new, system_errors_as
 from hpctrain.data.readers import reason
+from hpctrain.data.writer import write_data_file
 
 Layout = Literal["nhwc", "nchw"]
 
@@ -95,7 +95,7 @@ def convert(
         raise DataError(
             f"The images in {source.path} take {needed:,} bytes, and the disk of {out} has {free:,}; write to another."
         )
-    data_format.write(out, count, source.shape, names, _chunks(source, advance))
+    write_data_file(out, count, source.shape, names, _chunks(source, advance))
 
 
 def _dataset(path: Path, file: h5py.File, key: str, option: str) -> h5py.Dataset:
@@ -126,9 +126,8 @@ def _check_images(path: Path, images: h5py.Dataset, layout: Layout | None) -> bo
     if len(shape) not in (3, 4) or min(shape) < 1:
         raise DataError(f"{name} holds an array of {shape}; images are (N, H, W), (N, H, W, C) or (N, C, H, W).")
     if images.is_virtual:
-        missing = [
-            each.file_name for each in images.virtual_sources() if each.file_name != "." and not _is_next_to(path, each.file_name)
-        ]
+        others = [each.file_name for each in images.virtual_sources() if each.file_name != "."]
+        missing = [name for name in others if not (path.parent / name).is_file()]
         if missing:
             raise DataError(f"{name} is made of other files, of which {missing[0]} is missing; put it there.")
     elif images.id.get_storage_size() == 0:
@@ -144,10 +143,6 @@ def _check_images(path: Path, images: h5py.Dataset, layout: Layout | None) -> bo
             f"{name} holds an array of {shape}, in which channels may come first or last; give --layout nchw or nhwc."
         )
     return first if layout is None else layout == "nchw"
-
-
-def _is_next_to(path: Path, name: str) -> bool:
-    return (path.parent / name).is_file()
 
 
 def _shape(dataset: h5py.Dataset) -> tuple[int, ...]:

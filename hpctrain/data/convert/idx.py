@@ -12,9 +12,9 @@ from typing import BinaryIO
 import numpy as np
 
 from hpctrain.core.errors import DataError
-from hpctrain.data import image_file as data_format
 from hpctrain.data.convert.common import Advance, no_progress, numbered_names, require_memory, slices
 from hpctrain.data.files import open_regular, require_file, require_new, system_errors_as
+from hpctrain.data.writer import write_data_file
 
 _UINT8 = 8
 _MOST_DIMS = 4
@@ -122,4 +122,4 @@ def write(
     pixels = pixels if pixels.ndim == 4 else pixels[..., None]
     names = numbered_names(targets, origin) if class_names is None else class_names
     height, width, channels = pixels.shape[1:4]
-    data_format.write(out, len(pixels), (height, width, channels), names, slices(pixels, targets.astype(np.int64), advance))
+    write_data_file(out, len(pixels), (height, width, channels), names, slices(pixels, targets.astype(np.int64), advance))

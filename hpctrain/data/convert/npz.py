@@ -34,7 +34,7 @@ _CHECKED_BYTES = 1 << 26
 
 @dataclass(frozen=True)
 class PackedFiles:
-    """Picture files one behind another: blob (bytes,) uint8, offsets (N + 1,) int64, labels (N,) int64, read from `path`."""
+    """Picture files in a row: blob (bytes,) uint8, offsets (N + 1,) int64, labels (N,) int64, read from `path`."""
 
     path: Path
     blob: np.ndarray
@@ -42,12 +42,12 @@ class PackedFiles:
     labels: np.ndarray
 
     def content(self, index: int) -> bytes:
-        """The bytes of a picture file."""
+        """Return the bytes of a picture file."""
         return self.blob[self.offsets[index] : self.offsets[index + 1]].tobytes()
 
 
 def load(path: Path) -> PackedFiles:
-    """All of an .npz.
+    """Read all of an .npz.
 
     Raises:
         DataError: missing, truncated, without these arrays or with others, or with offsets that do not rise from 0 to the
@@ -137,7 +137,7 @@ def convert(
 
 @contextmanager
 def _seekable(path: Path) -> Iterator[IO[bytes]]:
-    """The open file, or a temporary one with its decompressed content (a zip archive is read from its end)."""
+    """Yield the open file, or a temporary one with its decompressed content: a zip archive is read from its end."""
     if path.suffix != ".xz":
         with path.open("rb") as plain:
             yield plain

@@ -102,11 +102,12 @@ class _Collector:
         self._reads[key] += reads
 
     def uses(self) -> dict[Key, Use]:
-        return {key: self._use(key) for key in self._sizes if self._writes[key] or self._reads[key]}
-
-    def _use(self, key: Key) -> Use:
         # The gradient of a tensor that nothing reads has no writer, but its producer is still bound to a place for it.
-        return Use(self._sizes[key], tuple(self._writes[key] or [min(self._reads[key])]), tuple(self._reads[key]))
+        return {
+            key: Use(size_bytes, tuple(self._writes[key] or [min(self._reads[key])]), tuple(self._reads[key]))
+            for key, size_bytes in self._sizes.items()
+            if self._writes[key] or self._reads[key]
+        }
 
 
 def find_uses(steps: Steps, line: Timeline) -> Mapping[Key, Use]:

@@ -88,7 +88,10 @@ class SymbolicMemory:
         place = f"{reader} reads {name} at bytes [{region.offset}, {region.end})"
         if value in self._overwritten:
             raise InvalidPlanError(f"{place}, but {self._overwritten[value]} has overwritten it.")
-        raise InvalidPlanError(f"{place}, but {self._writer_at(region)}.")
+        writers = [self._stretches[start].writer for start in self._overlapped(region)]
+        if writers:
+            raise InvalidPlanError(f"{place}, but it is not complete there: {', then '.join(writers)} wrote last.")
+        raise InvalidPlanError(f"{place}, but nothing has written it there.")
 
     def contributions(self, region: Region, tensor: int) -> Contributions | None:
         """Return the steps that have added to the gradient of `tensor` in `region`; None if it holds something else."""
@@ -97,10 +100,6 @@ class SymbolicMemory:
             if value[:2] == ("gradient", tensor) and isinstance(value[2], frozenset):
                 return value[2]
         return None
-
-    def _writer_at(self, region: Region) -> str:
-        writers = [self._stretches[start].writer for start in self._overlapped(region)]
-        return f"it is not complete there: {', then '.join(writers)} wrote last" if writers else "nothing has written it there"
 
     def _overlapped(self, region: Region) -> list[int]:
         """Return the starts of the stretches that share a byte with `region`."""

@@ -23,7 +23,7 @@ from hpctrain.averaging.collective_schedule import (
     dependencies,
 )
 from hpctrain.averaging.slicing import Compression, Slice, layer_slices
-from hpctrain.planner.collective_costs import MessageCosts, Stage
+from hpctrain.planner.collective_costs import CollectiveStage, MessageCosts
 from hpctrain.planner.machine import Machine
 from hpctrain.planner.simulation.resources import EventLoop
 from hpctrain.planner.simulation.transfers import StageTransfer
@@ -50,7 +50,7 @@ class OperationTask:
 
     text: str
     stream: Stream
-    stages: tuple[Stage, ...]
+    stages: tuple[CollectiveStage, ...]
     events: tuple[LocalEventKey, ...]
     operations: tuple[int, ...]
     gathers_before: tuple[int, ...]
@@ -141,7 +141,7 @@ class _Pricing:
         self._element_seconds, self._product_seconds = element_seconds, product_seconds
         self._norms = {first: [schedule.slices[k] for k in slices] for first, slices in covered_slices(schedule).items()}
         self._ranks, self._batch = group.placement.ranks, sum(group.samples)
-        self._stages: dict[tuple[OperationKind, int, Compression | None, Stream], tuple[Stage, ...]] = {}
+        self._stages: dict[tuple[OperationKind, int, Compression | None, Stream], tuple[CollectiveStage, ...]] = {}
 
     def task(self, operation: Operation, needs: Dependencies) -> OperationTask:
         """Return one operation."""
@@ -168,7 +168,7 @@ class _Pricing:
             self._schedule.slices[k].parameters[0],
         )
 
-    def _stages_of(self, operation: Operation) -> tuple[Stage, ...]:
+    def _stages_of(self, operation: Operation) -> tuple[CollectiveStage, ...]:
         """Return the stages; equal ones are made once, as a schedule may have thousands of slices of one size."""
         compression = None if operation.kind is OperationKind.NORMS else self._schedule.slices[operation.slice].compression
         kind, n_bytes, stream = operation.kind, self._bytes(operation), operation.stream
@@ -262,7 +262,7 @@ class Posted:
 class Member(Protocol):
     """A rank in a meeting."""
 
-    def transfer(self, stage: Stage, group: SimulatedGroup, ended: Callable[[], None]) -> StageTransfer:
+    def transfer(self, stage: CollectiveStage, group: SimulatedGroup, ended: Callable[[], None]) -> StageTransfer:
         """Return its share of a stage, not begun."""
         ...
 
@@ -282,10 +282,12 @@ class MeetingShare:
 
     __slots__ = ("_group", "_meeting", "_stages", "member", "posted", "stage", "transfer")
 
-    def __init__(self, meeting: Meeting, member: Member, posted: Posted, stages: Sequence[Stage], group: SimulatedGroup) -> None:
+    def __init__(
+        self, meeting: Meeting, member: Member, posted: Posted, stages: Sequence[CollectiveStage], group: SimulatedGroup
+    ) -> None:
         self._meeting, self.member, self.posted, self._stages = meeting, member, posted, stages
         self._group = group
-        self.stage: Stage | None = None
+        self.stage: CollectiveStage | None = None
         self.transfer: StageTransfer | None = None
 
     def begin(self, position: int) -> None:
@@ -334,7 +336,7 @@ class Meeting:
         self._stage = -1
         self._stages = 0
 
-    def join(self, member: Member, posted: Posted, stages: Sequence[Stage], group: SimulatedGroup) -> None:
+    def join(self, member: Member, posted: Posted, stages: Sequence[CollectiveStage], group: SimulatedGroup) -> None:
         """Post the operation of a member."""
         self._shares.append(MeetingShare(self, member, posted, stages, group))
         self._stages = max(self._stages, len(stages))

@@ -11,7 +11,7 @@ import numpy as np
 
 from hpctrain.comm.progress import INTERVAL_SECONDS
 from hpctrain.comm.progress_mode import ProgressMode
-from hpctrain.planner.collective_costs import Stage
+from hpctrain.planner.collective_costs import CollectiveStage
 from hpctrain.planner.simulation.operations import MeetingShare, OperationQueue, Posted, SimulatedGroup
 from hpctrain.planner.simulation.resources import SharedResource
 from hpctrain.planner.simulation.transfers import Attention, Lane, StageTransfer
@@ -177,7 +177,7 @@ class SimulatedProcess:
             elif not self._unseen:
                 return
 
-    def post(self, group: SimulatedGroup, posted: Posted, stages: Sequence[Stage]) -> None:
+    def post(self, group: SimulatedGroup, posted: Posted, stages: Sequence[CollectiveStage]) -> None:
         """Post an operation on a group's communicator, on which all processes post the same ones in the same order."""
         posted.begun_seconds = self._loop.now
         posted.position, self._count = self._count, self._count + 1
@@ -273,7 +273,7 @@ class SimulatedProcess:
 
     # -- a member of meetings ----------------------------------------------------------------------------------------------------
 
-    def transfer(self, stage: Stage, group: SimulatedGroup, ended: Callable[[], None]) -> StageTransfer:
+    def transfer(self, stage: CollectiveStage, group: SimulatedGroup, ended: Callable[[], None]) -> StageTransfer:
         lane = self._lanes.get((group.lane, stage.between))
         if lane is None:
             lane = self._lanes[group.lane, stage.between] = Lane(self._card if stage.between else self._memory)

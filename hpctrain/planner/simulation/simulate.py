@@ -14,7 +14,7 @@ from hpctrain.averaging.collective_schedule import EventKind
 from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.core.errors import ConfigError, DeadlockError
 from hpctrain.planner import collective_costs
-from hpctrain.planner.collective_costs import Kind, Stage
+from hpctrain.planner.collective_costs import CollectiveStage, Kind
 from hpctrain.planner.machine import Machine
 from hpctrain.planner.simulation.operations import GroupQueues, GroupTasks, Posted, SimulatedGroup, group_tasks
 from hpctrain.planner.simulation.processes import SimulatedProcess, Stretch
@@ -69,7 +69,7 @@ class StepTasks:
         self._exchanges: dict[int, Posted] = {}
         self._message: Posted | None = None
         self._random = np.random.default_rng((options.seed, process.place.first_rank)) if options.jitter > 0 else None
-        self._stages: dict[tuple[str, int, int | None], tuple[Stage, ...]] = {}
+        self._stages: dict[tuple[str, int, int | None], tuple[CollectiveStage, ...]] = {}
         self._do: dict[type[Task], Callable[..., Stretch]] = {
             Happens: self._happens,
             NeedsParameters: self._needs_parameters,
@@ -173,7 +173,9 @@ class StepTasks:
         group = self._group("all")
         self._message = self._post(group, "step message", "step message", self._stages_of("message", group, task.bytes))
 
-    def _stages_of(self, kind: Kind, group: SimulatedGroup, n_bytes: int, peers: int | None = None) -> tuple[Stage, ...]:
+    def _stages_of(
+        self, kind: Kind, group: SimulatedGroup, n_bytes: int, peers: int | None = None
+    ) -> tuple[CollectiveStage, ...]:
         key = (str(kind), n_bytes, peers)
         if key not in self._stages:
             machine = self._process.world.machine
@@ -183,7 +185,7 @@ class StepTasks:
     def _group(self, ranks: str) -> SimulatedGroup:
         return self._process.world.group(self._process.place, ranks)
 
-    def _post(self, group: SimulatedGroup, text: str, track: str, stages: tuple[Stage, ...]) -> Posted:
+    def _post(self, group: SimulatedGroup, text: str, track: str, stages: tuple[CollectiveStage, ...]) -> Posted:
         number = self._numbers[track] = self._numbers.get(track, -1) + 1
         posted = Posted(text, track, number)
         self._process.post(group, posted, stages)

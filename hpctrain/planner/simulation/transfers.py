@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from hpctrain.planner.collective_costs import Stage
+from hpctrain.planner.collective_costs import CollectiveStage
 from hpctrain.planner.simulation.resources import Act, EventLoop, SharedJob, SharedResource
 
 # Relative to the first test of a poll, a further test lets this share of the unattended bytes move: with MPICH over TCP 2, 3, 4
@@ -175,7 +175,7 @@ class StageTransfer:
         cpu_left: seconds of the core that its messages still take.
     """
 
-    def __init__(self, loop: EventLoop, looker: Poller, stage: Stage, lane: Lane, weight: float, ended: Act) -> None:
+    def __init__(self, loop: EventLoop, looker: Poller, stage: CollectiveStage, lane: Lane, weight: float, ended: Act) -> None:
         self._loop, self._looker, self._lane, self._ended = loop, looker, lane, ended
         self.weight, self.yields = weight, stage.yields
         self.committed_seconds = _COMMITTED_BYTES * stage.beta_seconds_per_byte
@@ -371,7 +371,7 @@ class Attention:
             transfer.leave()
 
     def blocked(self, transfer: StageTransfer) -> None:
-        """The transfer goes on at the next poll."""
+        """Let the transfer continue at the next poll."""
         self._blocked.append(transfer)
         self._held_up()
 

@@ -1,4 +1,4 @@
-"""Reporters beside the console's: each module defines one, under the module's name."""
+"""Reporters in addition to the console's: each module defines one, under the module's name."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class TensorBoard(Reporter):
 
 
 def _place(kind: str, name: str) -> tuple[str, str]:
-    """The directory and the tag of a number of a record."""
+    """Return the directory and the tag of a number of a record."""
     if kind in ("interval", "epoch"):  # an epoch's means are where its last interval leads to
         return _TRAIN, name if name in _CURVES else f"train/{name}"
     if kind == "evaluation":
@@ -94,7 +94,7 @@ class EventFile:
         self._waiting = waiting
 
     def add(self, event: Any) -> None:
-        """The event waits for the next writing."""
+        """Queue an event for the next writing."""
         self._waiting.append(event)
 
     def write_some(self) -> None:
@@ -146,7 +146,7 @@ class EventFile:
 
 @contextlib.contextmanager
 def _first_error() -> Iterator[Any]:
-    """Gives a function that calls another one; the first OSError of all calls is raised at the end, after the last."""
+    """Yield a function that calls others; the first OSError of all calls is raised at the end of the block."""
     errors: list[OSError] = []
 
     def attempt(call: Any) -> None:
@@ -161,14 +161,14 @@ def _first_error() -> Iterator[Any]:
 
 
 def _takeover(step: int) -> list[Any]:
-    """The events by which TensorBoard hides what earlier files have from a step on."""
+    """Return the events by which TensorBoard hides what earlier files have from a step on."""
     from tensorboardX.proto.event_pb2 import Event, SessionLog
 
     return [Event(wall_time=time.time(), step=step, session_log=SessionLog(status=SessionLog.START))]
 
 
 def tensorboard_writer() -> Any:
-    """The class that writes TensorBoard files.
+    """Return the class that writes TensorBoard files.
 
     To be called before MPI starts, too: tensorboardX loads PyTorch where it is installed, which starts processes.
 

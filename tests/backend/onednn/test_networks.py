@@ -26,7 +26,7 @@ from hpctrain.backend.onednn.operator import LibraryOperator, ReorderOperator
 from hpctrain.backend.operators import Array, InputView, KernelSet, Operator, StepContext
 from hpctrain.backend.specs import AddSpec, ReluSpec, Shape, Spec, TensorSpec
 from hpctrain.bench.engine import profile
-from hpctrain.bench.engine_step import stand_ins
+from hpctrain.bench.engine_step import fallbacks
 from hpctrain.core.errors import BackendError, ShapeError
 from hpctrain.models import catalogue
 from hpctrain.nn.custom import ArrayLayer
@@ -330,7 +330,7 @@ def test_numpy_stands_in_for_plain_loops(
 
 def test_a_report_names_what_numpy_computes_and_why(onednn: KernelSet) -> None:
     program = Network(nets.plain(dropout=0.5), (9, 7, 3), onednn).program(2, training=True)
-    assert stand_ins(program) == (6, {"oneDNN has no such operation": ["drop"]})
+    assert fallbacks(program) == (6, {"oneDNN has no such operation": ["drop"]})
 
 
 #: A value nearer to zero before a ReLU may round to either side, and the gradient behind it is another one: no error of a kernel.

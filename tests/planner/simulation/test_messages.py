@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from hpctrain.planner.collective_costs import Stage
+from hpctrain.planner.collective_costs import CollectiveStage
 from hpctrain.planner.simulation.resources import Cores, EventLoop, SharedResource
 from hpctrain.planner.simulation.transfers import Attention, Lane, StageTransfer
 
@@ -254,7 +254,7 @@ def _end(
     """The end of a stage that takes so many seconds of the wire; None: never."""
     loop, ends, attention = EventLoop(), list[float](), Attention(lambda: None)
     lane = Lane(SharedResource(loop, 1.0))
-    stage = Stage(True, latency, seconds, 1.0, 0.0, rounds, unattended_bytes=unattended, polls=polls)
+    stage = CollectiveStage(True, latency, seconds, 1.0, 0.0, rounds, unattended_bytes=unattended, polls=polls)
     transfer = StageTransfer(loop, attention, stage, lane, 1.0, lambda: ends.append(loop.now))
     attention.add(transfer, lane)
     for look in looks:
@@ -317,7 +317,9 @@ def test_more_looks_never_make_it_later(rounds: int, unattended: float | None) -
 def test_an_ended_wait_leaves_a_round_under_way() -> None:
     loop, ends, attention = EventLoop(), list[float](), Attention(lambda: None)
     lane = Lane(SharedResource(loop, 1.0))
-    transfer = StageTransfer(loop, attention, Stage(True, 0.0, 4.0, 1.0, 0.0, 4), lane, 1.0, lambda: ends.append(loop.now))
+    transfer = StageTransfer(
+        loop, attention, CollectiveStage(True, 0.0, 4.0, 1.0, 0.0, 4), lane, 1.0, lambda: ends.append(loop.now)
+    )
     attention.add(transfer, lane)
     attention.begin_wait()
     transfer.begin()
@@ -332,7 +334,7 @@ def test_an_ended_wait_leaves_a_round_under_way() -> None:
 def test_further_tests_of_a_poll_let_a_little_more_move() -> None:
     loop, ends = EventLoop(), list[float]()
     attention, lane = Attention(lambda: None), Lane(SharedResource(loop, 1.0))
-    stage = Stage(True, 0.0, 4.0, 1.0, 0.0, 1, unattended_bytes=0.5)
+    stage = CollectiveStage(True, 0.0, 4.0, 1.0, 0.0, 1, unattended_bytes=0.5)
     transfer = StageTransfer(loop, attention, stage, lane, 1.0, lambda: ends.append(loop.now))
     attention.add(transfer, lane)
     transfer.begin()  # moves 0.5
@@ -347,7 +349,7 @@ def test_further_tests_of_a_poll_let_a_little_more_move() -> None:
 def test_messages_that_move_while_nobody_waits_are_paid_later() -> None:
     loop = EventLoop()
     attention, lane = Attention(lambda: None), Lane(SharedResource(loop, 1.0))
-    stage = Stage(True, 0.0, 4.0, 1.0, 1.0, 1, unattended_bytes=10)
+    stage = CollectiveStage(True, 0.0, 4.0, 1.0, 1.0, 1, unattended_bytes=10)
     transfer = StageTransfer(loop, attention, stage, lane, 1.0, lambda: None)
     attention.add(transfer, lane)
     transfer.begin()

@@ -14,7 +14,7 @@ from hpctrain.averaging.slicing import Slice
 from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.core.errors import ConfigError
 from hpctrain.planner import collective_costs
-from hpctrain.planner.collective_costs import Stage
+from hpctrain.planner.collective_costs import CollectiveStage
 from hpctrain.planner.machine import OperatorClass, OperatorRate
 from hpctrain.planner.simulation.operations import Posted, group_tasks
 from hpctrain.planner.simulation.processes import EventRecorder, SimulatedProcess, Stretch
@@ -99,14 +99,14 @@ def _run(
     return process
 
 
-def _post(process: SimulatedProcess, *stages: Stage) -> Posted:
+def _post(process: SimulatedProcess, *stages: CollectiveStage) -> Posted:
     posted = Posted("sum", "queue", 0)
     process.post(process.world.group(process.place, "all"), posted, stages)
     return posted
 
 
-def _stage(seconds: float, cpu: float = 0.0, rounds: int = 1) -> Stage:
-    return Stage(True, 0.0, seconds, 1.0, cpu, rounds)
+def _stage(seconds: float, cpu: float = 0.0, rounds: int = 1) -> CollectiveStage:
+    return CollectiveStage(True, 0.0, seconds, 1.0, cpu, rounds)
 
 
 def _now(process: SimulatedProcess) -> float:
