@@ -1,7 +1,6 @@
 """Arguments that several commands take: paths, configurations with overrides, ranks that keep a log, and words for completion.
 
-`load_config` is how every command reads its configuration: an unknown name is told before what follows from it. Nothing heavy
-is
+`load_config` is how every command reads its configuration: an unknown name is told before what follows from it. Nothing heavy is
 imported before it is asked for.
 """
 

@@ -1,7 +1,6 @@
 """`hpctrain bench`: measure how fast images become batches, how fast a model's steps are, and how a training scales.
 
-`data` says what limits the way of images to batches. `engine` times one model's training steps, and their memory, without MPI
-and
+`data` says what limits the way of images to batches. `engine` times one model's training steps, and their memory, without MPI and
 data. `scaling` runs the same training on several numbers of ranks.
 """
 

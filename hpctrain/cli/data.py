@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hpctrain.train.progress_bar import ProgressBar
 
 
-#: between two lines of a log
+#: time between two lines of a log
 LINE_SECONDS = 30.0
 
 

@@ -21,7 +21,7 @@ from hpctrain.parallel.plan_report import LayerReport, PlanReport, Redistributio
 from hpctrain.planner.group_schedules import GroupSchedule
 from hpctrain.planner.planned_run import PlannedPinnedMemory, PlannedRun, averaging_bytes, micro_counts
 
-_COLUMNS = 100  # where there is no terminal; more where the layers need more
+_COLUMNS = 100  # without a terminal; more if the layers need more
 _WIDEST = 1000
 _MOST_LISTED = 32
 _DIMS = ("samples", "rows", "columns", "channels")

@@ -31,7 +31,7 @@ from hpctrain.runs.results import summary_texts
 from hpctrain.storage.atomic_write import write_text
 from hpctrain.train.evaluation import ClassScore, ConfusionMatrix
 
-_COLUMNS = 80  # where there is no terminal
+_COLUMNS = 80  # without a terminal
 _MOST_CONFUSIONS = 20
 _MOST_OF_A_NAME = 30
 _NO_CLASS = "(not finite)"

@@ -16,7 +16,7 @@ from hpctrain.core.text import echo
 if TYPE_CHECKING:
     from hpctrain.launch.supervisor import Attempt, TrainCommand
 
-#: in the output directory: a line for each attempt
+#: file in the output directory with a line per attempt
 ATTEMPTS_FILE = "restarts.jsonl"
 
 

@@ -3,8 +3,7 @@
 Only `report --test` needs MPI.
 
 `autopsy` says what a job that died or hung did last, and who held the others up. `watch` follows a run from another shell and
-writes nothing. `trace` prints the time table of a traced run once more. `report` makes one HTML page of runs, and `compare`
-shows
+writes nothing. `trace` prints the time table of a traced run once more. `report` makes one HTML page of runs, and `compare` shows
 runs side by side.
 """
 
@@ -154,7 +153,7 @@ def watch(run: Path | None, runs: Path, once: bool, interval: float) -> None:
     try:
         follow = _redraw if console.is_terminal else _lines
         follow(reader, console, interval)
-    except KeyboardInterrupt:  # the usual end of somebody who looks
+    except KeyboardInterrupt:  # the usual end of `watch`
         return
 
 

@@ -32,7 +32,7 @@ from hpctrain.planner.job import Candidate
 from hpctrain.planner.machine import Machine
 from hpctrain.planner.search import SearchChoice
 
-_COLUMNS = 100  # where there is no terminal
+_COLUMNS = 100  # without a terminal
 _WIDEST = 1000
 _SHARE_THAT_IS_ALL = 0.995
 

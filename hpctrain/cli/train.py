@@ -1,8 +1,7 @@
 """The commands whose process is a rank: `hpctrain train`, `hpctrain eval`, `hpctrain predict` and `hpctrain script`.
 
 Each sets threads, starts the communication, builds what it needs and runs it. `predict` turns pictures of any kind into class
-names
-and probabilities, by a checkpoint. `script` runs a program of the user's own, kept and ended as a run is.
+names and probabilities, by a checkpoint. `script` runs a program of the user's own, kept and ended as a run is.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 
 
 COMPUTE_ONLY_STEPS = 20
-_PRINTED = "-"  # in place of a file's name
+_PRINTED = "-"  # instead of a file's name
 
 
 @click.command()
@@ -351,7 +350,7 @@ class _Choice:
         return run.parsed(self._overrides)
 
 
-#: that ranks which have not started MPI yet may take to do it, where one of them ends the job
+#: time limit for ranks to start MPI if one of them ends the job before
 START_SECONDS = 60.0
 
 

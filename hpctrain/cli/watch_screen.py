@@ -79,10 +79,10 @@ def _sign(cell: int, *, plain: bool) -> str:
     return _PLAIN if plain else chr(cell)
 
 
-#: where there is no terminal
+#: columns without a terminal
 COLUMNS = 80
 _CURVE_LINES = 5
-_BESIDE_COLUMNS = 72  # from here on two curves stand beside each other
+_BESIDE_COLUMNS = 72  # from this width on two curves are next to each other
 _MOST_EVENTS = 6
 _MOST_RANKS = 4
 _NARROWEST_BAR = 10

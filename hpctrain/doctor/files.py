@@ -1,9 +1,7 @@
 """Checks of directories and files: the run directory, HDF5 and its locks, data files, and the nodes' own disks and memory.
 
-The run directory must take files as checkpoints are written, and all nodes must see it. MPI and a run also write to /dev/shm,
-the
-temporary directory, and a directory of flight records. For each check, `gather_...` takes the facts of a rank, and `judge_...`
-is
+The run directory must take files as checkpoints are written, and all nodes must see it. MPI and a run also write to /dev/shm, the
+temporary directory, and a directory of flight records. For each check, `gather_...` takes the facts of a rank, and `judge_...` is
 a pure function of the facts of all ranks.
 """
 
@@ -122,7 +120,7 @@ def gather_shared(place: JoinedPlace) -> bool | None:
         made = _make(path)
     made = world.broadcast_object(made if world.rank == 0 else None)
     seen = _sees(path) if made and place.node.rank == 0 else None
-    world.allgather_object(None)  # nobody looks any more
+    world.allgather_object(None)  # all ranks have looked
     if world.rank == 0 and made:
         path.unlink(missing_ok=True)
     return seen
@@ -253,7 +251,7 @@ def _probe(directory: Path) -> str:
         with h5py.File(path, "r") as file:
             file["probe"][()]
     except OSError as error:
-        return str(error) if "lock" in str(error) else ""  # what else is wrong with the directory has its own check
+        return str(error) if "lock" in str(error) else ""  # other faults of the directory have their own check
     finally:
         with contextlib.suppress(OSError):
             path.unlink()
@@ -338,7 +336,7 @@ FULL_MEMORY = FindingKind(
     "Remove what killed jobs have left there (`ls -l /dev/shm`), or give the container a larger one (`--shm-size`).",
 )
 
-#: in which programs look for a directory of the node, the first that is set
+#: variables with a directory of the node; programs use the first that is set
 VARIABLES = ("SLURM_TMPDIR", "TMPDIR")
 _SHARED_MEMORY = Path("/dev/shm")
 _LEAST_BYTES = 16 << 20

@@ -51,7 +51,7 @@ CHECKS: Sequence[Check] = (
     clocks.CLOCKS,
 )
 
-#: kinds that belong to no check: they say how the doctor's own job has ended, and where a check could not be made
+#: kinds without a check: how the doctor's own job ended, and a check that could not be made
 HANGS = FindingKind(
     "hangs",
     Severity.FAULT,
@@ -123,7 +123,7 @@ def gather_alone(place: OwnPlace, checks: Sequence[Check] = CHECKS) -> dict[str,
         if not check.joined:
             try:
                 facts[check.name] = check.gather(place)
-            except Exception as error:  # whatever is wrong here is what the doctor was called for
+            except Exception as error:  # finding faults is what the doctor is for
                 facts[check.name] = CheckFailure(f"{type(error).__name__}: {error}")
     return facts
 

@@ -398,7 +398,7 @@ SKEW = FindingKind(
 )
 
 _ROUNDS = 10
-#: by which clocks may be apart without harm
+#: harmless difference of clocks
 _MOST_SKEW_SECONDS = 0.5
 
 
@@ -441,7 +441,7 @@ NOTHING_HIDES = FindingKind(
 
 _MESSAGE_BYTES = 16 << 20
 _OPERATOR_SECONDS = 5e-3
-#: of the messages' time: less is as good as nothing
+#: share of the messages' time below which nothing counts as hidden
 _LITTLE = 0.25
 
 

@@ -94,7 +94,7 @@ def wrong_launcher(launcher: Launcher, library: str, beside: str) -> DoctorFindi
     Args:
         library: the name of the library. beside: the mpiexec in the folder of this Python.
     """
-    hydras = ("MPICH", "Intel", "MVAPICH", "Cray")  # these understand each other
+    hydras = ("MPICH", "Intel", "MVAPICH", "Cray")  # these are compatible
     of_open_mpi = launcher.name.startswith("Open MPI")
     known = of_open_mpi or launcher.name.startswith(hydras)
     if not library or not known or of_open_mpi == ("Open MPI" in library):
@@ -191,7 +191,7 @@ THREAD_NEEDED = FindingKind(
 
 _LEVEL = "MPI4PY_RC_THREAD_LEVEL"
 _ANSWER_SECONDS = 5.0
-#: words of a library's or a launcher's own text -> the MPI
+#: (word in the text of a library or launcher, MPI)
 _FAMILIES = (
     ("Open MPI", "Open MPI"),
     ("OpenRTE", "Open MPI"),
@@ -273,7 +273,7 @@ def _other_launcher(facts: LibraryFacts, library: str) -> list[DoctorFinding]:
 
 def _thread_level(library: str, facts: LibraryFacts, config: Config | None) -> list[DoctorFinding]:
     """Return the finding if MPI lets only one thread call it."""
-    level = library.rpartition("thread level ")[2]  # the library's name where it has not started
+    level = library.rpartition("thread level ")[2]  # the library's name if it has not started
     if level not in ("single", "funneled"):
         return []
     progress = "" if config is None else config.progress
@@ -468,7 +468,7 @@ def judge_grid(job: JobView, facts: Sequence[SingleValues | None]) -> list[Docto
         return [fine("Not checked: no configuration was given.")]
     if "grid" in config.automatic or "plan" in config.automatic:
         return [fine("Chosen when a training starts (auto).")]
-    ranks = job.launcher.expected_size or job.size  # where each is alone, the grid is not what is wrong
+    ranks = job.launcher.expected_size or job.size  # if each rank is alone, the grid is not at fault
     cols = columns(config, ranks)
     try:
         check_grid(config.grid.rows, cols, ranks)

@@ -17,7 +17,7 @@ from hpctrain.doctor.nodes import GPUS, GpuFacts
 from hpctrain.doctor.ranks import BINDING, CoreFacts
 from hpctrain.job.session import ranges
 
-_WIDTH = 80  # where there is no terminal, as under mpiexec
+_WIDTH = 80  # without a terminal, as under mpiexec
 _MOST_RANKS = 16
 _MOST_CONTAINED = 4  # GPUs of a rank, by name
 

@@ -1,9 +1,7 @@
 """Findings from the flight records of all ranks: the first that went wrong, and where; one sentence each.
 
-A rank that waits points to those that have not posted what it waits for. Followed from rank to rank this ends at one that
-waits
-for nobody, which held all others up, or runs in a circle. Where all have posted, one that does not move any more is to blame:
-a
+A rank that waits points to those that have not posted what it waits for. Followed from rank to rank this ends at one that waits
+for nobody, which held all others up, or runs in a circle. Where all have posted, one that does not move any more is to blame: a
 message also needs the processor of those that have posted it.
 
 The rules are pure functions of records. `find_records` reads those of a directory; `rank_table` and `autopsy_json` show them.
@@ -24,8 +22,8 @@ from hpctrain.core.text import ranks_of, spans
 from hpctrain.flight.ring import FlightRecord, RecordedOperation, file_name, read
 from hpctrain.launch.process_end import End
 
-# A process that has been silent for so much longer than the latest one is taken for dead, or stopped: its heartbeat looks once a
-# second, and twenty times within a deadline that is short.
+# A process that was silent this much longer than the latest one counts as dead or stopped: its heartbeat looks once a second, and
+# twenty times within a short deadline.
 _SILENT_SECONDS = 3.0
 _SILENT_SHARE = 0.5
 
@@ -109,7 +107,7 @@ def _absence(record: FlightRecord, by_rank: Mapping[int, FlightRecord]) -> _Abse
     others lack none, the transport holds up the first of them.
     """
     awaited = awaited_operation(record)
-    if awaited is None:  # outside the queues: those that do not wait for the same
+    if awaited is None:  # outside of the queues: the ranks that do not wait for the same
         named = _OF_RANKS.search(record.wait)
         ranks = _ranks(named[1] if named else "", record, by_rank)
         return _Absence(None, tuple(rank for rank in ranks if rank not in by_rank or by_rank[rank].wait != record.wait))
@@ -160,7 +158,7 @@ def _never_posted(waiting: int, absent: Sequence[int], absence: _Absence, by_ran
             continue
         other = by_rank[rank]
         silent = silent_seconds(other, latest)
-        if other.seen_ns == other.begun_ns:  # the heartbeat has not begun, so that silence means nothing
+        if other.seen_ns == other.begun_ns:  # the heartbeat has not begun: silence means nothing
             since = other.wall_seconds(other.phase_since_ns or other.begun_ns)
             sentences.append(f"Rank {rank} was in {place(other)} for {max(0.0, latest - since):.0f} s.")
             continue
@@ -206,7 +204,7 @@ def _nobody_absent(rank: int, absence: _Absence, by_rank: Mapping[int, FlightRec
 
 def _is_still(record: FlightRecord, waiting: FlightRecord) -> bool:
     """Return whether a rank has not moved for most of the time that another one waited: it computes, reads, or is stopped."""
-    watched = record.alive_ns > record.begun_ns  # else no heartbeat has told of moves, as waits are
+    watched = record.alive_ns > record.begun_ns  # otherwise no heartbeat has recorded moves, which waits are
     if record.wait and not watched:
         return False
     at = waiting.wall_seconds(waiting.last_ns)
@@ -239,7 +237,7 @@ def autopsy(records: Sequence[FlightRecord]) -> Autopsy:
         return Autopsy(("No rank has left a record.",))
     ranks = [record.ranks for record in records]
     missing = sorted(set(range(max(ranks, key=ranks.count))) - {record.rank for record in records})
-    unlike = _mismatch(records)  # first: an MPI may end a rank for it, hang, or go on with other numbers
+    unlike = _mismatch(records)  # first, because MPI may end a rank for it, hang, or continue with other numbers
     if unlike is None and not missing and all(record.end is End.FINISHED for record in records):
         return Autopsy((f"The job finished: {named(range(len(records)))} ended normally.",))
     findings = unlike or _failed(records) or held_up(records) or _silent(records) or _stuck(records)
@@ -266,7 +264,7 @@ def _failed(records: Sequence[FlightRecord]) -> Autopsy | None:
         alike = [record.rank for record in ended if (record.end, record.host) == (first.end, first.host)]
         did = "was stopped" if first.signal else "had ended"
         how = f"{'was' if len(alike) == 1 else 'were'} ended as the launcher's process on {first.host} {did}"
-    if first.end is End.FAILED:  # all ranks say what concerns all of them
+    if first.end is End.FAILED:  # all ranks report an error that concerns all of them
         alike = [record.rank for record in ended if record.sentence == first.sentence and record.end is End.FAILED]
         cause = f", because of {named(first.blamed)}" if first.blamed and first.blamed != tuple(sorted(alike)) else ""
         how = f"failed first{cause}: {first.sentence.rstrip('.')}"

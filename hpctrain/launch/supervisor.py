@@ -1,13 +1,10 @@
 """Restart a training that fails: from its newest checkpoint, after a pause that grows, on other nodes where one is bad.
 
-`TrainCommand` finds the training in a command line and makes the command of the next attempt. `SupervisedCommand` runs a
-command:
-it is told of requests to stop once, and leaves no process behind. The command is in a process group of its own, so that Ctrl-C
-at
+`TrainCommand` finds the training in a command line and makes the command of the next attempt. `SupervisedCommand` runs a command:
+it is told of requests to stop once, and leaves no process behind. The command is in a process group of its own, so that Ctrl-C at
 a terminal reaches the supervisor alone: launchers that get it twice kill their ranks. Processes whose parent ends before them
 become children of the supervisor, which ends those that stay. Where the supervisor is killed, the system sends the command
-SIGTERM. `Supervisor` decides after each attempt. It knows no MPI and no files: how an attempt is run, and what it has left,
-are
+SIGTERM. `Supervisor` decides after each attempt. It knows no MPI and no files: how an attempt is run, and what it has left, are
 told by others.
 """
 
@@ -106,12 +103,12 @@ def _split(words: Sequence[str], options: Sequence[str]) -> tuple[list[str], lis
     return kept, values
 
 
-#: the request that every launcher passes on to its ranks, and none takes for its own
+#: the request that every launcher passes on to its ranks, and that none acts on itself
 PASSED_ON = Signals.SIGUSR1
 
 _PR_SET_CHILD_SUBREAPER = 36
 _LOOK_SECONDS = 1.0
-# That a command may take to end at an interrupt, and those whose parent is gone to end by themselves.
+# Time limits: of a command to end after an interrupt, and of processes whose parent is gone to end by themselves.
 _INTERRUPTED_SECONDS = 10.0
 _ORPHAN_SECONDS = 20.0
 
@@ -224,7 +221,7 @@ def _children() -> list[int]:
 
 
 LONGEST_PAUSE_SECONDS = 300.0
-#: failures after which a node is left out
+#: number of failures after which a node is left out
 _BAD = 2
 
 
@@ -346,7 +343,7 @@ class Supervisor:
             if pause_seconds is None:
                 return attempt.code
             self._runner.pause(pause_seconds)
-            if self._runner.request is not None:  # nothing ran: what was saved is there to go on from
+            if self._runner.request is not None:  # nothing ran: the last checkpoint is still there to resume from
                 return STOPPED if self._state.run is not None else SIGNALLED + self._runner.request
 
     def _attempt(self) -> tuple[Attempt, float | None]:

@@ -16,7 +16,7 @@ from hpctrain.launch.launcher import Launcher
 from hpctrain.launch.processes import launcher_process
 
 _VARIABLE = "OMP_NUM_THREADS"
-#: in which thread pools read their number of threads
+#: environment variables in which thread pools read their number of threads
 VARIABLES = (_VARIABLE, "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _SLURM_CPUS = "SLURM_CPUS_PER_TASK"
 _TOPOLOGY = Path("/sys/devices/system/cpu")
@@ -62,7 +62,7 @@ def set_threads(launcher: Launcher, requested: int | None, environ: MutableMappi
             environ[variable] = str(plan.threads)
         else:
             environ.setdefault(variable, str(plan.threads))
-    if "numpy" in sys.modules:  # its pools have started: tell them, the environment no longer can
+    if "numpy" in sys.modules:  # its pools have started, and do not read the environment any more
         from threadpoolctl import threadpool_limits
 
         threadpool_limits(limits=plan.threads)
@@ -79,7 +79,7 @@ def _requested(requested: int, cores: int, how: str) -> ThreadPlan:
 
 
 def _from_environment(text: str, cores: int) -> ThreadPlan:
-    first = text.split(",")[0].strip()  # a list gives the counts of nested levels
+    first = text.split(",")[0].strip()  # a list has the counts of nested levels
     if not first.isdecimal() or int(first) < 1:
         raise LaunchError(f"{_VARIABLE} is {text!r}, it must be a number of threads; a rank here has {cores} cores.")
     threads = int(first)
@@ -152,8 +152,8 @@ def _is_bound(launcher: Launcher, mask: set[int], environ: MutableMapping[str, s
     outer = _launcher_mask(launcher.rank_variable)
     confined = outer is not None and mask < outer
     if launcher.name.startswith("Slurm"):
-        # A step's tasks may all be confined to the step's cores; srun says whether each was to be bound. Where Slurm has no
-        # plugin that binds, it says so too, and binds nothing.
+        # A step's tasks may all be confined to the step's cores; this variable tells whether each was to be bound. A Slurm
+        # without a plugin that binds sets it too, and binds nothing.
         return confined and environ.get("SLURM_CPU_BIND_TYPE", "none").rstrip(":") not in ("", "none")
     return confined
 

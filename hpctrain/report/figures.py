@@ -1,8 +1,7 @@
 """Figures, drawn by matplotlib: as SVG for a page, whose colours are the page's, or as PNG files on white.
 
 Colours are names that a page gives a meaning for light and for dark, with values for pictures. Figures of curves show runs by
-colour, training as a thin line, evaluations as a strong one with a mark for each. Figures of traced runs show where the time
-of a
+colour, training as a thin line, evaluations as a strong one with a mark for each. Figures of traced runs show where the time of a
 step goes by layer, and the last step of every rank on one line of time.
 """
 
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-#: by name of the page's variable, what pictures on white have
+#: colours of pictures on white, by the name of the page's variable
 LIGHT = {
     "ink": "#1f2933",
     "faint": "#d5dbe1",
@@ -50,7 +49,7 @@ LIGHT = {
     "run6": "#1d8a99",
     "run7": "#7a5230",
 }
-#: the same on a dark ground
+#: the same on a dark background
 DARK = LIGHT | {
     "ink": "#e4e9ee",
     "faint": "#3a444e",
@@ -70,7 +69,7 @@ DARK = LIGHT | {
     "run7": "#c99a70",
 }
 RUN_COLOURS = 8
-#: stand for the names in a figure until it is written: no colour that anything else would have
+#: colours that stand for the names in a figure until it is written; nothing else has them
 _MARKERS = {name: f"#0f{number:02x}f0" for number, name in enumerate(LIGHT)}
 _HEX = re.compile(r"#0f[0-9a-f]{2}f0")
 
@@ -96,7 +95,7 @@ def css_variables(values: dict[str, str]) -> str:
     return " ".join(f"--{name}: {value};" for name, value in values.items())
 
 
-#: so wide that letters are read where a page is 400 pixels wide
+#: letters of a figure of this width are readable on a page of 400 pixels
 WIDTH_INCHES = 4.8
 _DOTS_PER_INCH = 200
 _POINTS_PER_INCH = 72
@@ -221,7 +220,7 @@ def _drawn(drawing: Drawing, style: Style) -> Iterator[tuple[Figure, Mapping[str
         figure.draw_without_rendering()  # which lays it out
         if values is not None:
             values = {**values, **_place(figure.axes[0])}
-        figure.set_layout_engine("none")  # the place of the axes is told, and stays
+        figure.set_layout_engine("none")  # the page knows the place of the axes, so it must not change
         yield figure, values
 
 
@@ -243,7 +242,7 @@ _STYLES: Mapping[str, Mapping[str, Any]] = {
     TEST: {"linewidth": 1.8, "marker": "o", "markersize": 3.2},
     AVERAGED: {"linewidth": 1.4, "linestyle": "--", "marker": "s", "markersize": 2.6},
 }
-#: more evaluations than that have no marks
+#: largest number of evaluations with marks
 _MOST_MARKS = 40
 _DIGITS = 5
 
@@ -319,9 +318,9 @@ def _words(panel: Panel, names: Sequence[str]) -> str:
 _MOST_LAYERS = 20
 _MOST_RANKS = 16
 _LANE_INCHES = 0.32
-#: a longer trace is not read: a program of a page is none for it
+#: largest trace that is read for a picture
 LARGEST_TRACE_BYTES = 300 << 20
-#: shares of a step; shorter pieces are not seen
+#: share of a step; shorter pieces are invisible
 _SHORTEST = 1 / 1500
 
 

@@ -27,11 +27,11 @@ from hpctrain.runs.results import UNKNOWN, RunRecord, panels, summary, summary_t
 from hpctrain.runs.state import means_text
 from hpctrain.version import __version__
 
-#: a table of more classes is not read by anybody; the largest confusions stand for it
+#: a table of more classes is unreadable; the largest confusions replace it
 MOST_CLASSES = 40
 _MOST_CONFUSIONS = 30
 _STRONGEST_PERCENT = 70
-#: the side of a picture on the page; larger images are made smaller
+#: side of a picture on the page; larger images are reduced
 _PIXELS = 160
 #: larger pictures are JPEG files, of which a hundred weigh half a megabyte; smaller ones are kept to the last bit
 _MOST_EXACT = 64

@@ -13,7 +13,7 @@ from hpctrain.runs.records import read_hashes
 from hpctrain.runs.results import RunRecord, Summary, read_runs, summary
 from hpctrain.storage.checkpoint import CheckpointContent, checkpoints, read
 
-#: stands for a key that a run does not have
+#: stands for a key that a run lacks
 ABSENT = "-"
 
 

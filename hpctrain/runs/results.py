@@ -129,7 +129,7 @@ def _tables(path: Path) -> tuple[TimeTable, ...]:
         return ()
 
 
-#: stands for a figure that is not known
+#: stands for an unknown figure
 UNKNOWN = "-"
 MOST_HOSTS = 2
 #: a longer silence between two records is a pause of the run, not work
@@ -289,7 +289,7 @@ def _whole(entry: Record, key: str) -> int:
 
 
 TRAINING, TEST, AVERAGED = "training", "test", "test, averaged weights"
-#: of a curve; more cannot be seen
+#: largest number of points of a curve; more are invisible
 MOST_POINTS = 400
 
 

@@ -1,7 +1,7 @@
 """Jobs on a site: planned from sizes, account and queue that were asked for, rendered as a script, and submitted.
 
-The request is checked against the site's profile before anything is written. The script is made from one set of templates,
-the profile and the job. It is written next to the runs and handed to the scheduler; without a scheduler it is started in the
+The request is checked against the site's profile before anything is written. The script is made from one set of templates, the
+profile and the job. It is written next to the runs and handed to the scheduler; without a scheduler it is started in the
 background.
 """
 
@@ -31,9 +31,9 @@ from hpctrain.core.text import escaped, forbidden, shell_word, shortened
 from hpctrain.site.profile import Site
 from hpctrain.storage.atomic_write import write_text
 
-#: that a look at the nodes may take before a training; it ends itself within a minute, if its launcher does not hang
+#: time limit of the doctor before a training; it ends itself within a minute unless its launcher hangs
 DOCTOR_SECONDS = 80
-#: time that a script without the scheduler's signal leaves for a training to end, see templates/forwarded.j2
+#: time that a script without a scheduler's signal reserves for a training to end, see templates/forwarded.j2
 _LEAST_SECONDS = 60
 _HOSTFILE_BYTES = 1 << 24
 _PLAIN = re.compile(r"(?!-)[\w@%+=:.,/~^-]+")
@@ -292,12 +292,12 @@ def check_backend(site: Site, backend: str, request: JobRequest) -> None:
 
 
 _TEMPLATES = {"slurm": "slurm.j2", "pbs": "pbs.j2", "hostfile": "mpiexec.j2", "local": "mpiexec.j2"}
-#: of a script's file name
+#: suffix of a script's file name
 ENDINGS = {"slurm": ".sbatch", "pbs": ".pbs", "hostfile": ".sh", "local": ".sh"}
 _COMMENT_AT = 32
 _COLUMNS = 130
 
-#: in scripts that are shipped, for people to replace
+#: placeholder in installed scripts, for people to replace
 ACCOUNT = "PROJECT"
 
 
@@ -469,7 +469,7 @@ def _number(command: Sequence[str]) -> str:
     if done.returncode:
         words = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
         raise LaunchError(f"{command[0]} refuses {command[-1]}: {words.rstrip('.')}.")
-    # Slurm puts the cluster's name behind a semicolon.
+    # Slurm appends the cluster's name after a semicolon.
     return done.stdout.strip().partition(";")[0]
 
 

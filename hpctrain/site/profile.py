@@ -1,7 +1,6 @@
 """Site profiles: all that a job script must know of a machine, as frozen data, each setting with its reason and its source.
 
-Profiles are files of YAML: those that are installed with hpctrain, and a user's own, which may extend one. `read_site` finds
-one
+Profiles are files of YAML: those that are installed with hpctrain, and a user's own, which may extend one. `read_site` finds one
 by name, and turns pydantic's errors into key paths and full sentences.
 """
 
@@ -190,7 +189,7 @@ class SiteProfile(Section):
         return self.scratch is not None and self.container is None
 
 
-# What patterns of the schema ask for, in words.
+# The patterns of the schema in words.
 _PATTERNS = {"time": "a time such as 06:00:00"}
 
 
